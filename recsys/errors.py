@@ -1,0 +1,46 @@
+"""Errors that end a command, each with the exit code that its kind of user error has.
+
+Sits below everything else. A message says where (file:line, field path, row), what was given, what is allowed and
+what to do; `recsys.cli.main` prints it without a traceback.
+"""
+
+
+class RecsysError(Exception):
+    """Base of the errors that are meant for users; exit code 1 (run time)."""
+
+    exit_code = 1
+
+
+class ConfigError(RecsysError):
+    """A .config or a command line that cannot be used; exit code 2.
+
+    Args:
+        findings: every problem found, one line each.
+    """
+
+    exit_code = 2
+
+    def __init__(self, findings: list[str] | str):
+        self.findings = [findings] if isinstance(findings, str) else list(findings)
+        super().__init__("\n".join(self.findings))
+
+    def __reduce__(self):
+        return (type(self), (self.findings,))
+
+
+class DataError(RecsysError):
+    """A file or row that breaks the data contract; exit code 3."""
+
+    exit_code = 3
+
+
+class NonFiniteLossError(RecsysError):
+    """A loss that is NaN or infinite, found before any weight moved; exit code 4."""
+
+    exit_code = 4
+
+
+class InstallationError(RecsysError):
+    """A missing or mismatched part of the installation; exit code 5."""
+
+    exit_code = 5

@@ -1,0 +1,99 @@
+"""Features of a config as columns and tables: the names that files, batches and models agree on.
+
+Sits beside `config` and `registry`: data reads by it, modules build embeddings by it. It wants a resolved Pipeline
+(tables, widths and vocabulary sizes filled in).
+"""
+
+from dataclasses import dataclass
+
+from recsys import protos as pb
+
+PREFIX = {pb.USER: "", pb.HISTORY: "uih_", pb.CANDIDATE: "candidate_"}
+"""What stands before a feature's name in the column of each side."""
+
+TIMESTAMPS = "timestamps"
+ACTIONS = "actions"
+WATCH_TIME = "watch_time"
+REQUEST_TIME = "request_time"
+NEGATIVES = "negatives"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One feature on one side.
+
+    Attributes:
+        name: column in the file and key in the batch, e.g. `uih_item_id`.
+        side: pb.USER, pb.HISTORY or pb.CANDIDATE.
+        feature: its message.
+        table: embedding table, or None for a number that is used as it is.
+        width: columns of its embedding, 1 for a number.
+        multi_valued: a list of ids a row, event or candidate.
+    """
+
+    name: str
+    side: int
+    feature: pb.Feature
+    table: str | None
+    width: int
+    multi_valued: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """One embedding table: `rows` x `width` and the columns that read it."""
+
+    name: str
+    rows: int
+    width: int
+    columns: tuple[str, ...]
+
+
+def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
+    """Columns of all features in the config's order, of one side when given; sides in the order USER, HISTORY, CANDIDATE."""
+    found = []
+    for feature in pipeline.features:
+        for one in sorted(set(feature.sides)):
+            if side is None or one == side:
+                found.append(_column(feature, one, pipeline.model.embedding_dim))
+    return found
+
+
+def tables(pipeline: pb.Pipeline) -> list[Table]:
+    """Embedding tables in order of first use, with the number of rows of the resolved config.
+
+    Row 0 of a vocabulary table stands for unknown ids, so it has `vocabulary.size` + 1 rows. The retriever's item table
+    is also read by the column `negatives`.
+    """
+    found: dict[str, Table] = {}
+    for column in columns(pipeline):
+        if column.table is None:
+            continue
+        known = found.get(column.table)
+        names = (known.columns if known else ()) + (column.name,)
+        found[column.table] = Table(column.table, table_rows(column.feature), column.width, names)
+    if pipeline.model.HasField("retriever"):
+        item = next(f for f in pipeline.features if f.name == pipeline.model.retriever.item_feature)
+        table = found[item.id.table]
+        found[table.name] = Table(table.name, table.rows, table.width, (*table.columns, NEGATIVES))
+    return list(found.values())
+
+
+def table_rows(feature: pb.Feature) -> int:
+    """Rows of the embedding table of a feature."""
+    if feature.HasField("numeric"):
+        return len(feature.numeric.bucketize.boundaries) + 1
+    if feature.id.HasField("hash"):
+        return feature.id.hash.num_buckets
+    return feature.id.vocabulary.size + 1
+
+
+def _column(feature: pb.Feature, side: int, embedding_dim: int) -> Column:
+    name = PREFIX[side] + feature.name
+    if feature.HasField("id"):
+        width = feature.id.embedding_dim or embedding_dim
+        return Column(name, side, feature, feature.id.table or feature.name, width, feature.id.multi_valued)
+    if feature.numeric.HasField("bucketize"):
+        width = feature.numeric.bucketize.embedding_dim or embedding_dim
+        return Column(name, side, feature, feature.name, width, False)
+    return Column(name, side, feature, None, 1, False)

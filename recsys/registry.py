@@ -1,0 +1,79 @@
+"""From a protobuf message to the class that it configures.
+
+A component registers itself under its message (`@register(pb.HstuMixer)`), and whoever holds the surrounding message
+(`pb.Mixer`, with one oneof over all mixers) picks the class with `pick`. The class bears its message's name and takes
+the message as its only positional argument.
+"""
+
+from typing import Any, NamedTuple, TypeVar
+
+from google.protobuf.message import Message
+
+_CLASSES: dict[str, type] = {}
+
+Class = TypeVar("Class", bound=type)
+
+
+class Component(NamedTuple):
+    """A registered class and the message to construct it with."""
+
+    cls: Any
+    config: Any
+
+
+def register(message: type[Message]):
+    """Class decorator: `message` configures the decorated class.
+
+    Raises:
+        ValueError: two classes for one message, or a class whose name is not the message's.
+    """
+    key = message.DESCRIPTOR.full_name
+
+    def wrap(cls: Class) -> Class:
+        if cls.__name__ != message.DESCRIPTOR.name:
+            raise ValueError(f"{cls.__name__} is registered for {key}: the class bears its message's name")
+        known = _CLASSES.get(key)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"{key} is registered twice: {known.__module__} and {cls.__module__}")
+        _CLASSES[key] = cls
+        return cls
+
+    return wrap
+
+
+def pick(choice: Message) -> Component:
+    """The class and message of the field that is set in a message with a single oneof, such as `pb.Mixer`.
+
+    Raises:
+        ValueError: nothing is set, or no class is registered for what is set.
+    """
+    descriptor = choice.DESCRIPTOR
+    (oneof,) = descriptor.oneofs
+    field = choice.WhichOneof(oneof.name)
+    if field is None:
+        allowed = ", ".join(f.name for f in oneof.fields)
+        raise ValueError(f"{descriptor.name}: nothing is set; choose one of {allowed}")
+    config = getattr(choice, field)
+    return Component(lookup(type(config)), config)
+
+
+def lookup(message: type[Message]) -> type:
+    """The class registered for a message type.
+
+    Raises:
+        ValueError: no class is registered.
+    """
+    key = message.DESCRIPTOR.full_name
+    if key not in _CLASSES:
+        raise ValueError(f"no class is registered for {key}; known: {', '.join(sorted(_CLASSES)) or 'none'}")
+    return _CLASSES[key]
+
+
+def registered(choice: type[Message]) -> dict[str, Component]:
+    """Every field of a oneof message with its class and a message of defaults; tests loop over it."""
+    (oneof,) = choice.DESCRIPTOR.oneofs
+    found = {}
+    for field in oneof.fields:
+        message = field.message_type._concrete_class
+        found[field.name] = Component(lookup(message), message())
+    return found
