@@ -1,0 +1,143 @@
+"""What this machine has: versions, driver, compilers.
+
+`scripts/install.py` reads the table of tested rows (so nothing here imports torch at the top), checkpoints
+and packages record `versions()`, the exporter asks for `find_cxx()`, and `recsys.doctor` reports all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import logging
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import recsys
+
+
+class Row(NamedTuple):
+    """Versions of the three libraries that only work together."""
+
+    torch: str
+    fbgemm: str
+    torchrec: str
+
+
+TESTED = (
+    Row(torch="2.11", fbgemm="1.6.0", torchrec="1.6.1"),
+    Row(torch="2.12", fbgemm="1.7.0", torchrec="1.7.0"),
+    Row(torch="2.13", fbgemm="1.8.0", torchrec="1.8.0"),
+)
+
+_RECORDED = ("torch", "torchrec", "torchmetrics", "tensordict", "numpy", "pyarrow", "protobuf", "triton")
+
+
+def tested_row(torch_version: str) -> Row | None:
+    """The row of the table for a torch version such as `2.13.0+cpu`, or None when it was never tested."""
+    minor = ".".join(torch_version.split(".")[:2])
+    return next((row for row in TESTED if row.torch == minor), None)
+
+
+def versions() -> dict[str, str]:
+    """Versions that can change a result: of Python, of this package and of each library that is installed.
+
+    `fbgemm-gpu` ends in `+cpu` when the build for machines without a GPU is installed.
+    """
+    found = {"recsys": recsys.__version__, "python": platform.python_version()}
+    for name in _RECORDED:
+        version = installed_version(name)
+        if version is not None:
+            found[name] = version
+    cpu, cuda = installed_version("fbgemm-gpu-cpu"), installed_version("fbgemm-gpu")
+    if cpu is not None:
+        found["fbgemm-gpu"] = f"{cpu}+cpu"
+    elif cuda is not None:
+        found["fbgemm-gpu"] = cuda
+    return found
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def has_driver() -> bool:
+    """Whether an NVIDIA driver is installed. FBGEMM's CUDA build cannot be imported without one."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def find_cxx() -> str | None:
+    """Path of the C++ compiler to export with: `$CXX` if set, else g++, else clang++; None if missing."""
+    chosen = os.environ.get("CXX")
+    candidates = (chosen,) if chosen else ("g++", "clang++")
+    return next((path for name in candidates if (path := shutil.which(name))), None)
+
+
+def find_ptxas() -> str | None:
+    """Path of Triton's assembler: `$TRITON_PTXAS_PATH`, else the one inside Triton, else one on PATH."""
+    chosen = os.environ.get("TRITON_PTXAS_PATH")
+    if chosen:
+        return shutil.which(chosen)
+    spec = importlib.util.find_spec("triton")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        if bundled.exists():
+            return str(bundled)
+    return shutil.which("ptxas")
+
+
+def tool_version(path: str) -> str:
+    """The version that a compiler or assembler prints of itself, such as `13.5` or `12.2.0`; else empty."""
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=30)
+    shown = done.stdout
+    match = re.search(r"release (\d+\.\d+)", shown) or re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", shown)
+    return match.group(1) if match else ""
+
+
+def import_torchrec_quietly() -> ModuleType:
+    """Import torchrec, which loads FBGEMM, without FBGEMM's side effects on logging.
+
+    FBGEMM's own table of torch versions lacks releases that work (1.6.0 among them); it then warns that it
+    cannot determine compatibility. `TESTED` is what counts, so that warning is dropped, by its text. FBGEMM
+    also logs through the root logger while it is imported, which would install a root handler for the whole
+    process.
+    """
+    with _quiet_root_logger():
+        return importlib.import_module("torchrec")
+
+
+@contextmanager
+def _quiet_root_logger() -> Iterator[None]:
+    root = logging.getLogger()
+    guard = None if root.handlers else logging.StreamHandler()
+    root.addFilter(_is_not_compatibility_warning)
+    if guard is not None:
+        guard.setLevel(logging.WARNING)
+        root.addHandler(guard)
+    try:
+        yield
+    finally:
+        root.removeFilter(_is_not_compatibility_warning)
+        if guard is not None:
+            root.removeHandler(guard)
+
+
+def _is_not_compatibility_warning(record: logging.LogRecord) -> bool:
+    return "cannot determine compatibility with PyTorch" not in record.getMessage()

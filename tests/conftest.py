@@ -1,0 +1,40 @@
+"""What every test gets: fixed seeds, one thread, and the markers `gpu` and `slow`."""
+
+import random
+
+import hypothesis
+import numpy
+import pytest
+import torch
+
+hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("fixed")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+    config.addinivalue_line("markers", "slow: longer than CI can afford; runs with --slow")
+    # Workers of pytest-xdist share the cores.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config, items):
+    skip_gpu = pytest.mark.skip(reason="no CUDA device")
+    skip_slow = pytest.mark.skip(reason="slow: run with --slow")
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(skip_gpu)
+        if "slow" in item.keywords and not config.getoption("--slow"):
+            item.add_marker(skip_slow)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds():
+    """The same random numbers for a test whatever ran before it."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,122 @@
+"""The layers of the package: an import that points upward fails here, also one inside a function."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "recsys"
+
+# Each layer may import itself and what stands before it.
+LAYERS = (
+    {"errors", "environment", "protos"},
+    {"config", "registry", "features"},
+    {"ops"},
+    {"modules", "data"},
+    {"models"},
+    {"training", "inference"},
+    {"cli", "diagnosis", "train", "evaluate", "export", "predict", "doctor"},
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+ENTRY_POINTS = ("train", "evaluate", "export", "predict", "doctor")
+# Two neighbours, and one layer that must stay usable without the config language.
+FORBIDDEN = {
+    "data": {"modules"},
+    "modules": {"data"},
+    "ops": {"protos", "config", "registry", "features"},
+}
+ALLOWED_NAMES = {
+    ("data", "ops"): {"ops.SequenceLayout", "ops.layout.SequenceLayout", "ops.layout"},
+    ("models", "data"): {"data.batch"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py") if "protos" not in p.relative_to(PACKAGE).parts)
+
+
+def layer_of(path: Path) -> str | None:
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return None if first == "__init__" else first
+
+
+def imports_of(source: str, package: str) -> set[str]:
+    """Every `recsys` name that a module imports, anywhere in it, as a dotted path below `recsys`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*parents, *([node.module] if node.module else [])])
+            found |= {f"{module}.{alias.name}" for alias in node.names}
+    return {name.removeprefix("recsys.") for name in found if name.startswith("recsys.")}
+
+
+def violations(layer: str, imported: set[str]) -> list[str]:
+    faults = []
+    for name in sorted(imported):
+        target = name.split(".")[0]
+        if target == "__version__":
+            continue
+        if target not in LEVEL:
+            faults.append(f"{name}: recsys.{target} is in no layer; add it to LAYERS")
+        elif LEVEL[target] > LEVEL[layer] or target in FORBIDDEN.get(layer, ()):
+            faults.append(f"{name}: {layer} may not import {target}")
+        elif (layer, target) in ALLOWED_NAMES:
+            allowed = ALLOWED_NAMES[layer, target]
+            if not any(name == known or name.startswith(f"{known}.") for known in allowed):
+                faults.append(f"{name}: {layer} may import only {', '.join(sorted(allowed))} of {target}")
+    return faults
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_downward(path):
+    layer = layer_of(path)
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    imported = imports_of(path.read_text(encoding="utf-8"), package)
+    if layer is None:
+        assert not imported, "recsys/__init__.py holds the version only"
+    else:
+        assert layer in LEVEL, f"recsys.{layer} is in no layer; add it to LAYERS"
+        assert violations(layer, imported) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "package", "source", "fault"),
+    [
+        ("ops", "recsys.ops", "from recsys.modules import stu", "ops may not import modules"),
+        ("ops", "recsys.ops", "def f():\n    from ..models.ranker import Ranker", "may not import models"),
+        ("ops", "recsys.ops", "import recsys.protos as pb", "ops may not import protos"),
+        ("data", "recsys.data.sources", "from recsys.ops import AttentionMask", "may import only"),
+        ("models", "recsys.models", "from recsys.data import loader", "may import only data.batch"),
+        ("modules", "recsys.modules", "from recsys import training", "modules may not import training"),
+        ("training", "recsys.training", "from recsys import surprise", "is in no layer"),
+    ],
+)
+def test_the_rule_finds_what_it_is_for(layer, package, source, fault):
+    (found,) = violations(layer, imports_of(source, package))
+    assert fault in found
+
+
+def test_the_rule_lets_downward_imports_pass():
+    source = "from recsys.data.batch import Batch\nfrom recsys.ops import hstu_attention\nfrom . import base"
+    assert violations("models", imports_of(source, "recsys.models")) == []
+    assert violations("data", imports_of("from recsys.ops import SequenceLayout", "recsys.data")) == []
+
+
+@pytest.mark.parametrize("name", ENTRY_POINTS)
+def test_entry_points_stay_short(name):
+    path = PACKAGE / f"{name}.py"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not there yet")
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 80
+
+
+def test_importing_the_package_loads_nothing_else():
+    code = "import sys; before = set(sys.modules); import recsys; print(sorted(set(sys.modules) - before))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert shown.stdout.strip() == "['recsys']"

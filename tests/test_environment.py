@@ -1,0 +1,128 @@
+"""recsys.environment: what is found on this machine against what other tools say about it."""
+
+import importlib.metadata
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from recsys import environment
+
+
+@pytest.mark.parametrize(
+    ("torch", "fbgemm"), [("2.11.0", "1.6.0"), ("2.12.1+cu130", "1.7.0"), ("2.13.0+cpu", "1.8.0")]
+)
+def test_tested_rows(torch, fbgemm):
+    assert environment.tested_row(torch).fbgemm == fbgemm
+
+
+@pytest.mark.parametrize("torch", ["2.1.0", "2.14.0", "2", "nightly"])
+def test_a_torch_outside_the_table_has_no_row(torch):
+    assert environment.tested_row(torch) is None
+
+
+def test_versions_are_those_of_the_loaded_libraries():
+    import numpy
+    import torch
+
+    found = environment.versions()
+    assert found["torch"] == torch.__version__
+    assert found["numpy"] == numpy.__version__
+    assert found["python"] == sys.version.split()[0]
+    assert all(isinstance(version, str) and version for version in found.values())
+
+
+def test_the_cpu_build_of_fbgemm_is_named_so(monkeypatch):
+    known = {"fbgemm-gpu-cpu": "1.7.0", "fbgemm-gpu": "1.7.0+cpu"}
+
+    def version(name):
+        if name not in known:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return known[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert environment.versions()["fbgemm-gpu"] == "1.7.0+cpu"
+    del known["fbgemm-gpu-cpu"]
+    known["fbgemm-gpu"] = "1.8.0"
+    assert environment.versions()["fbgemm-gpu"] == "1.8.0"
+    assert "torch" not in environment.versions()
+
+
+def executable(folder, name, prints=""):
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{prints}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_the_compiler_is_cxx_then_gcc_then_clang(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert environment.find_cxx() is None
+    clang = executable(tmp_path, "clang++")
+    assert environment.find_cxx() == clang
+    gcc = executable(tmp_path, "g++")
+    assert environment.find_cxx() == gcc
+    monkeypatch.setenv("CXX", "clang++")
+    assert environment.find_cxx() == clang
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert environment.find_cxx() is None, "a compiler that the user named is not replaced silently"
+
+
+def test_ptxas_is_the_one_that_the_user_named(tmp_path, monkeypatch):
+    named = executable(tmp_path, "my-ptxas", prints="Cuda compilation tools, release 13.5, V13.5.12")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", named)
+    assert environment.find_ptxas() == named
+    assert environment.tool_version(named) == "13.5"
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "missing"))
+    assert environment.find_ptxas() is None
+
+
+def test_versions_of_compilers(tmp_path):
+    gcc = executable(tmp_path, "g++", prints="g++ (Debian 12.2.0-14+deb12u1) 12.2.0")
+    assert environment.tool_version(gcc) == "12.2.0"
+    clang = executable(tmp_path, "clang++", prints="Debian clang version 14.0.6")
+    assert environment.tool_version(clang) == "14.0.6"
+    assert environment.tool_version(executable(tmp_path, "mute")) == ""
+
+
+FAKE_TORCHREC = """
+import logging
+logging.warning("_fbgemm_torch_compat_table has no entry for 1.6.0 of FBGEMM;\\n"
+                "cannot determine compatibility with PyTorch 2.11.0")
+logging.warning("library loading might crash!")
+logging.getLogger("torchrec.x").warning("another logger")
+"""
+
+
+def test_the_wrong_warning_is_dropped_and_others_are_kept(tmp_path):
+    (tmp_path / "torchrec.py").write_text(FAKE_TORCHREC)
+    code = (
+        "import logging; from recsys.environment import import_torchrec_quietly as load; "
+        "assert load() is load(); root = logging.getLogger(); print(root.handlers, root.filters)"
+    )
+    # The fake module shadows the installed torchrec, since PYTHONPATH comes before site-packages.
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "cannot determine compatibility" not in done.stderr
+    assert done.stderr.count("library loading might crash!") == 1
+    assert done.stderr.count("another logger") == 1
+    assert done.stdout.strip() == "[] []", "the import leaves no handler and no filter behind"
+
+
+def test_handlers_that_the_application_set_are_used(tmp_path, caplog, monkeypatch):
+    (tmp_path / "torchrec.py").write_text(FAKE_TORCHREC)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torchrec", raising=False)
+    before = logging.getLogger().handlers[:]
+    environment.import_torchrec_quietly()
+    del sys.modules["torchrec"]
+    assert [record.message for record in caplog.records] == ["library loading might crash!", "another logger"]
+    assert logging.getLogger().handlers == before
