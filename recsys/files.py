@@ -1,0 +1,95 @@
+"""Folders that are whole or not there, and manifests that prove it.
+
+Checkpoints, packages and predictions are written beside their place, hashed, synced and renamed: whoever finds one
+finds all of it, after a crash too.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+
+def sha256(path: Path) -> str:
+    """Hex SHA-256 of a file's bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file's bytes, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file so that a reader sees the old or the new text, never a part."""
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(text, encoding="utf-8")
+    publish(aside, path)
+
+
+def publish(aside: Path, path: Path) -> None:
+    """Gives a finished file or folder its name, durably; a folder already there is replaced."""
+    for entry in sorted(aside.rglob("*")) if aside.is_dir() else []:
+        sync(entry)
+    sync(aside)
+    if aside.is_dir() and path.exists():
+        old = path.with_name(f".{path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        aside.rename(path)
+        shutil.rmtree(old)
+    else:
+        aside.replace(path)
+    sync(path.parent)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill beside `path`; it takes the name `path` when the block ends without an error, else it is removed."""
+    aside = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        publish(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_manifest(folder: Path) -> None:
+    """Writes `manifest.json` with the hash and size in bytes of every other file of a folder."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    files = {str(p.relative_to(folder)): {"sha256": sha256(p), "bytes": p.stat().st_size} for p in paths}
+    write_text(folder / MANIFEST, json.dumps({"files": files}, indent=1))
+
+
+def manifest_faults(folder: Path) -> list[str]:
+    """What differs between a folder and its manifest, one line a fault; empty when the folder is whole."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return [f"{folder / MANIFEST}: missing"]
+    except (ValueError, KeyError, TypeError) as error:
+        return [f"{folder / MANIFEST}: not a manifest ({error})"]
+    faults = []
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            faults.append(f"{path}: missing")
+        elif path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+            faults.append(f"{path}: its bytes differ from the manifest")
+    return faults
+

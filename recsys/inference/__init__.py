@@ -1,0 +1,1 @@
+"""From a checkpoint to recommendations: exporter, package, predictor, top-k."""

@@ -1,0 +1,64 @@
+"""Folders are whole or not there, and a manifest finds what changed."""
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+
+from recsys import files
+
+
+def test_a_folder_appears_only_when_its_block_succeeds(tmp_path):
+    target = tmp_path / "result"
+    with pytest.raises(RuntimeError, match="half way"), files.whole_folder(target) as aside:
+        (aside / "a").write_text("a")
+        raise RuntimeError("half way")
+    assert list(tmp_path.iterdir()) == []
+    for text in ("first", "second"):
+        with files.whole_folder(target) as aside:
+            (aside / "a").write_text(text)
+            assert not target.exists() or (target / "a").read_text() == "first"
+    assert (target / "a").read_text() == "second"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_killed_writer_leaves_nothing_under_the_name(tmp_path):
+    code = (
+        "import os, signal, sys, pathlib; from recsys import files\n"
+        "with files.whole_folder(pathlib.Path(sys.argv[1])) as aside:\n"
+        "    (aside / 'a').write_text('a'); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "result")], check=False)
+    assert not (tmp_path / "result").exists()
+    with files.whole_folder(tmp_path / "result") as aside:
+        (aside / "b").write_text("b")
+    assert [p.name for p in (tmp_path / "result").iterdir()] == ["b"]
+
+
+def test_sha256_is_the_librarys(tmp_path):
+    data = bytes(range(256)) * 9000
+    (tmp_path / "x").write_bytes(data)
+    assert files.sha256(tmp_path / "x") == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize("fault", ["flip", "cut", "gone", "no manifest", "broken manifest"])
+def test_a_manifest_names_the_file_that_changed(tmp_path, fault):
+    (tmp_path / "sub").mkdir()
+    path = tmp_path / "sub" / "data"
+    path.write_bytes(b"some bytes")
+    files.write_manifest(tmp_path)
+    assert files.manifest_faults(tmp_path) == []
+    manifest = tmp_path / files.MANIFEST
+    if fault == "flip":
+        path.write_bytes(b"some bytez")
+    elif fault == "cut":
+        path.write_bytes(b"some")
+    elif fault == "gone":
+        path.unlink()
+    elif fault == "no manifest":
+        manifest.unlink()
+    else:
+        manifest.write_text(manifest.read_text()[:20])
+    (found,) = files.manifest_faults(tmp_path)
+    assert str(manifest if "manifest" in fault else path) in found
