@@ -1,0 +1,42 @@
+"""A stack of linear layers with SiLU between them: what `pb.Mlp` describes.
+
+Leaf module of heads and of the content and action encoders; they pass the message's fields as keywords.
+"""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from recsys.modules.norm import LayerNorm
+
+
+class MLP(nn.Sequential):
+    """[..., in_dim] -> [..., out_dim]: linear, layer norm, SiLU, dropout for each hidden width, then linear.
+
+    Args:
+        in_dim: width of the input.
+        hidden: widths of the layers before the last; empty makes the stack one linear layer.
+        out_dim: width of the output, which has neither norm nor activation.
+        layer_norm: normalise before each activation.
+        dropout: probability behind each activation in training.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        hidden: Sequence[int],
+        out_dim: int,
+        *,
+        layer_norm: bool = False,
+        dropout: float = 0.0,
+    ):
+        layers: list[nn.Module] = []
+        for width in hidden:
+            layers.append(nn.Linear(in_dim, width))
+            if layer_norm:
+                layers.append(LayerNorm(width))
+            layers.append(nn.SiLU())
+            if dropout > 0:
+                layers.append(nn.Dropout(dropout))
+            in_dim = width
+        super().__init__(*layers, nn.Linear(in_dim, out_dim))

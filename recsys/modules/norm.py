@@ -1,0 +1,55 @@
+"""Layer norms with float32 statistics, whatever the number type of the tokens.
+
+Leaf modules of mixers, postprocessors and `mlp`. Both compute in the wider of the input's and the parameters' type
+and return the input's type, so that bfloat16 tokens are normalised in float32 with or without autocast, on every
+device.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class LayerNorm(nn.LayerNorm):
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
+
+    Args:
+        dim: size of the last dimension.
+        eps: added to the (biased) variance.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6):
+        super().__init__(dim, eps=eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim] of the same type."""
+        wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return F.layer_norm(wide, self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)
+
+
+class HeadNorm(nn.Module):
+    """Group norm of attention outputs: each token's heads are normalised one by one, then scaled and shifted.
+
+    Args:
+        num_heads: H.
+        head_dim: V, values of a head; statistics are taken over them.
+        eps: added to the (biased) variance.
+    """
+
+    def __init__(self, num_heads: int, head_dim: int, eps: float = 1e-6):
+        super().__init__()
+        self.num_heads = num_heads
+        self.head_dim = head_dim
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(num_heads * head_dim))
+        self.bias = nn.Parameter(torch.zeros(num_heads * head_dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H * V] -> [T, H * V] of the same type."""
+        wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        heads = wide.unflatten(-1, (self.num_heads, self.head_dim))
+        normed = F.layer_norm(heads, (self.head_dim,), eps=self.eps).flatten(-2)
+        return (normed * self.weight + self.bias).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads}, {self.head_dim}, eps={self.eps}"
