@@ -1,0 +1,43 @@
+"""`python -m recsys.doctor`: is this installation fit to train, and if not, what to type.
+
+Exit code 0, or 5 when something is broken. Warnings (no compiler for export, an old ptxas) do not count as
+broken.
+"""
+
+import argparse
+import sys
+
+from recsys import environment
+from recsys.diagnosis import Finding, diagnose
+from recsys.errors import InstallationError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m recsys.doctor", description="Check this installation.")
+    parser.add_argument("--quick", action="store_true", help="leave out compiling a package (about 30 s)")
+    parser.add_argument("--version", action="store_true", help="print the versions that matter and stop")
+    options = parser.parse_args(arguments)
+    if options.version:
+        print("\n".join(f"{name} {version}" for name, version in environment.versions().items()))
+        return 0
+    broken = []
+    for finding in diagnose(quick=options.quick):
+        print(render(finding), flush=True)
+        if finding.state == "error":
+            broken.append(finding)
+    if broken:
+        print(f"\n{len(broken)} of the above must be repaired. Type:\n  {broken[0].remedy}")
+        return InstallationError.exit_code
+    print("\nready")
+    return 0
+
+
+def render(finding: Finding) -> str:
+    """One finding as text: state, name, detail, and the remedy on a line of its own."""
+    indent = "\n" + " " * 10
+    text = f"{finding.state:<9} {finding.name}: " + finding.detail.replace("\n", indent)
+    return text + (f"{indent}-> {finding.remedy}" if finding.remedy else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""recsys.doctor: what it says about broken installations, and that this one passes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from recsys import diagnosis, doctor
+
+RIGHT = {"torch": "2.13.0+cpu", "fbgemm-gpu": "1.8.0+cpu", "torchrec": "1.8.0", "torchmetrics": "1.0.3"}
+
+
+def states(findings):
+    return {finding.name: finding.state for finding in findings}
+
+
+def test_a_tested_row_is_right():
+    found = states(diagnosis.check_versions(RIGHT))
+    assert found == {"torch": "ok", "fbgemm-gpu": "ok", "torchrec": "ok", "torchmetrics": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("change", "culprit"),
+    [
+        ({"fbgemm-gpu": "1.7.0"}, "fbgemm-gpu"),
+        ({"torchrec": "1.9.2"}, "torchrec"),
+        ({"torchrec": None}, "torchrec"),
+        ({"torchmetrics": "1.9.0"}, "torchmetrics"),
+        ({"torch": "2.10.0"}, "torch"),
+        ({"torch": None}, "torch"),
+    ],
+)
+def test_a_version_outside_the_row_is_an_error_with_a_remedy(change, culprit):
+    versions = {name: version for name, version in {**RIGHT, **change}.items() if version is not None}
+    (error,) = [f for f in diagnosis.check_versions(versions) if f.state == "error"]
+    assert error.name == culprit
+    assert "scripts/install.py" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("fbgemm", "driver", "state"),
+    [
+        ("1.8.0", True, "ok"),
+        ("1.8.0+cpu", False, "ok"),
+        ("1.8.0+cpu", True, "warning"),
+        ("1.8.0", False, "error"),
+    ],
+)
+def test_the_build_of_fbgemm_must_fit_the_driver(fbgemm, driver, state):
+    (finding,) = diagnosis.check_driver({**RIGHT, "fbgemm-gpu": fbgemm}, driver=driver)
+    assert finding.state == state
+    assert bool(finding.remedy) == (state != "ok")
+
+
+def test_a_gpu_without_use_because_torch_is_a_cpu_build_names_torch():
+    (finding,) = diagnosis.check_driver(RIGHT, driver=True)
+    assert "uninstall -y torch" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("shown", "state"), [("12.8", "warning"), ("13.3", "ok"), ("13.5", "ok"), ("", "warning")]
+)
+def test_an_old_ptxas_is_a_warning(monkeypatch, shown, state):
+    monkeypatch.setattr(diagnosis.environment, "has_driver", lambda: True)
+    monkeypatch.setattr(diagnosis.environment, "find_ptxas", lambda: "/some/ptxas")
+    monkeypatch.setattr(diagnosis.environment, "tool_version", lambda path: shown)
+    (finding,) = diagnosis.check_ptxas()
+    assert finding.state == state
+
+
+def test_no_compiler_is_a_warning_with_a_remedy():
+    finding = diagnosis.check_compiler(None)
+    assert (finding.state, finding.remedy) == ("warning", "apt install g++")
+
+
+def test_what_a_check_raises_becomes_an_error():
+    def broken():
+        raise OSError("libfoo.so: undefined symbol: bar\nmore")
+
+    assert diagnosis.attempt("x", broken, "do this") == diagnosis.Finding(
+        "error", "x", "OSError: libfoo.so: undefined symbol: bar", "do this"
+    )
+
+
+def test_a_wrong_result_is_an_error(monkeypatch):
+    import torch
+
+    diagnosis.environment.import_torchrec_quietly()
+    monkeypatch.setattr(torch.ops.fbgemm, "asynchronous_complete_cumsum", lambda lengths: lengths)
+    finding = diagnosis.attempt("fbgemm", diagnosis.run_fbgemm, "reinstall")
+    assert finding.state == "error"
+    assert "3, 0, 2" in finding.detail
+
+
+def test_exit_code_5_and_the_line_to_type(monkeypatch, capsys):
+    findings = [
+        diagnosis.Finding("warning", "compiler", "none", "apt install g++"),
+        diagnosis.Finding("error", "torch", "not installed", "python scripts/install.py"),
+    ]
+    monkeypatch.setattr(doctor, "diagnose", lambda quick: iter(findings))
+    assert doctor.main([]) == 5
+    assert capsys.readouterr().out.endswith("Type:\n  python scripts/install.py\n")
+    monkeypatch.setattr(doctor, "diagnose", lambda quick: iter(findings[:1]))
+    assert doctor.main([]) == 0
+
+
+def test_this_installation_is_ready():
+    command = [sys.executable, "-m", "recsys.doctor", "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "hstu_attention" in done.stdout and "reference" in done.stdout
+    assert done.stdout.endswith("ready\n")
+
+
+def test_an_unknown_flag_is_a_usage_error():
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(["--quik"])
+    assert stopped.value.code == 2
+
+
+@pytest.mark.slow
+def test_a_package_compiles_and_runs():
+    assert diagnosis.attempt("package", diagnosis.compile_a_package, "").state == "ok"
