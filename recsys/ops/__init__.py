@@ -1,0 +1,28 @@
+"""Pure functions on tensors: attention over jagged samples, row movement, and the layout they share.
+
+An op's package holds its signature, its validator and one module a backend; `dispatch` chooses among them.
+Nothing here knows about configs, models or tables.
+"""
+
+from recsys.ops.dispatch import explain, last_backend
+from recsys.ops.hstu_attention import hstu_attention
+from recsys.ops.jagged import gather_rows, segment_sum
+from recsys.ops.layout import PaddedIndex, Selection, SequenceLayout, offsets_from_lengths
+from recsys.ops.mask import AttentionMask
+from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.softmax_attention import softmax_attention
+
+__all__ = [
+    "AttentionMask",
+    "PaddedIndex",
+    "RelativeBias",
+    "Selection",
+    "SequenceLayout",
+    "explain",
+    "gather_rows",
+    "hstu_attention",
+    "last_backend",
+    "offsets_from_lengths",
+    "segment_sum",
+    "softmax_attention",
+]

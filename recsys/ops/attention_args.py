@@ -1,0 +1,116 @@
+"""What every attention op checks before it runs, and the static facts by which it chooses a backend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
+from recsys.ops.relative_bias import RelativeBias
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """All that a backend may know when it says whether it can run; nothing here needs a tensor's values."""
+
+    device: str
+    dtype: torch.dtype
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    mask: AttentionMask
+    has_bias: bool = False
+    needs_grad: bool = False
+    deterministic: bool = False
+
+
+def attention_facts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    bias: RelativeBias | None,
+    deterministic: bool | None,
+) -> AttentionFacts:
+    """The facts of one call. `deterministic=None` follows `torch.use_deterministic_algorithms`."""
+    tensors = (q, k, v) if bias is None else (q, k, v, bias.position_table, bias.time_table)
+    return AttentionFacts(
+        device=q.device.type,
+        dtype=q.dtype,
+        num_heads=q.shape[1],
+        qk_dim=q.shape[2],
+        v_dim=v.shape[2],
+        mask=mask,
+        has_bias=bias is not None,
+        needs_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
+        deterministic=torch.are_deterministic_algorithms_enabled()
+        if deterministic is None
+        else deterministic,
+    )
+
+
+def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask) -> None:
+    """Ranks, shapes, dtypes and devices of q, k, v against each other and the layout.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it was and what is allowed.
+    """
+    if not isinstance(layout, SequenceLayout):
+        raise TypeError(f"layout must be a SequenceLayout, got {type(layout).__name__}")
+    if not isinstance(mask, AttentionMask):
+        raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a floating point tensor, got {given}")
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} must have shape [total_len, heads, dim], got {tuple(tensor.shape)}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {tensor.dtype}")
+        if tensor.device != layout.device:
+            raise ValueError(f"{name} is on {tensor.device}, the layout on {layout.device}")
+        if tensor.shape[0] != layout.total_len:
+            raise ValueError(f"{name} has {tensor.shape[0]} rows, the layout total_len = {layout.total_len}")
+        if tensor.shape[1] != q.shape[1]:
+            raise ValueError(f"{name} must have the heads of q, {q.shape[1]}, got {tensor.shape[1]}")
+        if tensor.shape[1] == 0 or tensor.shape[2] == 0:
+            raise ValueError(
+                f"{name} must have at least one head and one dimension, got shape {tuple(tensor.shape)}"
+            )
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k must have the head dimension of q, {q.shape[2]}, got {k.shape[2]}")
+
+
+def check_bias(bias: RelativeBias, q: Tensor) -> None:
+    """A bias against the q that it is added to the scores of.
+
+    Raises:
+        TypeError, ValueError: naming the field of the bias.
+    """
+    if not isinstance(bias, RelativeBias):
+        raise TypeError(f"bias must be a RelativeBias or None, got {type(bias).__name__}")
+    for name in ("position_table", "time_table", "timestamps", "next_timestamps"):
+        tensor = getattr(bias, name)
+        if tensor.device != q.device:
+            raise ValueError(f"bias.{name} is on {tensor.device}, q on {q.device}")
+        if name.endswith("table"):
+            if tensor.dim() == 2 and tensor.shape[0] != q.shape[1]:
+                raise ValueError(f"bias.{name} has {tensor.shape[0]} rows, q has {q.shape[1]} heads")
+        elif tensor.shape[0] != q.shape[0]:
+            raise ValueError(f"bias.{name} has {tensor.shape[0]} entries, q has {q.shape[0]} rows")
+
+
+def check_number(name: str, value: float, *, positive: bool = False) -> None:
+    """A finite int or float (not a bool, not a tensor), above 0 if `positive`.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value}")

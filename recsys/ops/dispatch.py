@@ -1,0 +1,143 @@
+"""Which implementation of an op runs, and why.
+
+Every op has a list of backends, fastest first and `reference` last. A backend is the module `<op
+package>.<backend>` with `supports(facts) -> Support` and `run(...)`; it is imported when it is first
+considered, so a backend may need packages that the machine lacks. `facts` are the op's static facts (device,
+dtype, sizes, kind of mask), never tensor values: the same question can be asked when a config is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+FORCED_BACKEND = os.environ.get("RECSYS_BACKEND")
+"""For debugging: takes the place of "auto" in every op that has a backend of this name."""
+
+_OPS: dict[str, Op] = {}
+_last_backend: dict[str, str] = {}
+
+
+class Support(NamedTuple):
+    """A backend's answer. `reason` says what is missing and what would help; empty when `ok`."""
+
+    ok: bool
+    reason: str = ""
+
+
+SUPPORTED = Support(True)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What each backend of an op says about one call, in the order in which "auto" asks them."""
+
+    op: str
+    rows: tuple[tuple[str, Support], ...]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows)
+        lines = [
+            f"  {name:<{width}}  {'usable' if support.ok else 'no: ' + support.reason}"
+            for name, support in self.rows
+        ]
+        return "\n".join([self.op, *lines])
+
+
+class Op:
+    """One op: its name, its backends and how to read the static facts off its arguments."""
+
+    def __init__(self, name: str, package: str, backends: Sequence[str], facts: Callable[..., Any]) -> None:
+        """Registers the op for `explain` and `last_backend`.
+
+        Args:
+            package: the package that holds one module a backend.
+            backends: module names in it, fastest first.
+            facts: takes the arguments of the public function (less `backend`), returns what `supports`
+                judges.
+        """
+        self.name = name
+        self.package = package
+        self.backends = tuple(backends)
+        self.facts = facts
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+        """How often "auto" passed over (backend, reason)."""
+        _OPS[name] = self
+
+    def select(self, facts: Any, backend: str = "auto") -> ModuleType:
+        """The module that will run: the first usable one for "auto", else exactly the named one.
+
+        Raises:
+            ValueError: an unknown backend, or a named one that cannot do this; it never falls back.
+        """
+        if backend == "auto" and FORCED_BACKEND in self.backends:
+            backend = FORCED_BACKEND
+        if backend != "auto" and backend not in self.backends:
+            raise ValueError(
+                f"{self.name} has no backend {backend!r}; it has {', '.join(('auto', *self.backends))}"
+            )
+        for name in self.backends if backend == "auto" else (backend,):
+            support = self._ask(name, facts)
+            if support.ok:
+                _last_backend[self.name] = name
+                return self._module(name)
+            if backend != "auto":
+                raise ValueError(
+                    f"backend {name!r} of {self.name} cannot run this: {support.reason}; "
+                    "backend='auto' takes one that can"
+                )
+            self._count_fallback(name, support.reason)
+        raise ValueError(f"no backend can run this call.\n{self.explain(facts)}")
+
+    def explain(self, facts: Any) -> Explanation:
+        """What each backend says about `facts`."""
+        return Explanation(self.name, tuple((name, self._ask(name, facts)) for name in self.backends))
+
+    def _ask(self, name: str, facts: Any) -> Support:
+        try:
+            module = self._module(name)
+        except ImportError as error:
+            return Support(False, f"it needs a package that is not installed ({error})")
+        return module.supports(facts)
+
+    def _module(self, name: str) -> ModuleType:
+        return importlib.import_module(f"{self.package}.{name}")
+
+    def _count_fallback(self, name: str, reason: str) -> None:
+        self.fallbacks[name, reason] += 1
+        if self.fallbacks[name, reason] == 1:
+            logger.warning("%s: backend %s is not used: %s", self.name, name, reason)
+
+
+def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
+    """Which backends of `op` can run this call, and why not the others. Arguments as of the op itself.
+
+    Raises:
+        ValueError: no op of this name.
+    """
+    known = _op(op)
+    kwargs.pop("backend", None)
+    return known.explain(known.facts(*args, **kwargs))
+
+
+def last_backend(op: str) -> str | None:
+    """The backend that the latest call of `op` in this process took; None before the first.
+
+    Raises:
+        ValueError: no op of this name.
+    """
+    return _last_backend.get(_op(op).name)
+
+
+def _op(name: str) -> Op:
+    if name not in _OPS:
+        raise ValueError(f"no op {name!r}; there are {', '.join(sorted(_OPS))}")
+    return _OPS[name]

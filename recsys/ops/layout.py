@@ -1,0 +1,383 @@
+"""`SequenceLayout`: where each sample's tokens lie in a jagged tensor of `total_len` rows.
+
+A sample is `[contextual | uih | targets]`, stored without padding (uih: user interaction history, oldest
+first). The data loader builds one layout a batch, on the host; modules derive others from it and ops read it.
+Every total an op needs is an int that the layout already knows, so a forward pass never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CONTEXTUAL, UIH, TARGET = 0, 1, 2
+"""Values of `SequenceLayout.kinds()`."""
+
+_MAX_INDEX = 2**63 - 1
+
+
+class Selection(NamedTuple):
+    """Some tokens of a jagged tensor: their own layout, and the row of the source each of them comes from."""
+
+    layout: SequenceLayout
+    index: Tensor  # int64 [layout.total_len]
+
+
+class PaddedIndex(NamedTuple):
+    """The padded view of a layout."""
+
+    index: Tensor  # int64 [B, max_len], row of the jagged tensor, -1 in the padding
+    valid: Tensor  # bool [B, max_len], index >= 0
+
+
+class _HostCopy(NamedTuple):
+    """The lengths on the host: kept when a layout moves, so that totals of derived layouts cost no wait."""
+
+    lengths: Tensor
+    num_targets: Tensor
+
+
+class SequenceLayout:
+    """Lengths of the samples of one batch and everything that follows from them. Never changed once built.
+
+    `SequenceLayout(lengths, num_targets, num_contextual)` validates; `SequenceLayout.trusted(...)` does not,
+    and is for traced graphs. Both hold the same facts; `B` is the number of samples, `T` the number of
+    tokens.
+
+    Attributes:
+        lengths: int64 [B], tokens of each sample.
+        offsets: int64 [B + 1], first row of each sample; `offsets[0] == 0`, `offsets[B] == total_len`.
+        num_targets: int64 [B], target tokens at the end of each sample.
+        num_contextual: contextual tokens at the start of every sample.
+        total_len: rows of the jagged tensors that this layout describes.
+        max_len: no sample is longer. Exact when the lengths were known on the host, else a bound.
+        total_targets: sum of `num_targets`.
+    """
+
+    lengths: Tensor
+    offsets: Tensor
+    num_targets: Tensor
+    num_contextual: int
+    total_len: int
+    max_len: int
+    total_targets: int
+
+    def __init__(self, lengths: Tensor, num_targets: Tensor | None = None, num_contextual: int = 0) -> None:
+        """Builds and validates a layout. Meant for host tensors; a device tensor costs one copy to the host.
+
+        Args:
+            lengths: int32 or int64 [B].
+            num_targets: int32 or int64 [B]; None means no targets.
+            num_contextual: contextual tokens of every sample.
+
+        Raises:
+            TypeError: an argument that is not an integer (tensor).
+            ValueError: a negative number, a sample shorter than its contextual and target tokens, or totals
+                past int64.
+        """
+        device = _require_int_vector("lengths", lengths).device
+        host_lengths = lengths.detach().to("cpu", torch.int64)
+        if num_targets is None:
+            host_targets = torch.zeros_like(host_lengths)
+        else:
+            host_targets = _require_int_vector("num_targets", num_targets).detach().to("cpu", torch.int64)
+        _check_samples(host_lengths, host_targets, num_contextual)
+        self.lengths = host_lengths.to(device)
+        self.offsets = offsets_from_lengths(host_lengths).to(device)
+        self.num_targets = host_targets.to(device)
+        self.num_contextual = num_contextual
+        self.total_len = int(host_lengths.sum())
+        self.max_len = _max_or_zero(host_lengths)
+        self.total_targets = int(host_targets.sum())
+        self._host = _HostCopy(host_lengths, host_targets)
+
+    @classmethod
+    def from_offsets(
+        cls,
+        offsets: Tensor,
+        num_targets: Tensor | None = None,
+        num_contextual: int = 0,
+        *,
+        total_len: int | None = None,
+    ) -> SequenceLayout:
+        """The validated layout of `offsets`, int32 or int64 [B + 1].
+
+        Args:
+            total_len: rows of the values that the offsets point into; checked against `offsets[-1]` when
+                given.
+
+        Raises:
+            TypeError, ValueError: as the constructor; also when offsets do not start at 0, decrease (as int32
+                sums do once they wrap around), or do not end at `total_len`.
+        """
+        host = _require_int_vector("offsets", offsets).detach().to("cpu", torch.int64)
+        if len(host) == 0 or host[0] != 0:
+            raise ValueError(f"offsets must have B + 1 entries and start at 0, got {host[:4].tolist()}...")
+        lengths = host.diff()
+        if (sample := _first(lengths < 0)) is not None:
+            raise ValueError(
+                f"offsets must not decrease, but sample {sample} runs from {int(host[sample])} "
+                f"to {int(host[sample + 1])}"
+            )
+        if total_len is not None and int(host[-1]) != total_len:
+            raise ValueError(f"offsets end at {int(host[-1])}, but total_len = {total_len}")
+        return cls(lengths.to(offsets.device), num_targets, num_contextual)
+
+    @classmethod
+    def trusted(
+        cls,
+        lengths: Tensor,
+        offsets: Tensor,
+        num_targets: Tensor,
+        num_contextual: int,
+        total_len: int,
+        max_len: int,
+        total_targets: int,
+    ) -> SequenceLayout:
+        """A layout whose totals were proven elsewhere: nothing is read from the tensors, nothing is checked.
+
+        For code that is traced (`torch.export`, `torch.compile`): the lengths are graph inputs there, and the
+        totals are sizes of other inputs, possibly symbolic. All tensors are int64; `max_len` may be any upper
+        bound.
+        """
+        layout = cls.__new__(cls)
+        layout.lengths = lengths
+        layout.offsets = offsets
+        layout.num_targets = num_targets
+        layout.num_contextual = num_contextual
+        layout.total_len = total_len
+        layout.max_len = max_len
+        layout.total_targets = total_targets
+        layout._host = None
+        return layout
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples, B."""
+        return self.lengths.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.lengths.device
+
+    @property
+    def num_uih(self) -> Tensor:
+        """int64 [B], history tokens of each sample."""
+        return self.lengths - self.num_targets - self.num_contextual
+
+    @property
+    def history_end(self) -> Tensor:
+        """int64 [B], position in its sample of the first target: `num_contextual + num_uih`."""
+        return self.lengths - self.num_targets
+
+    @property
+    def host_lengths(self) -> Tensor | None:
+        """int64 [B] on the host, when they can be had without waiting for a device; else None."""
+        if self._host is not None:
+            return self._host.lengths
+        return self.lengths if self.lengths.device.type == "cpu" else None
+
+    def __repr__(self) -> str:
+        names = ("batch_size", "total_len", "max_len", "num_contextual", "total_targets", "device")
+        return f"SequenceLayout({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
+        """The same layout with its tensors on `device`; it keeps the host copy of its lengths."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> SequenceLayout:
+        """The same layout in page-locked host memory."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tells the caching allocator that `stream` reads the tensors."""
+        for tensor in (self.lengths, self.offsets, self.num_targets):
+            tensor.record_stream(stream)
+
+    def sample_ids(self) -> Tensor:
+        """int64 [T], the sample of each token."""
+        return self._per_token(torch.arange(self.batch_size, device=self.device))
+
+    def positions(self) -> Tensor:
+        """int64 [T], the index of each token in its sample, contextual tokens first."""
+        return torch.arange(self.total_len, device=self.device) - self._per_token(self.offsets[:-1])
+
+    def kinds(self) -> Tensor:
+        """int8 [T]: 0 contextual, 1 uih, 2 target."""
+        positions = self.positions()
+        past_contextual = (positions >= self.num_contextual).to(torch.int8)
+        past_history = (positions >= self._per_token(self.history_end)).to(torch.int8)
+        return past_contextual + past_history
+
+    def padded_index(self) -> PaddedIndex:
+        """Where each token of the padded tensor [B, max_len, ...] comes from."""
+        position = torch.arange(self.max_len, device=self.device)
+        valid = position < self.lengths[:, None]
+        return PaddedIndex(torch.where(valid, self.offsets[:-1, None] + position, -1), valid)
+
+    def truncate(self, tail_len: int) -> Selection:
+        """Keeps the contextual tokens, the newest `tail_len` history tokens and all targets of every sample.
+
+        The new total follows from the host copy of the lengths. A trusted layout has none and reads it off
+        the tensor: one synchronisation on a device, an unbacked size in an exported graph.
+
+        Raises:
+            ValueError: a negative `tail_len`.
+        """
+        if tail_len < 0:
+            raise ValueError(f"tail_len must be >= 0, got {tail_len}")
+
+        def kept(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
+            num_uih = lengths - num_targets - self.num_contextual
+            return lengths - (num_uih - tail_len).clamp(min=0), num_targets
+
+        layout = self._derive(kept, self.num_contextual, total_len=None, total_targets=self.total_targets)
+        dropped = layout._per_token(self.lengths - layout.lengths)
+        index = self._source_rows(layout, torch.zeros_like(self.lengths))
+        return Selection(layout, index + torch.where(layout.positions() >= self.num_contextual, dropped, 0))
+
+    def contextual_only(self) -> Selection:
+        """Only the contextual tokens."""
+        total_len = self.batch_size * self.num_contextual
+        layout = self._derive(
+            lambda lengths, num_targets: (
+                torch.full_like(lengths, self.num_contextual),
+                torch.zeros_like(lengths),
+            ),
+            self.num_contextual,
+            total_len=total_len,
+            total_targets=0,
+        )
+        return Selection(layout, self._source_rows(layout, torch.zeros_like(self.lengths)))
+
+    def history_only(self) -> Selection:
+        """Only the history tokens, as samples without contextual and target tokens."""
+        total_len = self.total_len - self.total_targets - self.batch_size * self.num_contextual
+        layout = self._derive(
+            lambda lengths, num_targets: (
+                lengths - num_targets - self.num_contextual,
+                torch.zeros_like(lengths),
+            ),
+            num_contextual=0,
+            total_len=total_len,
+            total_targets=0,
+        )
+        return Selection(
+            layout, self._source_rows(layout, torch.full_like(self.lengths, self.num_contextual))
+        )
+
+    def targets_only(self) -> Selection:
+        """Only the target tokens, as samples that consist of targets."""
+        layout = self._derive(
+            lambda lengths, num_targets: (num_targets, num_targets),
+            num_contextual=0,
+            total_len=self.total_targets,
+            total_targets=self.total_targets,
+        )
+        return Selection(layout, self._source_rows(layout, self.history_end))
+
+    def assemble_index(self) -> Tensor:
+        """int64 [T]: row of each token in `cat([all contextual rows, all uih rows, all target rows])`.
+
+        Each of the three blocks is jagged by sample, in the order of the samples, as `contextual_only`,
+        `history_only` and `targets_only` would cut them out again.
+        """
+        blocks = (self.contextual_only(), self.history_only(), self.targets_only())
+        token = torch.cat([block.index for block in blocks])
+        return torch.empty_like(token).scatter(0, token, torch.arange(self.total_len, device=self.device))
+
+    def _per_token(self, per_sample: Tensor) -> Tensor:
+        """[B] to [T]: each token gets the number of its sample."""
+        return torch.repeat_interleave(per_sample, self.lengths, output_size=self.total_len)
+
+    def _source_rows(self, derived: SequenceLayout, first: Tensor) -> Tensor:
+        """Rows of self for the tokens of `derived`: one run a sample, from position `first` [B] on."""
+        shift = self.offsets[:-1] + first - derived.offsets[:-1]
+        return torch.arange(derived.total_len, device=self.device) + derived._per_token(shift)
+
+    def _derive(
+        self,
+        rule: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        num_contextual: int,
+        total_len: int | None,
+        total_targets: int,
+    ) -> SequenceLayout:
+        """The layout with `rule(lengths, num_targets)`, applied on the device and to the host copy."""
+        lengths, num_targets = rule(self.lengths, self.num_targets)
+        host = None if self._host is None else _HostCopy(*rule(*self._host))
+        max_len = self.max_len if host is None else _max_or_zero(host.lengths)
+        if total_len is None:
+            total_len = int(host.lengths.sum()) if host is not None else lengths.sum().item()
+        derived = SequenceLayout.trusted(
+            lengths,
+            offsets_from_lengths(lengths),
+            num_targets,
+            num_contextual,
+            total_len,
+            max_len,
+            total_targets,
+        )
+        derived._host = host
+        return derived
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
+        moved = SequenceLayout.trusted(
+            move(self.lengths),
+            move(self.offsets),
+            move(self.num_targets),
+            self.num_contextual,
+            self.total_len,
+            self.max_len,
+            self.total_targets,
+        )
+        moved._host = self._host
+        return moved
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    """int64 [B + 1]: 0, then the running sum of `lengths` [B]."""
+    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
+
+
+def _require_int_vector(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        given = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {given}")
+    if value.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(value.shape)}")
+    return value
+
+
+def _check_samples(lengths: Tensor, num_targets: Tensor, num_contextual: int) -> None:
+    if isinstance(num_contextual, bool) or not isinstance(num_contextual, int):
+        raise TypeError(f"num_contextual must be an int, got {type(num_contextual).__name__}")
+    if num_contextual < 0:
+        raise ValueError(f"num_contextual must be >= 0, got {num_contextual}")
+    if num_targets.shape != lengths.shape:
+        raise ValueError(
+            f"num_targets must have one entry a sample: {len(num_targets)} for {len(lengths)} lengths"
+        )
+    for name, values in (("lengths", lengths), ("num_targets", num_targets)):
+        if (sample := _first(values < 0)) is not None:
+            raise ValueError(f"{name} must be >= 0, but {name}[{sample}] = {int(values[sample])}")
+    if len(lengths) and int(lengths.max()) > _MAX_INDEX // len(lengths):
+        raise ValueError(
+            f"lengths must add up to less than 2**63; the longest of {len(lengths)} is {int(lengths.max())}"
+        )
+    if (sample := _first(lengths - num_targets < num_contextual)) is not None:
+        raise ValueError(
+            f"sample {sample} has lengths[{sample}] = {int(lengths[sample])} tokens, fewer than "
+            f"num_contextual = {num_contextual} plus num_targets[{sample}] = {int(num_targets[sample])}"
+        )
+
+
+def _first(bad: Tensor) -> int | None:
+    return int(bad.int().argmax()) if bool(bad.any()) else None
+
+
+def _max_or_zero(values: Tensor) -> int:
+    return int(values.max()) if len(values) else 0

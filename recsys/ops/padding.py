@@ -1,0 +1,95 @@
+"""Jagged tensors as padded chunks of samples, for the reference backends.
+
+In eager mode the samples are sorted by length and cut into chunks, so that little is padded and a chunk's
+scores stay small; how a sample is grouped does not change its numbers beyond rounding. A traced graph takes
+one chunk of all samples: a single path for all batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recsys.ops.jagged.reference import gather_rows, invert
+from recsys.ops.layout import SequenceLayout
+
+MAX_SCORES = 2**24
+"""Scores (heads x samples x length^2) in one chunk, unless a single sample has more."""
+
+WASTED_SCORES = 2**17
+"""Scores of padding that a chunk takes in before a new one is cheaper: about the fixed cost of its calls."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some samples, padded to the longest of them."""
+
+    lengths: Tensor  # int64 [b]
+    history_end: Tensor  # int64 [b], position of the first target
+    max_len: int
+
+
+@dataclass(frozen=True)
+class PaddedChunks:
+    """All samples of a layout in chunks; moves tensors [T, ...] there and back."""
+
+    chunks: Sequence[Chunk]
+    index: Tensor  # int64, padded rows of all chunks one after the other -> row in [T], -1 for padding
+    inverse: Tensor  # int64 [T]
+
+    def split(self, values: Tensor) -> list[Tensor]:
+        """[T, ...] to one [b, max_len, ...] a chunk, zero in the padding."""
+        padded = gather_rows(values, self.index, self.inverse)
+        parts = padded.split([chunk.lengths.shape[0] * chunk.max_len for chunk in self.chunks])
+        return [
+            part.unflatten(0, (chunk.lengths.shape[0], chunk.max_len))
+            for part, chunk in zip(parts, self.chunks, strict=True)
+        ]
+
+    def merge(self, parts: Sequence[Tensor]) -> Tensor:
+        """The inverse of `split`; what stands in the padding is dropped."""
+        return gather_rows(torch.cat([part.flatten(0, 1) for part in parts]), self.inverse, self.index)
+
+
+def padded_chunks(layout: SequenceLayout, num_heads: int) -> PaddedChunks:
+    """The chunks of `layout` for an op that builds `num_heads` scores for each pair of tokens."""
+    lengths = layout.host_lengths
+    if lengths is None or torch.compiler.is_compiling():
+        return _one_chunk(layout)
+    order = lengths.argsort(descending=True, stable=True)
+    ends = _chunk_ends(lengths[order].tolist(), num_heads)
+    order = order.to(layout.device)
+    sorted_lengths, sorted_ends = layout.lengths[order], layout.history_end[order]
+    starts = layout.offsets[:-1][order]
+    chunks, indices, begin = [], [], 0
+    for end in ends:
+        max_len = int(lengths[order[begin]]) if end > begin else 0
+        position = torch.arange(max_len, device=layout.device)
+        rows = starts[begin:end, None] + position
+        indices.append(torch.where(position < sorted_lengths[begin:end, None], rows, -1).flatten())
+        chunks.append(Chunk(sorted_lengths[begin:end], sorted_ends[begin:end], max_len))
+        begin = end
+    index = torch.cat(indices)
+    return PaddedChunks(chunks, index, invert(index, layout.total_len))
+
+
+def _one_chunk(layout: SequenceLayout) -> PaddedChunks:
+    inverse = layout.sample_ids() * layout.max_len + layout.positions()
+    chunk = Chunk(layout.lengths, layout.history_end, layout.max_len)
+    return PaddedChunks([chunk], layout.padded_index().index.flatten(), inverse)
+
+
+def _chunk_ends(descending_lengths: list[int], num_heads: int) -> list[int]:
+    """Ends of the runs of samples that share a chunk; empty samples, at the end, join the last one."""
+    ends: list[int] = []
+    begin, longest, wasted = 0, descending_lengths[0] if descending_lengths else 0, 0
+    for sample, length in enumerate(descending_lengths):
+        wasted += num_heads * (longest**2 - length**2)
+        too_many = (sample - begin + 1) * num_heads * longest**2 > MAX_SCORES
+        if sample > begin and (too_many or wasted > WASTED_SCORES):
+            ends.append(sample)
+            begin, longest, wasted = sample, length, 0
+    return [*ends, len(descending_lengths)]

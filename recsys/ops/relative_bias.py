@@ -1,0 +1,88 @@
+"""`RelativeBias`: attention scores that depend on how far apart two tokens are, in positions and in time.
+
+`bias[i, j] = position_table[clamp(r_i - r_j, 0, P - 1)] + time_table[bucket(t_next(i) - t_j)]`, where `r` is
+a token's index in its sample, except that every target (group) stands directly behind the history. So the
+output of a candidate depends neither on the other candidates nor on their order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOG_BUCKET = 0.301
+"""Width of a time bucket in natural logarithms of seconds: each bucket spans a factor of about 1.35."""
+
+
+@dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """Two small learned tables and the times they are looked up with.
+
+    Attributes:
+        position_table: float [P], or [H, P] with a row for each head.
+        time_table: float [K] or [H, K], K time buckets.
+        timestamps: int64 [T], seconds, of each token.
+        next_timestamps: int64 [T], seconds, of the token after it; the request time for the last one and for
+            targets.
+
+    Raises:
+        TypeError, ValueError: naming the field.
+    """
+
+    position_table: Tensor
+    time_table: Tensor
+    timestamps: Tensor
+    next_timestamps: Tensor
+
+    def __post_init__(self) -> None:
+        for name in ("position_table", "time_table"):
+            table = getattr(self, name)
+            if not table.is_floating_point():
+                raise TypeError(f"{name} must be a floating point tensor, got {table.dtype}")
+            if table.dim() not in (1, 2) or table.shape[-1] == 0:
+                raise ValueError(
+                    f"{name} must have shape [buckets] or [heads, buckets], got {tuple(table.shape)}"
+                )
+        for name in ("timestamps", "next_timestamps"):
+            times = getattr(self, name)
+            if times.dtype != torch.int64:
+                raise TypeError(
+                    f"{name} must be int64 seconds (float32 resolves 128 s today), got {times.dtype}"
+                )
+            if times.dim() != 1:
+                raise ValueError(f"{name} must have shape [total_len], got {tuple(times.shape)}")
+
+
+def time_bucket(seconds: Tensor, num_buckets: int) -> Tensor:
+    """int64, same shape: `clamp(floor(log(max(1, |seconds|)) / 0.301), 0, num_buckets - 1)` of int64 seconds.
+
+    Computed in float64: in float32 the logarithm of a large integer can land on the wrong side of a bucket's
+    edge.
+    """
+    logarithm = seconds.abs().clamp(min=1).to(torch.float64).log()
+    return logarithm.div(LOG_BUCKET).to(torch.int64).clamp(max=num_buckets - 1)
+
+
+def relative_positions(position: Tensor, history_end: Tensor, target_group_size: int) -> Tensor:
+    """`r`: the `position` in the sample, but the targets of each group are counted from `history_end` on."""
+    place = (position - history_end).clamp(min=0)
+    return torch.where(position < history_end, position, history_end + place % target_group_size)
+
+
+def dense_bias(
+    bias: RelativeBias, relative_position: Tensor, timestamps: Tensor, next_timestamps: Tensor
+) -> Tensor:
+    """float [1 or H, B, L, L], `i` before `j`, from padded [B, L] positions and times of some samples."""
+    distance = relative_position[:, :, None] - relative_position[:, None, :]
+    distance = distance.clamp(0, bias.position_table.shape[-1] - 1)
+    elapsed = next_timestamps[:, :, None] - timestamps[:, None, :]
+    bucket = time_bucket(elapsed, bias.time_table.shape[-1])
+    return _look_up(bias.position_table, distance) + _look_up(bias.time_table, bucket)
+
+
+def _look_up(table: Tensor, index: Tensor) -> Tensor:
+    """`table` [K] or [H, K] at `index` [...]: [1 or H, ...]."""
+    rows = table if table.dim() == 2 else table[None]
+    return rows.index_select(1, index.flatten()).view(rows.shape[0], *index.shape)

@@ -1,0 +1,66 @@
+"""`softmax_attention`: the attention of a transformer over jagged samples, masked as `hstu_attention` is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recsys.ops.attention_args import AttentionFacts, attention_facts, check_attention, check_number
+from recsys.ops.dispatch import Op
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
+
+__all__ = ["OP", "softmax_attention"]
+
+_CAUSAL = AttentionMask()
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    mask: AttentionMask = _CAUSAL,
+    *,
+    alpha: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`out[i] = sum_j softmax_j(alpha <q_i, k_j>) v_j` over the keys `j` that `i` sees, a head.
+
+    Args:
+        q: [T, H, D] floating point; `T == layout.total_len`.
+        k: [T, H, D], dtype and device of q.
+        v: [T, H, V]; V may differ from D.
+        mask: who sees whom within a sample. A token always sees itself, so no row is empty.
+        alpha: None for `1 / sqrt(D)`; an explicit 0.0 means 0.0.
+        backend: "auto" takes the first usable one; a named one runs or raises.
+
+    Returns:
+        [T, H, V]. Differentiable in q, k and v.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: Vaswani et al., Attention Is All You Need; Kang and McAuley, SASRec, arXiv 1808.09781.
+    """
+    facts = _facts(q, k, v, layout, mask, alpha=alpha)
+    alpha = q.shape[2] ** -0.5 if alpha is None else alpha
+    return OP.select(facts, backend).run(q, k, v, layout, mask, alpha=alpha)
+
+
+def _facts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    mask: AttentionMask = _CAUSAL,
+    *,
+    alpha: float | None = None,
+) -> AttentionFacts:
+    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    check_attention(q, k, v, layout, mask)
+    if alpha is not None:
+        check_number("alpha", alpha)
+    return attention_facts(q, k, v, mask, bias=None, deterministic=None)
+
+
+OP = Op("softmax_attention", __name__, backends=("reference",), facts=_facts)
