@@ -90,7 +90,9 @@ def test_pip_accepts_the_stand_in_and_sees_what_it_requires(tmp_path):
         wheel,
     ]
     subprocess.run(pip, check=True)
-    code = "from importlib.metadata import distribution as d; x = d('fbgemm-gpu'); print(x.version, *x.requires)"
+    code = (
+        "from importlib.metadata import distribution as d; x = d('fbgemm-gpu'); print(x.version, *x.requires)"
+    )
     shown = subprocess.run(
         [sys.executable, "-S", "-c", code],
         env={"PYTHONPATH": str(target)},
