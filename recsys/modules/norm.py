@@ -1,8 +1,8 @@
 """Layer norms with float32 statistics, whatever the number type of the tokens.
 
-Leaf modules of mixers, postprocessors and `mlp`. Both compute in the wider of the input's and the parameters' type
-and return the input's type, so that bfloat16 tokens are normalised in float32 with or without autocast, on every
-device.
+Leaf modules of mixers, postprocessors and `mlp`. Both compute in the wider of the input's and the parameters'
+type and return the input's type: bfloat16 tokens are normalised in float32 on every device, with or without
+autocast.
 """
 
 import torch

@@ -1,0 +1,12 @@
+"""Losses, one file each; importing the package registers them under their messages of `pb.Loss`.
+
+`base` says what a ranking loss offers; the retrieval loss has a signature of its own.
+"""
+
+from recsys.modules.losses.base import RankingLoss
+from recsys.modules.losses.binary_cross_entropy import BinaryCrossEntropy
+from recsys.modules.losses.focal import FocalLoss
+from recsys.modules.losses.mean_squared_error import MeanSquaredError
+from recsys.modules.losses.softmax import SoftmaxLoss
+
+__all__ = ["BinaryCrossEntropy", "FocalLoss", "MeanSquaredError", "RankingLoss", "SoftmaxLoss"]

@@ -1,0 +1,32 @@
+"""Binary cross-entropy from logits."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recsys import protos as pb
+from recsys.modules.losses.base import RankingLoss, widen
+from recsys.registry import register
+
+
+@register(pb.BinaryCrossEntropy)
+class BinaryCrossEntropy(RankingLoss):
+    """-w y log p - (1 - y) log(1 - p) with p = sigmoid(logit) and w the positive weight."""
+
+    kind = "binary"
+
+    def __init__(self, config: pb.BinaryCrossEntropy):
+        super().__init__()
+        if not config.positive_weight > 0:
+            raise ValueError(f"positive_weight: {config.positive_weight} is given; it must be above 0")
+        self.positive_weight = config.positive_weight
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = widen(logits)
+        # From logits, never from p: log(1 - p) is -inf as soon as p rounds to 1.
+        positive, negative = -F.logsigmoid(logits), -F.logsigmoid(-logits)
+        labels = labels.to(logits.dtype)
+        return self.positive_weight * labels * positive + (1 - labels) * negative
+
+    def predict(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(widen(logits))

@@ -1,0 +1,41 @@
+"""Focal loss from logits (arXiv 1708.02002)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recsys import protos as pb
+from recsys.modules.losses.base import RankingLoss, widen
+from recsys.registry import register
+
+
+@register(pb.FocalLoss)
+class FocalLoss(RankingLoss):
+    """-a (1 - p)^gamma log p, with p the probability of the true class and a its weight.
+
+    The weight is alpha for positives and 1 - alpha for negatives, or 1 for both when alpha is absent.
+    """
+
+    kind = "binary"
+
+    def __init__(self, config: pb.FocalLoss):
+        super().__init__()
+        if config.gamma < 0:
+            raise ValueError(f"gamma: {config.gamma} is given; it must be at least 0")
+        if config.HasField("alpha") and not 0 < config.alpha < 1:
+            raise ValueError(f"alpha: {config.alpha} is given; it must lie between 0 and 1")
+        self.gamma = config.gamma
+        self.positive_weight = config.alpha if config.HasField("alpha") else 1.0
+        self.negative_weight = 1 - config.alpha if config.HasField("alpha") else 1.0
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = widen(logits)
+        labels = labels.to(logits.dtype)
+        log_p, log_not_p = F.logsigmoid(logits), F.logsigmoid(-logits)
+        # A power as exp(gamma * log): its gradient stays finite where 1 - p rounds to 0 and gamma is below 1.
+        positive = -log_p * torch.exp(self.gamma * log_not_p)
+        negative = -log_not_p * torch.exp(self.gamma * log_p)
+        return self.positive_weight * labels * positive + self.negative_weight * (1 - labels) * negative
+
+    def predict(self, logits: Tensor) -> Tensor:
+        return torch.sigmoid(widen(logits))

@@ -1,0 +1,29 @@
+"""Squared error of a regression, in the label's unit or of its logarithm."""
+
+import torch
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.modules.losses.base import RankingLoss, widen
+from recsys.registry import register
+
+
+@register(pb.MeanSquaredError)
+class MeanSquaredError(RankingLoss):
+    """(logit - f(label))^2 with f the identity, or log(1 + label) for labels of at least 0."""
+
+    kind = "regression"
+
+    def __init__(self, config: pb.MeanSquaredError):
+        super().__init__()
+        self.log1p = config.log1p
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        logits = widen(logits)
+        labels = labels.to(logits.dtype)
+        return (logits - (torch.log1p(labels) if self.log1p else labels)).square()
+
+    def predict(self, logits: Tensor) -> Tensor:
+        """The label's value that fits the logit; with log1p at least 0, since no such label is below."""
+        logits = widen(logits)
+        return torch.expm1(logits).clamp(min=0) if self.log1p else logits

@@ -1,0 +1,28 @@
+"""Whether predictions are right on average."""
+
+import torch
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.modules.metrics.base import SumMetric, check_shapes, weighted_sum
+from recsys.registry import register
+
+
+@register(pb.Calibration)
+class Calibration(SumMetric):
+    """Sum of predictions / sum of labels: above 1 the model promises too much. Best is 1."""
+
+    name = "calibration"
+
+    def __init__(self, config: pb.Calibration):
+        super().__init__(("predicted", "observed"))
+
+    def update(self, predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> None:
+        """Adds candidates, all [N]; `groups` is not used."""
+        check_shapes(predictions, labels, weights, groups)
+        self.predicted += weighted_sum(predictions, weights)
+        self.observed += weighted_sum(labels, weights)
+
+    def compute(self) -> Tensor:
+        """Scalar float64; NaN when the labels sum to 0."""
+        return torch.where(self.observed != 0, self.predicted / self.observed, torch.nan)

@@ -1,0 +1,26 @@
+"""AUC within each user: whether the order of the list that a user saw is right."""
+
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.modules.metrics.base import AllRows
+from recsys.modules.metrics.pairs import auc_by_group
+from recsys.registry import register
+
+
+@register(pb.Gauc)
+class Gauc(AllRows):
+    """Mean AUC of the groups with both classes, each weighted by its number of candidates."""
+
+    name = "gauc"
+    higher_is_better = True
+
+    def __init__(self, config: pb.Gauc):
+        super().__init__()
+
+    def compute(self) -> Tensor:
+        """Scalar float64; NaN unless some group has both classes."""
+        columns = (self.rows(key) for key in ("predictions", "labels", "weights", "groups"))
+        found = auc_by_group(*columns)
+        weight = found.weight[found.defined]
+        return (found.auc[found.defined] * weight).sum() / weight.sum()

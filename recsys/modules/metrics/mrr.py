@@ -1,0 +1,20 @@
+"""Mean reciprocal rank."""
+
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.modules.metrics.base import RankMean
+from recsys.registry import register
+
+
+@register(pb.Mrr)
+class Mrr(RankMean):
+    """Mean of 1 / rank over the whole catalogue."""
+
+    name = "mrr"
+
+    def __init__(self, config: pb.Mrr):
+        super().__init__()
+
+    def gain(self, ranks: Tensor) -> Tensor:
+        return 1 / ranks

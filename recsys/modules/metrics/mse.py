@@ -1,0 +1,21 @@
+"""Mean squared error."""
+
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.modules.metrics.base import PredictionMean
+from recsys.registry import register
+
+
+@register(pb.Mse)
+class Mse(PredictionMean):
+    """Mean squared error in the label's unit."""
+
+    name = "mse"
+    higher_is_better = False
+
+    def __init__(self, config: pb.Mse):
+        super().__init__()
+
+    def values(self, predictions: Tensor, labels: Tensor) -> Tensor:
+        return (predictions - labels).square()

@@ -1,0 +1,35 @@
+"""Log loss beside that of a constant: what the model knows beyond the base rate (He et al., 2014)."""
+
+import torch
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.modules.metrics.base import SumMetric, check_shapes, weighted_sum
+from recsys.modules.metrics.log_loss import check_eps, cross_entropy
+from recsys.registry import register
+
+
+@register(pb.NormalizedEntropy)
+class NormalizedEntropy(SumMetric):
+    """Log loss / entropy of the share of positives: 1 is a constant prediction, 0 is perfect."""
+
+    name = "normalized_entropy"
+    higher_is_better = False
+
+    def __init__(self, config: pb.NormalizedEntropy):
+        super().__init__(("loss", "positives", "weight"))
+        self.eps = check_eps(config.eps)
+
+    def update(self, predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> None:
+        """Adds candidates, all [N]: probabilities, labels 0 or 1, weights; `groups` is not used."""
+        check_shapes(predictions, labels, weights, groups)
+        loss = cross_entropy(predictions.double(), labels.double(), self.eps)
+        self.loss += weighted_sum(loss, weights)
+        self.positives += weighted_sum(labels, weights)
+        self.weight += weights.double().sum()
+
+    def compute(self) -> Tensor:
+        """Scalar float64; NaN unless both classes are there."""
+        rate = self.positives / self.weight
+        entropy = -torch.xlogy(rate, rate) - torch.xlogy(1 - rate, 1 - rate)
+        return torch.where(entropy > 0, self.loss / self.weight / entropy, torch.nan)

@@ -1,0 +1,20 @@
+"""Output tokens of zero mean and unit variance, with learned scale and shift."""
+
+from torch import Tensor, nn
+
+from recsys import protos as pb
+from recsys.modules.norm import LayerNorm
+from recsys.registry import register
+
+
+@register(pb.LayerNormPostprocessor)
+class LayerNormPostprocessor(nn.Module):
+    """LayerNorm over E."""
+
+    def __init__(self, config: pb.LayerNormPostprocessor, *, embedding_dim: int):
+        super().__init__()
+        self.norm = LayerNorm(embedding_dim, eps=config.eps)
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[n, E] -> [n, E] of the same type."""
+        return self.norm(values)
