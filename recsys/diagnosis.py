@@ -56,7 +56,7 @@ def diagnose(*, quick: bool = False) -> Iterator[Finding]:
     """
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from check_versions(environment.versions())
-    yield from check_driver(environment.versions(), driver=environment.has_driver())
+    yield from check_driver(environment.versions(), environment.driver_version())
     cxx = environment.find_cxx()
     yield check_compiler(cxx)
     yield attempt("fbgemm", run_fbgemm, REINSTALL)
@@ -98,19 +98,19 @@ def check_versions(versions: dict[str, str]) -> Iterator[Finding]:
         yield Finding("ok" if right else "error", name, detail, "" if right else REINSTALL)
 
 
-def check_driver(versions: dict[str, str], *, driver: bool) -> Iterator[Finding]:
+def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[Finding]:
     """Whether FBGEMM's build fits the machine: the CUDA build needs a driver, the CPU build ignores a GPU."""
     fbgemm = versions.get("fbgemm-gpu")
     if fbgemm is None:
         return
     cpu_build = fbgemm.endswith("+cpu")
-    if driver and cpu_build:
+    if driver is not None and cpu_build:
         detail = "an NVIDIA driver is there, but fbgemm is the CPU build: GPUs stay idle"
         remedy = REINSTALL
         if versions.get("torch", "").endswith("+cpu"):
             remedy = f"pip uninstall -y torch && {REINSTALL}"
         yield Finding("warning", "driver", detail, remedy)
-    elif not driver and not cpu_build:
+    elif driver is None and not cpu_build:
         yield Finding("error", "driver", "none, and fbgemm's CUDA build does not load without one", REINSTALL)
     else:
         yield Finding(
@@ -129,7 +129,7 @@ def check_compiler(cxx: str | None) -> Finding:
 def check_ptxas() -> Iterator[Finding]:
     """Triton 3.6 and 3.7 bring an assembler that miscompiles some Hopper code; 13.3 does not."""
     path = environment.find_ptxas()
-    if path is None or not environment.has_driver():
+    if path is None or environment.driver_version() is None:
         return
     version = environment.tool_version(path)
     numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
@@ -152,7 +152,7 @@ def describe_device() -> str:
         major, minor = torch.cuda.get_device_capability()
         count = torch.cuda.device_count()
         return f"{count} x {torch.cuda.get_device_name()} (sm_{major}{minor}), CUDA {torch.version.cuda}"
-    if environment.has_driver():
+    if environment.driver_version() is not None:
         raise WrongResult("an NVIDIA driver is there, but torch sees no GPU")
     return f"CPU, {torch.get_num_threads()} threads"
 

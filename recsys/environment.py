@@ -74,13 +74,20 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def has_driver() -> bool:
-    """Whether an NVIDIA driver is installed. FBGEMM's CUDA build cannot be imported without one."""
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver, or None when `libnvidia-ml.so.1` does not load: there is no driver then.
+
+    FBGEMM's CUDA build cannot be imported without one.
+    """
     try:
-        ctypes.CDLL("libnvidia-ml.so.1")
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return False
-    return True
+        return None
+    text = ctypes.create_string_buffer(96)
+    nvml.nvmlInit_v2()
+    status = nvml.nvmlSystemGetDriverVersion(text, len(text))
+    nvml.nvmlShutdown()
+    return text.value.decode() if status == 0 else f"unknown (NVML error {status})"
 
 
 def find_cxx() -> str | None:

@@ -34,7 +34,7 @@ if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells users of
     sys.exit(WRONG_ENVIRONMENT)
 
 sys.path.insert(0, str(ROOT))
-from recsys.environment import TESTED, Row, has_driver, installed_version, tested_row  # noqa: E402
+from recsys.environment import TESTED, Row, driver_version, installed_version, tested_row  # noqa: E402
 
 
 class Plan(NamedTuple):
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
             torch=installed_version("torch"),
             fbgemm=installed_version("fbgemm-gpu"),
             fbgemm_cpu=installed_version("fbgemm-gpu-cpu"),
-            driver=has_driver(),
+            driver=driver_version(),
             system=f"{platform.system()} {platform.machine()}",
             dev=options.dev,
         )
@@ -79,9 +79,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def make_plan(
-    *, torch: str | None, fbgemm: str | None, fbgemm_cpu: str | None, driver: bool, system: str, dev: bool
+    *,
+    torch: str | None,
+    fbgemm: str | None,
+    fbgemm_cpu: str | None,
+    driver: str | None,
+    system: str,
+    dev: bool,
 ) -> Plan:
-    """Choose versions from what is installed (None: not installed) and whether an NVIDIA driver is present.
+    """Choose versions from what is installed and from the driver's version (None: not there).
 
     Raises:
         CannotInstall: no row fits the installed torch, or FBGEMM has no wheels for the system.
@@ -89,7 +95,7 @@ def make_plan(
     if system.lower() not in ("linux x86_64", "linux aarch64"):
         raise CannotInstall(f"this is {system}; FBGEMM has wheels for Linux x86_64 and Linux aarch64 only")
     row, reasons = _choose_row(torch)
-    cuda = driver and not (torch or "").endswith("+cpu")
+    cuda = driver is not None and not (torch or "").endswith("+cpu")
     reasons.append(_why_build(cuda, driver))
     if not cuda and torch is None:
         reasons.append(
@@ -165,10 +171,12 @@ def _choose_row(torch: str | None) -> tuple[Row, list[str]]:
     return row, [f"torch: {torch}, kept as installed"]
 
 
-def _why_build(cuda: bool, driver: bool) -> str:
+def _why_build(cuda: bool, driver: str | None) -> str:
     if cuda:
-        return "fbgemm: CUDA build, libnvidia-ml.so.1 loads"
-    reason = "torch is a CPU build" if driver else "no NVIDIA driver (libnvidia-ml.so.1 does not load)"
+        return f"fbgemm: CUDA build, for the NVIDIA driver {driver}"
+    reason = (
+        "torch is a CPU build" if driver is not None else "no NVIDIA driver (libnvidia-ml.so.1 does not load)"
+    )
     return f"fbgemm: CPU build, {reason}"
 
 

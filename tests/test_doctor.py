@@ -40,20 +40,20 @@ def test_a_version_outside_the_row_is_an_error_with_a_remedy(change, culprit):
 @pytest.mark.parametrize(
     ("fbgemm", "driver", "state"),
     [
-        ("1.8.0", True, "ok"),
-        ("1.8.0+cpu", False, "ok"),
-        ("1.8.0+cpu", True, "warning"),
-        ("1.8.0", False, "error"),
+        ("1.8.0", "570.86", "ok"),
+        ("1.8.0+cpu", None, "ok"),
+        ("1.8.0+cpu", "570.86", "warning"),
+        ("1.8.0", None, "error"),
     ],
 )
 def test_the_build_of_fbgemm_must_fit_the_driver(fbgemm, driver, state):
-    (finding,) = diagnosis.check_driver({**RIGHT, "fbgemm-gpu": fbgemm}, driver=driver)
+    (finding,) = diagnosis.check_driver({**RIGHT, "fbgemm-gpu": fbgemm}, driver)
     assert finding.state == state
     assert bool(finding.remedy) == (state != "ok")
 
 
 def test_a_gpu_without_use_because_torch_is_a_cpu_build_names_torch():
-    (finding,) = diagnosis.check_driver(RIGHT, driver=True)
+    (finding,) = diagnosis.check_driver(RIGHT, "570.86")
     assert "uninstall -y torch" in finding.remedy
 
 
@@ -61,7 +61,7 @@ def test_a_gpu_without_use_because_torch_is_a_cpu_build_names_torch():
     ("shown", "state"), [("12.8", "warning"), ("13.3", "ok"), ("13.5", "ok"), ("", "warning")]
 )
 def test_an_old_ptxas_is_a_warning(monkeypatch, shown, state):
-    monkeypatch.setattr(diagnosis.environment, "has_driver", lambda: True)
+    monkeypatch.setattr(diagnosis.environment, "driver_version", lambda: "570.86")
     monkeypatch.setattr(diagnosis.environment, "find_ptxas", lambda: "/some/ptxas")
     monkeypatch.setattr(diagnosis.environment, "tool_version", lambda path: shown)
     (finding,) = diagnosis.check_ptxas()

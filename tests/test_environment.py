@@ -3,6 +3,7 @@
 import importlib.metadata
 import logging
 import os
+import shutil
 import subprocess
 import sys
 
@@ -48,6 +49,24 @@ def test_the_cpu_build_of_fbgemm_is_named_so(monkeypatch):
     known["fbgemm-gpu"] = "1.8.0"
     assert environment.versions()["fbgemm-gpu"] == "1.8.0"
     assert "torch" not in environment.versions()
+
+
+def test_the_driver_is_asked_for_its_version(tmp_path):
+    source = tmp_path / "nvml.c"
+    source.write_text(
+        "#include <string.h>\nint nvmlInit_v2(void) { return 0; }\nint nvmlShutdown(void) { return 0; }\n"
+        'int nvmlSystemGetDriverVersion(char *text, unsigned n) { strncpy(text, "570.86", n); return 0; }\n'
+    )
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libnvidia-ml.so.1", source], check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "from recsys import environment; print(environment.driver_version())"],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "570.86"
 
 
 def executable(folder, name, prints=""):

@@ -15,7 +15,7 @@ BARE = {
     "torch": None,
     "fbgemm": None,
     "fbgemm_cpu": None,
-    "driver": False,
+    "driver": None,
     "system": "Linux x86_64",
     "dev": False,
 }
@@ -30,7 +30,7 @@ def plan(**facts):
     [("2.11.0", "1.6.0", "1.6.1"), ("2.12.1+cu130", "1.7.0", "1.7.0"), ("2.13.0", "1.8.0", "1.8.0")],
 )
 def test_an_installed_torch_is_kept_and_decides_the_row(torch, fbgemm, torchrec):
-    chosen = plan(torch=torch, driver=True)
+    chosen = plan(torch=torch, driver="570.86")
     assert chosen.install[:3] == [f"torch=={torch}", f"torchrec=={torchrec}", f"fbgemm-gpu=={fbgemm}"]
     assert chosen.alias is None
 
@@ -45,7 +45,7 @@ def test_a_bare_machine_gets_the_newest_row_behind_a_stand_in():
 
 
 def test_a_cpu_torch_on_a_machine_with_a_driver_gets_the_cpu_build():
-    assert plan(torch="2.13.0+cpu", driver=True).alias is not None
+    assert plan(torch="2.13.0+cpu", driver="570.86").alias is not None
 
 
 @pytest.mark.parametrize("torch", ["2.10.0", "2.14.0", "3.0.0"])
@@ -63,10 +63,13 @@ def test_a_system_without_wheels_is_refused(system):
 @pytest.mark.parametrize(
     ("facts", "removed"),
     [
-        ({"driver": True, "fbgemm": "1.8.0+cpu", "fbgemm_cpu": "1.8.0"}, ["fbgemm-gpu", "fbgemm-gpu-cpu"]),
-        ({"driver": False, "fbgemm": "1.8.0"}, ["fbgemm-gpu"]),
-        ({"driver": False, "fbgemm": "1.8.0+cpu", "fbgemm_cpu": "1.8.0"}, []),
-        ({"driver": True, "fbgemm": "1.8.0"}, []),
+        (
+            {"driver": "570.86", "fbgemm": "1.8.0+cpu", "fbgemm_cpu": "1.8.0"},
+            ["fbgemm-gpu", "fbgemm-gpu-cpu"],
+        ),
+        ({"driver": None, "fbgemm": "1.8.0"}, ["fbgemm-gpu"]),
+        ({"driver": None, "fbgemm": "1.8.0+cpu", "fbgemm_cpu": "1.8.0"}, []),
+        ({"driver": "570.86", "fbgemm": "1.8.0"}, []),
     ],
 )
 def test_the_other_build_of_fbgemm_is_removed_first(facts, removed):
