@@ -1,0 +1,143 @@
+"""`Ranker` (DLRM-HSTU): one score a candidate and task, all candidates of a row in one pass.
+
+Contextual tokens, history and candidates form one sequence; the mixer lets each candidate read the history,
+and the head compares what it became with what it was. Source: arXiv 2402.17152.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.models.base import Losses, Model, build_postprocessor, layout_rule
+from recsys.registry import pick, register
+
+
+@dataclass(frozen=True, eq=False)
+class RankerOutputs:
+    """What the model says about N candidates.
+
+    Attributes:
+        logits: float32 [N, tasks].
+        predictions: by task, float32 [N]: a probability, or a value in the label's unit.
+    """
+
+    logits: Tensor
+    predictions: dict[str, Tensor]
+
+
+@register(pb.Ranker)
+class Ranker(Model):
+    """Embed, preprocess, mix, take targets, heads.
+
+    Args:
+        config: its parts.
+        pipeline: resolved.
+
+    Raises:
+        ValueError: no task, or a preprocessor that makes no target tokens.
+    """
+
+    def __init__(self, config: pb.Ranker, *, pipeline: pb.Pipeline):
+        super().__init__(pipeline)
+        width = pipeline.model.embedding_dim
+        if not config.tasks:
+            raise ValueError("model.ranker.tasks: none is given; name at least one task to predict")
+        preprocessor = pick(config.preprocessor)
+        if not layout_rule(pipeline).targets:
+            name = type(preprocessor.config).DESCRIPTOR.name
+            raise ValueError(
+                f"model.ranker.preprocessor: {name} makes no tokens of candidates; choose `contextual`"
+            )
+        self.preprocess = preprocessor.cls(preprocessor.config, pipeline=pipeline)
+        mixer = pick(config.mixer)
+        self.mix = mixer.cls(mixer.config, embedding_dim=width)
+        self.postprocess = build_postprocessor(config, width)
+        head = pick(config.head)
+        self.head = head.cls(head.config, embedding_dim=width, num_outputs=len(config.tasks))
+        self.tasks = list(config.tasks)
+        self.objective = TaskLosses(self.tasks)
+        self.predict = TaskPredictions([task.name for task in self.tasks], self.objective.losses)
+
+    def forward(self, batch: Batch) -> RankerOutputs:
+        """Logits and predictions of every candidate of the batch."""
+        with self.autocast():
+            embeddings = self.embed(batch)
+            prepared = self.preprocess(embeddings, batch)
+            mixed = self.mix(prepared.sequence)
+            targets = self.postprocess(mixed.targets())
+            return self.predict(self.head(targets, prepared.candidates))
+
+    def score(self, batch: Batch) -> Tensor:
+        """float32 [N, tasks], predictions in the config's order of tasks."""
+        predictions = self(batch).predictions
+        return torch.stack([predictions[task.name] for task in self.tasks], dim=1)
+
+    def metrics(self) -> dict[str, Metric]:
+        """`<task>/<metric>` -> metric."""
+        found = {}
+        for task in self.tasks:
+            for choice in task.metrics:
+                chosen = pick(choice)
+                metric = chosen.cls(chosen.config)
+                found[f"{task.name}/{metric.name}"] = metric
+        return found
+
+    def update_metrics(self, metrics: Mapping[str, Metric], outputs: RankerOutputs, batch: Batch) -> None:
+        """Adds the batch's candidates to each task's metrics."""
+        weights = per_candidate(batch.sample_weight, batch)
+        groups = per_candidate(batch.group, batch)
+        for name, metric in metrics.items():
+            task = name.partition("/")[0]
+            metric.update(outputs.predictions[task], batch.labels[task], weights, groups)
+
+
+class TaskLosses(nn.Module):
+    """The objective of a ranker: each task's loss, summed over candidates with their row's weight."""
+
+    def __init__(self, tasks: Sequence[pb.Task]):
+        super().__init__()
+        self.names = tuple(task.name for task in tasks)
+        self.weights = tuple(task.weight for task in tasks)
+        chosen = [pick(task.loss) for task in tasks]
+        self.losses = nn.ModuleList(loss.cls(loss.config) for loss in chosen)
+
+    def forward(self, outputs: RankerOutputs, batch: Batch) -> Losses:
+        """Sums and counts over the candidates of this rank."""
+        weights = per_candidate(batch.sample_weight, batch)
+        logits = outputs.logits.unbind(1)
+        sums = [
+            (loss(logit, batch.labels[name]) * weights).sum()
+            for name, loss, logit in zip(self.names, self.losses, logits, strict=True)
+        ]
+        counts = weights.sum().expand(len(sums))
+        return Losses(self.names, torch.stack(sums), counts, self.weights)
+
+
+class TaskPredictions(nn.Module):
+    """From the head's logits to what each task's loss says they mean, in float32."""
+
+    def __init__(self, names: Sequence[str], losses: nn.ModuleList):
+        super().__init__()
+        self.names = tuple(names)
+        self.losses = losses
+
+    def forward(self, logits: Tensor) -> RankerOutputs:
+        """Logits [N, tasks] of any float type."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        columns = logits.unbind(1)
+        predictions = {
+            name: loss.predict(column)
+            for name, loss, column in zip(self.names, self.losses, columns, strict=True)
+        }
+        return RankerOutputs(logits, predictions)
+
+
+def per_candidate(values: Tensor, batch: Batch) -> Tensor:
+    """[B] to [N]: each candidate gets its row's value."""
+    count = batch.candidate_timestamps.shape[0]
+    return torch.repeat_interleave(values, batch.num_candidates, output_size=count)

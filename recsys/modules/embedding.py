@@ -1,0 +1,78 @@
+"""Ids to vectors: every embedding table of a model, looked up in one go.
+
+The first step of every model. The lookup itself is TorchRec's, so that `training` can cut tables over ranks
+and overlap
+the exchange of ids with the step before: TorchRec's pipeline traces a model's forward down to the
+collections, which is why `EmbeddingGroup.forward` only calls modules and never looks at values.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, nn
+from torchrec import EmbeddingCollection, JaggedTensor
+from torchrec.modules.embedding_configs import EmbeddingConfig
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.ops import segment_sum
+
+
+class EmbeddingGroup(nn.Module):
+    """All tables of a pipeline.
+
+    Attributes:
+        tables: one `EmbeddingCollection` for each width, since a collection has one width; keys such as
+            `dim_64`.
+        pool: from looked-up rows to one vector a row, event or candidate.
+    """
+
+    def __init__(self, pipeline: pb.Pipeline):
+        super().__init__()
+        start = partial(nn.init.normal_, mean=0.0, std=pipeline.model.embedding.init_std)
+        by_width: dict[int, list[EmbeddingConfig]] = {}
+        for table in features.tables(pipeline):
+            config = EmbeddingConfig(
+                name=table.name,
+                num_embeddings=table.rows,
+                embedding_dim=table.width,
+                feature_names=list(table.columns),
+                init_fn=start,
+            )
+            by_width.setdefault(table.width, []).append(config)
+        self.tables = nn.ModuleDict(
+            {f"dim_{width}": EmbeddingCollection(tables=configs) for width, configs in by_width.items()}
+        )
+        self.pool = PoolValues(pipeline)
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        """Column -> float32 [n, width], n as in the batch: rows, events, candidates or negatives."""
+        looked_up = [tables(batch.ids) for tables in self.tables.values()]
+        return self.pool(looked_up, batch.value_counts)
+
+
+class PoolValues(nn.Module):
+    """Sums or averages the vectors of multi-valued columns; others pass."""
+
+    def __init__(self, pipeline: pb.Pipeline):
+        super().__init__()
+        self.poolings = {
+            column.name: column.feature.id.pooling
+            for column in features.columns(pipeline)
+            if column.multi_valued
+        }
+
+    def forward(
+        self, looked_up: Sequence[dict[str, JaggedTensor]], value_counts: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Args:
+        looked_up: what each collection answered.
+        value_counts: for each multi-valued column, int64 [n] values of each row, event or candidate.
+        """
+        vectors = {name: found.values() for group in looked_up for name, found in group.items()}
+        for name, pooling in self.poolings.items():
+            counts = value_counts[name]
+            pooled = segment_sum(vectors[name], counts)
+            vectors[name] = pooled / counts.clamp(min=1)[:, None] if pooling == pb.MEAN else pooled
+        return vectors

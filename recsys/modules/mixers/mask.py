@@ -1,0 +1,15 @@
+"""From the config's mask to that of the ops."""
+
+from recsys import protos as pb
+from recsys.ops import AttentionMask
+
+
+def mask_of(config: pb.AttentionMask) -> AttentionMask:
+    """The same rule as a value that ops take; an absent window means all of the history."""
+    return AttentionMask(
+        window=config.window if config.HasField("window") else None,
+        prefix=config.prefix,
+        target_window=config.target_window,
+        target_group_size=config.target_group_size,
+        contextual_reads_history=config.contextual_reads_history,
+    )

@@ -1,0 +1,74 @@
+"""`SasRecMixer`: a causal transformer with softmax attention, the peer of HSTU (SASRec, arXiv 1808.09781)."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recsys import protos as pb
+from recsys.modules.mixers.mask import mask_of
+from recsys.modules.norm import LayerNorm
+from recsys.modules.sequence import JaggedSequence
+from recsys.ops import AttentionMask, SequenceLayout, softmax_attention
+from recsys.registry import register
+
+
+@register(pb.SasRecMixer)
+class SasRecMixer(nn.Module):
+    """Pre-norm transformer blocks, and a LayerNorm behind the last.
+
+    Args:
+        config: resolved (`feed_forward_dim` filled in).
+        embedding_dim: E; `num_heads` divides it.
+
+    Raises:
+        ValueError: `num_heads` does not divide E.
+    """
+
+    def __init__(self, config: pb.SasRecMixer, *, embedding_dim: int):
+        super().__init__()
+        if embedding_dim % config.num_heads:
+            raise ValueError(
+                f"sasrec.num_heads = {config.num_heads} must divide model.embedding_dim = {embedding_dim}"
+            )
+        self.mask = mask_of(config.mask)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                embedding_dim,
+                num_heads=config.num_heads,
+                feed_forward_dim=config.feed_forward_dim,
+                dropout=config.dropout,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.norm = LayerNorm(embedding_dim)
+
+    def forward(self, sequence: JaggedSequence) -> JaggedSequence:
+        """Tokens [T, E] in, mixed tokens [T, E] out."""
+        x = sequence.values
+        for block in self.blocks:
+            x = block(x, sequence.layout, self.mask)
+        return sequence.with_values(self.norm(x))
+
+
+class TransformerBlock(nn.Module):
+    """x + dropout(project(attention(norm(x)))), then x + dropout(W2 relu(W1 norm(x)))."""
+
+    def __init__(self, embedding_dim: int, *, num_heads: int, feed_forward_dim: int, dropout: float = 0.0):
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention_norm = LayerNorm(embedding_dim)
+        self.qkv = nn.Linear(embedding_dim, 3 * embedding_dim)
+        self.project = nn.Linear(embedding_dim, embedding_dim)
+        self.feed_forward_norm = LayerNorm(embedding_dim)
+        self.widen = nn.Linear(embedding_dim, feed_forward_dim)
+        self.narrow = nn.Linear(feed_forward_dim, embedding_dim)
+        self.dropout = nn.Dropout(dropout)
+        for linear in (self.qkv, self.project, self.widen, self.narrow):
+            nn.init.xavier_uniform_(linear.weight)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, x: Tensor, layout: SequenceLayout, mask: AttentionMask) -> Tensor:
+        """[T, E] -> [T, E]."""
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        x = x + self.dropout(self.project(softmax_attention(q, k, v, layout, mask).flatten(1)))
+        hidden = F.relu(self.widen(self.feed_forward_norm(x)))
+        return x + self.dropout(self.narrow(hidden))

@@ -1,0 +1,77 @@
+"""`PositionalEncoder`: where a token stands and how old it is."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from recsys import protos as pb
+from recsys.ops import SequenceLayout
+
+
+class PositionalEncoder(nn.Module):
+    """x * sqrt(E) + position[p] + time[b].
+
+    Position of a token in a sample with C contextual tokens: a contextual token keeps its index 0..C-1. With
+    origin END all targets have C and history counts back from there, the newest event is C + 1; with START
+    history continues from C on and all targets share the place behind the newest event. Positions past the
+    table share its last row.
+
+    Time: `b = clamp(floor(f(age / unit)), 0, K - 1)`, age = request time - time of the token in seconds, f
+    the square root or the logarithm; contextual tokens have row K for themselves.
+
+    Args:
+        config: tables and scale.
+        embedding_dim: E.
+    """
+
+    def __init__(self, config: pb.PositionalEncoder, *, embedding_dim: int):
+        super().__init__()
+        self.scale = math.sqrt(embedding_dim)
+        self.from_start = config.origin == pb.PositionalEncoder.START
+        self.position = _table(config.num_positions, embedding_dim)
+        self.num_time_buckets = config.num_time_buckets
+        self.time = _table(config.num_time_buckets + 1, embedding_dim) if config.num_time_buckets else None
+        self.logarithmic = config.time_scale == pb.PositionalEncoder.LOG
+        self.time_unit = config.time_unit
+
+    def forward(
+        self, values: Tensor, layout: SequenceLayout, timestamps: Tensor, request_times: Tensor
+    ) -> Tensor:
+        """Args:
+            values: [T, E].
+            layout: of the tokens.
+            timestamps: int64 [T], seconds.
+            request_times: int64 [T], seconds: when the token's request was made.
+
+        Returns:
+            [T, E].
+        """
+        encoded = values * self.scale + self.position(self.positions(layout))
+        if self.time is None:
+            return encoded
+        return encoded + self.time(self.time_buckets(layout, request_times - timestamps))
+
+    def positions(self, layout: SequenceLayout) -> Tensor:
+        """int64 [T], rows of the position table."""
+        history_end = layout.history_end.index_select(0, layout.sample_ids())
+        index = layout.positions()
+        position = torch.minimum(index, history_end)
+        if not self.from_start:
+            backward = layout.num_contextual + history_end - position
+            position = torch.where(index < layout.num_contextual, index, backward)
+        return position.clamp(max=self.position.num_embeddings - 1)
+
+    def time_buckets(self, layout: SequenceLayout, ages: Tensor) -> Tensor:
+        """int64 [T], rows of the time table, from ages in seconds (int64)."""
+        units = ages.to(torch.float64) / self.time_unit
+        bucket = units.clamp(min=1).log() if self.logarithmic else units.clamp(min=0).sqrt()
+        bucket = bucket.to(torch.int64).clamp(max=self.num_time_buckets - 1)
+        return torch.where(layout.positions() < layout.num_contextual, self.num_time_buckets, bucket)
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    table = nn.Embedding(rows, width)
+    # Token embeddings start at std 0.02 and are scaled by sqrt(E): the tables start in the same range.
+    nn.init.normal_(table.weight, std=width**-0.5)
+    return table

@@ -1,0 +1,94 @@
+"""`ContextualPreprocessor`: [contextual | history | targets], the sequence of a ranking model.
+
+One contextual token for each USER feature. A history token is the item's content plus what the user did with
+it. A target is the candidate's content plus one learned vector in place of the action, which nobody knows
+yet: no label can leak into it.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.batch import Batch, LayoutRule
+from recsys.modules.action import ActionEncoder
+from recsys.modules.content import ContentEncoder
+from recsys.modules.positional import PositionalEncoder
+from recsys.modules.preprocessors.preprocessed import Preprocessed, inputs_of
+from recsys.modules.sequence import JaggedSequence, following
+from recsys.ops import gather_rows
+from recsys.registry import register
+
+
+@register(pb.ContextualPreprocessor)
+class ContextualPreprocessor(nn.Module):
+    """Features of rows, events and candidates to one sequence a row.
+
+    Args:
+        config: its encoders.
+        pipeline: resolved; features and `model.embedding_dim` (E).
+    """
+
+    def __init__(self, config: pb.ContextualPreprocessor, *, pipeline: pb.Pipeline):
+        super().__init__()
+        width = pipeline.model.embedding_dim
+        self.context = nn.ModuleDict(
+            {column.name: nn.Linear(column.width, width) for column in features.columns(pipeline, pb.USER)}
+        )
+        self.content = ContentEncoder(config.content, pipeline=pipeline)
+        self.action = ActionEncoder(config.action, embedding_dim=width) if config.HasField("action") else None
+        self.target_action = nn.Parameter(torch.empty(width))
+        nn.init.normal_(self.target_action, std=width**-0.5)
+        self.positional = None
+        if config.HasField("positional"):
+            self.positional = PositionalEncoder(config.positional, embedding_dim=width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    @staticmethod
+    def layout_rule(config: pb.ContextualPreprocessor, pipeline: pb.Pipeline) -> LayoutRule:
+        """A contextual token for each USER feature; candidates are targets."""
+        return LayoutRule(num_contextual=len(features.columns(pipeline, pb.USER)), targets=True)
+
+    def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
+        """Args:
+            embeddings: column -> [n, width].
+            batch: numbers, times and actions.
+
+        Returns:
+            The sequence, and the candidates' content [N, E] before anything was added to it.
+        """
+        inputs = inputs_of(embeddings, batch)
+        history = self.content(pb.HISTORY, inputs, batch.uih_timestamps.shape[0])
+        if self.action is not None:
+            history = history + self.action(batch.uih_actions, batch.uih_watch_time)
+        candidates = self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0])
+        tokens = [*self._contextual(inputs), history, candidates + self.target_action]
+
+        layout = batch.layout
+        index = layout.assemble_index()
+        values = gather_rows(torch.cat(tokens), index)
+        times = self._times(batch).index_select(0, index)
+        if self.positional is not None:
+            values = self.positional(values, layout, times[:, 0], request_times=times[:, 2])
+        sequence = JaggedSequence(self.dropout(values), layout, times[:, 0], times[:, 1])
+        return Preprocessed(sequence, candidates)
+
+    def _contextual(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        """[B * C, E], row by row, in a list; an empty list without USER features."""
+        tokens = [project(inputs[name]) for name, project in self.context.items()]
+        return [torch.stack(tokens, dim=1).flatten(0, 1)] if tokens else []
+
+    def _times(self, batch: Batch) -> Tensor:
+        """int64 [T, 3]: own, next and request time; contextual rows, then events, then candidates."""
+        request = batch.request_time
+        contextual = request[:, None].expand(-1, len(self.context)).flatten()
+        events, candidates = batch.uih_timestamps, batch.candidate_timestamps
+        after = following(events, batch.uih_lengths, last=request)
+        asked = torch.repeat_interleave(request, batch.uih_lengths, output_size=events.shape[0])
+        return torch.cat(
+            [
+                contextual[:, None].expand(-1, 3),
+                torch.stack([events, after, asked], dim=1),
+                candidates[:, None].expand(-1, 3),
+            ]
+        )

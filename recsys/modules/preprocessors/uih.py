@@ -1,0 +1,66 @@
+"""`UihPreprocessor`: the history only, the sequence of a retrieval model."""
+
+import torch
+from torch import Tensor, nn
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.batch import Batch, LayoutRule
+from recsys.modules.action import ActionEncoder
+from recsys.modules.positional import PositionalEncoder
+from recsys.modules.preprocessors.preprocessed import Preprocessed, inputs_of
+from recsys.modules.sequence import JaggedSequence, following
+from recsys.registry import register
+
+
+@register(pb.UihPreprocessor)
+class UihPreprocessor(nn.Module):
+    """One token an event: the concatenated HISTORY features, projected when they are not E wide, plus the
+    action.
+
+    Args:
+        config: its encoders.
+        pipeline: resolved; features and `model.embedding_dim` (E).
+
+    Raises:
+        ValueError: no feature has the side HISTORY.
+    """
+
+    def __init__(self, config: pb.UihPreprocessor, *, pipeline: pb.Pipeline):
+        super().__init__()
+        width = pipeline.model.embedding_dim
+        columns = features.columns(pipeline, pb.HISTORY)
+        if not columns:
+            raise ValueError("no feature has the side HISTORY: there is nothing to make tokens of")
+        self.columns = [column.name for column in columns]
+        total = sum(column.width for column in columns)
+        self.project = nn.Identity() if total == width else nn.Linear(total, width)
+        self.action = ActionEncoder(config.action, embedding_dim=width) if config.HasField("action") else None
+        self.positional = None
+        if config.HasField("positional"):
+            self.positional = PositionalEncoder(config.positional, embedding_dim=width)
+        self.dropout = nn.Dropout(config.dropout)
+
+    @staticmethod
+    def layout_rule(config: pb.UihPreprocessor, pipeline: pb.Pipeline) -> LayoutRule:
+        """Neither contextual nor target tokens."""
+        return LayoutRule(num_contextual=0, targets=False)
+
+    def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
+        """Args:
+            embeddings: column -> [n, width].
+            batch: numbers, times and actions.
+
+        Returns:
+            The sequence; the last event's next timestamp is the request time.
+        """
+        inputs = inputs_of(embeddings, batch)
+        values = self.project(torch.cat([inputs[name] for name in self.columns], dim=1))
+        if self.action is not None:
+            values = values + self.action(batch.uih_actions, batch.uih_watch_time)
+        times = batch.uih_timestamps
+        after = following(times, batch.uih_lengths, last=batch.request_time)
+        if self.positional is not None:
+            asked = torch.repeat_interleave(batch.request_time, batch.uih_lengths, output_size=times.shape[0])
+            values = self.positional(values, batch.layout, times, request_times=asked)
+        return Preprocessed(JaggedSequence(self.dropout(values), batch.layout, times, after))

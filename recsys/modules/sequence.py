@@ -1,0 +1,57 @@
+"""`JaggedSequence`: tokens of a batch with layout and times; preprocessors make it, mixers pass it on."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from recsys.ops import SequenceLayout, gather_rows
+
+
+@dataclass(frozen=True, eq=False)
+class JaggedSequence:
+    """T tokens of B samples, without padding.
+
+    Attributes:
+        values: [T, E].
+        layout: where each sample's contextual, history and target tokens lie.
+        timestamps: int64 [T], seconds; a contextual token has the request time of its row.
+        next_timestamps: int64 [T], seconds, when the token after this one happens: the next event of the
+            history, the request time for the last one and for contextual tokens, a target's own time for a
+            target.
+    """
+
+    values: Tensor
+    layout: SequenceLayout
+    timestamps: Tensor
+    next_timestamps: Tensor
+
+    def with_values(self, values: Tensor) -> "JaggedSequence":
+        """The same tokens after a layer: [T, E]."""
+        return replace(self, values=values)
+
+    def targets(self) -> Tensor:
+        """[N, E], the target tokens of all samples, in the order of the candidates."""
+        return gather_rows(self.values, self.layout.targets_only().index)
+
+    def history(self) -> Tensor:
+        """[U, E], the history tokens of all samples, in the order of the events."""
+        return gather_rows(self.values, self.layout.history_only().index)
+
+
+def following(values: Tensor, lengths: Tensor, last: Tensor) -> Tensor:
+    """What comes after each entry of a jagged list.
+
+    Args:
+        values: [n], entries of B lists one after the other.
+        lengths: int64 [B], adding up to n.
+        last: [B], what follows the last entry of each list.
+
+    Returns:
+        [n]; nothing of one list appears in another.
+    """
+    count = values.shape[0]
+    shifted = torch.cat([values, values.new_zeros(1)])[1:]
+    ends = torch.repeat_interleave(lengths.cumsum(0), lengths, output_size=count)
+    is_last = torch.arange(1, count + 1, device=values.device) == ends
+    return torch.where(is_last, torch.repeat_interleave(last, lengths, output_size=count), shifted)
