@@ -1,0 +1,165 @@
+"""The starter config that every prepare_*.py tool leaves beside its data: small, complete, ready to train.
+
+It is text rather than a printed message so that users find comments in it.
+"""
+
+from pathlib import Path
+
+from recsys import protos as pb
+
+
+def write_config(schema: dict, folder: Path, address: Path) -> None:
+    """Writes `starter.config` into `folder` for data that will stand at `address`.
+
+    Args:
+        schema: what `DatasetWriter.write_schema` returned.
+    """
+    text = starter_config(schema, address.as_posix())
+    (folder / "starter.config").write_text(text, encoding="utf-8")
+
+
+def starter_config(schema: dict, address: str) -> str:
+    """Text of a Pipeline for the data at `address` (relative paths count from where the command runs)."""
+    ranking = schema["task"] == "ranking"
+    parts = [
+        _head(schema, address),
+        _data(schema, address),
+        *(_feature(one) for one in schema["features"] if ranking or one["name"] == "item_id"),
+        _ranker(schema) if ranking else _retriever(schema),
+        _train(schema),
+    ]
+    return "\n".join(parts)
+
+
+def _head(schema: dict, address: str) -> str:
+    lines = [
+        f"# A first {schema['task']} model on {address}, to change as you like: configs/REFERENCE.md has every field.",
+        f"#   python -m recsys.train --config {address}/starter.config --run-dir runs/starter",
+    ]
+    if schema["task"] == "retrieval":
+        lines.append("# Other features of items stand in the files too; add them under `features`.")
+    return "\n".join(lines) + "\n"
+
+
+def _data(schema: dict, address: str) -> str:
+    lines = ["data {"]
+    for split in ("train", "validation", "test"):
+        paths = sorted({_glob(file) for file in schema["splits"][split]["files"]})
+        lines += [f'  {split} {{ parquet {{ paths: "{address}/{path}" }} }}' for path in paths]
+    lines += [
+        f'  vocabulary_dir: "{address}/vocabulary"',
+        f"  batch_size: {128 if schema['task'] == 'retrieval' else 64}",
+        "  max_history_len: 200",
+    ]
+    if schema["task"] == "ranking":
+        lines.append(f"  max_candidates: {schema['settings']['max_candidates']}")
+    lines += [f'  key_columns: "{name}"' for name in ("user_id", "request_id") if name in schema["columns"]]
+    return "\n".join([*lines, "}", ""])
+
+
+def _glob(file: str) -> str:
+    """A folder of parts stands for its files."""
+    return file.split("/")[0] if "/" in file else file
+
+
+def _feature(one: dict) -> str:
+    sides = ", ".join(one["sides"])
+    head = f'features {{\n  name: "{one["name"]}"\n  sides: [{sides}]\n'
+    if one["kind"] == "number":
+        found = one["statistics"]
+        wide = found["std"] > 2 * abs(found["mean"]) or found["std"] > 100
+        mean, std = ("log1p_mean", "log1p_std") if wide else ("mean", "std")
+        log = " log1p: true" if wide else ""
+        scale = f"mean: {found[mean]:.6g} std: {found[std]:.6g}{log}"
+        return head + f"  numeric {{ normalize {{ {scale} }} }}\n}}\n"
+    many = " multi_valued: true pooling: MEAN" if one["multi_valued"] else ""
+    return head + f"  id {{ vocabulary {{}}{many} }}\n}}\n"
+
+
+def _ranker(schema: dict) -> str:
+    tasks = "".join(_task(name, kind) for name, kind in schema["labels"].items())
+    return f"""model {{
+  embedding_dim: 32
+  ranker {{
+    preprocessor {{
+      contextual {{
+        content {{ hidden: 64 }}
+{_action(schema, "        ")}        positional {{ origin: END num_time_buckets: 64 time_scale: SQRT time_unit: 3600 }}
+        dropout: 0.1
+      }}
+    }}
+    mixer {{ hstu {{ num_layers: 2 num_heads: 2 qk_dim: 16 dropout: 0.1 }} }}
+    postprocessor {{ layer_norm {{}} }}
+    head {{ fusion {{ mlp {{ hidden: 64 }} }} }}
+{tasks}  }}
+}}
+"""
+
+
+def _action(schema: dict, indent: str) -> str:
+    bits = [f'bits {{ name: "{one["name"]}" bit: {one["bit"]} }}' for one in schema["actions"]]
+    if schema["watch_time"]:
+        bits += [f"watch_time_thresholds: {seconds}" for seconds in (3, 10, 30)]
+    if not bits:
+        return ""
+    return "".join([f"{indent}action {{\n", *(f"{indent}  {bit}\n" for bit in bits), f"{indent}}}\n"])
+
+
+def _task(name: str, kind: str) -> str:
+    if kind == "binary":
+        loss, metrics = (
+            "binary_cross_entropy {}",
+            "metrics { auc {} } metrics { gauc {} } metrics { normalized_entropy {} }",
+        )
+    else:
+        loss, metrics = "mean_squared_error { log1p: true }", "metrics { mae {} } metrics { mse {} }"
+    return f'    tasks {{ name: "{name}" loss {{ {loss} }} {metrics} }}\n'
+
+
+def _retriever(schema: dict) -> str:
+    return f"""model {{
+  embedding_dim: 50
+  embedding {{ placement: REPLICATED }}
+  retriever {{
+    item_feature: "item_id"
+    preprocessor {{
+      uih {{
+{_action(schema, "        ")}        positional {{ origin: START }}
+        dropout: 0.2
+      }}
+    }}
+    mixer {{
+      hstu {{
+        num_layers: 2 num_heads: 1 qk_dim: 50
+        activation: UVQK gate: UGN dropout: 0.2
+        bias {{}}
+        mask {{ contextual_reads_history: false }}
+      }}
+    }}
+    postprocessor {{ l2_norm {{}} }}
+    loss {{ softmax {{ temperature: 0.05 full {{}} }} }}
+    metrics {{ ndcg {{ k: 10 }} }} metrics {{ hit_rate {{ k: 10 }} }} metrics {{ hit_rate {{ k: 50 }} }} metrics {{ mrr {{}} }}
+  }}
+}}
+"""
+
+
+def _train(schema: dict) -> str:
+    ranking = schema["task"] == "ranking"
+    sparse = "  sparse_optimizer { row_wise_adagrad { lr: 0.02 } }\n" if ranking else ""
+    beta = "" if ranking else " beta2: 0.98"
+    return f"""train {{
+  num_epochs: {2 if ranking else 20}
+  dense_optimizer {{ adamw {{ lr: 1e-3{beta} }} }}
+{sparse}  schedule {{ warmup_steps: 100 cosine {{}} }}
+  max_grad_norm: 1
+  evaluation {{ patience: {2 if ranking else 5} }}
+}}
+"""
+
+
+def parse(text: str) -> pb.Pipeline:
+    """The Pipeline that a starter config's text stands for."""
+    from google.protobuf import text_format
+
+    return text_format.Parse(text, pb.Pipeline())

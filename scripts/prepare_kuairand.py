@@ -1,0 +1,255 @@
+"""Makes ranking data from KuaiRand (Pure or 1K): one row per user and request, three labels and the watch time.
+
+    python scripts/prepare_kuairand.py --input KuaiRand-Pure --output data/kuairand
+
+Reads every log_standard*.csv[.gz], user_features*.csv and video_features_basic*.csv below --input. The statistics of
+videos (video_features_statistic*) stay out: they are averages over the whole month, test days included.
+
+- An impression that was logged twice (all columns equal but the hour of logging: `date`, `hourmin`) counts once.
+- A request is a run of one user's impressions in one tab and on one day, each at most --request-gap seconds behind the
+  one before it, cut after --max-candidates. Kuaishou's own requests are not in the log.
+- Its history is what the user did strictly before its first impression, in all tabs, the newest --max-history events.
+- The last --test-days days (Beijing time) are the test split, the --validation-days before them validation, the rest
+  training. A history reaches into earlier splits, as it would in production; labels stay in their own.
+- Vocabularies count training impressions only. Ids stay as they are; an empty value is the unknown id.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from recsys.errors import ConfigError, DataError
+from scripts import prepare_common as common
+from scripts.prepare_config import write_config
+from scripts.prepare_rows import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    Contents,
+    DatasetWriter,
+    Feature,
+    Slices,
+    plain_table,
+    request_slices,
+)
+
+ACTIONS = (
+    "is_click",
+    "is_like",
+    "is_follow",
+    "is_comment",
+    "is_forward",
+    "is_hate",
+    "long_view",
+    "is_profile_enter",
+)
+LOG = ("user_id", "video_id", "time_ms", "play_time_ms", "duration_ms", "tab", *ACTIONS)
+VIDEO = {"author_id": common.INTEGER, "upload_type": common.TEXT, "tag": common.TEXT}
+USER = (
+    "user_active_degree",
+    "is_live_streamer",
+    "is_video_author",
+    "follow_user_num_range",
+    "fans_user_num_range",
+    "friend_user_num_range",
+    "register_days_range",
+    *(f"onehot_feat{number}" for number in range(12)),
+)
+ITEM_SIDES = ("HISTORY", "CANDIDATE")
+CONTENTS = Contents(
+    task="ranking",
+    features=(
+        Feature("item_id", ITEM_SIDES),
+        Feature("author_id", ITEM_SIDES),
+        Feature("tag", ITEM_SIDES, multi_valued=True),
+        Feature("upload_type", ITEM_SIDES),
+        Feature("duration", ITEM_SIDES, number=True),
+        Feature("tab", ("USER", *ITEM_SIDES)),
+        Feature("hour", ("USER",)),
+        *(Feature(name, ("USER",)) for name in USER),
+    ),
+    labels={"is_click": "binary", "long_view": "binary", "is_like": "binary", "watch_time": "regression"},
+    actions=ACTIONS,
+    watch_time=True,
+)
+ABOUT = {
+    "source": "KuaiRand (C. Gao et al., CIKM 2022, arXiv 2208.08696), https://kuairand.com, zenodo 10439422",
+    "licence": "CC BY-SA 4.0",
+    "made_by": "scripts/prepare_kuairand.py",
+}
+DAY_MS = 86_400_000
+BEIJING_MS = 8 * 3_600_000
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Reads, cuts, writes; see the head of this file."""
+    options = _options(arguments)
+    logs = common.find_files(options.input, "log_standard*.csv*", "the standard log")
+    users = common.find_files(options.input, "user_features*.csv*", "user features")
+    videos = common.find_files(options.input, "video_features_basic*.csv*", "video features")
+    log, dropped = read_log(logs, modulus=options.user_modulus)
+    events = join_videos(log, videos)
+    split = split_by_day(events["time_ms"], options.validation_days, options.test_days)
+    slices = request_slices(
+        events["user_id"].to_numpy(),
+        events["time_ms"].to_numpy(),
+        gap=options.request_gap * 1000,
+        max_candidates=options.max_candidates,
+        max_history=options.max_history,
+        apart=(events["tab"].to_numpy(), _beijing_day(events["time_ms"]).to_numpy()),
+    )
+    rows = request_rows(events, slices, users)
+    with common.output_folder(options.output, overwrite=options.overwrite) as folder:
+        writer = DatasetWriter(folder, CONTENTS, rows_per_group=options.rows_per_group)
+        _write_splits(writer, events, slices, rows, split)
+        sizes = writer.write_vocabularies(min_count=options.min_count)
+        names = ("request_gap", "max_candidates", "max_history", "validation_days", "test_days", "min_count")
+        about = ABOUT | {
+            "inputs": common.fingerprints([*logs, *users, *videos]),
+            "settings": {name: getattr(options, name) for name in (*names, "user_modulus")},
+            "dropped": dropped,
+        }
+        schema = writer.write_schema(about, sizes)
+        write_config(schema, folder, options.output)
+    for name, noted in schema["splits"].items():
+        print(f"{name}: {noted['rows']} requests, {noted['candidates']} candidates")
+
+
+def read_log(files: list[Path], *, modulus: int = 1) -> tuple[pl.DataFrame, dict[str, int]]:
+    """Impressions by user and time, ties in the order of files and lines, each once; and the counts of what was left out."""
+    pieces = [common.read_csv(path, dict.fromkeys(LOG, common.INTEGER)) for path in files]
+    log = pl.concat(pieces).with_row_index("order").with_columns(pl.col("order").cast(pl.Int64))
+    negative = log.filter(pl.min_horizontal(LOG) < 0)
+    if negative.height:
+        raise DataError(f"{files[0].name} and others: negative value in {negative.row(0, named=True)}")
+    log = log.filter(pl.col("user_id") % modulus == 0)
+    if not log.height:
+        raise DataError(f"no impression is left with --user-modulus {modulus}")
+    once = log.unique(subset=LOG, keep="first", maintain_order=True)
+    dropped = {"impressions_logged_twice": log.height - once.height}
+    return once.sort("user_id", "time_ms", "order"), dropped
+
+
+def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
+    """Event columns as the rows need them, with the features of each video."""
+    kinds = {"video_id": common.INTEGER, **VIDEO}
+    videos = pl.concat([common.read_csv(path, kinds) for path in files])
+    if videos["video_id"].is_duplicated().any():
+        raise DataError(
+            f"{files[0]}: video_id {videos.filter(pl.col('video_id').is_duplicated())[0, 0]} stands twice"
+        )
+    events = log.join(videos, on="video_id", how="left", maintain_order="left")
+    unknown = events.filter(pl.col("author_id").is_null())
+    if unknown.height:
+        raise DataError(
+            f"video {unknown[0, 'video_id']} of the log is not in {', '.join(f.name for f in files)}"
+        )
+    actions = pl.sum_horizontal(
+        (pl.col(name) > 0).cast(pl.Int64) * (1 << bit) for bit, name in enumerate(ACTIONS)
+    )
+    seconds = (pl.col("play_time_ms") / 1000).cast(pl.Float32)
+    tags = (
+        pl.when(pl.col("tag") == "")
+        .then(pl.lit([], pl.List(pl.String)))
+        .otherwise(pl.col("tag").str.split(","))
+    )
+    return events.select(
+        "user_id",
+        "time_ms",
+        "order",
+        "author_id",
+        "upload_type",
+        "tab",
+        item_id="video_id",
+        timestamps=pl.col("time_ms") // 1000,
+        tag=tags.cast(pl.List(pl.Int64)),
+        duration=(pl.col("duration_ms") / 1000).cast(pl.Float32),
+        actions=actions,
+        watch_time=seconds,
+        label_is_click=pl.col("is_click").cast(pl.Float32),
+        label_long_view=pl.col("long_view").cast(pl.Float32),
+        label_is_like=pl.col("is_like").cast(pl.Float32),
+        label_watch_time=seconds,
+    )
+
+
+def split_by_day(time_ms: pl.Series, validation_days: int, test_days: int) -> np.ndarray:
+    """[n] name of the split that each moment falls into, by days of Beijing time counted from the last one."""
+    day = _beijing_day(time_ms).to_numpy()
+    before_end = day.max() - day
+    if before_end.max() < validation_days + test_days:
+        raise ConfigError(
+            f"the log spans {before_end.max() + 1} days; --validation-days {validation_days} and --test-days "
+            f"{test_days} leave none to train on"
+        )
+    return np.where(
+        before_end < test_days, TEST, np.where(before_end < test_days + validation_days, VALIDATION, TRAIN)
+    )
+
+
+def request_rows(events: pl.DataFrame, slices: Slices, user_files: list[Path]) -> pl.DataFrame:
+    """Columns of the rows: keys, request time, tab, hour and the features of each user."""
+    kinds = {"user_id": common.INTEGER, **dict.fromkeys(USER, common.TEXT)}
+    users = pl.concat([common.read_csv(path, kinds) for path in user_files])
+    if users["user_id"].is_duplicated().any():
+        twice = users.filter(pl.col("user_id").is_duplicated())[0, "user_id"]
+        raise DataError(f"{user_files[0]}: user_id {twice} stands twice")
+    users = users.with_columns(common.id_column(users[name]).alias(name) for name in USER)
+    first = events[pl.Series(slices.candidate_start)]
+    hour = (pl.col("time_ms") + BEIJING_MS) % DAY_MS // 3_600_000
+    rows = first.select("user_id", request_id="order", request_time="timestamps", tab="tab", hour=hour).join(
+        users, on="user_id", how="left", maintain_order="left"
+    )
+    unknown = rows.filter(pl.col(USER[0]).is_null())
+    if unknown.height:
+        raise DataError(
+            f"user {unknown[0, 'user_id']} of the log is not in {', '.join(f.name for f in user_files)}"
+        )
+    return rows
+
+
+def _write_splits(
+    writer: DatasetWriter, events: pl.DataFrame, slices: Slices, rows: pl.DataFrame, split: np.ndarray
+) -> None:
+    """Rows of each split in the order of time, ties by user."""
+    table = plain_table(events)
+    time = events["time_ms"].to_numpy()[slices.candidate_start]
+    for name in (TRAIN, VALIDATION, TEST):
+        index = np.flatnonzero(split[slices.candidate_start] == name)
+        index = index[np.argsort(time[index], kind="stable")]
+        chosen = plain_table(rows[pl.Series(index)])
+        writer.write(name, f"{name}.parquet", table, slices.take(index), chosen)
+
+
+def _beijing_day(time_ms: pl.Series) -> pl.Series:
+    return (time_ms + BEIJING_MS) // DAY_MS
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--request-gap", type=common.positive, default=60, help="longest pause in a request, seconds"
+    )
+    parser.add_argument(
+        "--max-candidates", type=common.positive, default=10, help="most candidates of a request"
+    )
+    parser.add_argument("--max-history", type=common.positive, default=200, help="newest events of a history")
+    parser.add_argument("--validation-days", type=common.positive, default=2)
+    parser.add_argument("--test-days", type=common.positive, default=2)
+    parser.add_argument(
+        "--min-count", type=common.positive, default=1, help="training impressions of a known id"
+    )
+    parser.add_argument(
+        "--user-modulus", type=common.positive, default=1, help="keep users whose id it divides"
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(common.run(main))
