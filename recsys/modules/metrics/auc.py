@@ -24,4 +24,4 @@ class Auc(AllRows):
         predictions = self.rows("predictions")
         one_group = torch.zeros_like(predictions, dtype=torch.int64)
         found = auc_by_group(predictions, self.rows("labels"), self.rows("weights"), one_group)
-        return found.auc[0] if len(found.auc) else torch.full_like(found.auc.sum(), torch.nan)
+        return found.auc[0] if len(found.auc) else found.auc.new_tensor(torch.nan)

@@ -21,11 +21,9 @@ class GroupAuc(NamedTuple):
 
 
 def auc_by_group(predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> GroupAuc:
-    """Share of a group's (positive, negative) pairs in which the positive has the higher prediction; ties
-    half.
+    """Share of a group's (positive, negative) pairs whose positive has the higher prediction; ties half.
 
-    One sort by (group, prediction), then sums over runs of equal predictions: O(n log n), no loop over
-    groups.
+    One sort by (group, prediction), then sums over runs of equal predictions: no loop over groups.
 
     Args:
         predictions: [n]. A NaN among them makes every value NaN.

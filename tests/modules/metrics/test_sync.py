@@ -1,0 +1,69 @@
+"""Two processes over gloo: each metric has the value of one process, also when a rank has no rows."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import recsys.modules.metrics  # noqa: F401  (registers)
+from recsys import protos as pb
+from recsys import registry
+from tests.modules.metrics.helpers import ORACLES, random_candidates
+
+CASES = ("uneven", "rank 0 empty", "rank 1 never updates", "nobody has rows")
+
+
+def shares(case: str) -> list[list[slice]]:
+    """Row ranges of the batches of each rank."""
+    return {
+        "uneven": [[slice(0, 50), slice(50, 60)], [slice(60, 90)]],
+        "rank 0 empty": [[slice(0, 0)], [slice(0, 40), slice(40, 90)]],
+        "rank 1 never updates": [[slice(0, 90)], []],
+        "nobody has rows": [[slice(0, 0)], []],
+    }[case]
+
+
+def compute_all(batches: list[slice]) -> dict[str, float]:
+    data, ranks = random_candidates(90), torch.arange(1, 91)
+    found = {}
+    for kind, component in registry.registered(pb.Metric).items():
+        metric = component.cls(component.config)
+        for rows in batches:
+            columns = data.take(rows) if kind in ORACLES else (ranks[rows], data.weights[rows])
+            metric.update(*columns)
+        # Twice: the synced state must not stay.
+        found[kind] = [metric.compute().item(), metric.compute().item()]
+    return found
+
+
+def work(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    found = {case: compute_all(shares(case)[rank]) for case in CASES}
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sync")
+    mp.spawn(work, args=(str(folder),), nprocs=2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+@pytest.mark.parametrize("case", CASES)
+def test_the_value_of_one_process(two_ranks, case):
+    expected = compute_all([rows for rank in shares(case) for rows in rank])
+    for found in two_ranks:
+        for kind, (value, _) in expected.items():
+            for synced in found[case][kind]:
+                assert (
+                    math.isclose(synced, value, rel_tol=1e-12) or math.isnan(synced) and math.isnan(value)
+                ), kind
