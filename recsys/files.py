@@ -89,7 +89,7 @@ def manifest_faults(folder: Path) -> list[str]:
         path = folder / name
         if not path.is_file():
             faults.append(f"{path}: missing")
-        elif path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+        elif {"sha256": sha256(path), "bytes": path.stat().st_size} != entry:
             faults.append(f"{path}: its bytes differ from the manifest")
     return faults
 

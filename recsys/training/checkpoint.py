@@ -1,0 +1,201 @@
+"""Saved states of a run: written aside, hashed, renamed; found again, proven whole, loaded.
+
+`checkpoints/step-00001000/` holds the tensors as torch.distributed.checkpoint writes them, `state.json` with
+everything that is not a tensor, and `manifest.json` with a hash of every file. A folder without a manifest
+that holds does not count, so a run that is killed while it saves falls back to the state before. Nothing in
+it is executed when it is read.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torchrec.distributed.types import ShardedTensor
+
+from recsys import files
+from recsys.errors import RecsysError
+from recsys.training.distributed import gather, on_main
+from recsys.training.safe_reader import SafeReader, read_metadata
+
+STATE = "state.json"
+MODEL = "model."
+"""Prefix of the weights among the tensors; the rest of a name is the one in `Model.state_dict()`."""
+
+Tensors = Mapping[str, Tensor | ShardedTensor]
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The saved states of one run. Every method is collective: all ranks call it, and all return or raise the
+    same.
+
+    Args:
+        folder: `run_dir/checkpoints`, on a disk that all ranks see.
+        keep: newest valid states that survive pruning, at least 2, besides the best one.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2):
+        if keep < 2:
+            raise ValueError(f"keep must be at least 2, got {keep}: one state may turn out damaged")
+        self.folder = folder
+        self.keep = keep
+        self._damaged: set[Path] = set()
+
+    def newest(self) -> Path | None:
+        """The newest state whose manifest holds, or None; damaged ones are named in a warning and passed
+        over.
+        """
+        return on_main(self._newest)
+
+    def save(self, step: int, tensors: Tensors, state: dict[str, Any], best_step: int | None = None) -> Path:
+        """Writes the state of `step`, then removes the states that are no longer kept.
+
+        Args:
+            tensors: what each rank holds, by name; a ShardedTensor is written shard by shard.
+            state: everything else; JSON values without NaN.
+            best_step: step whose state is kept however old it is.
+
+        Raises:
+            RecsysError: no space left, or the folder cannot be written. Older states are untouched.
+        """
+        path = self.folder / f"step-{step:08d}"
+        aside = self.folder / f".{path.name}.partial"
+        needed = sum(gather(_local_bytes(tensors)))
+        on_main(lambda: _prepare(aside, needed))
+        try:
+            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(aside))
+        except (CheckpointException, RuntimeError, OSError) as error:
+            raise _explain(error, aside, needed) from error
+        on_main(lambda: self._publish(aside, path, state, best_step))
+        return path
+
+    def _newest(self) -> Path | None:
+        for path in reversed(_steps(self.folder)):
+            faults = files.manifest_faults(path)
+            if not faults:
+                return path
+            self._damaged.add(path)
+            log.warning("checkpoint %s is damaged and passed over: %s", path.name, "; ".join(faults))
+        return None
+
+    def _publish(self, aside: Path, path: Path, state: dict[str, Any], best_step: int | None) -> None:
+        try:
+            files.write_text(aside / STATE, json.dumps(state, indent=1, allow_nan=False))
+            files.write_manifest(aside)
+            files.publish(aside, path)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise _explain(error, path, 0) from error
+        self._damaged.discard(path)
+        self._prune(best_step)
+
+    def _prune(self, best_step: int | None) -> None:
+        """Removes old states and the remains of interrupted ones, each renamed first so that no half of one
+        has a name.
+        """
+        whole = [x for x in _steps(self.folder) if x not in self._damaged]
+        kept = {*whole[-self.keep :], *(x for x in whole if x.name == f"step-{best_step or 0:08d}")}
+        for path in set(_steps(self.folder)) - kept:
+            path.rename(path.with_name(f".{path.name}.old"))
+        for path in self.folder.glob(".step-*"):
+            shutil.rmtree(path)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `Checkpoints.save` was given as `state`.
+
+    Raises:
+        RecsysError: it cannot be read.
+    """
+    try:
+        return json.loads((path / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RecsysError(f"{path / STATE}: cannot be read ({error})") from error
+
+
+def load(path: Path, tensors: Tensors) -> None:
+    """Fills tensors from a saved state, in place, cut as they are cut now. Collective.
+
+    Raises:
+        RecsysError: names, shapes or types differ from the saved ones, either way.
+    """
+    _require_equal(path, tensors, read_metadata(path).state_dict_metadata)
+    dcp.load(dict(tensors), storage_reader=SafeReader(path))
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Fills a plain model (no process group, nothing sharded) with the weights of a saved state, whoever
+    wrote it.
+
+    Raises:
+        RecsysError: the state is damaged, or a weight is missing, unknown or has another shape or type.
+    """
+    faults = files.manifest_faults(path)
+    if faults:
+        raise RecsysError(f"checkpoint {path} is damaged: " + "; ".join(faults))
+    tensors = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
+    stored = read_metadata(path).state_dict_metadata
+    _require_equal(path, tensors, {name: entry for name, entry in stored.items() if name.startswith(MODEL)})
+    dcp.load(tensors, storage_reader=SafeReader(path), no_dist=True)
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Saved states from old to new, whole or not."""
+    return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+
+
+def _require_equal(path: Path, wanted: Tensors, stored: Mapping[str, Any]) -> None:
+    faults = [f"{name}: in the checkpoint only" for name in sorted(stored.keys() - wanted.keys())]
+    faults += [f"{name}: missing in the checkpoint" for name in sorted(wanted.keys() - stored.keys())]
+    for name in sorted(wanted.keys() & stored.keys()):
+        here = (tuple(wanted[name].size()), wanted[name].dtype)
+        there = (tuple(stored[name].size), stored[name].properties.dtype)
+        if here != there:
+            faults.append(f"{name}: {_describe(*there)} in the checkpoint, {_describe(*here)} in this run")
+    if faults:
+        raise RecsysError(f"checkpoint {path} does not fit this model:\n" + "\n".join(faults))
+
+
+def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
+
+
+def _local_bytes(tensors: Tensors) -> int:
+    total = 0
+    for tensor in tensors.values():
+        parts = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
+        total += sum(part.numel() * part.element_size() for part in parts)
+    return total
+
+
+def _prepare(aside: Path, needed: int) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    free = shutil.disk_usage(aside).free
+    if free < needed:
+        aside.rmdir()
+        raise _no_space(aside.parent, needed, free)
+
+
+def _explain(error: Exception, path: Path, needed: int) -> RecsysError:
+    """An error of the writer in words; a full disk reaches it as a failed seek within an archive."""
+    free = shutil.disk_usage(path.parent).free
+    written = sum(x.stat().st_size for x in path.glob("*")) if path.is_dir() else 0
+    if "No space left" in str(error) or free < max(needed - written, 1 << 20):
+        return _no_space(path.parent, needed, free)
+    return RecsysError(f"{path}: the checkpoint could not be written: {error}")
+
+
+def _no_space(folder: Path, needed: int, free: int) -> RecsysError:
+    return RecsysError(
+        f"no space left on {folder}: the checkpoint has {needed:,} bytes, {free:,} are free. "
+        "Make room and start the same command again: it continues from the last checkpoint."
+    )

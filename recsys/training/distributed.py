@@ -1,0 +1,180 @@
+"""One or many processes: the process group, agreement between ranks, and tables cut over ranks.
+
+A run started by `torchrun` has one process a device; any other run is a group of one, with no port and no
+file. Model code knows nothing of it: `shard` wraps a finished model, whose weights every rank has built from
+the same seed.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec import EmbeddingCollection
+from torchrec.distributed.comm import get_local_size
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+from recsys import protos as pb
+from recsys.errors import RecsysError
+
+_TIMEOUT = timedelta(seconds=120)
+"""How long a collective waits for a rank before the run stops; longer than any pause between two of them."""
+
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """Which process of the run this is, and the device it computes on."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes the logs."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group() -> Iterator[Processes]:
+    """The process group of the run; the block must leave no model, optimizer or pipeline behind.
+
+    What survives the block still holds communicators, and a process that exits with those aborts at random:
+    hence the collection and the barrier before the group goes. After an error there is no barrier: the other
+    ranks may be gone.
+    """
+    processes = _start()
+    try:
+        yield processes
+        gc.collect()
+        dist.barrier()
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def _start() -> Processes:
+    cuda = torch.cuda.is_available()
+    local_rank = dist.get_node_local_rank(fallback_rank=0)
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if dist.is_torchelastic_launched():
+        dist.init_process_group(backend, timeout=_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+    return Processes(dist.get_rank(), dist.get_world_size(), device)
+
+
+def gather(value: Result) -> list[Result]:
+    """`value` of every rank, in the order of ranks, on every rank. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def on_main(function: Callable[[], Result]) -> Result:
+    """The result of `function`, called on rank 0 only, on every rank. Collective.
+
+    Raises:
+        RecsysError: on every rank, when rank 0 raised it or an OSError.
+    """
+    answer: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            answer[0] = function()
+        except (RecsysError, OSError) as error:
+            answer[1] = error
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(answer, src=0)
+    if isinstance(answer[1], OSError):
+        raise RecsysError(str(answer[1])) from answer[1]
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
+
+
+def shard(
+    module: nn.Module,
+    processes: Processes,
+    placement: int,
+    kind: int,
+    fused_params: dict[str, Any],
+) -> DistributedModelParallel:
+    """Wraps a model for the processes of the run; its weights keep their values.
+
+    Args:
+        module: a model with tables in `EmbeddingCollection`s, on the CPU, the same on every rank.
+        placement: pb.Embedding.SHARDED cuts tables over the ranks and trains them inside the backward pass;
+            pb.Embedding.REPLICATED leaves them plain parameters.
+        kind: pb.Sharding.ROW_WISE or TABLE_WISE.
+        fused_params: optimizer of sharded tables, as `EmbeddingCollectionSharder` takes it.
+    """
+    sharders, plan = [], {}
+    if placement == pb.Embedding.SHARDED:
+        sharder = EmbeddingCollectionSharder(fused_params=fused_params)
+        sharders.append(sharder)
+        for name, tables in module.named_modules():
+            if isinstance(tables, EmbeddingCollection):
+                plan[name] = construct_module_sharding_plan(
+                    tables,
+                    _table_plans(tables, kind, processes.world_size),
+                    sharder=sharder,
+                    world_size=processes.world_size,
+                    local_size=get_local_size(processes.world_size),
+                    device_type=processes.device.type,
+                )
+    return DistributedModelParallel(
+        module.to(processes.device) if placement != pb.Embedding.SHARDED else module,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=processes.device,
+        plan=ShardingPlan(plan),
+        sharders=sharders,
+        data_parallel_wrapper=_AverageGradients(),
+    )
+
+
+def _table_plans(tables: EmbeddingCollection, kind: int, world_size: int) -> dict[str, Any]:
+    names = [config.name for config in tables.embedding_configs()]
+    if kind == pb.Sharding.TABLE_WISE:
+        return {name: table_wise(i % world_size, compute_kernel="fused") for i, name in enumerate(names)}
+    return {name: row_wise(compute_kernel="fused") for name in names}
+
+
+class _AverageGradients(DataParallelWrapper):
+    """Averages the gradients of everything that is not sharded, over ranks."""
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        inner = dmp._dmp_wrapped_module.to(device)
+        sharded = set(DistributedModelParallel._sharded_parameter_names(inner))
+        if env.world_size == 1 or not {name for name, _ in inner.named_parameters()} - sharded:
+            dmp._dmp_wrapped_module = inner
+            return
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, sharded)
+        # Unused parameters are looked for although there should be none: only then are the buckets of
+        # gradients never rebuilt after the first step, so a resumed run adds up numbers in the same order as
+        # an uninterrupted one.
+        dmp._dmp_wrapped_module = DistributedDataParallel(
+            inner,
+            process_group=env.process_group,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=True,
+        )

@@ -1,0 +1,5 @@
+"""What watches a run: the console, `metrics.jsonl`, TensorBoard, the report. Only rank 0 has hooks."""
+
+from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, Trained
+
+__all__ = ["Evaluated", "Hook", "Outcome", "Run", "Trained"]

@@ -1,0 +1,112 @@
+"""What a run tells those who watch it.
+
+A hook overrides the methods it cares for. It sees values on the host, after the step, and changes nothing.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from recsys.training.throughput import Rates
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known when training starts.
+
+    Attributes:
+        folder: run folder. config_path: file that was given, for the commands in the last lines.
+        config_text: resolved config in text format.
+        first_step: steps done already; above 0 when the run continues.
+        total_steps: steps when it ends.
+        parameters: numbers in the model, all ranks together.
+        facts: lines about the run (device, processes, parameters), by topic.
+    """
+
+    folder: Path
+    config_path: Path
+    config_text: str
+    first_step: int
+    total_steps: int
+    parameters: int
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Means since the last record.
+
+    Attributes:
+        step: the last of them. epoch: it was in this epoch, from 0.
+        loss: weighted sum over tasks. losses: by task.
+        lr: learning rates of the last step, by optimizer.
+        grad_norm: of the dense gradients of the last step, before clipping.
+        rates: speed.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    losses: dict[str, float]
+    lr: dict[str, float]
+    grad_norm: float
+    rates: Rates
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """One evaluation: metrics by name, NaN where undefined.
+
+    Attributes:
+        step: after this many steps.
+        metrics: as the model names them, and `loss/<task>`.
+        best: it is the best so far.
+        seconds: time it took.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    best: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        step: steps done. reason: why it ended, a sentence's middle: "all 500 steps done".
+        checkpoint: newest state. best_metric, best_value, best_step: of the best evaluation; "" and 0 without
+            one.
+    """
+
+    step: int
+    reason: str
+    checkpoint: Path
+    best_metric: str = ""
+    best_value: float = 0.0
+    best_step: int = 0
+
+
+class Hook:
+    """Base of the hooks; does nothing."""
+
+    def started(self, run: Run) -> None:
+        """Before the first step."""
+
+    def stepped(self, step: int) -> None:
+        """After each step."""
+
+    def trained(self, record: Trained) -> None:
+        """Every `log_every_steps` steps."""
+
+    def evaluated(self, record: Evaluated) -> None:
+        """After each evaluation."""
+
+    def saved(self, path: Path) -> None:
+        """After each saved state."""
+
+    def finished(self, outcome: Outcome) -> None:
+        """After the last step; not when the run ends by an error."""
+
+    def close(self) -> None:
+        """Always, last: gives back files and the terminal."""

@@ -1,0 +1,93 @@
+"""`metrics.jsonl`: one JSON object a line, `kind` "train" or "evaluation"; the file that other programs read.
+
+Numbers have all their digits, so two runs can be compared bit for bit; an undefined one is null.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, TextIO
+
+from recsys import files
+from recsys.training.hooks.base import Evaluated, Hook, Run, Trained
+
+NAME = "metrics.jsonl"
+
+
+class MetricsFile(Hook):
+    """Appends a line a record. A run that continues first drops the lines of steps that it is about to
+    repeat.
+    """
+
+    def __init__(self) -> None:
+        self._file: TextIO | None = None
+
+    def started(self, run: Run) -> None:
+        """Opens the file."""
+        path = run.folder / NAME
+        if path.exists():
+            records = [r for r in read_metrics(path) if r["step"] <= run.first_step]
+            files.write_text(path, "".join(_line(record) for record in records))
+        self._file = path.open("a", encoding="utf-8")
+
+    def trained(self, record: Trained) -> None:
+        """A line of kind "train"."""
+        rates = record.rates
+        self._write(
+            {
+                "kind": "train",
+                "step": record.step,
+                "epoch": record.epoch,
+                "loss": record.loss,
+                "losses": record.losses,
+                "lr": record.lr,
+                "grad_norm": record.grad_norm,
+                "samples_per_s": round(rates.samples_per_s, 1),
+                "tokens_per_s": round(rates.tokens_per_s, 1),
+                "data_wait": round(rates.data_wait, 4),
+            }
+        )
+
+    def evaluated(self, record: Evaluated) -> None:
+        """A line of kind "evaluation"."""
+        self._write(
+            {
+                "kind": "evaluation",
+                "step": record.step,
+                "metrics": record.metrics,
+                "best": record.best,
+                "seconds": round(record.seconds, 2),
+            }
+        )
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self._file is None:
+            raise ValueError("MetricsFile.started has not been called")
+        self._file.write(_line(record))
+        self._file.flush()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`; a last line that was cut off is left out."""
+    records = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break
+    return records
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(_finite(record), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(x) for key, x in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,93 @@
+"""Reads a checkpoint of torch.distributed.checkpoint without executing anything in it.
+
+The library's own reader unpickles `.metadata` and every entry that is not a tensor, so a file from elsewhere
+can run code. This one accepts a fixed list of classes, tensors only, and data files that lie in the
+checkpoint's folder.
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+
+from recsys.errors import RecsysError
+
+_ALLOWED = {
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+}
+_PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"}
+_DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
+
+
+_DAMAGED = (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError)
+"""What unpickling damaged bytes raises."""
+
+
+class SafeReader(FileSystemReader):
+    """A `FileSystemReader` whose `.metadata` can neither run code nor name a file outside `folder`."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self._folder = folder
+
+    def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
+        """The checkpoint's table of contents; the library passes the rank here, which plays no role.
+
+        Raises:
+            RecsysError: it is missing or damaged, holds a class or an entry that is not allowed, or points
+                outside.
+        """
+        metadata = read_metadata(self._folder)
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The table of contents of a checkpoint folder; see `SafeReader.read_metadata`."""
+    path = folder / ".metadata"
+    try:
+        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except OSError as error:
+        raise RecsysError(f"{path}: {error.strerror}") from error
+    except _DAMAGED as error:
+        raise RecsysError(f"{path}: not the metadata of a checkpoint ({error})") from error
+    if not isinstance(metadata, Metadata):
+        raise RecsysError(f"{path}: holds a {type(metadata).__name__}, not the metadata of a checkpoint")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise RecsysError(f"{path}: {name} is not a tensor; only tensors are loaded")
+    for info in metadata.storage_data.values():
+        if Path(info.relative_path).name != info.relative_path:
+            raise RecsysError(f"{path}: {info.relative_path!r} is not a file in the checkpoint's folder")
+        if info.transform_descriptors:
+            raise RecsysError(f"{path}: {info.relative_path} is transformed by {info.transform_descriptors}")
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES)
+        if known:
+            return super().find_class(module, name)
+        if module.split(".")[0] == "pathlib" and name in _PATHS:
+            return _path_text
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
+
+
+def _path_text(*parts: str) -> str:
+    """Stands in for the path classes: where the checkpoint was written says nothing about where it is now."""
+    return "/".join(parts)

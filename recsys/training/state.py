@@ -1,0 +1,122 @@
+"""Where a run stands: the part of its state that is not a tensor, as JSON.
+
+`Progress` moves with every step and is what `state.json` of a checkpoint holds of the trainer itself; the
+random number generators of each rank travel beside it.
+"""
+
+import base64
+import random
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass
+class Best:
+    """The best evaluation so far: value of the deciding metric and the step that it was reached at."""
+
+    value: float
+    step: int
+
+
+@dataclass
+class Window:
+    """Losses since the last log line, so that a resumed run prints the same means.
+
+    Attributes:
+        steps: batches added up on each rank.
+        losses: by task, sum of the batch means.
+    """
+
+    steps: int = 0
+    losses: dict[str, float] = field(default_factory=dict)
+
+    def add(self, losses: dict[str, float]) -> None:
+        """Takes in one batch."""
+        self.steps += 1
+        for name, value in losses.items():
+            self.losses[name] = self.losses.get(name, 0.0) + value
+
+    def take(self) -> dict[str, float]:
+        """Mean losses by task; the window is empty afterwards."""
+        means = {name: value / self.steps for name, value in self.losses.items()}
+        self.steps, self.losses = 0, {}
+        return means
+
+
+@dataclass
+class Progress:
+    """How far the run has come.
+
+    Attributes:
+        step: optimizer steps done.
+        epoch, next_batch: first batch of the data plan that was not trained on, on any rank.
+        samples: rows trained on, all ranks and epochs.
+        best: best evaluation so far.
+        evaluations_without_gain: since `best`; patience runs out on it.
+        finished: why the run is over: "" while it is not.
+        window: losses not yet logged.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    next_batch: int = 0
+    samples: int = 0
+    best: Best | None = None
+    evaluations_without_gain: int = 0
+    finished: str = ""
+    window: Window = field(default_factory=Window)
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; `from_json` is its inverse, bit for bit."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Progress":
+        """The progress that `to_json` described."""
+        best = Best(**value["best"]) if value["best"] else None
+        return cls(**{**value, "best": best, "window": Window(**value["window"])})
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds every generator of this process."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def capture_rng(device: torch.device) -> dict[str, Any]:
+    """State of this process's generators (Python, NumPy, torch, and CUDA when `device` is one) as JSON
+    values.
+    """
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [keys.tolist(), position, has_gauss, cached],
+        "torch": _to_text(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _to_text(torch.cuda.get_rng_state(device))
+    return state
+
+
+def restore_rng(state: dict[str, Any], device: torch.device) -> None:
+    """Sets the generators to what `capture_rng` saw; one that was not captured is left alone."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_to_bytes(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_to_bytes(state["cuda"]), device)
+
+
+def _to_text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _to_bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

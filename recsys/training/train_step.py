@@ -1,0 +1,109 @@
+"""One batch to one loss, the same on any number of ranks.
+
+`TrainStep` is what TorchRec's pipeline traces and runs: model, objective, and a single sum over ranks that
+carries the losses of all tasks, the counts for the log, and whether a rank was asked to stop. A loss that is
+not finite stops every rank here, before the backward pass, in which sharded tables are already updated.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from recsys.data.batch import Batch, Position
+from recsys.errors import NonFiniteLossError
+from recsys.models.base import Losses, Model
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the host learns from one batch of every rank; the same on all ranks, except for `position`.
+
+    Attributes:
+        losses: by task, the mean over targets of all ranks.
+        loss: their weighted sum, which is minimised.
+        samples: rows, fillers left out. tokens: tokens of the sequences.
+        signals: by number of the signal, ranks that were asked to stop by it.
+        position: where in the data this rank's batch stands.
+    """
+
+    losses: dict[str, float]
+    loss: float
+    samples: int
+    tokens: int
+    signals: dict[int, int]
+    position: Position
+
+
+class TrainStep(nn.Module):
+    """Model and objective as one module: batch in, (loss to differentiate, StepResult) out."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model = model
+        self.sum_over_ranks = SumOverRanks()
+
+    def forward(self, batch: Batch) -> tuple[Tensor, StepResult]:
+        """Raises NonFiniteLossError on all ranks when the loss of one is not finite."""
+        outputs = self.model(batch)
+        losses = self.model.objective(outputs, batch)
+        return self.sum_over_ranks(losses, batch)
+
+
+class SumOverRanks(nn.Module):
+    """The one collective of a step. A module of its own, since the pipeline traces what is around it.
+
+    Attributes:
+        received: signals that this process got and that the other ranks have not heard of, by number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.received: dict[int, int] = {}
+
+    def forward(self, losses: Losses, batch: Batch) -> tuple[Tensor, StepResult]:
+        """The loss of this rank, scaled such that the mean of its gradients over ranks is the gradient of the
+        whole.
+        """
+        signals = sorted(self.received)
+        numbers = [batch.layout.total_len, *(self.received[number] for number in signals)]
+        packed = torch.cat(
+            [
+                losses.sums.detach().double(),
+                losses.counts.detach().double(),
+                (batch.sample_weight > 0).sum().double()[None],
+                torch.tensor(numbers, dtype=torch.float64).to(losses.sums.device, non_blocking=True),
+            ]
+        )
+        world_size = dist.get_world_size()
+        if world_size > 1:
+            dist.all_reduce(packed)
+        tasks = len(losses.names)
+        sums, counts, (samples, tokens, *stops) = _split(packed.tolist(), tasks)
+        means = {n: s / max(c, 1.0) for n, s, c in zip(losses.names, sums, counts, strict=True)}
+        _require_finite(means)
+        scale = torch.tensor(
+            [w * world_size / max(c, 1.0) for w, c in zip(losses.weights, counts, strict=True)],
+            dtype=losses.sums.dtype,
+        ).to(losses.sums.device, non_blocking=True)
+        result = StepResult(
+            losses=means,
+            loss=sum(w * means[n] for n, w in zip(losses.names, losses.weights, strict=True)),
+            samples=int(samples),
+            tokens=int(tokens),
+            signals={number: int(n) for number, n in zip(signals, stops, strict=True)},
+            position=batch.position,
+        )
+        return (losses.sums * scale).sum(), result
+
+
+def _split(values: list[float], tasks: int) -> tuple[list[float], list[float], list[float]]:
+    return values[:tasks], values[tasks : 2 * tasks], values[2 * tasks :]
+
+
+def _require_finite(means: dict[str, float]) -> None:
+    broken = {name: value for name, value in means.items() if not math.isfinite(value)}
+    if broken:
+        raise NonFiniteLossError(", ".join(f"the loss of task {n} is {v}" for n, v in broken.items()))

@@ -1,0 +1,193 @@
+"""Checkpoints: whole or not there, nothing in them is executed, and what is loaded is what was saved."""
+
+import os
+import pickle
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recsys.errors import RecsysError
+from recsys.training import checkpoint, safe_reader
+from recsys.training.checkpoint import Checkpoints
+
+
+@pytest.fixture(autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    return {
+        "model.weight": torch.randn(5, 3, generator=drawn),
+        "model.half": torch.randn(4, generator=drawn).bfloat16(),
+        "optimizer.weight.step": torch.tensor(7.0),
+    }
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_saved_state_comes_back_bit_for_bit(tmp_path):
+    saved = tensors()
+    path = Checkpoints(tmp_path).save(12, saved, {"step": 12, "loss": 0.1 + 0.2})
+    assert path.name == "step-00000012"
+    assert checkpoint.read_state(path) == {"step": 12, "loss": 0.30000000000000004}
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    checkpoint.load(path, loaded)
+    assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+
+
+def test_nothing_but_the_metadata_is_a_pickle(tmp_path):
+    path = Checkpoints(tmp_path).save(1, tensors(), {})
+    assert names(path) == [".metadata", "__0_0.distcp", "manifest.json", "state.json"]
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in range(1, 6):
+        checkpoints.save(step, tensors(step), {}, best_step=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
+    with pytest.raises(ValueError, match="at least 2"):
+        Checkpoints(tmp_path, keep=1)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json", "state.json"])
+def test_a_flipped_bit_is_found_and_the_state_before_is_taken(tmp_path, name, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    older = checkpoints.save(1, tensors(1), {"step": 1})
+    newer = checkpoints.save(2, tensors(2), {"step": 2})
+    draw = random.Random(name)
+    clean = (newer / name).read_bytes()
+    for _ in range(25):
+        bit = draw.randrange(8 * len(clean))
+        damaged = bytearray(clean)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (newer / name).write_bytes(damaged)
+        caplog.clear()
+        assert Checkpoints(tmp_path).newest() == older
+        assert newer.name in caplog.text
+        assert name in caplog.text or name == "manifest.json"
+    (newer / name).write_bytes(clean)
+    assert Checkpoints(tmp_path).newest() == newer
+
+
+def test_a_damaged_state_does_not_push_out_a_whole_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, tensors(step), {})
+    (tmp_path / "step-00000002" / "__0_0.distcp").write_bytes(b"")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.newest() == tmp_path / "step-00000001"
+    checkpoints.save(3, tensors(3), {})
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_state_that_is_saved_again_replaces_the_damaged_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save(1, tensors(1), {})
+    (path / "state.json").write_text("{")
+    assert checkpoints.newest() is None
+    checkpoints.save(1, tensors(1), {"step": 1})
+    assert checkpoints.newest() == path
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_the_remains_of_an_interrupted_save_are_ignored_and_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    whole = checkpoints.save(1, tensors(), {})
+    for name in (".step-00000002.partial", ".step-00000001.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
+    assert checkpoints.newest() == whole
+    checkpoints.save(3, tensors(), {})
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t | {"model.new": torch.zeros(2)}, "model.new: missing in the checkpoint"),
+        (lambda t: {k: v for k, v in t.items() if k != "model.half"}, "model.half: in the checkpoint only"),
+        (
+            lambda t: t | {"model.weight": torch.zeros(3, 5)},
+            r"model.weight: \[5, 3\] float32 in the checkpoint, \[3, 5\] float32 in this run",
+        ),
+        (lambda t: t | {"model.half": torch.zeros(4)}, r"model.half: \[4\] bfloat16 in the checkpoint"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_names_it(tmp_path, change, message):
+    path = Checkpoints(tmp_path).save(1, tensors(), {})
+    with pytest.raises(RecsysError, match=message):
+        checkpoint.load(path, change(tensors()))
+
+
+def test_weights_are_loaded_into_a_plain_model(tmp_path):
+    torch.manual_seed(0)
+    source, target = nn.Linear(3, 2), nn.Linear(3, 2)
+    saved = {f"model.{name}": tensor for name, tensor in source.state_dict().items()}
+    path = Checkpoints(tmp_path).save(1, saved | {"optimizer.weight.step": torch.tensor(1.0)}, {})
+    checkpoint.load_weights(path, target)
+    assert torch.equal(source.weight, target.weight)
+    with pytest.raises(RecsysError, match=r"model.bias: in the checkpoint only"):
+        checkpoint.load_weights(path, nn.Linear(3, 2, bias=False))
+    (path / "state.json").write_text("[]")
+    with pytest.raises(RecsysError, match=r"damaged: .*state.json"):
+        checkpoint.load_weights(path, target)
+
+
+def test_a_full_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    older = checkpoints.save(1, tensors(), {})
+    usage = type("Usage", (), {"free": 10})
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(RecsysError, match=r"no space left on .*: the checkpoint has 72 bytes, 10 are free"):
+        checkpoints.save(2, tensors(), {})
+    assert checkpoints.newest() == older
+    assert names(tmp_path) == ["step-00000001"]
+
+
+class Trap:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self):
+        return (os.system, ("touch trapped",))
+
+
+def test_code_in_the_metadata_is_not_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Checkpoints(tmp_path).save(1, tensors(), {})
+    (path / ".metadata").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(RecsysError, match="system is not allowed"):
+        safe_reader.read_metadata(path)
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_entries_that_are_not_tensors_are_refused(tmp_path):
+    from torch.distributed import checkpoint as dcp
+
+    dcp.save({"a": torch.zeros(2), "code": Trap()}, checkpoint_id=tmp_path / "x", no_dist=True)
+    with pytest.raises(RecsysError, match="BytesStorageMetadata is not allowed"):
+        safe_reader.read_metadata(tmp_path / "x")
+
+
+@pytest.mark.parametrize("outside", ["../other/__0_0.distcp", "/etc/passwd", "..", ""])
+def test_files_outside_the_checkpoint_are_refused(tmp_path, outside):
+    path = Checkpoints(tmp_path).save(1, tensors(), {})
+    metadata = safe_reader.read_metadata(path)
+    for info in metadata.storage_data.values():
+        info.relative_path = outside
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(RecsysError, match="is not a file in the checkpoint's folder"):
+        safe_reader.read_metadata(path)
+
+
+def test_the_state_refuses_numbers_that_json_has_not(tmp_path):
+    with pytest.raises(ValueError, match="Out of range float values"):
+        Checkpoints(tmp_path).save(1, tensors(), {"best": float("nan")})
