@@ -1,0 +1,30 @@
+"""Rules of a config: `values` of single fields, and what `data`, `model` and `train` say across fields.
+
+Below `config`. A rule is a function from a resolved Pipeline to findings; it must also stand a config that
+makes no sense elsewhere, since all findings are reported at once. To add one, write it in its module and name
+it in that module's `RULES`. `effects` holds warnings.
+"""
+
+from recsys import protos as pb
+from recsys.checks import data, effects, model, train, values
+from recsys.checks.model import metric_names
+from recsys.checks.walk import Finding, children, join, lines
+
+__all__ = ["Finding", "children", "device_findings", "findings", "join", "lines", "metric_names", "warnings"]
+
+RULES = (*values.RULES, *data.RULES, *model.RULES, *train.RULES)
+
+
+def findings(pipeline: pb.Pipeline) -> list[Finding]:
+    """What is wrong with a resolved config; empty when it can be built."""
+    return [finding for rule in RULES for finding in rule(pipeline)]
+
+
+def warnings(pipeline: pb.Pipeline) -> list[Finding]:
+    """What a config as written (not resolved) says without effect, or with one that surprises."""
+    return [finding for rule in effects.RULES for finding in rule(pipeline)]
+
+
+def device_findings(pipeline: pb.Pipeline, device: str) -> list[Finding]:
+    """What a resolved config asks for and a device, `cpu` or `cuda`, cannot do."""
+    return list(train.device(pipeline, device))

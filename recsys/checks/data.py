@@ -1,0 +1,147 @@
+"""Rules of features, tables, columns and sources."""
+
+import re
+from collections.abc import Iterator
+
+from recsys import features as f
+from recsys import protos as pb
+from recsys.checks.walk import Finding
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+_RESERVED = {
+    f.REQUEST_TIME: "the time of the request",
+    f.NEGATIVES: "the negatives of retrieval",
+    f.PREFIX[pb.HISTORY] + f.TIMESTAMPS: "the times of events",
+    f.PREFIX[pb.HISTORY] + f.ACTIONS: "the actions of events",
+    f.PREFIX[pb.HISTORY] + f.WATCH_TIME: "the watch times of events",
+    f.PREFIX[pb.CANDIDATE] + f.TIMESTAMPS: "the times of candidates",
+}
+
+
+def _names(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    seen: dict[str, int] = {}
+    for index, feature in enumerate(pipeline.features):
+        path = f"features[{index}]"
+        if feature.name and not _NAME.match(feature.name):
+            yield Finding(
+                f"{path}.name", f"{feature.name!r} is given; use letters, digits and _, no digit first"
+            )
+        if feature.id.table and not _NAME.match(feature.id.table):
+            yield Finding(
+                f"{path}.id.table",
+                f"{feature.id.table!r} is given; use letters, digits and _, no digit first",
+            )
+        if feature.name in seen:
+            first = seen[feature.name]
+            yield Finding(
+                f"{path}.name", f"{feature.name!r} is also features[{first}]; rename one or join their sides"
+            )
+        seen.setdefault(feature.name, index)
+        if len(set(feature.sides)) < len(feature.sides):
+            yield Finding(f"{path}.sides", "a side is named twice; name each once")
+
+
+def _columns(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Columns that two features, or a feature and the contract, would share."""
+    owners: dict[str, str] = {}
+    for index, feature in enumerate(pipeline.features):
+        for side in sorted(set(feature.sides)):
+            column = f.PREFIX.get(side, "") + feature.name
+            path = f"features[{index}].name"
+            if column in _RESERVED:
+                yield Finding(path, f"its column {column} holds {_RESERVED[column]}; choose another name")
+            elif owners.get(column, feature.name) != feature.name:
+                yield Finding(
+                    path, f"its column {column} is also that of feature {owners[column]}; rename one of them"
+                )
+            owners.setdefault(column, feature.name)
+
+
+def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Labels that are also inputs, or the label of another task."""
+    inputs = {
+        f.PREFIX.get(side, "") + feature.name for feature in pipeline.features for side in feature.sides
+    }
+    for index, task in enumerate(pipeline.model.ranker.tasks):
+        path = f"model.ranker.tasks[{index}]"
+        if task.label in inputs:
+            yield Finding(
+                f"{path}.label",
+                f"{task.label} is also an input: the model would read the answer; drop the feature",
+            )
+        if task.label in _RESERVED:
+            yield Finding(
+                f"{path}.label", f"{task.label} holds {_RESERVED[task.label]}; choose another column"
+            )
+
+
+def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Features of one table must map ids the same way, to rows of one width."""
+    first: dict[str, int] = {}
+    for index, feature in enumerate(pipeline.features):
+        table = feature.id.table if feature.HasField("id") else feature.name
+        embedded = feature.HasField("id") or feature.numeric.HasField("bucketize")
+        if not embedded or not table:
+            continue
+        other = pipeline.features[first.setdefault(table, index)]
+        if other is feature or first[table] == index:
+            continue
+        path = f"features[{index}]"
+        if not (other.HasField("id") and feature.HasField("id")):
+            yield Finding(
+                f"{path}.name",
+                f"table {table} belongs to features[{first[table]}]; give the id feature another table",
+            )
+            continue
+        if other.id.embedding_dim != feature.id.embedding_dim:
+            yield Finding(
+                f"{path}.id.embedding_dim",
+                _disagree(table, first[table], feature.id.embedding_dim, other.id.embedding_dim),
+            )
+        if _mapping(other) != _mapping(feature):
+            yield Finding(f"{path}.id", _disagree(table, first[table], _mapping(feature), _mapping(other)))
+
+
+def _disagree(table: str, other: int, mine: object, theirs: object) -> str:
+    return f"{mine}, but features[{other}] of the same table {table} has {theirs}; make them equal"
+
+
+def _mapping(feature: pb.Feature) -> str:
+    kind = feature.id.WhichOneof("mapping")
+    if kind == "hash":
+        return f"hash into {feature.id.hash.num_buckets}"
+    vocabulary = feature.id.vocabulary
+    return f"vocabulary {vocabulary.file}" if kind else "no mapping"
+
+
+def _vocabularies(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for index, feature in enumerate(pipeline.features):
+        if feature.id.HasField("vocabulary") and not feature.id.vocabulary.file:
+            yield Finding(
+                f"features[{index}].id.vocabulary.file",
+                "not set; name the file here, or the folder of all vocabularies in data.vocabulary_dir",
+            )
+
+
+def _increasing(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for index, feature in enumerate(pipeline.features):
+        limits = feature.numeric.bucketize.boundaries
+        if any(left >= right for left, right in zip(limits, limits[1:], strict=False)):
+            yield Finding(f"features[{index}].numeric.bucketize.boundaries", "they must increase")
+
+
+def _csv(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for name in ("train", "validation", "test"):
+        csv, path = getattr(pipeline.data, name).csv, f"data.{name}.csv"
+        if len(csv.delimiter) > 1 or csv.delimiter in ('"', "\n", "\r"):
+            yield Finding(
+                f"{path}.delimiter", f"{csv.delimiter!r} is given; it must be one character, no quote"
+            )
+        if csv.delimiter == csv.list_delimiter:
+            yield Finding(
+                f"{path}.list_delimiter", "the same as delimiter; lists could not be told from columns"
+            )
+
+
+RULES = (_names, _columns, _labels, _tables, _vocabularies, _increasing, _csv)

@@ -1,0 +1,55 @@
+"""Settings that are allowed, but do nothing, or something else than one may think."""
+
+from collections.abc import Iterator
+
+from recsys import protos as pb
+from recsys.checks.train import sharded
+from recsys.checks.walk import Finding, descend
+
+
+def _replicated(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if sharded(pipeline):
+        return
+    for field in ("sparse_optimizer", "sharding"):
+        if pipeline.train.HasField(field):
+            what = "without effect: REPLICATED tables are trained by train.dense_optimizer"
+            yield Finding(f"train.{field}", what)
+
+
+def _accumulation(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if pipeline.train.accumulate_batches > 1 and sharded(pipeline):
+        what = "holds for dense parameters only: sharded tables are updated by every batch"
+        yield Finding("train.accumulate_batches", what)
+
+
+def _masks(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    retrieval = pipeline.model.HasField("retriever")
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, pb.AttentionMask):
+            continue
+        if not message.HasField("window"):
+            for field in ("prefix", "target_window"):
+                if getattr(message, field):
+                    yield Finding(f"{path}.{field}", "without effect: there is no window")
+        if retrieval and message.target_window:
+            yield Finding(
+                f"{path}.target_window", "without effect: a retriever has no targets in its sequence"
+            )
+        if retrieval and message.target_group_size > 1:
+            yield Finding(
+                f"{path}.target_group_size", "without effect: a retriever has no targets in its sequence"
+            )
+
+
+def _single_valued(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for index, feature in enumerate(pipeline.features):
+        if feature.id.pooling == pb.MEAN and not feature.id.multi_valued:
+            yield Finding(f"features[{index}].id.pooling", "without effect: the feature is not multi_valued")
+
+
+def _unevaluated(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if not pipeline.data.HasField("validation") and not pipeline.data.HasField("test"):
+        yield Finding("data.validation", "not set: the model will not be evaluated")
+
+
+RULES = (_replicated, _accumulation, _masks, _single_valued, _unevaluated)

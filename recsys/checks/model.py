@@ -1,0 +1,267 @@
+"""Rules of models, losses and metrics."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from google.protobuf.message import Message
+
+from recsys import protos as pb
+from recsys.checks.walk import Finding, descend, join
+from recsys.textproto import did_you_mean
+
+BACKENDS = {"hstu": ("auto", "reference")}
+"""By mixer, the attention backends that a config may name."""
+
+_LOSSES = {
+    "binary_cross_entropy": "binary",
+    "focal": "binary",
+    "mean_squared_error": "regression",
+    "softmax": "retrieval",
+}
+_METRICS = {
+    "auc": {"binary"},
+    "gauc": {"binary"},
+    "log_loss": {"binary"},
+    "normalized_entropy": {"binary"},
+    "calibration": {"binary", "regression"},
+    "mse": {"binary", "regression"},
+    "mae": {"binary", "regression"},
+    "hit_rate": {"retrieval"},
+    "ndcg": {"retrieval"},
+    "mrr": {"retrieval"},
+}
+"""By metric, the kinds of task that it fits."""
+_PREPROCESSOR = {"ranker": "contextual", "retriever": "uih"}
+
+
+class MetricName(NamedTuple):
+    """A metric as logs call it, e.g. `is_click/auc` or `ndcg@10`.
+
+    Attributes:
+        name: with its task in front for a ranker.
+        path: of its message.
+        directed: more is better, or less is; False when the best value lies in between.
+    """
+
+    name: str
+    path: str
+    directed: bool
+
+
+def metric_names(pipeline: pb.Pipeline) -> list[MetricName]:
+    """Metrics of the model in the config's order; metrics of which nothing is chosen are left out."""
+    model = pipeline.model
+    found = _named(model.retriever.metrics, "model.retriever", "")
+    for index, task in enumerate(model.ranker.tasks):
+        found += _named(task.metrics, f"model.ranker.tasks[{index}]", f"{task.name}/")
+    return found
+
+
+def _named(metrics: Sequence[pb.Metric], path: str, prefix: str) -> list[MetricName]:
+    found = []
+    for index, metric in enumerate(metrics):
+        kind = metric.WhichOneof("metric")
+        if kind is not None:
+            config = getattr(metric, kind)
+            name = f"{kind}@{config.k}" if "k" in config.DESCRIPTOR.fields_by_name else kind
+            found.append(MetricName(f"{prefix}{name}", f"{path}.metrics[{index}]", kind != "calibration"))
+    return found
+
+
+def _preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    kind = pipeline.model.WhichOneof("model")
+    if kind is None:
+        return
+    given = getattr(pipeline.model, kind).preprocessor.WhichOneof("preprocessor")
+    if given not in (None, _PREPROCESSOR[kind]):
+        path = f"model.{kind}.preprocessor.{given}"
+        yield Finding(path, f"does not fit a {kind}; use {_PREPROCESSOR[kind]}")
+
+
+def _ranker(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    model = pipeline.model
+    if not model.HasField("ranker"):
+        return
+    for side, what in ((pb.HISTORY, "history"), (pb.CANDIDATE, "candidates")):
+        if pipeline.features and not any(side in feature.sides for feature in pipeline.features):
+            name = pb.Side.Name(side)
+            yield Finding(
+                "features",
+                f"no feature has the side {name}, so the {what} would have no content; add {name} to one",
+            )
+    names = Counter(task.name for task in model.ranker.tasks)
+    for index, task in enumerate(model.ranker.tasks):
+        path = f"model.ranker.tasks[{index}].name"
+        if names[task.name] > 1:
+            yield Finding(path, f"{task.name!r} is the name of {names[task.name]} tasks; rename all but one")
+        if "/" in task.name or "." in task.name:
+            yield Finding(path, f"{task.name!r} is given; leave out '/' and '.'")
+    if model.ranker.tasks and all(task.weight == 0 for task in model.ranker.tasks):
+        yield Finding(
+            "model.ranker.tasks", "every weight is 0: nothing would be learned; give one task a weight"
+        )
+
+
+def _retriever(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if not pipeline.model.HasField("retriever"):
+        return
+    name = pipeline.model.retriever.item_feature
+    known = {feature.name: (index, feature) for index, feature in enumerate(pipeline.features)}
+    if name and name not in known:
+        hint = did_you_mean(name, known)
+        yield Finding("model.retriever.item_feature", f"no feature is called {name!r}. {hint}")
+    if name not in known:
+        return
+    index, item = known[name]
+    path = f"features[{index}]"
+    if not item.id.HasField("vocabulary"):
+        yield Finding(
+            path, "it is the item of the retriever, whose catalogue is a vocabulary; use id { vocabulary {} }"
+        )
+    if item.id.multi_valued:
+        yield Finding(f"{path}.id.multi_valued", "it is the item of the retriever: one id an event")
+    if pb.USER in item.sides:
+        yield Finding(f"{path}.sides", "it is the item of the retriever: USER does not fit")
+    if pb.HISTORY not in item.sides:
+        yield Finding(f"{path}.sides", "it is the item of the retriever: HISTORY is needed")
+    evaluated = [split for split in ("validation", "test") if pipeline.data.HasField(split)]
+    if pb.CANDIDATE not in item.sides and evaluated:
+        yield Finding(
+            f"{path}.sides", f"CANDIDATE is needed to evaluate on data.{evaluated[0]}: the item to be found"
+        )
+    for other, feature in enumerate(pipeline.features):
+        if pb.USER in feature.sides:
+            what = "USER features have no place in the history of a retriever; drop the side"
+            yield Finding(f"features[{other}].sides", what)
+
+
+def _no_leak(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Next-item training: a position must see nothing of what comes after it."""
+    if not pipeline.model.HasField("retriever"):
+        return
+    for message, path in descend(pipeline.model.retriever, "model.retriever"):
+        if isinstance(message, pb.PositionalEncoder) and message.origin == pb.PositionalEncoder.END:
+            what = "END tells each position how many events follow; next-item training needs START"
+            yield Finding(f"{path}.origin", what)
+        if isinstance(message, pb.AttentionMask) and message.contextual_reads_history:
+            what = "next-item training would see the future through contextual tokens; set it to false"
+            yield Finding(f"{path}.contextual_reads_history", what)
+
+
+def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for index, task in enumerate(pipeline.model.ranker.tasks):
+        yield from _fits(task.loss, f"model.ranker.tasks[{index}].loss", {"binary", "regression"})
+    yield from _fits(pipeline.model.retriever.loss, "model.retriever.loss", {"retrieval"})
+
+
+def _fits(loss: pb.Loss, path: str, kinds: set[str]) -> Iterator[Finding]:
+    name = loss.WhichOneof("loss")
+    if name is not None and _LOSSES[name] not in kinds:
+        allowed = ", ".join(other for other, kind in _LOSSES.items() if kind in kinds)
+        yield Finding(f"{path}.{name}", f"is a loss of {_LOSSES[name]}; use one of {allowed}")
+
+
+def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    model = pipeline.model
+    yield from _fit(model.retriever.metrics, "model.retriever", "retrieval")
+    for index, task in enumerate(model.ranker.tasks):
+        loss = task.loss.WhichOneof("loss")
+        if loss is not None and _LOSSES[loss] != "retrieval":
+            yield from _fit(task.metrics, f"model.ranker.tasks[{index}]", _LOSSES[loss])
+    seen: dict[str, str] = {}
+    for metric in metric_names(pipeline):
+        if metric.name in seen:
+            yield Finding(metric.path, f"{metric.name} is also {seen[metric.name]}; drop one")
+        seen.setdefault(metric.name, metric.path)
+
+
+def _fit(metrics: Sequence[pb.Metric], path: str, kind: str) -> Iterator[Finding]:
+    for index, metric in enumerate(metrics):
+        name = metric.WhichOneof("metric")
+        if name is not None and kind not in _METRICS[name]:
+            allowed = ", ".join(other for other, kinds in _METRICS.items() if kind in kinds)
+            yield Finding(
+                f"{path}.metrics[{index}].{name}", f"does not fit a {kind} task; use one of {allowed}"
+            )
+
+
+def _groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if pipeline.data.group_column:
+        return
+    for message, path in descend(pipeline.model, "model"):
+        if isinstance(message, pb.Metric) and message.HasField("gauc"):
+            what = "needs to know the user of a row; set data.key_columns or data.group_column"
+            yield Finding(f"{path}.gauc", what)
+
+
+def _mixers(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    width = pipeline.model.embedding_dim
+    for message, path in _mixers_of(pipeline):
+        if isinstance(message, pb.SasRecMixer) and message.num_heads > 0 and width % message.num_heads:
+            what = f"{message.num_heads} does not divide model.embedding_dim, which is {width}"
+            yield Finding(f"{path}.num_heads", what)
+        if isinstance(message, pb.HstuMixer) and message.backend not in BACKENDS["hstu"]:
+            what = (
+                f"no backend is called {message.backend!r}. {did_you_mean(message.backend, BACKENDS['hstu'])}"
+            )
+            yield Finding(f"{path}.backend", what)
+
+
+def _mixers_of(pipeline: pb.Pipeline) -> list[tuple[Message, str]]:
+    kinds = (pb.HstuMixer, pb.SasRecMixer)
+    return [(m, path) for m, path in descend(pipeline.model, "model") if isinstance(m, kinds)]
+
+
+def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """The longest sequence must hold what the reader lets through."""
+    model, data = pipeline.model, pipeline.data
+    kind = model.WhichOneof("model")
+    if kind is None:
+        return
+    if not model.HasField("max_seq_len"):
+        what = "cannot be derived, since data.max_candidates is not set; set one of the two"
+        yield Finding("model.max_seq_len", what)
+        return
+    needed = data.max_history_len
+    parts = f"data.max_history_len {data.max_history_len}"
+    if kind == "ranker":
+        contextual = sum(pb.USER in feature.sides for feature in pipeline.features)
+        candidates = data.max_candidates or 1
+        needed += contextual + candidates
+        parts = f"{contextual} contextual tokens, {parts} and {candidates} candidates"
+    if model.max_seq_len < needed:
+        yield Finding("model.max_seq_len", f"{model.max_seq_len} is given; {parts} need {needed}")
+
+
+def _actions(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, pb.ActionEncoder):
+            continue
+        for what in ("bit", "name"):
+            seen: dict[object, int] = {}
+            for index, bit in enumerate(message.bits):
+                value = getattr(bit, what)
+                if value in seen:
+                    place = f"{path}.bits[{index}].{what}"
+                    yield Finding(
+                        place, f"{value!r} is also {what} of bits[{seen[value]}]; each needs its own"
+                    )
+                seen.setdefault(value, index)
+        limits = message.watch_time_thresholds
+        if any(left >= right for left, right in zip(limits, limits[1:], strict=False)):
+            yield Finding(join(path, "watch_time_thresholds"), "they must increase")
+
+
+RULES = (
+    _preprocessor,
+    _ranker,
+    _retriever,
+    _no_leak,
+    _losses,
+    _metrics,
+    _groups,
+    _mixers,
+    _length,
+    _actions,
+)

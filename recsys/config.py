@@ -1,0 +1,138 @@
+"""A `.config` from its file to a resolved, checked `pb.Pipeline`: load, override, check, resolve, print.
+
+The way of a command: `prepare` = `load` + `check` + `resolve`, with all findings in one ConfigError. Below
+everything that reads a config; builds no modules and imports no torch.
+
+    ready = config.prepare("configs/quickstart.config", ["train.num_steps=100"])
+    ready.pipeline.model.max_seq_len
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from recsys import checks, textproto
+from recsys import protos as pb
+from recsys.errors import ConfigError
+from recsys.resolve import Resolved, resolve
+
+__all__ = [
+    "Loaded",
+    "Ready",
+    "Resolved",
+    "check",
+    "load",
+    "prepare",
+    "read",
+    "resolve",
+    "to_text",
+    "warnings",
+]
+
+
+class Loaded(NamedTuple):
+    """A config as written.
+
+    Attributes:
+        pipeline: the message.
+        locations: by field path, e.g. `model.ranker.tasks[0].loss`: `<file>:<line>`, or its `--set`.
+    """
+
+    pipeline: pb.Pipeline
+    locations: dict[str, str]
+
+
+class Ready(NamedTuple):
+    """A config to build from.
+
+    Attributes:
+        pipeline: resolved and checked.
+        origins: by field path, where a value that the file does not give came from.
+        warnings: what is allowed but without effect or surprising, one line each.
+    """
+
+    pipeline: pb.Pipeline
+    origins: dict[str, str]
+    warnings: list[str]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> pb.Pipeline:
+    """The config in a file, with overrides such as `train.num_steps=100`; neither resolved nor checked.
+
+    Raises:
+        ConfigError: with every mistake in the file and the overrides.
+    """
+    return read(path, overrides).pipeline
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """As `load`, with the place of every field."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}{_neighbours(file)}") from None
+    pipeline = pb.Pipeline()
+    parsed = textproto.parse(text, pipeline, str(path))
+    locations = {"": str(path), **parsed.locations}
+    findings = list(parsed.findings)
+    for assignment in overrides:
+        findings += textproto.override(pipeline, assignment, locations)
+    if findings:
+        raise ConfigError(findings)
+    return Loaded(pipeline, locations)
+
+
+def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool = True) -> Ready:
+    """Load, check and resolve a config.
+
+    Args:
+        read_files: also read the sizes of vocabularies from their files.
+
+    Raises:
+        ConfigError: with every finding of loading, or else every finding of checking and resolving.
+    """
+    loaded = read(path, overrides)
+    findings = check(loaded.pipeline, loaded.locations)
+    resolved = None
+    try:
+        resolved = resolve(loaded.pipeline, read_files=read_files, locations=loaded.locations)
+    except ConfigError as error:
+        findings += error.findings
+    if findings or resolved is None:
+        raise ConfigError(findings)
+    found = warnings(loaded.pipeline, loaded.locations)
+    return Ready(resolved.pipeline, resolved.origins, found)
+
+
+def check(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:
+    """What is wrong with a config, one line a finding: `<file>:<line>: <field path>: <what, and what to do>`.
+
+    Args:
+        pipeline: resolved or not.
+        locations: of `read`; without it findings start with the field path.
+    """
+    return checks.lines(checks.findings(resolve(pipeline, read_files=False).pipeline), locations or {})
+
+
+def warnings(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:
+    """What is allowed but has no effect or surprises, in the form of `check`."""
+    return checks.lines(checks.warnings(pipeline), locations or {})
+
+
+def to_text(pipeline: pb.Pipeline, origins: dict[str, str] | None = None) -> str:
+    """A config as text that `load` reads back as the same message; origins become comments."""
+    return textproto.write(pipeline, origins)
+
+
+def _neighbours(file: Path) -> str:
+    """A hint at .config files with a name like that of a missing one."""
+    folder = file.parent
+    if file.exists() or not folder.is_dir():
+        return ""
+    names = sorted(p.name for p in folder.glob("*.config"))
+    return f". {textproto.did_you_mean(file.name, names)}" if names else ""

@@ -1,0 +1,256 @@
+"""Values that a config leaves open and another part of it decides, filled in once, with where they came from.
+
+Below `config`, which re-exports `resolve`. Code behind it reads fields and needs no second default: what a
+proto comment calls "Absent: ..." stands in the message, unless absence itself means something (no limit, no
+bias). A config that makes no sense is resolved as far as it goes; `checks` says what is wrong with it.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from recsys import checks
+from recsys import protos as pb
+from recsys.checks import Finding
+from recsys.errors import ConfigError
+from recsys.features import PREFIX
+
+_IMPLIED = {
+    pb.Pipeline: ("data", "model", "train", "export", "predict"),
+    pb.Data: ("bad_rows",),
+    pb.Model: ("embedding",),
+    pb.Train: ("dense_optimizer", "schedule", "evaluation", "checkpoint"),
+    pb.DenseOptimizer: ("adamw",),
+    pb.SparseOptimizer: ("row_wise_adagrad",),
+    pb.Schedule: ("constant",),
+    pb.ContextualPreprocessor: ("content",),
+    pb.HstuMixer: ("mask",),
+    pb.SasRecMixer: ("mask",),
+    pb.FusionHead: ("mlp",),
+    pb.SoftmaxLoss: ("full",),
+}
+"""Messages that mean the same when they are absent as when they are empty."""
+
+_LARGEST_INT32 = 2**31 - 1
+
+
+class Resolved(NamedTuple):
+    """A config with nothing left open.
+
+    Attributes:
+        pipeline: a message of its own.
+        origins: by path of each field that was filled in: where its value came from, or `default`.
+    """
+
+    pipeline: pb.Pipeline
+    origins: dict[str, str]
+
+
+def resolve(
+    pipeline: pb.Pipeline, *, read_files: bool = True, locations: dict[str, str] | None = None
+) -> Resolved:
+    """Fill in what is absent; what is there stays, so resolving twice changes nothing.
+
+    Args:
+        pipeline: as loaded; it is not changed.
+        read_files: also fill in `vocabulary.size` from the vocabularies' files.
+        locations: by field path, what findings begin with (`config.read`).
+
+    Raises:
+        ConfigError: a vocabulary file is missing, is no vocabulary, or has another size than the config says.
+    """
+    result = pb.Pipeline()
+    result.CopyFrom(pipeline)
+    origins: dict[str, str] = {}
+    _imply(result, "", origins)
+    if result.model.embedding.placement == pb.Embedding.SHARDED:
+        _imply_fields(result.train, "train", ("sparse_optimizer", "sharding"), origins)
+        _imply(result.train, "train", origins)
+    for part in (_features, _data, _model, _tasks, _train):
+        for choice in part(result):
+            _fill(choice, origins)
+    _defaults(result, "", origins)
+    if read_files:
+        findings = _vocabulary_sizes(result, origins)
+        if findings:
+            raise ConfigError(checks.lines(findings, locations or {}))
+    return Resolved(result, origins)
+
+
+class _Choice(NamedTuple):
+    """The value that a field takes when it is absent."""
+
+    message: Message
+    path: str
+    field: str
+    value: Any
+    origin: str
+
+
+def _fill(choice: _Choice, origins: dict[str, str]) -> None:
+    message, field, value = choice.message, choice.field, choice.value
+    int32 = message.DESCRIPTOR.fields_by_name[field].cpp_type == FieldDescriptor.CPPTYPE_INT32
+    if message.HasField(field) or (int32 and value > _LARGEST_INT32):
+        return
+    setattr(message, field, value)
+    origins[f"{choice.path}.{field}"] = choice.origin
+
+
+def _imply(message: Message, path: str, origins: dict[str, str]) -> None:
+    """Create the messages of `_IMPLIED`, here and below."""
+    _imply_fields(message, path, _IMPLIED.get(type(message), ()), origins)
+    for inner, place in checks.children(message, path):
+        _imply(inner, place, origins)
+
+
+def _imply_fields(message: Message, path: str, names: tuple[str, ...], origins: dict[str, str]) -> None:
+    for name in names:
+        field = message.DESCRIPTOR.fields_by_name[name]
+        oneof = field.containing_oneof
+        if message.WhichOneof(oneof.name) if oneof else message.HasField(name):
+            continue
+        getattr(message, name).SetInParent()
+        origins[checks.join(path, name)] = "default"
+
+
+def _defaults(message: Message, path: str, origins: dict[str, str]) -> None:
+    """Write down the proto's defaults, here and below: a changed default shows in a resolved config."""
+    for field in message.DESCRIPTOR.fields:
+        if field.has_default_value and not message.HasField(field.name):
+            setattr(message, field.name, field.default_value)
+            origins[checks.join(path, field.name)] = "default"
+    for inner, place in checks.children(message, path):
+        _defaults(inner, place, origins)
+
+
+def _features(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    folder, width = pipeline.data.vocabulary_dir, pipeline.model.embedding_dim
+    for index, feature in enumerate(pipeline.features):
+        path = f"features[{index}]"
+        if feature.numeric.HasField("bucketize"):
+            place = f"{path}.numeric.bucketize"
+            yield _Choice(feature.numeric.bucketize, place, "embedding_dim", width, "model.embedding_dim")
+        if not feature.HasField("id"):
+            continue
+        yield _Choice(feature.id, f"{path}.id", "table", feature.name, f"{path}.name")
+        yield _Choice(feature.id, f"{path}.id", "embedding_dim", width, "model.embedding_dim")
+        if feature.id.HasField("vocabulary") and folder:
+            file = f"{folder.rstrip('/')}/{feature.id.table}.parquet"
+            vocabulary, place = feature.id.vocabulary, f"{path}.id.vocabulary"
+            yield _Choice(vocabulary, place, "file", file, "data.vocabulary_dir and id.table")
+
+
+def _data(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    data = pipeline.data
+    yield _Choice(data, "data", "eval_batch_size", data.batch_size, "data.batch_size")
+    if data.key_columns:
+        yield _Choice(data, "data", "group_column", data.key_columns[0], "data.key_columns[0]")
+
+
+def _model(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    model, data = pipeline.model, pipeline.data
+    kind = model.WhichOneof("model")
+    if kind is None:
+        return
+    if kind == "retriever":
+        yield _Choice(model, "model", "max_seq_len", data.max_history_len, "data.max_history_len")
+    elif data.HasField("max_candidates"):
+        contextual = sum(pb.USER in feature.sides for feature in pipeline.features)
+        total = contextual + data.max_history_len + data.max_candidates
+        origin = "contextual tokens + data.max_history_len + data.max_candidates"
+        yield _Choice(model, "model", "max_seq_len", total, origin)
+    body, path = getattr(model, kind), f"model.{kind}"
+    yield from _mixer(body.mixer, f"{path}.mixer", model, kind)
+    preprocessor = body.preprocessor.WhichOneof("preprocessor")
+    if preprocessor is None:
+        return
+    encoders = getattr(body.preprocessor, preprocessor)
+    if encoders.HasField("positional"):
+        place = f"{path}.preprocessor.{preprocessor}.positional"
+        if model.HasField("max_seq_len"):
+            rows = model.max_seq_len + 1
+            yield _Choice(encoders.positional, place, "num_positions", rows, "model.max_seq_len + 1")
+        if kind == "retriever":
+            start = pb.PositionalEncoder.START
+            yield _Choice(encoders.positional, place, "origin", start, "next-item training")
+
+
+def _mixer(mixer: pb.Mixer, path: str, model: pb.Model, kind: str) -> Iterator[_Choice]:
+    length = model.max_seq_len if model.HasField("max_seq_len") else None
+    chosen = mixer.WhichOneof("mixer")
+    if kind == "retriever" and chosen is not None:
+        mask = getattr(mixer, chosen).mask
+        yield _Choice(mask, f"{path}.{chosen}.mask", "contextual_reads_history", False, "next-item training")
+    if chosen == "hstu":
+        hstu, place = mixer.hstu, f"{path}.hstu"
+        if hstu.HasField("qk_dim"):
+            yield _Choice(hstu, place, "v_dim", hstu.qk_dim, f"{place}.qk_dim")
+        if length is not None:
+            yield _Choice(hstu, place, "scale_len", float(length), "model.max_seq_len")
+        if length is not None and hstu.HasField("bias"):
+            yield _Choice(hstu.bias, f"{place}.bias", "num_positions", length, "model.max_seq_len")
+    if chosen == "sasrec":
+        width = model.embedding_dim
+        yield _Choice(mixer.sasrec, f"{path}.sasrec", "feed_forward_dim", width, "model.embedding_dim")
+
+
+def _tasks(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    if pipeline.model.HasField("ranker"):
+        for index, task in enumerate(pipeline.model.ranker.tasks):
+            path = f"model.ranker.tasks[{index}]"
+            if task.name:
+                yield _Choice(task, path, "label", f"{PREFIX[pb.CANDIDATE]}{task.name}", f"{path}.name")
+
+
+def _train(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    train = pipeline.train
+    named = [metric.name for metric in checks.metric_names(pipeline) if metric.directed]
+    if named:
+        yield _Choice(
+            train.evaluation, "train.evaluation", "best_metric", named[0], "first metric of the model"
+        )
+
+
+def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Finding]:
+    """Fill in the sizes of vocabularies; returns what is wrong with their files."""
+    findings: list[Finding] = []
+    sizes: dict[str, int | str] = {}
+    for index, feature in enumerate(pipeline.features):
+        vocabulary = feature.id.vocabulary
+        if not vocabulary.file:
+            continue
+        if vocabulary.file not in sizes:
+            sizes[vocabulary.file] = _count_ids(vocabulary.file)
+        size, path = sizes[vocabulary.file], f"features[{index}].id.vocabulary"
+        if isinstance(size, str):
+            findings.append(Finding(f"{path}.file", size))
+        elif vocabulary.HasField("size") and vocabulary.size != size:
+            what = f"{vocabulary.size} is given, {vocabulary.file} has {size} ids; leave size out to read it"
+            findings.append(Finding(f"{path}.size", what))
+        else:
+            _fill(_Choice(vocabulary, path, "size", size, vocabulary.file), origins)
+    return findings
+
+
+def _count_ids(file: str) -> int | str:
+    """Ids of a vocabulary by its footer, or what is wrong with the file."""
+    # Imported here: a config can be read and checked without them.
+    import fsspec
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    advice = "the preparation tools of scripts/ write it beside the data"
+    try:
+        with fsspec.open(file, "rb") as opened:
+            parquet = pq.ParquetFile(opened)
+            schema, count = parquet.schema_arrow, parquet.metadata.num_rows
+    except FileNotFoundError:
+        return f"no file {file}; {advice}"
+    except (OSError, pa.ArrowInvalid, ValueError, ImportError) as error:
+        return f"{file} cannot be read as parquet: {str(error).splitlines()[0] if str(error) else error!r}"
+    kinds = [schema.field("id").type] if schema.names.count("id") == 1 else []
+    if not any(kind in (pa.int64(), pa.string(), pa.large_string()) for kind in kinds):
+        return f"{file} has no column id of type int64 or string; {advice}"
+    return count or f"{file} has no ids; {advice}"
