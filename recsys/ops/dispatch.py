@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 FORCED_BACKEND = os.environ.get("RECSYS_BACKEND")
 """For debugging: takes the place of "auto" in every op that has a backend of this name."""
 
 _OPS: dict[str, Op] = {}
-_last_backend: dict[str, str] = {}
 
 
 class Support(NamedTuple):
@@ -68,8 +69,11 @@ class Op:
         self.package = package
         self.backends = tuple(backends)
         self.facts = facts
+        self.last_backend: str | None = None
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         """How often "auto" passed over (backend, reason)."""
+        self._modules: dict[str, ModuleType] = {}
+        self._load(self.backends[-1])  # everyone has it, and a traced call could not import it
         _OPS[name] = self
 
     def select(self, facts: Any, backend: str = "auto") -> ModuleType:
@@ -87,8 +91,8 @@ class Op:
         for name in self.backends if backend == "auto" else (backend,):
             support = self._ask(name, facts)
             if support.ok:
-                _last_backend[self.name] = name
-                return self._module(name)
+                self.last_backend = name
+                return self._load(name)
             if backend != "auto":
                 raise ValueError(
                     f"backend {name!r} of {self.name} cannot run this: {support.reason}; "
@@ -103,15 +107,19 @@ class Op:
 
     def _ask(self, name: str, facts: Any) -> Support:
         try:
-            module = self._module(name)
+            module = self._load(name)
         except ImportError as error:
             return Support(False, f"it needs a package that is not installed ({error})")
         return module.supports(facts)
 
-    def _module(self, name: str) -> ModuleType:
-        return importlib.import_module(f"{self.package}.{name}")
+    def _load(self, name: str) -> ModuleType:
+        if name not in self._modules:
+            self._modules[name] = importlib.import_module(f"{self.package}.{name}")
+        return self._modules[name]
 
     def _count_fallback(self, name: str, reason: str) -> None:
+        if torch.compiler.is_dynamo_compiling():  # counting would be guarded on, and recompile every call
+            return
         self.fallbacks[name, reason] += 1
         if self.fallbacks[name, reason] == 1:
             logger.warning("%s: backend %s is not used: %s", self.name, name, reason)
@@ -134,7 +142,7 @@ def last_backend(op: str) -> str | None:
     Raises:
         ValueError: no op of this name.
     """
-    return _last_backend.get(_op(op).name)
+    return _op(op).last_backend
 
 
 def _op(name: str) -> Op:
