@@ -189,6 +189,7 @@ def train_a_step() -> str:
     from recsys import ops
 
     torchrec = environment.import_torchrec_quietly()
+    torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     table = torchrec.EmbeddingConfig(name="item", embedding_dim=16, num_embeddings=10, feature_names=["item"])
     embedding = torchrec.EmbeddingCollection(tables=[table], device=device)

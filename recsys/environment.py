@@ -41,6 +41,11 @@ TESTED = (
 
 _RECORDED = ("torch", "torchrec", "torchmetrics", "tensordict", "numpy", "pyarrow", "protobuf", "triton")
 
+_WRONG_WARNINGS = (
+    "cannot determine compatibility with PyTorch",
+    "is_fx_tracing will return true for both fx.symbolic_trace and torch.export",
+)
+
 
 def tested_row(torch_version: str) -> Row | None:
     """The row of the table for a torch version such as `2.13.0+cpu`, or None when it was never tested."""
@@ -119,32 +124,35 @@ def tool_version(path: str) -> str:
 
 
 def import_torchrec_quietly() -> ModuleType:
-    """Import torchrec, which loads FBGEMM, without FBGEMM's side effects on logging.
+    """Import torchrec, which loads FBGEMM, without what the two log for no reason; dropped by its text.
 
-    FBGEMM's own table of torch versions lacks releases that work (1.6.0 among them); it then warns that it
-    cannot determine compatibility. `TESTED` is what counts, so that warning is dropped, by its text. FBGEMM
-    also logs through the root logger while it is imported, which would install a root handler for the whole
-    process.
+    - FBGEMM's own table of torch versions lacks releases that work (1.6.0 among them); it then warns that it
+      cannot determine compatibility. `TESTED` is what counts.
+    - FBGEMM logs through the root logger while it is imported, which would install a root handler for the
+      whole process.
+    - torch.fx warns about its own API at the first KeyedJaggedTensor that TorchRec makes.
     """
     with _quiet_root_logger():
-        return importlib.import_module("torchrec")
+        module = importlib.import_module("torchrec")
+    logging.getLogger("torch.fx._symbolic_trace").addFilter(_is_worth_reading)
+    return module
 
 
 @contextmanager
 def _quiet_root_logger() -> Iterator[None]:
     root = logging.getLogger()
     guard = None if root.handlers else logging.StreamHandler()
-    root.addFilter(_is_not_compatibility_warning)
+    root.addFilter(_is_worth_reading)
     if guard is not None:
         guard.setLevel(logging.WARNING)
         root.addHandler(guard)
     try:
         yield
     finally:
-        root.removeFilter(_is_not_compatibility_warning)
+        root.removeFilter(_is_worth_reading)
         if guard is not None:
             root.removeHandler(guard)
 
 
-def _is_not_compatibility_warning(record: logging.LogRecord) -> bool:
-    return "cannot determine compatibility with PyTorch" not in record.getMessage()
+def _is_worth_reading(record: logging.LogRecord) -> bool:
+    return not any(text in record.getMessage() for text in _WRONG_WARNINGS)

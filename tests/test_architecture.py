@@ -13,7 +13,7 @@ PACKAGE = ROOT / "recsys"
 # Each layer may import itself and what stands before it.
 LAYERS = (
     {"errors", "environment", "files", "protos"},
-    {"config", "checks", "registry", "features", "textproto"},
+    {"config", "resolve", "checks", "registry", "features", "textproto"},
     {"ops"},
     {"modules", "data"},
     {"models"},
