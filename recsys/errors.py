@@ -1,7 +1,7 @@
 """Errors that end a command, each with the exit code that its kind of user error has.
 
-Sits below everything else. A message says where (file:line, field path, row), what was given, what is allowed and
-what to do; `recsys.cli.main` prints it without a traceback.
+Sits below everything else. A message says where (file:line, field path, row), what was given, what is allowed
+and what to do; `recsys.cli.main` prints it without a traceback.
 """
 
 
@@ -38,6 +38,23 @@ class NonFiniteLossError(RecsysError):
     """A loss that is NaN or infinite, found before any weight moved; exit code 4."""
 
     exit_code = 4
+
+
+class Terminated(RecsysError):
+    """A signal ended the run, in order: what could be saved is saved. Exit code 128 + the signal's number.
+
+    Args:
+        message: what was saved and how to go on.
+        signal_number: SIGTERM (15, exit code 143) unless given.
+    """
+
+    def __init__(self, message: str, signal_number: int = 15):
+        super().__init__(message)
+        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number
+
+    def __reduce__(self):
+        return (type(self), (str(self), self.signal_number))
 
 
 class InstallationError(RecsysError):

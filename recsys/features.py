@@ -1,7 +1,7 @@
 """Features of a config as columns and tables: the names that files, batches and models agree on.
 
-Sits beside `config` and `registry`: data reads by it, modules build embeddings by it. It wants a resolved Pipeline
-(tables, widths and vocabulary sizes filled in).
+Sits beside `config` and `registry`: data reads by it, modules build embeddings by it. It wants a resolved
+Pipeline (tables, widths and vocabulary sizes filled in).
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Table:
 
 
 def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
-    """Columns of all features in the config's order, of one side when given; sides in the order USER, HISTORY, CANDIDATE."""
+    """Columns in the config's order of features, then USER, HISTORY, CANDIDATE; of one side if given."""
     found = []
     for feature in pipeline.features:
         for one in sorted(set(feature.sides)):
@@ -62,8 +62,11 @@ def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
 def tables(pipeline: pb.Pipeline) -> list[Table]:
     """Embedding tables in order of first use, with the number of rows of the resolved config.
 
-    Row 0 of a vocabulary table stands for unknown ids, so it has `vocabulary.size` + 1 rows. The retriever's item table
-    is also read by the column `negatives`.
+    Row 0 of a vocabulary table stands for unknown ids, so it has `vocabulary.size` + 1 rows. The table of a
+    retriever's items is also read by the column `negatives`.
+
+    Raises:
+        ValueError: the config has a retriever and no id feature of the name that it gives as its item.
     """
     found: dict[str, Table] = {}
     for column in columns(pipeline):
@@ -73,10 +76,19 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
         names = (known.columns if known else ()) + (column.name,)
         found[column.table] = Table(column.table, table_rows(column.feature), column.width, names)
     if pipeline.model.HasField("retriever"):
-        item = next(f for f in pipeline.features if f.name == pipeline.model.retriever.item_feature)
-        table = found[item.id.table]
+        table = found.get(_item_table(pipeline))
+        if table is None:
+            name = pipeline.model.retriever.item_feature
+            raise ValueError(f"model.retriever.item_feature: {name!r} is given; no id feature has this name")
         found[table.name] = Table(table.name, table.rows, table.width, (*table.columns, NEGATIVES))
     return list(found.values())
+
+
+def _item_table(pipeline: pb.Pipeline) -> str:
+    """Table of the retriever's items, empty when no feature is its item."""
+    name = pipeline.model.retriever.item_feature
+    items = [c.table for c in columns(pipeline) if c.feature.name == name and c.feature.HasField("id")]
+    return items[0] or "" if items else ""
 
 
 def table_rows(feature: pb.Feature) -> int:

@@ -9,6 +9,18 @@ from recsys.checks.walk import Finding
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
+TAKEN = frozenset(
+    "T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda double "
+    "dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter get_submodule half "
+    "ipu items keys load_state_dict modules mtia named_buffers named_children named_modules named_parameters "
+    "parameters pop register_backward_hook register_buffer register_forward_hook register_forward_pre_hook "
+    "register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook "
+    "register_load_state_dict_pre_hook register_module register_parameter register_state_dict_post_hook "
+    "register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory state_dict to "
+    "to_empty train training type update values xpu zero_grad".split()
+)
+"""Attributes of a torch.nn.ModuleDict: no key of one, so no name of a feature or table, may be called so."""
+
 _RESERVED = {
     f.REQUEST_TIME: "the time of the request",
     f.NEGATIVES: "the negatives of retrieval",
@@ -23,15 +35,15 @@ def _names(pipeline: pb.Pipeline) -> Iterator[Finding]:
     seen: dict[str, int] = {}
     for index, feature in enumerate(pipeline.features):
         path = f"features[{index}]"
-        if feature.name and not _NAME.match(feature.name):
-            yield Finding(
-                f"{path}.name", f"{feature.name!r} is given; use letters, digits and _, no digit first"
-            )
-        if feature.id.table and not _NAME.match(feature.id.table):
-            yield Finding(
-                f"{path}.id.table",
-                f"{feature.id.table!r} is given; use letters, digits and _, no digit first",
-            )
+        for field, name in (("name", feature.name), ("id.table", feature.id.table)):
+            if field == "id.table" and name == feature.name:
+                continue
+            if name and not _NAME.match(name):
+                what = f"{name!r} is given; use letters, digits and _, no digit first"
+                yield Finding(f"{path}.{field}", what)
+            if name in TAKEN:
+                what = f"{name!r} is a word of torch's own modules; try {name}_feature"
+                yield Finding(f"{path}.{field}", what)
         if feature.name in seen:
             first = seen[feature.name]
             yield Finding(

@@ -119,6 +119,9 @@ def _retriever(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding(
             path, "it is the item of the retriever, whose catalogue is a vocabulary; use id { vocabulary {} }"
         )
+    if item.HasField("id") and item.id.embedding_dim != pipeline.model.embedding_dim:
+        what = f"{item.id.embedding_dim} is given; items are compared with queries of model.embedding_dim"
+        yield Finding(f"{path}.id.embedding_dim", f"{what}, which is {pipeline.model.embedding_dim}")
     if item.id.multi_valued:
         yield Finding(f"{path}.id.multi_valued", "it is the item of the retriever: one id an event")
     if pb.USER in item.sides:
@@ -144,6 +147,9 @@ def _no_leak(pipeline: pb.Pipeline) -> Iterator[Finding]:
         if isinstance(message, pb.PositionalEncoder) and message.origin == pb.PositionalEncoder.END:
             what = "END tells each position how many events follow; next-item training needs START"
             yield Finding(f"{path}.origin", what)
+        if isinstance(message, pb.PositionalEncoder) and message.num_time_buckets:
+            what = "the age at the request tells how much history follows; use 0, and the mixer's bias"
+            yield Finding(f"{path}.num_time_buckets", what)
         if isinstance(message, pb.AttentionMask) and message.contextual_reads_history:
             what = "next-item training would see the future through contextual tokens; set it to false"
             yield Finding(f"{path}.contextual_reads_history", what)

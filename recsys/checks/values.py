@@ -130,9 +130,9 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.HashBuckets: ("num_buckets",),
     pb.Bucketize: ("boundaries",),
     pb.HstuMixer: ("qk_dim",),
-    pb.Ranker: ("preprocessor", "mixer", "postprocessor", "head", "tasks"),
+    pb.Ranker: ("preprocessor", "mixer", "head", "tasks"),
     pb.Task: ("name", "loss"),
-    pb.Retriever: ("item_feature", "preprocessor", "mixer", "postprocessor", "loss"),
+    pb.Retriever: ("item_feature", "preprocessor", "mixer", "loss"),
     pb.ActionBit: ("name", "bit"),
 }
 """Fields that must be set, and not to an empty string or list."""

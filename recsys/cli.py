@@ -1,0 +1,222 @@
+"""The command line that all commands share: flags, logging, errors to exit codes.
+
+An entry point is a function of a `Call` and one line, `raise SystemExit(cli.main("train", run))`. Exit codes:
+0 done, 1 run time, 2 usage or config, 3 data, 4 non-finite loss, 5 environment, 130 and 143 after a signal.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from recsys import config, environment
+from recsys import protos as pb
+from recsys.errors import ConfigError, RecsysError
+
+logger = logging.getLogger(__name__)
+
+LEVELS = ("debug", "info", "warning", "error")
+LOG_VARIABLE = "RECSYS_LOG"
+"""Environment variable with the level of the log when `--log-level` does not give one."""
+
+RESOLVED = "config.resolved"
+"""Name of the resolved config in a run folder; `--run-dir` alone finds it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a command was asked for.
+
+    Attributes:
+        ready: resolved config with origins; None when a command that can do without got none.
+        run_dir: folder of the run; not created yet.
+        dry_run: do one step, save nothing.
+        flags: all flags, the command's own among them.
+    """
+
+    ready: config.Ready | None
+    run_dir: Path
+    dry_run: bool
+    flags: argparse.Namespace
+
+    @property
+    def pipeline(self) -> pb.Pipeline:
+        """The resolved config.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.ready is None:
+            raise ConfigError("no config: give --config FILE, or --run-dir with the folder of a run")
+        return self.ready.pipeline
+
+
+def main(
+    command: str,
+    run: Callable[[Call], None],
+    argv: Sequence[str] | None = None,
+    *,
+    add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
+    needs_config: bool = True,
+) -> int:
+    """Run a command and return its exit code; `--help`, `--version` and wrong flags leave through SystemExit.
+
+    Args:
+        command: module name below `recsys`.
+        run: does the work; its docstring's first line is the help's description.
+        argv: flags, those of the process by default.
+        add_flags: adds the command's own flags.
+        needs_config: whether a call without a config is an error.
+    """
+    parser = _parser(command, run, needs_config)
+    if add_flags is not None:
+        add_flags(parser)
+    flags = parser.parse_args(argv)
+    with _log_to_stderr(flags.log_level):
+        try:
+            return _run(run, flags, needs_config)
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return error.exit_code
+        except RecsysError as error:
+            logger.error("%s", error)
+            return error.exit_code
+        except KeyboardInterrupt:
+            logger.error("interrupted")
+            return 130
+
+
+def _run(run: Callable[[Call], None], flags: argparse.Namespace, needs_config: bool) -> int:
+    ready = _read_config(flags, needs_config)
+    if ready is not None:
+        for warning in ready.warnings:
+            logger.warning("%s", warning)
+    if ready is not None and (flags.validate or flags.print_config):
+        print("ok" if flags.validate else config.to_text(ready.pipeline, ready.origins).rstrip())
+        return 0
+    call = Call(ready, Path(flags.run_dir), flags.dry_run, flags)
+    if flags.dry_run:
+        run(call)
+    else:
+        with _log_to_file(call.run_dir):
+            run(call)
+    return 0
+
+
+def _read_config(flags: argparse.Namespace, needs_config: bool) -> config.Ready | None:
+    """The config of `--config`, else the one in the run folder, and fill in `--run-dir`."""
+    path = flags.config
+    if path is None and flags.run_dir is not None and (Path(flags.run_dir) / RESOLVED).exists():
+        path = Path(flags.run_dir) / RESOLVED
+    if path is None:
+        flags.run_dir = flags.run_dir or "."
+        if needs_config or flags.validate or flags.print_config or flags.set:
+            raise ConfigError("--config: not given; name a .config file, or the folder of a run in --run-dir")
+        return None
+    flags.run_dir = flags.run_dir or str(Path("runs") / Path(path).stem)
+    return config.prepare(path, flags.set)
+
+
+def _parser(command: str, run: Callable[[Call], None], needs_config: bool) -> argparse.ArgumentParser:
+    description = (run.__doc__ or "").strip().split("\n")[0]
+    parser = argparse.ArgumentParser(
+        f"python -m recsys.{command}", description=description, allow_abbrev=False
+    )
+    shared = parser.add_argument_group("shared flags")
+    wanted = "needed, unless --run-dir is the folder of a run" if needs_config else "optional"
+    shared.add_argument("--config", metavar="FILE", help=f"the .config file; {wanted}")
+    shared.add_argument(
+        "--set",
+        metavar="PATH=VALUE",
+        action="append",
+        default=[],
+        help="override a field, for example train.num_steps=100; may be repeated",
+    )
+    shared.add_argument(
+        "--run-dir", metavar="DIR", help="folder of the run (default: runs/<name of the config>)"
+    )
+    shared.add_argument(
+        "--validate", action="store_true", help="check the config, print ok or all findings, stop"
+    )
+    shared.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print every setting with the origin of those that the file does not give, stop",
+    )
+    shared.add_argument("--dry-run", action="store_true", help="one batch, one step, nothing saved")
+    shared.add_argument("--log-level", choices=LEVELS, default=_default_level(), help="default: info")
+    shared.add_argument("--version", action=_Version, help="print versions of the libraries, stop")
+    return parser
+
+
+def _default_level() -> str:
+    level = os.environ.get(LOG_VARIABLE, "info").lower()
+    return level if level in LEVELS else "info"
+
+
+class _Version(argparse.Action):
+    """Prints versions; the libraries are not imported for it."""
+
+    def __init__(self, option_strings, dest, help=None):
+        super().__init__(
+            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help
+        )
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        print("\n".join(f"{name} {version}" for name, version in environment.versions().items()))
+        parser.exit()
+
+
+@contextmanager
+def _log_to_stderr(level: str) -> Iterator[None]:
+    """The log of this process on stderr; of several processes the first one's, and warnings of the others."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    chosen = level.upper() if _is_first_process() else "WARNING"
+    handler.setLevel(chosen)
+    with _handler(handler, chosen):
+        yield
+
+
+@contextmanager
+def _log_to_file(run_dir: Path) -> Iterator[None]:
+    """The log of the first process in `run_dir/log.txt`, behind what earlier runs left there.
+
+    Raises:
+        RecsysError: the folder cannot be written.
+    """
+    if not _is_first_process():
+        yield
+        return
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(run_dir / "log.txt", encoding="utf-8")
+    except OSError as error:
+        raise RecsysError(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}") from None
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    with _handler(handler, None):
+        yield
+
+
+@contextmanager
+def _handler(handler: logging.Handler, level: str | None) -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.level
+    root.addHandler(handler)
+    if level is not None:
+        root.setLevel(level)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        root.removeHandler(handler)
+        handler.close()
+
+
+def _is_first_process() -> bool:
+    # torchrun tells a process its rank this way only, until there is a process group.
+    return os.environ.get("RANK", "0") == "0"
