@@ -151,7 +151,9 @@ def read_csv_stream(file: BinaryIO, where: str, kinds: Mapping[str, str]) -> pl.
     return pl.concat(pieces)
 
 
-def typed(texts: pl.DataFrame, kinds: Mapping[str, str], where: str, first_line: int) -> pl.DataFrame:
+def typed(
+    texts: pl.DataFrame, kinds: Mapping[str, str], where: str, first_line: int, *, word: str = "line"
+) -> pl.DataFrame:
     """Text columns as INTEGER (int64), NUMBER (finite float64) or TEXT (as it is).
 
     Args:
@@ -159,6 +161,7 @@ def typed(texts: pl.DataFrame, kinds: Mapping[str, str], where: str, first_line:
         kinds: the kind of each column to keep.
         where: what errors call the file.
         first_line: line of row 0.
+        word: what errors call a line.
 
     Raises:
         DataError: a value that is no integer or number, with its line.
@@ -173,7 +176,9 @@ def typed(texts: pl.DataFrame, kinds: Mapping[str, str], where: str, first_line:
             bad = (~usable).arg_true()
             if len(bad):
                 value = texts[name][bad[0]]
-                raise DataError(f"{where}, line {first_line + bad[0]}: {name} is {value!r}, expected {kind}")
+                raise DataError(
+                    f"{where}, {word} {first_line + bad[0]}: {name} is {value!r}, expected {kind}"
+                )
         made.append(column.alias(name))
     return pl.DataFrame(made)
 

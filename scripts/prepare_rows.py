@@ -152,14 +152,10 @@ class IdCounts:
 
     def __init__(self) -> None:
         self._frame: pl.DataFrame | None = None
-        self._seen = 0
 
-    def add(self, values: pl.Series, order: pl.Series | None = None) -> None:
-        """Counts values (lists are opened). `order` says where each stands; without it, behind all before."""
-        if order is None:
-            order = pl.int_range(self._seen, self._seen + len(values), eager=True)
-            self._seen += len(values)
-        found = pl.DataFrame({"id": values, "first": order.cast(pl.Int64)})
+    def add(self, values: pl.Series, order: pl.Series) -> None:
+        """Counts values (lists are opened); `order` (int64) says which stands before which."""
+        found = pl.DataFrame({"id": values, "first": order})
         if isinstance(values.dtype, pl.List):
             found = found.filter(pl.col("id").list.len() > 0).explode("id")
         found = found.group_by("id").agg(count=pl.len().cast(pl.Int64), first=pl.col("first").min())
@@ -176,10 +172,11 @@ class IdCounts:
         if catalogue is not None:
             more = pl.DataFrame({"id": catalogue}).unique(maintain_order=True)
             more = more.join(frame.select("id"), on="id", how="anti", maintain_order="left")
-            more = more.with_columns(count=pl.lit(0, pl.Int64), first=self._seen + pl.int_range(pl.len()))
-            frame = pl.concat([frame, more.select(frame.columns)], how="vertical_relaxed")
-            min_count = 0
-        frame = frame.filter(pl.col("count") >= min_count).sort(["count", "first"], descending=[True, False])
+            more = more.with_columns(count=pl.lit(0, pl.Int64), first=pl.int_range(pl.len()))
+            counted = _ordered(frame)
+            frame = pl.concat([counted, more.select(frame.columns)], how="vertical_relaxed")
+        else:
+            frame = _ordered(frame.filter(pl.col("count") >= min_count))
         made = frame.select("id", "count").to_arrow()
         id_type = pa.string() if frame["id"].dtype == pl.String else pa.int64()
         return made.cast(pa.schema([("id", id_type), ("count", pa.int64())]))
@@ -341,21 +338,26 @@ class DatasetWriter:
             sums[name] = sums.get(name, 0.0) + total
 
     def _count(self, events: pa.Table, slices: Slices, rows: pa.Table) -> None:
+        """Each training event once: as a candidate in ranking, where histories repeat them, else in its history."""
         if self.contents.task == "ranking":
             chosen = _ranges(slices.candidate_start, slices.candidate_end)
         else:
             chosen = _ranges(slices.history_start, slices.history_end)
-        order = pl.Series(events["order"].to_numpy()[chosen])
+        order = events["order"].to_numpy()
         for one in self.contents.features:
             if one.sides == ("USER",):
-                values = rows[one.name]
-                where = None
+                values, where = rows[one.name], order[slices.candidate_start]
             else:
-                values, where = events[one.name].take(pa.array(chosen)), order
+                values, where = events[one.name].take(pa.array(chosen)), order[chosen]
             if one.number:
                 self.moments[one.name].add(values.to_numpy())
             else:
-                self.counts[one.name].add(pl.Series(pl.from_arrow(values)), where)
+                self.counts[one.name].add(pl.Series(pl.from_arrow(values)), pl.Series(where))
+
+
+def _ordered(frame: pl.DataFrame) -> pl.DataFrame:
+    """By falling count, then first occurrence; ids of one event stand in their own order."""
+    return frame.sort(["count", "first", "id"], descending=[True, False, False])
 
 
 def _lists(values: pa.ChunkedArray, first: np.ndarray, last: np.ndarray) -> pa.Array:
