@@ -40,6 +40,7 @@ class Model(nn.Module):
     """Base of all models.
 
     Attributes:
+        pipeline: the resolved config that it was built from.
         precision: pb.FP32 or pb.BF16, the same in training, evaluation and export. Parameters are float32 in
             both.
         embed: every embedding table; TorchRec shards the collections in it.
@@ -50,6 +51,7 @@ class Model(nn.Module):
 
     def __init__(self, pipeline: pb.Pipeline):
         super().__init__()
+        self.pipeline = pipeline
         self.precision = pipeline.model.precision
         self.embed = EmbeddingGroup(pipeline)
 

@@ -31,6 +31,7 @@ class ActionEncoder(nn.Module):
         Returns:
             [n, E].
         """
-        done = (actions[:, None] >> self.bits) & 1
+        done = ((actions[:, None] >> self.bits) & 1).bool()
         watched = watch_time[:, None] >= self.thresholds
-        return torch.cat([done.to(self.weight.dtype), watched.to(self.weight.dtype)], dim=1) @ self.weight
+        present = torch.cat([done, watched], dim=1).to(self.weight.dtype)
+        return (present @ self.weight).to(self.weight.dtype)

@@ -60,7 +60,9 @@ class ContentEncoder(nn.Module):
             self.missing[name].expand(count, -1) if name in self.missing else inputs[name]
             for name in self.slots[side]
         ]
-        return self.mlp(torch.cat(parts, dim=1))
+        joined = torch.cat(parts, dim=1)
+        # The sums that follow are float32 also where matrix products run in bfloat16.
+        return self.mlp(joined).to(joined.dtype)
 
 
 def _first_column_of_each_item_feature(pipeline: pb.Pipeline) -> list[features.Column]:

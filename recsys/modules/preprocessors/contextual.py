@@ -75,7 +75,7 @@ class ContextualPreprocessor(nn.Module):
 
     def _contextual(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         """[B * C, E], row by row, in a list; an empty list without USER features."""
-        tokens = [project(inputs[name]) for name, project in self.context.items()]
+        tokens = [project(inputs[name]).to(inputs[name].dtype) for name, project in self.context.items()]
         return [torch.stack(tokens, dim=1).flatten(0, 1)] if tokens else []
 
     def _times(self, batch: Batch) -> Tensor:

@@ -55,7 +55,8 @@ class UihPreprocessor(nn.Module):
             The sequence; the last event's next timestamp is the request time.
         """
         inputs = inputs_of(embeddings, batch)
-        values = self.project(torch.cat([inputs[name] for name in self.columns], dim=1))
+        joined = torch.cat([inputs[name] for name in self.columns], dim=1)
+        values = self.project(joined).to(joined.dtype)
         if self.action is not None:
             values = values + self.action(batch.uih_actions, batch.uih_watch_time)
         times = batch.uih_timestamps

@@ -1,0 +1,51 @@
+"""The exact rank of a target among all items of a catalogue, in bounded memory. Evaluation of `Retriever`."""
+
+import torch
+from torch import Tensor
+
+from recsys.ops import SequenceLayout
+
+
+def rank_targets(
+    queries: Tensor,
+    items: Tensor,
+    *,
+    targets: Tensor,
+    num_targets: Tensor,
+    seen: Tensor,
+    seen_layout: SequenceLayout,
+    max_scores: int,
+) -> Tensor:
+    """1 + the number of unseen other items that do not score below the target.
+
+    Ids are rows of the item table: item k of `items` has id k + 1, and id 0 is no item. A score that is not
+    a number counts against the target, like a tie.
+
+    Args:
+        queries: [B, E], one a row.
+        items: [V, E], the catalogue.
+        targets: int64 [N], ids, each row's one after the other.
+        num_targets: int64 [B], targets of each row.
+        seen: int64 [U], ids that a row has seen and that do not count, unless they are its target.
+        seen_layout: of `seen` over rows.
+        max_scores: scores held at once.
+
+    Returns:
+        int64 [N]; V + 1 for a target with id 0.
+    """
+    count, num_items = targets.shape[0], items.shape[0]
+    rows = torch.arange(queries.shape[0], device=queries.device)
+    row_of_target = torch.repeat_interleave(rows, num_targets, output_size=count)
+    padded = seen_layout.padded_index()
+    # One more column stands for id 0; what padding points at ends there too.
+    seen_ids = torch.cat([seen, seen.new_zeros(1)])[padded.index]
+    ranks = []
+    for block in torch.arange(count, device=queries.device).split(max(1, max_scores // (num_items + 1))):
+        target, row = targets[block], row_of_target[block]
+        scores = torch.cat([queries.new_zeros(len(block), 1), queries[row] @ items.T], dim=1)
+        own = scores.gather(1, target[:, None])
+        better = ~(scores < own)
+        better.scatter_(1, seen_ids[row], False).scatter_(1, target[:, None], False)
+        better[:, 0] = False
+        ranks.append(torch.where(target > 0, 1 + better.sum(1), num_items + 1))
+    return torch.cat(ranks) if ranks else targets

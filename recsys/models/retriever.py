@@ -1,0 +1,231 @@
+"""`Retriever`: the next item of a history, out of the whole catalogue.
+
+Every position of a history is a query for the item behind it, so one row trains as many predictions as it
+has events.
+For that no token may know what comes later: the models' masks, position origin and times are checked here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import Metric
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.models.base import Losses, Model, build_postprocessor, layout_rule
+from recsys.models.catalogue import rank_targets
+from recsys.modules.losses.softmax import IGNORED
+from recsys.modules.sequence import JaggedSequence, following
+from recsys.registry import pick, register
+
+MAX_SCORES = 2**24
+"""Scores (targets x items) that evaluation holds at once: 64 MiB of float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class RetrieverOutputs:
+    """Vectors to compare, float32.
+
+    Attributes:
+        queries: [U, E], what each event of each history expects next.
+        items: [V, E], the batch's negatives: drawn ones, or the whole catalogue.
+        events: [U, E], the items of the histories themselves.
+    """
+
+    queries: Tensor
+    items: Tensor
+    events: Tensor
+
+
+@register(pb.Retriever)
+class Retriever(Model):
+    """Embed, preprocess, mix, compare.
+
+    Args:
+        config: its parts.
+        pipeline: resolved.
+
+    Raises:
+        ValueError: the item feature or a part of the model cannot be used for next-item training.
+    """
+
+    def __init__(self, config: pb.Retriever, *, pipeline: pb.Pipeline):
+        super().__init__(pipeline)
+        width = pipeline.model.embedding_dim
+        preprocessor, mixer = pick(config.preprocessor), pick(config.mixer)
+        _check_item(config, pipeline)
+        _check_future(preprocessor.config, mixer.config, pipeline)
+        self.history = features.PREFIX[pb.HISTORY] + config.item_feature
+        self.candidates = features.PREFIX[pb.CANDIDATE] + config.item_feature
+        self.preprocess = preprocessor.cls(preprocessor.config, pipeline=pipeline)
+        self.mix = mixer.cls(mixer.config, embedding_dim=width)
+        postprocess = build_postprocessor(config, width)
+        self.compare = ComparableVectors(postprocess, self.history, l2_normalize=config.l2_normalize)
+        self.objective = NextItemLoss(config.loss, self.history)
+        self.metric_choices = list(config.metrics)
+
+    def forward(self, batch: Batch) -> RetrieverOutputs:
+        """A query for every event, and the vectors of the batch's negatives."""
+        with self.autocast():
+            embeddings = self.embed(batch)
+            prepared = self.preprocess(embeddings, batch)
+            mixed = self.mix(prepared.sequence)
+            return self.compare(mixed, embeddings)
+
+    def query(self, batch: Batch) -> Tensor:
+        """float32 [B, E], what each row expects next; zeros for a row without history."""
+        return last_of_each(self(batch).queries, batch.uih_lengths)
+
+    def item_vectors(self, batch: Batch) -> Tensor:
+        """float32 [V, E] of the batch's negatives; of the whole catalogue row k is row k + 1 of the table."""
+        return self.compare.items(self.embed(batch)[features.NEGATIVES])
+
+    def score(self, batch: Batch) -> Tensor:
+        """`query`: an exported retriever answers with vectors, and a search finds the items."""
+        return self.query(batch)
+
+    def metrics(self) -> dict[str, Metric]:
+        """`<metric>` -> metric."""
+        chosen = [pick(choice) for choice in self.metric_choices]
+        built = [metric.cls(metric.config) for metric in chosen]
+        return {metric.name: metric for metric in built}
+
+    def update_metrics(self, metrics: Mapping[str, Metric], outputs: RetrieverOutputs, batch: Batch) -> None:
+        """Adds the rank of every candidate of the batch, whose negatives are the whole catalogue."""
+        ranks = self.ranks(outputs, batch)
+        weights = torch.repeat_interleave(
+            batch.sample_weight, batch.num_candidates, output_size=ranks.shape[0]
+        )
+        for metric in metrics.values():
+            metric.update(ranks, weights)
+
+    def ranks(self, outputs: RetrieverOutputs, batch: Batch) -> Tensor:
+        """int64 [N], 1 for the best: the place of each candidate among all items that its row has not seen.
+
+        Ties count against the model. An unknown candidate cannot be found: its rank is V + 1.
+        """
+        return rank_targets(
+            last_of_each(outputs.queries, batch.uih_lengths),
+            outputs.items,
+            targets=batch.ids[self.candidates].values(),
+            num_targets=batch.num_candidates,
+            seen=batch.ids[self.history].values(),
+            seen_layout=batch.layout.history_only().layout,
+            max_scores=MAX_SCORES,
+        )
+
+
+class ComparableVectors(nn.Module):
+    """Queries and items in one space, in float32.
+
+    Args:
+        postprocess: applied to queries.
+        history: column of the histories' items.
+        l2_normalize: make all of unit length.
+    """
+
+    def __init__(self, postprocess: nn.Module, history: str, *, l2_normalize: bool):
+        super().__init__()
+        self.postprocess = postprocess
+        self.history = history
+        self.l2_normalize = l2_normalize
+
+    def forward(self, mixed: JaggedSequence, embeddings: Mapping[str, Tensor]) -> RetrieverOutputs:
+        """From mixed tokens and looked-up columns."""
+        return RetrieverOutputs(
+            queries=self.items(self.postprocess(mixed.history())),
+            items=self.items(embeddings[features.NEGATIVES]),
+            events=self.items(embeddings[self.history]),
+        )
+
+    def items(self, vectors: Tensor) -> Tensor:
+        """[n, E] of any float type -> at least float32 [n, E]."""
+        vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+        return F.normalize(vectors, dim=1, eps=1e-6) if self.l2_normalize else vectors
+
+
+class NextItemLoss(nn.Module):
+    """The objective of a retriever: each position's loss against the item behind it, in the same row.
+
+    The last position of a row and those before an unknown item have no target.
+    """
+
+    name = "next_item"
+
+    def __init__(self, config: pb.Loss, history: str):
+        super().__init__()
+        loss = pick(config)
+        self.loss = loss.cls(loss.config)
+        self.history = history
+        self.sampled = config.softmax.WhichOneof("negatives") == "uniform"
+
+    def forward(self, outputs: RetrieverOutputs, batch: Batch) -> Losses:
+        """Sums and counts over the positions of this rank that have a target."""
+        items = batch.ids[self.history].values()
+        nothing = torch.zeros_like(batch.uih_lengths)
+        target = following(items, batch.uih_lengths, last=nothing)
+        has_target = target > 0
+        if self.sampled:
+            wanted = torch.where(has_target, target, IGNORED)
+            after = torch.cat([outputs.events, outputs.events.new_zeros(1, outputs.events.shape[1])])[1:]
+            ids = batch.ids[features.NEGATIVES].values()
+            found = self.loss(outputs.queries, outputs.items, wanted, positives=after, item_ids=ids)
+        else:
+            # The catalogue is the table without row 0, which stands for unknown items.
+            found = self.loss(outputs.queries, outputs.items, torch.where(has_target, target - 1, IGNORED))
+        count = items.shape[0]
+        weights = torch.repeat_interleave(batch.sample_weight, batch.uih_lengths, output_size=count)
+        weights = weights * has_target
+        return Losses((self.name,), (found * weights).sum()[None], weights.sum()[None], (1.0,))
+
+
+def last_of_each(values: Tensor, lengths: Tensor) -> Tensor:
+    """[n, E] of B lists -> [B, E], the last entry of each; zeros for an empty list."""
+    nothing = values.shape[0]
+    with_zeros = torch.cat([values, values.new_zeros(1, values.shape[1])])
+    return with_zeros.index_select(0, torch.where(lengths > 0, lengths.cumsum(0) - 1, nothing))
+
+
+def _check_item(config: pb.Retriever, pipeline: pb.Pipeline) -> None:
+    item = next((f for f in pipeline.features if f.name == config.item_feature), None)
+    if item is None or not item.HasField("id") or item.id.multi_valued or pb.HISTORY not in item.sides:
+        names = ", ".join(f.name for f in pipeline.features if f.HasField("id") and not f.id.multi_valued)
+        raise ValueError(
+            f"model.retriever.item_feature: {config.item_feature!r} is given; it must be a single-valued "
+            f"id feature with the side HISTORY ({names})"
+        )
+    width, expected = item.id.embedding_dim or pipeline.model.embedding_dim, pipeline.model.embedding_dim
+    if width != expected:
+        raise ValueError(
+            f"features {item.name!r}: id.embedding_dim is {width}, but items are compared with queries of "
+            f"model.embedding_dim = {expected}; leave it out"
+        )
+
+
+def _check_future(preprocessor: Any, mixer: Any, pipeline: pb.Pipeline) -> None:
+    """Refuses what lets a position know of later ones."""
+    rule = layout_rule(pipeline)
+    if rule.targets:
+        name = preprocessor.DESCRIPTOR.name
+        raise ValueError(f"model.retriever.preprocessor: {name} makes tokens of candidates; choose `uih`")
+    if rule.num_contextual and mixer.mask.contextual_reads_history:
+        raise ValueError(
+            "model.retriever.mixer: mask.contextual_reads_history must be false: the past would see "
+            "the future through the contextual tokens"
+        )
+    positional = preprocessor.positional
+    if preprocessor.HasField("positional") and positional.origin != pb.PositionalEncoder.START:
+        raise ValueError(
+            "model.retriever.preprocessor: positional.origin must be START: counted from the end, "
+            "a position tells how many events follow"
+        )
+    if positional.num_time_buckets:
+        raise ValueError(
+            "model.retriever.preprocessor: positional.num_time_buckets must be 0: an event's age at "
+            "request time tells how long the history goes on; use the time table of the mixer's bias"
+        )

@@ -1,0 +1,211 @@
+"""A model as a function of flat tensors: what the exporter captures and a package runs.
+
+`flatten` takes a batch apart in the order of `scoring_signature`; `ScoringGraph` puts it together again
+inside the graph and scores it. All sizes follow from the shapes of the inputs, so nothing in the graph
+depends on the values in them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.batch import Batch, LayoutRule
+from recsys.models.base import Model, layout_rule
+from recsys.ops import SequenceLayout, offsets_from_lengths
+
+ROWS, EVENTS, CANDIDATES, LONGEST = "rows", "events", "candidates", "longest"
+"""Named sizes: rows B, history events U, candidates N, length of `steps`."""
+
+_SHORTEST = 2
+"""Tokens that there is always room for: a compiler treats a size that may be 0 or 1 as a case of its own."""
+
+_SIZE = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input.
+
+    Attributes:
+        name: what it is.
+        dtype: its type.
+        dims: a name for each dimension, an identifier; equal names are equal sizes.
+    """
+
+    name: str
+    dtype: torch.dtype
+    dims: tuple[str, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """Plain types, for a file."""
+        return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "dims": list(self.dims)}
+
+    @classmethod
+    def from_json(cls, entry: dict) -> "TensorSpec":
+        """The reverse of `to_json`."""
+        return cls(entry["name"], getattr(torch, entry["dtype"]), tuple(entry["dims"]))
+
+
+def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
+    """Inputs of the scoring graph of a resolved pipeline, in order.
+
+    Embedded columns in the config's order (`<column>`: rows of its table; behind a multi-valued one
+    `<column>.counts`: its values of each row, event or candidate), plain numbers by name, times, actions,
+    lengths, and `steps`: `arange(longest sequence in tokens - 2)`, of which only the shape is read. A
+    retriever takes no candidates.
+    """
+    ranker = pipeline.model.HasField("ranker")
+    used = [c for c in features.columns(pipeline) if ranker or c.side != pb.CANDIDATE]
+    found = []
+    for number, column in enumerate(used):
+        size = _SIZE[column.side]
+        if column.table is not None:
+            own = f"values_{number}" if column.multi_valued else size
+            found.append(TensorSpec(column.name, torch.int64, (own,)))
+        if column.multi_valued:
+            found.append(TensorSpec(f"{column.name}.counts", torch.int64, (size,)))
+    for column in sorted(used, key=lambda column: column.name):
+        if column.table is None:
+            found.append(TensorSpec(column.name, torch.float32, (_SIZE[column.side],)))
+    found += [
+        TensorSpec("request_time", torch.int64, (ROWS,)),
+        TensorSpec("uih_lengths", torch.int64, (ROWS,)),
+        TensorSpec("uih_timestamps", torch.int64, (EVENTS,)),
+        TensorSpec("uih_actions", torch.int64, (EVENTS,)),
+        TensorSpec("uih_watch_time", torch.float32, (EVENTS,)),
+    ]
+    if ranker:
+        found.append(TensorSpec("num_candidates", torch.int64, (ROWS,)))
+        found.append(TensorSpec("candidate_timestamps", torch.int64, (CANDIDATES,)))
+    return [*found, TensorSpec("steps", torch.int64, (LONGEST,))]
+
+
+def flatten(batch: Batch) -> tuple[Tensor, ...]:
+    """The inputs of the scoring graph for a batch, in the order of `scoring_signature`."""
+    retriever = features.NEGATIVES in batch.ids.keys()
+
+    def used(name: str) -> bool:
+        return name != features.NEGATIVES and not (
+            retriever and name.startswith(features.PREFIX[pb.CANDIDATE])
+        )
+
+    found = []
+    for name in filter(used, batch.ids.keys()):
+        # A copy: a column is a slice, and compiled code wants tensors that begin at an aligned address.
+        found.append(batch.ids[name].values().clone())
+        if name in batch.value_counts:
+            found.append(batch.value_counts[name])
+    found += [batch.numbers[name] for name in sorted(filter(used, batch.numbers))]
+    found += [
+        batch.request_time,
+        batch.uih_lengths,
+        batch.uih_timestamps,
+        batch.uih_actions,
+        batch.uih_watch_time,
+    ]
+    if not retriever:
+        found += [batch.num_candidates, batch.candidate_timestamps]
+    longest = max(batch.layout.max_len - _SHORTEST, 0)
+    return (*found, torch.arange(longest, device=batch.request_time.device))
+
+
+class ScoringGraph(nn.Module):
+    """`Model.score` from flat tensors: predictions [N, tasks] of a ranker, queries [B, E] of a retriever.
+
+    Args:
+        model: in evaluation mode.
+    """
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model = model
+        pipeline = model.pipeline
+        self.names = [spec.name for spec in scoring_signature(pipeline)]
+        self.columns = features.columns(pipeline)
+        self.rule = layout_rule(pipeline)
+        self.retriever = pipeline.model.HasField("retriever")
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """Tensors as `scoring_signature` lists them."""
+        return self.model.score(self.batch(dict(zip(self.names, tensors, strict=True))))
+
+    def batch(self, inputs: dict[str, Tensor]) -> Batch:
+        """The batch that `flatten` took apart, less what no score depends on."""
+        request_time, uih_lengths = inputs["request_time"], inputs["uih_lengths"]
+        nothing = request_time.new_zeros(0)
+        num_candidates = inputs.get("num_candidates", torch.zeros_like(uih_lengths))
+        candidate_timestamps = inputs.get("candidate_timestamps", nothing)
+        sizes = {pb.USER: torch.ones_like(uih_lengths), pb.HISTORY: uih_lengths, pb.CANDIDATE: num_candidates}
+        counts = {c.name: inputs.get(f"{c.name}.counts", nothing) for c in self.columns if c.multi_valued}
+        return Batch(
+            layout=_layout(self.rule, inputs, num_candidates, candidate_timestamps),
+            uih_lengths=uih_lengths,
+            num_candidates=num_candidates,
+            ids=self._ids(inputs, sizes, counts),
+            value_counts=counts,
+            numbers={
+                c.name: inputs.get(c.name, nothing.to(torch.float32)) for c in self.columns if c.table is None
+            },
+            request_time=request_time,
+            uih_timestamps=inputs["uih_timestamps"],
+            uih_actions=inputs["uih_actions"],
+            uih_watch_time=inputs["uih_watch_time"],
+            candidate_timestamps=candidate_timestamps,
+            labels={},
+            sample_weight=torch.ones_like(request_time, dtype=torch.float32),
+            group=torch.zeros_like(request_time),
+        )
+
+    def _ids(
+        self, inputs: dict[str, Tensor], sizes: dict[int, Tensor], counts: dict[str, Tensor]
+    ) -> KeyedJaggedTensor:
+        rows = sizes[pb.USER].shape[0]
+        values, lengths = {}, {}
+        for column in self.columns:
+            if column.table is not None:
+                found = inputs.get(column.name)
+                values[column.name] = sizes[pb.USER].new_zeros(0) if found is None else found
+                length = sizes[column.side]
+                if column.multi_valued:
+                    length = _sum_by_row(counts[column.name], length)
+                lengths[column.name] = length
+        if self.retriever:
+            values[features.NEGATIVES] = sizes[pb.USER].new_zeros(0)
+            lengths[features.NEGATIVES] = torch.zeros_like(sizes[pb.USER])
+        return KeyedJaggedTensor(
+            keys=list(values),
+            values=torch.cat(list(values.values())),
+            lengths=torch.cat(list(lengths.values())),
+            stride=rows,
+            length_per_key=[one.shape[0] for one in values.values()],
+        )
+
+
+def _layout(
+    rule: LayoutRule, inputs: dict[str, Tensor], num_candidates: Tensor, candidate_timestamps: Tensor
+) -> SequenceLayout:
+    """The layout of the sequences; its totals are sizes of inputs."""
+    uih_lengths = inputs["uih_lengths"]
+    targets = num_candidates if rule.targets else torch.zeros_like(num_candidates)
+    total_targets = candidate_timestamps.shape[0] if rule.targets else 0
+    rows = uih_lengths.shape[0]
+    lengths = uih_lengths + targets + rule.num_contextual
+    return SequenceLayout.trusted(
+        lengths,
+        offsets_from_lengths(lengths),
+        targets,
+        rule.num_contextual,
+        total_len=inputs["uih_timestamps"].shape[0] + total_targets + rule.num_contextual * rows,
+        max_len=inputs["steps"].shape[0] + _SHORTEST,
+        total_targets=total_targets,
+    )
+
+
+def _sum_by_row(counts: Tensor, lengths: Tensor) -> Tensor:
+    """int64 [B]: values of each row, from the values of each of its `lengths` entries."""
+    before = offsets_from_lengths(counts)
+    return before.index_select(0, offsets_from_lengths(lengths)).diff()
