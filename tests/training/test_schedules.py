@@ -1,0 +1,60 @@
+"""Learning-rate factors, computed by hand."""
+
+import math
+
+import pytest
+
+from recsys import protos as pb
+from recsys.training.schedules import factor
+
+CONSTANT = pb.Schedule(constant=pb.ConstantDecay())
+LINEAR = pb.Schedule(warmup_steps=4, linear=pb.LinearDecay(final_factor=0.2))
+COSINE = pb.Schedule(warmup_steps=1, cosine=pb.CosineDecay(final_factor=0.5))
+
+
+def curve(config: pb.Schedule, total: int, steps: int | None = None) -> list[float]:
+    return [factor(step, config, total) for step in range(steps or total)]
+
+
+def test_constant():
+    assert curve(CONSTANT, 3, 5) == [1.0] * 5
+
+
+def test_warm_up_then_a_line_to_the_last_step():
+    assert curve(LINEAR, 8) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2])
+
+
+def test_half_a_cosine():
+    expected = [
+        0.5 + 0.25 * (1 + math.cos(angle))
+        for angle in (0, math.pi / 4, math.pi / 2, math.pi * 3 / 4, math.pi)
+    ]
+    assert curve(COSINE, 5) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_without_warm_up_the_first_step_has_the_peak_and_the_last_nothing(decay):
+    config = pb.Schedule()
+    getattr(config, decay).SetInParent()
+    found = curve(config, 11)
+    assert found[0] == 1 and found[5] == pytest.approx(0.5) and found[10] == pytest.approx(0, abs=1e-15)
+    assert found == sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("config", [LINEAR, COSINE])
+def test_steps_beyond_the_last_keep_its_factor(config):
+    assert factor(50, config, 8) == factor(7, config, 8)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 4])
+def test_a_run_that_ends_within_the_warm_up(total):
+    assert curve(LINEAR, total) == [0.25, 0.5, 0.75, 1.0][:total]
+
+
+def test_a_single_step():
+    assert curve(pb.Schedule(cosine=pb.CosineDecay()), 1) == [1.0]
+
+
+def test_a_decay_must_be_chosen():
+    with pytest.raises(ValueError, match="choose constant, linear or cosine"):
+        factor(0, pb.Schedule(warmup_steps=3), 10)
