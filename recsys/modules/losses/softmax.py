@@ -15,8 +15,12 @@ from recsys.registry import register
 IGNORED = -1
 """The target of a query that has none: its loss is 0 and it moves nothing."""
 
-BLOCK_SCORES = 1 << 24
-"""Most scores held at once, 64 MiB of float32; larger problems go block by block, recomputed in backward."""
+BLOCK_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
+"""Most scores held at once, by device; larger problems go block by block, recomputed in backward.
+
+4 MiB of float32 stay in a CPU's cache: 8,000 queries x 3,883 items x 64 take 0.22 s forward and backward on
+one core, in one block 0.37 s. A GPU wants large blocks, 256 MiB.
+"""
 
 
 @register(pb.SoftmaxLoss)
@@ -91,7 +95,8 @@ def _sampled(queries: Tensor, targets: Tensor, positives: Tensor, items: Tensor,
 
 def _by_blocks(loss, queries: Tensor, targets: Tensor, positives: Tensor | None, shared: tuple) -> Tensor:
     """`loss` over blocks of queries; `shared` is the same for all of them."""
-    size = max(1, BLOCK_SCORES // max(1, len(shared[0])))
+    most = BLOCK_SCORES.get(queries.device.type, BLOCK_SCORES["cuda"])
+    size = max(1, most // max(1, len(shared[0])))
     if len(queries) <= size:
         return loss(queries, targets, positives, *shared)
     found = []
