@@ -1,0 +1,123 @@
+"""A batch of rows as tensors: what the reader makes and every model takes.
+
+Everything that a forward pass needs to know on the host (totals, maxima, the position in the data) was
+computed in the reader, so no module waits for the device. Names: B rows, U history events, N candidates, T
+tokens.
+"""
+
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from recsys.ops import SequenceLayout
+
+
+@dataclass(frozen=True)
+class LayoutRule:
+    """How rows become sequences; a model's preprocessor decides it, the reader applies it.
+
+    Attributes:
+        num_contextual: tokens in front of each history.
+        targets: candidates are tokens of the sequence (ranking); else they are only looked up (retrieval).
+    """
+
+    num_contextual: int = 0
+    targets: bool = True
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the data a batch stands: batch `index` of the epoch's plan on all ranks; resuming starts at
+    `index + 1`."""
+
+    epoch: int = 0
+    index: int = 0
+
+
+@dataclass
+class Rows:
+    """Where rows came from; stays on the host.
+
+    Attributes:
+        file: [B] index into the source's list of files.
+        row: [B] row within the file.
+        keys: the key columns as they stand in the file, B rows.
+    """
+
+    file: Tensor
+    row: Tensor
+    keys: pa.Table | None = None
+
+
+@dataclass
+class Batch(Pipelineable):
+    """One batch.
+
+    Attributes:
+        layout: contextual, history and (for ranking) target tokens of each row.
+        uih_lengths: [B] int64 events of each row.
+        num_candidates: [B] int64 candidates of each row.
+        ids: every embedded column, keys by `features.columns` (plus `negatives`: item rows shared by the
+            batch, all in row 0); values are rows of the tables, lengths count ids of each row.
+        value_counts: for multi-valued columns, int64 ids of each row / event / candidate.
+        numbers: for plain numeric columns, float32 one a row / event / candidate, transformed.
+        request_time: [B] int64 seconds.
+        uih_timestamps: [U] int64 seconds. uih_actions: [U] int64 bitmask. uih_watch_time: [U] float32
+            seconds.
+        candidate_timestamps: [N] int64 seconds, the request time of each candidate.
+        labels: by task name, [N] float32.
+        sample_weight: [B] float32; 0 marks a filler row that keeps ranks in step.
+        group: [B] int64 user of a row, for per-user metrics.
+        position: where in the data the batch stands.
+        rows: where its rows came from.
+    """
+
+    layout: SequenceLayout
+    uih_lengths: Tensor
+    num_candidates: Tensor
+    ids: KeyedJaggedTensor
+    value_counts: dict[str, Tensor]
+    numbers: dict[str, Tensor]
+    request_time: Tensor
+    uih_timestamps: Tensor
+    uih_actions: Tensor
+    uih_watch_time: Tensor
+    candidate_timestamps: Tensor
+    labels: dict[str, Tensor]
+    sample_weight: Tensor
+    group: Tensor
+    position: Position = field(default_factory=Position)
+    rows: Rows | None = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
+        """A copy on `device`; `rows` stays on the host."""
+        return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """A copy in page-locked memory, from which copies to a GPU do not block."""
+        return self._map(lambda x: x.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keeps the memory of all tensors until `stream` has used them."""
+
+        def record(x: Any) -> Any:
+            x.record_stream(stream)
+            return x
+
+        self._map(record)
+
+    def _map(self, function) -> "Batch":
+        changed = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, dict):
+                changed[item.name] = {key: function(tensor) for key, tensor in value.items()}
+            elif not is_dataclass(value) or isinstance(value, SequenceLayout):
+                if value is not None:
+                    changed[item.name] = function(value)
+        return replace(self, **changed)

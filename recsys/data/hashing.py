@@ -1,0 +1,67 @@
+"""One fixed 64-bit hash for ids, orders and draws. Changing a line here changes trained models: tests pin the
+values.
+
+Everything random in the data path is a hash of what it is about (seed, epoch, row, place), never the state of
+a generator, so it does not depend on who asks, how often, or in which order.
+"""
+
+import numpy as np
+import pyarrow as pa
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_WORD = 8
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """A bijection of 64-bit words in which every input bit reaches every output bit: the step of SplitMix64.
+
+    Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014.
+
+    Args:
+        values: int64 or uint64, any shape; int64 is taken by its bits.
+
+    Returns:
+        uint64 of the same shape.
+    """
+    x = values.astype(np.uint64) + _GOLDEN
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
+
+
+def combine(*parts: int | np.ndarray) -> np.ndarray:
+    """One hash of several integers or arrays that broadcast against each other; their order counts. uint64,
+    at least 1-d."""
+    state = np.zeros(1, np.uint64)
+    for part in parts:
+        state = mix(state ^ np.asarray(part, np.int64).astype(np.uint64))
+    return state
+
+
+def hash_text(values: pa.Array) -> np.ndarray:
+    """uint64 hash of each string's UTF-8 bytes: `combine` over its length and its little-endian 8-byte words.
+
+    Args:
+        values: string or large_string without nulls.
+    """
+    values = values.cast(pa.large_string())
+    offsets = np.frombuffer(values.buffers()[1], np.int64)[values.offset : values.offset + len(values) + 1]
+    starts, lengths = offsets[:-1], np.diff(offsets)
+    state = mix(lengths)
+    for word in range(0, int(lengths.max(initial=0)), _WORD):
+        open_rows = np.flatnonzero(lengths > word)
+        words = _words(values.buffers()[2], starts[open_rows] + word, lengths[open_rows] - word)
+        state[open_rows] = mix(state[open_rows] ^ words)
+    return state
+
+
+def _words(data: pa.Buffer, starts: np.ndarray, remaining: np.ndarray) -> np.ndarray:
+    # A word may begin at any byte, hence the view with a stride of one byte; the zeros stand behind the last
+    # string.
+    padded = np.concatenate([np.frombuffer(data, np.uint8), np.zeros(_WORD, np.uint8)])
+    at_each_byte = np.ndarray((len(padded) - _WORD + 1,), "<u8", padded, strides=(1,))
+    unused_bits = (_WORD - np.minimum(remaining, _WORD)).astype(np.uint64) * np.uint64(8)
+    return at_each_byte[starts] & (np.uint64(2**64 - 1) >> unused_bits)

@@ -1,0 +1,196 @@
+"""Batches of one split for one rank, from reader processes or from this one.
+
+The way into the data path: `Loader(pipeline, "train", rule).epoch(0)`. What is in batch k of an epoch is
+decided in `plan` and depends on neither ranks nor readers; a loader only decides who makes it.
+"""
+
+import logging
+import multiprocessing
+from collections import Counter
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader
+
+from recsys import protos as pb
+from recsys.data.batch import Batch, LayoutRule, Position
+from recsys.data.checks import REASONS
+from recsys.data.collate import Collator
+from recsys.data.contract import Mode
+from recsys.data.gather import Arrays
+from recsys.data.plan import Order
+from recsys.data.reader import Reader
+from recsys.data.sources import Source, open_source
+from recsys.errors import DataError, RecsysError
+
+logger = logging.getLogger(__name__)
+
+
+class Loader:
+    """Reads one split.
+
+    Attributes:
+        source: its files.
+        batch_size: rows of a batch; the last ones of an epoch may have fewer.
+        skipped: rows of this rank that were left out in the epoch so far, by reason (data.bad_rows SKIP).
+        truncated: rows of this rank whose history or candidates were cut in the epoch so far.
+    """
+
+    def __init__(
+        self,
+        pipeline: pb.Pipeline,
+        split: str | pb.Source,
+        rule: LayoutRule,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = False,
+        mode: Mode | None = None,
+    ) -> None:
+        """Opens the source and checks every file's schema.
+
+        Args:
+            pipeline: resolved.
+            split: "train", "validation", "test", or a source of its own.
+            rule: how rows become sequences; `models.layout_rule`.
+            rank: which of the world's batches are this loader's.
+            world_size: number of ranks.
+            shuffle: mix rows, differently in each epoch.
+            mode: what rows are read for; by default "train" for the split "train", else "evaluate". "predict"
+                wants no labels, cuts no candidates, and gives the rows in the order of the files.
+
+        Raises:
+            DataError: files that are missing, broken, without rows, or that do not fit the config.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank}, world_size {world_size}; ranks are 0 to world_size - 1")
+        data = pipeline.data
+        mode = mode or ("train" if split == "train" else "evaluate")
+        self.source: Source = open_source(getattr(data, split) if isinstance(split, str) else split, pipeline)
+        if mode != "predict" and self.source.num_rows == 0:
+            raise DataError(
+                f"{', '.join(file.path for file in self.source.files) or split}: there are no rows."
+            )
+        self.batch_size = data.batch_size if mode == "train" else data.eval_batch_size or data.batch_size
+        self.skipped: Counter[str] = Counter()
+        self.truncated: Counter[str] = Counter()
+        self._rank = rank
+        self._world_size = world_size
+        self._num_workers = data.num_workers
+        self._prefetch = data.prefetch_batches
+        self._collator = Collator(pipeline, rule, mode)
+        self._reader = Reader(
+            pipeline,
+            self.source,
+            Order(
+                batch_size=self.batch_size,
+                num_lanes=1 if mode == "predict" else data.num_lanes,
+                shuffle_row_groups=data.shuffle_row_groups,
+                seed=pipeline.train.seed,
+                shuffle=shuffle,
+            ),
+            mode,
+            num_contextual=rule.num_contextual,
+            targets=rule.targets,
+            num_readers=world_size * max(1, data.num_workers),
+        )
+
+    def num_batches(self, epoch: int = 0) -> int:
+        """Batches of all ranks together in an epoch."""
+        return self._reader.plan(epoch).num_batches
+
+    def num_steps(self, epoch: int = 0, start: int = 0) -> int:
+        """Batches that `epoch` yields, on every rank the same number."""
+        return -(-max(0, self.num_batches(epoch) - start) // self._world_size)
+
+    def fingerprint(self) -> dict[str, list[dict[str, str | int]]]:
+        """Every file with size and hash, as JSON; a run only goes on with the same ones."""
+        return self.source.fingerprint()
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """This rank's batches of an epoch, from batch `start` of the plan on.
+
+        All ranks yield equally many: one that has run out yields filler batches (weight 0). `position.index`
+        is the last batch of the plan that any rank holds in this step, so `start = position.index + 1` goes
+        on behind it.
+
+        Raises:
+            DataError: a bad row or file.
+            RecsysError: a reader process died.
+        """
+        self.skipped.clear()
+        self.truncated.clear()
+        num_batches = self.num_batches(epoch)
+        mine = range(start + self._rank, num_batches, self._world_size)
+        stream = self._stream(epoch, mine)
+        try:
+            for step in range(self.num_steps(epoch, start)):
+                first = start + step * self._world_size
+                position = Position(epoch, min(first + self._world_size, num_batches) - 1)
+                index = first + self._rank
+                arrays = self._accept(next(stream)) if index < num_batches else self._reader.filler()
+                yield self._collator.collate(arrays, position, index)
+        finally:
+            stream.close()
+        if self.skipped:
+            logger.warning(
+                "epoch %d: %d rows left out (%s)", epoch, self.skipped.total(), _listed(self.skipped)
+            )
+
+    def _accept(self, result: Arrays | RecsysError) -> Arrays:
+        if isinstance(result, RecsysError):
+            raise result
+        for name, count in result.counts.items():
+            (self.skipped if name in REASONS else self.truncated)[name] += count
+        return result
+
+    def _stream(self, epoch: int, indices: range) -> Iterator[Arrays | RecsysError]:
+        places = [(epoch, index) for index in indices]
+        num_workers = min(self._num_workers, len(places))
+        if num_workers == 0:
+            yield from (self._reader[place] for place in places)
+            return
+        results = iter(
+            DataLoader(
+                self._reader,
+                sampler=places,
+                batch_size=None,
+                num_workers=num_workers,
+                collate_fn=_unchanged,
+                prefetch_factor=self._prefetch,
+                multiprocessing_context=_context(),
+                # Its own generator: the DataLoader draws a seed, and must not move the one that dropout draws
+                # from.
+                generator=torch.Generator(),
+            )
+        )
+        try:
+            yield from results
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise RecsysError(
+                f"a reader process died ({str(error).splitlines()[0]}). Out of memory is the usual cause: "
+                "lower data.num_workers, data.prefetch_batches or data.shuffle_row_groups."
+            ) from None
+        finally:
+            # Ends the processes now, also when the caller stops in the middle.
+            del results
+
+
+def _context() -> multiprocessing.context.BaseContext:
+    """Processes from a server that has done the imports: a fork of this one could hang in a lock that a
+    thread held."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
+
+
+def _unchanged(value: Arrays | RecsysError) -> Arrays | RecsysError:
+    return value
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

@@ -1,0 +1,127 @@
+"""What runs in a reader process: plan -> row groups -> blocks -> arrays of a batch.
+
+A map-style dataset for torch's DataLoader. A known error is handed back as a value, so that the user sees it
+and not the traceback of a process that they did not know of.
+"""
+
+from collections import Counter
+
+import numpy as np
+
+from recsys import protos as pb
+from recsys.data.checks import REASONS
+from recsys.data.columns import Block, Converter
+from recsys.data.contract import Mode
+from recsys.data.gather import Arrays, Gatherer
+from recsys.data.lru import Lru
+from recsys.data.plan import EpochPlan, Order, resident_row_groups
+from recsys.data.sources import Source
+from recsys.errors import DataError, RecsysError
+
+
+class Reader:
+    """Arrays of batch `index` of an epoch, for any (epoch, index) in any order."""
+
+    def __init__(
+        self,
+        pipeline: pb.Pipeline,
+        source: Source,
+        order: Order,
+        mode: Mode,
+        *,
+        num_contextual: int,
+        targets: bool,
+        num_readers: int,
+    ) -> None:
+        """Checks the schema of every file; opens nothing yet.
+
+        Args:
+            pipeline: resolved.
+            order: of the rows.
+            num_contextual: contextual tokens of each row.
+            targets: candidates are tokens.
+            num_readers: readers of all ranks that share an epoch; decides how many row groups are kept in
+                memory.
+
+        Raises:
+            DataError: a file that does not fit.
+        """
+        self.order = order
+        self._pipeline = pipeline
+        self._source = source
+        self._mode: Mode = mode
+        self._num_contextual = num_contextual
+        self._targets = targets
+        self._num_readers = num_readers
+        self._columns = source.check(pipeline, mode)
+        self._forget()
+
+    def __getstate__(self) -> dict:
+        # Blocks and vocabularies may be large; the other process makes its own.
+        state = dict(self.__dict__)
+        for name in ("_converter", "_gatherer", "_plan", "_blocks"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._converter: Converter | None = None
+        self._plan: EpochPlan | None = None
+        self._epoch = -1
+
+    def __getitem__(self, place: tuple[int, int]) -> Arrays | RecsysError:
+        """The arrays of (epoch, index), or the error that kept them from being made."""
+        try:
+            return self._read(*place)
+        except RecsysError as error:
+            return error
+
+    def plan(self, epoch: int) -> EpochPlan:
+        """The plan of an epoch; the last one is kept."""
+        if self._plan is None or epoch != self._epoch:
+            self._plan = EpochPlan(self._source.row_groups, self.order, epoch)
+            self._epoch = epoch
+            self._skipped: Counter[str] = Counter()
+            self._blocks: Lru[Block] = Lru(resident_row_groups(self._plan, self.order, self._num_readers))
+        return self._plan
+
+    def filler(self) -> Arrays:
+        """A batch without rows that count."""
+        return Gatherer(self._pipeline, self._mode).filler(self.order.batch_size)
+
+    def _read(self, epoch: int, index: int) -> Arrays:
+        if self._converter is None:
+            self._converter = Converter(
+                self._pipeline, self._num_contextual, targets=self._targets, mode=self._mode
+            )
+            self._gatherer = Gatherer(self._pipeline, self._mode)
+        rows = self.plan(epoch).batch(index)
+        # The rows are in file order, so each row group is one run of them.
+        groups, starts = np.unique(rows.group, return_index=True)
+        runs = zip(groups.tolist(), np.split(rows.row, starts[1:]), strict=True)
+        parts = [(self._block(group), members) for group, members in runs]
+        arrays = self._gatherer.gather(parts, epoch)
+        self._count(arrays.counts)
+        return arrays
+
+    def _block(self, number: int) -> Block:
+        return self._blocks.get(number, lambda: self._convert(number))
+
+    def _convert(self, number: int) -> Block:
+        group = self._plan.groups[number]
+        table = self._source.read(group.file, group.number, self._columns)
+        path = self._source.files[group.file].path
+        return self._converter.block(table, file=group.file, first_row=group.first_row, path=path)
+
+    def _count(self, counts: Counter[str]) -> None:
+        self._skipped.update({reason: counts[reason] for reason in REASONS if counts[reason]})
+        limit = self._pipeline.data.bad_rows.limit
+        if self._skipped.total() > limit:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in self._skipped.most_common())
+            raise DataError(
+                f"{self._skipped.total()} rows were left out ({reasons}), more than "
+                f"data.bad_rows.limit = {limit}. Correct the files, or raise the limit."
+            )

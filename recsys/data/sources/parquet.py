@@ -1,0 +1,104 @@
+"""Parquet files, local or behind fsspec; pages are checked against their checksums when they have them."""
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys import protos as pb
+from recsys.data.lru import Lru
+from recsys.data.sources.base import File, Source, find_files
+from recsys.errors import DataError
+from recsys.registry import register
+
+_OPEN_FILES = 32
+_FOOTER_THREADS = 8
+_TAIL = 8
+"""Bytes behind the footer: its length and the mark PAR1."""
+
+
+@register(pb.ParquetSource)
+class ParquetSource(Source):
+    """One row group of the source is one row group of a file."""
+
+    def __init__(self, config: pb.ParquetSource, *, pipeline: pb.Pipeline) -> None:
+        """Reads the footer of every file.
+
+        Raises:
+            DataError: no file, or one that is not complete.
+        """
+        paths = find_files(list(config.paths), ".parquet")
+        with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
+            self.files = list(pool.map(_describe, paths))
+        self._open: Lru[pq.ParquetFile] = Lru(_OPEN_FILES)
+
+    def __getstate__(self) -> dict:
+        # An open file does not travel; the other process opens its own.
+        return {**self.__dict__, "_open": Lru(_OPEN_FILES)}
+
+    def read(self, file: int, row_group: int, columns: list[str]) -> pa.Table:
+        """See `Source.read`."""
+        path = self.files[file].path
+        opened = self._open.get(file, lambda: self._reopen(self.files[file]))
+        try:
+            # One thread: there is a reader process for each core already.
+            return opened.read_row_group(row_group, columns=columns, use_threads=False)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(
+                f"{path}, row group {row_group}: cannot be read ({_first_line(error)}). "
+                "The file is damaged; copy or make it anew."
+            ) from error
+
+    def _reopen(self, listed: File) -> pq.ParquetFile:
+        if _size(listed.path) != listed.size:
+            raise DataError(f"{listed.path}: it changed while it was read. Start again once it is complete.")
+        return _open_parquet(listed.path)
+
+
+def _describe(path: str) -> File:
+    opened = _open_parquet(path)
+    metadata = opened.metadata
+    return File(
+        path=path,
+        size=_size(path),
+        fingerprint=_footer_hash(path),
+        rows=tuple(metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)),
+        schema=opened.schema_arrow.remove_metadata(),
+    )
+
+
+def _open_parquet(path: str) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(_stream(path) if "://" in path else path, page_checksum_verification=True)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file.") from error
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{path}: not a complete parquet file ({_first_line(error)}). "
+            "It may be cut off; copy or make it anew."
+        ) from error
+
+
+def _footer_hash(path: str) -> str:
+    with _stream(path) as stream:
+        end = stream.seek(0, 2)
+        stream.seek(end - _TAIL)
+        length = int.from_bytes(stream.read(4), "little")
+        stream.seek(end - _TAIL - length)
+        return hashlib.blake2b(stream.read(length), digest_size=16).hexdigest()
+
+
+def _size(path: str) -> int:
+    with _stream(path) as stream:
+        return stream.seek(0, 2)
+
+
+def _stream(path: str) -> BinaryIO:
+    return fsspec.open(path, "rb").open()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]

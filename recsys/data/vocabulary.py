@@ -1,0 +1,254 @@
+"""From original values to rows of embedding tables, and back.
+
+Three mappings, one a table: `Vocabulary` (ids counted in advance), `HashBuckets` and `Buckets` (numbers cut
+by limits). `mappings` builds them for a resolved config. All work on whole arrays.
+"""
+
+from typing import NamedTuple
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recsys import protos as pb
+from recsys.data.hashing import hash_text, mix
+from recsys.errors import DataError
+
+_REMEDY = "Make it with the preparation tool that made the event files."
+
+
+class Vocabulary:
+    """Ids of one table: row 0 stands for every id that is not in it, row i + 1 for id i."""
+
+    def __init__(self, ids: pa.Array, *, name: str) -> None:
+        """Prepares the search.
+
+        Args:
+            ids: int64 or string, each once, no nulls.
+            name: what errors call it, usually its file.
+
+        Raises:
+            DataError: nulls, duplicates, or ids of another type.
+        """
+        if pa.types.is_integer(ids.type) or pa.types.is_null(ids.type):
+            ids = ids.cast(pa.int64())
+        elif pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
+            ids = ids.cast(pa.large_string())
+        else:
+            raise DataError(f"{name}: `id` is {ids.type}; allowed are int64 and string. {_REMEDY}")
+        if ids.null_count:
+            raise DataError(f"{name}: `id` has {ids.null_count} nulls. {_REMEDY}")
+        self.name = name
+        self.ids = ids
+        self.is_text = pa.types.is_large_string(ids.type)
+        self._search = _search(hash_text(ids).view(np.int64) if self.is_text else ids.to_numpy(), ids, name)
+
+    @classmethod
+    def read(cls, path: str, size: int | None = None) -> "Vocabulary":
+        """Reads the column `id` of a parquet file.
+
+        Args:
+            path: local path or fsspec address.
+            size: number of ids that the config expects; None takes any.
+
+        Raises:
+            DataError: a file that is missing, broken, or of another size.
+        """
+        table = _read_parquet(path)
+        if size is not None and table.num_rows != size:
+            raise DataError(
+                f"{path}: it has {table.num_rows} ids, the config says {size} (vocabulary.size). "
+                "Leave `size` out to take the file's, or use the vocabulary that the config was made for."
+            )
+        return cls(_one_array(table["id"]), name=path)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding table."""
+        return len(self.ids) + 1
+
+    def map(self, values: pa.Array) -> np.ndarray:
+        """Rows of the table, int64, of original ids; 0 for an id that is not in the vocabulary.
+
+        Args:
+            values: integers or strings, as the vocabulary's, without nulls.
+        """
+        if not self.is_text:
+            return self._search.find(_int64(values))
+        unique, inverse = _unique_text(values)
+        rows = self._search.find(hash_text(unique).view(np.int64))
+        # Another text may have the same hash as one in the vocabulary.
+        found = pc.equal(self.ids.take(pa.array(np.maximum(rows - 1, 0))), unique) if len(self.ids) else None
+        return (
+            np.where(found.to_numpy(zero_copy_only=False), rows, 0)[inverse]
+            if found is not None
+            else rows[inverse]
+        )
+
+    def original(self, rows: np.ndarray) -> pa.Array:
+        """Original ids of table rows; null for row 0."""
+        rows = np.asarray(rows, np.int64)
+        return self.ids.take(pa.array(rows - 1, mask=rows == 0))
+
+
+class HashBuckets:
+    """Rows by a fixed hash of the id; two ids may share one."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def map(self, values: pa.Array) -> np.ndarray:
+        """Rows of the table, int64, of integers or strings without nulls."""
+        if pa.types.is_integer(values.type):
+            hashes = mix(_int64(values))
+            return (hashes % np.uint64(self.rows)).astype(np.int64)
+        unique, inverse = _unique_text(values)
+        return (hash_text(unique) % np.uint64(self.rows)).astype(np.int64)[inverse]
+
+
+class Buckets:
+    """Row i of a number x with boundaries[i-1] <= x < boundaries[i]."""
+
+    def __init__(self, boundaries: list[float]) -> None:
+        self.boundaries = np.asarray(boundaries, np.float64)
+        self.rows = len(boundaries) + 1
+
+    def map(self, values: np.ndarray) -> np.ndarray:
+        """Rows of the table, int64, of finite numbers."""
+        return np.searchsorted(self.boundaries, values, side="right")
+
+
+def normalize(values: np.ndarray, config: pb.Normalize) -> np.ndarray:
+    """(f(x) - mean) / std in float64, given back as float32; f is the identity or sign(x) log(1 + |x|)."""
+    if config.log1p:
+        values = np.sign(values) * np.log1p(np.abs(values))
+    return ((values - config.mean) / config.std).astype(np.float32)
+
+
+def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buckets]:
+    """The mapping of every table of a resolved config; vocabulary files are read here.
+
+    Raises:
+        DataError: a vocabulary that cannot be used.
+    """
+    found: dict[str, Vocabulary | HashBuckets | Buckets] = {}
+    for feature in pipeline.features:
+        table = feature.id.table or feature.name
+        if table in found:
+            continue
+        if feature.HasField("id") and feature.id.HasField("vocabulary"):
+            vocabulary = feature.id.vocabulary
+            found[table] = Vocabulary.read(
+                vocabulary.file, vocabulary.size if vocabulary.HasField("size") else None
+            )
+        elif feature.HasField("id"):
+            found[table] = HashBuckets(feature.id.hash.num_buckets)
+        elif feature.numeric.HasField("bucketize"):
+            found[feature.name] = Buckets(list(feature.numeric.bucketize.boundaries))
+    return found
+
+
+def id_type(path: str) -> pa.DataType:
+    """int64 or string: the type of a vocabulary file's ids, from its footer.
+
+    Raises:
+        DataError: as `Vocabulary.read`.
+    """
+    return _schema(path).field("id").type
+
+
+class _Sorted(NamedTuple):
+    """Binary search. Queries are sorted first: neighbours then share the cache lines of a large
+    vocabulary."""
+
+    keys: np.ndarray
+    rows: np.ndarray
+
+    def find(self, queries: np.ndarray) -> np.ndarray:
+        if len(self.keys) == 0:
+            return np.zeros(len(queries), np.int64)
+        unique, inverse = np.unique(queries, return_inverse=True)
+        place = np.minimum(np.searchsorted(self.keys, unique), len(self.keys) - 1)
+        return np.where(self.keys[place] == unique, self.rows[place], 0)[inverse]
+
+
+class _Dense(NamedTuple):
+    """Rows by id - lowest; for ids that are numbered nearly without gaps."""
+
+    lowest: int
+    rows: np.ndarray
+
+    def find(self, queries: np.ndarray) -> np.ndarray:
+        inside = (queries >= self.lowest) & (queries < self.lowest + len(self.rows))
+        return self.rows[np.where(inside, queries - self.lowest, 0)] * inside
+
+
+_DENSE_FACTOR = 4
+
+
+def _search(keys: np.ndarray, ids: pa.Array, name: str) -> _Sorted | _Dense:
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        first, second = (ids[int(order[twice[0] + i])].as_py() for i in (0, 1))
+        raise DataError(
+            f"{name}: ids {first!r} and {second!r} are the same, or the same to the hash. {_REMEDY}"
+        )
+    rows = order.astype(np.int64) + 1
+    if len(keys) and pa.types.is_integer(ids.type):
+        lowest, span = int(ordered[0]), int(ordered[-1]) - int(ordered[0]) + 1
+        if span <= _DENSE_FACTOR * len(keys):
+            table = np.zeros(span, np.int64)
+            table[ordered - lowest] = rows
+            return _Dense(lowest, table)
+    return _Sorted(ordered, rows)
+
+
+def _unique_text(values: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    encoded = values.cast(pa.large_string()).dictionary_encode()
+    return encoded.dictionary, encoded.indices.to_numpy()
+
+
+def _int64(values: pa.Array) -> np.ndarray:
+    return values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+
+def _schema(path: str) -> pa.Schema:
+    with _open(path) as file:
+        return file.schema_arrow
+
+
+def _read_parquet(path: str) -> pa.Table:
+    with _open(path) as file:
+        try:
+            return file.read(columns=["id"])
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
+
+
+def _open(path: str) -> pq.ParquetFile:
+    if not path:
+        raise DataError(
+            "a vocabulary has no file. Set data.vocabulary_dir, or `vocabulary { file: ... }` of the feature."
+        )
+    try:
+        file = pq.ParquetFile(fsspec.open(path, "rb").open(), page_checksum_verification=True)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such vocabulary file. {_REMEDY}") from error
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise DataError(f"{path}: not a complete parquet file ({error}). {_REMEDY}") from error
+    if "id" not in file.schema_arrow.names:
+        raise DataError(
+            f"{path}: it has no column `id`, only {', '.join(file.schema_arrow.names)}. {_REMEDY}"
+        )
+    return file
