@@ -24,22 +24,24 @@ from recsys.training.schedules import factor
 class ScheduledOptimizer:
     """Both optimizers of a run, with schedule, gradient clipping and accumulation.
 
-    Dense gradients of `train.accumulate_batches` batches are averaged into one step. Sharded tables move
-    with every
-    batch: their gradients are never kept. Gradients are those of the mean over ranks already, so every rank
-    clips by the same norm.
+    Dense gradients of `train.accumulate_batches` batches are averaged into one step. Sharded tables move with
+    every batch: their gradients are never kept. Gradients are means over ranks already, so every rank clips
+        by
+    the same norm.
 
     Args:
         model: a model whose sharded tables, if any, are in a `DistributedModelParallel`.
         train: resolved.
         total_steps: steps of the whole run, for the schedule.
 
+    Raises:
+        ValueError: there are sharded tables and no optimizer for them.
+
     Attributes:
         steps: steps done.
         accumulated: batches since the last step; 0 is where the state may be saved.
-        last_grad_norm: norm of the dense gradients of the last step before clipping, a scalar on the device
-        (reading
-            it waits for the device); None before the first step.
+        last_grad_norm: norm of the dense gradients of the last step before clipping, a scalar on the device,
+            for which reading it waits; None before the first step.
     """
 
     def __init__(self, model: nn.Module, train: pb.Train, total_steps: int):
@@ -47,7 +49,11 @@ class ScheduledOptimizer:
         self.fused = fused_optimizer(model)
         self.peaks = {"dense": train.dense_optimizer.adamw.lr}
         if self.fused is not None:
-            self.peaks["sparse"] = fused_params(train.sparse_optimizer)["learning_rate"]
+            kind = train.sparse_optimizer.WhichOneof("optimizer")
+            if kind is None:
+                # FBGEMM would train by SGD with a rate of its own.
+                raise ValueError("tables are sharded, but train.sparse_optimizer is not set")
+            self.peaks["sparse"] = getattr(train.sparse_optimizer, kind).lr
         self.schedule = train.schedule
         self.total_steps = total_steps
         self.accumulate_batches = train.accumulate_batches
@@ -144,16 +150,13 @@ def fused_optimizer(model: nn.Module) -> KeyedOptimizer | None:
 
 
 def fused_params(config: pb.SparseOptimizer) -> dict[str, Any]:
-    """What a TorchRec sharder takes so that FBGEMM trains tables as configured.
+    """What a TorchRec sharder takes so that FBGEMM trains tables as configured; {} when nothing is set.
 
     An id outside its table stops the run; by default FBGEMM would warn once and train row 0.
-
-    Raises:
-        ValueError: no optimizer is set.
     """
     kind = config.WhichOneof("optimizer")
     if kind is None:
-        raise ValueError("sparse_optimizer: none is set; choose row_wise_adagrad or adam")
+        return {}
     chosen = getattr(config, kind)
     common = {
         "learning_rate": chosen.lr,

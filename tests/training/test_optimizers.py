@@ -156,8 +156,7 @@ def test_fused_params_name_every_setting():
     assert adam["optimizer"].value == "adam"
     assert [adam[key] for key in ("learning_rate", "beta1", "beta2", "eps")] == [0.2, 0.8, 0.9, 1e-6]
     assert adagrad["bounds_check_mode"].name == adam["bounds_check_mode"].name == "FATAL"
-    with pytest.raises(ValueError, match="choose row_wise_adagrad or adam"):
-        fused_params(pb.SparseOptimizer())
+    assert fused_params(pb.SparseOptimizer()) == {}
 
 
 class Looked(nn.Module):
@@ -244,6 +243,12 @@ def test_a_table_s_state_is_saved_beside_the_dense_one(sharded):
     model, optimizer = sharded(train(), 2)
     assert sum("momentum1" in name for name in optimizer.tensors()) == 1
     assert sum("exp_avg_sq" in name for name in optimizer.tensors()) == 1
+
+
+def test_sharded_tables_need_an_optimizer(sharded):
+    model, _ = sharded(train(), 2)
+    with pytest.raises(ValueError, match="tables are sharded, but train.sparse_optimizer is not set"):
+        ScheduledOptimizer(model, train(), 2)
 
 
 def test_an_id_outside_its_table_stops_the_run(sharded):
