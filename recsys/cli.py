@@ -204,15 +204,16 @@ def _log_to_file(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _handler(handler: logging.Handler, level: str | None) -> Iterator[None]:
-    root = logging.getLogger()
-    before = root.level
+    # The level is this package's: the libraries log what they do at the level info, and keep to warnings.
+    root, package = logging.getLogger(), logging.getLogger("recsys")
+    before = package.level
     root.addHandler(handler)
     if level is not None:
-        root.setLevel(level)
+        package.setLevel(level)
     try:
         yield
     finally:
-        root.setLevel(before)
+        package.setLevel(before)
         root.removeHandler(handler)
         handler.close()
 

@@ -9,7 +9,9 @@ it is executed when it is read.
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,8 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The saved states of one run. Every method is collective: all ranks call it, and all return or raise the
-    same.
+    """The saved states of one run. All but `steps` are collective: all ranks call it, and all return or raise
+    the same.
 
     Args:
         folder: `run_dir/checkpoints`, on a disk that all ranks see.
@@ -48,6 +50,12 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self._damaged: set[Path] = set()
+
+    def steps(self) -> list[Path]:
+        """Saved states from old to new, whole or not; this rank's own view."""
+        return sorted(
+            path for path in self.folder.glob("step-*") if path.name.removeprefix("step-").isdigit()
+        )
 
     def newest(self) -> Path | None:
         """The newest state whose manifest holds, or None; damaged ones are named in a warning and passed
@@ -71,14 +79,15 @@ class Checkpoints:
         needed = sum(gather(_local_bytes(tensors)))
         on_main(lambda: _prepare(aside, needed))
         try:
-            dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(aside))
+            with _torchrec_types():
+                dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(aside))
         except (CheckpointException, RuntimeError, OSError) as error:
             raise _explain(error, aside, needed) from error
         on_main(lambda: self._publish(aside, path, state, best_step))
         return path
 
     def _newest(self) -> Path | None:
-        for path in reversed(_steps(self.folder)):
+        for path in reversed(self.steps()):
             faults = files.manifest_faults(path)
             if not faults:
                 return path
@@ -101,9 +110,9 @@ class Checkpoints:
         """Removes old states and the remains of interrupted ones, each renamed first so that no half of one
         has a name.
         """
-        whole = [x for x in _steps(self.folder) if x not in self._damaged]
+        whole = [x for x in self.steps() if x not in self._damaged]
         kept = {*whole[-self.keep :], *(x for x in whole if x.name == f"step-{best_step or 0:08d}")}
-        for path in set(_steps(self.folder)) - kept:
+        for path in set(self.steps()) - kept:
             path.rename(path.with_name(f".{path.name}.old"))
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path)
@@ -127,8 +136,9 @@ def load(path: Path, tensors: Tensors) -> None:
     Raises:
         RecsysError: names, shapes or types differ from the saved ones, either way.
     """
-    _require_equal(path, tensors, read_metadata(path).state_dict_metadata)
-    dcp.load(dict(tensors), storage_reader=SafeReader(path))
+    with _torchrec_types():
+        _require_equal(path, tensors, read_metadata(path).state_dict_metadata)
+        dcp.load(dict(tensors), storage_reader=SafeReader(path))
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -147,9 +157,12 @@ def load_weights(path: Path, model: nn.Module) -> None:
     dcp.load(tensors, storage_reader=SafeReader(path), no_dist=True)
 
 
-def _steps(folder: Path) -> list[Path]:
-    """Saved states from old to new, whole or not."""
-    return sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit())
+@contextmanager
+def _torchrec_types() -> Iterator[None]:
+    """Without torch's advice against ShardedTensor, which is what TorchRec's tables are."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)
+        yield
 
 
 def _require_equal(path: Path, wanted: Tensors, stored: Mapping[str, Any]) -> None:

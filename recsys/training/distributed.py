@@ -138,7 +138,7 @@ def shard(
                     _table_plans(tables, kind, processes.world_size),
                     sharder=sharder,
                     world_size=processes.world_size,
-                    local_size=get_local_size(processes.world_size),
+                    local_size=get_local_size(processes.world_size) if processes.world_size > 1 else 1,
                     device_type=processes.device.type,
                 )
     return DistributedModelParallel(

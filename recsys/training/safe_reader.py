@@ -7,6 +7,7 @@ checkpoint's folder.
 
 import io
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ _ALLOWED = {
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"}
 _DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinstance(x, torch.dtype)}
 
+
+_DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 _DAMAGED = (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError)
 """What unpickling damaged bytes raises."""
@@ -71,7 +74,7 @@ def read_metadata(folder: Path) -> Metadata:
         if not isinstance(entry, TensorStorageMetadata):
             raise RecsysError(f"{path}: {name} is not a tensor; only tensors are loaded")
     for info in metadata.storage_data.values():
-        if Path(info.relative_path).name != info.relative_path:
+        if not _DATA_FILE.fullmatch(info.relative_path):
             raise RecsysError(f"{path}: {info.relative_path!r} is not a file in the checkpoint's folder")
         if info.transform_descriptors:
             raise RecsysError(f"{path}: {info.relative_path} is transformed by {info.transform_descriptors}")

@@ -15,8 +15,9 @@ import torch
 
 @dataclass
 class Best:
-    """The best evaluation so far: value of the deciding metric and the step that it was reached at."""
+    """The best evaluation so far: the metric that decides, its value, and the step that it was reached at."""
 
+    metric: str
     value: float
     step: int
 
@@ -26,24 +27,26 @@ class Window:
     """Losses since the last log line, so that a resumed run prints the same means.
 
     Attributes:
-        steps: batches added up on each rank.
-        losses: by task, sum of the batch means.
+        batches: batches of each rank that were added up.
+        loss: sum of the weighted losses.
+        losses: by task, sum of the losses.
     """
 
-    steps: int = 0
+    batches: int = 0
+    loss: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
 
-    def add(self, losses: dict[str, float]) -> None:
+    def add(self, loss: float, losses: dict[str, float]) -> None:
         """Takes in one batch."""
-        self.steps += 1
+        self.batches += 1
+        self.loss += loss
         for name, value in losses.items():
             self.losses[name] = self.losses.get(name, 0.0) + value
 
-    def take(self) -> dict[str, float]:
-        """Mean losses by task; the window is empty afterwards."""
-        means = {name: value / self.steps for name, value in self.losses.items()}
-        self.steps, self.losses = 0, {}
-        return means
+    def means(self) -> "Window":
+        """The same, divided by the number of batches."""
+        n = self.batches
+        return Window(n, self.loss / n, {name: value / n for name, value in self.losses.items()})
 
 
 @dataclass
@@ -56,7 +59,6 @@ class Progress:
         samples: rows trained on, all ranks and epochs.
         best: best evaluation so far.
         evaluations_without_gain: since `best`; patience runs out on it.
-        finished: why the run is over: "" while it is not.
         window: losses not yet logged.
     """
 
@@ -66,7 +68,6 @@ class Progress:
     samples: int = 0
     best: Best | None = None
     evaluations_without_gain: int = 0
-    finished: str = ""
     window: Window = field(default_factory=Window)
 
     def to_json(self) -> dict[str, Any]:

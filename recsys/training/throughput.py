@@ -14,11 +14,12 @@ class Rates:
     """Speed over an interval, all ranks together.
 
     Attributes:
-        steps_per_s, samples_per_s, tokens_per_s: per second of training; evaluation and saving do not count.
+        batches_per_s, samples_per_s, tokens_per_s: per second of training; evaluation and saving do not
+            count.
         data_wait: share of that time, 0 to 1, in which this rank waited for its reader.
     """
 
-    steps_per_s: float
+    batches_per_s: float
     samples_per_s: float
     tokens_per_s: float
     data_wait: float
@@ -28,7 +29,7 @@ class Meter:
     """Counts work and clocks it."""
 
     def __init__(self) -> None:
-        self._samples = self._tokens = self._steps = 0
+        self._samples = self._tokens = self._batches = 0
         self._waited = self._paused = 0.0
         self._began = time.perf_counter()
 
@@ -43,11 +44,11 @@ class Meter:
             self._waited += time.perf_counter() - began
             yield item
 
-    def add(self, samples: int, tokens: int, steps: int) -> None:
+    def add(self, samples: int, tokens: int, batches: int) -> None:
         """Counts work that is done."""
         self._samples += samples
         self._tokens += tokens
-        self._steps += steps
+        self._batches += batches
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -63,12 +64,12 @@ class Meter:
         now = time.perf_counter()
         seconds = max(now - self._began - self._paused, 1e-9)
         rates = Rates(
-            steps_per_s=self._steps / seconds,
+            batches_per_s=self._batches / seconds,
             samples_per_s=self._samples / seconds,
             tokens_per_s=self._tokens / seconds,
             data_wait=min(self._waited / seconds, 1.0),
         )
-        self._samples = self._tokens = self._steps = 0
+        self._samples = self._tokens = self._batches = 0
         self._waited = self._paused = 0.0
         self._began = now
         return rates

@@ -15,18 +15,19 @@ from torch import Tensor, nn
 from recsys.data.batch import Batch, Position
 from recsys.errors import NonFiniteLossError
 from recsys.models.base import Losses, Model
+from recsys.training.signals import HANDLED
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the host learns from one batch of every rank; the same on all ranks, except for `position`.
+    """What the host learns from one batch of every rank; the same on all ranks.
 
     Attributes:
         losses: by task, the mean over targets of all ranks.
         loss: their weighted sum, which is minimised.
         samples: rows, fillers left out. tokens: tokens of the sequences.
-        signals: by number of the signal, ranks that were asked to stop by it.
-        position: where in the data this rank's batch stands.
+        signals: by number of the signal, how often the ranks got it.
+        position: the last of them in the plan.
     """
 
     losses: dict[str, float]
@@ -56,19 +57,18 @@ class SumOverRanks(nn.Module):
     """The one collective of a step. A module of its own, since the pipeline traces what is around it.
 
     Attributes:
-        received: signals that this process got and that the other ranks have not heard of, by number.
+        received: by number, how often this process got a signal of `signals.HANDLED`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.received: dict[int, int] = {}
+        self.received = dict.fromkeys((int(number) for number in HANDLED), 0)
 
     def forward(self, losses: Losses, batch: Batch) -> tuple[Tensor, StepResult]:
         """The loss of this rank, scaled such that the mean of its gradients over ranks is the gradient of the
         whole.
         """
-        signals = sorted(self.received)
-        numbers = [batch.layout.total_len, *(self.received[number] for number in signals)]
+        numbers = [batch.layout.total_len, *self.received.values()]
         packed = torch.cat(
             [
                 losses.sums.detach().double(),
@@ -93,7 +93,7 @@ class SumOverRanks(nn.Module):
             loss=sum(w * means[n] for n, w in zip(losses.names, losses.weights, strict=True)),
             samples=int(samples),
             tokens=int(tokens),
-            signals={number: int(n) for number, n in zip(signals, stops, strict=True)},
+            signals={number: int(n) for number, n in zip(self.received, stops, strict=True)},
             position=batch.position,
         )
         return (losses.sums * scale).sum(), result

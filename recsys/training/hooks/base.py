@@ -6,6 +6,7 @@ A hook overrides the methods it cares for. It sees values on the host, after the
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from recsys.training.state import Best
 from recsys.training.throughput import Rates
 
 
@@ -14,20 +15,17 @@ class Run:
     """What is known when training starts.
 
     Attributes:
-        folder: run folder. config_path: file that was given, for the commands in the last lines.
+        folder: run folder.
         config_text: resolved config in text format.
         first_step: steps done already; above 0 when the run continues.
         total_steps: steps when it ends.
-        parameters: numbers in the model, all ranks together.
         facts: lines about the run (device, processes, parameters), by topic.
     """
 
     folder: Path
-    config_path: Path
     config_text: str
     first_step: int
     total_steps: int
-    parameters: int
     facts: dict[str, str] = field(default_factory=dict)
 
 
@@ -41,6 +39,7 @@ class Trained:
         lr: learning rates of the last step, by optimizer.
         grad_norm: of the dense gradients of the last step, before clipping.
         rates: speed.
+        seconds_left: at this speed, without evaluations.
     """
 
     step: int
@@ -50,6 +49,7 @@ class Trained:
     lr: dict[str, float]
     grad_norm: float
     rates: Rates
+    seconds_left: float
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Evaluated:
 
     Attributes:
         step: after this many steps.
-        metrics: as the model names them, and `loss/<task>`.
+        metrics: as the model names them, `loss` and `loss/<task>`.
         best: it is the best so far.
         seconds: time it took.
     """
@@ -74,17 +74,18 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        step: steps done. reason: why it ended, a sentence's middle: "all 500 steps done".
-        checkpoint: newest state. best_metric, best_value, best_step: of the best evaluation; "" and 0 without
-            one.
+        step: steps done.
+        reason: why it ended, a sentence's middle: "all 500 steps are done".
+        checkpoint: newest state.
+        best: best evaluation, if there was one.
+        signal: number of the signal that ended it, else 0.
     """
 
     step: int
     reason: str
     checkpoint: Path
-    best_metric: str = ""
-    best_value: float = 0.0
-    best_step: int = 0
+    best: Best | None = None
+    signal: int = 0
 
 
 class Hook:

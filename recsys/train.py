@@ -1,0 +1,31 @@
+"""`python -m recsys.train`: trains the model of a config, or goes on where a run stopped."""
+
+from recsys import cli
+from recsys.errors import Terminated
+
+
+def run(call: cli.Call) -> None:
+    """Train a model; a run that stopped goes on where it was saved."""
+    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    from recsys import environment
+
+    environment.import_torchrec_quietly()
+    from recsys.training.distributed import process_group
+    from recsys.training.run import dry_run, train
+
+    with process_group() as processes:
+        if call.dry_run:
+            dry_run(call.pipeline, processes)
+            return
+        outcome = train(call.pipeline, call.run_dir, processes)
+    if outcome.signal:
+        raise Terminated(f"stopped by signal {outcome.signal}, saved as {outcome.checkpoint}", outcome.signal)
+
+
+def main() -> int:
+    """Runs the command and returns its exit code."""
+    return cli.main("train", run)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,101 @@
+"""Metrics of a model over a split, exact over all ranks.
+
+The same function serves evaluation during training and `recsys.evaluate`. It leaves no trace: the model
+returns to the mode it was in, and no random number that training would have drawn is used up.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from recsys import protos as pb
+from recsys.data.loader import Loader
+from recsys.models.base import Losses, Model
+from recsys.training.state import Best, capture_rng, restore_rng
+
+LOSS = "loss"
+"""Name of the weighted loss among the metrics; `loss/<task>` are its parts."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Which metric decides what is best, and whether more of it is better."""
+
+    metric: str
+    higher_is_better: bool
+
+    @classmethod
+    def of(cls, model: Model, config: pb.Evaluation) -> "Goal":
+        """The goal of a resolved and checked config; of a model without metrics it is the loss."""
+        name = config.best_metric
+        return cls(name, bool(model.metrics()[name].higher_is_better)) if name else cls(LOSS, False)
+
+    def reached(self, value: float, best: Best | None) -> bool:
+        """Whether `value` is better than the best one so far. NaN never is."""
+        if math.isnan(value):
+            return False
+        if best is None or best.metric != self.metric:
+            return True
+        return value > best.value if self.higher_is_better else value < best.value
+
+
+def evaluate(
+    model: Model, loader: Loader, device: torch.device, max_batches: int | None = None
+) -> dict[str, float]:
+    """Metrics and losses of `model` on the batches of `loader`. Collective.
+
+    Args:
+        model: as built, or with its tables sharded in place.
+        max_batches: read no more than this on each rank; None reads all.
+
+    Returns:
+        The model's metrics by name, `loss` and `loss/<task>`; NaN where undefined.
+    """
+    with _aside(model, device):
+        metrics = {name: metric.to(device) for name, metric in model.metrics().items()}
+        totals: Losses | None = None
+        for batch in islice(loader.epoch(0), max_batches):
+            batch = batch.to(device)
+            outputs = model(batch)
+            model.update_metrics(metrics, outputs, batch)
+            totals = _add(totals, model.objective(outputs, batch))
+        found = {name: float(metric.compute()) for name, metric in metrics.items()}
+        return found | _mean_losses(totals)
+
+
+@contextmanager
+def _aside(model: nn.Module, device: torch.device) -> Iterator[None]:
+    training = model.training
+    random_state = capture_rng(device)
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+        restore_rng(random_state, device)
+
+
+def _add(total: Losses | None, more: Losses) -> Losses:
+    sums, counts = more.sums.double(), more.counts.double()
+    if total is not None:
+        sums, counts = total.sums + sums, total.counts + counts
+    return Losses(more.names, sums, counts, more.weights)
+
+
+def _mean_losses(totals: Losses | None) -> dict[str, float]:
+    if totals is None:
+        return {}
+    packed = torch.stack([totals.sums, totals.counts])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(packed)
+    means = (packed[0] / packed[1]).tolist()
+    total = sum(weight * mean for weight, mean in zip(totals.weights, means, strict=True))
+    parts = {f"{LOSS}/{name}": mean for name, mean in zip(totals.names, means, strict=True)}
+    return {LOSS: total} | parts

@@ -1,0 +1,101 @@
+"""Whether a run may go on from what lies in its folder.
+
+A run goes on by itself when its folder holds a state, the config is the same in every field that the state
+depends on, and the training files are the same. Lengths, logging and evaluation may change between two
+starts.
+"""
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+from recsys import protos as pb
+from recsys.errors import ConfigError, DataError
+
+MAY_CHANGE = (
+    "train.num_epochs",
+    "train.num_steps",
+    "train.log_every_steps",
+    "train.evaluation",
+    "train.checkpoint",
+    "data.validation",
+    "data.test",
+    "data.eval_batch_size",
+    "data.num_workers",
+    "data.prefetch_batches",
+    "export",
+    "predict",
+)
+"""Fields that a resumed run may set to something else: nothing that was learned or read so far depends on
+them.
+"""
+
+
+def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> None:
+    """Compares two resolved configs.
+
+    Raises:
+        ConfigError: with each field that differs and must not.
+    """
+    before, after = _leaves(saved), _leaves(now)
+    changed = [
+        f"{path}: {_show(before, path)} in {folder}, {_show(after, path)} now"
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path) and not _may_change(path)
+    ]
+    if changed:
+        raise ConfigError(
+            [
+                *changed,
+                f"{folder} holds a run with another config, so it is not continued. Give the old values, or "
+                "another --run-dir. May change: " + ", ".join(MAY_CHANGE),
+            ]
+        )
+
+
+def require_same_inputs(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Compares the fingerprints of the training files, `Loader.fingerprint()`.
+
+    Raises:
+        DataError: with each file that is new, gone or changed.
+    """
+    lines = _differences(saved, now, "")
+    if lines:
+        raise DataError(
+            "the training files changed since the run was saved, so its place in them means nothing:\n"
+            + "\n".join(lines)
+        )
+
+
+def _leaves(message: Message, prefix: str = "") -> dict[str, Any]:
+    """Every number and text of a message by path such as `features[0].id.table`; defaults count as given."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value, path = getattr(message, field.name), prefix + field.name
+        if field.is_repeated:
+            for index, one in enumerate(value):
+                found |= _leaf(one, f"{path}[{index}]")
+        elif message.HasField(field.name) or field.has_default_value:
+            found |= _leaf(value, path)
+    return found
+
+
+def _leaf(value: Any, path: str) -> dict[str, Any]:
+    return {path: "{}"} | _leaves(value, path + ".") if isinstance(value, Message) else {path: value}
+
+
+def _may_change(path: str) -> bool:
+    return any(path == free or path.startswith((free + ".", free + "[")) for free in MAY_CHANGE)
+
+
+def _show(leaves: dict[str, Any], path: str) -> str:
+    return repr(leaves[path]) if path in leaves else "absent"
+
+
+def _differences(saved: Any, now: Any, place: str) -> list[str]:
+    if saved == now:
+        return []
+    if isinstance(saved, dict) and isinstance(now, dict):
+        keys = sorted(saved.keys() | now.keys())
+        return [x for key in keys for x in _differences(saved.get(key), now.get(key), f"{place}{key}: ")]
+    return [f"{place}{saved} when it was saved, {now} now"]

@@ -1,0 +1,215 @@
+"""Everything that a run is made of, built from its config and, when its folder holds a state, filled from
+there.
+
+`open_session` is the one place where model, tables over ranks, optimizers, readers and saved state come
+together; `trainer` then only moves them.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from recsys import config, environment, files
+from recsys import protos as pb
+from recsys.data.batch import Batch, Position
+from recsys.data.loader import Loader
+from recsys.errors import ConfigError, RecsysError
+from recsys.models import Model, build_model, layout_rule
+from recsys.training import checkpoint
+from recsys.training.checkpoint import Checkpoints
+from recsys.training.distributed import Processes, gather, on_main, shard
+from recsys.training.optimizers import ScheduledOptimizer, fused_params
+from recsys.training.resume import require_same_config, require_same_inputs
+from recsys.training.state import Progress, capture_rng, restore_rng, seed_everything
+from recsys.training.train_step import TrainStep
+
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.resolved"
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Session:
+    """A run that is ready for its next step.
+
+    Attributes:
+        pipeline: resolved config. processes: this rank and its device. folder: the run's.
+        step: model and objective, as the loop looks into them.
+        wrapped: the same, over all ranks.
+        train, validation: readers; the second is None when the config has no validation rows.
+        checkpoints: saved states.
+        progress: where the run stands.
+        total_steps: where it ends.
+        parameters: numbers that are learned, of all ranks together.
+    """
+
+    pipeline: pb.Pipeline
+    processes: Processes
+    folder: Path
+    step: TrainStep
+    wrapped: DistributedModelParallel
+    optimizer: ScheduledOptimizer
+    train: Loader
+    validation: Loader | None
+    checkpoints: Checkpoints
+    progress: Progress
+    total_steps: int
+    parameters: int
+
+    @property
+    def model(self) -> Model:
+        """The model, its tables sharded in place."""
+        return self.step.model
+
+    @property
+    def accumulate(self) -> int:
+        """Batches of each rank in one step."""
+        return self.pipeline.train.accumulate_batches
+
+    def batches(self) -> Iterator[Batch]:
+        """This rank's batches from where the run stands, epoch after epoch without end."""
+        start = self.progress.next_batch
+        for epoch in count(self.progress.epoch):
+            with closing(self.train.epoch(epoch, start)) as batches:
+                yield from batches
+            start = 0
+
+    def advance(self, position: Position) -> None:
+        """Moves the place in the data behind a batch that was trained on."""
+        self.progress.epoch, self.progress.next_batch = position.epoch, position.index + 1
+        if self.progress.next_batch >= self.train.num_batches(position.epoch):
+            self.progress.epoch, self.progress.next_batch = position.epoch + 1, 0
+
+    def steps_to_epoch_end(self) -> int:
+        """Steps until the current epoch's last batch has been trained on, at least 1."""
+        batches = self.train.num_steps(self.progress.epoch, self.progress.next_batch)
+        return max(1, -(-batches // self.accumulate))
+
+    def finish_reason(self) -> str:
+        """Why there is no next step: a sentence's middle, or "" when there is one."""
+        patience = self.pipeline.train.evaluation.patience
+        if self.progress.step >= self.total_steps:
+            return f"all {self.progress.step} steps are done"
+        if patience and self.progress.evaluations_without_gain >= patience:
+            return f"{patience} evaluations brought no gain"
+        return ""
+
+    def save(self) -> Path:
+        """Writes the whole state. Collective."""
+        best = self.progress.best
+        state = {
+            "progress": self.progress.to_json(),
+            "rng": gather(capture_rng(self.processes.device)),
+            "inputs": self.train.fingerprint(),
+            "config": config.to_text(self.pipeline),
+            "versions": environment.versions(),
+            "world_size": self.processes.world_size,
+        }
+        return self.checkpoints.save(
+            self.progress.step, self._tensors(), state, best_step=best.step if best else None
+        )
+
+    def restore(self, path: Path, state: dict[str, Any]) -> None:
+        """Fills everything but `progress` from a saved state, cut for the ranks there are now. Collective."""
+        checkpoint.load(path, self._tensors())
+        self.optimizer.resume(self.progress.step)
+        rank, device = self.processes.rank, self.processes.device
+        if state["world_size"] == self.processes.world_size:
+            restore_rng(state["rng"][rank], device)
+        else:
+            seed_everything(_seed(self.pipeline, rank, self.progress.step))
+
+    def _tensors(self) -> checkpoint.Tensors:
+        """Weights by their names in the model behind `model.`, optimizer states behind `optimizer.`."""
+        moved = {"optimizer." + name: tensor for name, tensor in self.optimizer.tensors().items()}
+        return dict(self.wrapped.state_dict()) | moved
+
+
+def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Session:
+    """Builds the run of a resolved config, or goes on with the one in `folder`. Collective.
+
+    Raises:
+        ConfigError: the folder holds the run of another config, or the data is shorter than one step.
+        DataError: files that cannot be used, or that changed since the state was saved.
+        RecsysError: the saved state does not fit, or every state in the folder is damaged.
+    """
+    checkpoints = Checkpoints(folder / CHECKPOINTS, pipeline.train.checkpoint.keep)
+    saved = checkpoints.newest()
+    state = checkpoint.read_state(saved) if saved else {}
+    if saved:
+        require_same_config(text_format.Parse(state["config"], pb.Pipeline()), pipeline, str(folder))
+    elif on_main(checkpoints.steps):
+        raise RecsysError(f"every state in {checkpoints.folder} is damaged; train with another --run-dir")
+    progress = Progress.from_json(state["progress"]) if saved else Progress()
+    session = _build(pipeline, folder, processes, checkpoints, progress)
+    if saved:
+        require_same_inputs(state["inputs"], session.train.fingerprint())
+        session.restore(saved, state)
+        log.info("going on from %s", saved)
+    on_main(lambda: files.write_text(folder / CONFIG, config.to_text(pipeline)))
+    return session
+
+
+def _build(
+    pipeline: pb.Pipeline, folder: Path, processes: Processes, checkpoints: Checkpoints, progress: Progress
+) -> Session:
+    train = pipeline.train
+    seed_everything(train.seed)
+    model = build_model(pipeline)
+    parameters = sum(p.numel() for p in model.parameters())
+    rule = layout_rule(pipeline)
+
+    def loader(split: str, shuffle: bool) -> Loader:
+        return Loader(
+            pipeline, split, rule, rank=processes.rank, world_size=processes.world_size, shuffle=shuffle
+        )
+
+    reader = loader("train", shuffle=True)
+    total_steps = _total_steps(train, reader, progress)
+    step = TrainStep(model)
+    placement, kind = pipeline.model.embedding.placement, train.sharding.kind
+    wrapped = shard(step, processes, placement, kind, fused_params(train.sparse_optimizer))
+    optimizer = ScheduledOptimizer(wrapped, train, total_steps)
+    seed_everything(_seed(pipeline, processes.rank, 0))
+    return Session(
+        pipeline=pipeline,
+        processes=processes,
+        folder=folder,
+        step=step,
+        wrapped=wrapped,
+        optimizer=optimizer,
+        train=reader,
+        validation=loader("validation", shuffle=False) if pipeline.data.HasField("validation") else None,
+        checkpoints=checkpoints,
+        progress=progress,
+        total_steps=total_steps,
+        parameters=parameters,
+    )
+
+
+def _seed(pipeline: pb.Pipeline, rank: int, step: int) -> int:
+    """A seed for what a rank draws from `step` on; ranks must not drop out the same units."""
+    return (pipeline.train.seed * 1_000_003 + step) * 65_537 + rank + 1
+
+
+def _total_steps(train: pb.Train, reader: Loader, progress: Progress) -> int:
+    if train.HasField("num_steps"):
+        return train.num_steps
+    left = 0
+    for epoch in range(progress.epoch, train.num_epochs):
+        left += reader.num_steps(epoch, progress.next_batch if epoch == progress.epoch else 0)
+    total = progress.step + left // train.accumulate_batches
+    if total == 0:
+        raise ConfigError(
+            f"train.accumulate_batches: a step takes {train.accumulate_batches} batches, "
+            f"and train.num_epochs = {train.num_epochs} has {left}"
+        )
+    return total

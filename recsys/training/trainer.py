@@ -1,0 +1,180 @@
+"""The training loop: next batch, step, maybe log, maybe evaluate, maybe save.
+
+Everything around it is elsewhere: `train_step` turns a batch into a loss, `optimizers` move weights,
+    `session`
+builds and saves, hooks show what happens. All ranks run the same loop; what one of them alone learns (a
+signal, a loss that is not finite) travels in the one sum of each step.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from recsys.data.batch import Batch
+from recsys.errors import NonFiniteLossError, RecsysError
+from recsys.training.evaluator import Goal, evaluate
+from recsys.training.hooks import Evaluated, Hook, Outcome, Trained
+from recsys.training.session import Session
+from recsys.training.signals import catching_signals
+from recsys.training.state import Best, Window
+from recsys.training.throughput import Meter
+from recsys.training.train_step import StepResult
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Trains a session to its end, or until a signal asks to stop.
+
+    Args:
+        session: what to train.
+        hooks: who watches; empty on every rank but 0.
+
+    Raises:
+        ConfigError: `train.evaluation.best_metric` is none of the model's metrics.
+    """
+
+    def __init__(self, session: Session, hooks: list[Hook]):
+        self._session = session
+        self._hooks = hooks
+        self._goal = Goal.of(session.model, session.pipeline.train.evaluation)
+        self._meter = Meter()
+        self._pipeline = TrainPipelineSparseDist(session.wrapped, session.optimizer, session.processes.device)
+        self._batches: Iterator[Batch] | None = None
+        self._evaluate_at = 0
+        self._checkpoint: Path | None = None
+        self._signal = 0
+        self._rates: dict[str, float] = {}
+
+    def run(self) -> Outcome:
+        """Runs until the last step, the end of patience, or a signal; the state is saved then. Collective.
+
+        Raises:
+            NonFiniteLossError: on all ranks, before that loss moved any weight.
+        """
+        stream = self._meter.watch(self._session.batches())
+        with closing(stream), catching_signals(self._session.step.sum_over_ranks.received):
+            while not self._session.finish_reason() and not self._signal:
+                result = self._train(stream)
+                self._maybe_log(result)
+                evaluated = self._maybe_evaluate()
+                self._maybe_save(evaluated)
+        return self._outcome()
+
+    def _train(self, stream: Iterator[Batch]) -> StepResult:
+        """One step: the batches of it, forward and backward, and the optimizers' move after the last one."""
+        session, progress = self._session, self._session.progress
+        if self._batches is None:
+            # The pipeline reads ahead. It gets no more than the batches up to the next evaluation, so that it
+            # is empty by then and the model can be called without it.
+            self._evaluate_at = self._next_evaluation()
+            self._batches = islice(stream, (self._evaluate_at - progress.step) * session.accumulate)
+        self._rates = session.optimizer.learning_rates()
+        for _ in range(session.accumulate):
+            try:
+                result = self._pipeline.progress(self._batches)
+            except NonFiniteLossError as error:
+                raise NonFiniteLossError(f"step {progress.step + 1}: {error}") from None
+            except StopIteration:
+                raise RecsysError(
+                    f"the reader of epoch {progress.epoch} ended before its last batch"
+                ) from None
+            progress.window.add(result.loss, result.losses)
+            progress.samples += result.samples
+            self._meter.add(result.samples, result.tokens, batches=1)
+            session.advance(result.position)
+        progress.step += 1
+        self._signal = next((number for number, times in result.signals.items() if times), 0)
+        for hook in self._hooks:
+            hook.stepped(progress.step)
+        return result
+
+    def _next_evaluation(self) -> int:
+        session, step = self._session, self._session.progress.step
+        every = session.pipeline.train.evaluation.every_steps
+        following = (step // every + 1) * every if every else step + session.steps_to_epoch_end()
+        return min(following, session.total_steps)
+
+    def _maybe_log(self, result: StepResult) -> None:
+        session, progress = self._session, self._session.progress
+        at_end = progress.step == session.total_steps
+        if progress.step % session.pipeline.train.log_every_steps and not at_end:
+            return
+        rates = self._meter.take()
+        batches_left = (session.total_steps - progress.step) * session.accumulate
+        means, progress.window = progress.window.means(), Window()
+        record = Trained(
+            step=progress.step,
+            epoch=result.position.epoch,
+            loss=means.loss,
+            losses=means.losses,
+            lr=self._rates,
+            grad_norm=self._grad_norm(),
+            rates=rates,
+            seconds_left=batches_left / max(rates.batches_per_s, 1e-9),
+        )
+        for hook in self._hooks:
+            hook.trained(record)
+
+    def _maybe_evaluate(self) -> bool:
+        session, progress = self._session, self._session.progress
+        if progress.step < self._evaluate_at:
+            return False
+        self._batches = None
+        if session.validation is None:
+            return True
+        began = time.perf_counter()
+        with self._meter.paused():
+            self._pipeline.detach()
+            limit = session.pipeline.train.evaluation.max_batches or None
+            metrics = evaluate(session.model, session.validation, session.processes.device, limit)
+        value = metrics[self._goal.metric]
+        best = self._goal.reached(value, progress.best)
+        progress.evaluations_without_gain = 0 if best else progress.evaluations_without_gain + 1
+        if best:
+            progress.best = Best(self._goal.metric, value, progress.step)
+        record = Evaluated(progress.step, metrics, best, time.perf_counter() - began)
+        for hook in self._hooks:
+            hook.evaluated(record)
+        return True
+
+    def _maybe_save(self, evaluated: bool) -> None:
+        session, progress = self._session, self._session.progress
+        every = session.pipeline.train.checkpoint.every_steps
+        due = progress.step % every == 0 if every else evaluated
+        improved = progress.best is not None and progress.best.step == progress.step
+        if not (due or improved or session.finish_reason() or self._signal):
+            return
+        self._grad_norm()
+        with self._meter.paused():
+            self._checkpoint = session.save()
+        for hook in self._hooks:
+            hook.saved(self._checkpoint)
+
+    def _grad_norm(self) -> float:
+        """Of the last step. A finite loss may have a gradient that is not: nothing is saved after one."""
+        norm = self._session.optimizer.last_grad_norm
+        value = 0.0 if norm is None else float(norm)
+        if not math.isfinite(value):
+            raise NonFiniteLossError(f"step {self._session.progress.step}: the gradient's norm is {value}")
+        return value
+
+    def _outcome(self) -> Outcome:
+        session = self._session
+        reason = f"signal {self._signal} asked for it" if self._signal else session.finish_reason()
+        outcome = Outcome(
+            step=session.progress.step,
+            reason=reason,
+            checkpoint=self._checkpoint or session.checkpoints.steps()[-1],
+            best=session.progress.best,
+            signal=self._signal,
+        )
+        for hook in self._hooks:
+            hook.finished(outcome)
+        return outcome
