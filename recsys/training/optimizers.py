@@ -26,8 +26,7 @@ class ScheduledOptimizer:
 
     Dense gradients of `train.accumulate_batches` batches are averaged into one step. Sharded tables move with
     every batch: their gradients are never kept. Gradients are means over ranks already, so every rank clips
-        by
-    the same norm.
+    by the same norm.
 
     Args:
         model: a model whose sharded tables, if any, are in a `DistributedModelParallel`.
