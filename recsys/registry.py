@@ -1,8 +1,8 @@
 """From a protobuf message to the class that it configures.
 
-A component registers itself under its message (`@register(pb.HstuMixer)`), and whoever holds the surrounding
-message (`pb.Mixer`, with one oneof over all mixers) picks the class with `pick`. The class bears its message's
-name and takes the message as its only positional argument.
+A component registers itself under its message (`@register(pb.HstuMixer)`), and whoever holds the message
+around it (`pb.Mixer`, one oneof over all mixers) picks the class with `pick`. The class bears the name of its
+message and takes the message as its only positional argument.
 """
 
 from typing import Any, NamedTuple, TypeVar

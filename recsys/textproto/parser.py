@@ -67,7 +67,7 @@ class _Parser:
 
     def __init__(self, text: str, name: str, numbered: bool):
         self.name, self.numbered = name, numbered
-        self.findings: list[str] = []
+        self._found: list[tuple[int, int, str]] = []
         self.locations: dict[str, str] = {}
         self.tokens: list[Token] = []
         self.index = 0
@@ -78,17 +78,22 @@ class _Parser:
         for match in _TOKEN.finditer(text):
             kind, found = str(match.lastgroup), match.group()
             token = Token(kind, found, line, match.start() - line_start + 1)
-            if kind == "bad":
-                what = (
-                    "a string that does not end on its line" if found[0] in "\"'" else f"unexpected {found!r}"
-                )
-                self._syntax(token, what)
+            if kind == "bad" and found[0] in "\"'":
+                self._syntax(token, "a string that does not end on its line")
+                self.tokens.append(token._replace(kind="string", text='""'))
+            elif kind == "bad":
+                self._syntax(token, f"unexpected {found!r}")
             elif kind != "blank":
                 self.tokens.append(token)
             if "\n" in found:
                 line += found.count("\n")
                 line_start = match.start() + found.rfind("\n") + 1
         self.tokens.append(Token("end", "the end of the text", line, len(text) - line_start + 1))
+
+    @property
+    def findings(self) -> list[str]:
+        """All findings so far, in the order of the text."""
+        return [text for _, _, text in sorted(self._found)]
 
     def balanced(self) -> bool:
         """Whether brackets match. If not, a finding names the first that does not; the rest is not read."""
@@ -114,11 +119,12 @@ class _Parser:
         """Fields up to the closing bracket or the end of the text."""
         seen: dict[str, Token] = {}
         while not self._closing() and self._peek().kind != "end":
-            name = self._next()
+            name = self._peek()
             if name.kind != "word":
                 self._syntax(name, f"expected the name of a field, found {name.text!r}")
                 self._skip_line(name)
                 continue
+            self._next()
             here = f"{path}.{name.text}" if path else name.text
             field = message.DESCRIPTOR.fields_by_name.get(name.text)
             if field is None:
@@ -274,10 +280,10 @@ class _Parser:
         return f"{self._line(token)}:{token.column}" if self.numbered else self.name
 
     def _finding(self, token: Token, path: str, what: str) -> None:
-        self.findings.append(f"{self._line(token)}: {path}: {what}")
+        self._found.append((token.line, token.column, f"{self._line(token)}: {path}: {what}"))
 
     def _syntax(self, token: Token, what: str) -> None:
-        self.findings.append(f"{self._place(token)}: {what}")
+        self._found.append((token.line, token.column, f"{self._place(token)}: {what}"))
 
 
 def _clash(field: FieldDescriptor, seen: dict[str, Token]) -> str:
