@@ -1,0 +1,219 @@
+import math
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from recsys.models import Retriever, build_model
+from recsys.models.retriever import last_of_each
+from tests.modules.pipelines import RETRIEVER, batch_of, pipeline_of, random_row, random_rows
+
+SIZES = [(3, 1), (0, 1), (6, 2), (2, 0), (1, 1)]
+SASREC = "model { retriever { mixer { sasrec { num_heads: 2 } } } }"
+UNIFORM = "model { retriever { loss { softmax { uniform { num_negatives: 5 } } } } }"
+
+
+@pytest.fixture(params=["", SASREC], ids=["hstu", "sasrec"])
+def pipeline(request):
+    return pipeline_of(RETRIEVER, request.param)
+
+
+def build(pipeline):
+    built = build_model(pipeline).eval()
+    for name, parameter in built.named_parameters():
+        if not name.startswith("embed"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return built
+
+
+@pytest.fixture
+def model(pipeline):
+    return build(pipeline)
+
+
+def table(model):
+    return model.state_dict()["embed.tables.dim_8.embeddings.item_id.weight"]
+
+
+def test_build_model_makes_a_retriever(model):
+    assert isinstance(model, Retriever)
+
+
+def test_a_row_is_answered_alike_alone_and_in_a_batch(model, pipeline):
+    rows = random_rows(pipeline, SIZES)
+    together = model(batch_of(pipeline, rows)).queries.split([n for n, _ in SIZES])
+    for row, expected in zip(rows, together, strict=True):
+        found = model(batch_of(pipeline, [row])).queries
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_future_does_not_reach_the_past(model, pipeline):
+    row = random_row(pipeline, 6, 1)
+    before = model(batch_of(pipeline, [row])).queries
+    other = random_row(pipeline, 6, 1, seed=9)
+    for cut in range(1, 6):
+        spliced = {
+            "uih_item_id": row.values["uih_item_id"][:cut] + other.values["uih_item_id"][cut:],
+            "uih_actions": row.uih_actions[:cut] + [1 - action % 2 for action in row.uih_actions[cut:]],
+            # The time of the next event is known when its request comes, later times are not.
+            "uih_timestamps": row.uih_timestamps[: cut + 1] + other.uih_timestamps[cut + 1 :],
+            "request_time": other.request_time,
+        }
+        after = model(batch_of(pipeline, [row.changed(**spliced)])).queries
+        assert torch.equal(after[:cut], before[:cut])
+        assert not torch.isclose(after[cut:], before[cut:]).all(1).any()
+
+
+def test_later_events_may_be_missing(model, pipeline):
+    row = random_row(pipeline, 6, 1)
+    whole = model(batch_of(pipeline, [row])).queries
+    for length in range(1, 6):
+        start = row.changed(
+            uih_item_id=row.values["uih_item_id"][:length],
+            uih_actions=row.uih_actions[:length],
+            uih_watch_time=row.uih_watch_time[:length],
+            uih_timestamps=row.uih_timestamps[:length],
+            request_time=row.uih_timestamps[length],
+        )
+        torch.testing.assert_close(model.query(batch_of(pipeline, [start]))[0], whole[length - 1])
+
+
+def test_the_candidate_does_not_reach_the_query(model, pipeline):
+    rows = random_rows(pipeline, SIZES)
+    other = [row.changed(candidate_item_id=[20] * len(row.candidate_timestamps)) for row in rows]
+    assert torch.equal(model.query(batch_of(pipeline, rows)), model.query(batch_of(pipeline, other)))
+
+
+def test_the_query_is_the_last_position_and_zero_without_history(model, pipeline):
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES))
+    queries, found = model(batch).queries, model.query(batch)
+    torch.testing.assert_close(
+        found, torch.stack([queries[2], torch.zeros(8), queries[8], queries[10], queries[11]])
+    )
+    assert last_of_each(torch.zeros(0, 3), torch.zeros(2, dtype=torch.int64)).tolist() == [[0, 0, 0]] * 2
+
+
+def test_item_vectors_are_the_table_without_its_unknown_row(model, pipeline):
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES))
+    torch.testing.assert_close(model.item_vectors(batch), normalize(table(model)[1:], dim=1))
+    plain = pipeline_of(RETRIEVER, "model { retriever { l2_normalize: false } }")
+    other = build(plain)
+    torch.testing.assert_close(
+        other.item_vectors(batch_of(plain, random_rows(plain, SIZES))), table(other)[1:]
+    )
+
+
+def next_item_losses(model, rows, queries, negatives=None):
+    """Sum of weight x loss and of weights, position by position; negatives are table rows, None for all."""
+    items = normalize(table(model), dim=1)
+    total = count = n = 0
+    for row in rows:
+        ids = row.values["uih_item_id"]
+        for i in range(len(ids)):
+            if i + 1 < len(ids) and ids[i + 1] > 0:
+                wanted = ids[i + 1]
+                others = range(1, 21) if negatives is None else negatives
+                scores = {k: math.exp(queries[n] @ items[k] / 0.05) for k in (*others, wanted)}
+                weights = sum(scores[k] for k in others if k != wanted) + scores[wanted]
+                total += row.weight * -math.log(scores[wanted] / weights)
+                count += row.weight
+            n += 1
+    return total, count
+
+
+def weighted_rows(pipeline):
+    rows = random_rows(pipeline, SIZES)
+    rows[2].values["uih_item_id"][3] = 0  # unknown: an input, no target
+    return [row.changed(weight=w) for row, w in zip(rows, (1.0, 1.0, 2.0, 0.5, 0.0), strict=True)]
+
+
+def test_full_softmax_over_the_catalogue(model, pipeline):
+    rows = weighted_rows(pipeline)
+    batch = batch_of(pipeline, rows)
+    outputs = model(batch)
+    losses = model.objective(outputs, batch)
+    total, count = next_item_losses(model, rows, outputs.queries.detach())
+    assert losses.names == ("next_item",)
+    assert losses.sums.item() == pytest.approx(total, rel=1e-4)
+    assert losses.counts.item() == count
+
+
+def test_sampled_softmax_over_shared_negatives():
+    pipeline = pipeline_of(RETRIEVER, UNIFORM)
+    model, rows = build(pipeline), weighted_rows(pipeline)
+    negatives = [5, rows[0].values["uih_item_id"][1], 7, 7, rows[2].values["uih_item_id"][5]]
+    batch = batch_of(pipeline, rows, negatives)
+    outputs = model(batch)
+    losses = model.objective(outputs, batch)
+    total, count = next_item_losses(model, rows, outputs.queries.detach(), negatives)
+    assert losses.sums.item() == pytest.approx(total, rel=1e-4)
+    assert losses.counts.item() == count
+
+
+@pytest.mark.parametrize("change", ["", UNIFORM], ids=["full", "uniform"])
+def test_every_parameter_gets_a_gradient(change):
+    pipeline = pipeline_of(RETRIEVER, change)
+    model = build(pipeline).train()
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES))
+    model.objective(model(batch), batch).sums.sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_rows_without_targets(model, pipeline):
+    batch = batch_of(pipeline, random_rows(pipeline, [(1, 1), (0, 1)]))
+    losses = model.objective(model(batch), batch)
+    assert (losses.sums.item(), losses.counts.item()) == (0, 0)
+    losses.sums.sum().backward()
+
+
+def test_ranks_and_metrics_follow_from_scores_by_hand(model, pipeline):
+    rows = [
+        row.changed(weight=w) for row, w in zip(random_rows(pipeline, SIZES), (1, 1, 2, 1, 0), strict=True)
+    ]
+    batch = batch_of(pipeline, rows)
+    outputs, queries = model(batch), model.query(batch)
+    items = normalize(table(model), dim=1)
+    expected, weights = [], []
+    for row, query in zip(rows, queries, strict=True):
+        for target in row.values["candidate_item_id"]:
+            others = set(range(1, 21)) - set(row.values["uih_item_id"]) - {target}
+            expected.append(1 + sum(bool(query @ items[k] >= query @ items[target]) for k in others))
+            weights.append(row.weight)
+    assert model.ranks(outputs, batch).tolist() == expected
+    # Without history every item scores 0 and all ties count against the model.
+    assert expected[1] == 20
+    metrics = model.metrics()
+    assert list(metrics) == ["hit_rate@5", "mrr"]
+    model.update_metrics(metrics, outputs, batch)
+    reciprocal = sum(w / rank for w, rank in zip(weights, expected, strict=True)) / sum(weights)
+    assert metrics["mrr"].compute().item() == pytest.approx(reciprocal)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ('model { retriever { item_feature: "shop" } }', "item_feature: 'shop' is given"),
+        (
+            "model { retriever { preprocessor { contextual {} } } }",
+            "makes tokens of candidates; choose `uih`",
+        ),
+        (
+            "model { retriever { preprocessor { uih { positional { origin: END } } } } }",
+            "origin must be START",
+        ),
+        (
+            "model { retriever { preprocessor { uih { positional { num_time_buckets: 4 } } } } }",
+            "num_time_buckets must be 0",
+        ),
+    ],
+)
+def test_what_cannot_train_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        build_model(pipeline_of(RETRIEVER, change))
+
+
+def test_items_must_be_as_wide_as_queries():
+    pipeline = pipeline_of(RETRIEVER)
+    pipeline.features[0].id.embedding_dim = 4
+    with pytest.raises(ValueError, match="id.embedding_dim is 4, but items are compared with queries of"):
+        build_model(pipeline)

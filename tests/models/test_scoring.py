@@ -1,0 +1,125 @@
+"""The scoring graph: the same scores from flat tensors, eager, captured and compiled, at every size."""
+
+import pytest
+import torch
+from torch.fx.experimental import _config as symbolic
+
+from recsys import protos as pb
+from recsys.models import build_model
+from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
+from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, pipeline_of, random_rows
+
+RANKER_SASREC = "model { ranker { mixer { sasrec { num_heads: 2 } } } }"
+RETRIEVER_SASREC = "model { retriever { mixer { sasrec { num_heads: 2 } } } }"
+BF16 = "model { precision: BF16 }"
+MODELS = {
+    "ranker hstu": (RANKER,),
+    "ranker sasrec": (RANKER, RANKER_SASREC),
+    "ranker bf16": (RANKER, BF16),
+    "retriever hstu": (RETRIEVER,),
+    "retriever sasrec": (RETRIEVER, RETRIEVER_SASREC),
+}
+EXAMPLE = [(3, 2), (0, 3), (5, 0), (1, 1)]
+SIZES = [
+    [(1, 1)],
+    [(0, 1)],
+    [(0, 1), (0, 2)],  # no history
+    [(2, 0), (0, 0)],  # no candidates
+    [(0, 0), (0, 0)],  # nothing but rows
+    [(6, 4)] * 9,
+    [(4, 1), (0, 4), (6, 2)],
+]
+
+
+@pytest.fixture(params=MODELS)
+def pipeline(request):
+    return pipeline_of(*MODELS[request.param])
+
+
+@pytest.fixture
+def graph(pipeline):
+    return ScoringGraph(build_model(pipeline)).eval()
+
+
+def captured(graph, pipeline):
+    """As the exporter does it: every named size dynamic, from 0 on."""
+    specs, example = scoring_signature(pipeline), flatten(batch_of(pipeline, random_rows(pipeline, EXAMPLE)))
+    dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims}
+    shapes = tuple({axis: dims[name] for axis, name in enumerate(spec.dims)} for spec in specs)
+    with symbolic.patch(backed_size_oblivious=True), torch.no_grad():
+        return torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
+
+
+def other_batches(pipeline):
+    return [batch_of(pipeline, random_rows(pipeline, sizes, seed=n)) for n, sizes in enumerate(SIZES)]
+
+
+def test_flatten_follows_the_signature(pipeline):
+    specs = scoring_signature(pipeline)
+    for batch in other_batches(pipeline):
+        sizes = {}
+        for spec, tensor in zip(specs, flatten(batch), strict=True):
+            assert tensor.dtype == spec.dtype, spec.name
+            assert tensor.is_contiguous() and tensor.storage_offset() == 0, spec.name
+            for name, size in zip(spec.dims, tensor.shape, strict=True):
+                assert sizes.setdefault(name, size) == size, spec.name
+    assert len({spec.name for spec in specs}) == len(specs)
+
+
+def test_the_graph_scores_as_the_model(graph, pipeline):
+    for batch in other_batches(pipeline):
+        torch.testing.assert_close(graph(*flatten(batch)), graph.model.score(batch))
+
+
+def test_one_capture_serves_every_size(graph, pipeline):
+    program = captured(graph, pipeline).module()
+    for batch in other_batches(pipeline):
+        expected = graph.model.score(batch)
+        close = {"rtol": 0.02, "atol": 0.01} if pipeline.model.precision == pb.BF16 else {}
+        torch.testing.assert_close(program(*flatten(batch)), expected, **close)
+
+
+@pytest.mark.slow
+def test_one_package_serves_every_size(graph, pipeline, tmp_path):
+    path = str(tmp_path / "model.pt2")
+    torch._inductor.aoti_compile_and_package(
+        captured(graph, pipeline),
+        package_path=path,
+        inductor_configs={"aot_inductor.check_lowerbound": False},
+    )
+    package = torch._inductor.aoti_load_package(path)
+    for batch in other_batches(pipeline):
+        expected = graph.model.score(batch)
+        close = {"rtol": 0.02, "atol": 0.01} if pipeline.model.precision == pb.BF16 else {}
+        torch.testing.assert_close(package(*flatten(batch)), expected, **close)
+
+
+def test_a_signature_can_be_written_down():
+    specs = scoring_signature(pipeline_of(RANKER))
+    assert [spec.name for spec in specs] == [
+        "gender",
+        "uih_item_id",
+        "candidate_item_id",
+        "uih_tags",
+        "uih_tags.counts",
+        "candidate_tags",
+        "candidate_tags.counts",
+        "age",
+        "candidate_price",
+        "request_time",
+        "uih_lengths",
+        "uih_timestamps",
+        "uih_actions",
+        "uih_watch_time",
+        "num_candidates",
+        "candidate_timestamps",
+        "steps",
+    ]
+    assert specs[4].to_json() == {"name": "uih_tags.counts", "dtype": "int64", "dims": ["events"]}
+    assert [TensorSpec.from_json(spec.to_json()) for spec in specs] == specs
+
+
+def test_a_retrievers_signature_has_no_candidates():
+    names = [spec.name for spec in scoring_signature(pipeline_of(RETRIEVER))]
+    assert names[0] == "uih_item_id"
+    assert not any("candidate" in name for name in names)

@@ -1,0 +1,123 @@
+"""What every mixer keeps; a new one is found through the registry and only needs an example here."""
+
+import dataclasses
+
+import pytest
+import torch
+from google.protobuf import text_format
+
+from recsys import protos as pb
+from recsys import registry
+from recsys.modules import mixers  # noqa: F401
+from tests.modules.mixers.sequences import WIDTH, part, random_sequence
+
+EXAMPLES = {
+    "hstu": """num_layers: 2 num_heads: 2 qk_dim: 4 v_dim: 3 scale_len: 3
+        bias { num_positions: 20 num_time_buckets: 40 } mask { contextual_reads_history: false }""",
+    "sasrec": "num_layers: 2 num_heads: 2 feed_forward_dim: 7 mask { contextual_reads_history: false }",
+}
+SHAPES = [(5, 3), (0, 2), (0, 0), (6, 0), (1, 4)]
+
+
+@pytest.fixture(params=sorted(registry.registered(pb.Mixer)))
+def mixer(request):
+    assert request.param in EXAMPLES, f"write an example of {request.param} into EXAMPLES"
+    message = text_format.Parse(f"{request.param} {{ {EXAMPLES[request.param]} }}", pb.Mixer())
+    chosen = registry.pick(message)
+    module = chosen.cls(chosen.config, embedding_dim=WIDTH).double().eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    return module
+
+
+def test_a_sample_is_mixed_alike_alone_and_in_a_batch(mixer):
+    sequence = random_sequence(SHAPES)
+    together = mixer(sequence).values.split(sequence.layout.lengths.tolist())
+    for number, expected in enumerate(together):
+        torch.testing.assert_close(mixer(part(sequence, SHAPES, number)).values, expected)
+
+
+def test_a_long_batch_mate_changes_nothing(mixer):
+    shapes = [(3, 2), (60, 5)]
+    sequence = random_sequence(shapes)
+    expected = mixer(part(sequence, shapes, 0)).values
+    torch.testing.assert_close(mixer(sequence).values[: len(expected)], expected)
+
+
+def test_layout_and_times_pass_through(mixer):
+    sequence = random_sequence(SHAPES)
+    mixed = mixer(sequence)
+    assert mixed.layout is sequence.layout
+    assert mixed.timestamps is sequence.timestamps
+    assert mixed.next_timestamps is sequence.next_timestamps
+    assert not torch.equal(mixed.values, sequence.values)
+
+
+def test_history_does_not_see_later_events_or_targets(mixer):
+    # One sample: 2 contextual tokens, 6 events, 3 targets.
+    sequence = random_sequence([(6, 3)])
+    before = mixer(sequence).values
+    for cut in range(3, 8):
+        values = sequence.values.clone()
+        values[cut:] += torch.randn(len(values) - cut, WIDTH, dtype=values.dtype)
+        times = sequence.timestamps.clone()
+        times[cut:] += 1000
+        after = mixer(dataclasses.replace(sequence, values=values, timestamps=times)).values
+        torch.testing.assert_close(after[:cut], before[:cut], rtol=0, atol=0)
+        assert not torch.isclose(after[cut:], before[cut:]).all(1).any()
+
+
+def test_a_target_does_not_see_other_targets(mixer):
+    sequence = random_sequence([(4, 3)])
+    order = [*range(6), 8, 6]  # the third target first, the second one gone
+    other = random_sequence([(4, 2)])
+    other = dataclasses.replace(
+        other,
+        values=sequence.values[order],
+        timestamps=sequence.timestamps[order],
+        next_timestamps=sequence.next_timestamps[order],
+    )
+    torch.testing.assert_close(mixer(other).values, mixer(sequence).values[order])
+
+
+def test_a_target_reads_its_history(mixer):
+    sequence = random_sequence([(4, 1)])
+    for event in range(2, 6):
+        values = sequence.values.clone()
+        values[event, 0] += 1  # not all alike: the norm in front would take it away
+        change = mixer(sequence.with_values(values)).values[-1] - mixer(sequence).values[-1]
+        assert change.norm() > 1e-4
+
+
+def test_every_parameter_and_token_gets_a_gradient(mixer):
+    sequence = random_sequence(SHAPES)
+    values = sequence.values.clone().requires_grad_()
+    mixed = mixer(sequence.with_values(values)).values
+    (mixed * torch.randn_like(mixed)).sum().backward()
+    assert [name for name, p in mixer.named_parameters() if p.grad is None or not p.grad.any()] == []
+    assert values.grad.any(1).all()
+
+
+def test_no_tokens_at_all(mixer):
+    sequence = random_sequence([(0, 0), (0, 0)], contextual=0)
+    assert mixer(sequence).values.shape == (0, WIDTH)
+
+
+def test_bfloat16_products_stay_close(mixer):
+    mixer.float()
+    sequence = random_sequence(SHAPES, dtype=torch.float32)
+    exact = mixer(sequence).values
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = mixer(sequence).values
+    assert rounded.dtype == torch.float32
+    assert (rounded - exact).norm() / exact.norm() < 0.03
+
+
+def test_dropout_is_for_training(mixer):
+    for module in mixer.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    sequence = random_sequence(SHAPES)
+    torch.testing.assert_close(mixer(sequence).values, mixer(sequence).values, rtol=0, atol=0)
+    mixer.train()
+    assert not torch.equal(mixer(sequence).values, mixer(sequence).values)

@@ -1,0 +1,204 @@
+"""Two small pipelines and rows for them: what tests of modules and models share.
+
+A `Row` is plain Python, so that a test can change one event or candidate of one row and an oracle can loop
+over it; `batch_of` puts rows together the slow way.
+"""
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from google.protobuf import text_format
+from torchrec import KeyedJaggedTensor
+
+from recsys import config, features
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.models import layout_rule
+from recsys.ops import SequenceLayout
+
+RANKER = """
+data { max_history_len: 6  max_candidates: 4 }
+features { name: "gender"  sides: USER  id { vocabulary { size: 3 }  embedding_dim: 4 } }
+features { name: "age"  sides: USER  numeric { normalize {} } }
+features { name: "item_id"  sides: [HISTORY, CANDIDATE]  id { vocabulary { size: 20 } } }
+features {
+  name: "tags"  sides: [HISTORY, CANDIDATE]
+  id { hash { num_buckets: 7 }  embedding_dim: 4  multi_valued: true  pooling: MEAN }
+}
+features { name: "price"  sides: CANDIDATE  numeric { normalize {} } }
+model {
+  embedding_dim: 8
+  embedding { init_std: 0.5 }
+  ranker {
+    preprocessor { contextual {
+      content { hidden: 16 }
+      action { bits { name: "click" bit: 0 } bits { name: "like" bit: 3 } watch_time_thresholds: [3, 10] }
+      positional { num_time_buckets: 5 }
+    } }
+    mixer { hstu { num_heads: 2  qk_dim: 4  v_dim: 3  scale_len: 3  bias { num_time_buckets: 40 } } }
+    postprocessor { layer_norm {} }
+    head { fusion { mlp { hidden: 8 } } }
+    tasks { name: "click"  loss { binary_cross_entropy {} }  metrics { auc {} } metrics { log_loss {} } }
+    tasks { name: "seconds"  weight: 0.5  loss { mean_squared_error { log1p: true } }  metrics { mae {} } }
+  }
+}
+"""
+
+RETRIEVER = """
+data { max_history_len: 6 }
+features { name: "item_id"  sides: [HISTORY, CANDIDATE]  id { vocabulary { size: 20 } } }
+model {
+  embedding_dim: 8
+  embedding { init_std: 0.5 }
+  retriever {
+    item_feature: "item_id"
+    preprocessor { uih {
+      action { bits { name: "click" bit: 0 } }
+      positional {}
+    } }
+    mixer { hstu {
+      num_heads: 2  qk_dim: 4  v_dim: 3  scale_len: 3  activation: UVQK  gate: UGN
+      bias { num_time_buckets: 40 }
+    } }
+    loss { softmax { full {} } }
+    metrics { hit_rate { k: 5 } }
+    metrics { mrr {} }
+  }
+}
+"""
+
+NOW = 1_700_000_000
+
+
+def pipeline_of(text: str, *changes: str) -> pb.Pipeline:
+    """A resolved pipeline; each change is text that is merged into the config."""
+    pipeline = text_format.Parse(text, pb.Pipeline())
+    for change in changes:
+        text_format.Merge(change, pipeline)
+    return config.resolve(pipeline, read_files=False).pipeline
+
+
+@dataclass
+class Row:
+    """One row: times and actions, and a value for each column (a list of values on the other two sides)."""
+
+    request_time: int
+    uih_timestamps: list[int]
+    uih_actions: list[int]
+    uih_watch_time: list[float]
+    candidate_timestamps: list[int]
+    values: dict[str, Any]
+    labels: dict[str, list[float]] = field(default_factory=dict)
+    weight: float = 1.0
+    group: int = 0
+
+    def changed(self, **changes: Any) -> "Row":
+        """A deep copy with other fields; a key that is a column goes into `values`."""
+        row = copy.deepcopy(self)
+        for name, value in changes.items():
+            if hasattr(row, name):
+                setattr(row, name, value)
+            else:
+                row.values[name] = value
+        return row
+
+    def with_candidates(self, keep: Sequence[int]) -> "Row":
+        """Only these candidates, in this order."""
+        row = copy.deepcopy(self)
+        row.candidate_timestamps = [self.candidate_timestamps[i] for i in keep]
+        for name, value in self.values.items():
+            if name.startswith("candidate_"):
+                row.values[name] = [value[i] for i in keep]
+        row.labels = {task: [labels[i] for i in keep] for task, labels in self.labels.items()}
+        return row
+
+
+def random_row(pipeline: pb.Pipeline, num_events: int, num_candidates: int, seed: int = 0) -> Row:
+    """A row drawn from a seed; ids are at least 1, so that none is unknown."""
+    draw = random.Random(seed)
+    rows = {table.name: table.rows for table in features.tables(pipeline)}
+
+    def value(column: features.Column) -> Any:
+        if column.table is None:
+            return draw.gauss(0, 1)
+        if column.multi_valued:
+            return [draw.randrange(rows[column.table]) for _ in range(draw.randrange(4))]
+        return draw.randrange(1, rows[column.table])
+
+    counts = {pb.HISTORY: num_events, pb.CANDIDATE: num_candidates}
+    values = {}
+    for column in features.columns(pipeline):
+        count = counts.get(column.side)
+        values[column.name] = value(column) if count is None else [value(column) for _ in range(count)]
+    request_time = NOW + draw.randrange(10**6)
+    tasks = [task.name for task in pipeline.model.ranker.tasks]
+    return Row(
+        request_time=request_time,
+        uih_timestamps=sorted(request_time - int(10 ** draw.uniform(0, 6)) for _ in range(num_events)),
+        uih_actions=[draw.randrange(16) for _ in range(num_events)],
+        uih_watch_time=[draw.uniform(0, 15) for _ in range(num_events)],
+        candidate_timestamps=[request_time + draw.randrange(3) * 1000 for _ in range(num_candidates)],
+        values=values,
+        labels={task: [float(draw.randrange(2)) for _ in range(num_candidates)] for task in tasks},
+        group=seed,
+    )
+
+
+def random_rows(pipeline: pb.Pipeline, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Row]:
+    """A row for each (events, candidates)."""
+    return [random_row(pipeline, *size, seed=100 * seed + i) for i, size in enumerate(sizes)]
+
+
+def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int] | None = None) -> Batch:
+    """The batch of some rows; a retriever's negatives are the whole catalogue unless given."""
+    rule = layout_rule(pipeline)
+    uih_lengths = _ints([len(row.uih_timestamps) for row in rows])
+    num_candidates = _ints([len(row.candidate_timestamps) for row in rows])
+    targets = num_candidates if rule.targets else torch.zeros_like(num_candidates)
+    keys, values, lengths, counts, numbers = [], [], [], {}, {}
+    for column in features.columns(pipeline):
+        entries = [row.values[column.name] for row in rows]
+        if column.side == pb.USER:
+            entries = [[entry] for entry in entries]
+        if column.table is None:
+            numbers[column.name] = torch.tensor(sum(entries, []), dtype=torch.float32)
+            continue
+        if column.multi_valued:
+            counts[column.name] = _ints([len(entry) for row in entries for entry in row])
+            entries = [sum(row, []) for row in entries]
+        keys.append(column.name)
+        values += sum(entries, [])
+        lengths += [len(row) for row in entries]
+    if pipeline.model.HasField("retriever"):
+        (items,) = (table for table in features.tables(pipeline) if features.NEGATIVES in table.columns)
+        drawn = list(range(1, items.rows)) if negatives is None else list(negatives)
+        keys.append(features.NEGATIVES)
+        values += drawn
+        lengths += [len(drawn)] + [0] * (len(rows) - 1)
+    return Batch(
+        layout=SequenceLayout(uih_lengths + targets + rule.num_contextual, targets, rule.num_contextual),
+        uih_lengths=uih_lengths,
+        num_candidates=num_candidates,
+        ids=KeyedJaggedTensor(keys, _ints(values), lengths=_ints(lengths)),
+        value_counts=counts,
+        numbers=numbers,
+        request_time=_ints([row.request_time for row in rows]),
+        uih_timestamps=_ints(sum((row.uih_timestamps for row in rows), [])),
+        uih_actions=_ints(sum((row.uih_actions for row in rows), [])),
+        uih_watch_time=torch.tensor(sum((row.uih_watch_time for row in rows), []), dtype=torch.float32),
+        candidate_timestamps=_ints(sum((row.candidate_timestamps for row in rows), [])),
+        labels={
+            task.name: torch.tensor(sum((row.labels[task.name] for row in rows), []), dtype=torch.float32)
+            for task in pipeline.model.ranker.tasks
+        },
+        sample_weight=torch.tensor([row.weight for row in rows]),
+        group=_ints([row.group for row in rows]),
+    )
+
+
+def _ints(values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
