@@ -3,14 +3,14 @@
     python scripts/popularity_baseline.py --data data/kuairand
     python scripts/popularity_baseline.py --data data/ml-1m
 
-Ranking: a candidate's score is its item's smoothed share of positives (regression: smoothed mean) among training
-candidates, (sum + k * mean) / (count + k), with the k of {1, 10, 100, 1000} that has the best AUC (regression: mean
-squared error) on validation; `exposure` scores by the number of training candidates instead. AUC over all candidates,
-GAUC within users weighted by their candidates, ties count half.
-Retrieval: an item's score is its number of training events; the whole catalogue is ranked, items of the newest
---max-history events removed, ties against the target.
+Ranking: a candidate's score is its item's smoothed share of positives (regression: smoothed mean) among
+training candidates, (sum + k * mean) / (count + k), with the k of {1, 10, 100, 1000} that has the best AUC
+(regression: mean squared error) on validation; `exposure` scores by the number of training candidates. AUC
+over all candidates, GAUC within users weighted by their candidates, ties count half.
+Retrieval: an item's score is its number of training events; the whole catalogue is ranked, items of the
+newest --max-history events removed, ties against the target.
 
-It reads the parquet files with polars and numpy and uses no line of the package, so that both can be wrong only apart.
+It reads the parquet files with polars and numpy and uses no line of the package: no error is shared.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ LENGTHS = (1, 10, 50, 200)
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line a figure, or all of them as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder made by a prepare_*.py tool")
     parser.add_argument("--split", choices=("validation", "test"), default="test")
-    parser.add_argument("--max-history", type=int, default=200, help="events whose items are not recommended again")
+    parser.add_argument(
+        "--max-history", type=int, default=200, help="events whose items are not recommended again"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     schema_file = options.data / "schema.json"
     if not schema_file.is_file():
-        sys.stderr.write(f"error: {schema_file}: no such file; --data takes a folder made by a prepare_*.py tool\n")
+        sys.stderr.write(
+            f"error: {schema_file}: no such file; --data takes a folder made by a prepare_*.py tool\n"
+        )
         return 2
     schema = json.loads(schema_file.read_text(encoding="utf-8"))
     if schema["task"] == "ranking":
@@ -56,7 +62,9 @@ def ranking_baseline(folder: Path, schema: dict, split: str) -> dict[str, float]
     """`<label>/<metric>` -> value on the candidates of `split`."""
     labels = [f"candidate_{name}" for name in schema["labels"]]
     train, validation, judged = (
-        _read(folder, schema, part, ["user_id", "candidate_item_id", *labels]).explode(["candidate_item_id", *labels])
+        _read(folder, schema, part, ["user_id", "candidate_item_id", *labels]).explode(
+            ["candidate_item_id", *labels]
+        )
         for part in ("train", "validation", split)
     )
     figures: dict[str, float] = {}
@@ -118,10 +126,12 @@ def retrieval_metrics(ranks: np.ndarray) -> dict[str, float]:
 
 
 def item_means(train: pl.DataFrame, judged: pl.DataFrame, label: str, strength: float) -> np.ndarray:
-    """Smoothed training mean of the label of each judged candidate's item; items never seen have the overall mean."""
+    """Smoothed training mean of the label of each judged candidate's item; the overall mean for new items."""
     base = train[label].mean()
     known = train.group_by("candidate_item_id").agg(total=pl.col(label).sum(), count=pl.len())
-    known = known.select("candidate_item_id", score=(pl.col("total") + strength * base) / (pl.col("count") + strength))
+    known = known.select(
+        "candidate_item_id", score=(pl.col("total") + strength * base) / (pl.col("count") + strength)
+    )
     joined = judged.join(known, on="candidate_item_id", how="left", maintain_order="left")
     return joined["score"].fill_null(base).to_numpy()
 

@@ -1,4 +1,4 @@
-"""What the prepare_*.py tools share before rows exist: errors, reading delimited text, folders that appear whole.
+"""What the prepare_*.py tools share before rows exist: errors, delimited text, folders that appear whole.
 
 `prepare_rows.py` continues from typed events to parquet, `prepare_config.py` writes the starter config.
 """
@@ -27,7 +27,7 @@ INTEGER, NUMBER, TEXT = "an integer", "a number", "text"
 
 
 def run(main: Callable[[list[str] | None], None], arguments: list[str] | None = None) -> int:
-    """Calls a tool's `main`; an error meant for users becomes one message and its exit code (2 usage, 3 data)."""
+    """Calls a tool's `main`; an error meant for users becomes a message and exit code: 2 usage, 3 data."""
     try:
         main(arguments)
     except RecsysError as error:
@@ -121,7 +121,7 @@ def check_columns(wanted: list[str], present: list[str], where: str) -> None:
 def text_batches(
     path: Path, columns: list[str], *, delimiter: str = ",", block_bytes: int = 1 << 24
 ) -> Iterator[tuple[int, pl.DataFrame]]:
-    """Reads a CSV file (also .gz) with a header piece by piece: the line each piece starts at, and its columns as text.
+    """Reads a CSV file (also .gz) with a header piece by piece: each one's first line and columns as text.
 
     Raises:
         DataError: no such file, a missing column, a line with too many or too few values.
@@ -133,7 +133,7 @@ def text_batches(
 
 
 def read_csv(path: Path, kinds: Mapping[str, str]) -> pl.DataFrame:
-    """A whole CSV file (also .gz) with the columns of `kinds`, typed; see `text_batches` and `typed` for errors."""
+    """A whole CSV file (also .gz) with the columns of `kinds`; errors as in `text_batches` and `typed`."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     with _open(path) as file:
@@ -192,7 +192,7 @@ def id_column(texts: pl.Series) -> pl.Series:
 
 
 def is_integer_text(texts: pl.Series) -> bool:
-    """Whether each text is a whole number >= 0 in its shortest form, so that int64 gives it back unchanged."""
+    """Whether each text is a whole number >= 0 in its shortest form, which int64 gives back unchanged."""
     numbers = texts.cast(pl.Int64, strict=False)
     return bool(((numbers >= 0) & (numbers.cast(pl.String) == texts)).fill_null(False).all())
 

@@ -33,7 +33,8 @@ def starter_config(schema: dict, address: str) -> str:
 
 def _head(schema: dict, address: str) -> str:
     lines = [
-        f"# A first {schema['task']} model on {address}, to change as you like: configs/REFERENCE.md has every field.",
+        f"# A first {schema['task']} model on {address}, to change as you like.",
+        "# configs/REFERENCE.md explains every field.",
         f"#   python -m recsys.train --config {address}/starter.config --run-dir runs/starter",
     ]
     if schema["task"] == "retrieval":
@@ -84,7 +85,10 @@ def _ranker(schema: dict) -> str:
     preprocessor {{
       contextual {{
         content {{ hidden: 64 }}
-{_action(schema, "        ")}        positional {{ origin: END num_time_buckets: 64 time_scale: SQRT time_unit: 3600 }}
+{_action(schema, "        ")}        positional {{
+          origin: END
+          num_time_buckets: 64 time_scale: SQRT time_unit: 3600
+        }}
         dropout: 0.1
       }}
     }}
@@ -138,7 +142,10 @@ def _retriever(schema: dict) -> str:
     }}
     postprocessor {{ l2_norm {{}} }}
     loss {{ softmax {{ temperature: 0.05 full {{}} }} }}
-    metrics {{ ndcg {{ k: 10 }} }} metrics {{ hit_rate {{ k: 10 }} }} metrics {{ hit_rate {{ k: 50 }} }} metrics {{ mrr {{}} }}
+    metrics {{ ndcg {{ k: 10 }} }}
+    metrics {{ hit_rate {{ k: 10 }} }}
+    metrics {{ hit_rate {{ k: 50 }} }}
+    metrics {{ mrr {{}} }}
   }}
 }}
 """

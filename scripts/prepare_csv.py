@@ -10,16 +10,16 @@
 `python -m recsys.train --config <output>/starter.config --run-dir runs/first`.
 
 - Ids stay as they are: int64 when every one is a whole number, else text.
-- Events are ordered by user and time, equal times in the order of the input.
-- ranking: a request is a run of one user's events, each at most --session-gap seconds behind the one before it, cut
-  after --max-candidates; its history is what the user did strictly before. The last --test-share of the time span's
-  events is the test split, --validation-share before it validation. Vocabularies count training events only.
-- retrieval: leave-one-out. The last item of a user is the test target, the one before it the validation target. The
-  catalogue is every item of the log. Users with one or two events only train.
+- Every line is an event. Events are ordered by user and time, equal times in the order of the input.
+- ranking: a request is a run of one user's events, each at most --session-gap seconds behind the one before
+  it, cut after --max-candidates; its history is what the user did strictly before. The latest --test-share of
+  all events is the test split, the --validation-share before it validation. Vocabularies count training only.
+- retrieval: leave-one-out. The last item of a user is the test target, the one before it the validation
+  target. The catalogue is every item of the log. Users with one or two events only train.
 - An empty cell of a feature is the unknown id; an empty user, item, time or number is an error.
 
-Memory: the log is cut by user into parts of about --part-rows events, and one part at a time is worked on; the ids of
-the vocabularies must fit.
+Memory: the log is cut by user into parts of at most about --part-rows events, worked on one at a time;
+besides that, the ids of the vocabularies must fit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
-import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys.errors import ConfigError, DataError

@@ -1,8 +1,8 @@
 """Reads a log of any size for prepare_csv.py and cuts it by user into parts that fit into memory.
 
-One pass over the input checks and converts every value and appends it to one of 256 bucket files, chosen by a checksum
-of the user's id; a part is a run of neighbouring buckets. Ids stay text until the whole log has been seen: only then is
-it known whether all of a column's ids are whole numbers.
+One pass over the input checks and converts every value and appends it to one of 256 bucket files, chosen by a
+checksum of the user's id; a part is a run of neighbouring buckets. Ids stay text until the whole log has been
+seen: only then is it known whether all of a column's ids are whole numbers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -81,8 +81,8 @@ class Log:
     def part(self, number: int) -> pl.DataFrame:
         """Events of one part by user and time, ties in the order of the input.
 
-        Columns: user_id, item_id (int64 or text), time_us, timestamps (s), order (row of the input), features under
-        their names, label_<name>, actions, watch_time.
+        Columns: user_id, item_id (int64 or text), time_us, timestamps (s), order (row of the input), features
+        under their names, label_<name>, actions, watch_time.
         """
         tables = [pa.ipc.open_stream(pa.memory_map(str(path))).read_all() for path in self.parts[number]]
         frame = pl.DataFrame(pl.from_arrow(pa.concat_tables(tables)))
@@ -93,7 +93,7 @@ class Log:
         return frame.sort("user_id", "time_us", "order")
 
     def time_quantiles(self, *shares: float) -> list[int]:
-        """Moments (microseconds) before which the given shares of events lie, to a millionth of the whole span."""
+        """Moments (microseconds) before which these shares of events lie, to a millionth of the span."""
         width = (self.last_time - self.first_time) // HISTOGRAM_BINS + 1
         counts = np.zeros(HISTOGRAM_BINS + 1, dtype=np.int64)
         for path in (path for part in self.parts for path in part):
@@ -105,7 +105,7 @@ class Log:
 
 
 class Piece(NamedTuple):
-    """Some lines of one file: columns as text, what errors call the file, the first line's number, what to call a line."""
+    """Some lines of one file, as text, and what errors call the file, its lines and the first of them."""
 
     texts: pl.DataFrame
     where: str
@@ -145,7 +145,7 @@ def cut_log(source: Path, columns: LogColumns, folder: Path, *, part_rows: int) 
 
 
 def _parts(rows: np.ndarray, part_rows: int) -> list[list[int]]:
-    """Neighbouring buckets together, each part with at most `part_rows` rows where one bucket has not more."""
+    """Neighbouring buckets together, up to `part_rows` rows; a larger bucket is a part of its own."""
     parts: list[list[int]] = []
     room = 0
     for bucket in np.flatnonzero(rows).tolist():

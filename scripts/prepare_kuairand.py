@@ -1,17 +1,20 @@
-"""Makes ranking data from KuaiRand (Pure or 1K): one row per user and request, three labels and the watch time.
+"""Makes ranking data from KuaiRand (Pure or 1K): a row per user and request, three labels and watch time.
 
     python scripts/prepare_kuairand.py --input KuaiRand-Pure --output data/kuairand
 
-Reads every log_standard*.csv[.gz], user_features*.csv and video_features_basic*.csv below --input. The statistics of
-videos (video_features_statistic*) stay out: they are averages over the whole month, test days included.
+Reads every log_standard*.csv[.gz], user_features*.csv and video_features_basic*.csv below --input. The
+statistics of videos (video_features_statistic*) stay out: they are averages over the whole month, test days
+included.
 
-- An impression that was logged twice (all columns equal but the hour of logging: `date`, `hourmin`) counts once.
-- A request is a run of one user's impressions in one tab and on one day, each at most --request-gap seconds behind the
-  one before it, cut after --max-candidates. Kuaishou's own requests are not in the log.
-- Its history is what the user did strictly before its first impression, in all tabs, the newest --max-history events.
-- The last --test-days days (Beijing time) are the test split, the --validation-days before them validation, the rest
-  training. A history reaches into earlier splits, as it would in production; labels stay in their own.
+- An impression that was logged twice (equal in all that is read, seconds and play time included; the copies
+  differ in the hour of logging at most) counts once: it would weigh double in losses, metrics and histories.
+- A request is a run of one user's impressions in one tab and on one day, each at most --request-gap seconds
+  behind the one before it, cut after --max-candidates. Kuaishou's own requests are not in the log.
+- Its history is what the user did strictly before its first impression, in all tabs, newest --max-history.
+- The last --test-days days (Beijing time) are the test split, the --validation-days before them validation,
+  the rest training. A history reaches into earlier splits, as it would in production; labels do not.
 - Vocabularies count training impressions only. Ids stay as they are; an empty value is the unknown id.
+- Features of users are one snapshot for the whole month, as published.
 """
 
 from __future__ import annotations
@@ -122,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def read_log(files: list[Path], *, modulus: int = 1) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Impressions by user and time, ties in the order of files and lines, each once; and the counts of what was left out."""
+    """Impressions by user and time, ties in the order of files and lines; and counts of what was left out."""
     pieces = [common.read_csv(path, dict.fromkeys(LOG, common.INTEGER)) for path in files]
     log = pl.concat(pieces).with_row_index("order").with_columns(pl.col("order").cast(pl.Int64))
     negative = log.filter(pl.min_horizontal(LOG) < 0)
@@ -180,7 +183,7 @@ def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
 
 
 def split_by_day(time_ms: pl.Series, validation_days: int, test_days: int) -> np.ndarray:
-    """[n] name of the split that each moment falls into, by days of Beijing time counted from the last one."""
+    """[n] name of the split of each moment, by days of Beijing time counted from the last one."""
     day = _beijing_day(time_ms).to_numpy()
     before_end = day.max() - day
     if before_end.max() < validation_days + test_days:

@@ -3,13 +3,13 @@
     python scripts/prepare_movielens.py --input ml-1m.zip --output data/ml-1m
     python scripts/prepare_movielens.py --input ml-latest-small --output data/ml-latest-small
 
-Takes a zip file or a folder of the releases with ratings.dat (`::`, ml-1m and ml-10m) or ratings.csv (all later ones).
+Takes the zip file or folder of a release with ratings.dat (`::`, ml-1m and ml-10m) or ratings.csv (later).
 
 - All ratings count, whatever their stars; no user or movie is left out.
-- Order: by user and time, equal times in the order of the file (a stable sort; another order moves up to a quarter of
-  the targets, so it belongs to the protocol).
-- The last movie of a user is the test target, the one before it the validation target, the rest is training history.
-  `train_validation.parquet` is the history without the test target, for a final run with settings chosen on validation.
+- Order: by user and time, equal times in the order of the file (a stable sort; another order moves up to a
+  quarter of the targets, so it belongs to the protocol).
+- The last movie of a user is the test target, the one before it the validation target, the rest is training
+  history. `train_validation.parquet` is all but the test target, for a final run with settings chosen before.
 - The catalogue is every movie of movies.dat / movies.csv, rated or not, the most frequent in training first.
 - `uih_actions` holds the stars: bit ceil(stars), so 3.5 and 4 stars are bit 4.
 """
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def read_release(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Ratings (userId, movieId, rating, timestamp) and movies (movieId, title, genres) in the order of the files.
+    """Ratings (userId, movieId, rating, timestamp) and movies (movieId, title, genres) in file order.
 
     Raises:
         DataError: no such release, a line that does not parse, a movie twice.

@@ -1,7 +1,7 @@
 """From events sorted by user and time to rows on disk: requests, histories, vocabularies, statistics.
 
-A history is a run of a user's events and so are the candidates of a request, hence a row is two slices of one event
-table, and lists are cut from it a row group at a time: memory does not grow with the length of histories.
+A history is a run of a user's events and so are the candidates of a request, hence a row is two slices of
+one event table, and lists are cut from it a row group at a time: memory does not grow with histories.
 """
 
 import json
@@ -58,7 +58,7 @@ class Contents:
 
 
 class Slices(NamedTuple):
-    """One row each: events [history_start, history_end) are its history, [candidate_start, candidate_end) candidates."""
+    """Rows: events [history_start, history_end) a history, [candidate_start, candidate_end) candidates."""
 
     history_start: np.ndarray
     history_end: np.ndarray
@@ -106,7 +106,7 @@ def request_slices(
     pause[1:] = np.diff(time) > gap
     session = np.maximum.accumulate(np.where((session == index) | pause, index, 0)) if count else index
     start = np.flatnonzero((index - session) % max_candidates == 0)
-    end = np.append(start[1:], count)
+    end = np.append(start[1:], count)[: len(start)]
     history_end = run_starts(user, time)[start]
     history_start = np.maximum(run_starts(user)[start], history_end - max_history)
     return Slices(history_start, history_end, start, end)
@@ -115,10 +115,10 @@ def request_slices(
 def holdout_slices(
     user: np.ndarray, *, held_out: int, with_candidate: bool, max_history: int | None
 ) -> Slices:
-    """Leave-one-out rows, one a user: history = all but the last `held_out` events, candidate = the event behind it.
+    """Leave-one-out rows, one a user: all but the last `held_out` events, and the next one as candidate.
 
-    Users with at most `held_out` events have no row. A user with fewer than 3 events has nothing held out: all of its
-    events are training history.
+    A user with fewer than 3 events has nothing held out: all of them are training history, and there is no
+    row with a candidate.
     """
     index = np.arange(len(user), dtype=np.int64)
     first = np.flatnonzero(run_starts(user) == index)
@@ -136,7 +136,7 @@ def holdout_slices(
 
 
 def plain_table(frame: pl.DataFrame) -> pa.Table:
-    """A frame as one-chunk arrow columns, with 32-bit offsets of lists and text instead of polars' 64-bit ones."""
+    """A frame in arrow, one chunk a column, with 32-bit offsets where polars has 64-bit ones."""
 
     def plain(kind: pa.DataType) -> pa.DataType:
         if pa.types.is_large_list(kind):
@@ -165,7 +165,7 @@ class IdCounts:
         self._frame = found
 
     def table(self, *, min_count: int, catalogue: pl.Series | None = None) -> pa.Table:
-        """Ids by falling count, ties by first occurrence. `catalogue`: further ids to hold, behind the counted ones."""
+        """Ids by falling count, ties by first occurrence; all those of `catalogue` too, counted or not."""
         frame = self._frame if self._frame is not None else pl.DataFrame({"id": [], "count": [], "first": []})
         if frame["id"].dtype == pl.String:
             frame = frame.filter(pl.col("id") != "")
@@ -225,10 +225,10 @@ class DatasetWriter:
         Args:
             split: TRAIN, VALIDATION, TEST or another name, which is only written.
             file: relative path of the file.
-            events: events sorted by user and time: `timestamps` (int64 s), `order` (int64, for ties between ids),
-                feature columns, `actions`, `watch_time`, `label_<name>`.
+            events: events sorted by user and time: `timestamps` (int64 s), `order` (int64, ties between ids
+                go by it), feature columns, `actions`, `watch_time`, `label_<name>`.
             slices: rows as slices of `events`.
-            rows: columns of the rows: `user_id`, `request_time`, USER features, in the same order as `slices`.
+            rows: columns of the rows: `user_id`, `request_time`, USER features; in the order of `slices`.
         """
         path = self.folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ class DatasetWriter:
                 table = table.append_column(name, _lists(events[source], first, last))
             if writer is None:
                 writer = pq.ParquetWriter(
-                    path, table.schema, compression="zstd", compression_level=9, write_page_checksum=True
+                    path, table.schema, compression="zstd", compression_level=3, write_page_checksum=True
                 )
             writer.write_table(table, row_group_size=self._rows_per_group)
         writer.close()
@@ -338,7 +338,7 @@ class DatasetWriter:
             sums[name] = sums.get(name, 0.0) + total
 
     def _count(self, events: pa.Table, slices: Slices, rows: pa.Table) -> None:
-        """Each training event once: as a candidate in ranking, where histories repeat them, else in its history."""
+        """Counts each training event once: as a candidate in ranking, where histories repeat them."""
         if self.contents.task == "ranking":
             chosen = _ranges(slices.candidate_start, slices.candidate_end)
         else:

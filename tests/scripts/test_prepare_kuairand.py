@@ -1,0 +1,274 @@
+"""prepare_kuairand on lines of the original files: each row against a loop over the CSV; what it refuses."""
+
+import csv
+import gzip
+import json
+import shutil
+from collections import Counter
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from scripts import prepare_common, prepare_kuairand
+
+ORIGINAL = Path(__file__).resolve().parents[1] / "data" / "kuairand" / "original"
+LOG = "log_standard_4_25_to_5_08_pure.csv"
+BITS = {
+    "is_click": 1,
+    "is_like": 2,
+    "is_follow": 4,
+    "is_comment": 8,
+    "is_forward": 16,
+    "is_hate": 32,
+    "long_view": 64,
+    "is_profile_enter": 128,
+}
+
+
+def prepare(source: Path, target: Path, *arguments: str) -> int:
+    return prepare_common.run(
+        prepare_kuairand.main, ["--input", str(source), "--output", str(target), *arguments]
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    target = tmp_path_factory.mktemp("kuairand") / "made"
+    assert prepare(ORIGINAL, target, "--rows-per-group", "16", "--max-history", "5") == 0
+    return target
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return Path(shutil.copytree(ORIGINAL, tmp_path / "original"))
+
+
+def read(name):
+    with open(ORIGINAL / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def beijing_day(line):
+    moment = datetime.fromtimestamp(int(line["time_ms"]) / 1000, timezone(timedelta(hours=8)))
+    return moment.date().isoformat()
+
+
+def brute_force_requests(*, gap_ms=60_000, max_candidates=10, max_history=5):
+    """Request id -> (split, history, candidates), lines of the log, by the rules at the head of the tool."""
+    seen, users = set(), {}
+    for number, line in enumerate(read(LOG)):
+        line["number"] = number
+        identity = tuple(value for name, value in line.items() if name in prepare_kuairand.LOG)
+        if identity not in seen:
+            seen.add(identity)
+            users.setdefault(int(line["user_id"]), []).append(line)
+    requests = {}
+    for lines in users.values():
+        lines.sort(key=lambda line: int(line["time_ms"]))
+        request = []
+        for line in lines:
+            same = request and all(
+                (
+                    line["tab"] == request[-1]["tab"],
+                    beijing_day(line) == beijing_day(request[-1]),
+                    int(line["time_ms"]) - int(request[-1]["time_ms"]) <= gap_ms,
+                    len(request) < max_candidates,
+                )
+            )
+            if not same:
+                request = []
+                requests[line["number"]] = request
+            request.append(line)
+    made = {}
+    for number, request in requests.items():
+        start = int(request[0]["time_ms"])
+        history = [line for line in users[int(request[0]["user_id"])] if int(line["time_ms"]) < start]
+        day = beijing_day(request[0])
+        split = "test" if day >= "2022-05-07" else "validation" if day >= "2022-05-05" else "train"
+        made[number] = (split, history[-max_history:], request)
+    return made
+
+
+def expected_row(history, candidates):
+    """The columns of a row, from lines of the original files."""
+    videos = {line["video_id"]: line for line in read("video_features_basic_pure.csv")}
+    users = {line["user_id"]: line for line in read("user_features_pure.csv")}
+    row = {name: users[candidates[0]["user_id"]][name] for name in prepare_kuairand.USER}
+    hour = datetime.fromtimestamp(int(candidates[0]["time_ms"]) / 1000, timezone(timedelta(hours=8))).hour
+    row |= {
+        "user_id": candidates[0]["user_id"],
+        "request_id": candidates[0]["number"],
+        "request_time": int(candidates[0]["time_ms"]) // 1000,
+        "tab": candidates[0]["tab"],
+        "hour": hour,
+    }
+    for prefix, lines in (("uih_", history), ("candidate_", candidates)):
+        row |= {
+            prefix + "item_id": [int(line["video_id"]) for line in lines],
+            prefix + "timestamps": [int(line["time_ms"]) // 1000 for line in lines],
+            prefix + "author_id": [int(videos[line["video_id"]]["author_id"]) for line in lines],
+            prefix + "upload_type": [videos[line["video_id"]]["upload_type"] for line in lines],
+            prefix + "tag": [
+                [int(t) for t in videos[line["video_id"]]["tag"].split(",") if t] for line in lines
+            ],
+            prefix + "tab": [int(line["tab"]) for line in lines],
+            prefix + "duration": pytest.approx([int(line["duration_ms"]) / 1000 for line in lines]),
+        }
+    row["uih_watch_time"] = pytest.approx([int(line["play_time_ms"]) / 1000 for line in history])
+    row["uih_actions"] = [sum(bit for name, bit in BITS.items() if line[name] == "1") for line in history]
+    for name in ("is_click", "long_view", "is_like"):
+        row[f"candidate_{name}"] = [float(line[name]) for line in candidates]
+    row["candidate_watch_time"] = pytest.approx([int(line["play_time_ms"]) / 1000 for line in candidates])
+    return row
+
+
+def test_every_row_is_what_a_loop_over_the_log_says(prepared):
+    expected = brute_force_requests()
+    found = 0
+    for split in ("train", "validation", "test"):
+        table = pq.read_table(prepared / f"{split}.parquet", page_checksum_verification=True)
+        for row in table.to_pylist():
+            found += 1
+            wanted_split, history, candidates = expected[row["request_id"]]
+            assert wanted_split == split
+            wanted = expected_row(history, candidates)
+            assert set(row) == set(wanted)
+            for name, value in wanted.items():
+                got = str(row[name]) if isinstance(value, str) else row[name]
+                assert got == value, (row["request_id"], name)
+    assert found == len(expected) > 200
+
+
+def test_rows_stand_in_the_order_of_time_and_histories_end_before_the_request(prepared):
+    for split in ("train", "validation", "test"):
+        rows = pq.read_table(prepared / f"{split}.parquet").to_pylist()
+        assert [r["request_time"] for r in rows] == sorted(r["request_time"] for r in rows)
+        for row in rows:
+            assert row["uih_timestamps"] == sorted(row["uih_timestamps"])
+            assert not row["uih_timestamps"] or row["uih_timestamps"][-1] <= row["request_time"]
+
+
+def test_impressions_logged_twice_count_once(prepared):
+    lines = read(LOG)
+    distinct = {tuple(line[name] for name in prepare_kuairand.LOG) for line in lines}
+    assert len(distinct) < len(lines)
+    schema = json.loads((prepared / "schema.json").read_text())
+    assert schema["dropped"] == {"impressions_logged_twice": len(lines) - len(distinct)}
+    assert sum(split["candidates"] for split in schema["splits"].values()) == len(distinct)
+
+
+def test_vocabularies_count_training_impressions_only(prepared):
+    videos = {line["video_id"]: line for line in read("video_features_basic_pure.csv")}
+    train = sorted(
+        (
+            line
+            for split, _, request in brute_force_requests().values()
+            if split == "train"
+            for line in request
+        ),
+        key=lambda line: line["number"],
+    )
+    expected = {
+        "item_id": Counter(int(line["video_id"]) for line in train),
+        "tag": Counter(int(t) for line in train for t in videos[line["video_id"]]["tag"].split(",") if t),
+    }
+    for name, counts in expected.items():
+        table = pq.read_table(prepared / "vocabulary" / f"{name}.parquet").to_pydict()
+        assert dict(zip(table["id"], table["count"], strict=True)) == counts
+        assert table["count"] == sorted(table["count"], reverse=True)
+    # Ties keep the order of first occurrence, as Counter does.
+    table = pq.read_table(prepared / "vocabulary" / "item_id.parquet")
+    assert table["id"].to_pylist() == [item for item, _ in expected["item_id"].most_common()]
+
+
+def test_an_empty_value_is_no_id(prepared):
+    users = {line["user_id"]: line["onehot_feat4"] for line in read("user_features_pure.csv")}
+    ids = pq.read_table(prepared / "vocabulary" / "onehot_feat4.parquet")["id"].to_pylist()
+    assert "" in users.values() and "" not in ids and set(ids) <= set(users.values())
+
+
+def test_the_same_input_gives_the_same_bytes(prepared, tmp_path):
+    again = tmp_path / "made"
+    assert prepare(ORIGINAL, again, "--rows-per-group", "16", "--max-history", "5") == 0
+    files = sorted(p.relative_to(prepared) for p in prepared.rglob("*") if p.is_file())
+    assert files == sorted(p.relative_to(again) for p in again.rglob("*") if p.is_file())
+    for name in files:
+        ours, theirs = (prepared / name).read_bytes(), (again / name).read_bytes()
+        # The starter config names the folder it was written for.
+        assert ours.replace(str(prepared).encode(), b"") == theirs.replace(str(again).encode(), b""), name
+
+
+def test_the_log_may_come_in_several_files_and_compressed(copy, prepared, tmp_path):
+    lines = (copy / LOG).read_text().splitlines(keepends=True)
+    (copy / LOG).unlink()
+    for name, part in (("4_25", lines[:100]), ("5_01", [lines[0], *lines[100:]])):
+        with gzip.open(copy / f"log_standard_{name}.csv.gz", "wt") as file:
+            file.writelines(part)
+    assert prepare(copy, tmp_path / "made", "--max-history", "5") == 0
+    for split in ("train", "validation", "test"):
+        ours = pq.read_table(tmp_path / "made" / f"{split}.parquet")
+        assert ours.equals(pq.read_table(prepared / f"{split}.parquet"))
+
+
+def edit(path: Path, line: int, old: str, new: str) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    assert old in lines[line - 1]
+    lines[line - 1] = lines[line - 1].replace(old, new, 1)
+    path.write_text("".join(lines))
+
+
+def refuse(capsys, source, target, *arguments):
+    """Exit code and message of a run that must leave nothing behind."""
+    code = prepare(source, target, *arguments)
+    assert not target.exists() and not list(target.parent.glob(f".{target.name}*"))
+    return code, capsys.readouterr().err
+
+
+def test_a_misspelt_column_is_named_with_the_nearest(copy, tmp_path, capsys):
+    edit(copy / LOG, 1, "is_click", "is_clicked")
+    code, message = refuse(capsys, copy, tmp_path / "made")
+    assert code == 3 and f"{LOG}: no column is_click (did you mean is_clicked?)" in message
+
+
+def test_a_value_that_is_no_number_is_named_with_its_line(copy, tmp_path, capsys):
+    edit(copy / LOG, 7, ",2022", ",x2022")
+    edit(copy / LOG, 8, read(LOG)[6]["time_ms"], "soon")
+    code, message = refuse(capsys, copy, tmp_path / "made")
+    assert code == 3 and f"{LOG}, line 8: time_ms is 'soon', expected an integer" in message
+
+
+def test_a_line_with_a_value_too_many_is_named(copy, tmp_path, capsys):
+    edit(copy / LOG, 9, ",", ",0,")
+    code, message = refuse(capsys, copy, tmp_path / "made")
+    assert code == 3 and f"{LOG}, line 9: 20 values, the header has 19" in message
+
+
+def test_missing_files_and_strangers_are_named(copy, tmp_path, capsys):
+    code, message = refuse(capsys, tmp_path / "nowhere", tmp_path / "made")
+    assert code == 3 and "nowhere: no such folder" in message
+    videos = copy / "video_features_basic_pure.csv"
+    first = read(videos.name)[0]["video_id"]
+    edit(videos, 2, first, "999999")
+    code, message = refuse(capsys, copy, tmp_path / "made")
+    assert code == 3 and f"video {first} of the log is not in video_features_basic_pure.csv" in message
+    videos.unlink()
+    code, message = refuse(capsys, copy, tmp_path / "made")
+    assert code == 3 and "no file video_features_basic*.csv* (video features)" in message
+
+
+def test_days_must_leave_something_to_train_on(tmp_path, capsys):
+    code, message = refuse(capsys, ORIGINAL, tmp_path / "made", "--test-days", "12")
+    assert code == 2 and "the log spans 14 days" in message
+
+
+def test_an_output_with_something_in_it_is_only_replaced_on_request(tmp_path, capsys):
+    target = tmp_path / "made"
+    target.mkdir()
+    (target / "mine.txt").write_text("keep")
+    assert prepare(ORIGINAL, target) == 2
+    assert "--overwrite" in capsys.readouterr().err and (target / "mine.txt").read_text() == "keep"
+    assert prepare(ORIGINAL, target, "--overwrite") == 0
+    assert not (target / "mine.txt").exists() and (target / "train.parquet").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
