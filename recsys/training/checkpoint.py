@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed.types import ShardedTensor
 
 from recsys import files
-from recsys.errors import RecsysError
+from recsys.errors import ConfigError, RecsysError
 from recsys.training.distributed import gather, on_main
 from recsys.training.safe_reader import SafeReader, read_metadata
 
@@ -74,7 +74,7 @@ class Checkpoints:
         Raises:
             RecsysError: no space left, or the folder cannot be written. Older states are untouched.
         """
-        path = self.folder / f"step-{step:08d}"
+        path = self.folder / _name(step)
         aside = self.folder / f".{path.name}.partial"
         needed = sum(gather(_local_bytes(tensors)))
         on_main(lambda: _prepare(aside, needed))
@@ -111,7 +111,7 @@ class Checkpoints:
         has a name.
         """
         whole = [x for x in self.steps() if x not in self._damaged]
-        kept = {*whole[-self.keep :], *(x for x in whole if x.name == f"step-{best_step or 0:08d}")}
+        kept = {*whole[-self.keep :], *(x for x in whole if x.name == _name(best_step or 0))}
         for path in set(self.steps()) - kept:
             path.rename(path.with_name(f".{path.name}.old"))
         for path in self.folder.glob(".step-*"):
@@ -130,15 +130,43 @@ def read_state(path: Path) -> dict[str, Any]:
         raise RecsysError(f"{path / STATE}: cannot be read ({error})") from error
 
 
-def load(path: Path, tensors: Tensors) -> None:
+def find(folder: Path, which: str) -> Path:
+    """A whole state in `run_dir/checkpoints`: "best", "newest", or the number of a step. Not collective.
+
+    Best is what the newest state says, and the newest itself where nothing was evaluated.
+
+    Raises:
+        RecsysError: there is none, or it is damaged.
+        ConfigError: `which` is none of the three.
+    """
+    checkpoints = Checkpoints(folder)
+    if which.isdigit():
+        path = folder / _name(int(which))
+        if not path.exists():
+            kept = ", ".join(str(int(x.name.removeprefix("step-"))) for x in checkpoints.steps())
+            raise RecsysError(f"{path}: there is no such state; kept are the steps {kept or '(none)'}")
+        return _require_whole(path)
+    if which not in ("best", "newest"):
+        raise ConfigError(f"checkpoint {which!r}: give best, newest, or the number of a step")
+    newest = checkpoints.newest()
+    if newest is None:
+        raise RecsysError(f"{folder}: there is no whole checkpoint; train first: python -m recsys.train")
+    best = read_state(newest)["progress"]["best"]
+    return _require_whole(folder / _name(best["step"])) if which == "best" and best else newest
+
+
+def load(path: Path, tensors: Tensors, prefix: str = "") -> None:
     """Fills tensors from a saved state, in place, cut as they are cut now. Collective.
+
+    Args:
+        path: folder of the state.
+        tensors: by name.
+        prefix: the part of the state that is wanted, such as `MODEL`; everything by default.
 
     Raises:
         RecsysError: names, shapes or types differ from the saved ones, either way.
     """
-    with _torchrec_types():
-        _require_equal(path, tensors, read_metadata(path).state_dict_metadata)
-        dcp.load(dict(tensors), storage_reader=SafeReader(path))
+    _load(path, tensors, prefix, alone=False)
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -148,13 +176,25 @@ def load_weights(path: Path, model: nn.Module) -> None:
     Raises:
         RecsysError: the state is damaged, or a weight is missing, unknown or has another shape or type.
     """
-    faults = files.manifest_faults(path)
-    if faults:
+    _require_whole(path)
+    _load(path, {MODEL + name: tensor for name, tensor in model.state_dict().items()}, MODEL, alone=True)
+
+
+def _load(path: Path, tensors: Tensors, prefix: str, alone: bool) -> None:
+    stored = {n: x for n, x in read_metadata(path).state_dict_metadata.items() if n.startswith(prefix)}
+    with _torchrec_types():
+        _require_equal(path, tensors, stored)
+        dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)
+
+
+def _require_whole(path: Path) -> Path:
+    if faults := files.manifest_faults(path):
         raise RecsysError(f"checkpoint {path} is damaged: " + "; ".join(faults))
-    tensors = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
-    stored = read_metadata(path).state_dict_metadata
-    _require_equal(path, tensors, {name: entry for name, entry in stored.items() if name.startswith(MODEL)})
-    dcp.load(tensors, storage_reader=SafeReader(path), no_dist=True)
+    return path
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 @contextmanager

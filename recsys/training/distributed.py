@@ -26,6 +26,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
 from recsys import protos as pb
 from recsys.errors import RecsysError
+from recsys.training.optimizers import fused_params
 
 _TIMEOUT = timedelta(seconds=120)
 """How long a collective waits for a rank before the run stops; longer than any pause between two of them."""
@@ -111,38 +112,35 @@ def on_main(function: Callable[[], Result]) -> Result:
     return answer[0]
 
 
-def shard(
-    module: nn.Module,
-    processes: Processes,
-    placement: int,
-    kind: int,
-    fused_params: dict[str, Any],
-) -> DistributedModelParallel:
-    """Wraps a model for the processes of the run; its weights keep their values.
+def shard(module: nn.Module, pipeline: pb.Pipeline, processes: Processes) -> DistributedModelParallel:
+    """Wraps a model for the processes of the run; its weights keep their values. Collective.
+
+    With pb.Embedding.SHARDED, tables are cut over the ranks and trained inside the backward pass, with one
+    process too; with pb.Embedding.REPLICATED they stay plain parameters, whose gradients are averaged as all
+    others.
 
     Args:
         module: a model with tables in `EmbeddingCollection`s, on the CPU, the same on every rank.
-        placement: pb.Embedding.SHARDED cuts tables over the ranks and trains them inside the backward pass;
-            pb.Embedding.REPLICATED leaves them plain parameters.
-        kind: pb.Sharding.ROW_WISE or TABLE_WISE.
-        fused_params: optimizer of sharded tables, as `EmbeddingCollectionSharder` takes it.
+        pipeline: its resolved config.
+        processes: this rank.
     """
+    placement, train = pipeline.model.embedding.placement, pipeline.train
     sharders, plan = [], {}
     if placement == pb.Embedding.SHARDED:
-        sharder = EmbeddingCollectionSharder(fused_params=fused_params)
+        sharder = EmbeddingCollectionSharder(fused_params=fused_params(train.sparse_optimizer))
         sharders.append(sharder)
         for name, tables in module.named_modules():
             if isinstance(tables, EmbeddingCollection):
                 plan[name] = construct_module_sharding_plan(
                     tables,
-                    _table_plans(tables, kind, processes.world_size),
+                    _table_plans(tables, train.sharding.kind, processes.world_size),
                     sharder=sharder,
                     world_size=processes.world_size,
                     local_size=get_local_size(processes.world_size) if processes.world_size > 1 else 1,
                     device_type=processes.device.type,
                 )
     return DistributedModelParallel(
-        module.to(processes.device) if placement != pb.Embedding.SHARDED else module,
+        module,
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         device=processes.device,
         plan=ShardingPlan(plan),

@@ -1,18 +1,33 @@
 """A run from config to last line: opens the session, puts the hooks around it, trains."""
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from recsys import config
 from recsys import protos as pb
-from recsys.training.distributed import Processes
+from recsys.data.loader import Loader
+from recsys.errors import ConfigError
+from recsys.models import build_model, layout_rule
+from recsys.training import checkpoint, evaluator
+from recsys.training.distributed import Processes, on_main, shard
 from recsys.training.hooks import Hook, Outcome, Run
 from recsys.training.hooks.console import Console, next_lines
 from recsys.training.hooks.metrics_file import MetricsFile
-from recsys.training.session import Session, open_session
+from recsys.training.session import CHECKPOINTS, Session, open_session
+from recsys.training.train_step import TrainStep
 from recsys.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics of a saved state, by name."""
+
+    checkpoint: Path
+    metrics: dict[str, float]
+
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +76,39 @@ def _finished_before(session: Session, run: Run, reason: str) -> Outcome:
     for line in next_lines(outcome, run):
         log.info("%s", line)
     return outcome
+
+
+def evaluate(
+    pipeline: pb.Pipeline, folder: Path, processes: Processes, split: str, which: str, limit: int | None
+) -> Evaluation:
+    """Metrics of a saved state on a split. Collective.
+
+    Args:
+        pipeline: resolved.
+        folder: of the run.
+        processes: this rank.
+        split: "train", "validation" or "test".
+        which: "best", "newest" or the number of a step.
+        limit: batches of each rank that are read; None reads all.
+
+    Raises:
+        ConfigError: the config names no rows for the split.
+    """
+    if not pipeline.data.HasField(split):
+        raise ConfigError(f"data.{split}: absent, so there is nothing to evaluate on")
+    path = on_main(lambda: checkpoint.find(folder / CHECKPOINTS, which))
+    step = TrainStep(build_model(pipeline))
+    wrapped = shard(step, pipeline, processes)
+    checkpoint.load(path, wrapped.state_dict(), checkpoint.MODEL)
+    loader = Loader(
+        pipeline,
+        split,
+        layout_rule(pipeline),
+        rank=processes.rank,
+        world_size=processes.world_size,
+        mode="evaluate",
+    )
+    return Evaluation(path, evaluator.evaluate(step.model, loader, processes.device, limit))
 
 
 def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:

@@ -25,7 +25,7 @@ from recsys.models import Model, build_model, layout_rule
 from recsys.training import checkpoint
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.distributed import Processes, gather, on_main, shard
-from recsys.training.optimizers import ScheduledOptimizer, fused_params
+from recsys.training.optimizers import ScheduledOptimizer
 from recsys.training.resume import require_same_config, require_same_inputs
 from recsys.training.state import Progress, capture_rng, restore_rng, seed_everything
 from recsys.training.train_step import TrainStep
@@ -175,8 +175,7 @@ def _build(
     reader = loader("train", shuffle=True)
     total_steps = _total_steps(train, reader, progress)
     step = TrainStep(model)
-    placement, kind = pipeline.model.embedding.placement, train.sharding.kind
-    wrapped = shard(step, processes, placement, kind, fused_params(train.sparse_optimizer))
+    wrapped = shard(step, pipeline, processes)
     optimizer = ScheduledOptimizer(wrapped, train, total_steps)
     seed_everything(_seed(pipeline, processes.rank, 0))
     return Session(

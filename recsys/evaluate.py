@@ -1,0 +1,60 @@
+"""`python -m recsys.evaluate`: metrics of a trained model on one split of the data."""
+
+import argparse
+import json
+import logging
+from pathlib import Path
+
+from recsys import cli, files
+
+logger = logging.getLogger(__name__)
+
+
+def run(call: cli.Call) -> None:
+    """Evaluate a trained model on the validation or test rows."""
+    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    from recsys import environment
+
+    environment.import_torchrec_quietly()
+    from recsys.training.distributed import process_group
+    from recsys.training.run import evaluate
+
+    limit = 1 if call.dry_run else None
+    with process_group() as processes:
+        result = evaluate(
+            call.pipeline, call.run_dir, processes, call.flags.split, call.flags.checkpoint, limit
+        )
+        if processes.is_main:
+            _report(result.metrics, call, result.checkpoint)
+
+
+def _report(metrics: dict[str, float], call: cli.Call, checkpoint: Path) -> None:
+    width = max(len(name) for name in metrics)
+    for name, value in metrics.items():
+        print(f"{name:<{width}}  {value:.5f}")
+    if not call.dry_run:
+        path = call.run_dir / f"{call.flags.split}_metrics.json"
+        defined = {name: value if value == value else None for name, value in metrics.items()}
+        files.write_text(path, json.dumps({"checkpoint": checkpoint.name, "metrics": defined}, indent=1))
+        logger.info("%s on %s rows: %s", checkpoint.name, call.flags.split, path)
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--split", choices=["train", "validation", "test"], default="test", help="default: test"
+    )
+    parser.add_argument(
+        "--checkpoint",
+        default="best",
+        metavar="WHICH",
+        help="best (default), newest, or the number of a step that was kept",
+    )
+
+
+def main() -> int:
+    """Runs the command and returns its exit code."""
+    return cli.main("evaluate", run, add_flags=_add_flags)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

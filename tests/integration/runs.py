@@ -1,0 +1,77 @@
+"""Runs for tests, small enough to finish in a second: in this process, or in one that can be killed."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recsys import cli
+from recsys import train as train_command
+from recsys.training.hooks.metrics_file import NAME, read_metrics
+
+CONFIG = "tests/integration/tiny.config"
+
+
+def flags(folder: Path, *overrides: str) -> list[str]:
+    """The command line of a run."""
+    chosen = ["--config", CONFIG, "--run-dir", str(folder)]
+    for override in overrides:
+        chosen += ["--set", override]
+    return chosen
+
+
+def train(folder: Path, *overrides: str) -> int:
+    """Runs the command in this process and returns its exit code."""
+    return cli.main("train", train_command.run, flags(folder, *overrides))
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Runs the command in a process of its own, which is still running on return."""
+    command = [sys.executable, "-m", "recsys.train", *flags(folder, *overrides)]
+    return subprocess.Popen(
+        command, env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def torchrun(ranks: int, *command: str) -> subprocess.Popen[str]:
+    """Runs a Python command line on several ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.Popen(
+        [sys.executable, *launcher, *command],
+        env=one_thread(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+    """What the process printed, once it ended with the expected exit code."""
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == code, f"exit code {process.returncode}, not {code}:\n{output}"
+    return output
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Returns as soon as a condition about a running process holds."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, f"the process ended early:\n{process.communicate()[0]}"
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.0005)
+
+
+def records(folder: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
+    """Records of `metrics.jsonl` by step, without what depends on the clock."""
+    path = folder / NAME
+    found = [r for r in read_metrics(path) if r["kind"] == kind] if path.exists() else []
+    timed = {"samples_per_s", "tokens_per_s", "data_wait", "seconds"}
+    return {r["step"]: {key: value for key, value in r.items() if key not in timed} for r in found}
+
+
+def one_thread() -> dict[str, str]:
+    """This process's environment, with one computing thread: sums depend on how they are divided."""
+    return os.environ | {"OMP_NUM_THREADS": "1"}

@@ -1,0 +1,123 @@
+"""Killed, stopped, damaged: a run that is started again continues as if nothing had happened, bit for bit."""
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from recsys.training.hooks.metrics_file import NAME
+from tests.integration.runs import finish, records, start, train, wait_for
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert train(folder) == 0
+    assert sorted(records(folder)) == list(range(1, 17))
+    return folder
+
+
+def kill_at_step(folder: Path, step: int) -> None:
+    process = start(folder)
+    wait_for(lambda: max(records(folder), default=0) >= step, process)
+    process.kill()
+    process.communicate()
+
+
+def kill_while_saving(folder: Path, after: int) -> None:
+    """Kills as soon as a checkpoint is being written behind step `after`; its folder is not finished then."""
+    process = start(folder)
+    partial = (folder / "checkpoints").glob
+    wait_for(lambda: any(int(x.name[6:14]) > after for x in partial(".step-*.partial")), process)
+    process.kill()
+    process.communicate()
+
+
+def assert_same_run(folder: Path, reference: Path) -> None:
+    assert records(folder) == records(reference)
+    assert records(folder, "evaluation") == records(reference, "evaluation")
+
+
+def assert_same_so_far(folder: Path, reference: Path) -> None:
+    expected = records(reference)
+    assert all(record == expected[step] for step, record in records(folder).items())
+
+
+def test_killed_at_a_random_step_and_while_saving(tmp_path, uninterrupted):
+    kill_at_step(tmp_path, random.Random(5).randint(3, 7))
+    assert_same_so_far(tmp_path, uninterrupted)
+    kill_while_saving(tmp_path, after=9)
+    assert_same_so_far(tmp_path, uninterrupted)
+    assert list((tmp_path / "checkpoints").glob(".step-*.partial"))
+    assert train(tmp_path) == 0
+    assert_same_run(tmp_path, uninterrupted)
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_many_times(tmp_path, uninterrupted, seed):
+    draw = random.Random(seed)
+    for step in sorted(draw.sample(range(1, 16), 3)):
+        if draw.random() < 0.5:
+            kill_at_step(tmp_path, step)
+        else:
+            kill_while_saving(tmp_path, step - 1)
+        assert_same_so_far(tmp_path, uninterrupted)
+    finish(start(tmp_path, "data.num_workers=1"))
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_stopped_by_a_signal_then_continued_from_a_damaged_checkpoint(tmp_path, uninterrupted, caplog):
+    process = start(tmp_path)
+    wait_for(lambda: max(records(tmp_path), default=0) >= 7, process)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process, code=143)
+    saved = sorted(x.name for x in (tmp_path / "checkpoints").iterdir())
+    assert saved[-1] == f"step-{max(records(tmp_path)):08d}"
+    assert f"stopped by signal 15, saved as {tmp_path}/checkpoints/{saved[-1]}" in output
+
+    data = tmp_path / "checkpoints" / saved[-1] / "__0_0.distcp"
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    assert train(tmp_path) == 0
+    assert f"checkpoint {saved[-1]} is damaged and passed over: {data}" in caplog.text
+    assert f"going on from {tmp_path}/checkpoints/{saved[-2]}" in caplog.text
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_finished_run_says_so(uninterrupted, caplog):
+    lines = (uninterrupted / NAME).read_text()
+    assert train(uninterrupted) == 0
+    assert "nothing to do: all 16 steps are done" in caplog.text
+    assert (uninterrupted / NAME).read_text() == lines
+
+
+def test_another_config_is_not_continued(uninterrupted, capsys):
+    assert train(uninterrupted, "model.embedding_dim=32", "data.batch_size=8") == 2
+    shown = capsys.readouterr().err
+    assert f"data.batch_size: 16 in {uninterrupted}, 8 now" in shown
+    assert f"model.embedding_dim: 16 in {uninterrupted}, 32 now" in shown
+
+
+def test_evaluation_and_saving_leave_no_trace_in_the_training_curve(tmp_path, uninterrupted):
+    assert train(tmp_path, "train.evaluation.every_steps=5", "train.checkpoint.every_steps=16") == 0
+    assert records(tmp_path) == records(uninterrupted)
+    assert sorted(records(tmp_path, "evaluation")) == [5, 10, 15, 16]
+
+
+def test_patience_ends_a_run_and_the_best_state_is_kept(tmp_path, caplog):
+    stubborn = ("train.dense_optimizer.adamw.lr=1e-12", "train.sparse_optimizer.row_wise_adagrad.lr=1e-12")
+    frequent = ("train.evaluation.every_steps=1", "train.evaluation.patience=3")
+    assert train(tmp_path, *stubborn, *frequent) == 0
+    assert sorted(records(tmp_path, "evaluation")) == [1, 2, 3, 4]
+    assert "3 evaluations brought no gain" in caplog.text
+    assert (tmp_path / "checkpoints" / "step-00000001").exists()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, caplog):
+    assert train(tmp_path, "train.dense_optimizer.adamw.lr=1e30", "train.checkpoint.every_steps=16") == 4
+    assert "step 2: the loss of task is_click is " in caplog.text
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
