@@ -116,7 +116,8 @@ def check(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> lis
         pipeline: resolved or not.
         locations: of `read`; without it findings start with the field path.
     """
-    return checks.lines(checks.findings(resolve(pipeline, read_files=False).pipeline), locations or {})
+    resolved = resolve(pipeline, read_files=False)
+    return checks.lines(checks.findings(resolved.pipeline, resolved.origins), locations or {})
 
 
 def warnings(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:

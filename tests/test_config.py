@@ -13,55 +13,7 @@ from google.protobuf import text_format
 from recsys import config
 from recsys import protos as pb
 from recsys.errors import ConfigError
-
-RANKER = """
-# A comment.
-data {
-  train { parquet { paths: "train.parquet" } }
-  validation { parquet { paths: ["a.parquet", 'b.parquet'] } }
-  vocabulary_dir: "vocabulary"
-  batch_size: 16
-  max_history_len: 20
-  max_candidates: 5
-  key_columns: "user_id"
-}
-features { name: "item_id" sides: [HISTORY, CANDIDATE] id { vocabulary {} } }
-features { name: "author" sides: HISTORY sides: CANDIDATE id { hash { num_buckets: 100 } embedding_dim: 8 } }
-features { name: "city" sides: USER id { hash { num_buckets: 10 } } }
-features { name: "age" sides: USER numeric { bucketize { boundaries: [18, 30.5, 1e2] } } }
-model {
-  ranker {
-    preprocessor { contextual { action { bits { name: "click" bit: 0 } } positional {} } }
-    mixer { hstu { num_heads: 2 qk_dim: 16 bias {} } }
-    postprocessor { layer_norm {} }
-    head { fusion {} }
-    tasks { name: "click" loss { binary_cross_entropy {} } metrics { calibration {} } metrics { auc {} } }
-    tasks { name: "time" loss { mean_squared_error { log1p: true } } weight: .5, metrics < mae <> >; }
-  }
-  embedding_dim: 32
-}
-train { num_steps: 100 schedule { warmup_steps: 5 cosine {} } }
-"""
-RETRIEVER = """
-data {
-  train { synthetic {} }
-  test { synthetic { seed: 1 } }
-  vocabulary_dir: "vocabulary/"
-  max_history_len: 50
-}
-features { name: "item_id" sides: [HISTORY, CANDIDATE] id { vocabulary { size: 10 } table: "movies" } }
-model {
-  retriever {
-    item_feature: "item_id"
-    preprocessor { uih { positional {} } }
-    mixer { sasrec { num_heads: 4 } }
-    loss { softmax {} }
-    metrics { ndcg { k: 5 } }
-    metrics { mrr {} }
-  }
-}
-train { num_epochs: 2 }
-"""
+from tests.config_texts import RANKER, RETRIEVER
 
 
 @pytest.fixture

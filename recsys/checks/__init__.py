@@ -5,6 +5,8 @@ makes no sense elsewhere, since all findings are reported at once. To add one, w
 it in that module's `RULES`. `effects` holds warnings.
 """
 
+from collections.abc import Collection
+
 from recsys import protos as pb
 from recsys.checks import data, effects, model, train, values
 from recsys.checks.model import metric_names
@@ -15,9 +17,14 @@ __all__ = ["Finding", "children", "device_findings", "findings", "join", "lines"
 RULES = (*values.RULES, *data.RULES, *model.RULES, *train.RULES)
 
 
-def findings(pipeline: pb.Pipeline) -> list[Finding]:
-    """What is wrong with a resolved config; empty when it can be built."""
-    return [finding for rule in RULES for finding in rule(pipeline)]
+def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Finding]:
+    """What is wrong with a resolved config; empty when it can be built.
+
+    Args:
+        derived: paths of fields that were filled in; of these numbers only the origin is judged.
+    """
+    numbers = [finding for finding in values.numbers(pipeline) if finding.path not in derived]
+    return numbers + [finding for rule in RULES for finding in rule(pipeline)]
 
 
 def warnings(pipeline: pb.Pipeline) -> list[Finding]:

@@ -13,13 +13,13 @@ from recsys.textproto import did_you_mean
 BACKENDS = {"hstu": ("auto", "reference")}
 """By mixer, the attention backends that a config may name."""
 
-_LOSSES = {
+LOSSES = {
     "binary_cross_entropy": "binary",
     "focal": "binary",
     "mean_squared_error": "regression",
     "softmax": "retrieval",
 }
-_METRICS = {
+METRICS = {
     "auc": {"binary"},
     "gauc": {"binary"},
     "log_loss": {"binary"},
@@ -163,9 +163,9 @@ def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _fits(loss: pb.Loss, path: str, kinds: set[str]) -> Iterator[Finding]:
     name = loss.WhichOneof("loss")
-    if name is not None and _LOSSES[name] not in kinds:
-        allowed = ", ".join(other for other, kind in _LOSSES.items() if kind in kinds)
-        yield Finding(f"{path}.{name}", f"is a loss of {_LOSSES[name]}; use one of {allowed}")
+    if name is not None and LOSSES[name] not in kinds:
+        allowed = ", ".join(other for other, kind in LOSSES.items() if kind in kinds)
+        yield Finding(f"{path}.{name}", f"is a loss of {LOSSES[name]}; use one of {allowed}")
 
 
 def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -173,8 +173,8 @@ def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
     yield from _fit(model.retriever.metrics, "model.retriever", "retrieval")
     for index, task in enumerate(model.ranker.tasks):
         loss = task.loss.WhichOneof("loss")
-        if loss is not None and _LOSSES[loss] != "retrieval":
-            yield from _fit(task.metrics, f"model.ranker.tasks[{index}]", _LOSSES[loss])
+        if loss is not None and LOSSES[loss] != "retrieval":
+            yield from _fit(task.metrics, f"model.ranker.tasks[{index}]", LOSSES[loss])
     seen: dict[str, str] = {}
     for metric in metric_names(pipeline):
         if metric.name in seen:
@@ -185,8 +185,8 @@ def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
 def _fit(metrics: Sequence[pb.Metric], path: str, kind: str) -> Iterator[Finding]:
     for index, metric in enumerate(metrics):
         name = metric.WhichOneof("metric")
-        if name is not None and kind not in _METRICS[name]:
-            allowed = ", ".join(other for other, kinds in _METRICS.items() if kind in kinds)
+        if name is not None and kind not in METRICS[name]:
+            allowed = ", ".join(other for other, kinds in METRICS.items() if kind in kinds)
             yield Finding(
                 f"{path}.metrics[{index}].{name}", f"does not fit a {kind} task; use one of {allowed}"
             )

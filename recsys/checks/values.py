@@ -29,6 +29,7 @@ ANY = Range(math.isfinite, "a finite number")
 POSITIVE = Range(lambda x: 0 < x < math.inf, "above 0")
 NOT_NEGATIVE = Range(lambda x: 0 <= x < math.inf, "0 or more")
 COUNT = Range(lambda x: x >= 1, "1 or more")
+LENGTH = Range(lambda x: 1 <= x <= 2**24, "from 1 to 16777216")
 SHARE = Range(lambda x: 0 <= x <= 1, "from 0 to 1")
 BELOW_ONE = Range(lambda x: 0 <= x < 1, "at least 0 and below 1")
 
@@ -38,8 +39,8 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "eval_batch_size": COUNT,
         "num_workers": NOT_NEGATIVE,
         "prefetch_batches": COUNT,
-        "max_history_len": COUNT,
-        "max_candidates": COUNT,
+        "max_history_len": LENGTH,
+        "max_candidates": LENGTH,
         "shuffle_row_groups": COUNT,
         "num_lanes": COUNT,
     },
@@ -138,7 +139,8 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
 """Fields that must be set, and not to an empty string or list."""
 
 
-def _numbers(pipeline: pb.Pipeline) -> Iterator[Finding]:
+def numbers(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Numbers outside their range."""
     for message, path in descend(pipeline):
         ranges = RANGES.get(type(message), {})
         for field, value in message.ListFields():
@@ -188,4 +190,4 @@ def _enums(pipeline: pb.Pipeline) -> Iterator[Finding]:
                     )
 
 
-RULES = (_required, _choices, _enums, _numbers)
+RULES = (_required, _choices, _enums)

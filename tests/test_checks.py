@@ -1,0 +1,373 @@
+"""Each rule of a config: a valid config with one thing changed gives this finding and no other."""
+
+import pytest
+import torch
+from google.protobuf import text_format
+from google.protobuf.descriptor import FieldDescriptor
+
+from recsys import checks, config
+from recsys import protos as pb
+from recsys.checks import data, values
+from recsys.checks import model as model_rules
+from recsys.modules import losses, metrics  # noqa: F401  they register themselves
+from recsys.ops.hstu_attention import OP
+from recsys.registry import registered
+from tests.config_texts import RANKER, RETRIEVER
+
+
+def load(text: str, overrides: list[str], tmp_path) -> config.Loaded:
+    path = tmp_path / "x.config"
+    path.write_text(text, encoding="utf-8")
+    return config.read(path, overrides)
+
+
+TASK = "model.ranker.tasks[0]"
+ITEM = "features[0]"
+UIH = "model.retriever.preprocessor.uih"
+
+RANKER_RULES = [
+    ("features=[]", "features: not set"),
+    ("data.train=", "data.train: not set"),
+    ("data.train.parquet.paths=", "data.train.parquet.paths: not set"),
+    ("data.validation={}", "data.validation: nothing is chosen; set one of parquet, csv, synthetic"),
+    ("data.validation={csv {paths: 'a' delimiter: ';;'}}", "data.validation.csv.delimiter: ';;' is given"),
+    ("data.validation={csv {paths: 'a' delimiter: '|'}}", "data.validation.csv.list_delimiter: the same as"),
+    ("data.batch_size=0", "data.batch_size: 0 is given; it must be 1 or more"),
+    ("data.num_workers=-1", "data.num_workers: -1 is given; it must be 0 or more"),
+    ("data.max_candidates=", "model.max_seq_len: cannot be derived, since data.max_candidates is not set"),
+    ("model.max_seq_len=26", "model.max_seq_len: 26 is given; 2 contextual tokens, data.max_history_len 20"),
+    ("data.vocabulary_dir=", f"{ITEM}.id.vocabulary.file: not set; name the file here, or the folder"),
+    (f"{ITEM}.name=", f"{ITEM}.name: not set"),
+    (f"{ITEM}.name=a.b", f"{ITEM}.name: 'a.b' is given; use letters"),
+    (f"{ITEM}.id.table=a b", f"{ITEM}.id.table: 'a b' is given; use letters"),
+    (f"{ITEM}.name=type", f"{ITEM}.name: 'type' is a word of torch's own modules; try type_feature"),
+    (f"{ITEM}.id.table=items", f"{ITEM}.id.table: 'items' is a word of torch's own modules"),
+    (f"{ITEM}.sides=", f"{ITEM}.sides: not set"),
+    (f"{ITEM}.sides=[HISTORY, CANDIDATE, HISTORY]", f"{ITEM}.sides: a side is named twice"),
+    (f"{ITEM}.id=", f"{ITEM}: nothing is chosen; set one of id, numeric"),
+    (f"{ITEM}.id={{}}", f"{ITEM}.id: nothing is chosen; set one of vocabulary, hash"),
+    (f"{ITEM}.id.embedding_dim=0", f"{ITEM}.id.embedding_dim: 0 is given"),
+    (
+        f"{ITEM}.id.vocabulary.unknown_rate=1",
+        f"{ITEM}.id.vocabulary.unknown_rate: 1.0 is given; it must be at least 0",
+    ),
+    ("features[1].id.hash.num_buckets=", "features[1].id.hash.num_buckets: not set"),
+    ("features[1].name=item_id", "features[1].name: 'item_id' is also features[0]", 3),
+    ("features[2].name=uih_author", "features[2].name: its column uih_author is also that of feature author"),
+    (
+        "features[2].name=request_time",
+        "features[2].name: its column request_time holds the time of the request",
+    ),
+    ("features[2].name=negatives", "features[2].name: its column negatives holds the negatives"),
+    ("features[2].name=candidate_click", f"{TASK}.label: candidate_click is also an input"),
+    (
+        "features[1].name=timestamps",
+        "features[1].name: its column uih_timestamps holds the times of events",
+        2,
+    ),
+    ("features[1].name=watch_time", "features[1].name: its column uih_watch_time holds"),
+    (
+        "features[1].id.table=city",
+        "features[2].id.embedding_dim: 32, but features[1] of the same table city has 8",
+        2,
+    ),
+    ("features[2].id.table=age", "features[3].name: table age belongs to features[2]"),
+    ("features[3].numeric={}", "features[3].numeric: nothing is chosen; set one of normalize, bucketize"),
+    (
+        "features[3].numeric={normalize {std: 0}}",
+        "features[3].numeric.normalize.std: 0.0 is given; it must be above 0",
+    ),
+    (
+        "features[3].numeric.bucketize.boundaries=[1, 1]",
+        "features[3].numeric.bucketize.boundaries: they must increase",
+    ),
+    ("features[3].numeric.bucketize.boundaries=", "features[3].numeric.bucketize.boundaries: not set"),
+    ("model={}", "model: nothing is chosen; set one of ranker, retriever"),
+    ("model.embedding_dim=-2", "model.embedding_dim: -2 is given"),
+    ("model.ranker.tasks=", "model.ranker.tasks: not set"),
+    ("model.ranker.head=", "model.ranker.head: not set"),
+    ("model.ranker.mixer={}", "model.ranker.mixer: nothing is chosen; set one of hstu, sasrec"),
+    (
+        "model.ranker.preprocessor={uih {}}",
+        "model.ranker.preprocessor.uih: does not fit a ranker; use contextual",
+    ),
+    (f"{TASK}.name=", f"{TASK}.name: not set", 1),
+    (f"{TASK}.name=a/b", f"{TASK}.name: 'a/b' is given"),
+    (f"{TASK}.name=time", f"{TASK}.name: 'time' is the name of 2 tasks", 2),
+    (f"{TASK}.label=request_time", f"{TASK}.label: request_time holds the time of the request"),
+    (f"{TASK}.label=candidate_author", f"{TASK}.label: candidate_author is also an input"),
+    (f"{TASK}.weight=-1", f"{TASK}.weight: -1.0 is given; it must be 0 or more"),
+    (f"{TASK}.loss=", f"{TASK}.loss: not set"),
+    (
+        f"{TASK}.loss={{softmax {{}}}}",
+        f"{TASK}.loss.softmax: is a loss of retrieval; use one of binary_cross_entropy",
+    ),
+    (
+        f"{TASK}.loss={{focal {{alpha: 1}}}}",
+        f"{TASK}.loss.focal.alpha: 1.0 is given; it must be between 0 and 1",
+    ),
+    (
+        f"{TASK}.loss={{mean_squared_error {{}}}}",
+        f"{TASK}.metrics[1].auc: does not fit a regression task; use one of",
+    ),
+    (
+        f"{TASK}.metrics=[{{hit_rate {{}}}}]",
+        f"{TASK}.metrics[0].hit_rate: does not fit a binary task; use one of auc",
+    ),
+    (f"{TASK}.metrics=[{{}}]", f"{TASK}.metrics[0]: nothing is chosen; set one of auc"),
+    (
+        f"{TASK}.metrics=[{{auc {{}}}}, {{auc {{}}}}]",
+        f"{TASK}.metrics[1]: click/auc is also {TASK}.metrics[0]; drop one",
+    ),
+    ("model.ranker.mixer.hstu.qk_dim=", "model.ranker.mixer.hstu.qk_dim: not set"),
+    (
+        "model.ranker.mixer.hstu.dropout=1",
+        "model.ranker.mixer.hstu.dropout: 1.0 is given; it must be at least 0 and below 1",
+    ),
+    (
+        "model.ranker.mixer.hstu.scale_len=0",
+        "model.ranker.mixer.hstu.scale_len: 0.0 is given; it must be above 0",
+    ),
+    ("model.ranker.mixer.hstu.mask={window: 0}", "model.ranker.mixer.hstu.mask.window: 0 is given"),
+    (
+        "model.ranker.mixer.hstu.backend=refrence",
+        "hstu.backend: no backend is called 'refrence'. Did you mean reference?",
+    ),
+    (
+        "model.ranker.mixer={sasrec {num_heads: 5}}",
+        "sasrec.num_heads: 5 does not divide model.embedding_dim, which is 32",
+    ),
+    (
+        "model.ranker.preprocessor.contextual.action.bits[0].bit=63",
+        "bits[0].bit: 63 is given; it must be from 0 to 62",
+    ),
+    ("model.ranker.preprocessor.contextual.action.bits[0].bit=", "action.bits[0].bit: not set"),
+    (
+        "model.ranker.preprocessor.contextual.action={bits {name: 'a' bit: 1} bits {name: 'b' bit: 1}}",
+        "action.bits[1].bit: 1 is also bit of bits[0]",
+    ),
+    (
+        "model.ranker.preprocessor.contextual.action={watch_time_thresholds: [5, 3]}",
+        "action.watch_time_thresholds: they must increase",
+    ),
+    ("train.num_steps=", "train.num_epochs: not set; set it or num_steps"),
+    ("train.num_epochs=3", "train.num_steps: 100 is given, and num_epochs 3; keep one of the two"),
+    (
+        "train.schedule.warmup_steps=100",
+        "train.schedule.warmup_steps: 100 is given; it must be less than train.num_steps",
+    ),
+    (
+        "train.evaluation.best_metric=click/acu",
+        "the model has no metric 'click/acu'. Did you mean click/auc?",
+    ),
+    (
+        "train.evaluation.best_metric=click/calibration",
+        "click/calibration is best at 1, neither high nor low",
+    ),
+    ("train.checkpoint.keep=1", "train.checkpoint.keep: 1 is given; it must be 2 or more"),
+    (
+        "train.dense_optimizer={adamw {beta2: 1}}",
+        "adamw.beta2: 1.0 is given; it must be at least 0 and below 1",
+    ),
+]
+
+RETRIEVER_RULES = [
+    ("model.retriever.item_feature=", "model.retriever.item_feature: not set"),
+    ("model.retriever.item_feature=item", "item_feature: no feature is called 'item'. Did you mean item_id?"),
+    (
+        f"{ITEM}.id={{hash {{num_buckets: 9}}}}",
+        f"{ITEM}: it is the item of the retriever, whose catalogue is a vocabulary",
+    ),
+    (
+        f"{ITEM}.id.multi_valued=true",
+        f"{ITEM}.id.multi_valued: it is the item of the retriever: one id an event",
+    ),
+    (f"{ITEM}.id.embedding_dim=32", f"{ITEM}.id.embedding_dim: 32 is given; items are compared with queries"),
+    (f"{ITEM}.sides=[CANDIDATE]", f"{ITEM}.sides: it is the item of the retriever: HISTORY is needed"),
+    (f"{ITEM}.sides=[HISTORY]", f"{ITEM}.sides: CANDIDATE is needed to evaluate on data.test"),
+    (f"{ITEM}.sides=[USER, HISTORY, CANDIDATE]", f"{ITEM}.sides: USER features have no place", 2),
+    (
+        "model.retriever.preprocessor={contextual {}}",
+        "preprocessor.contextual: does not fit a retriever; use uih",
+    ),
+    (
+        f"{UIH}.positional.origin=END",
+        f"{UIH}.positional.origin: END tells each position how many events follow",
+    ),
+    (
+        f"{UIH}.positional.num_time_buckets=8",
+        f"{UIH}.positional.num_time_buckets: the age at the request tells",
+    ),
+    (
+        "model.retriever.mixer.sasrec.mask={contextual_reads_history: true}",
+        "mask.contextual_reads_history: next-item",
+    ),
+    (
+        "model.retriever.loss={focal {}}",
+        "model.retriever.loss.focal: is a loss of binary; use one of softmax",
+    ),
+    (
+        "model.retriever.loss={softmax {temperature: 0}}",
+        "softmax.temperature: 0.0 is given; it must be above 0",
+    ),
+    ("model.retriever.metrics=[{auc {}}]", "model.retriever.metrics[0].auc: does not fit a retrieval task"),
+    (
+        "model.retriever.metrics=[{ndcg {}}, {ndcg {k: 10}}]",
+        "metrics[1]: ndcg@10 is also model.retriever.metrics[0]",
+    ),
+    ("model.max_seq_len=49", "model.max_seq_len: 49 is given; data.max_history_len 50 need 50"),
+    (
+        "train.evaluation.patience=3",
+        "train.evaluation.patience: there is nothing to evaluate on; set data.validation",
+    ),
+]
+
+
+def _parts(rule):
+    return (*rule, 1) if len(rule) == 2 else rule
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message", "count"),
+    [(RANKER, *_parts(rule)) for rule in RANKER_RULES]
+    + [(RETRIEVER, *_parts(rule)) for rule in RETRIEVER_RULES],
+)
+def test_a_rule_finds_what_it_is_for(tmp_path, text, override, message, count):
+    loaded = load(text, [override], tmp_path)
+    found = config.check(loaded.pipeline, loaded.locations)
+    assert any(message in finding for finding in found), found
+    assert len(found) == count, found
+
+
+def test_findings_carry_the_place_of_the_nearest_field(tmp_path):
+    loaded = load(RANKER, [], tmp_path)
+    loaded.pipeline.model.ranker.tasks[1].ClearField("loss")
+    (found,) = config.check(loaded.pipeline, loaded.locations)
+    line = next(number for number, text in enumerate(RANKER.split("\n"), 1) if '"time"' in text)
+    assert found == f"{tmp_path}/x.config:{line}: model.ranker.tasks[1].loss: not set; it is needed"
+    assert config.check(loaded.pipeline) == ["model.ranker.tasks[1].loss: not set; it is needed"]
+
+
+def test_enum_values_that_only_code_can_set():
+    pipeline = text_format.Parse(RANKER, pb.Pipeline())
+    pipeline.model.precision = pb.PRECISION_UNSPECIFIED
+    pipeline.features[0].sides.append(9)
+    found = config.check(pipeline)
+    assert "model.precision: 0 is no value; it must be one of FP32, BF16" in found
+    assert "features[0].sides: 9 is no value; it must be one of USER, HISTORY, CANDIDATE" in found
+
+
+def test_gauc_needs_users(tmp_path):
+    overrides = [f"{TASK}.metrics=[{{gauc {{}}}}]", "data.key_columns="]
+    (found,) = config.check(load(RANKER, overrides, tmp_path).pipeline)
+    assert found.startswith(f"{TASK}.metrics[0].gauc: needs to know the user of a row")
+
+
+def test_nothing_at_all_is_a_list_of_findings():
+    found = config.check(pb.Pipeline())
+    for path in ("features", "data.train", "model", "train.num_epochs"):
+        assert any(line.startswith(f"{path}: ") for line in found)
+
+
+WARNINGS = [
+    (RANKER, ["train.accumulate_batches=2"], "train.accumulate_batches: holds for dense parameters only"),
+    (RANKER, ["train.accumulate_batches=2", "model.embedding.placement=REPLICATED"], None),
+    (
+        RANKER,
+        ["model.embedding.placement=REPLICATED", "train.sparse_optimizer={adam {}}"],
+        "train.sparse_optimizer: without",
+    ),
+    (RANKER, ["model.ranker.mixer.hstu.mask={prefix: 3}"], "mask.prefix: without effect: there is no window"),
+    (RANKER, ["model.ranker.mixer.hstu.mask={prefix: 3 window: 5}"], None),
+    (RANKER, ["model.ranker.mixer.hstu.mask={target_window: true}"], "mask.target_window: without effect"),
+    (
+        RETRIEVER,
+        ["model.retriever.mixer.sasrec.mask={target_group_size: 2}"],
+        "mask.target_group_size: without effect",
+    ),
+    (RANKER, ["features[1].id.pooling=MEAN"], "features[1].id.pooling: without effect"),
+    (RANKER, ["features[1].id.pooling=MEAN", "features[1].id.multi_valued=true"], None),
+    (RANKER, ["data.validation="], "data.validation: not set: the model will not be evaluated"),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "message"), WARNINGS)
+def test_settings_without_effect_are_warnings(tmp_path, text, overrides, message):
+    loaded = load(text, overrides, tmp_path)
+    assert config.check(loaded.pipeline) == []
+    found = config.warnings(loaded.pipeline, loaded.locations)
+    assert len(found) == (message is not None)
+    assert message is None or message in found[0]
+    assert (
+        config.warnings(config.resolve(loaded.pipeline, read_files=False).pipeline, loaded.locations) == found
+    )
+
+
+def test_sparse_adam_needs_cuda(tmp_path):
+    pipeline = load(RANKER, ["train.sparse_optimizer={adam {}}"], tmp_path).pipeline
+    (finding,) = checks.device_findings(pipeline, "cpu")
+    assert finding.path == "train.sparse_optimizer.adam"
+    assert checks.device_findings(pipeline, "cuda") == []
+    pipeline.model.embedding.placement = pb.Embedding.REPLICATED
+    assert checks.device_findings(pipeline, "cpu") == []
+
+
+def all_messages():
+    found, waiting = {}, [pb.Pipeline.DESCRIPTOR]
+    while waiting:
+        message = waiting.pop()
+        if message.full_name not in found:
+            found[message.full_name] = message
+            waiting += [field.message_type for field in message.fields if field.message_type]
+    return list(found.values())
+
+
+NUMBERS = (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_DOUBLE)
+
+
+def test_every_number_of_the_protos_has_a_range_and_every_range_a_number():
+    numbers = {
+        (message.name, field.name)
+        for message in all_messages()
+        for field in message.fields
+        if field.cpp_type in NUMBERS
+    }
+    ranges = {(message.DESCRIPTOR.name, name) for message, names in values.RANGES.items() for name in names}
+    assert ranges == numbers
+
+
+def test_every_default_is_in_its_range():
+    for message, ranges in values.RANGES.items():
+        for name, (holds, words) in ranges.items():
+            field = message.DESCRIPTOR.fields_by_name[name]
+            if field.has_default_value:
+                assert holds(field.default_value), f"{message.DESCRIPTOR.name}.{name} must be {words}"
+
+
+def test_required_fields_exist():
+    for message, names in values.REQUIRED.items():
+        assert set(names) <= set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_words_of_torch_are_all_known():
+    assert {name for name in dir(torch.nn.ModuleDict()) if not name.startswith("_")} <= data.TAKEN
+
+
+def test_backends_are_those_of_the_op():
+    assert set(model_rules.BACKENDS["hstu"]) == {"auto", *OP.backends}
+
+
+def test_kinds_of_losses_are_those_of_their_classes():
+    kinds = {name: component.cls.kind for name, component in registered(pb.Loss).items()}
+    assert model_rules.LOSSES == kinds
+
+
+def test_names_and_directions_of_metrics_are_those_of_their_classes():
+    pipeline = pb.Pipeline()
+    built = {}
+    for name, component in registered(pb.Metric).items():
+        metric = component.cls(component.config)
+        built[metric.name] = metric.higher_is_better is not None
+        getattr(pipeline.model.retriever.metrics.add(), name).SetInParent()
+    assert {metric.name: metric.directed for metric in checks.metric_names(pipeline)} == built
+    assert set(model_rules.METRICS) == set(registered(pb.Metric))

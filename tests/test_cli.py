@@ -1,0 +1,205 @@
+"""Flags, output, logging and exit codes of the shared command line."""
+
+import logging
+import signal
+
+import pytest
+
+from recsys import cli, environment, errors
+from tests.config_texts import RANKER, RETRIEVER
+
+HASHED = RANKER.replace("vocabulary {}", "hash { num_buckets: 50 }")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with the runnable x.config, which needs no files."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv(cli.LOG_VARIABLE, raising=False)
+    (tmp_path / "x.config").write_text(HASHED, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def calls():
+    return []
+
+
+@pytest.fixture
+def run(calls):
+    def train(call: cli.Call) -> None:
+        """Train a model."""
+        calls.append(call)
+
+    return train
+
+
+def test_run_gets_the_resolved_config(folder, run, calls):
+    assert cli.main("train", run, ["--config", "x.config", "--set", "train.seed=7"]) == 0
+    (call,) = calls
+    assert call.pipeline.train.seed == 7
+    assert call.pipeline.model.max_seq_len == 27
+    assert call.ready.origins["model.max_seq_len"].startswith("contextual tokens")
+    assert call.run_dir.as_posix() == "runs/x"
+    assert not call.dry_run
+
+
+def test_validate(folder, run, calls, capsys):
+    assert cli.main("train", run, ["--config", "x.config", "--validate"]) == 0
+    assert capsys.readouterr().out == "ok\n"
+    flags = ["--config", "x.config", "--validate", "--set", "data.batch_size=0", "--set", "train.seed=-1"]
+    assert cli.main("train", run, flags) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == [
+        "--set data.batch_size=0: data.batch_size: 0 is given; it must be 1 or more",
+        "--set train.seed=-1: train.seed: -1 is given; it must be 0 or more",
+    ]
+    assert calls == []
+    assert not (folder / "runs").exists()
+
+
+def test_validate_shows_warnings(folder, run, capsys):
+    assert cli.main("train", run, ["--config", "x.config", "--validate", "--set", "data.validation="]) == 0
+    shown = capsys.readouterr()
+    assert "data.validation: not set: the model will not be evaluated" in shown.err
+    assert shown.out == "ok\n"
+
+
+def test_a_printed_config_is_a_config(folder, run, calls, capsys):
+    assert cli.main("train", run, ["--config", "x.config", "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert "max_seq_len: 27  # contextual tokens" in printed
+    (folder / "y.config").write_text(printed, encoding="utf-8")
+    for name in ("x.config", "y.config"):
+        assert cli.main("train", run, ["--config", name]) == 0
+    assert calls[0].pipeline == calls[1].pipeline
+
+
+def test_the_config_of_a_run_is_found_in_its_folder(folder, run, calls):
+    (folder / "there").mkdir()
+    (folder / "x.config").rename(folder / "there" / cli.RESOLVED)
+    assert cli.main("export", run, ["--run-dir", "there"]) == 0
+    assert calls[0].run_dir.as_posix() == "there"
+    assert calls[0].pipeline.model.embedding_dim == 32
+
+
+def test_commands_that_can_do_without_a_config(folder, run, calls, capsys):
+    assert cli.main("train", run, []) == 2
+    assert "--config: not given" in capsys.readouterr().err
+    assert cli.main("predict", run, ["--set", "train.seed=3"], needs_config=False) == 2
+    assert cli.main("predict", run, [], needs_config=False) == 0
+    with pytest.raises(errors.ConfigError, match="no config"):
+        _ = calls[0].pipeline
+
+
+def test_own_flags(folder, run, calls):
+    flags = ["--config", "x.config", "--rows", "3"]
+    assert cli.main("train", run, flags, add_flags=lambda p: p.add_argument("--rows", type=int)) == 0
+    assert calls[0].flags.rows == 3
+
+
+@pytest.mark.parametrize(
+    "flags", [["--confi", "x.config"], ["--unknown"], ["x.config"], ["--log-level", "loud"]]
+)
+def test_unknown_flags_are_errors(folder, run, flags, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main("train", run, flags)
+    assert stopped.value.code == 2
+    assert "usage: python -m recsys.train" in capsys.readouterr().err
+
+
+def test_version_and_help(folder, run, capsys):
+    for flag in ("--version", "--help"):
+        with pytest.raises(SystemExit) as stopped:
+            cli.main("train", run, [flag])
+        assert stopped.value.code == 0
+    shown = capsys.readouterr().out
+    for name in ("recsys", "torch", "torchrec", "fbgemm-gpu"):
+        assert f"{name} {environment.versions()[name]}\n" in shown
+    assert "Train a model." in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.RecsysError("disk"), 1),
+        (errors.ConfigError(["a: b", "c: d"]), 2),
+        (errors.DataError("part-3.parquet, row 1182: broken"), 3),
+        (errors.NonFiniteLossError("step 7"), 4),
+        (errors.InstallationError("no compiler"), 5),
+        (KeyboardInterrupt(), 130),
+        (errors.Terminated("saved at step 9"), 143),
+        (errors.Terminated("saved at step 9", signal.SIGINT), 130),
+    ],
+)
+def test_exit_codes(folder, capsys, error, code):
+    def run(call):
+        raise error
+
+    assert cli.main("train", run, ["--config", "x.config"]) == code
+    shown = capsys.readouterr().err
+    assert str(error) in shown
+    assert "Traceback" not in shown
+
+
+def test_other_errors_keep_their_traceback(folder):
+    def run(call):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        cli.main("train", run, ["--config", "x.config"])
+
+
+def test_the_log_goes_to_stderr_and_the_run_folder(folder, capsys):
+    def run(call):
+        logging.getLogger("recsys.somewhere").info("step 1")
+        logging.getLogger("recsys.somewhere").debug("hidden")
+        raise errors.DataError("row 3")
+
+    before = logging.getLogger().handlers[:]
+    for _ in range(2):
+        cli.main("train", run, ["--config", "x.config", "--run-dir", "here"])
+    shown = capsys.readouterr().err
+    assert shown.count("step 1") == shown.count("row 3") == 2
+    assert "hidden" not in shown
+    text = (folder / "here" / "log.txt").read_text(encoding="utf-8")
+    assert text.count("step 1") == 2
+    assert logging.getLogger().handlers == before
+
+
+def test_levels(folder, monkeypatch, capsys):
+    def run(call):
+        logging.getLogger("recsys.somewhere").debug("details")
+
+    for flags, variable, expected in (
+        ([], "", 0),
+        (["--log-level", "debug"], "", 1),
+        ([], "DEBUG", 1),
+        ([], "loud", 0),
+    ):
+        monkeypatch.setenv(cli.LOG_VARIABLE, variable)
+        assert cli.main("train", run, ["--config", "x.config", *flags]) == 0
+        assert capsys.readouterr().err.count("details") == expected
+
+
+def test_a_dry_run_and_other_processes_write_no_log(folder, run, calls, monkeypatch):
+    assert cli.main("train", run, ["--config", "x.config", "--dry-run"]) == 0
+    assert calls[0].dry_run
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main("train", run, ["--config", "x.config"]) == 0
+    assert not (folder / "runs").exists()
+
+
+def test_a_run_folder_that_cannot_be(folder, run, calls, capsys):
+    (folder / "taken").write_text("", encoding="utf-8")
+    assert cli.main("train", run, ["--config", "x.config", "--run-dir", "taken"]) == 1
+    assert "--run-dir taken: cannot be written" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_vocabularies_are_looked_up(folder, run, capsys):
+    (folder / "x.config").write_text(RETRIEVER, encoding="utf-8")
+    assert cli.main("train", run, ["--config", "x.config", "--validate"]) == 2
+    assert "no file vocabulary/movies.parquet" in capsys.readouterr().err
