@@ -110,6 +110,13 @@ class Cells:
             places = level.rows_of(places)
         return places
 
+    def row_offsets(self, num_rows: int) -> np.ndarray:
+        """Where each row's innermost values begin, and the end of the last; int64 [num_rows + 1]."""
+        offsets = np.arange(num_rows + 1)
+        for level in self.lists:
+            offsets = level.offsets[offsets]
+        return offsets
+
     def name(self, place: int) -> str:
         """`uih_item_id[3]`: the column and where in the row's lists."""
         index = ""

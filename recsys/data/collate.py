@@ -8,14 +8,14 @@ from torchrec import KeyedJaggedTensor
 
 from recsys import features
 from recsys import protos as pb
+from recsys.data.arrays import Arrays
 from recsys.data.batch import Batch, LayoutRule, Position, Rows
 from recsys.data.contract import Mode
-from recsys.data.gather import Arrays
 from recsys.data.hashing import combine
 from recsys.ops import SequenceLayout
 
 _NEGATIVES = 4
-"""Stream of the hash that draws negatives; 1 to 3 are the plan's and the gatherer's."""
+"""Stream of the hash that draws negatives; 1 to 3 are the plan's and the converter's."""
 
 
 class Collator:

@@ -5,7 +5,6 @@ it. Runs in the reader processes, so it knows numpy and pyarrow but no torch. Th
 rows.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +14,10 @@ import pyarrow.compute as pc
 from recsys import features
 from recsys import protos as pb
 from recsys.data import checks
+from recsys.data.block import Block, Flat, Spans
 from recsys.data.checks import Cells, Findings, Lists, one_array
 from recsys.data.contract import Kind, Mode, fields, group_column, key_columns
+from recsys.data.hashing import combine, hash_text, mix
 from recsys.data.vocabulary import mappings, normalize
 
 REQUEST_TIME = features.REQUEST_TIME
@@ -25,47 +26,24 @@ UIH_ACTIONS = features.PREFIX[pb.HISTORY] + features.ACTIONS
 UIH_WATCH_TIME = features.PREFIX[pb.HISTORY] + features.WATCH_TIME
 CANDIDATE_TIMESTAMPS = features.PREFIX[pb.CANDIDATE] + features.TIMESTAMPS
 
-
-class Flat(NamedTuple):
-    """A column laid end to end. `counts` is None, or the number of values of each row / event / candidate."""
-
-    values: np.ndarray
-    counts: np.ndarray | None = None
+_UNKNOWN = 3
+"""Stream of the hash that draws what is shown as unknown; the plan has 1 and 2."""
 
 
-class Spans(NamedTuple):
-    """Which elements belong to each row: lengths[i] of them from starts[i] on. Truncation only moves
-    these."""
-
-    starts: np.ndarray
-    lengths: np.ndarray
-
-
-@dataclass
-class Block:
-    """The rows of one table, converted.
+class Origin(NamedTuple):
+    """Where a table comes from.
 
     Attributes:
-        file: index of the file in its source.
-        first_row: the file's row that is row 0 here.
-        codes: int8 [rows], why a row was left out: 0 it was not, else 1 + index into checks.REASONS.
-        place: int64 [rows], place among the kept rows, -1 when left out.
-        spans: by side, in kept rows.
-        flat: by column.
-        truncated: by side, bool [kept] whether the row had more events or candidates.
-        group: int64 [kept].
-        keys: key columns of all rows.
+        file: index of its file in the source.
+        first_row: the file's row that the table begins with.
+        path: the file's name, for errors.
+        epoch: decides, with `train.seed`, which ids are shown as unknown in training.
     """
 
-    file: int
-    first_row: int
-    codes: np.ndarray
-    place: np.ndarray
-    spans: dict[int, Spans]
-    flat: dict[str, Flat]
-    truncated: dict[int, np.ndarray]
-    group: np.ndarray
-    keys: pa.Table | None
+    file: int = 0
+    first_row: int = 0
+    path: str = "table"
+    epoch: int = 0
 
 
 class Converter:
@@ -93,14 +71,12 @@ class Converter:
             pipeline.model.max_seq_len - num_contextual if targets and pipeline.model.max_seq_len else None
         )
 
-    def block(self, table: pa.Table, *, file: int = 0, first_row: int = 0, path: str = "table") -> Block:
+    def block(self, table: pa.Table, origin: Origin) -> Block:
         """Checks and converts all rows of a table.
 
         Args:
             table: the columns of `contract.needed_columns`, of types that `contract.check_schema` accepted.
-            file: index of the file in its source.
-            first_row: the file's row that the table begins with.
-            path: the file's name for errors.
+            origin: where the table comes from.
 
         Raises:
             DataError: a bad row, unless the policy is to leave them out.
@@ -108,22 +84,28 @@ class Converter:
         cells = self._cells(table)
         findings = self._check(table, cells)
         if self.pipeline.data.bad_rows.policy != pb.BadRows.SKIP:
-            findings.raise_first(path, first_row)
+            findings.raise_first(origin.path, origin.first_row)
         good = findings.codes == 0
-        kept = table if good.all() else table.filter(pa.array(good))
-        if kept is not table:
-            cells = self._cells(kept)
-        spans, truncated = self._spans(cells, kept.num_rows)
+        if not good.all():
+            table_of_good = table.filter(pa.array(good))
+            cells = self._cells(table_of_good)
+        else:
+            table_of_good = table
+        flat = {name: self._flat(one) for name, one in cells.items()}
+        if self.mode == "train":
+            self._show_unknown(flat, cells, origin, np.flatnonzero(good))
+        keys = table.select(list(self.pipeline.data.key_columns)) if self.mode != "train" else None
         return Block(
-            file=file,
-            first_row=first_row,
+            file=np.full(table.num_rows, origin.file, np.int64),
+            row=origin.first_row + np.arange(table.num_rows),
             codes=findings.codes,
-            place=np.where(good, np.cumsum(good) - 1, -1),
-            spans=spans,
-            flat={name: self._flat(one) for name, one in cells.items()},
-            truncated=truncated,
-            group=self._group(kept),
-            keys=table.select(list(self.pipeline.data.key_columns)) if self.mode != "train" else None,
+            group=_spread(self._group(table_of_good), good),
+            spans={
+                side: Spans(*(_spread(x, good) for x in one))
+                for side, one in self._spans(cells, table_of_good.num_rows).items()
+            },
+            flat={name: _spread_user(column, good) for name, column in flat.items()},
+            keys=keys,
         )
 
     def _cells(self, table: pa.Table) -> dict[str, Cells]:
@@ -184,52 +166,84 @@ class Converter:
             ),
         )
 
-    def _spans(
-        self, cells: dict[str, Cells], num_rows: int
-    ) -> tuple[dict[int, Spans], dict[int, np.ndarray]]:
+    def _spans(self, cells: dict[str, Cells], num_rows: int) -> dict[int, Spans]:
         data = self.pipeline.data
-        nothing = np.zeros(num_rows, np.int64)
-        spans = {
-            pb.USER: Spans(np.arange(num_rows), np.ones(num_rows, np.int64)),
-            pb.CANDIDATE: Spans(nothing, nothing),
-        }
-        truncated = {pb.HISTORY: nothing > 0, pb.CANDIDATE: nothing > 0}
-        events = cells[UIH_TIMESTAMPS].lists[0]
+        events, candidates = cells[UIH_TIMESTAMPS].lists[0], _candidates(cells)
         kept = np.minimum(events.lengths, data.max_history_len)
         # Of a history the newest events are kept, of candidates the first.
-        spans[pb.HISTORY] = Spans(events.offsets[1:] - kept, kept)
-        truncated[pb.HISTORY] = kept < events.lengths
-        candidates = _candidates(cells)
-        if candidates is not None:
-            kept = candidates.lengths
-            if data.HasField("max_candidates"):
-                kept = np.minimum(kept, data.max_candidates)
-            spans[pb.CANDIDATE] = Spans(candidates.offsets[:-1], kept)
-            truncated[pb.CANDIDATE] = kept < candidates.lengths
-        return spans, truncated
+        history = Spans(events.offsets[1:] - kept, kept, kept < events.lengths)
+        if candidates is None:
+            nothing = np.zeros(num_rows, np.int64)
+            return {pb.HISTORY: history, pb.CANDIDATE: Spans(nothing, nothing, nothing > 0)}
+        kept = candidates.lengths
+        if data.HasField("max_candidates"):
+            kept = np.minimum(kept, data.max_candidates)
+        return {
+            pb.HISTORY: history,
+            pb.CANDIDATE: Spans(candidates.offsets[:-1], kept, kept < candidates.lengths),
+        }
 
     def _flat(self, cells: Cells) -> Flat:
         field, values = cells.field, cells.values
         counts = cells.lists[-1].lengths if field.multi_valued else None
         if field.kind is Kind.ID:
-            return Flat(self.mappings[self._tables[field.column]].map(values), counts)
+            return Flat(field.side, self.mappings[self._tables[field.column]].map(values), counts)
         if field.kind in (Kind.LABEL, Kind.WATCH_TIME):
-            return Flat(checks.floats(values).astype(np.float32))
+            return Flat(field.side, checks.floats(values).astype(np.float32))
         if field.kind is not Kind.NUMBER:
-            return Flat(checks.integers(values))
+            return Flat(field.side, checks.integers(values))
         numeric = field.feature.numeric
         numbers = checks.floats(values)
         if values.null_count:
             numbers = np.where(pc.is_null(values).to_numpy(zero_copy_only=False), numeric.fill, numbers)
         if numeric.HasField("bucketize"):
-            return Flat(self.mappings[field.feature.name].map(numbers))
-        return Flat(normalize(numbers, numeric.normalize))
+            return Flat(field.side, self.mappings[field.feature.name].map(numbers))
+        return Flat(field.side, normalize(numbers, numeric.normalize))
+
+    def _show_unknown(
+        self, flat: dict[str, Flat], cells: dict[str, Cells], origin: Origin, rows: np.ndarray
+    ) -> None:
+        """Sets a share of the ids to row 0, so that it is trained.
+
+        Drawn by a hash of the seed, the epoch and the place in the file: a run that is resumed draws the
+        same.
+        """
+        state = combine(
+            self.pipeline.train.seed, origin.epoch, _UNKNOWN, origin.file, origin.first_row + rows
+        )
+        for name, one in cells.items():
+            rate = one.field.feature.id.vocabulary.unknown_rate if one.field.kind is Kind.ID else 0.0
+            if rate <= 0 or not one.field.feature.id.HasField("vocabulary"):
+                continue
+            starts = one.row_offsets(len(rows))
+            counts = np.diff(starts)
+            place = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
+            draws = mix(np.repeat(mix(state ^ hash_text(pa.array([name]))), counts) ^ place.astype(np.uint64))
+            values = flat[name].values
+            values[(draws >> np.uint64(11)) < np.uint64(rate * 2.0**53)] = 0
 
     def _group(self, table: pa.Table) -> np.ndarray:
         name = group_column(self.pipeline)
         if name is None:
             return np.zeros(table.num_rows, np.int64)
         return checks.key_hash(one_array(table[name]))
+
+
+def _spread(values: np.ndarray, good: np.ndarray) -> np.ndarray:
+    """Values of the good rows, with zeros for the others between them."""
+    if len(values) == len(good):
+        return values
+    spread = np.zeros(len(good), values.dtype)
+    spread[good] = values
+    return spread
+
+
+def _spread_user(column: Flat, good: np.ndarray) -> Flat:
+    if column.side != pb.USER:
+        return column
+    if column.counts is None:
+        return column._replace(values=_spread(column.values, good))
+    return column._replace(counts=_spread(column.counts, good))
 
 
 def _plain(values: pa.Array) -> pa.Array:

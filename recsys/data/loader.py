@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from recsys import protos as pb
+from recsys.data.arrays import Arrays
 from recsys.data.batch import Batch, LayoutRule, Position
 from recsys.data.checks import REASONS
 from recsys.data.collate import Collator
 from recsys.data.contract import Mode
-from recsys.data.gather import Arrays
 from recsys.data.plan import Order
 from recsys.data.reader import Reader
 from recsys.data.sources import Source, open_source

@@ -8,7 +8,7 @@ of them once.
 """
 
 import heapq
-from collections import OrderedDict
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,73 +50,95 @@ class Order:
     shuffle: bool = False
 
 
-class BatchRows(NamedTuple):
-    """The rows of one batch, in file order: int64 [B] number of the row group in the list, int64 [B] row
-    within it."""
+class Part(NamedTuple):
+    """Rows start <= i < stop of a block."""
 
-    group: np.ndarray
-    row: np.ndarray
+    block: int
+    start: int
+    stop: int
+
+
+class Block(NamedTuple):
+    """Rows that are mixed with each other: row groups read one after the other, then put into another order.
+
+    Attributes:
+        groups: numbers of its row groups in the plan's list.
+        order: int64 permutation of their rows laid end to end, or None to leave them.
+    """
+
+    groups: list[int]
+    order: np.ndarray | None
 
 
 class EpochPlan:
-    """Batches of one epoch."""
+    """Batches of one epoch, each of one or more parts of blocks."""
 
     def __init__(self, groups: list[RowGroup], order: Order, epoch: int) -> None:
         self.groups = groups
         self._order = order
         self._epoch = epoch
-        self._lanes = [_Lane(members, groups, self._mixed) for members in self._deal()]
-        self._lane, self._place = _take_turns([-(-lane.num_rows // order.batch_size) for lane in self._lanes])
-        self._shuffled: OrderedDict[tuple[int, int], BatchRows] = OrderedDict()
+        self._lanes = self._deal()
+        self._batch_lane, self._batch_place = _take_turns(
+            [-(-int(lane.starts[-1]) // order.batch_size) for lane in self._lanes]
+        )
 
     @property
     def num_batches(self) -> int:
         """Batches of all ranks together."""
-        return len(self._lane)
+        return len(self._batch_lane)
 
     @property
     def num_lanes(self) -> int:
         """Lanes in use."""
         return len(self._lanes)
 
-    def batch(self, index: int) -> BatchRows:
-        """The rows of batch `index`, 0 <= index < num_batches."""
-        lane = int(self._lane[index])
-        first = int(self._place[index]) * self._order.batch_size
-        last = min(first + self._order.batch_size, self._lanes[lane].num_rows)
+    def batch(self, index: int) -> list[Part]:
+        """Where the rows of batch `index` are, 0 <= index < num_batches."""
+        lane = self._lanes[int(self._batch_lane[index])]
+        first = int(self._batch_place[index]) * self._order.batch_size
+        last = min(first + self._order.batch_size, int(lane.starts[-1]))
         parts = []
-        starts = self._lanes[lane].block_starts
-        block = int(np.searchsorted(starts, first, side="right")) - 1
+        place = int(np.searchsorted(lane.starts, first, side="right")) - 1
         while first < last:
-            stop = min(last, int(starts[block + 1]))
-            rows = self._block(lane, block)
-            cut = slice(first - int(starts[block]), stop - int(starts[block]))
-            parts.append(BatchRows(rows.group[cut], rows.row[cut]))
-            first, block = stop, block + 1
-        group = np.concatenate([part.group for part in parts])
-        row = np.concatenate([part.row for part in parts])
-        in_order = np.lexsort((row, group))
-        return BatchRows(group[in_order], row[in_order])
+            begin, end = int(lane.starts[place]), int(lane.starts[place + 1])
+            parts.append(Part(lane.first_block + place, first - begin, min(last, end) - begin))
+            first, place = min(last, end), place + 1
+        return parts
+
+    def block(self, number: int) -> Block:
+        """The block that a part names."""
+        lane = next(lane for lane in reversed(self._lanes) if lane.first_block <= number)
+        members = lane.members[number - lane.first_block]
+        if not self._order.shuffle:
+            return Block(members, None)
+        rows = sum(self.groups[member].num_rows for member in members)
+        hashes = combine(self._order.seed, self._epoch, _ROWS, number, np.arange(rows))
+        return Block(members, np.argsort(hashes, kind="stable"))
+
+    def _deal(self) -> list["_Lane"]:
+        """Row groups to lanes, and within each lane to blocks, in the order in which the lane reads them."""
+        numbers = np.asarray([i for i, group in enumerate(self.groups) if group.num_rows], np.int64)
+        if self._order.shuffle:
+            order = np.argsort(combine(self._order.seed, self._epoch, _GROUPS, numbers), kind="stable")
+            numbers = numbers[order]
+        dealt: list[list[int]] = [[] for _ in range(self._lane_count(len(numbers)))]
+        # The emptiest lane is next, so lanes of unequal row groups still end at nearly the same time.
+        filled = [(0, lane) for lane in range(len(dealt))]
+        for number in numbers.tolist():
+            rows, lane = heapq.heappop(filled)
+            dealt[lane].append(number)
+            heapq.heappush(filled, (rows + self.groups[number].num_rows, lane))
+        lanes, first_block = [], 0
+        for members in dealt:
+            blocks = [members[at : at + self._mixed] for at in range(0, len(members), self._mixed)]
+            rows = [sum(self.groups[member].num_rows for member in block) for block in blocks]
+            lanes.append(_Lane(first_block, blocks, np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])))
+            first_block += len(blocks)
+        return lanes
 
     @property
     def _mixed(self) -> int:
         return self._order.shuffle_row_groups if self._order.shuffle else 1
-
-    def _deal(self) -> list[list[int]]:
-        """Row groups of each lane, in the order in which the lane reads them."""
-        numbers = np.asarray([i for i, group in enumerate(self.groups) if group.num_rows], np.int64)
-        if self._order.shuffle:
-            numbers = numbers[
-                np.argsort(combine(self._order.seed, self._epoch, _GROUPS, numbers), kind="stable")
-            ]
-        lanes: list[list[int]] = [[] for _ in range(self._lane_count(len(numbers)))]
-        # The emptiest lane is next, so lanes of unequal row groups still end at nearly the same time.
-        filled = [(0, lane) for lane in range(len(lanes))]
-        for number in numbers.tolist():
-            rows, lane = heapq.heappop(filled)
-            lanes[lane].append(number)
-            heapq.heappush(filled, (rows + self.groups[number].num_rows, lane))
-        return lanes
 
     def _lane_count(self, num_groups: int) -> int:
         # A divisor of num_lanes, so that readers which divide num_lanes still meet whole lanes.
@@ -127,40 +149,14 @@ class EpochPlan:
             n for n in range(1, self._order.num_lanes + 1) if self._order.num_lanes % n == 0 and n <= most
         )
 
-    def _block(self, lane: int, block: int) -> BatchRows:
-        key = (lane, block)
-        if key not in self._shuffled:
-            self._shuffled[key] = self._shuffle(self._lanes[lane].members(block), key)
-            while len(self._shuffled) > 2 * len(self._lanes):
-                self._shuffled.popitem(last=False)
-        self._shuffled.move_to_end(key)
-        return self._shuffled[key]
 
-    def _shuffle(self, members: list[int], key: tuple[int, int]) -> BatchRows:
-        sizes = np.asarray([self.groups[member].num_rows for member in members])
-        group = np.repeat(np.asarray(members, np.int64), sizes)
-        row = np.concatenate([np.arange(size, dtype=np.int64) for size in sizes])
-        if self._order.shuffle:
-            hashes = combine(self._order.seed, self._epoch, _ROWS, *key, np.arange(len(row)))
-            order = np.argsort(hashes, kind="stable")
-            group, row = group[order], row[order]
-        return BatchRows(group, row)
+class _Lane(NamedTuple):
+    """A stream of blocks: the number of the first, the row groups of each, and the row of the lane it starts
+    with."""
 
-
-class _Lane:
-    """The row groups of a lane, cut into blocks of `mixed` row groups whose rows are mixed."""
-
-    def __init__(self, order: list[int], groups: list[RowGroup], mixed: int) -> None:
-        self._groups = order
-        self._mixed = mixed
-        sizes = [
-            sum(groups[i].num_rows for i in order[at : at + mixed]) for at in range(0, len(order), mixed)
-        ]
-        self.block_starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        self.num_rows = int(self.block_starts[-1])
-
-    def members(self, block: int) -> list[int]:
-        return self._groups[block * self._mixed : (block + 1) * self._mixed]
+    first_block: int
+    members: list[list[int]]
+    starts: np.ndarray
 
 
 def _take_turns(batches: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -172,9 +168,8 @@ def _take_turns(batches: list[int]) -> tuple[np.ndarray, np.ndarray]:
     return lane[order], place[order]
 
 
-def resident_row_groups(plan: EpochPlan, order: Order, num_readers: int) -> int:
-    """Row groups that one of `num_readers` readers, taking every num_readers-th batch, works on at a time."""
-    lanes = plan.num_lanes // max(1, int(np.gcd(plan.num_lanes, num_readers)))
-    mixed = order.shuffle_row_groups if order.shuffle else 1
-    # One lane more: a batch on the border of two blocks needs both.
-    return max(1, (lanes + 1) * mixed)
+def resident_blocks(plan: EpochPlan, num_readers: int) -> int:
+    """Blocks that one of `num_readers` readers, taking every num_readers-th batch, works on at a time."""
+    lanes = plan.num_lanes // max(1, math.gcd(plan.num_lanes, num_readers))
+    # One more: a batch on the border of two blocks needs both.
+    return lanes + 1

@@ -6,15 +6,14 @@ and not the traceback of a process that they did not know of.
 
 from collections import Counter
 
-import numpy as np
-
 from recsys import protos as pb
+from recsys.data.arrays import Arrays, Packer
+from recsys.data.block import Block, join
 from recsys.data.checks import REASONS
-from recsys.data.columns import Block, Converter
+from recsys.data.columns import Converter, Origin
 from recsys.data.contract import Mode
-from recsys.data.gather import Arrays, Gatherer
 from recsys.data.lru import Lru
-from recsys.data.plan import EpochPlan, Order, resident_row_groups
+from recsys.data.plan import EpochPlan, Order, RowGroup, resident_blocks
 from recsys.data.sources import Source
 from recsys.errors import DataError, RecsysError
 
@@ -59,7 +58,7 @@ class Reader:
     def __getstate__(self) -> dict:
         # Blocks and vocabularies may be large; the other process makes its own.
         state = dict(self.__dict__)
-        for name in ("_converter", "_gatherer", "_plan", "_blocks"):
+        for name in ("_converter", "_packer", "_plan", "_blocks"):
             state.pop(name, None)
         return state
 
@@ -85,36 +84,38 @@ class Reader:
             self._plan = EpochPlan(self._source.row_groups, self.order, epoch)
             self._epoch = epoch
             self._skipped: Counter[str] = Counter()
-            self._blocks: Lru[Block] = Lru(resident_row_groups(self._plan, self.order, self._num_readers))
+            self._blocks: Lru[Block] = Lru(resident_blocks(self._plan, self._num_readers))
         return self._plan
 
     def filler(self) -> Arrays:
         """A batch without rows that count."""
-        return Gatherer(self._pipeline, self._mode).filler(self.order.batch_size)
+        return Packer(self._pipeline, self._mode).filler(self.order.batch_size)
 
     def _read(self, epoch: int, index: int) -> Arrays:
         if self._converter is None:
             self._converter = Converter(
                 self._pipeline, self._num_contextual, targets=self._targets, mode=self._mode
             )
-            self._gatherer = Gatherer(self._pipeline, self._mode)
-        rows = self.plan(epoch).batch(index)
-        # The rows are in file order, so each row group is one run of them.
-        groups, starts = np.unique(rows.group, return_index=True)
-        runs = zip(groups.tolist(), np.split(rows.row, starts[1:]), strict=True)
-        parts = [(self._block(group), members) for group, members in runs]
-        arrays = self._gatherer.gather(parts, epoch)
+            self._packer = Packer(self._pipeline, self._mode)
+        parts = self.plan(epoch).batch(index)
+        rows = [self._block(part.block).select(slice(part.start, part.stop)) for part in parts]
+        arrays = self._packer.pack(join(rows))
         self._count(arrays.counts)
         return arrays
 
     def _block(self, number: int) -> Block:
-        return self._blocks.get(number, lambda: self._convert(number))
+        return self._blocks.get(number, lambda: self._mix(number))
 
-    def _convert(self, number: int) -> Block:
-        group = self._plan.groups[number]
+    def _mix(self, number: int) -> Block:
+        """The rows of some row groups, mixed once, so that a batch is a slice of them."""
+        members, order = self._plan.block(number)
+        block = join([self._convert(self._plan.groups[member]) for member in members])
+        return block if order is None else block.select(order)
+
+    def _convert(self, group: RowGroup) -> Block:
         table = self._source.read(group.file, group.number, self._columns)
         path = self._source.files[group.file].path
-        return self._converter.block(table, file=group.file, first_row=group.first_row, path=path)
+        return self._converter.block(table, Origin(group.file, group.first_row, path, self._epoch))
 
     def _count(self, counts: Counter[str]) -> None:
         self._skipped.update({reason: counts[reason] for reason in REASONS if counts[reason]})

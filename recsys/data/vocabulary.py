@@ -162,19 +162,40 @@ def id_type(path: str) -> pa.DataType:
     return _schema(path).field("id").type
 
 
-class _Sorted(NamedTuple):
-    """Binary search. Queries are sorted first: neighbours then share the cache lines of a large
-    vocabulary."""
+class _Sorted:
+    """Binary search over all keys, with a table in front that knows most of the frequent ones at one look.
 
-    keys: np.ndarray
-    rows: np.ndarray
+    Keys come most frequent first, and queries repeat them as often: the search itself is left with the rare ones.
+    """
+
+    def __init__(self, keys: np.ndarray, order: np.ndarray) -> None:
+        self._keys = keys
+        self._order = order
+        self._sorted = keys[order]
+        self._bits = min(_FRONT_BITS, max(1, int(4 * len(keys)).bit_length()))
+        self._front = np.zeros(1 << self._bits, np.int32)
+        # Written backwards: where two keys share a place, the more frequent one stays.
+        self._front[self._slots(keys[::-1])] = np.arange(len(keys))[::-1]
 
     def find(self, queries: np.ndarray) -> np.ndarray:
-        if len(self.keys) == 0:
+        if len(self._keys) == 0:
             return np.zeros(len(queries), np.int64)
-        unique, inverse = np.unique(queries, return_inverse=True)
-        place = np.minimum(np.searchsorted(self.keys, unique), len(self.keys) - 1)
-        return np.where(self.keys[place] == unique, self.rows[place], 0)[inverse]
+        rows = self._front[self._slots(queries)].astype(np.int64)
+        rest = np.flatnonzero(self._keys[rows] != queries)
+        rows += 1
+        if len(rest):
+            # Sorted queries walk through the keys once, instead of jumping about in a large array.
+            unique, inverse = np.unique(queries[rest], return_inverse=True)
+            place = np.minimum(np.searchsorted(self._sorted, unique), len(self._keys) - 1)
+            rows[rest] = np.where(self._sorted[place] == unique, self._order[place] + 1, 0)[inverse]
+        return rows
+
+    def _slots(self, keys: np.ndarray) -> np.ndarray:
+        return (mix(keys) >> np.uint64(64 - self._bits)).view(np.int64)
+
+
+_FRONT_BITS = 22
+"""Most places of the table in front, as a power of 2: 16 MiB."""
 
 
 class _Dense(NamedTuple):
@@ -207,7 +228,7 @@ def _search(keys: np.ndarray, ids: pa.Array, name: str) -> _Sorted | _Dense:
             table = np.zeros(span, np.int64)
             table[ordered - lowest] = rows
             return _Dense(lowest, table)
-    return _Sorted(ordered, rows)
+    return _Sorted(keys, order)
 
 
 def _unique_text(values: pa.Array) -> tuple[pa.Array, np.ndarray]:

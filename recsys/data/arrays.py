@@ -1,0 +1,165 @@
+"""From a block of converted rows to the arrays of one batch, which a reader process sends.
+
+Runs in the reader processes; `collate` makes a `Batch` of the arrays in the training process. A row that was
+left out stays in its batch as a filler row (no events, no candidates, weight 0), so a batch has the rows of
+its plan.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.block import Block, Flat, Spans
+from recsys.data.checks import REASONS
+from recsys.data.columns import (
+    CANDIDATE_TIMESTAMPS,
+    REQUEST_TIME,
+    UIH_ACTIONS,
+    UIH_TIMESTAMPS,
+    UIH_WATCH_TIME,
+)
+from recsys.data.contract import Field, Kind, Mode, fields
+
+TRUNCATED_HISTORY = "truncated_history"
+TRUNCATED_CANDIDATES = "truncated_candidates"
+
+
+@dataclass
+class Arrays:
+    """One batch as numpy arrays; fields as in `Batch`.
+
+    `id_values` and `id_lengths` go column by column, in the order of `features.columns`. `counts` holds the
+    rows left out by reason (checks.REASONS) and those that were cut (TRUNCATED_HISTORY,
+    TRUNCATED_CANDIDATES).
+    """
+
+    uih_lengths: np.ndarray
+    num_candidates: np.ndarray
+    id_values: np.ndarray
+    id_lengths: np.ndarray
+    value_counts: dict[str, np.ndarray]
+    numbers: dict[str, np.ndarray]
+    request_time: np.ndarray
+    uih_timestamps: np.ndarray
+    uih_actions: np.ndarray
+    uih_watch_time: np.ndarray
+    candidate_timestamps: np.ndarray
+    labels: dict[str, np.ndarray]
+    sample_weight: np.ndarray
+    group: np.ndarray
+    file: np.ndarray
+    row: np.ndarray
+    keys: pa.Table | None
+    counts: Counter[str]
+
+
+class Packer:
+    """Makes arrays for one config."""
+
+    def __init__(self, pipeline: pb.Pipeline, mode: Mode) -> None:
+        self._columns = features.columns(pipeline)
+        self._fields = fields(pipeline, mode)
+
+    def pack(self, block: Block) -> Arrays:
+        """The arrays of a batch of all rows of a block that `block.join` made."""
+        num_rows, flat = len(block.row), block.flat
+        lengths = {side: block.spans[side].lengths for side in (pb.HISTORY, pb.CANDIDATE)}
+        lengths[pb.USER] = np.ones(num_rows, np.int64)
+        ids = [_ids(column, flat, lengths[column.side]) for column in self._columns if column.table]
+        num_events = len(flat[UIH_TIMESTAMPS].values)
+        request_time = flat[REQUEST_TIME].values
+        candidate_times = flat.get(CANDIDATE_TIMESTAMPS)
+        return Arrays(
+            uih_lengths=lengths[pb.HISTORY],
+            num_candidates=lengths[pb.CANDIDATE],
+            id_values=np.concatenate([values for values, _ in ids] or [np.empty(0, np.int64)]),
+            id_lengths=np.concatenate([counts for _, counts in ids] or [np.empty(0, np.int64)]),
+            value_counts={c.name: _get(flat, c, np.int64).counts for c in self._columns if c.multi_valued},
+            numbers={c.name: _get(flat, c, np.float32).values for c in self._columns if c.table is None},
+            request_time=request_time,
+            uih_timestamps=flat[UIH_TIMESTAMPS].values,
+            uih_actions=flat[UIH_ACTIONS].values if UIH_ACTIONS in flat else np.zeros(num_events, np.int64),
+            uih_watch_time=flat[UIH_WATCH_TIME].values
+            if UIH_WATCH_TIME in flat
+            else np.zeros(num_events, np.float32),
+            candidate_timestamps=(
+                candidate_times.values if candidate_times else np.repeat(request_time, lengths[pb.CANDIDATE])
+            ),
+            labels={
+                field.task.name: flat[field.column].values
+                for field in self._fields
+                if field.kind is Kind.LABEL
+            },
+            sample_weight=((block.codes == 0) & (block.row >= 0)).astype(np.float32),
+            group=block.group,
+            file=block.file,
+            row=block.row,
+            # A slice would be sent to the other process with all of its table.
+            keys=block.keys.take(pa.array(np.arange(num_rows))) if block.keys is not None else None,
+            counts=_count(block),
+        )
+
+    def filler(self, num_rows: int) -> Arrays:
+        """A batch of `num_rows` filler rows, for a rank that has run out of rows before the others."""
+        zeros, nowhere = np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64)
+        nothing = Spans(zeros, zeros, zeros > 0)
+        return self.pack(
+            Block(
+                file=nowhere,
+                row=nowhere,
+                codes=zeros.astype(np.int8),
+                group=zeros,
+                spans={pb.HISTORY: nothing, pb.CANDIDATE: nothing},
+                flat={field.column: _nothing(field, num_rows) for field in self._fields},
+            )
+        )
+
+
+def _ids(
+    column: features.Column, flat: dict[str, Flat], elements: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Table rows of one column, and how many of them each row of the batch has; `elements` is lists'
+    lengths."""
+    if column.name not in flat:
+        return np.empty(0, np.int64), np.zeros(len(elements), np.int64)
+    _, values, counts = flat[column.name]
+    return values, elements if counts is None else _sums(counts, elements)
+
+
+def _get(flat: dict[str, Flat], column: features.Column, dtype: type) -> Flat:
+    # Candidates of a retriever are only read for evaluation.
+    return flat.get(column.name, Flat(column.side, np.empty(0, dtype), np.empty(0, np.int64)))
+
+
+def _sums(counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Sums of consecutive runs of `counts`, a run of lengths[i] each; empty runs give 0."""
+    totals = np.concatenate([[0], np.cumsum(counts)])
+    ends = np.cumsum(lengths)
+    return totals[ends] - totals[ends - lengths]
+
+
+def _count(block: Block) -> Counter[str]:
+    codes, times = np.unique(block.codes, return_counts=True)
+    counts = Counter(
+        {REASONS[code - 1]: n for code, n in zip(codes.tolist(), times.tolist(), strict=True) if code}
+    )
+    counts[TRUNCATED_HISTORY] = int(block.spans[pb.HISTORY].cut.sum())
+    counts[TRUNCATED_CANDIDATES] = int(block.spans[pb.CANDIDATE].cut.sum())
+    return +counts
+
+
+def _nothing(field: Field, num_rows: int) -> Flat:
+    real = field.kind in (Kind.LABEL, Kind.WATCH_TIME)
+    if field.kind is Kind.NUMBER:
+        real = not field.feature.numeric.HasField("bucketize")
+    single = field.side == pb.USER and not field.multi_valued
+    values = np.zeros(num_rows if single else 0, np.float32 if real else np.int64)
+    return Flat(
+        field.side,
+        values,
+        np.zeros(num_rows if field.side == pb.USER else 0, np.int64) if field.multi_valued else None,
+    )
