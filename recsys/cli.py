@@ -62,6 +62,7 @@ def main(
     *,
     add_flags: Callable[[argparse.ArgumentParser], None] | None = None,
     needs_config: bool = True,
+    config_file: Callable[[argparse.Namespace], Path] | None = None,
 ) -> int:
     """Run a command and return its exit code; `--help`, `--version` and wrong flags leave through SystemExit.
 
@@ -71,54 +72,66 @@ def main(
         argv: flags, those of the process by default.
         add_flags: adds the command's own flags.
         needs_config: whether a call without a config is an error.
+        config_file: says where the resolved config of a package is; the files it names are not looked up.
     """
     parser = _parser(command, run, needs_config)
     if add_flags is not None:
         add_flags(parser)
     flags = parser.parse_args(argv)
     with _log_to_stderr(flags.log_level):
-        try:
-            return _run(run, flags, needs_config)
-        except ConfigError as error:
-            print(error, file=sys.stderr)
-            return error.exit_code
-        except RecsysError as error:
-            logger.error("%s", error)
-            return error.exit_code
-        except KeyboardInterrupt:
-            logger.error("interrupted")
-            return 130
+        return _guard(lambda: _prepare_and_run(run, flags, needs_config, config_file))
 
 
-def _run(run: Callable[[Call], None], flags: argparse.Namespace, needs_config: bool) -> int:
-    ready = _read_config(flags, needs_config)
+def _guard(action: Callable[[], int | None]) -> int:
+    """The exit code of an action: its own, or that of an error for users, which is shown without a traceback."""
+    try:
+        return action() or 0
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except RecsysError as error:
+        logger.error("%s", error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        logger.error("interrupted")
+        return 130
+
+
+def _prepare_and_run(
+    run: Callable[[Call], None],
+    flags: argparse.Namespace,
+    needs_config: bool,
+    config_file: Callable[[argparse.Namespace], Path] | None,
+) -> int:
+    if config_file is None:
+        path = _config_path(flags, needs_config)
+        ready = config.prepare(path, flags.set) if path is not None else None
+        folder = flags.run_dir or (Path("runs") / path.stem if path is not None else None)
+    else:
+        ready = config.prepare(config_file(flags), flags.set, read_files=False)
+        folder = flags.run_dir
     if ready is not None:
         for warning in ready.warnings:
             logger.warning("%s", warning)
-    if ready is not None and (flags.validate or flags.print_config):
-        print("ok" if flags.validate else config.to_text(ready.pipeline, ready.origins).rstrip())
-        return 0
-    call = Call(ready, Path(flags.run_dir), flags.dry_run, flags)
-    if flags.dry_run:
-        run(call)
-    else:
-        with _log_to_file(call.run_dir):
-            run(call)
-    return 0
+        if flags.validate or flags.print_config:
+            print("ok" if flags.validate else config.to_text(ready.pipeline, ready.origins).rstrip())
+            return 0
+    call = Call(ready, Path(folder or "."), flags.dry_run, flags)
+    if flags.dry_run or folder is None:
+        return _guard(lambda: run(call))
+    with _log_to_file(call.run_dir):
+        return _guard(lambda: run(call))
 
 
-def _read_config(flags: argparse.Namespace, needs_config: bool) -> config.Ready | None:
-    """The config of `--config`, else the one in the run folder, and fill in `--run-dir`."""
-    path = flags.config
-    if path is None and flags.run_dir is not None and (Path(flags.run_dir) / RESOLVED).exists():
-        path = Path(flags.run_dir) / RESOLVED
-    if path is None:
-        flags.run_dir = flags.run_dir or "."
-        if needs_config or flags.validate or flags.print_config or flags.set:
-            raise ConfigError("--config: not given; name a .config file, or the folder of a run in --run-dir")
-        return None
-    flags.run_dir = flags.run_dir or str(Path("runs") / Path(path).stem)
-    return config.prepare(path, flags.set)
+def _config_path(flags: argparse.Namespace, needs_config: bool) -> Path | None:
+    """The file of `--config`, else the one in the run folder."""
+    if flags.config is not None:
+        return Path(flags.config)
+    if flags.run_dir is not None and (Path(flags.run_dir) / RESOLVED).exists():
+        return Path(flags.run_dir) / RESOLVED
+    if needs_config or flags.validate or flags.print_config or flags.set:
+        raise ConfigError("--config: not given; name a .config file, or the folder of a run in --run-dir")
+    return None
 
 
 def _parser(command: str, run: Callable[[Call], None], needs_config: bool) -> argparse.ArgumentParser:

@@ -94,6 +94,22 @@ def test_commands_that_can_do_without_a_config(folder, run, calls, capsys):
         _ = calls[0].pipeline
 
 
+def test_the_config_of_a_package_is_read_without_its_files(folder, calls, run):
+    text = RETRIEVER.replace("size: 10", 'size: 10 file: "gone.parquet"')
+    (folder / "package").mkdir()
+    (folder / "package" / cli.RESOLVED).write_text(text, encoding="utf-8")
+
+    def where(flags):
+        return folder / "package" / cli.RESOLVED
+
+    assert cli.main("predict", run, ["--set", "predict.top_k=3"], config_file=where) == 0
+    assert calls[0].pipeline.predict.top_k == 3
+    assert calls[0].run_dir.as_posix() == "."
+    assert not (folder / "log.txt").exists()
+    assert cli.main("predict", run, ["--run-dir", "there"], config_file=where) == 0
+    assert calls[1].run_dir.as_posix() == "there"
+
+
 def test_own_flags(folder, run, calls):
     flags = ["--config", "x.config", "--rows", "3"]
     assert cli.main("train", run, flags, add_flags=lambda p: p.add_argument("--rows", type=int)) == 0
@@ -165,7 +181,7 @@ def test_the_log_goes_to_stderr_and_the_run_folder(folder, capsys):
     assert shown.count("step 1") == shown.count("row 3") == 2
     assert "hidden" not in shown
     text = (folder / "here" / "log.txt").read_text(encoding="utf-8")
-    assert text.count("step 1") == 2
+    assert text.count("step 1") == text.count("row 3") == 2
     assert logging.getLogger().handlers == before
 
 

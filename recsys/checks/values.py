@@ -11,12 +11,6 @@ from recsys import protos as pb
 from recsys.checks.walk import Finding, descend, join
 from recsys.textproto import enum_names
 
-_NUMBERS = (
-    FieldDescriptor.CPPTYPE_INT32,
-    FieldDescriptor.CPPTYPE_INT64,
-    FieldDescriptor.CPPTYPE_DOUBLE,
-)
-
 
 class Range(NamedTuple):
     """Allowed numbers, and how a finding words them."""
