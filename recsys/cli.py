@@ -83,7 +83,7 @@ def main(
 
 
 def _guard(action: Callable[[], int | None]) -> int:
-    """The exit code of an action: its own, or that of an error for users, which is shown without a traceback."""
+    """The exit code of an action: its own, or that of an error for users, shown without a traceback."""
     try:
         return action() or 0
     except ConfigError as error:

@@ -21,6 +21,7 @@ __all__ = [
     "Ready",
     "Resolved",
     "check",
+    "check_device",
     "load",
     "prepare",
     "read",
@@ -118,6 +119,17 @@ def check(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> lis
     """
     resolved = resolve(pipeline, read_files=False)
     return checks.lines(checks.findings(resolved.pipeline, resolved.origins), locations or {})
+
+
+def check_device(pipeline: pb.Pipeline, device: str) -> None:
+    """Refuse a resolved config that asks for what a device, `cpu` or `cuda`, cannot do.
+
+    Raises:
+        ConfigError: with every finding.
+    """
+    findings = checks.device_findings(pipeline, device)
+    if findings:
+        raise ConfigError(checks.lines(findings, {}))
 
 
 def warnings(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:

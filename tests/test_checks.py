@@ -9,6 +9,7 @@ from recsys import checks, config
 from recsys import protos as pb
 from recsys.checks import data, values
 from recsys.checks import model as model_rules
+from recsys.errors import ConfigError
 from recsys.modules import losses, metrics  # noqa: F401  they register themselves
 from recsys.ops.hstu_attention import OP
 from recsys.registry import registered
@@ -305,11 +306,11 @@ def test_settings_without_effect_are_warnings(tmp_path, text, overrides, message
 
 def test_sparse_adam_needs_cuda(tmp_path):
     pipeline = load(RANKER, ["train.sparse_optimizer={adam {}}"], tmp_path).pipeline
-    (finding,) = checks.device_findings(pipeline, "cpu")
-    assert finding.path == "train.sparse_optimizer.adam"
-    assert checks.device_findings(pipeline, "cuda") == []
+    with pytest.raises(ConfigError, match="train.sparse_optimizer.adam: FBGEMM has it on CUDA only"):
+        config.check_device(pipeline, "cpu")
+    config.check_device(pipeline, "cuda")
     pipeline.model.embedding.placement = pb.Embedding.REPLICATED
-    assert checks.device_findings(pipeline, "cpu") == []
+    config.check_device(pipeline, "cpu")
 
 
 def all_messages():
