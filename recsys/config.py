@@ -68,24 +68,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> pb.Pipeline:
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """As `load`, with the place of every field."""
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{path}: not a text file in UTF-8 ({error.reason} at byte {error.start})"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}{_neighbours(file)}") from None
-    pipeline = pb.Pipeline()
-    parsed = textproto.parse(text, pipeline, str(path))
-    locations = {"": str(path), **parsed.locations}
-    findings = list(parsed.findings)
-    for assignment in overrides:
-        findings += textproto.override(pipeline, assignment, locations)
-    if findings:
-        raise ConfigError(findings)
-    return Loaded(pipeline, locations)
+    loaded, mistakes = _read(path, overrides)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return loaded
 
 
 def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool = True) -> Ready:
@@ -95,19 +81,23 @@ def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool
         read_files: also read the sizes of vocabularies from their files.
 
     Raises:
-        ConfigError: with every finding of loading, or else every finding of checking and resolving.
+        ConfigError: with every finding. Behind mistakes in the text come those about what could be read of it;
+            what seems to be missing may be what could not.
     """
-    loaded = read(path, overrides)
-    findings = check(loaded.pipeline, loaded.locations)
-    resolved = None
+    loaded, mistakes = _read(path, overrides)
+    resolved = resolve(loaded.pipeline, read_files=False)
+    findings = checks.findings(resolved.pipeline, resolved.origins)
+    if mistakes:
+        sure = [finding for finding in findings if finding.path in loaded.locations]
+        raise ConfigError(mistakes + checks.lines(sure, loaded.locations))
+    shown = checks.lines(findings, loaded.locations)
     try:
         resolved = resolve(loaded.pipeline, read_files=read_files, locations=loaded.locations)
     except ConfigError as error:
-        findings += error.findings
-    if findings or resolved is None:
-        raise ConfigError(findings)
-    found = warnings(loaded.pipeline, loaded.locations)
-    return Ready(resolved.pipeline, resolved.origins, found)
+        shown += error.findings
+    if shown:
+        raise ConfigError(shown)
+    return Ready(resolved.pipeline, resolved.origins, warnings(loaded.pipeline, loaded.locations))
 
 
 def check(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:
@@ -140,6 +130,25 @@ def warnings(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> 
 def to_text(pipeline: pb.Pipeline, origins: dict[str, str] | None = None) -> str:
     """A config as text that `load` reads back as the same message; origins become comments."""
     return textproto.write(pipeline, origins)
+
+
+def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[str]]:
+    """What could be read, and the mistakes in the rest."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = f"not a text file in UTF-8 ({error.reason} at byte {error.start})"
+        raise ConfigError(f"{path}: {what}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}{_neighbours(file)}") from None
+    pipeline = pb.Pipeline()
+    parsed = textproto.parse(text, pipeline, str(path))
+    locations = {"": str(path), **parsed.locations}
+    mistakes = list(parsed.findings)
+    for assignment in overrides:
+        mistakes += textproto.override(pipeline, assignment, locations)
+    return Loaded(pipeline, locations), mistakes
 
 
 def _neighbours(file: Path) -> str:

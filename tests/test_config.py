@@ -153,6 +153,20 @@ def test_deep_nesting_is_refused_without_recursion(write, opening, close):
     assert findings(config.load, write(opening * 100_000 + ends * 100_000))
 
 
+def test_mistakes_in_the_text_do_not_hide_those_in_its_meaning(write):
+    overrides = ["data.bath_size=4", "train.num_steps=x", "model.ranker.tasks[0].metrics=[{ndcg {}}]"]
+    overrides += ["model.ranker.mixer.hstu.num_heads=0", "model.ranker.mixer.hstu.qk_dim=y"]
+    paths = [line.split(": ")[1] for line in findings(config.prepare, write(RANKER), overrides)]
+    # Not train.num_epochs and not model.ranker.mixer.hstu.qk_dim for being absent.
+    assert paths == [
+        "data.bath_size",
+        "train.num_steps",
+        "model.ranker.mixer.hstu.qk_dim",
+        "model.ranker.mixer.hstu.num_heads",
+        "model.ranker.tasks[0].metrics[0].ndcg",
+    ]
+
+
 def test_files_that_are_not_texts(write, tmp_path):
     (tmp_path / "quick.config").write_bytes(b"data { \xff }")
     assert findings(config.load, "quick.config") == [
@@ -452,6 +466,8 @@ def test_mutated_texts_are_findings_with_a_line_or_valid(tmp_path, count):
             pipeline = config.load(path)
         except ConfigError as error:
             assert error.findings
+            if "UTF-8" not in error.findings[0]:
+                assert findings(config.prepare, path)[: len(error.findings)] == error.findings
             for finding in error.findings:
                 assert re.match(rf"{re.escape(str(path))}:(\d+: |\d+:\d+: | not a text)", finding)
             continue

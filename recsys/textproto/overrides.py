@@ -38,7 +38,7 @@ def override(message: Message, assignment: str, locations: MutableMapping[str, s
         known for known in locations if known == path or known.startswith((f"{path}.", f"{path}["))
     ]:
         del locations[known]
-    locations.update({path: where}, **parsed.locations)
+    locations.update(parsed.locations)
     return parsed.findings
 
 

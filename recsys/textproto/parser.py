@@ -29,7 +29,7 @@ class Parsed(NamedTuple):
 
     Attributes:
         findings: every mistake as `<where>: <what>`, in the order of the text.
-        locations: by path of a field that was set, e.g. `features[0].id.table`: its `<file>:<line>`.
+        locations: by path of a field that could be set, e.g. `features[0].id.table`: its `<file>:<line>`.
     """
 
     findings: list[str]
@@ -280,6 +280,7 @@ class _Parser:
         return f"{self._line(token)}:{token.column}" if self.numbered else self.name
 
     def _finding(self, token: Token, path: str, what: str) -> None:
+        self.locations.pop(path, None)
         self._found.append((token.line, token.column, f"{self._line(token)}: {path}: {what}"))
 
     def _syntax(self, token: Token, what: str) -> None:
