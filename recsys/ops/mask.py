@@ -69,14 +69,17 @@ class KeyIntervals(NamedTuple):
 
 def dense_mask(mask: AttentionMask, layout: SequenceLayout) -> Tensor:
     """bool [B, max_len, max_len]: does position i (dim 1) see position j (dim 2); False in the padding."""
-    return dense_mask_of(mask, layout.lengths, layout.history_end, layout.num_contextual, layout.max_len)
+    visible = visible_pairs(mask, layout.history_end, layout.num_contextual, layout.max_len)
+    return visible & layout.padded_index().valid[:, :, None]
 
 
-def dense_mask_of(
-    mask: AttentionMask, lengths: Tensor, history_end: Tensor, num_contextual: int, max_len: int
-) -> Tensor:
-    """`dense_mask` of some samples: `lengths` and `history_end` (position of the first target), int64 [B]."""
-    position = torch.arange(max_len, device=lengths.device)
+def visible_pairs(mask: AttentionMask, history_end: Tensor, num_contextual: int, max_len: int) -> Tensor:
+    """bool [b, max_len, max_len] of the samples whose first target is at position `history_end`, int64 [b].
+
+    A row past the end of its sample is read as one more target, so it is not empty either; no row of the sample
+    sees such a position.
+    """
+    position = torch.arange(max_len, device=history_end.device)
     i, j = position[:, None], position
     end = history_end[:, None, None]
 
@@ -97,9 +100,7 @@ def dense_mask_of(
     else:
         group = (position - history_end[:, None]).div(mask.target_group_size, rounding_mode="floor")
         own_group = (group[:, :, None] == group[:, None, :]) & (j <= i)
-    visible = torch.where(i < end, before_targets & history_key, target_row | (own_group & ~history_key))
-    valid = position < lengths[:, None]
-    return visible & valid[:, :, None] & valid[:, None, :]
+    return torch.where(i < end, before_targets & history_key, target_row | (own_group & ~history_key))
 
 
 def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:

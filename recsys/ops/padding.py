@@ -15,11 +15,12 @@ from torch import Tensor
 
 from recsys.ops.jagged.reference import gather_rows, invert
 from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
 
-MAX_SCORES = 2**24
+MAX_SCORES = 2**22
 """Scores (heads x samples x length^2) in one chunk, unless a single sample has more."""
 
-WASTED_SCORES = 2**17
+WASTED_SCORES = 2**15
 """Scores of padding that a chunk takes in before a new one is cheaper: about the fixed cost of its calls."""
 
 
@@ -27,9 +28,9 @@ WASTED_SCORES = 2**17
 class Chunk:
     """Some samples, padded to the longest of them."""
 
-    lengths: Tensor  # int64 [b]
-    history_end: Tensor  # int64 [b], position of the first target
+    num_samples: int  # b
     max_len: int
+    history_end: Tensor  # int64 [b], position of the first target; [1] when one mask serves all of them
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class PaddedChunks:
     def split(self, values: Tensor) -> list[Tensor]:
         """[T, ...] to one [b, max_len, ...] a chunk, zero in the padding."""
         padded = gather_rows(values, self.index, self.inverse)
-        parts = padded.split([chunk.lengths.shape[0] * chunk.max_len for chunk in self.chunks])
+        parts = padded.split([chunk.num_samples * chunk.max_len for chunk in self.chunks])
         return [
-            part.unflatten(0, (chunk.lengths.shape[0], chunk.max_len))
+            part.unflatten(0, (chunk.num_samples, chunk.max_len))
             for part, chunk in zip(parts, self.chunks, strict=True)
         ]
 
@@ -54,7 +55,7 @@ class PaddedChunks:
         return gather_rows(torch.cat([part.flatten(0, 1) for part in parts]), self.inverse, self.index)
 
 
-def padded_chunks(layout: SequenceLayout, num_heads: int) -> PaddedChunks:
+def padded_chunks(layout: SequenceLayout, mask: AttentionMask, num_heads: int) -> PaddedChunks:
     """The chunks of `layout` for an op that builds `num_heads` scores for each pair of tokens."""
     lengths = layout.host_lengths
     if lengths is None or torch.compiler.is_compiling():
@@ -64,13 +65,16 @@ def padded_chunks(layout: SequenceLayout, num_heads: int) -> PaddedChunks:
     order = order.to(layout.device)
     sorted_lengths, sorted_ends = layout.lengths[order], layout.history_end[order]
     starts = layout.offsets[:-1][order]
+    # Without targets the rows of all samples follow one rule, unless contextual rows end where a history ends.
+    alike = layout.total_targets == 0 and not (layout.num_contextual and mask.contextual_reads_history)
     chunks, indices, begin = [], [], 0
     for end in ends:
         max_len = int(lengths[order[begin]]) if end > begin else 0
         position = torch.arange(max_len, device=layout.device)
         rows = starts[begin:end, None] + position
         indices.append(torch.where(position < sorted_lengths[begin:end, None], rows, -1).flatten())
-        chunks.append(Chunk(sorted_lengths[begin:end], sorted_ends[begin:end], max_len))
+        history_end = starts.new_full((1,), max_len) if alike else sorted_ends[begin:end]
+        chunks.append(Chunk(end - begin, max_len, history_end))
         begin = end
     index = torch.cat(indices)
     return PaddedChunks(chunks, index, invert(index, layout.total_len))
@@ -78,7 +82,7 @@ def padded_chunks(layout: SequenceLayout, num_heads: int) -> PaddedChunks:
 
 def _one_chunk(layout: SequenceLayout) -> PaddedChunks:
     inverse = layout.sample_ids() * layout.max_len + layout.positions()
-    chunk = Chunk(layout.lengths, layout.history_end, layout.max_len)
+    chunk = Chunk(layout.batch_size, layout.max_len, layout.history_end)
     return PaddedChunks([chunk], layout.padded_index().index.flatten(), inverse)
 
 

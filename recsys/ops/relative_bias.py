@@ -56,13 +56,14 @@ class RelativeBias:
 
 
 def time_bucket(seconds: Tensor, num_buckets: int) -> Tensor:
-    """int64, same shape: `clamp(floor(log(max(1, |seconds|)) / 0.301), 0, num_buckets - 1)` of int64 seconds.
+    """int32, same shape: `clamp(floor(log(max(1, |seconds|)) / 0.301), 0, num_buckets - 1)`.
 
-    Computed in float64: in float32 the logarithm of a large integer can land on the wrong side of a bucket's
-    edge.
+    Args:
+        seconds: whole seconds, int64 or (exact up to 2**53) float64. The logarithm is float64 too: in float32
+            that of a large integer can land on the wrong side of a bucket's edge.
     """
-    logarithm = seconds.abs().clamp(min=1).to(torch.float64).log()
-    return logarithm.div(LOG_BUCKET).to(torch.int64).clamp(max=num_buckets - 1)
+    logarithm = seconds.to(torch.float64).abs().clamp_(min=1).log_()
+    return logarithm.div_(LOG_BUCKET).clamp_(max=num_buckets - 1).to(torch.int32)
 
 
 def relative_positions(position: Tensor, history_end: Tensor, target_group_size: int) -> Tensor:
@@ -74,15 +75,25 @@ def relative_positions(position: Tensor, history_end: Tensor, target_group_size:
 def dense_bias(
     bias: RelativeBias, relative_position: Tensor, timestamps: Tensor, next_timestamps: Tensor
 ) -> Tensor:
-    """float [1 or H, B, L, L], `i` before `j`, from padded [B, L] positions and times of some samples."""
+    """float [1 or H, b, L, L], query before key, for b padded samples.
+
+    Args:
+        relative_position: int64 [b or 1, L].
+        timestamps, next_timestamps: int64 [b, L].
+    """
     distance = relative_position[:, :, None] - relative_position[:, None, :]
     distance = distance.clamp(0, bias.position_table.shape[-1] - 1)
-    elapsed = next_timestamps[:, :, None] - timestamps[:, None, :]
+    # Seconds are exact in float64, and to convert [b, L] costs less than to convert [b, L, L].
+    elapsed = next_timestamps.to(torch.float64)[:, :, None] - timestamps.to(torch.float64)[:, None, :]
     bucket = time_bucket(elapsed, bias.time_table.shape[-1])
-    return _look_up(bias.position_table, distance) + _look_up(bias.time_table, bucket)
+    return _look_up(bias.position_table, distance.to(torch.int32)) + _look_up(bias.time_table, bucket)
 
 
 def _look_up(table: Tensor, index: Tensor) -> Tensor:
-    """`table` [K] or [H, K] at `index` [...]: [1 or H, ...]."""
-    rows = table if table.dim() == 2 else table[None]
-    return rows.index_select(1, index.flatten()).view(rows.shape[0], *index.shape)
+    """`table` [K] or [H, K] at `index`, int32 [...]: [1 or H, ...]."""
+    if table.dim() == 2:
+        first = torch.arange(table.shape[0], dtype=torch.int32, device=table.device) * table.shape[1]
+        index = index + first.view(-1, *[1] * index.dim())
+    else:
+        index = index[None]
+    return table.flatten().index_select(0, index.flatten()).view(index.shape)

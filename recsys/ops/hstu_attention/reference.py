@@ -9,7 +9,7 @@ from torch import Tensor
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.dispatch import SUPPORTED, Support
 from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask, dense_mask_of
+from recsys.ops.mask import AttentionMask, visible_pairs
 from recsys.ops.padding import padded_chunks
 from recsys.ops.relative_bias import RelativeBias, dense_bias, relative_positions
 
@@ -30,22 +30,21 @@ def run(
     scale_len: float,
     bias: RelativeBias | None,
 ) -> Tensor:
-    """Chunk by chunk: scores [H, b, L, L] of b padded samples, SiLU, mask, times v."""
-    padded = padded_chunks(layout, num_heads=q.shape[1])
-    # Padding rows of q, k and v are zero: a padded key adds silu(..) * 0, a padded query is dropped by
-    # `merge`.
-    parts = zip(padded.chunks, *(padded.split(tensor) for tensor in (q * alpha, k, v)), strict=True)
-    times = None
-    if bias is not None:
-        times = list(zip(padded.split(bias.timestamps), padded.split(bias.next_timestamps), strict=True))
+    """Chunk by chunk: scores [H, b, L, L] of b padded samples, plus bias and mask, SiLU, times v."""
+    padded = padded_chunks(layout, mask, num_heads=q.shape[1])
+    tensors = [q * alpha, k, v] + ([] if bias is None else [bias.timestamps, bias.next_timestamps])
     outputs = []
-    for number, (chunk, q_bLHD, k_bLHD, v_bLHV) in enumerate(parts):
+    # Padding rows of q, k and v are zero: a padded key adds silu(..) * 0, a padded query is dropped by `merge`.
+    for chunk, q_bLHD, k_bLHD, v_bLHV, *times in zip(padded.chunks, *map(padded.split, tensors), strict=True):
         scores_HbLL = q_bLHD.permute(2, 0, 1, 3) @ k_bLHD.permute(2, 0, 3, 1)
-        if bias is not None and times is not None:
+        visible = visible_pairs(mask, chunk.history_end, layout.num_contextual, chunk.max_len)
+        # SiLU and its derivative are exactly 0 so far down. To add this costs less than to mask both.
+        offset = torch.zeros_like(visible, dtype=scores_HbLL.dtype)
+        offset.masked_fill_(~visible, torch.finfo(offset.dtype).min / 4)
+        if bias is not None:
             position = torch.arange(chunk.max_len, device=q.device)
             relative = relative_positions(position, chunk.history_end[:, None], mask.target_group_size)
-            scores_HbLL = scores_HbLL + dense_bias(bias, relative, *times[number]).to(scores_HbLL.dtype)
-        visible = dense_mask_of(mask, chunk.lengths, chunk.history_end, layout.num_contextual, chunk.max_len)
-        weights_HbLL = F.silu(scores_HbLL).masked_fill(~visible, 0.0)
+            offset = dense_bias(bias, relative, *times).to(scores_HbLL.dtype) + offset
+        weights_HbLL = F.silu(scores_HbLL.add_(offset))
         outputs.append((weights_HbLL @ v_bLHV.permute(2, 0, 1, 3)).permute(1, 2, 0, 3))
     return padded.merge(outputs) / scale_len

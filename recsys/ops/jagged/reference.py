@@ -49,6 +49,9 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:
+    on_host = index.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and bool((index >= 0).all()):
+        return values.index_select(0, index)
     # A row of zeros behind the last one serves -1. (Gathering row 0 and multiplying by 0 would spread a NaN.)
     with_zeros = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
     return with_zeros.index_select(0, torch.where(index < 0, values.shape[0], index))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.dispatch import SUPPORTED, Support
 from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask, dense_mask_of
+from recsys.ops.mask import AttentionMask, visible_pairs
 from recsys.ops.padding import padded_chunks
 
 
@@ -22,13 +21,12 @@ def run(
     q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask, *, alpha: float
 ) -> Tensor:
     """Chunk by chunk: `scaled_dot_product_attention` of b padded samples."""
-    padded = padded_chunks(layout, num_heads=q.shape[1])
+    padded = padded_chunks(layout, mask, num_heads=q.shape[1])
     parts = zip(padded.chunks, *(padded.split(tensor) for tensor in (q * alpha, k, v)), strict=True)
     outputs = []
     for chunk, q_bLHD, k_bLHD, v_bLHV in parts:
-        visible = dense_mask_of(mask, chunk.lengths, chunk.history_end, layout.num_contextual, chunk.max_len)
-        # Padding sees itself: a row without keys is NaN, in backward even where its output is dropped.
-        visible = visible | torch.eye(chunk.max_len, dtype=torch.bool, device=q.device)
+        # Padding rows see themselves: a row without keys is NaN, in backward even where its output is dropped.
+        visible = visible_pairs(mask, chunk.history_end, layout.num_contextual, chunk.max_len)
         heads = (tensor.transpose(1, 2) for tensor in (q_bLHD, k_bLHD, v_bLHV))
         out_bHLV = F.scaled_dot_product_attention(*heads, attn_mask=visible[:, None], scale=1.0)
         outputs.append(out_bHLV.transpose(1, 2))
