@@ -165,14 +165,15 @@ class _AverageGradients(DataParallelWrapper):
         if env.world_size == 1 or not {name for name, _ in inner.named_parameters()} - sharded:
             dmp._dmp_wrapped_module = inner
             return
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, sharded)
+        # Buffers are constants, the same on all ranks: nothing to send.
+        constants = {name for name, _ in inner.named_buffers()}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, sharded | constants)
         # Unused parameters are looked for although there should be none: only then are the buckets of
         # gradients never rebuilt after the first step, so a resumed run adds up numbers in the same order as
         # an uninterrupted one.
         dmp._dmp_wrapped_module = DistributedDataParallel(
             inner,
             process_group=env.process_group,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=True,
         )

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
     """Trains the model of a resolved config in a run folder, from the last saved state if there is one."""
     session = open_session(pipeline, folder, processes)
-    run = _describe(session)
+    run = describe(session)
     if reason := session.finish_reason():
         return _finished_before(session, run, reason)
     hooks = _hooks() if processes.is_main else []
@@ -54,7 +54,8 @@ def _hooks() -> list[Hook]:
     return [MetricsFile(), TensorBoard(), Console()]
 
 
-def _describe(session: Session) -> Run:
+def describe(session: Session) -> Run:
+    """What hooks are told when training starts."""
     processes = session.processes
     return Run(
         folder=session.folder,

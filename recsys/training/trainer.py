@@ -14,7 +14,8 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.types import ShardedModule
 
 from recsys.data.batch import Batch
 from recsys.errors import NonFiniteLossError, RecsysError
@@ -45,7 +46,7 @@ class Trainer:
         self._hooks = hooks
         self._goal = Goal.of(session.model, session.pipeline.train.evaluation)
         self._meter = Meter()
-        self._pipeline = TrainPipelineSparseDist(session.wrapped, session.optimizer, session.processes.device)
+        self._pipeline = _pipeline(session)
         self._batches: Iterator[Batch] | None = None
         self._evaluate_at = 0
         self._checkpoint: Path | None = None
@@ -74,6 +75,7 @@ class Trainer:
             # The pipeline reads ahead. It gets no more than the batches up to the next evaluation, so that it
             # is empty by then and the model can be called without it.
             self._evaluate_at = self._next_evaluation()
+            self._pipeline.reset()
             self._batches = islice(stream, (self._evaluate_at - progress.step) * session.accumulate)
         self._rates = session.optimizer.learning_rates()
         for _ in range(session.accumulate):
@@ -131,7 +133,8 @@ class Trainer:
             return True
         began = time.perf_counter()
         with self._meter.paused():
-            self._pipeline.detach()
+            if isinstance(self._pipeline, TrainPipelineSparseDist):
+                self._pipeline.detach()
             limit = session.pipeline.train.evaluation.max_batches or None
             metrics = evaluate(session.model, session.validation, session.processes.device, limit)
         value = metrics[self._goal.metric]
@@ -178,3 +181,12 @@ class Trainer:
         for hook in self._hooks:
             hook.finished(outcome)
         return outcome
+
+
+def _pipeline(session: Session) -> TrainPipelineBase | TrainPipelineSparseDist:
+    """Copies the next batch to the device meanwhile; with sharded tables it also sends its ids to their
+    ranks.
+    """
+    sharded = any(isinstance(module, ShardedModule) for module in session.wrapped.modules())
+    kind = TrainPipelineSparseDist if sharded else TrainPipelineBase
+    return kind(session.wrapped, session.optimizer, session.processes.device)

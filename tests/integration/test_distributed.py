@@ -1,0 +1,144 @@
+"""Two processes compute what one computes, go on where one stopped, and stop together."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from recsys.training import checkpoint
+from recsys.training.distributed import process_group
+from recsys.training.safe_reader import SafeReader, read_metadata
+from tests.integration import ranks
+from tests.integration.runs import finish, flags, records, torchrun, train
+
+STILL = (
+    "model.ranker.preprocessor.contextual.dropout=0",
+    "model.ranker.mixer.hstu.dropout=0",
+    "data.num_lanes=1",
+    "train.num_steps=8",
+    "train.schedule.warmup_steps=2",
+    "train.evaluation.every_steps=4",
+)
+"""Nothing is drawn, and batch k of 16 rows is batches 2k and 2k + 1 of 8 rows."""
+
+HALF = ("data.batch_size=8", "data.eval_batch_size=32")
+LONGER = ("train.num_steps=12", "train.checkpoint.keep=9")
+VARIANTS = {
+    "replicated": ("model.embedding.placement=REPLICATED",),
+    "table_wise": ("train.sharding.kind=TABLE_WISE",),
+    "accumulated": ("train.accumulate_batches=2",),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("distributed")
+
+
+@pytest.fixture(scope="module")
+def uneven(folder) -> tuple[str, str]:
+    """40 rows, 5 batches of 8: two ranks need a filler in each epoch."""
+    path = folder / "rows.parquet"
+    pq.write_table(pq.read_table("tests/data/kuairand/train.parquet").slice(0, 40), path, row_group_size=40)
+    return (f'data.train.parquet.paths=["{path}"]', f'data.validation.parquet.paths=["{path}"]')
+
+
+@pytest.fixture(scope="module")
+def jobs(folder, uneven) -> dict[str, list[str]]:
+    """Overrides of each run by name, for one process."""
+    found = {name: [*STILL, *extra] for name, extra in VARIANTS.items()}
+    found["uneven"] = [*STILL, *uneven]
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder, jobs) -> Path:
+    """All jobs on two ranks with half the batch, below `two`; and those that only two ranks can do."""
+    grown = [*STILL, *LONGER]
+    assert train(folder / "one" / "grown", *STILL) == 0
+    listed = [
+        {"folder": str(folder / "two" / name), "overrides": [*overrides, *HALF]}
+        for name, overrides in jobs.items()
+    ]
+    listed += [
+        {"folder": str(folder / "two" / "shrunk"), "overrides": [*STILL, *HALF]},
+        {
+            "folder": str(folder / "one" / "grown"),
+            "overrides": grown,
+            "save_to": str(folder / "two" / "copy"),
+        },
+        {"folder": str(folder / "one" / "grown"), "overrides": grown},
+        {"folder": str(folder / "two" / "nan"), "overrides": [*STILL, *HALF], "nan": [1, 3]},
+    ]
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(listed))
+    finish(torchrun(2, "-m", ranks.__name__, str(path)))
+    return folder / "two"
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Everything in a saved state, whole."""
+    entries = read_metadata(path).state_dict_metadata
+    found = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in entries.items()}
+    dcp.load(found, storage_reader=SafeReader(path), no_dist=True)
+    return found
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    expected, found = tensors(one), tensors(other)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "uneven"])
+def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, name):
+    assert train(folder / "one" / name, *jobs[name]) == 0
+    for kind in ("train", "evaluation"):
+        expected, found = records(folder / "one" / name, kind), records(two_ranks / name, kind)
+        assert sorted(expected) == sorted(found) != []
+        for step in expected:
+            numbers = [
+                x["metrics"] if kind == "evaluation" else x["losses"] | {"norm": x["grad_norm"]}
+                for x in (expected[step], found[step])
+            ]
+            assert numbers[1] == pytest.approx(numbers[0], rel=1e-6, nan_ok=True)
+
+
+def test_a_run_goes_on_with_more_ranks(folder, two_ranks):
+    one = folder / "one" / "grown" / "checkpoints"
+    assert_same_tensors(one / "step-00000008", two_ranks / "copy" / "step-00000008")
+    assert sorted(records(folder / "one" / "grown")) == list(range(1, 13))
+    progress = checkpoint.read_state(one / "step-00000012")["progress"]
+    assert progress["next_batch"] == 8 * 1 + 4 * 2
+
+
+def test_a_run_goes_on_with_fewer_ranks(folder, two_ranks):
+    run = two_ranks / "shrunk"
+    pipeline = ranks.config.prepare(ranks.CONFIG, [*STILL, *HALF, *LONGER]).pipeline
+    with process_group() as processes:
+        session = ranks.open_session(pipeline, run, processes)
+        session.checkpoints = ranks.Checkpoints(folder / "shrunk")
+        session.save()
+        del session
+    assert_same_tensors(run / "checkpoints" / "step-00000008", folder / "shrunk" / "step-00000008")
+    assert train(run, *STILL, *HALF, *LONGER) == 0
+    assert sorted(records(run)) == list(range(1, 13))
+    progress = checkpoint.read_state(run / "checkpoints" / "step-00000012")["progress"]
+    assert progress["next_batch"] == 8 * 2 + 4 * 1
+
+
+def test_all_ranks_stop_at_the_step_in_which_one_loss_is_nan(two_ranks):
+    for rank in (0, 1):
+        seen = json.loads((two_ranks / "nan" / f"rank-{rank}.json").read_text())
+        assert seen["error"] == "NonFiniteLossError"
+        assert seen["message"].startswith("step 3: the loss of task is_click is nan")
+    assert sorted(records(two_ranks / "nan")) == [1, 2]
+
+
+@pytest.mark.slow
+def test_the_command_runs_under_torchrun(tmp_path):
+    finish(torchrun(2, "-m", "recsys.train", *flags(tmp_path, *STILL, *HALF)))
+    assert sorted(records(tmp_path)) == list(range(1, 9))
