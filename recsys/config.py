@@ -81,7 +81,7 @@ def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool
         read_files: also read the sizes of vocabularies from their files.
 
     Raises:
-        ConfigError: with every finding. Behind mistakes in the text come those about what could be read of it;
+        ConfigError: with every finding. Behind mistakes in the text come those about what was read of it;
             what seems to be missing may be what could not.
     """
     loaded, mistakes = _read(path, overrides)
