@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from recsys import features
 from recsys import protos as pb
-from recsys.data.block import Block, Flat, Spans
+from recsys.data.block import Block, Flat, offsets_of
 from recsys.data.checks import REASONS
 from recsys.data.columns import (
     CANDIDATE_TIMESTAMPS,
@@ -65,10 +65,9 @@ class Packer:
         self._fields = fields(pipeline, mode)
 
     def pack(self, block: Block) -> Arrays:
-        """The arrays of a batch of all rows of a block that `block.join` made."""
+        """The arrays of a batch of all rows of a block."""
         num_rows, flat = len(block.row), block.flat
-        lengths = {side: block.spans[side].lengths for side in (pb.HISTORY, pb.CANDIDATE)}
-        lengths[pb.USER] = np.ones(num_rows, np.int64)
+        lengths = {pb.USER: np.ones(num_rows, np.int64), **block.lengths}
         ids = [_ids(column, flat, lengths[column.side]) for column in self._columns if column.table]
         num_events = len(flat[UIH_TIMESTAMPS].values)
         request_time = flat[REQUEST_TIME].values
@@ -78,7 +77,9 @@ class Packer:
             num_candidates=lengths[pb.CANDIDATE],
             id_values=np.concatenate([values for values, _ in ids] or [np.empty(0, np.int64)]),
             id_lengths=np.concatenate([counts for _, counts in ids] or [np.empty(0, np.int64)]),
-            value_counts={c.name: _get(flat, c, np.int64).counts for c in self._columns if c.multi_valued},
+            value_counts={
+                c.name: np.diff(_get(flat, c, np.int64).offsets) for c in self._columns if c.multi_valued
+            },
             numbers={c.name: _get(flat, c, np.float32).values for c in self._columns if c.table is None},
             request_time=request_time,
             uih_timestamps=flat[UIH_TIMESTAMPS].values,
@@ -106,14 +107,14 @@ class Packer:
     def filler(self, num_rows: int) -> Arrays:
         """A batch of `num_rows` filler rows, for a rank that has run out of rows before the others."""
         zeros, nowhere = np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64)
-        nothing = Spans(zeros, zeros, zeros > 0)
         return self.pack(
             Block(
                 file=nowhere,
                 row=nowhere,
                 codes=zeros.astype(np.int8),
                 group=zeros,
-                spans={pb.HISTORY: nothing, pb.CANDIDATE: nothing},
+                lengths={pb.HISTORY: zeros, pb.CANDIDATE: zeros},
+                cut={pb.HISTORY: zeros > 0, pb.CANDIDATE: zeros > 0},
                 flat={field.column: _nothing(field, num_rows) for field in self._fields},
             )
         )
@@ -126,20 +127,13 @@ def _ids(
     lengths."""
     if column.name not in flat:
         return np.empty(0, np.int64), np.zeros(len(elements), np.int64)
-    _, values, counts = flat[column.name]
-    return values, elements if counts is None else _sums(counts, elements)
+    _, values, offsets = flat[column.name]
+    return values, elements if offsets is None else np.diff(offsets[offsets_of(elements)])
 
 
 def _get(flat: dict[str, Flat], column: features.Column, dtype: type) -> Flat:
     # Candidates of a retriever are only read for evaluation.
-    return flat.get(column.name, Flat(column.side, np.empty(0, dtype), np.empty(0, np.int64)))
-
-
-def _sums(counts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Sums of consecutive runs of `counts`, a run of lengths[i] each; empty runs give 0."""
-    totals = np.concatenate([[0], np.cumsum(counts)])
-    ends = np.cumsum(lengths)
-    return totals[ends] - totals[ends - lengths]
+    return flat.get(column.name, Flat(column.side, np.empty(0, dtype), np.zeros(1, np.int64)))
 
 
 def _count(block: Block) -> Counter[str]:
@@ -147,8 +141,8 @@ def _count(block: Block) -> Counter[str]:
     counts = Counter(
         {REASONS[code - 1]: n for code, n in zip(codes.tolist(), times.tolist(), strict=True) if code}
     )
-    counts[TRUNCATED_HISTORY] = int(block.spans[pb.HISTORY].cut.sum())
-    counts[TRUNCATED_CANDIDATES] = int(block.spans[pb.CANDIDATE].cut.sum())
+    counts[TRUNCATED_HISTORY] = int(block.cut[pb.HISTORY].sum())
+    counts[TRUNCATED_CANDIDATES] = int(block.cut[pb.CANDIDATE].sum())
     return +counts
 
 
@@ -156,10 +150,6 @@ def _nothing(field: Field, num_rows: int) -> Flat:
     real = field.kind in (Kind.LABEL, Kind.WATCH_TIME)
     if field.kind is Kind.NUMBER:
         real = not field.feature.numeric.HasField("bucketize")
-    single = field.side == pb.USER and not field.multi_valued
-    values = np.zeros(num_rows if single else 0, np.float32 if real else np.int64)
-    return Flat(
-        field.side,
-        values,
-        np.zeros(num_rows if field.side == pb.USER else 0, np.int64) if field.multi_valued else None,
-    )
+    elements = num_rows if field.side == pb.USER else 0
+    values = np.zeros(0 if field.multi_valued else elements, np.float32 if real else np.int64)
+    return Flat(field.side, values, np.zeros(elements + 1, np.int64) if field.multi_valued else None)

@@ -13,26 +13,17 @@ import pyarrow as pa
 
 from recsys import protos as pb
 
-_LISTS = (pb.HISTORY, pb.CANDIDATE)
-
 
 class Flat(NamedTuple):
-    """A column laid end to end. `counts` is None, or the number of values of each row / event / candidate."""
+    """A column laid end to end: one value a row / event / candidate, or, when multi-valued, values[offsets[i]
+    : offsets[i + 1]].
+
+    Offsets start at 0 and end at the number of values.
+    """
 
     side: int
     values: np.ndarray
-    counts: np.ndarray | None = None
-
-
-class Spans(NamedTuple):
-    """Which elements belong to each row: lengths[i] of them from starts[i] on.
-
-    Truncation and leaving out a row only move these. `cut` says of which rows elements were truncated.
-    """
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    cut: np.ndarray
+    offsets: np.ndarray | None = None
 
 
 @dataclass
@@ -45,7 +36,9 @@ class Block:
         codes: int8 [rows], why a row was left out: 0 it was not, else 1 + index into checks.REASONS. A row
             that was left out has no events, no candidates, and zeros in the columns of side USER.
         group: int64 [rows].
-        spans: of HISTORY and CANDIDATE.
+        lengths: by side (HISTORY, CANDIDATE), int64 [rows] number of elements; they follow each other in the
+            columns.
+        cut: by side, bool [rows] whether there were more in the file.
         flat: by column.
         keys: key columns as they stand in the file, when they are wanted.
     """
@@ -54,83 +47,71 @@ class Block:
     row: np.ndarray
     codes: np.ndarray
     group: np.ndarray
-    spans: dict[int, Spans]
+    lengths: dict[int, np.ndarray]
+    cut: dict[int, np.ndarray]
     flat: dict[str, Flat]
     keys: pa.Table | None = None
 
     def select(self, rows: np.ndarray | slice) -> "Block":
-        """These rows in this order, without what no row refers to. A slice gives views where nothing was left
-        out."""
-        elements: dict[int, np.ndarray | slice] = {pb.USER: rows}
-        spans = {}
-        for side in _LISTS:
-            starts, lengths = self.spans[side].starts[rows], self.spans[side].lengths[rows]
-            elements[side] = _places(starts, lengths)
-            spans[side] = Spans(np.cumsum(lengths) - lengths, lengths, self.spans[side].cut[rows])
-        keys = None
-        if self.keys is not None:
-            whole = isinstance(rows, slice)
-            keys = (
-                self.keys.slice(rows.start, rows.stop - rows.start)
-                if whole
-                else self.keys.take(pa.array(rows))
-            )
+        """These rows in this order; views for a slice (which has a start and a stop)."""
+        lengths = {side: lengths[rows] for side, lengths in self.lengths.items()}
+        elements = {pb.USER: rows}
+        for side, all_lengths in self.lengths.items():
+            elements[side] = places((np.cumsum(all_lengths) - all_lengths)[rows], lengths[side])
         return Block(
             file=self.file[rows],
             row=self.row[rows],
             codes=self.codes[rows],
             group=self.group[rows],
-            spans=spans,
-            flat={name: _pick(column, elements[column.side]) for name, column in self.flat.items()},
-            keys=keys,
+            lengths=lengths,
+            cut={side: cut[rows] for side, cut in self.cut.items()},
+            flat={name: pick(column, elements[column.side]) for name, column in self.flat.items()},
+            keys=self._keys_of(rows),
         )
+
+    def _keys_of(self, rows: np.ndarray | slice) -> pa.Table | None:
+        if self.keys is None:
+            return None
+        if isinstance(rows, slice):
+            return self.keys.slice(rows.start, rows.stop - rows.start)
+        return self.keys.take(pa.array(rows))
 
 
 def join(blocks: list[Block]) -> Block:
     """All rows of some blocks with the same columns, in memory of its own."""
-    spans = {}
-    for side in _LISTS:
-        first = np.cumsum([0] + [_size(block, side) for block in blocks])
-        parts = [block.spans[side] for block in blocks]
-        spans[side] = Spans(
-            np.concatenate([part.starts + offset for part, offset in zip(parts, first, strict=False)]),
-            np.concatenate([part.lengths for part in parts]),
-            np.concatenate([part.cut for part in parts]),
-        )
     keys = [block.keys for block in blocks if block.keys is not None]
     return Block(
         file=np.concatenate([block.file for block in blocks]),
         row=np.concatenate([block.row for block in blocks]),
         codes=np.concatenate([block.codes for block in blocks]),
         group=np.concatenate([block.group for block in blocks]),
-        spans=spans,
+        lengths={
+            side: np.concatenate([block.lengths[side] for block in blocks]) for side in blocks[0].lengths
+        },
+        cut={side: np.concatenate([block.cut[side] for block in blocks]) for side in blocks[0].cut},
         flat={name: _join([block.flat[name] for block in blocks]) for name in blocks[0].flat},
-        # Copied, since a slice would be sent to another process with all of its table.
-        keys=pa.concat_tables(keys).combine_chunks() if keys else None,
+        keys=pa.concat_tables(keys) if keys else None,
     )
 
 
-def _pick(column: Flat, elements: np.ndarray | slice) -> Flat:
-    if column.counts is None:
+def pick(column: Flat, elements: np.ndarray | slice) -> Flat:
+    """Some elements of a column, as `places` gives them."""
+    if column.offsets is None:
         return column._replace(values=column.values[elements])
-    ends, counts = np.cumsum(column.counts), column.counts[elements]
-    return Flat(column.side, column.values[_places(ends[elements] - counts, counts)], counts)
+    if isinstance(elements, slice):
+        offsets = column.offsets[elements.start : elements.stop + 1]
+        return Flat(column.side, column.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+    starts = column.offsets[elements]
+    counts = column.offsets[elements + 1] - starts
+    return Flat(column.side, column.values[places(starts, counts)], offsets_of(counts))
 
 
-def _join(parts: list[Flat]) -> Flat:
-    counts = None if parts[0].counts is None else np.concatenate([part.counts for part in parts])
-    return Flat(parts[0].side, np.concatenate([part.values for part in parts]), counts)
+def offsets_of(counts: np.ndarray) -> np.ndarray:
+    """int64 [n + 1]: 0 and the running sums of counts."""
+    return np.concatenate([[0], np.cumsum(counts)])
 
 
-def _size(block: Block, side: int) -> int:
-    """Elements that the columns of one side hold, whether rows refer to them or not."""
-    for column in block.flat.values():
-        if column.side == side:
-            return len(column.values if column.counts is None else column.counts)
-    return 0
-
-
-def _places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | slice:
+def places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | slice:
     """Flat places of runs; a slice when they follow each other without a gap, which costs no copy."""
     if len(starts) == 0:
         return slice(0, 0)
@@ -138,3 +119,10 @@ def _places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | slice:
         return slice(int(starts[0]), int(starts[-1] + lengths[-1]))
     ends = np.cumsum(lengths)
     return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
+
+
+def _join(parts: list[Flat]) -> Flat:
+    values = np.concatenate([part.values for part in parts])
+    if parts[0].offsets is None:
+        return Flat(parts[0].side, values)
+    return Flat(parts[0].side, values, offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])))

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from recsys import features
 from recsys import protos as pb
 from recsys.data import checks
-from recsys.data.block import Block, Flat, Spans
+from recsys.data.block import Block, Flat, offsets_of, pick, places
 from recsys.data.checks import Cells, Findings, Lists, one_array
 from recsys.data.contract import Kind, Mode, fields, group_column, key_columns
 from recsys.data.hashing import combine, hash_text, mix
@@ -44,6 +44,14 @@ class Origin(NamedTuple):
     first_row: int = 0
     path: str = "table"
     epoch: int = 0
+
+
+class _Spans(NamedTuple):
+    """Of each row, lengths[i] elements from starts[i] on are kept; cut[i] says that there were more."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    cut: np.ndarray
 
 
 class Converter:
@@ -86,26 +94,28 @@ class Converter:
         if self.pipeline.data.bad_rows.policy != pb.BadRows.SKIP:
             findings.raise_first(origin.path, origin.first_row)
         good = findings.codes == 0
+        left = table
         if not good.all():
-            table_of_good = table.filter(pa.array(good))
-            cells = self._cells(table_of_good)
-        else:
-            table_of_good = table
+            left = table.filter(pa.array(good))
+            cells = self._cells(left)
         flat = {name: self._flat(one) for name, one in cells.items()}
         if self.mode == "train":
             self._show_unknown(flat, cells, origin, np.flatnonzero(good))
-        keys = table.select(list(self.pipeline.data.key_columns)) if self.mode != "train" else None
+        spans = self._spans(cells, left.num_rows)
+        for name, column in flat.items():
+            if column.side in spans:
+                flat[name] = pick(column, places(spans[column.side].starts, spans[column.side].lengths))
+            else:
+                flat[name] = _spread_user(column, good)
         return Block(
             file=np.full(table.num_rows, origin.file, np.int64),
             row=origin.first_row + np.arange(table.num_rows),
             codes=findings.codes,
-            group=_spread(self._group(table_of_good), good),
-            spans={
-                side: Spans(*(_spread(x, good) for x in one))
-                for side, one in self._spans(cells, table_of_good.num_rows).items()
-            },
-            flat={name: _spread_user(column, good) for name, column in flat.items()},
-            keys=keys,
+            group=_spread(self._group(left), good),
+            lengths={side: _spread(one.lengths, good) for side, one in spans.items()},
+            cut={side: _spread(one.cut, good) for side, one in spans.items()},
+            flat=flat,
+            keys=table.select(list(self.pipeline.data.key_columns)) if self.mode != "train" else None,
         )
 
     def _cells(self, table: pa.Table) -> dict[str, Cells]:
@@ -166,28 +176,29 @@ class Converter:
             ),
         )
 
-    def _spans(self, cells: dict[str, Cells], num_rows: int) -> dict[int, Spans]:
+    def _spans(self, cells: dict[str, Cells], num_rows: int) -> dict[int, _Spans]:
+        """What is kept of the lists of each row."""
         data = self.pipeline.data
         events, candidates = cells[UIH_TIMESTAMPS].lists[0], _candidates(cells)
         kept = np.minimum(events.lengths, data.max_history_len)
         # Of a history the newest events are kept, of candidates the first.
-        history = Spans(events.offsets[1:] - kept, kept, kept < events.lengths)
+        history = _Spans(events.offsets[1:] - kept, kept, kept < events.lengths)
         if candidates is None:
             nothing = np.zeros(num_rows, np.int64)
-            return {pb.HISTORY: history, pb.CANDIDATE: Spans(nothing, nothing, nothing > 0)}
+            return {pb.HISTORY: history, pb.CANDIDATE: _Spans(nothing, nothing, nothing > 0)}
         kept = candidates.lengths
         if data.HasField("max_candidates"):
             kept = np.minimum(kept, data.max_candidates)
         return {
             pb.HISTORY: history,
-            pb.CANDIDATE: Spans(candidates.offsets[:-1], kept, kept < candidates.lengths),
+            pb.CANDIDATE: _Spans(candidates.offsets[:-1], kept, kept < candidates.lengths),
         }
 
     def _flat(self, cells: Cells) -> Flat:
         field, values = cells.field, cells.values
-        counts = cells.lists[-1].lengths if field.multi_valued else None
+        offsets = cells.lists[-1].offsets if field.multi_valued else None
         if field.kind is Kind.ID:
-            return Flat(field.side, self.mappings[self._tables[field.column]].map(values), counts)
+            return Flat(field.side, self.mappings[self._tables[field.column]].map(values), offsets)
         if field.kind in (Kind.LABEL, Kind.WATCH_TIME):
             return Flat(field.side, checks.floats(values).astype(np.float32))
         if field.kind is not Kind.NUMBER:
@@ -241,9 +252,9 @@ def _spread(values: np.ndarray, good: np.ndarray) -> np.ndarray:
 def _spread_user(column: Flat, good: np.ndarray) -> Flat:
     if column.side != pb.USER:
         return column
-    if column.counts is None:
+    if column.offsets is None:
         return column._replace(values=_spread(column.values, good))
-    return column._replace(counts=_spread(column.counts, good))
+    return column._replace(offsets=offsets_of(_spread(np.diff(column.offsets), good)))
 
 
 def _plain(values: pa.Array) -> pa.Array:

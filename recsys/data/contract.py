@@ -69,7 +69,7 @@ def fields(pipeline: pb.Pipeline, mode: Mode) -> list[Field]:
         Field(features.REQUEST_TIME, pb.USER, Kind.TIME),
         Field(features.PREFIX[pb.HISTORY] + features.TIMESTAMPS, pb.HISTORY, Kind.TIME),
     ]
-    action = _action_encoder(pipeline.model)
+    action = action_encoder(pipeline.model)
     if action.bits:
         found.append(Field(features.PREFIX[pb.HISTORY] + features.ACTIONS, pb.HISTORY, Kind.ACTIONS))
     if action.watch_time_thresholds:
@@ -158,7 +158,8 @@ def check_same_schema(
             )
 
 
-def _action_encoder(model: pb.Model) -> pb.ActionEncoder:
+def action_encoder(model: pb.Model) -> pb.ActionEncoder:
+    """The message that says which actions a model's preprocessor looks at; empty when it looks at none."""
     holder = model.ranker if model.HasField("ranker") else model.retriever
     kind = holder.preprocessor.WhichOneof("preprocessor")
     return getattr(holder.preprocessor, kind).action if kind else pb.ActionEncoder()

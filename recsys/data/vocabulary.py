@@ -165,7 +165,8 @@ def id_type(path: str) -> pa.DataType:
 class _Sorted:
     """Binary search over all keys, with a table in front that knows most of the frequent ones at one look.
 
-    Keys come most frequent first, and queries repeat them as often: the search itself is left with the rare ones.
+    Keys come most frequent first, and queries repeat them as often: the search itself is left with the rare
+    ones.
     """
 
     def __init__(self, keys: np.ndarray, order: np.ndarray) -> None:

@@ -90,6 +90,7 @@ class Sample:
 
     row = staticmethod(row)
     schema = SCHEMA
+    vocabulary = ITEM_IDS
 
     def rows(self, count: int) -> list[dict]:
         """Good rows with lengths that differ, among them empty histories and rows without candidates."""

@@ -1,0 +1,169 @@
+"""One row of a batch as a table of tokens, in the words of the data: for `--dry-run` and for looking
+around."""
+
+from datetime import datetime, timezone
+from typing import NamedTuple
+
+import numpy as np
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.data.contract import action_encoder
+from recsys.data.vocabulary import Buckets, HashBuckets, Vocabulary, mappings
+
+
+class Token(NamedTuple):
+    """One token of a sample. `position` is its place in the sequence; `-` for a candidate that is no
+    token."""
+
+    position: str
+    kind: str
+    item: str
+    action: str
+    time: str
+
+
+def describe_sample(batch: Batch, row: int, pipeline: pb.Pipeline) -> list[Token]:
+    """The tokens of row `row`, first to last: contextual, history, and candidates with their labels.
+
+    Args:
+        batch: on the host.
+        pipeline: resolved; its vocabularies turn table rows back into ids. A hashed id is shown as `#bucket`,
+            an id that was not in the vocabulary as `unknown`.
+    """
+    names = _Names(batch, row, pipeline)
+    history = [
+        ("history", item, action, time)
+        for item, action, time in zip(
+            names.of_items(pb.HISTORY),
+            _actions(batch, row, pipeline),
+            _times(batch, row, pb.HISTORY),
+            strict=True,
+        )
+    ]
+    candidates = [
+        ("candidate", item, label, time)
+        for item, label, time in zip(
+            names.of_items(pb.CANDIDATE), _labels(batch, row), _times(batch, row, pb.CANDIDATE), strict=True
+        )
+    ]
+    contextual = (
+        [("contextual", name, "", "") for name in names.of_user()] if batch.layout.num_contextual else []
+    )
+    in_sequence = [*contextual, *history, *(candidates if batch.layout.total_targets else [])]
+    outside = [] if batch.layout.total_targets else candidates
+    return [Token(str(i), *rest) for i, rest in enumerate(in_sequence)] + [
+        Token("-", *rest) for rest in outside
+    ]
+
+
+def as_table(tokens: list[Token]) -> str:
+    """Aligned text with a header line."""
+    lines = [Token._fields, *tokens]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(Token._fields))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+class _Names:
+    """Ids of one row as they stood in the file."""
+
+    def __init__(self, batch: Batch, row: int, pipeline: pb.Pipeline) -> None:
+        self._batch = batch
+        self._row = row
+        self._columns = features.columns(pipeline)
+        self._mappings = mappings(pipeline)
+        self._item = _item_feature(pipeline)
+
+    def of_items(self, side: int) -> list[str]:
+        """The item of each event or candidate."""
+        column = next((c for c in self._columns if c.side == side and c.feature.name == self._item), None)
+        if column is None:
+            return [""] * int(
+                (self._batch.uih_lengths if side == pb.HISTORY else self._batch.num_candidates)[self._row]
+            )
+        return self._of(column)
+
+    def of_user(self) -> list[str]:
+        """`name=value` of each USER feature."""
+        found = []
+        for column in self._columns:
+            if column.side == pb.USER:
+                plain = column.table is None
+                value = (
+                    f"{self._batch.numbers[column.name][self._row]:.4g}"
+                    if plain
+                    else " ".join(self._of(column))
+                )
+                found.append(f"{column.name}={value}")
+        return found
+
+    def _of(self, column: features.Column) -> list[str]:
+        ids = self._batch.ids[column.name]
+        start, stop = ids.offsets()[self._row : self._row + 2].tolist()
+        rows = ids.values()[start:stop].numpy()
+        mapping = self._mappings[column.table]
+        if isinstance(mapping, Vocabulary):
+            return [
+                "unknown" if value is None else str(value) for value in mapping.original(rows).to_pylist()
+            ]
+        return [
+            f"#{one}" if isinstance(mapping, HashBuckets) else _between(mapping, one) for one in rows.tolist()
+        ]
+
+
+def _item_feature(pipeline: pb.Pipeline) -> str:
+    """The retriever's items; else the first embedded feature that both histories and candidates have one
+    value of."""
+    if pipeline.model.HasField("retriever"):
+        return pipeline.model.retriever.item_feature
+    both = {pb.HISTORY, pb.CANDIDATE}
+    fits = (
+        f.name
+        for f in pipeline.features
+        if f.HasField("id") and not f.id.multi_valued and both <= set(f.sides)
+    )
+    return next(fits, "")
+
+
+def _between(buckets: Buckets, row: int) -> str:
+    limits = [-np.inf, *buckets.boundaries, np.inf]
+    return f"[{limits[row]:g}, {limits[row + 1]:g})"
+
+
+def _part(batch: Batch, row: int, side: int) -> slice:
+    lengths = batch.uih_lengths if side == pb.HISTORY else batch.num_candidates
+    start = int(lengths[:row].sum())
+    return slice(start, start + int(lengths[row]))
+
+
+def _times(batch: Batch, row: int, side: int) -> list[str]:
+    times = batch.uih_timestamps if side == pb.HISTORY else batch.candidate_timestamps
+    seconds = times[_part(batch, row, side)].tolist()
+    return [datetime.fromtimestamp(one, timezone.utc).strftime("%Y-%m-%d %H:%M:%S") for one in seconds]
+
+
+def _actions(batch: Batch, row: int, pipeline: pb.Pipeline) -> list[str]:
+    encoder, part = action_encoder(pipeline.model), _part(batch, row, pb.HISTORY)
+    found = []
+    for mask, seconds in zip(
+        batch.uih_actions[part].tolist(), batch.uih_watch_time[part].tolist(), strict=True
+    ):
+        names = [bit.name for bit in encoder.bits if mask >> bit.bit & 1]
+        if encoder.watch_time_thresholds:
+            names.append(f"{seconds:g}s")
+        found.append(" ".join(names))
+    return found
+
+
+def _labels(batch: Batch, row: int) -> list[str]:
+    part = _part(batch, row, pb.CANDIDATE)
+    columns = [
+        [f"{name}={value:g}" for value in labels[part].tolist()] for name, labels in batch.labels.items()
+    ]
+    return (
+        [" ".join(one) for one in zip(*columns, strict=True)] if columns else [""] * (part.stop - part.start)
+    )
