@@ -5,8 +5,6 @@ It is text rather than a printed message so that users find comments in it.
 
 from pathlib import Path
 
-from recsys import protos as pb
-
 
 def write_config(schema: dict, folder: Path, address: Path) -> None:
     """Writes `starter.config` into `folder` for data that will stand at `address`.
@@ -163,10 +161,3 @@ def _train(schema: dict) -> str:
   evaluation {{ patience: {2 if ranking else 5} }}
 }}
 """
-
-
-def parse(text: str) -> pb.Pipeline:
-    """The Pipeline that a starter config's text stands for."""
-    from google.protobuf import text_format
-
-    return text_format.Parse(text, pb.Pipeline())

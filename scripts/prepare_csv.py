@@ -44,7 +44,6 @@ from scripts.prepare_rows import (
     Contents,
     DatasetWriter,
     Feature,
-    Slices,
     holdout_slices,
     plain_table,
     request_slices,
@@ -128,7 +127,7 @@ def _write_retrieval(
         )
         # A training row needs a first event to predict the second from.
         enough = np.flatnonzero(with_candidate | (slices.history_end - slices.history_start >= 2))
-        slices: Slices = slices.take(enough)
+        slices = slices.take(enough)
         if not len(enough):
             continue
         moment = slices.candidate_start if with_candidate else slices.history_end - 1
