@@ -11,7 +11,8 @@ def run(call: cli.Call) -> None:
 
     environment.import_torchrec_quietly()
     from recsys.training.distributed import process_group
-    from recsys.training.run import dry_run, train
+    from recsys.training.dry_run import dry_run
+    from recsys.training.run import train
 
     with process_group() as processes:
         if call.dry_run:

@@ -76,7 +76,7 @@ class Checkpoints:
         """
         path = self.folder / _name(step)
         aside = self.folder / f".{path.name}.partial"
-        needed = sum(gather(_local_bytes(tensors)))
+        needed = sum(gather(local_bytes(tensors)))
         on_main(lambda: _prepare(aside, needed))
         try:
             with _torchrec_types():
@@ -180,6 +180,15 @@ def load_weights(path: Path, model: nn.Module) -> None:
     _load(path, {MODEL + name: tensor for name, tensor in model.state_dict().items()}, MODEL, alone=True)
 
 
+def local_bytes(tensors: Tensors) -> int:
+    """Bytes of what this rank holds."""
+    total = 0
+    for tensor in tensors.values():
+        parts = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
+        total += sum(part.numel() * part.element_size() for part in parts)
+    return total
+
+
 def _load(path: Path, tensors: Tensors, prefix: str, alone: bool) -> None:
     stored = {n: x for n, x in read_metadata(path).state_dict_metadata.items() if n.startswith(prefix)}
     with _torchrec_types():
@@ -219,14 +228,6 @@ def _require_equal(path: Path, wanted: Tensors, stored: Mapping[str, Any]) -> No
 
 def _describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-
-
-def _local_bytes(tensors: Tensors) -> int:
-    total = 0
-    for tensor in tensors.values():
-        parts = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
-        total += sum(part.numel() * part.element_size() for part in parts)
-    return total
 
 
 def _prepare(aside: Path, needed: int) -> None:

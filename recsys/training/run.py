@@ -16,6 +16,7 @@ from recsys.training.distributed import Processes, on_main, shard
 from recsys.training.hooks import Hook, Outcome, Run
 from recsys.training.hooks.console import Console, next_lines
 from recsys.training.hooks.metrics_file import MetricsFile
+from recsys.training.hooks.report import Report
 from recsys.training.session import CHECKPOINTS, Session, open_session
 from recsys.training.train_step import TrainStep
 from recsys.training.trainer import Trainer
@@ -51,7 +52,7 @@ def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
 def _hooks() -> list[Hook]:
     from recsys.training.hooks.tensorboard import TensorBoard
 
-    return [MetricsFile(), TensorBoard(), Console()]
+    return [MetricsFile(), TensorBoard(), Report(), Console()]
 
 
 def describe(session: Session) -> Run:
@@ -65,7 +66,7 @@ def describe(session: Session) -> Run:
         facts={
             "device": f"{processes.device}, {processes.world_size} process(es), "
             f"{torch.get_num_threads()} thread(s) each",
-            "parameters": f"{session.parameters:,}",
+            "parameters": f"{sum(session.parameters.values()):,}",
         },
     )
 
@@ -110,7 +111,3 @@ def evaluate(
         mode="evaluate",
     )
     return Evaluation(path, evaluator.evaluate(step.model, loader, processes.device, limit))
-
-
-def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
-    raise NotImplementedError

@@ -48,7 +48,7 @@ class Session:
         checkpoints: saved states.
         progress: where the run stands.
         total_steps: where it ends.
-        parameters: numbers that are learned, of all ranks together.
+        parameters: numbers that are learned, of all ranks together, by part of the model.
     """
 
     pipeline: pb.Pipeline
@@ -62,7 +62,7 @@ class Session:
     checkpoints: Checkpoints
     progress: Progress
     total_steps: int
-    parameters: int
+    parameters: dict[str, int]
 
     @property
     def model(self) -> Model:
@@ -164,7 +164,7 @@ def _build(
     train = pipeline.train
     seed_everything(train.seed)
     model = build_model(pipeline)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     rule = layout_rule(pipeline)
 
     def loader(split: str, shuffle: bool) -> Loader:

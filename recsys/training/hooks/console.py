@@ -107,7 +107,7 @@ def next_lines(outcome: Outcome, run: Run) -> list[str]:
         "next:",
         f"  python -m recsys.evaluate --run-dir {folder}",
         f"  python -m recsys.export --run-dir {folder}",
-        "  python -m recsys.predict --help",
+        f"  python -m recsys.predict --run-dir {folder}",
     ]
 
 

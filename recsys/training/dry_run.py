@@ -1,0 +1,67 @@
+"""`--dry-run`: one batch and one step, to see what a run would do before it does it. Nothing is kept."""
+
+import resource
+import tempfile
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from recsys import ops
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.data.inspect import as_table, describe_sample
+from recsys.training.checkpoint import local_bytes
+from recsys.training.distributed import Processes
+from recsys.training.session import Session, open_session
+
+_ATTENTION = ("hstu_attention", "softmax_attention")
+_MEBI = 2**20
+
+
+def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
+    """Builds everything, trains on one batch, and prints a sample, sizes and kernels. Collective."""
+    with tempfile.TemporaryDirectory() as folder:
+        session = open_session(pipeline, Path(folder), processes)
+        with closing(session.batches()) as batches:
+            batch = next(batches)
+        loss = _step(session, batch)
+        if processes.is_main:
+            print(f"the longest of the first {len(batch.uih_lengths)} rows:")
+            print(as_table(describe_sample(batch, int(batch.layout.lengths.argmax()), pipeline)))
+            print(
+                "\n".join(["", *_sizes(session, batch), *_kernels(), f"loss of the first step: {loss:.4f}"])
+            )
+
+
+def _step(session: Session, batch: Batch) -> float:
+    session.optimizer.zero_grad()
+    loss, result = session.wrapped(batch.to(session.processes.device))
+    loss.backward()
+    session.optimizer.step()
+    return result.loss
+
+
+def _sizes(session: Session, batch: Batch) -> list[str]:
+    layout, steps, parts = batch.layout, session.total_steps, session.parameters
+    states = local_bytes(session.optimizer.tensors())
+    weights = local_bytes(session.wrapped.state_dict())
+    return [
+        f"batch: {len(batch.uih_lengths)} rows, {layout.total_len:,} tokens, at most {layout.max_len} a row",
+        f"run: {steps:,} steps, {session.train.num_batches():,} batches an epoch",
+        f"parameters: {sum(parts.values()):,}: "
+        + ", ".join(f"{name} {n:,}" for name, n in parts.items() if n),
+        f"this process: {weights / _MEBI:.1f} MiB of weights, {states / _MEBI:.1f} MiB of optimizer state",
+        f"memory: {_peak(session.processes.device) / _MEBI:,.0f} MiB at most so far",
+    ]
+
+
+def _kernels() -> list[str]:
+    chosen = {op: ops.last_backend(op) for op in _ATTENTION}
+    return [f"kernel of {op}: {backend}" for op, backend in chosen.items() if backend]
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
