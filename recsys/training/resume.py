@@ -5,6 +5,7 @@ depends on, and the training files are the same. Lengths, logging and evaluation
 starts.
 """
 
+from itertools import zip_longest
 from typing import Any
 
 from google.protobuf.message import Message
@@ -54,15 +55,18 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
 
 
 def require_same_inputs(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Compares the fingerprints of the training files, `Loader.fingerprint()`.
+    """Compares the fingerprints of the training files, `Loader.fingerprint()`. Files may have moved together.
 
     Raises:
-        DataError: with each file that is new, gone or changed.
+        DataError: with each file that is new, gone or changed; their order counts.
     """
-    lines = _differences(saved, now, "")
+    lines = []
+    for before, after in zip_longest(saved["files"], now["files"]):
+        if before is None or after is None or _content(before) != _content(after):
+            lines.append(f"{_file(before)} when the run was saved, {_file(after)} now")
     if lines:
         raise DataError(
-            "the training files changed since the run was saved, so its place in them means nothing:\n"
+            "the training files changed, so the place in them that the run had reached means nothing:\n"
             + "\n".join(lines)
         )
 
@@ -92,10 +96,9 @@ def _show(leaves: dict[str, Any], path: str) -> str:
     return repr(leaves[path]) if path in leaves else "absent"
 
 
-def _differences(saved: Any, now: Any, place: str) -> list[str]:
-    if saved == now:
-        return []
-    if isinstance(saved, dict) and isinstance(now, dict):
-        keys = sorted(saved.keys() | now.keys())
-        return [x for key in keys for x in _differences(saved.get(key), now.get(key), f"{place}{key}: ")]
-    return [f"{place}{saved} when it was saved, {now} now"]
+def _content(file: dict[str, Any]) -> tuple[int, str]:
+    return file["size"], file["fingerprint"]
+
+
+def _file(file: dict[str, Any] | None) -> str:
+    return f"{file['path']} ({file['size']:,} bytes, {file['fingerprint'][:12]})" if file else "no file"

@@ -191,9 +191,7 @@ def sharded():
     def wrap(config: pb.Train, steps: int):
         config.sparse_optimizer.CopyFrom(optimizer)
         processes = Processes(0, 1, torch.device("cpu"))
-        model = shard(
-            Looked(), processes, pb.Embedding.SHARDED, pb.Sharding.ROW_WISE, fused_params(optimizer)
-        )
+        model = shard(Looked(), pb.Pipeline(train=config), processes)
         return model, ScheduledOptimizer(model, config, total_steps=steps)
 
     yield wrap

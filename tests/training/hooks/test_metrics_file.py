@@ -1,0 +1,45 @@
+"""`metrics.jsonl`: every digit, and no line twice."""
+
+import json
+import math
+
+from recsys.training.hooks import Evaluated, Run, Trained
+from recsys.training.hooks.metrics_file import NAME, MetricsFile, read_metrics
+from recsys.training.throughput import Rates
+
+
+def record(step: int, loss: float = 0.5) -> Trained:
+    return Trained(step, 0, loss, {"a": loss}, {"dense": 0.1}, 1.0, Rates(1, 2, 3, 0.25), 9.0)
+
+
+def write(folder, first_step: int, *records) -> None:
+    hook = MetricsFile()
+    hook.started(Run(folder, "", first_step, 10))
+    for one in records:
+        (hook.trained if isinstance(one, Trained) else hook.evaluated)(one)
+    hook.close()
+
+
+def test_numbers_keep_all_their_digits(tmp_path):
+    write(tmp_path, 0, record(1, 0.1 + 0.2))
+    (line,) = (tmp_path / NAME).read_text().splitlines()
+    assert json.loads(line)["loss"] == 0.30000000000000004
+
+
+def test_undefined_metrics_are_null(tmp_path):
+    write(tmp_path, 0, Evaluated(1, {"auc": math.nan, "mae": 2.0}, False, 0.1))
+    assert read_metrics(tmp_path / NAME)[0]["metrics"] == {"auc": None, "mae": 2.0}
+    assert "NaN" not in (tmp_path / NAME).read_text()
+
+
+def test_a_run_that_goes_on_repeats_no_line_and_drops_a_torn_one(tmp_path):
+    write(tmp_path, 0, *(record(step) for step in range(1, 6)))
+    with (tmp_path / NAME).open("a") as file:
+        file.write('{"kind": "train", "ste')
+    write(tmp_path, 3, record(4, 0.25))
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / NAME)] == [
+        (1, 0.5),
+        (2, 0.5),
+        (3, 0.5),
+        (4, 0.25),
+    ]

@@ -1,0 +1,91 @@
+"""Which evaluation is best, and that evaluating changes nothing; metrics have tests of their own."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from recsys import protos as pb
+from recsys.models.base import Losses
+from recsys.training.evaluator import Goal, evaluate
+from recsys.training.state import Best
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("higher", "value", "best", "reached"),
+    [
+        (True, 0.5, None, True),
+        (True, NAN, None, False),
+        (True, 0.6, Best("auc", 0.5, 1), True),
+        (True, 0.5, Best("auc", 0.5, 1), False),
+        (True, NAN, Best("auc", 0.5, 1), False),
+        (False, 0.4, Best("auc", 0.5, 1), True),
+        (False, 0.6, Best("auc", 0.5, 1), False),
+        (True, 0.1, Best("another", 0.5, 1), True),
+    ],
+)
+def test_better(higher, value, best, reached):
+    assert Goal("auc", higher).reached(value, best) is reached
+
+
+class Model(nn.Module):
+    """One number a batch; draws random numbers on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, batch):
+        torch.rand(3)
+        return self.dropout(batch.values)
+
+    def metrics(self):
+        return {"auc": SimpleNamespace(higher_is_better=True, to=lambda _: Mean())}
+
+    def update_metrics(self, metrics, outputs, batch):
+        metrics["auc"].seen += outputs.tolist()
+
+    def objective(self, outputs, batch):
+        count = torch.tensor(float(len(outputs)))
+        return Losses(
+            ("a", "b"), torch.stack([outputs.sum(), 2 * outputs.sum()]), count.expand(2), (1.0, 0.5)
+        )
+
+
+class Mean:
+    def __init__(self):
+        self.seen = []
+
+    def compute(self):
+        return torch.tensor(self.seen).mean()
+
+
+class Batch:
+    def __init__(self, *values: float):
+        self.values = torch.tensor(values)
+
+    def to(self, _device):
+        return self
+
+
+LOADER = SimpleNamespace(epoch=lambda _: iter([Batch(1.0), Batch(2.0, 6.0), Batch(100.0)]))
+
+
+def test_values_are_over_rows_and_the_random_numbers_go_on_as_before():
+    model = Model().train()
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    found = evaluate(model, LOADER, torch.device("cpu"), max_batches=2)
+    assert found == {"auc": 3.0, "loss": 3.0 + 0.5 * 6.0, "loss/a": 3.0, "loss/b": 6.0}
+    assert model.training
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_the_goal_of_a_config():
+    assert Goal.of(Model(), pb.Evaluation(best_metric="auc")) == Goal("auc", True)
+    assert Goal.of(Model(), pb.Evaluation()) == Goal("loss", False)

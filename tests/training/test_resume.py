@@ -1,0 +1,93 @@
+"""What may differ between two starts of a run, and what the error says about the rest."""
+
+import pytest
+from google.protobuf import text_format
+
+from recsys import protos as pb
+from recsys.errors import ConfigError, DataError
+from recsys.training.resume import MAY_CHANGE, require_same_config, require_same_inputs
+
+TEXT = """
+data { train { parquet { paths: "a.parquet" } } batch_size: 8 }
+features { name: "item_id" sides: [HISTORY] id { vocabulary {} } }
+model { embedding_dim: 16 ranker { mixer { hstu { num_layers: 2 } } } }
+train { num_steps: 10 dense_optimizer { adamw { lr: 0.1 } } }
+"""
+
+
+def parse(text: str) -> pb.Pipeline:
+    return text_format.Parse(text, pb.Pipeline())
+
+
+def faults(old: str, new: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        require_same_config(parse(old), parse(new), "runs/x")
+    return caught.value.findings[:-1]
+
+
+def test_the_same_config_is_the_same():
+    require_same_config(parse(TEXT), parse(TEXT), "runs/x")
+
+
+def test_a_default_that_is_written_out_is_no_difference():
+    require_same_config(parse(TEXT), parse(TEXT.replace("num_steps: 10", "num_steps: 10 seed: 1")), "runs/x")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "finding"),
+    [
+        ("embedding_dim: 16", "embedding_dim: 32", "model.embedding_dim: 16 in runs/x, 32 now"),
+        ("lr: 0.1", "lr: 0.2", "train.dense_optimizer.adamw.lr: 0.1 in runs/x, 0.2 now"),
+        ("batch_size: 8", "", "data.batch_size: 8 in runs/x, 64 now"),
+        (
+            "num_layers: 2",
+            "num_layers: 2 dropout: 0.5",
+            "model.ranker.mixer.hstu.dropout: 0.0 in runs/x, 0.5 now",
+        ),
+        (
+            '"a.parquet"',
+            '["a.parquet", "b.parquet"]',
+            "data.train.parquet.paths[1]: absent in runs/x, 'b.parquet' now",
+        ),
+    ],
+)
+def test_a_difference_is_shown_with_both_values(old, new, finding):
+    assert finding in faults(TEXT, TEXT.replace(old, new))
+
+
+def test_another_mixer_is_a_difference():
+    found = faults(TEXT, TEXT.replace("hstu { num_layers: 2 }", "sasrec { num_layers: 2 }"))
+    assert any(line.startswith("model.ranker.mixer.hstu") and line.endswith("absent now") for line in found)
+    assert any(line.startswith("model.ranker.mixer.sasrec") for line in found)
+
+
+def test_lengths_logging_and_evaluation_may_change():
+    changed = TEXT.replace("num_steps: 10", "num_steps: 99 log_every_steps: 3 evaluation { patience: 2 }")
+    changed = changed.replace("batch_size: 8", "batch_size: 8 num_workers: 5 validation { synthetic {} }")
+    require_same_config(parse(TEXT), parse(changed), "runs/x")
+
+
+def test_the_list_names_fields_that_exist():
+    for path in MAY_CHANGE:
+        descriptor = pb.Pipeline.DESCRIPTOR
+        for name in path.split("."):
+            field = descriptor.fields_by_name[name]
+            descriptor = field.message_type
+
+
+def file(path: str, size: int, fingerprint: str) -> dict:
+    return {"path": path, "size": size, "fingerprint": fingerprint}
+
+
+def test_changed_files_are_named():
+    saved = {"files": [file("a", 1000, "x"), file("b", 5, "y")]}
+    require_same_inputs(saved, {"files": [file("elsewhere/a", 1000, "x"), file("elsewhere/b", 5, "y")]})
+    now = {"files": [file("a", 1000, "x"), file("b", 5, "z"), file("c", 7, "w")]}
+    with pytest.raises(DataError) as caught:
+        require_same_inputs(saved, now)
+    assert str(caught.value).splitlines()[1:] == [
+        "b (5 bytes, y) when the run was saved, b (5 bytes, z) now",
+        "no file when the run was saved, c (7 bytes, w) now",
+    ]
+    with pytest.raises(DataError, match="changed"):
+        require_same_inputs(saved, {"files": saved["files"][::-1]})

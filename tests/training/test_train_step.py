@@ -1,0 +1,73 @@
+"""The one sum over ranks: means, gradients, signals, and what stops a run; against plain arithmetic."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from recsys.data.batch import Position
+from recsys.errors import NonFiniteLossError
+from recsys.models.base import Losses
+from recsys.training import train_step
+from recsys.training.train_step import SumOverRanks
+
+
+@pytest.fixture(autouse=True)
+def group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+BATCH = SimpleNamespace(
+    layout=SimpleNamespace(total_len=23),
+    sample_weight=torch.tensor([1.0, 0.0, 2.0]),
+    position=Position(2, 5),
+)
+
+
+def losses(sums: torch.Tensor, counts: list[float]) -> Losses:
+    return Losses(("click", "time"), sums, torch.tensor(counts), (1.0, 0.25))
+
+
+def test_the_loss_is_the_weighted_sum_of_the_means():
+    sums = torch.tensor([6.0, 20.0], requires_grad=True)
+    loss, result = SumOverRanks()(losses(sums, [4.0, 5.0]), BATCH)
+    assert loss.item() == result.loss == 6 / 4 + 0.25 * 20 / 5
+    assert result.losses == {"click": 1.5, "time": 4.0}
+    assert (result.samples, result.tokens, result.position) == (2, 23, Position(2, 5))
+    loss.backward()
+    assert sums.grad.tolist() == [1 / 4, pytest.approx(0.25 / 5)]
+
+
+def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole(monkeypatch):
+    other = torch.tensor([2.0, 4.0, 4.0, 15.0, 1.0, 7.0, 0.0, 1.0], dtype=torch.float64)
+    monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
+    sums = torch.tensor([6.0, 20.0], requires_grad=True)
+    loss, result = SumOverRanks()(losses(sums, [4.0, 5.0]), BATCH)
+    assert result.losses == {"click": (6 + 2) / (4 + 4), "time": (20 + 4) / (5 + 15)}
+    assert (result.samples, result.tokens) == (3, 30)
+    assert result.signals == {2: 0, 15: 1}
+    loss.backward()
+    assert sums.grad.tolist() == [2 / 8, pytest.approx(2 * 0.25 / 20)]
+
+
+def test_a_task_without_targets_is_zero_and_gives_no_gradient():
+    sums = torch.tensor([6.0, 0.0], requires_grad=True)
+    loss, result = SumOverRanks()(losses(sums, [4.0, 0.0]), BATCH)
+    assert result.losses == {"click": 1.5, "time": 0.0}
+    assert loss.item() == 1.5
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_named(value):
+    with pytest.raises(NonFiniteLossError, match=f"^the loss of task time is {value}$"):
+        SumOverRanks()(losses(torch.tensor([6.0, value]), [4.0, 5.0]), BATCH)
+
+
+def test_a_signal_is_told_to_all():
+    module = SumOverRanks()
+    module.received[15] = 1
+    assert module(losses(torch.ones(2), [1.0, 1.0]), BATCH)[1].signals == {2: 0, 15: 1}
