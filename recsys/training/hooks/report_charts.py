@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
-WIDTH, HEIGHT = 480, 230
+WIDTH, HEIGHT = 380, 196
 """Size of a chart in its own units; the page scales it."""
 
 NUM_COLOURS = 6
 MAX_POINTS = 600
 MAX_HINTS = 120
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 14, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 14, 24
 
 
 class Point(NamedTuple):
@@ -42,30 +42,40 @@ class Curve:
     marks: bool = False
 
 
-def line_chart(title: str, curves: Sequence[Curve], *, best_step: int | None = None, floor: float | None = None) -> str:
+def line_chart(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    last_step: int,
+    best_step: int | None = None,
+    include: float | None = None,
+) -> str:
     """A `<figure>`: title, legend with last values, and the curves over steps.
 
     Args:
         title: plain text.
         curves: the first six have colours of their own.
+        last_step: the step axis goes from 0 to here, so that charts can be compared by eye.
         best_step: marked by a vertical line.
-        floor: the value axis starts here at the latest; None lets it start at the smallest value.
+        include: a value that the value axis reaches in any case and that is drawn as a line: 0 of a rate, 1
+            of a ratio.
     """
     shown = [Curve(curve.name, thinned(curve.points), curve.marks) for curve in curves]
-    defined = [point for curve in shown for point in curve.points if point.value is not None]
-    head = f'<figcaption><b>{escape(title)}</b>{"".join(map(_legend, range(len(curves)), curves))}</figcaption>'
-    if not defined:
+    values = [point.value for curve in shown for point in curve.points if point.value is not None]
+    head = f"<figcaption><b>{escape(title)}</b>{_legend(curves)}</figcaption>"
+    if not values:
         return f'<figure class="chart">{head}<p class="empty">No value was defined.</p></figure>'
-    values = [float(point.value) for point in defined if point.value is not None]
-    x = Axis.over([float(point.step) for point in defined], _LEFT, WIDTH - _RIGHT, pad=0.0, whole=True)
-    y = Axis.over(values + ([] if floor is None else [floor]), HEIGHT - _BOTTOM, _TOP, pad=0.06)
-    if floor is not None and min(values) >= floor:
-        y = Axis(floor, y.high, y.start, y.end)
-    parts = [_grid(x, y)]
-    if best_step is not None and x.low <= best_step <= x.high:
-        parts.append(_marker(x.place(best_step)))
-    parts += [_curve(number, curve, x, y) for number, curve in enumerate(shown)]
-    label = escape(f"{title}, over steps", quote=True)
+    x = Axis(0.0, max(float(last_step), 1.0), _LEFT, WIDTH - _RIGHT)
+    y = Axis.over([*values, *([] if include is None else [include])], HEIGHT - _BOTTOM, _TOP, pad=0.06)
+    if include is not None and min(values) >= include:
+        y = Axis(include, y.high, y.start, y.end)
+    parts = [_grid(x, y, include)]
+    if best_step is not None:
+        parts.append(_best(x.place(best_step)))
+    for index, curve in enumerate(shown):
+        parts.append(_lines(index, curve.points, x, y))
+        parts.append(_dots(index, curve, curve.name if len(shown) > 1 else title, x, y))
+    label = escape(f"{title}, over steps")
     svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return f'<figure class="chart">{head}{svg}</figure>'
 
@@ -73,23 +83,25 @@ def line_chart(title: str, curves: Sequence[Curve], *, best_step: int | None = N
 def sparkline(points: Sequence[Point]) -> str:
     """A tiny curve without axes for a row of a table; nothing when less than two values are defined."""
     shown = thinned(points)
-    values = [point.value for point in shown if point.value is not None]
-    if len(values) < 2:
+    defined = [(point.step, point.value) for point in shown if point.value is not None]
+    if len(defined) < 2:
         return ""
-    x = Axis.over([float(point.step) for point in shown], 2, 88, pad=0.0)
-    y = Axis.over(values, 20, 4, pad=0.0)
-    last = next(point for point in reversed(shown) if point.value is not None)
-    dot = f'<circle class="dot s0" cx="{_number(x.place(last.step))}" cy="{_number(y.place(last.value or 0.0))}" r="2"/>'
-    return f'<svg class="spark" viewBox="0 0 92 24" aria-hidden="true">{_lines(0, shown, x, y)}{dot}</svg>'
+    x = Axis.over([float(step) for step, _ in defined], 3, 117, pad=0.0)
+    y = Axis.over([value for _, value in defined], 20, 4, pad=0.0)
+    step, value = defined[-1]
+    dot = f'<circle class="dot s0" {_center(x.place(step), y.place(value))} r="2.2"/>'
+    return f'<svg class="spark" viewBox="0 0 120 24" aria-hidden="true">{_lines(0, shown, x, y)}{dot}</svg>'
 
 
 def number(value: float | None) -> str:
     """A value for people: four significant digits, thousands separated, a dash when it is undefined."""
     if value is None or not math.isfinite(value):
         return "–"
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        places = 0 if abs(value) >= 1000 else max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
-        return f"{value:,.{min(places, 4)}f}"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e5:
+        places = 3 - math.floor(math.log10(abs(value)))
+        return f"{value:,.{min(max(places, 0), 4)}f}"
     return f"{value:.2e}"
 
 
@@ -117,64 +129,61 @@ class Axis:
     end: float
 
     @classmethod
-    def over(cls, values: Sequence[float], start: float, end: float, *, pad: float, whole: bool = False) -> "Axis":
+    def over(cls, values: Sequence[float], start: float, end: float, *, pad: float) -> "Axis":
         """An axis that holds all values, with a share of the range as room on both sides."""
         low, high = min(values), max(values)
-        if low == high:
-            room = 1.0 if whole or low == 0 else abs(low) * 0.1
-            return cls(low - room, high + room, start, end)
-        room = (high - low) * pad
+        room = (high - low) * pad if high > low else abs(low) * 0.1 or 1.0
         return cls(low - room, high + room, start, end)
 
     def place(self, value: float) -> float:
         """Where a value lies."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def ticks(self, count: int = 5, *, whole: bool = False) -> list[float]:
-        """About `count` round values inside the axis."""
-        rough = (self.high - self.low) / count
+    def ticks(self, *, whole: bool = False) -> list[float]:
+        """Three to six round values inside the axis; with `whole` only integers, fewer if need be."""
+        rough = (self.high - self.low) / 6
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.999)
         if whole:
-            step = float(max(1, round(step)))
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
+            step = float(max(1, math.ceil(step)))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
         return [place * step for place in range(first, last + 1)]
 
 
-def _grid(x: Axis, y: Axis) -> str:
-    rows = y.ticks(4)
+def _grid(x: Axis, y: Axis, include: float | None) -> str:
+    right, bottom = WIDTH - _RIGHT, HEIGHT - _BOTTOM
     parts = []
-    for value in rows:
+    for value in y.ticks():
         place = _number(y.place(value))
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{place}" y2="{place}"/>')
-        parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{place}" dy="0.32em" text-anchor="end">{_tick(value)}</text>')
-    bottom = HEIGHT - _BOTTOM
-    for value in x.ticks(5, whole=True):
-        place = _number(x.place(value))
-        parts.append(f'<text class="tick" x="{place}" y="{bottom + 17}" text-anchor="middle">{_tick(value)}</text>')
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+        kind = "axis" if value == include else "grid"
+        parts.append(f'<line class="{kind}" x1="{_LEFT}" x2="{right}" y1="{place}" y2="{place}"/>')
+        text = f'x="{_LEFT - 7}" y="{place}" dy="0.32em" text-anchor="end"'
+        parts.append(f'<text class="tick" {text}>{_tick(value)}</text>')
+    for value in x.ticks(whole=True):
+        text = f'x="{_number(x.place(value))}" y="{bottom + 17}" text-anchor="middle"'
+        parts.append(f'<text class="tick" {text}>{_tick(value)}</text>')
+    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
     return "".join(parts)
 
 
-def _marker(place: float) -> str:
-    side, shift = ("end", -4) if place > WIDTH - 60 else ("start", 4)
-    line = f'<line class="best" x1="{_number(place)}" x2="{_number(place)}" y1="{_TOP - 6}" y2="{HEIGHT - _BOTTOM}"/>'
-    text = f'<text class="tick" x="{_number(place + shift)}" y="{_TOP}" text-anchor="{side}">best</text>'
+def _best(place: float) -> str:
+    side, shift = ("end", -4) if place > WIDTH / 2 else ("start", 4)
+    x = _number(place)
+    line = f'<line class="best" x1="{x}" x2="{x}" y1="{_TOP - 8}" y2="{HEIGHT - _BOTTOM}"/>'
+    text = f'<text class="tick" x="{_number(place + shift)}" y="{_TOP - 2}" text-anchor="{side}">best</text>'
     return line + text
 
 
-def _curve(index: int, curve: Curve, x: Axis, y: Axis) -> str:
-    colour = f"s{index % NUM_COLOURS}"
-    parts = [_lines(index, curve.points, x, y)]
-    stride = math.ceil(len(curve.points) / MAX_HINTS)
+def _dots(index: int, curve: Curve, name: str, x: Axis, y: Axis) -> str:
+    """A circle on a value tells it under the pointer; without `marks` it can only be seen then."""
     kind = "dot" if curve.marks else "hint"
-    last = len(curve.points) - 1
+    stride, last = math.ceil(len(curve.points) / MAX_HINTS), len(curve.points) - 1
+    parts = []
     for position, (step, value) in enumerate(curve.points):
         if value is not None and (position % stride == 0 or position == last):
-            hint = escape(f"{curve.name}: {number(value)} after step {step:,}")
-            place = f'cx="{_number(x.place(step))}" cy="{_number(y.place(value))}"'
-            parts.append(f'<circle class="{kind} {colour}" {place} r="3"><title>{hint}</title></circle>')
+            hint = f"<title>{escape(name)}: {number(value)} after step {step:,}</title>"
+            place = _center(x.place(step), y.place(value))
+            parts.append(f'<circle class="{kind} {_colour(index)}" {place} r="3">{hint}</circle>')
     return "".join(parts)
 
 
@@ -187,14 +196,29 @@ def _lines(index: int, points: Sequence[Point], x: Axis, y: Axis) -> str:
         else:
             stretches[-1].append(f"{_number(x.place(step))},{_number(y.place(value))}")
     dashes = " dashed" if index >= NUM_COLOURS else ""
-    start = f'<polyline class="curve s{index % NUM_COLOURS}{dashes}" points="'
+    start = f'<polyline class="curve {_colour(index)}{dashes}" points="'
     return "".join(f'{start}{" ".join(stretch)}"/>' for stretch in stretches if len(stretch) > 1)
 
 
-def _legend(index: int, curve: Curve) -> str:
-    last = next((point.value for point in reversed(curve.points) if point.value is not None), None)
-    swatch = f'<i class="s{index % NUM_COLOURS}"></i>'
-    return f'<span class="key">{swatch}{escape(curve.name)} <em>{number(last)}</em></span>'
+def _legend(curves: Sequence[Curve]) -> str:
+    """Names with their last values; of a single curve, whose name is the title, the value."""
+    parts = []
+    for index, curve in enumerate(curves):
+        last = next((point.value for point in reversed(curve.points) if point.value is not None), None)
+        name = f"{escape(curve.name)} " if len(curves) > 1 else ""
+        about = "" if len(curves) > 1 else " at the end"
+        parts.append(
+            f'<span class="key"><i class="{_colour(index)}"></i>{name}<em>{number(last)}</em>{about}</span>'
+        )
+    return "".join(parts)
+
+
+def _colour(index: int) -> str:
+    return f"s{index % NUM_COLOURS}"
+
+
+def _center(x: float, y: float) -> str:
+    return f'cx="{_number(x)}" cy="{_number(y)}"'
 
 
 def _tick(value: float) -> str:
@@ -202,9 +226,7 @@ def _tick(value: float) -> str:
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= scale:
             return f"{value / (1e3 if suffix == 'k' else scale):g}{suffix}"
-    if size and size < 1e-3:
-        return f"{value:.0e}".replace("e-0", "e-")
-    return f"{float(f'{value:.6g}'):g}"
+    return f"{float(f'{value:.6g}'):g}".replace("e-0", "e-")
 
 
 def _number(value: float) -> str:

@@ -1,0 +1,310 @@
+"""`report.html` in the run folder: the whole run on one page, without scripts and without a network.
+
+The page is made at the end from `metrics.jsonl`, so it shows all steps of a run that was continued. Only what
+the file does not hold, the facts of this start and where its time went, comes from the hook's calls.
+"""
+
+import os
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from recsys import environment, files
+from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, Trained
+from recsys.training.hooks.metrics_file import NAME as METRICS
+from recsys.training.hooks.metrics_file import read_metrics
+from recsys.training.hooks.report_charts import Curve, Point, line_chart, number, sparkline
+from recsys.training.hooks.report_page import (
+    Share,
+    Tile,
+    card,
+    clock,
+    facts_table,
+    grid,
+    page,
+    section,
+    share_bar,
+    tiles,
+)
+
+NAME = "report.html"
+
+Record = dict[str, Any]
+"""A line of `metrics.jsonl`."""
+
+
+class Report(Hook):
+    """Writes the page when the run ends, for whatever reason."""
+
+    def __init__(self) -> None:
+        self._run: Run | None = None
+        self._spent = Spent()
+
+    def started(self, run: Run) -> None:
+        """Starts the clock."""
+        self._run, self._spent = run, Spent()
+
+    def stepped(self, step: int) -> None:
+        """The time since the last call was a step."""
+        self._spent.steps += self._spent.lap()
+
+    def trained(self, record: Trained) -> None:
+        """Takes the part of the steps that was waiting out of them."""
+        self._spent.divide(record.rates.data_wait)
+
+    def evaluated(self, record: Evaluated) -> None:
+        """The time since the last call was an evaluation."""
+        self._spent.evaluation += self._spent.lap()
+
+    def saved(self, path: Path) -> None:
+        """The time since the last call was a save."""
+        self._spent.saving += self._spent.lap()
+
+    def finished(self, outcome: Outcome) -> None:
+        """Writes the page."""
+        self._write(outcome)
+
+    def close(self) -> None:
+        """Writes the page of a run that an error ended, up to where it came."""
+        self._write(None)
+
+    def _write(self, outcome: Outcome | None) -> None:
+        if self._run is None:
+            return
+        run, self._run = self._run, None
+        path = run.folder / METRICS
+        records = read_metrics(path) if path.exists() else []
+        files.write_text(run.folder / NAME, build(run, records, outcome, self._spent.shares()))
+
+
+@dataclass
+class Spent:
+    """Seconds since this start, by what they went to.
+
+    Attributes:
+        steps: in steps whose share of waiting is not known yet.
+        computing, waiting: in steps; the second for the reader.
+    """
+
+    steps: float = 0.0
+    computing: float = 0.0
+    waiting: float = 0.0
+    evaluation: float = 0.0
+    saving: float = 0.0
+    _mark: float = field(default_factory=time.perf_counter)
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        before, self._mark = self._mark, time.perf_counter()
+        return self._mark - before
+
+    def divide(self, waited: float) -> None:
+        """Divides the time of the last steps, of which the share `waited` was waiting."""
+        self.waiting += self.steps * waited
+        self.computing += self.steps * (1 - waited)
+        self.steps = 0.0
+
+    def shares(self) -> list[Share]:
+        """All of it."""
+        return [
+            Share("computing steps", self.computing + self.steps),
+            Share("waiting for data", self.waiting),
+            Share("evaluation", self.evaluation),
+            Share("saving", self.saving),
+        ]
+
+
+def build(run: Run, records: Sequence[Record], outcome: Outcome | None, shares: Sequence[Share]) -> str:
+    """The page as text.
+
+    Args:
+        run: facts and config.
+        records: of `metrics.jsonl`, all of them.
+        outcome: None when an error ended the run.
+        shares: where the time of this start went.
+    """
+    logged = Logged(
+        train=[record for record in records if record["kind"] == "train"],
+        evaluations=[record for record in records if record["kind"] == "evaluation"],
+        last_step=outcome.step if outcome else max([r["step"] for r in records], default=run.first_step),
+        decides=outcome.best.metric if outcome and outcome.best else "",
+    )
+    parts = [_header(run, logged, outcome, shares)]
+    if logged.train or logged.evaluations:
+        parts.append(section("Loss", grid(_loss_charts(logged))))
+    else:
+        parts.append(section("Loss", '<p class="empty">The run ended before anything was logged.</p>'))
+    if logged.evaluations:
+        parts += _metric_sections(logged)
+    if logged.train:
+        parts += _optimizer_sections(logged)
+    since = f"Since the last start, at step {run.first_step:,}." if run.first_step else ""
+    parts.append(section("Where the time went", card(share_bar(shares)), since))
+    machine = {**run.facts, "processor": f"{os.cpu_count()} cores", "platform": platform.platform()}
+    tables = card(facts_table(machine)) + card(facts_table(environment.versions()))
+    parts.append(section("Environment", f'<div class="two">{tables}</div>'))
+    config = card(f'<pre tabindex="0">{escape(run.config_text)}</pre>')
+    parts.append(section("Config", config, "As it was resolved: every field that counts, defaults included."))
+    return page(f"{run.folder.name} – training report", parts)
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What `metrics.jsonl` holds.
+
+    Attributes:
+        train, evaluations: records by kind.
+        last_step: where the step axis of all charts ends.
+        decides: name of the metric that says what is best, "" without one.
+    """
+
+    train: Sequence[Record]
+    evaluations: Sequence[Record]
+    last_step: int
+    decides: str
+
+    @property
+    def best_step(self) -> int | None:
+        """Step of the best evaluation."""
+        return max((record["step"] for record in self.evaluations if record["best"]), default=None)
+
+    @property
+    def tasks(self) -> list[str]:
+        """Tasks with a loss."""
+        return list(dict.fromkeys(name for record in self.train for name in record["losses"]))
+
+    @property
+    def metrics(self) -> list[str]:
+        """Names of metrics; a single task's loss is left out, being the loss of all."""
+        names = dict.fromkeys(name for record in self.evaluations for name in record["metrics"])
+        losses = [name for name in names if name.startswith("loss/")]
+        return [name for name in names if len(losses) > 1 or name not in losses]
+
+    def chart(self, title: str, curves: Sequence[Curve], include: float | None = None) -> str:
+        """A chart over the steps of the run; curves without points are left out."""
+        existing = [curve for curve in curves if curve.points]
+        best = self.best_step if any(curve.marks for curve in existing) else None
+        return line_chart(title, existing, last_step=self.last_step, best_step=best, include=include)
+
+
+def _header(run: Run, logged: Logged, outcome: Outcome | None, shares: Sequence[Share]) -> str:
+    reason = outcome.reason if outcome else "an error ended it"
+    told = f"Stopped after step {logged.last_step:,} of {run.total_steps:,}: {reason}."
+    if run.first_step:
+        told += f" Continued from step {run.first_step:,}."
+    facts = []
+    if outcome and outcome.best:
+        best = outcome.best
+        facts.append(Tile(f"best {best.metric}", number(best.value), f"after step {best.step:,}"))
+    if logged.train:
+        last = logged.train[-1]
+        speed = median(record["samples_per_s"] for record in logged.train)
+        wait = median(record["data_wait"] for record in logged.train)
+        facts.append(Tile("training loss", number(last["loss"]), f"up to step {last['step']:,}"))
+        facts.append(Tile("speed", f"{speed:,.0f}", "samples/s, median"))
+        facts.append(Tile("data wait", f"{100 * wait:.0f} %", "of a step, median"))
+    facts.append(Tile("time", clock(sum(share.seconds for share in shares)), "since the last start"))
+    return f"<header><h1>{escape(run.folder.name)}</h1><p>{escape(told)}</p></header>" + tiles(facts)
+
+
+def _loss_charts(logged: Logged) -> list[str]:
+    """The total, then each task by itself when there are several."""
+
+    def chart(title: str, train: Sequence[Point], validation: Sequence[Point]) -> str:
+        return logged.chart(title, [Curve("training", train), Curve("validation", validation, marks=True)])
+
+    train, evaluations, tasks = logged.train, logged.evaluations, logged.tasks
+    charts = [chart("loss", _points(train, "loss"), _points(evaluations, "metrics", "loss"))]
+    for task in tasks if len(tasks) > 1 else []:
+        validation = _points(evaluations, "metrics", f"loss/{task}")
+        charts.append(chart(task, _points(train, "losses", task), validation))
+    return charts
+
+
+def _metric_sections(logged: Logged) -> list[str]:
+    """A table, and a chart for each kind of metric with a curve for each task or k."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in logged.metrics:
+        metric = _split(name)[1]
+        if metric != "loss":
+            kinds[metric.partition("@")[0]].append(name)
+    charts = []
+    for kind, names in kinds.items():
+        curves = [
+            Curve(_split(name)[0] or name, _points(logged.evaluations, "metrics", name), marks=True)
+            for name in names
+        ]
+        title = _split(names[0])[1] if len(names) == 1 else kind
+        charts.append(logged.chart(title, curves, include=1.0 if kind == "calibration" else None))
+    table = section("Validation metrics", card(_metric_table(logged)))
+    return [table, section("Validation metrics over steps", grid(charts))] if charts else [table]
+
+
+def _metric_table(logged: Logged) -> str:
+    """Metrics by task: at the best evaluation, at the last, and the way there."""
+    evaluations, best = logged.evaluations, logged.best_step
+    columns = {f"best, step {r['step']:,}": r["metrics"] for r in evaluations if r["step"] == best}
+    columns[f"last, step {evaluations[-1]['step']:,}"] = evaluations[-1]["metrics"]
+    heads = "".join(f'<th class="n">{head}</th>' for head in columns)
+    rows = [f"<thead><tr><th>task</th><th>metric</th>{heads}<th>over steps</th></tr></thead>"]
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in logged.metrics:
+        groups[_split(name)[0]].append(name)
+    for task, names in groups.items():
+        first = f'<th class="group" rowspan="{len(names)}">{escape(task or "all")}</th>'
+        rows.append("<tbody>")
+        for name in names:
+            mark = '<span class="decides">decides what is best</span>' if name == logged.decides else ""
+            cells = "".join(f'<td class="n">{number(metrics.get(name))}</td>' for metrics in columns.values())
+            trend = sparkline(_points(evaluations, "metrics", name))
+            rows.append(f"<tr>{first}<td>{escape(_split(name)[1])}{mark}</td>{cells}<td>{trend}</td></tr>")
+            first = ""
+        rows.append("</tbody>")
+    return f'<table class="metrics">{"".join(rows)}</table>'
+
+
+def _optimizer_sections(logged: Logged) -> list[str]:
+    train = logged.train
+
+    def chart(title: str, *keys: str) -> str:
+        return logged.chart(title, [Curve(title, _points(train, *keys))], include=0.0)
+
+    rates = dict.fromkeys(name for record in train for name in record["lr"])
+    optimizers = [chart(f"learning rate, {name}", "lr", name) for name in rates]
+    optimizers.append(chart("gradient norm, before clipping", "grad_norm"))
+    waits = [Point(record["step"], 100 * record["data_wait"]) for record in train]
+    speed = [
+        chart("samples a second", "samples_per_s"),
+        chart("tokens a second", "tokens_per_s"),
+        logged.chart("waiting for data, % of a step", [Curve("data wait", waits)], include=0.0),
+    ]
+    return [section("Optimizers", grid(optimizers)), section("Speed", grid(speed))]
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Task and metric of a name: `is_click/auc`, `loss/is_click`, `ndcg@10` and `loss` of all tasks."""
+    first, _, second = name.partition("/")
+    if not second:
+        return "", name
+    return (second, first) if first == "loss" else (first, second)
+
+
+def _points(records: Sequence[Record], *keys: str) -> list[Point]:
+    """What stands under `keys` in each record that has it."""
+    found = []
+    for record in records:
+        value: Any = record
+        for key in keys:
+            value = value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT
+        if value is not _ABSENT:
+            found.append(Point(record["step"], value))
+    return found
+
+
+_ABSENT = object()
