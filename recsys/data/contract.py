@@ -65,26 +65,22 @@ def fields(pipeline: pb.Pipeline, mode: Mode) -> list[Field]:
     A retriever reads candidates for evaluation only: its training targets are the history itself.
     """
     candidates = pipeline.model.HasField("ranker") or mode == "evaluate"
-    found = [
-        Field(features.REQUEST_TIME, pb.USER, Kind.TIME),
-        Field(features.PREFIX[pb.HISTORY] + features.TIMESTAMPS, pb.HISTORY, Kind.TIME),
-    ]
-    action = action_encoder(pipeline.model)
-    if action.bits:
-        found.append(Field(features.PREFIX[pb.HISTORY] + features.ACTIONS, pb.HISTORY, Kind.ACTIONS))
-    if action.watch_time_thresholds:
-        found.append(Field(features.PREFIX[pb.HISTORY] + features.WATCH_TIME, pb.HISTORY, Kind.WATCH_TIME))
-    if candidates:
-        name = features.PREFIX[pb.CANDIDATE] + features.TIMESTAMPS
-        found.append(Field(name, pb.CANDIDATE, Kind.TIME, required=False))
+    uih, candidate = features.PREFIX[pb.HISTORY], features.PREFIX[pb.CANDIDATE]
+    found = [Field(features.REQUEST_TIME, pb.USER, Kind.TIME)]
+    # Features first: what is said about lists of unequal length then compares with the items.
     for column in features.columns(pipeline):
         if column.side != pb.CANDIDATE or candidates:
             kind = Kind.ID if column.feature.HasField("id") else Kind.NUMBER
-            found.append(
-                Field(
-                    column.name, column.side, kind, multi_valued=column.multi_valued, feature=column.feature
-                )
-            )
+            multi_valued, feature = column.multi_valued, column.feature
+            found.append(Field(column.name, column.side, kind, multi_valued=multi_valued, feature=feature))
+    found.append(Field(uih + features.TIMESTAMPS, pb.HISTORY, Kind.TIME))
+    action = action_encoder(pipeline.model)
+    if action.bits:
+        found.append(Field(uih + features.ACTIONS, pb.HISTORY, Kind.ACTIONS))
+    if action.watch_time_thresholds:
+        found.append(Field(uih + features.WATCH_TIME, pb.HISTORY, Kind.WATCH_TIME))
+    if candidates:
+        found.append(Field(candidate + features.TIMESTAMPS, pb.CANDIDATE, Kind.TIME, required=False))
     if mode != "predict":
         for task in pipeline.model.ranker.tasks:
             found.append(Field(label_column(task), pb.CANDIDATE, Kind.LABEL, task=task))

@@ -1,0 +1,290 @@
+"""Batches of a loader: every row once however it is read, resumed and shared out; errors and processes."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from recsys import protos as pb
+from recsys.data.batch import LayoutRule, Position
+from recsys.data.loader import Loader
+from recsys.errors import DataError, RecsysError
+
+RULE = LayoutRule(num_contextual=2, targets=True)
+
+
+def loader(sample, **settings) -> Loader:
+    return Loader(sample.pipeline, "train", RULE, **{"shuffle": True, **settings})
+
+
+def real_rows(batches) -> list[tuple[int, int]]:
+    """(file, row) of the rows with weight."""
+    found = []
+    for batch in batches:
+        pairs = zip(
+            batch.rows.file.tolist(), batch.rows.row.tolist(), batch.sample_weight.tolist(), strict=True
+        )
+        found += [(file, row) for file, row, weight in pairs if weight]
+    return found
+
+
+def same(a, b) -> bool:
+    """Whether two batches hold the same numbers."""
+    plain = (
+        "uih_lengths",
+        "num_candidates",
+        "request_time",
+        "uih_timestamps",
+        "uih_actions",
+        "uih_watch_time",
+    )
+    plain += ("candidate_timestamps", "sample_weight", "group")
+    dicts = ("value_counts", "numbers", "labels")
+    return (
+        a.position == b.position
+        and all(torch.equal(getattr(a, name), getattr(b, name)) for name in plain)
+        and all(torch.equal(getattr(a, d)[k], getattr(b, d)[k]) for d in dicts for k in getattr(a, d))
+        and torch.equal(a.ids.values(), b.ids.values())
+        and torch.equal(a.ids.lengths(), b.ids.lengths())
+        and torch.equal(a.layout.lengths, b.layout.lengths)
+    )
+
+
+@pytest.fixture
+def two_files(sample):
+    sample.write(sample.rows(33), "train/part-0.parquet")
+    sample.write(sample.rows(20), "train/part-1.parquet")
+    sample.pipeline.data.train.parquet.paths[:] = [str(sample.folder / "train")]
+    return sample
+
+
+ALL = Counter([(0, row) for row in range(33)] + [(1, row) for row in range(20)])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_row_exactly_once_over_ranks(two_files, world):
+    ranks = [list(loader(two_files, rank=rank, world_size=world).epoch(1)) for rank in range(world)]
+    assert Counter(row for batches in ranks for row in real_rows(batches)) == ALL
+    assert {len(batches) for batches in ranks} == {loader(two_files, world_size=world).num_steps(1)}
+
+
+def test_resumed_with_another_world_size(two_files):
+    """3 steps on 2 ranks, 1 step on 3 ranks, the rest on 1."""
+    taken, start = [], 0
+    for world, steps in ((2, 3), (3, 1), (1, 99)):
+        positions = set()
+        for rank in range(world):
+            batches = loader(two_files, rank=rank, world_size=world).epoch(4, start)
+            some = [batch for _, batch in zip(range(steps), batches, strict=False)]
+            taken += real_rows(some)
+            positions.add(some[-1].position)
+        (position,) = positions
+        start = position.index + 1
+    assert Counter(taken) == ALL
+    assert list(loader(two_files).epoch(4, start)) == []
+
+
+def test_epochs_differ_and_repeat(two_files):
+    first, again, other = (real_rows(loader(two_files).epoch(epoch)) for epoch in (0, 0, 1))
+    assert first == again != other
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_processes_read_what_this_process_reads(two_files, start):
+    two_files.pipeline.features[1].id.vocabulary.unknown_rate = 0.5
+    here = list(loader(two_files).epoch(2, start))
+    two_files.pipeline.data.num_workers = 2
+    there = list(loader(two_files).epoch(2, start))
+    assert len(here) == len(there) and all(same(a, b) for a, b in zip(here, there, strict=True))
+
+
+def test_reading_leaves_the_random_numbers_of_torch_alone(two_files):
+    two_files.pipeline.data.num_workers = 1
+    before = torch.get_rng_state()
+    next(iter(loader(two_files).epoch(0)))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_batch(sample):
+    rows = [sample.row(1, events=2, candidates=3), sample.row(2, events=0, candidates=1)]
+    sample.write(rows)
+    (batch,) = loader(sample, shuffle=False).epoch(0)
+    assert batch.layout.lengths.tolist() == [2 + 2 + 3, 2 + 0 + 1]
+    assert batch.layout.num_targets.tolist() == [3, 1] and batch.layout.num_contextual == 2
+    names = ["user_id", "uih_item_id", "candidate_item_id", "uih_tags", "candidate_tags", "age"]
+    assert list(batch.ids.keys()) == names
+    row_of = {value: i + 1 for i, value in enumerate(sample.vocabulary)}
+    items = batch.ids["candidate_item_id"]
+    assert items.values().tolist() == [row_of[i] for row in rows for i in row["candidate_item_id"]]
+    assert items.lengths().tolist() == [3, 1]
+    assert (
+        batch.labels["watch"].tolist() == [0.0, 1.5, 3.0, 0.0]
+        and batch.labels["watch"].dtype == torch.float32
+    )
+    assert batch.position == Position(0, 0)
+    assert batch.rows.row.tolist() == [0, 1]
+    assert batch.ids.length_per_key() == [2, 2, 4, 1, 8, 2]
+
+
+def test_a_rank_without_a_last_batch_gets_a_filler(sample):
+    sample.write(sample.rows(9))
+    batches = [list(loader(sample, rank=rank, world_size=2).epoch(0)) for rank in (0, 1)]
+    assert loader(sample).num_batches(0) == 3 and [len(one) for one in batches] == [2, 2]
+    last = batches[1][1]
+    assert last.sample_weight.tolist() == [0.0] * 4 and last.rows.row.tolist() == [-1] * 4
+    assert last.layout.lengths.tolist() == [2] * 4 and last.layout.total_targets == 0
+    assert last.ids["user_id"].lengths().tolist() == [1] * 4
+    assert {batch[1].position for batch in batches} == {Position(0, 2)}
+
+
+def test_prediction_keeps_the_order_of_the_files(two_files):
+    two_files.pipeline.data.eval_batch_size = 6
+    two_files.pipeline.data.num_workers = 2
+    source = pb.Source(parquet=pb.ParquetSource(paths=[str(two_files.folder / "train" / "*.parquet")]))
+    predict = Loader(two_files.pipeline, source, RULE, mode="predict")
+    batches = list(predict.epoch(0))
+    assert real_rows(batches) == sorted(ALL)
+    keys = [user for batch in batches for user in batch.rows.keys["user_id"].to_pylist()]
+    assert keys == [*range(33), *range(20)]
+    assert all(batch.labels == {} for batch in batches)
+
+
+def test_prediction_of_no_rows(sample):
+    sample.write([])
+    assert list(Loader(sample.pipeline, "train", RULE, mode="predict").epoch(0)) == []
+    with pytest.raises(DataError, match=r"train.parquet: there are no rows"):
+        loader(sample)
+
+
+def test_evaluation_has_its_own_batch_size(two_files):
+    two_files.pipeline.data.validation.CopyFrom(two_files.pipeline.data.train)
+    two_files.pipeline.data.eval_batch_size = 7
+    batches = list(Loader(two_files.pipeline, "validation", RULE).epoch(0))
+    assert Counter(real_rows(batches)) == ALL and max(len(batch.request_time) for batch in batches) == 7
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_bad_row_is_the_users_error(sample, num_workers):
+    rows = sample.rows(30)
+    rows[17]["age"] = None
+    sample.write(rows)
+    sample.pipeline.data.num_workers = num_workers
+    with pytest.raises(DataError, match=r"^\S+/train.parquet, row 17: age is null") as caught:
+        list(loader(sample).epoch(0))
+    assert type(caught.value) is DataError and caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_bad_rows_left_out_are_counted_once(sample, num_workers, caplog):
+    rows = sample.rows(40)
+    for i, broken in ((3, {"age": None}), (20, {"age": None}), (31, {"user_id": -1})):
+        rows[i].update(broken)
+    sample.write(rows)
+    sample.pipeline.data.num_workers = num_workers
+    sample.pipeline.data.bad_rows.policy = pb.BadRows.SKIP
+    reading = loader(sample)
+    for epoch in (0, 1):
+        batches = list(reading.epoch(epoch))
+        assert Counter(real_rows(batches)) == Counter((0, i) for i in range(40) if i not in (3, 20, 31))
+        assert reading.skipped == {"null": 2, "negative": 1}
+    assert "3 rows left out (null 2, negative 1)" in caplog.text
+
+
+def test_too_many_bad_rows(sample):
+    rows = sample.rows(40)
+    for i in range(5, 16):
+        rows[i]["age"] = None
+    sample.write(rows)
+    sample.pipeline.data.bad_rows.policy = pb.BadRows.SKIP
+    sample.pipeline.data.bad_rows.limit = 10
+    with pytest.raises(
+        DataError, match=r"11 rows were left out \(null 11\), more than data.bad_rows.limit = 10"
+    ):
+        list(loader(sample).epoch(0))
+    sample.pipeline.data.bad_rows.limit = 11
+    assert len(real_rows(loader(sample).epoch(0))) == 29
+
+
+def test_cut_histories_are_counted(sample):
+    sample.write([sample.row(i, events=i) for i in range(12)])
+    reading = loader(sample)
+    list(reading.epoch(0))
+    assert reading.truncated == {"truncated_history": 6}
+
+
+def test_a_file_that_changed_under_way(sample):
+    sample.write(sample.rows(40))
+    reading = loader(sample)
+    sample.write(sample.rows(39))
+    with pytest.raises(DataError, match="train.parquet: it changed while it was read"):
+        list(reading.epoch(0))
+
+
+def readers() -> list[int]:
+    """Processes that run DataLoader workers for this one: forked from its server."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/cmdline", "rb") as cmdline, open(f"/proc/{name}/stat") as stat:
+                    parent = int(stat.read().rsplit(")", 1)[1].split()[1])
+                    if b"forkserver" in cmdline.read() and parent != os.getpid():
+                        with open(f"/proc/{parent}/stat") as above:
+                            if int(above.read().rsplit(")", 1)[1].split()[1]) == os.getpid():
+                                found.append(int(name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
+
+
+needs_proc = pytest.mark.skipif(
+    not os.path.isdir("/proc/self") or "forkserver" not in multiprocessing.get_all_start_methods(),
+    reason="finds processes through /proc",
+)
+
+
+@needs_proc
+def test_stopping_early_leaves_no_process_behind(sample):
+    sample.write(sample.rows(200))
+    sample.pipeline.data.num_workers = 2
+    batches = loader(sample).epoch(0)
+    next(batches)
+    assert len(readers()) == 2
+    batches.close()
+    deadline = time.monotonic() + 10
+    while readers() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert readers() == []
+
+
+@needs_proc
+def test_a_killed_reader_is_named(sample):
+    sample.write(sample.rows(400))
+    sample.pipeline.data.num_workers = 1
+    batches = loader(sample).epoch(0)
+    next(batches)
+    (process,) = readers()
+    os.kill(process, signal.SIGKILL)
+    with pytest.raises(RecsysError, match=r"a reader process died .*lower data.num_workers"):
+        list(batches)
+
+
+def test_fingerprint_names_every_file(two_files):
+    first = loader(two_files).fingerprint()
+    paths = [two_files.folder / "train" / f"part-{i}.parquet" for i in (0, 1)]
+    assert [(file["path"], file["size"]) for file in first["files"]] == [
+        (str(p), p.stat().st_size) for p in paths
+    ]
+    assert loader(two_files).fingerprint() == first
+    two_files.write(two_files.rows(21), "train/part-1.parquet")
+    second = loader(two_files).fingerprint()
+    assert first["files"][0] == second["files"][0] and first["files"][1] != second["files"][1]
+
+
+def test_a_rank_outside_the_world(sample):
+    with pytest.raises(ValueError, match="rank is 2, world_size 2"):
+        loader(sample, rank=2, world_size=2)
