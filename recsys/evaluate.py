@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recsys import cli, files
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("recsys.evaluate")
 
 
 def run(call: cli.Call) -> None:

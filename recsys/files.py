@@ -1,6 +1,7 @@
 """Folders that are whole or not there, and manifests that prove it.
 
-Checkpoints, packages and predictions are written beside their place, hashed, synced and renamed: whoever finds one
+Checkpoints, packages and predictions are written beside their place, hashed, synced and renamed: whoever
+    finds one
 finds all of it, after a crash too.
 """
 
@@ -58,7 +59,9 @@ def publish(aside: Path, path: Path) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill beside `path`; it takes the name `path` when the block ends without an error, else it is removed."""
+    """A folder to fill beside `path`; it takes the name `path` when the block ends without an error, else it
+    is removed.
+    """
     aside = path.with_name(f".{path.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -92,4 +95,3 @@ def manifest_faults(folder: Path) -> list[str]:
         elif {"sha256": sha256(path), "bytes": path.stat().st_size} != entry:
             faults.append(f"{path}: its bytes differ from the manifest")
     return faults
-

@@ -1,7 +1,7 @@
 """The best items of the whole catalogue for each query: exact, in blocks.
 
-Scores are inner products of query and item vectors; a block of items is scored, history is struck out, and the best of
-the block are merged with the best so far, so memory is B x (block + k) at any size of catalogue.
+Scores are inner products of query and item vectors; a block of items is scored, history is struck out, and
+the best of the block are merged with the best so far, so memory is B x (block + k) at any size of catalogue.
 """
 
 from dataclasses import dataclass
@@ -26,14 +26,17 @@ class TopK:
     items: Tensor
 
 
-def top_k(queries: Tensor, items: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor, block: int = BLOCK) -> TopK:
+def top_k(
+    queries: Tensor, items: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor, block: int = BLOCK
+) -> TopK:
     """Exact top-k by inner product, equal scores in order of the item's index.
 
     Args:
         queries: [B, E] float32.
         items: [V, E] float32.
         k: items wanted of each query, at least 1.
-        removed: [R] int64 indices of items that must not be found, query after query; others than 0..V-1 are passed over.
+        removed: [R] int64 indices of items that must not be found, query after query; others than 0..V-1 are
+            passed over.
         removed_lengths: [B] int64, how many of `removed` belong to each query.
         block: items scored together.
 
@@ -43,9 +46,13 @@ def top_k(queries: Tensor, items: Tensor, k: int, *, removed: Tensor, removed_le
     if k < 1:
         raise ValueError(f"k is {k}; at least 1 item must be asked for")
     if queries.dim() != 2 or items.dim() != 2 or queries.shape[1] != items.shape[1]:
-        raise ValueError(f"queries {tuple(queries.shape)} and items {tuple(items.shape)} must be [B, E] and [V, E]")
+        raise ValueError(
+            f"queries {tuple(queries.shape)} and items {tuple(items.shape)} must be [B, E] and [V, E]"
+        )
     if removed_lengths.shape != (queries.shape[0],) or int(removed_lengths.sum()) != removed.shape[0]:
-        raise ValueError(f"removed_lengths must be {queries.shape[0]} numbers that add up to {removed.shape[0]}")
+        raise ValueError(
+            f"removed_lengths must be {queries.shape[0]} numbers that add up to {removed.shape[0]}"
+        )
     owner = torch.repeat_interleave(torch.arange(len(queries), device=queries.device), removed_lengths)
     scores = queries.new_full((len(queries), k), -torch.inf)
     found = removed.new_full((len(queries), k), -1)
@@ -61,7 +68,8 @@ def top_k(queries: Tensor, items: Tensor, k: int, *, removed: Tensor, removed_le
 def _best(scores: Tensor, items: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k best columns of each row; `torch.topk` narrows the field and a stable sort by item settles ties.
 
-    Ties at the edge of the list are settled by index too: whatever equals the k-th score competes for the last places.
+    Ties at the edge of the list are settled by index too: whatever equals the k-th score competes for the
+        last places.
     """
     if scores.shape[1] > k:
         edge = torch.topk(scores, k, dim=1).values[:, -1:]

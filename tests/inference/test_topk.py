@@ -34,7 +34,9 @@ def test_equals_brute_force_with_ties_and_removals(num_queries, num_items, k, bl
     queries = torch.randint(-2, 3, (num_queries, 3), generator=generator).float()
     items = torch.randint(-2, 3, (num_items, 3), generator=generator).float()
     removed = [
-        torch.randint(0, max(num_items, 1), (int(torch.randint(0, 6, (), generator=generator)),), generator=generator).tolist()
+        torch.randint(
+            0, max(num_items, 1), (int(torch.randint(0, 6, (), generator=generator)),), generator=generator
+        ).tolist()
         for _ in range(num_queries)
     ]
     found = top_k(
@@ -47,7 +49,10 @@ def test_equals_brute_force_with_ties_and_removals(num_queries, num_items, k, bl
     )
     assert found.items.tolist() == brute_force(queries, items, k, removed)
     expected = [
-        [sum(a * b for a, b in zip(q, items[i].tolist(), strict=True)) if i >= 0 else -float("inf") for i in row]
+        [
+            sum(a * b for a, b in zip(q, items[i].tolist(), strict=True)) if i >= 0 else -float("inf")
+            for i in row
+        ]
         for q, row in zip(queries.tolist(), found.items.tolist(), strict=True)
     ]
     assert found.scores.tolist() == expected

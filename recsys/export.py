@@ -1,0 +1,62 @@
+"""`python -m recsys.export`: from a checkpoint to a package that `recsys.predict` and services load."""
+
+import argparse
+import logging
+from pathlib import Path
+
+from recsys import cli
+
+log = logging.getLogger("recsys.export")
+
+
+def run(call: cli.Call) -> None:
+    """Compile a trained model into one folder, proven equal to the evaluated model on real rows."""
+    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    from recsys import environment
+
+    environment.import_torchrec_quietly()
+    import torch
+
+    from recsys.inference import exporter
+    from recsys.models import build_model
+    from recsys.training import checkpoint
+    from recsys.training.session import CHECKPOINTS
+
+    exporter.require_compiler()
+    pipeline = call.pipeline
+    path = checkpoint.find(call.run_dir / CHECKPOINTS, call.flags.checkpoint)
+    model = build_model(pipeline)
+    checkpoint.load_weights(path, model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = [batch.to(device) for batch in exporter.comparison_rows(pipeline)]
+    step = int(path.name.removeprefix("step-"))
+    log.info("exporting %s (step %d)", path, step)
+    if call.dry_run:
+        log.info("dry run: %d batches to compare on, nothing is written", len(rows))
+        return
+    output = Path(call.flags.output or call.run_dir / "export")
+    done = exporter.export(exporter.Source(pipeline, model.to(device).eval(), step, rows), output)
+    log.info("%d real rows agree with the evaluated model to %.1e", done.rows, done.difference)
+    log.info("package: %s", done.folder)
+    log.info("next: python -m recsys.predict --package %s --input FILES --output DIR", done.folder)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
+    own = parser.add_argument_group("export flags")
+    own.add_argument("--output", metavar="DIR", help="folder of the package (default: <run-dir>/export)")
+    own.add_argument(
+        "--checkpoint",
+        default="best",
+        metavar="WHICH",
+        help="best (default), newest, or the number of a step that was kept",
+    )
+
+
+def main() -> int:
+    """Runs the command and returns its exit code."""
+    return cli.main("export", run, add_flags=add_flags)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

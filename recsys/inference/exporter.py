@@ -1,0 +1,292 @@
+"""From a checkpoint to a package that gives the same answers.
+
+The scoring graph is captured by `torch.export` with every size dynamic, compiled ahead of time by
+AOTInductor, loaded in a fresh process and compared with the evaluated model on real rows. Only a package that
+agrees gets its name.
+"""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import fsspec
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.fx.experimental import _config as symbolic
+
+from recsys import config, environment, files
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.data.loader import Loader
+from recsys.errors import InstallationError, RecsysError
+from recsys.inference import package
+from recsys.models.base import Model, layout_rule
+from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
+
+GOLDEN_ROWS = 8
+"""Rows of the golden batch that a package compares with at every load."""
+
+log = logging.getLogger(__name__)
+
+
+class ParityError(RecsysError):
+    """The compiled graph does not compute what the evaluated model computes."""
+
+
+@dataclass
+class Exported:
+    """What an export did.
+
+    Attributes:
+        folder: the package.
+        rows: real rows that were compared.
+        difference: largest |a - b| / max(1, |b|) between package and evaluated model over them.
+    """
+
+    folder: Path
+    rows: int
+    difference: float
+
+
+@dataclass
+class Source:
+    """What a package is made from.
+
+    Attributes:
+        pipeline: resolved config.
+        model: with trained weights, in eval mode, on the device that the package is for.
+        step: optimizer steps that the weights were trained for.
+        batches: real rows, in batches of several sizes; the first one is the golden batch.
+    """
+
+    pipeline: pb.Pipeline
+    model: Model
+    step: int
+    batches: list[Batch]
+
+
+def export(source: Source, folder: Path) -> Exported:
+    """Writes the package of a model to `folder`, replacing one that is there once the new one is proven.
+
+    Raises:
+        InstallationError: no C++ compiler.
+        ParityError: the package's answers differ from the model's by more than `export.parity_tolerance`.
+        RecsysError: no rows to compare on.
+    """
+    require_compiler()
+    if not any(len(batch.uih_lengths) for batch in source.batches):
+        raise RecsysError(
+            "there are no rows to compare the package on: data.validation and data.train are empty"
+        )
+    graph = ScoringGraph(source.model)
+    expected = [_score(graph, batch) for batch in source.batches]
+    with files.whole_folder(Path(folder)) as aside:
+        log.info("capturing and compiling the scoring graph")
+        compile_graph(
+            graph,
+            scoring_signature(source.pipeline),
+            _example(source.batches),
+            aside / package.MODEL,
+            source.pipeline,
+        )
+        _write_sides(source, aside, expected[0])
+        files.write_manifest(aside)
+        log.info("loading the package in a fresh process and comparing it on real rows")
+        difference = _prove(source, aside, expected)
+    rows = sum(len(batch.uih_lengths) for batch in source.batches)
+    return Exported(Path(folder), rows, difference)
+
+
+def comparison_rows(pipeline: pb.Pipeline) -> list[Batch]:
+    """Real rows to compare on: `export.parity_rows` of the validation rows, else of the training rows.
+
+    The first batch is small: it becomes the golden batch.
+    """
+    split = "validation" if pipeline.data.HasField("validation") else "train"
+    batches: list[Batch] = []
+    for batch_size in (GOLDEN_ROWS, pipeline.data.eval_batch_size):
+        settings = pb.Pipeline()
+        settings.CopyFrom(pipeline)
+        settings.data.eval_batch_size = batch_size
+        settings.data.num_workers = 0
+        loader = Loader(settings, split, layout_rule(pipeline), shuffle=True, mode="evaluate")
+        for batch in loader.epoch():
+            batches.append(batch)
+            if (
+                batch_size == GOLDEN_ROWS
+                or sum(len(b.uih_lengths) for b in batches) >= pipeline.export.parity_rows
+            ):
+                break
+    return batches
+
+
+def require_compiler() -> None:
+    """Raises InstallationError, with what to type, when there is no C++ compiler for AOTInductor."""
+    if environment.find_cxx() is None:
+        raise InstallationError(
+            "no C++ compiler was found, and a package is compiled code: install one (Debian, Ubuntu: "
+            "`apt-get install g++`; Fedora: `dnf install gcc-c++`) or name one in the variable CXX"
+        )
+
+
+def compile_graph(
+    graph: ScoringGraph,
+    specs: list[TensorSpec],
+    example: tuple[Tensor, ...],
+    path: Path,
+    pipeline: pb.Pipeline,
+) -> None:
+    """Captures a graph with every named dim dynamic and compiles it to an AOTInductor package.
+
+    Args:
+        graph: in eval mode.
+        specs: of its inputs.
+        example: inputs with at least 2 rows, events and candidates each, all of different sizes.
+        path: of the `.pt2` file.
+        pipeline: for `export.march`.
+    """
+    dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims if not name.isdigit()}
+    shapes = tuple(
+        {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
+    )
+    # Sizes 0 and 1 are not special cases of the graph: one artefact serves them all.
+    with _quiet(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
+        captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
+    settings: dict[str, object] = {
+        "aot_inductor.check_lowerbound": False,
+        # Only the glue between kernels; the kernels are optimised, and compiling takes half the time.
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+    }
+    if example[0].device.type == "cpu":
+        # Named instead of "native": the package runs on other machines than the one that made it.
+        settings |= {"cpp.march": pipeline.export.march, "cpp.simdlen": 256}
+    with _quiet():
+        torch._inductor.aoti_compile_and_package(captured, package_path=str(path), inductor_configs=settings)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without two messages of the libraries about themselves, which say nothing to a user of this one."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "torch.export KJT to_dict" not in record.getMessage()
+
+    root = logging.getLogger()
+    root.addFilter(wanted)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=r".isinstance\(treespec, LeafSpec\)", category=FutureWarning
+            )
+            yield
+    finally:
+        root.removeFilter(wanted)
+
+
+def _score(graph: ScoringGraph, batch: Batch) -> Tensor:
+    with torch.no_grad():
+        return graph(*flatten(batch)).float().cpu()
+
+
+def _example(batches: list[Batch]) -> tuple[Tensor, ...]:
+    for batch in batches:
+        sizes = (len(batch.uih_lengths), len(batch.uih_timestamps))
+        if min(sizes) >= 2 and len(set(sizes)) == len(sizes):
+            return flatten(batch)
+    raise RecsysError(
+        "the rows to compare on have too little history to capture the graph with: at least one batch with "
+        "2 rows and more events than rows is needed"
+    )
+
+
+def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
+    """Everything beside the compiled graph."""
+    pipeline, model = source.pipeline, source.model
+    stored = pb.Pipeline()
+    stored.CopyFrom(pipeline)
+    (folder / package.VOCABULARY).mkdir()
+    for feature in stored.features:
+        if feature.HasField("id") and feature.id.HasField("vocabulary"):
+            name = f"{package.VOCABULARY}/{feature.id.table}.parquet"
+            with fsspec.open(feature.id.vocabulary.file, "rb") as file:
+                (folder / name).write_bytes(file.read())
+            feature.id.vocabulary.file = name
+    (folder / package.CONFIG).write_text(config.to_text(stored), encoding="utf-8")
+    ranker = pipeline.model.HasField("ranker")
+    if not ranker:
+        with torch.no_grad():
+            items = model.item_vectors(source.batches[0])
+        save_file({"items": items.float().contiguous().cpu()}, folder / package.ITEMS)
+    device = next(model.parameters()).device.type
+    architecture = (
+        "sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else pipeline.export.march
+    )
+    description = package.Description(
+        kind="ranker" if ranker else "retriever",
+        step=source.step,
+        device=device,
+        target=architecture,
+        inputs=[spec.to_json() for spec in scoring_signature(pipeline)],
+        outputs=[task.name for task in pipeline.model.ranker.tasks] if ranker else ["query"],
+        max_batch_size=pipeline.export.max_batch_size,
+        tolerance=pipeline.export.parity_tolerance,
+    )
+    package.write_description(folder, description)
+    save_file(package.golden_tensors(flatten(source.batches[0]), golden), folder / package.GOLDEN)
+
+
+def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
+    """Runs every batch through the package in a process of its own; writes `parity.json`.
+
+    Returns:
+        The largest difference.
+
+    Raises:
+        ParityError: it is too large, or the package does not run.
+    """
+    trial = folder / ".trial"
+    trial.mkdir()
+    for number, (batch, output) in enumerate(zip(source.batches, expected, strict=True)):
+        save_file(package.golden_tensors(flatten(batch), output), trial / f"{number:04d}.safetensors")
+    command = [sys.executable, "-m", "recsys.inference.exporter", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        last = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode} and no message"]
+        raise ParityError(
+            f"the package does not run in a fresh process: {last[0]}. If it crashed while loading, the C++ "
+            "compiler may link libstdc++ statically: name another one in CXX (`python -m recsys.doctor` "
+            "tries a tiny package)"
+        )
+    differences = json.loads(done.stdout.strip().splitlines()[-1])
+    shutil.rmtree(trial)
+    difference, allowed = max(differences), source.pipeline.export.parity_tolerance
+    if not difference <= allowed:
+        raise ParityError(
+            f"the package's answers differ from the evaluated model's by {difference:.2e} on real rows; "
+            f"export.parity_tolerance allows {allowed:.0e}. Nothing was exported."
+        )
+    rows = sum(len(batch.uih_lengths) for batch in source.batches)
+    report = {"rows": rows, "batches": len(differences), "largest_difference": difference, "allowed": allowed}
+    (folder / "parity.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    files.write_manifest(folder)
+    return difference
+
+
+def _trial(folder: Path) -> Iterator[float]:
+    """In the fresh process: the difference of each batch of the trial."""
+    loaded = package.Package(folder)
+    for path in sorted((folder / ".trial").iterdir()):
+        stored = load_file(path)
+        yield package.largest_difference(loaded.run_flat(package.golden_inputs(stored)), stored["output"])
+
+
+if __name__ == "__main__":
+    print(json.dumps(list(_trial(Path(sys.argv[1])))))

@@ -1,0 +1,205 @@
+"""From rows with original ids to rows with scores or recommendations, in the same order.
+
+Each row group of the input becomes one part of the output, written aside and renamed: a part that exists is
+finished, so a killed prediction goes on where it stopped. `_SUCCESS` comes last, after rows were counted. A
+ranker's part has the key columns, the candidates and one list of scores a task; a retriever's the key
+columns, the best items and their scores.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys import features, files
+from recsys import protos as pb
+from recsys.data.arrays import Packer
+from recsys.data.batch import Batch, Position
+from recsys.data.block import Block, join
+from recsys.data.collate import Collator
+from recsys.data.columns import Converter, Origin
+from recsys.data.sources import Source
+from recsys.errors import RecsysError
+from recsys.inference.package import Package
+from recsys.inference.rows import Histories, in_pieces, item_column, runs, whole_histories
+from recsys.inference.topk import top_k
+from recsys.models.base import layout_rule
+
+JOB, SUCCESS = "_job.json", "_SUCCESS"
+
+LEFT_OUT = "left_out"
+"""Entry of a part's schema metadata: how many of its rows were bad and have null scores."""
+
+PIECE = 512
+"""Candidates of a row that are scored together, at least; time and memory grow with the square of it."""
+
+MODE, ORIGIN = "predict", Origin()
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Predicted:
+    """What a prediction did: its folder, rows of the input, rows left out as bad (their scores are null)."""
+
+    folder: Path
+    rows: int
+    left_out: int
+
+
+class Predictor:
+    """Scores row groups with a package.
+
+    Args:
+        package: loaded.
+        pipeline: its config, perhaps with other values in `predict`, `data.bad_rows` and `data.key_columns`;
+            by default as it was exported.
+    """
+
+    def __init__(self, package: Package, pipeline: pb.Pipeline | None = None):
+        self.package = package
+        changed = pipeline or package.pipeline
+        self.settings = changed.predict
+        self.pipeline = pb.Pipeline()
+        self.pipeline.CopyFrom(package.pipeline)
+        self.pipeline.data.bad_rows.CopyFrom(changed.data.bad_rows)
+        self.pipeline.data.key_columns[:] = changed.data.key_columns
+        # A row's candidates are cut into pieces here, so no row is too long.
+        self.pipeline.data.ClearField("max_candidates")
+        rule = layout_rule(self.pipeline)
+        self.converter = Converter(self.pipeline, rule.num_contextual, targets=False, mode=MODE)
+        self.packer = Packer(self.pipeline, MODE)
+        self.collator = Collator(self.pipeline, rule, MODE)
+        if package.items is not None:
+            self.item = self.pipeline.model.retriever.item_feature
+            self.vocabulary = self.converter.mappings[_table(self.pipeline, self.item)]
+
+    def table(self, table: pa.Table, origin: Origin = ORIGIN) -> pa.Table:
+        """Scores the rows of one table; row i of the answer belongs to row i.
+
+        Args:
+            table: columns as `Source.check` lists them.
+            origin: where the table comes from, for errors.
+
+        Raises:
+            DataError: a bad row, unless `data.bad_rows` leaves them out.
+        """
+        block = self.converter.block(table, origin)
+        found = (self._rank if self.package.items is None else self._retrieve)(block, table)
+        answer = table.select(list(self.pipeline.data.key_columns))
+        for name, column in found.items():
+            answer = answer.append_column(name, column)
+        return answer.replace_schema_metadata({LEFT_OUT: str(int((block.codes != 0).sum()))})
+
+    def _rank(self, block: Block, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
+        names = self.package.description.outputs
+        scores = [np.zeros((0, len(names)), np.float32)]
+        pieces = in_pieces(block, max(self.package.pipeline.data.max_candidates, PIECE))
+        for rows in runs(len(pieces.row), self.settings.batch_size):
+            scores.append(self.package.run(self._batch(pieces.select(rows))).numpy())
+        flat = np.concatenate(scores)
+        lengths = _lengths(block.lengths[pb.CANDIDATE], block)
+        item = item_column(self.pipeline)
+        found = {item: table[item]} if item else {}
+        return found | {name: _lists(pa.array(flat[:, i]), lengths) for i, name in enumerate(names)}
+
+    def _retrieve(self, block: Block, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
+        k = self.settings.top_k
+        items, scores = [np.zeros((0, k), np.int64)], [np.zeros((0, k), np.float32)]
+        column = features.PREFIX[pb.HISTORY] + self.item
+        seen = whole_histories(table, block, column, self.vocabulary)
+        if not self.settings.remove_history:
+            seen = Histories(seen.items[:0], np.zeros_like(seen.lengths))
+        for rows in runs(len(block.row), self.settings.batch_size):
+            removed, removed_lengths = seen.of(rows)
+            queries = self.package.run(self._batch(block.select(rows)))
+            # Table row i + 1 is item i; row 0, an unknown item, becomes -1 and is passed over.
+            best = top_k(queries, self.package.items, k, removed=removed - 1, removed_lengths=removed_lengths)
+            items.append(best.items.numpy())
+            scores.append(best.scores.numpy())
+        found = np.concatenate(items)
+        some = found >= 0
+        lengths = _lengths(some.sum(axis=1), block)
+        return {
+            self.item: _lists(self.vocabulary.original(found[some] + 1), lengths),
+            "score": _lists(pa.array(np.concatenate(scores)[some]), lengths),
+        }
+
+    def _batch(self, block: Block) -> Batch:
+        return self.collator.collate(self.packer.pack(join([block])), Position(), 0)
+
+
+def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
+    """Scores every row group of a source into a folder of parquet parts; goes on with a folder that it began.
+
+    Raises:
+        DataError: the input does not fit the package's config, or has a bad row.
+        RecsysError: the folder holds something else, or rows are missing at the end.
+    """
+    columns = source.check(predictor.pipeline, MODE)
+    _begin(predictor, source, output)
+    parts = {
+        group: output / f"part-{group.file:05d}-{group.number:05d}.parquet" for group in source.row_groups
+    }
+    for group, part in parts.items():
+        if not part.exists():
+            origin = Origin(group.file, group.first_row, source.files[group.file].path)
+            _write(predictor.table(source.read(group.file, group.number, columns), origin), part)
+    rows = left_out = 0
+    for group, part in parts.items():
+        with pq.ParquetFile(part) as written:
+            if written.metadata.num_rows != group.num_rows:
+                raise RecsysError(
+                    f"{part}: it has {written.metadata.num_rows} rows, its input {group.num_rows}; remove it"
+                )
+            left_out += int((written.schema_arrow.metadata or {})[LEFT_OUT.encode()])
+            rows += group.num_rows
+    files.write_text(output / SUCCESS, json.dumps({"rows": rows, "left_out": left_out}) + "\n")
+    return Predicted(output, rows, left_out)
+
+
+def _begin(predictor: Predictor, source: Source, output: Path) -> None:
+    """Notes in the folder what is predicted from what with what; another job in it is an error."""
+    job = {
+        "package": files.sha256(predictor.package.folder / files.MANIFEST),
+        "predict": str(predictor.settings).split("\n"),
+        "input": source.fingerprint(),
+    }
+    noted = output / JOB
+    if noted.exists():
+        if json.loads(noted.read_text(encoding="utf-8")) != job:
+            raise RecsysError(
+                f"{output} holds predictions of another package, input or `predict` setting: give another "
+                "--output, or remove that folder"
+            )
+        return
+    if output.exists() and any(output.iterdir()):
+        raise RecsysError(f"{output} is not empty and holds no predictions: give another --output")
+    output.mkdir(parents=True, exist_ok=True)
+    files.write_text(noted, json.dumps(job, indent=1) + "\n")
+
+
+def _write(table: pa.Table, part: Path) -> None:
+    aside = part.with_name(f".{part.name}.partial")
+    pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
+    files.publish(aside, part)
+
+
+def _table(pipeline: pb.Pipeline, item: str) -> str:
+    return next(feature.id.table for feature in pipeline.features if feature.name == item)
+
+
+def _lengths(lengths: np.ndarray, block: Block) -> pa.Array:
+    """List lengths of a column of the answer; null for a row that was left out."""
+    return pa.array(lengths, mask=block.codes != 0)
+
+
+def _lists(values: pa.Array, lengths: pa.Array) -> pa.Array:
+    """Values laid end to end as one list a row; null where the length is."""
+    ends = np.cumsum(lengths.fill_null(0).to_numpy())
+    starts = pa.array(np.concatenate([[0], ends]), mask=np.append(lengths.is_null(), False))
+    return pa.LargeListArray.from_arrays(starts, values).cast(pa.list_(values.type))

@@ -1,0 +1,93 @@
+"""Converted rows on their way into a package: cut into pieces of bearable length, with their whole histories
+beside.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.block import Block
+from recsys.data.checks import Lists, one_array
+from recsys.data.vocabulary import Vocabulary
+
+
+@dataclass
+class Histories:
+    """Events of rows: int64 table rows, one event after the other, and int64 [rows] events of each row.
+
+    A row that was left out has none.
+    """
+
+    items: np.ndarray
+    lengths: np.ndarray
+
+    def of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Events of a run of rows and their numbers."""
+        start, stop = self.lengths[: rows.start].sum(), self.lengths[: rows.stop].sum()
+        return torch.from_numpy(self.items[start:stop]), torch.from_numpy(self.lengths[rows])
+
+
+def in_pieces(block: Block, most: int) -> Block:
+    """The rows of a block, one after the other, those with more than `most` candidates as several rows.
+
+    A candidate's score depends neither on the other candidates nor on their number, so the scores are those
+    of the whole rows, in the same order.
+    """
+    lengths = block.lengths[pb.CANDIDATE]
+    count = np.maximum(-(-lengths // most), 1)
+    if (count == 1).all():
+        return block
+    row = np.repeat(np.arange(len(lengths)), count)
+    skipped = most * (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count))
+    # Pieces repeat the row and its history; candidates stay where they are and are only counted anew.
+    candidates = {name: column for name, column in block.flat.items() if column.side == pb.CANDIDATE}
+    others = {name: column for name, column in block.flat.items() if column.side != pb.CANDIDATE}
+    nothing = {**block.lengths, pb.CANDIDATE: np.zeros_like(lengths)}
+    pieces = replace(block, flat=others, lengths=nothing).select(row)
+    cut = np.minimum(lengths[row] - skipped, most)
+    return replace(pieces, flat={**pieces.flat, **candidates}, lengths={**pieces.lengths, pb.CANDIDATE: cut})
+
+
+def whole_histories(table: pa.Table, block: Block, column: str, vocabulary: Vocabulary) -> Histories:
+    """All events of a table's rows, those beyond `data.max_history_len` too.
+
+    Args:
+        table: that `block` was converted from.
+        column: single-valued id column of the side HISTORY.
+        vocabulary: of the column.
+    """
+    good = block.codes == 0
+    lists = Lists.of(one_array(table.filter(pa.array(good))[column]))
+    lengths = np.zeros(len(good), np.int64)
+    lengths[good] = lists.lengths
+    return Histories(vocabulary.map(lists.values), lengths)
+
+
+def runs(total: int, most: int) -> Iterator[slice]:
+    """0, 1, ... total - 1 in runs of at most `most`."""
+    for start in range(0, total, most):
+        yield slice(start, min(start + most, total))
+
+
+def item_column(pipeline: pb.Pipeline) -> str | None:
+    """Column that says which items the candidates of a ranker are: its first single-valued id feature on that
+    side.
+    """
+    found = [
+        c for c in features.columns(pipeline, pb.CANDIDATE) if c.feature.HasField("id") and not c.multi_valued
+    ]
+    return found[0].name if found else None
+
+
+def files_as_source(paths: Sequence[str]) -> pb.Source:
+    """The source that paths on a command line stand for: CSV when all end in `.csv` or `.csv.gz`, else
+    parquet.
+    """
+    if all(path.endswith((".csv", ".csv.gz")) for path in paths):
+        return pb.Source(csv=pb.CsvSource(paths=paths))
+    return pb.Source(parquet=pb.ParquetSource(paths=paths))

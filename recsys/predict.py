@@ -1,0 +1,79 @@
+"""`python -m recsys.predict`: from files with original ids to files with scores or recommendations."""
+
+import argparse
+import logging
+from pathlib import Path
+
+from recsys import cli
+from recsys.errors import ConfigError
+
+MAY_CHANGE = ("predict", "data.bad_rows", "data.key_columns", "data.test")
+"""What `--set` may change of a package's config; the rest was compiled in."""
+
+log = logging.getLogger("recsys.predict")
+
+
+def run(call: cli.Call) -> None:
+    """Score candidates, or recommend items, with an exported package."""
+    fixed = [given for given in call.flags.set if not given.startswith(MAY_CHANGE)]
+    if fixed:
+        allowed = ", ".join(MAY_CHANGE)
+        raise ConfigError(
+            [f"--set {given}: compiled into the package; only {allowed} may change" for given in fixed]
+        )
+    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    from recsys import environment
+
+    environment.import_torchrec_quietly()
+    from recsys.data.sources import open_source
+    from recsys.inference.package import Package
+    from recsys.inference.predictor import Predictor, predict
+    from recsys.inference.rows import files_as_source
+
+    predictor = Predictor(Package(_folder(call.flags)), call.pipeline)
+    given = files_as_source(call.flags.input) if call.flags.input else call.pipeline.data.test
+    source = open_source(given, call.pipeline)
+    if call.dry_run:
+        log.info("dry run: the package answers its golden rows; %d rows would be scored", source.num_rows)
+        return
+    done = predict(predictor, source, Path(call.flags.output or call.run_dir / "predictions"))
+    log.info("%d rows, %d of them left out as bad: %s", done.rows, done.left_out, done.folder)
+
+
+def _folder(flags: argparse.Namespace) -> Path:
+    if flags.package is None and flags.run_dir is None:
+        raise ConfigError(
+            "--package: not given; name the folder that recsys.export wrote, or its run in --run-dir"
+        )
+    return Path(flags.package) if flags.package else Path(flags.run_dir) / "export"
+
+
+def _packaged_config(flags: argparse.Namespace) -> Path:
+    if flags.config is not None:
+        raise ConfigError("--config: a package carries its own config; change it with --set")
+    return _folder(flags) / cli.RESOLVED
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    own = parser.add_argument_group("predict flags")
+    own.add_argument(
+        "--package", metavar="DIR", help="folder that recsys.export wrote (default: <run-dir>/export)"
+    )
+    own.add_argument(
+        "--input",
+        metavar="PATH",
+        nargs="+",
+        help="parquet or .csv files, folders or patterns (default: data.test)",
+    )
+    own.add_argument(
+        "--output", metavar="DIR", help="folder of the predictions (default: <run-dir>/predictions)"
+    )
+
+
+def main() -> int:
+    """Runs the command and returns its exit code."""
+    return cli.main("predict", run, add_flags=_add_flags, config_file=_packaged_config)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
