@@ -9,7 +9,7 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -97,7 +97,9 @@ class Spent:
     waiting: float = 0.0
     evaluation: float = 0.0
     saving: float = 0.0
-    _mark: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        self._mark = time.perf_counter()
 
     def lap(self) -> float:
         """Seconds since the last call."""
