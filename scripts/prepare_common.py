@@ -48,6 +48,16 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def add_evaluation_history(made: argparse.ArgumentParser) -> None:
+    """The flag of the tools that split by time."""
+    made.add_argument(
+        "--evaluation-history",
+        choices=("frozen", "live"),
+        default="frozen",
+        help="histories of validation and test: up to the split's begin (default), or up to each request",
+    )
+
+
 def positive(text: str) -> int:
     """An argument that must be an integer above 0."""
     if not text.isdecimal() or int(text) == 0:

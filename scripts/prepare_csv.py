@@ -13,7 +13,9 @@
 - Every line is an event. Events are ordered by user and time, equal times in the order of the input.
 - ranking: a request is a run of one user's events, each at most --session-gap seconds behind the one before
   it, cut after --max-candidates; its history is what the user did strictly before. The latest --test-share of
-  all events is the test split, the --validation-share before it validation. Vocabularies count training only.
+  all events is the test split, the --validation-share before it validation; their histories end where the
+  split begins, or with --evaluation-history live at each request (then within-user metrics mean little: the
+  history of a second candidate holds the outcome of the first). Vocabularies count training only.
 - retrieval: leave-one-out. The last item of a user is the test target, the one before it the validation
   target. The catalogue is every item of the log. Users with one or two events only train.
 - An empty cell of a feature is the unknown id; an empty user, item, time or number is an error.
@@ -44,6 +46,7 @@ from scripts.prepare_rows import (
     Contents,
     DatasetWriter,
     Feature,
+    freeze_histories,
     holdout_slices,
     plain_table,
     request_slices,
@@ -93,14 +96,17 @@ def _write_ranking(
     """Rows of one part, in the order of time within the part."""
     time = events["time_us"].to_numpy()
     split = np.searchsorted(np.array(bounds), time, side="right")
+    user = events["user_id"].rle_id().to_numpy()
     slices = request_slices(
-        events["user_id"].rle_id().to_numpy(),
+        user,
         time,
         gap=options.session_gap * SECOND,
         max_candidates=options.max_candidates,
         max_history=options.max_history,
         apart=(split,),
     )
+    if options.evaluation_history == "frozen":
+        slices = freeze_histories(slices, user, split, split > 0, max_history=options.max_history)
     user_features = [one.name for one in writer.contents.features if one.sides == ("USER",)]
     first = events[pl.Series(slices.candidate_start)]
     rows = first.select("user_id", *user_features, request_id="order", request_time="timestamps")
@@ -206,21 +212,14 @@ def _contents(options: argparse.Namespace, columns: LogColumns) -> Contents:
 
 
 def _about(options: argparse.Namespace, columns: LogColumns, log: Log) -> dict:
-    shown = (
-        "task",
-        "session_gap",
-        "max_candidates",
-        "max_history",
-        "validation_share",
-        "test_share",
-        "min_count",
-    )
+    shown = ("task", "session_gap", "max_candidates", "max_history", "validation_share", "test_share")
+    shown += ("evaluation_history", "min_count", "part_rows")
     return {
         "source": "a log of one's own",
         "licence": "",
         "made_by": "scripts/prepare_csv.py",
         "inputs": common.fingerprints(log.files),
-        "settings": {name: getattr(options, name) for name in (*shown, "part_rows")},
+        "settings": {name: getattr(options, name) for name in shown},
         "input_columns": {
             "user_id": columns.user,
             "item_id": columns.item,
@@ -269,6 +268,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-history", type=common.positive, default=200, help="newest events of a history")
     parser.add_argument("--validation-share", type=_share, default=0.1)
     parser.add_argument("--test-share", type=_share, default=0.1)
+    common.add_evaluation_history(parser)
     parser.add_argument("--min-count", type=common.positive, default=1, help="training events of a known id")
     parser.add_argument(
         "--part-rows", type=common.positive, default=2_000_000, help="events in memory at a time"

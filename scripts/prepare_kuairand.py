@@ -12,8 +12,12 @@ included.
   behind the one before it, cut after --max-candidates. Kuaishou's own requests are not in the log.
 - Its history is what the user did strictly before its first impression, in all tabs, newest --max-history.
 - The last --test-days days (Beijing time) are the test split, the --validation-days before them validation,
-  the rest training. A history reaches into earlier splits, as it would in production; labels do not.
-- Vocabularies count training impressions only. Ids stay as they are; an empty value is the unknown id.
+  the rest training. A history reaches into earlier splits; labels do not.
+- Histories of validation and test end where the split begins, as for scores computed the night before. With
+  --evaluation-history live they reach up to each request; then GAUC means little, since the history of a
+  user's second candidate holds the outcome of the first (the same model: clicks at .54 instead of .62).
+- Vocabularies hold the ids of at least --min-count training impressions; others, and empty values, share the
+  row of unknown ids: a model learns rarer ones by heart. Ids themselves stay as they are.
 - Features of users are one snapshot for the whole month, as published.
 """
 
@@ -38,6 +42,7 @@ from scripts.prepare_rows import (
     DatasetWriter,
     Feature,
     Slices,
+    freeze_histories,
     plain_table,
     request_slices,
 )
@@ -107,15 +112,20 @@ def main(arguments: list[str] | None = None) -> None:
         max_history=options.max_history,
         apart=(events["tab"].to_numpy(), _beijing_day(events["time_ms"]).to_numpy()),
     )
+    if options.evaluation_history == "frozen":
+        slices = freeze_histories(
+            slices, events["user_id"].to_numpy(), split, split != TRAIN, max_history=options.max_history
+        )
     rows = request_rows(events, slices, users)
     with common.output_folder(options.output, overwrite=options.overwrite) as folder:
         writer = DatasetWriter(folder, CONTENTS, rows_per_group=options.rows_per_group)
         _write_splits(writer, events, slices, rows, split)
         sizes = writer.write_vocabularies(min_count=options.min_count)
-        names = ("request_gap", "max_candidates", "max_history", "validation_days", "test_days", "min_count")
+        names = ("request_gap", "max_candidates", "max_history", "validation_days", "test_days")
+        names += ("evaluation_history", "min_count", "user_modulus")
         about = ABOUT | {
             "inputs": common.fingerprints([*logs, *users, *videos]),
-            "settings": {name: getattr(options, name) for name in (*names, "user_modulus")},
+            "settings": {name: getattr(options, name) for name in names},
             "dropped": dropped,
         }
         schema = writer.write_schema(about, sizes)
@@ -245,8 +255,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-history", type=common.positive, default=200, help="newest events of a history")
     parser.add_argument("--validation-days", type=common.positive, default=2)
     parser.add_argument("--test-days", type=common.positive, default=2)
+    common.add_evaluation_history(parser)
     parser.add_argument(
-        "--min-count", type=common.positive, default=1, help="training impressions of a known id"
+        "--min-count", type=common.positive, default=5, help="training impressions that make an id known"
     )
     parser.add_argument(
         "--user-modulus", type=common.positive, default=1, help="keep users whose id it divides"

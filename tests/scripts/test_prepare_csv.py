@@ -79,13 +79,17 @@ def by_user(lines=LINES):
     return users
 
 
+def split_of(line, bounds):
+    return ("train", "validation", "test")[sum(line["ts"] >= bound for bound in bounds)]
+
+
 def expected_ranking(bounds):
     """Rows by split as the head of the tool describes them; bounds: first seconds of validation and test."""
     made = {"train": [], "validation": [], "test": []}
     for user, events in by_user().items():
         request, was = [], ""
         for line in events:
-            split = ("train", "validation", "test")[sum(line["ts"] >= bound for bound in bounds)]
+            split = split_of(line, bounds)
             fits = request and split == was and line["ts"] - request[-1]["ts"] <= 20 and len(request) < 3
             if not fits:
                 request = []
@@ -94,15 +98,19 @@ def expected_ranking(bounds):
             was = split
     return {
         split: sorted(
-            (expected_row(user, request) for user, request in requests),
+            (expected_row(user, request, bounds) for user, request in requests),
             key=lambda row: (row["user_id"], row["request_id"]),
         )
         for split, requests in made.items()
     }
 
 
-def expected_row(user, request):
-    history = [line for line in by_user()[user] if line["ts"] < request[0]["ts"]][-4:]
+def expected_row(user, request, bounds):
+    split = split_of(request[0], bounds)
+    history = [line for line in by_user()[user] if line["ts"] < request[0]["ts"]]
+    if split != "train":
+        history = [line for line in history if split_of(line, bounds) != split]
+    history = history[-4:]
     row = {
         "user_id": user,
         "request_id": request[0]["number"],

@@ -36,7 +36,7 @@ def prepare(source: Path, target: Path, *arguments: str) -> int:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     target = tmp_path_factory.mktemp("kuairand") / "made"
-    assert prepare(ORIGINAL, target, "--rows-per-group", "16", "--max-history", "5") == 0
+    assert prepare(ORIGINAL, target, "--rows-per-group", "16", "--max-history", "5", "--min-count", "1") == 0
     return target
 
 
@@ -55,7 +55,12 @@ def beijing_day(line):
     return moment.date().isoformat()
 
 
-def brute_force_requests(*, gap_ms=60_000, max_candidates=10, max_history=5):
+def split_of(line):
+    day = beijing_day(line)
+    return "test" if day >= "2022-05-07" else "validation" if day >= "2022-05-05" else "train"
+
+
+def brute_force_requests(*, gap_ms=60_000, max_candidates=10, max_history=5, live=False):
     """Request id -> (split, history, candidates), lines of the log, by the rules at the head of the tool."""
     seen, users = set(), {}
     for number, line in enumerate(read(LOG)):
@@ -85,8 +90,9 @@ def brute_force_requests(*, gap_ms=60_000, max_candidates=10, max_history=5):
     for number, request in requests.items():
         start = int(request[0]["time_ms"])
         history = [line for line in users[int(request[0]["user_id"])] if int(line["time_ms"]) < start]
-        day = beijing_day(request[0])
-        split = "test" if day >= "2022-05-07" else "validation" if day >= "2022-05-05" else "train"
+        split = split_of(request[0])
+        if split != "train" and not live:
+            history = [line for line in history if split_of(line) != split]
         made[number] = (split, history[-max_history:], request)
     return made
 
@@ -141,6 +147,19 @@ def test_every_row_is_what_a_loop_over_the_log_says(prepared):
     assert found == len(expected) > 200
 
 
+def test_live_histories_reach_up_to_each_request(tmp_path):
+    arguments = ("--max-history", "5", "--min-count", "1", "--evaluation-history", "live")
+    assert prepare(ORIGINAL, tmp_path / "made", *arguments) == 0
+    expected, frozen = brute_force_requests(live=True), brute_force_requests()
+    differ = 0
+    for split in ("train", "validation", "test"):
+        for row in pq.read_table(tmp_path / "made" / f"{split}.parquet").to_pylist():
+            items = [int(line["video_id"]) for line in expected[row["request_id"]][1]]
+            assert row["uih_item_id"] == items
+            differ += items != [int(line["video_id"]) for line in frozen[row["request_id"]][1]]
+    assert differ > 10
+
+
 def test_rows_stand_in_the_order_of_time_and_histories_end_before_the_request(prepared):
     for split in ("train", "validation", "test"):
         rows = pq.read_table(prepared / f"{split}.parquet").to_pylist()
@@ -191,7 +210,7 @@ def test_an_empty_value_is_no_id(prepared):
 
 def test_the_same_input_gives_the_same_bytes(prepared, tmp_path):
     again = tmp_path / "made"
-    assert prepare(ORIGINAL, again, "--rows-per-group", "16", "--max-history", "5") == 0
+    assert prepare(ORIGINAL, again, "--rows-per-group", "16", "--max-history", "5", "--min-count", "1") == 0
     files = sorted(p.relative_to(prepared) for p in prepared.rglob("*") if p.is_file())
     assert files == sorted(p.relative_to(again) for p in again.rglob("*") if p.is_file())
     for name in files:
@@ -206,7 +225,7 @@ def test_the_log_may_come_in_several_files_and_compressed(copy, prepared, tmp_pa
     for name, part in (("4_25", lines[:100]), ("5_01", [lines[0], *lines[100:]])):
         with gzip.open(copy / f"log_standard_{name}.csv.gz", "wt") as file:
             file.writelines(part)
-    assert prepare(copy, tmp_path / "made", "--max-history", "5") == 0
+    assert prepare(copy, tmp_path / "made", "--max-history", "5", "--min-count", "1") == 0
     for split in ("train", "validation", "test"):
         ours = pq.read_table(tmp_path / "made" / f"{split}.parquet")
         assert ours.equals(pq.read_table(prepared / f"{split}.parquet"))
@@ -269,6 +288,11 @@ def test_an_output_with_something_in_it_is_only_replaced_on_request(tmp_path, ca
     (target / "mine.txt").write_text("keep")
     assert prepare(ORIGINAL, target) == 2
     assert "--overwrite" in capsys.readouterr().err and (target / "mine.txt").read_text() == "keep"
-    assert prepare(ORIGINAL, target, "--overwrite") == 0
+    assert prepare(ORIGINAL, target, "--overwrite", "--min-count", "1") == 0
     assert not (target / "mine.txt").exists() and (target / "train.parquet").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_min_count_that_no_id_reaches_is_refused(tmp_path, capsys):
+    code, message = refuse(capsys, ORIGINAL, tmp_path / "made", "--min-count", "100")
+    assert code == 3 and "no item_id occurs 100 times in the training rows; lower --min-count" in message
