@@ -31,7 +31,7 @@ def ranks(queries, items, targets, seen, max_scores=10**6):
     ).tolist()
 
 
-# Targets of each row (0: unknown), and what it has seen (its target, an unknown item, one item twice, nothing).
+# Targets of each row (0: unknown), and what it has seen (its target, an unknown item, one twice, nothing).
 TARGETS = [[3], [], [1, 9, 0], [5]]
 SEEN = [[1, 2, 2, 0], [4], [9, 7], []]
 

@@ -1,5 +1,7 @@
 """The scoring graph: the same scores from flat tensors, eager, captured and compiled, at every size."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.fx.experimental import _config as symbolic
@@ -64,6 +66,14 @@ def test_flatten_follows_the_signature(pipeline):
             for name, size in zip(spec.dims, tensor.shape, strict=True):
                 assert sizes.setdefault(name, size) == size, spec.name
     assert len({spec.name for spec in specs}) == len(specs)
+
+
+def test_the_order_of_a_batchs_numbers_does_not_matter():
+    pipeline = pipeline_of(RANKER)
+    batch = batch_of(pipeline, random_rows(pipeline, EXAMPLE))
+    other = dataclasses.replace(batch, numbers=dict(reversed(batch.numbers.items())))
+    for one, two in zip(flatten(batch), flatten(other), strict=True):
+        assert torch.equal(one, two)
 
 
 def test_the_graph_scores_as_the_model(graph, pipeline):

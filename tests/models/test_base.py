@@ -1,0 +1,110 @@
+"""What training and export rely on for every model; a new one is found through the registry."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+
+from recsys import protos as pb
+from recsys import registry
+from recsys.models import build_model, layout_rule
+from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, pipeline_of, random_rows
+
+PIPELINES = {"ranker": RANKER, "retriever": RETRIEVER}
+SIZES = [(3, 2), (0, 1), (6, 4), (2, 0), (1, 3)]
+
+
+@pytest.fixture(params=sorted(registry.registered(pb.Model)))
+def pipeline(request):
+    assert request.param in PIPELINES, f"name a pipeline with a {request.param} in PIPELINES"
+    return pipeline_of(PIPELINES[request.param])
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class LossOfBatch(nn.Module):
+    """Model and objective as the pipeline runs them: (loss to differentiate, what to report)."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.total = Total()
+
+    def forward(self, batch):
+        return self.total(self.model.objective(self.model(batch), batch))
+
+
+class Total(nn.Module):
+    def forward(self, losses):
+        total = (losses.sums / losses.counts).sum()
+        return total, total.detach()
+
+
+def test_layout_rules():
+    ranker, retriever = layout_rule(pipeline_of(RANKER)), layout_rule(pipeline_of(RETRIEVER))
+    assert (ranker.num_contextual, ranker.targets) == (2, True)
+    assert (retriever.num_contextual, retriever.targets) == (0, False)
+
+
+def test_weights_are_a_function_of_the_seed(pipeline):
+    torch.manual_seed(5)
+    first = build_model(pipeline).state_dict()
+    torch.manual_seed(5)
+    second = build_model(pipeline).state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert all(value.dtype == torch.float32 for value in first.values())
+
+
+@pytest.mark.parametrize("precision", [pb.FP32, pb.BF16])
+def test_torchrecs_pipeline_trains_it_like_a_plain_loop(pipeline, precision, one_process):
+    pipeline.model.precision = precision
+    model = build_model(pipeline)
+    batches = [batch_of(pipeline, random_rows(pipeline, SIZES, seed=seed)) for seed in range(4)]
+
+    plain = LossOfBatch(copy.deepcopy(model))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = []
+    for batch in batches:
+        loss, seen = plain(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(seen.item())
+
+    fused = {"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1}
+    sharded = DistributedModelParallel(
+        LossOfBatch(model),
+        device=torch.device("cpu"),
+        sharders=[EmbeddingCollectionSharder(fused_params=fused)],
+    )
+    dense = [p for name, p in sharded.named_parameters() if ".tables." not in name]
+    stream = iter(batches)
+    ahead = TrainPipelineSparseDist(
+        sharded, torch.optim.SGD(dense, lr=0.1), torch.device("cpu"), execute_all_batches=True
+    )
+    found = [ahead.progress(stream).item() for _ in batches]
+    assert len(ahead._pipelined_modules) == len(model.embed.tables)
+    assert found == pytest.approx(expected, rel=1e-5 if precision == pb.FP32 else 1e-3)
+    assert len(set(expected)) == len(expected)
+
+
+def test_metrics_start_empty_and_apart(pipeline):
+    model = build_model(pipeline).eval()
+    first, second = model.metrics(), model.metrics()
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES))
+    with torch.no_grad():
+        model.update_metrics(first, model(batch), batch)
+    assert first.keys() == second.keys()
+    assert all(torch.isnan(metric.compute()) for metric in second.values())
+    assert any(torch.isfinite(metric.compute()) for metric in first.values())
