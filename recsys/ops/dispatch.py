@@ -82,8 +82,11 @@ class Op:
         Raises:
             ValueError: an unknown backend, or a named one that cannot do this; it never falls back.
         """
-        if backend == "auto" and FORCED_BACKEND in self.backends:
-            backend = FORCED_BACKEND
+        if backend == "auto" and FORCED_BACKEND is not None:
+            if FORCED_BACKEND in self.backends:
+                backend = FORCED_BACKEND
+            else:
+                self._count_fallback(FORCED_BACKEND, "RECSYS_BACKEND names no backend of this op")
         if backend != "auto" and backend not in self.backends:
             raise ValueError(
                 f"{self.name} has no backend {backend!r}; it has {', '.join(('auto', *self.backends))}"

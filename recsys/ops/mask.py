@@ -74,10 +74,10 @@ def dense_mask(mask: AttentionMask, layout: SequenceLayout) -> Tensor:
 
 
 def visible_pairs(mask: AttentionMask, history_end: Tensor, num_contextual: int, max_len: int) -> Tensor:
-    """bool [b, max_len, max_len] of the samples whose first target is at position `history_end`, int64 [b].
+    """bool [b, max_len, max_len] of samples whose first target is at position `history_end`, int64 [b].
 
-    A row past the end of its sample is read as one more target, so it is not empty either; no row of the sample
-    sees such a position.
+    A row past the end of its sample is read as one more target, so it is not empty either; no row of the
+    sample sees such a position.
     """
     position = torch.arange(max_len, device=history_end.device)
     i, j = position[:, None], position

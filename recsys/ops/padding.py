@@ -65,7 +65,7 @@ def padded_chunks(layout: SequenceLayout, mask: AttentionMask, num_heads: int) -
     order = order.to(layout.device)
     sorted_lengths, sorted_ends = layout.lengths[order], layout.history_end[order]
     starts = layout.offsets[:-1][order]
-    # Without targets the rows of all samples follow one rule, unless contextual rows end where a history ends.
+    # Without targets the rows of all samples follow one rule, unless contextual rows read a whole history.
     alike = layout.total_targets == 0 and not (layout.num_contextual and mask.contextual_reads_history)
     chunks, indices, begin = [], [], 0
     for end in ends:

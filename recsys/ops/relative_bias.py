@@ -81,12 +81,13 @@ def dense_bias(
         relative_position: int64 [b or 1, L].
         timestamps, next_timestamps: int64 [b, L].
     """
-    distance = relative_position[:, :, None] - relative_position[:, None, :]
-    distance = distance.clamp(0, bias.position_table.shape[-1] - 1)
-    # Seconds are exact in float64, and to convert [b, L] costs less than to convert [b, L, L].
+    # Converted before they are spread out: [b, L] costs less than [b, L, L]. Seconds are exact in float64.
+    position = relative_position.to(torch.int32)
+    distance = position[:, :, None] - position[:, None, :]
+    distance = distance.clamp_(0, bias.position_table.shape[-1] - 1)
     elapsed = next_timestamps.to(torch.float64)[:, :, None] - timestamps.to(torch.float64)[:, None, :]
     bucket = time_bucket(elapsed, bias.time_table.shape[-1])
-    return _look_up(bias.position_table, distance.to(torch.int32)) + _look_up(bias.time_table, bucket)
+    return _look_up(bias.position_table, distance) + _look_up(bias.time_table, bucket)
 
 
 def _look_up(table: Tensor, index: Tensor) -> Tensor:

@@ -88,6 +88,13 @@ def test_the_debug_variable_stands_in_for_auto(op, monkeypatch):
     assert op.select(3, "fast").run(3) == "fast 3"
 
 
+def test_a_debug_variable_that_names_nothing_is_reported(op, monkeypatch, caplog):
+    monkeypatch.setattr(dispatch, "FORCED_BACKEND", "refrence")
+    assert op.select(3).run(3) == "fast 3"
+    expected = "made_up_op: backend refrence is not used: RECSYS_BACKEND names no backend of this op"
+    assert expected in [record.getMessage() for record in caplog.records]
+
+
 def test_unknown_ops_are_named():
     for ask in (last_backend, explain):
         with pytest.raises(

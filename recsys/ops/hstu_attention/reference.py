@@ -15,7 +15,10 @@ from recsys.ops.relative_bias import RelativeBias, dense_bias, relative_position
 
 
 def supports(facts: AttentionFacts) -> Support:
-    """Everything."""
+    """Everything but repeatable table gradients where PyTorch adds with atomics unless told otherwise."""
+    atomics = facts.device == "cuda" and not torch.are_deterministic_algorithms_enabled()
+    if facts.deterministic and facts.has_bias and facts.needs_grad and atomics:
+        return Support(False, "on CUDA it needs torch.use_deterministic_algorithms(True) to be deterministic")
     return SUPPORTED
 
 
@@ -34,7 +37,7 @@ def run(
     padded = padded_chunks(layout, mask, num_heads=q.shape[1])
     tensors = [q * alpha, k, v] + ([] if bias is None else [bias.timestamps, bias.next_timestamps])
     outputs = []
-    # Padding rows of q, k and v are zero: a padded key adds silu(..) * 0, a padded query is dropped by `merge`.
+    # Padding rows of q, k and v are zero: a padded key adds silu(..) * 0, `merge` drops a padded query.
     for chunk, q_bLHD, k_bLHD, v_bLHV, *times in zip(padded.chunks, *map(padded.split, tensors), strict=True):
         scores_HbLL = q_bLHD.permute(2, 0, 1, 3) @ k_bLHD.permute(2, 0, 3, 1)
         visible = visible_pairs(mask, chunk.history_end, layout.num_contextual, chunk.max_len)

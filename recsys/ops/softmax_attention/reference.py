@@ -25,7 +25,7 @@ def run(
     parts = zip(padded.chunks, *(padded.split(tensor) for tensor in (q * alpha, k, v)), strict=True)
     outputs = []
     for chunk, q_bLHD, k_bLHD, v_bLHV in parts:
-        # Padding rows see themselves: a row without keys is NaN, in backward even where its output is dropped.
+        # Padding rows see themselves. A row without keys is NaN, in backward even if its output is dropped.
         visible = visible_pairs(mask, chunk.history_end, layout.num_contextual, chunk.max_len)
         heads = (tensor.transpose(1, 2) for tensor in (q_bLHD, k_bLHD, v_bLHV))
         out_bHLV = F.scaled_dot_product_attention(*heads, attn_mask=visible[:, None], scale=1.0)

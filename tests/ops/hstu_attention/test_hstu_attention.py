@@ -1,11 +1,15 @@
 """`hstu_attention` against loops over queries and keys, and the properties that a model relies on."""
 
+import dataclasses
+
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention, last_backend
+from recsys.ops.attention_args import AttentionFacts
+from recsys.ops.hstu_attention import reference
 from tests.ops import oracle
 from tests.ops.cases import MASKS, layout_of, qkv, relative_bias, samples, times
 from tests.ops.oracle import Sample
@@ -48,6 +52,24 @@ def test_without_bias_for_other_dimensions_and_alphas(alpha, dim, v_dim, backend
     expected = oracle.hstu(*inputs, batch, AttentionMask(), dim**-0.5 if alpha is None else alpha, 2.5)
     torch.testing.assert_close(out, expected, **EXACT)
     for got, want in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+        torch.testing.assert_close(got, want, **EXACT)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("contextual", [0, 2])
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("window", [None, 2])
+def test_samples_without_targets_equal_the_loops(window, reads, contextual, backend):
+    """One mask and one table of distances serve all such samples, unless contextual tokens read histories."""
+    batch = samples(contextual, [(5, 0), (0, 0), (1, 0), (7, 0)])
+    layout = layout_of(batch)
+    inputs, bias = qkv(layout.total_len), relative_bias(layout.total_len, rows=2)
+    leaves = [*inputs, bias.position_table, bias.time_table]
+    mask = AttentionMask(window, contextual_reads_history=reads)
+    out = hstu_attention(*inputs, layout, mask, scale_len=7, bias=bias, backend=backend)
+    expected = oracle.hstu(*inputs, batch, mask, 3**-0.5, 7, bias)
+    torch.testing.assert_close(out, expected, **EXACT)
+    for got, want in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
         torch.testing.assert_close(got, want, **EXACT)
 
 
@@ -174,6 +196,42 @@ def test_views_of_one_projection_are_taken_as_they_are():
     out = hstu_attention(q, k, v, layout, scale_len=8)
     expected = hstu_attention(q.contiguous(), k.contiguous(), v.contiguous(), layout, scale_len=8)
     assert torch.equal(out, expected)
+
+
+def test_scores_as_large_as_they_get_are_masked_and_finite():
+    """The mask must hide a key however well it matches, and SiLU must not overflow far from zero."""
+    layout = layout_of([Sample(0, 2, 0)])
+    q = torch.full((2, 1, 1), 3e4, requires_grad=True)
+    k = torch.tensor([-1.0, 1e15]).view(2, 1, 1).requires_grad_()
+    v = torch.ones(2, 1, 1, requires_grad=True)
+    out = hstu_attention(q, k, v, layout, alpha=1.0, scale_len=1)
+    assert out[0].item() == 0.0 and out[1].item() == pytest.approx(3e19)
+    q_gradient, k_gradient, v_gradient = torch.autograd.grad(out[0], (q, k, v))
+    assert not q_gradient.any() and not k_gradient.any() and not v_gradient.any()
+
+
+def test_the_reference_owns_up_to_atomics(monkeypatch):
+    facts = AttentionFacts(
+        device="cuda",
+        dtype=torch.float32,
+        num_heads=1,
+        qk_dim=2,
+        v_dim=2,
+        mask=AttentionMask(),
+        has_bias=True,
+        needs_grad=True,
+        deterministic=True,
+    )
+    assert "use_deterministic_algorithms" in reference.supports(facts).reason
+    for field, value in (
+        ("device", "cpu"),
+        ("has_bias", False),
+        ("needs_grad", False),
+        ("deterministic", False),
+    ):
+        assert reference.supports(dataclasses.replace(facts, **{field: value})).ok
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert reference.supports(facts).ok
 
 
 def arguments(**changes):

@@ -30,6 +30,17 @@ def test_output_and_gradients_equal_the_loops(mask, contextual, backend):
         torch.testing.assert_close(got, want, **EXACT)
 
 
+@pytest.mark.parametrize("contextual", [0, 2])
+@pytest.mark.parametrize("reads", [True, False])
+def test_samples_without_targets_equal_the_loops(reads, contextual):
+    """One mask serves all such samples, unless contextual tokens read histories, which differ in length."""
+    batch = samples(contextual, [(5, 0), (0, 0), (1, 0), (7, 0)])
+    layout = layout_of(batch)
+    inputs, mask = qkv(layout.total_len), AttentionMask(contextual_reads_history=reads)
+    out = softmax_attention(*inputs, layout, mask)
+    torch.testing.assert_close(out, oracle.softmax(*inputs, batch, mask, 3**-0.5), **EXACT)
+
+
 @pytest.mark.parametrize("alpha", [0.0, -0.7, 2.0])
 def test_an_explicit_alpha_is_taken_also_zero(alpha):
     batch = samples(1)
