@@ -251,8 +251,10 @@ def _metric_sections(logged: Logged) -> list[str]:
 def _metric_table(logged: Logged) -> str:
     """Metrics by task: at the best evaluation, at the last, and the way there."""
     evaluations, best = logged.evaluations, logged.best_step
+    last = evaluations[-1]
     columns = {f"best, step {r['step']:,}": r["metrics"] for r in evaluations if r["step"] == best}
-    columns[f"last, step {evaluations[-1]['step']:,}"] = evaluations[-1]["metrics"]
+    if last["step"] != best:
+        columns[f"last, step {last['step']:,}"] = last["metrics"]
     heads = "".join(f'<th class="n">{head}</th>' for head in columns)
     rows = [f"<thead><tr><th>task</th><th>metric</th>{heads}<th>over steps</th></tr></thead>"]
     groups: dict[str, list[str]] = defaultdict(list)
