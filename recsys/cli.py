@@ -184,10 +184,17 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _StderrHandler(logging.Handler):
+    """Writes to the sys.stderr of the moment: a progress bar puts its own there, and stays below the log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
 @contextmanager
 def _log_to_stderr(level: str) -> Iterator[None]:
     """The log of this process on stderr; of several processes the first one's, and warnings of the others."""
-    handler = logging.StreamHandler()
+    handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     chosen = level.upper() if _is_first_process() else "WARNING"
     handler.setLevel(chosen)

@@ -6,6 +6,7 @@ decided in `plan` and depends on neither ranks nor readers; a loader only decide
 
 import logging
 import multiprocessing
+import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -157,6 +158,7 @@ class Loader:
                 batch_size=None,
                 num_workers=num_workers,
                 collate_fn=_unchanged,
+                worker_init_fn=_ignore_interrupt,
                 prefetch_factor=self._prefetch,
                 multiprocessing_context=_context(),
                 # Its own generator: the DataLoader draws a seed, and must not move the one that dropout draws
@@ -186,6 +188,11 @@ def _context() -> multiprocessing.context.BaseContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
+
+
+def _ignore_interrupt(_worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; whoever reads batches decides when the reading ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _unchanged(value: Arrays | RecsysError) -> Arrays | RecsysError:

@@ -28,7 +28,7 @@ from recsys import protos as pb
 from recsys.errors import RecsysError
 from recsys.training.optimizers import fused_params
 
-_TIMEOUT = timedelta(seconds=120)
+_TIMEOUT = timedelta(seconds=90)
 """How long a collective waits for a rank before the run stops; longer than any pause between two of them."""
 
 Result = TypeVar("Result")

@@ -55,7 +55,7 @@ def evaluate(
         max_batches: read no more than this on each rank; None reads all.
 
     Returns:
-        The model's metrics by name, `loss` and `loss/<task>`; NaN where undefined.
+        The model's metrics by name, `loss`, and with several tasks `loss/<task>`; NaN where undefined.
     """
     with _aside(model, device):
         metrics = {name: metric.to(device) for name, metric in model.metrics().items()}
@@ -98,4 +98,4 @@ def _mean_losses(totals: Losses | None) -> dict[str, float]:
     means = (packed[0] / packed[1]).tolist()
     total = sum(weight * mean for weight, mean in zip(totals.weights, means, strict=True))
     parts = {f"{LOSS}/{name}": mean for name, mean in zip(totals.names, means, strict=True)}
-    return {LOSS: total} | parts
+    return {LOSS: total} | (parts if len(parts) > 1 else {})

@@ -154,6 +154,12 @@ def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> S
         require_same_inputs(state["inputs"], session.train.fingerprint())
         session.restore(saved, state)
         log.info("going on from %s", saved)
+        if state["world_size"] != processes.world_size:
+            log.warning(
+                "it was saved by %d processes and goes on with %d; a step has as many batches as processes",
+                state["world_size"],
+                processes.world_size,
+            )
     on_main(lambda: files.write_text(folder / CONFIG, config.to_text(pipeline)))
     return session
 

@@ -8,10 +8,12 @@ import logging
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from recsys.training.evaluator import LOSS
 from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, Trained
 
 log = logging.getLogger(__name__)
@@ -52,10 +54,11 @@ class Console(Hook):
             log.info("%s", line)
 
     def evaluated(self, record: Evaluated) -> None:
-        """All metrics."""
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in record.metrics.items())
-        best = "  (best so far)" if record.best else ""
-        log.info("evaluation after step %d, %.1f s:  %s%s", record.step, record.seconds, shown, best)
+        """All metrics, a line a task."""
+        best = ", the best so far" if record.best else ""
+        log.info("evaluation after step %d, %.1f s%s", record.step, record.seconds, best)
+        for line in by_task(record.metrics):
+            log.info("  %s", line)
 
     def finished(self, outcome: Outcome) -> None:
         """What came out, where it is, and what to type next."""
@@ -90,6 +93,17 @@ def describe(record: Trained, total_steps: int) -> str:
     return "  ".join(parts)
 
 
+def by_task(metrics: Mapping[str, float]) -> list[str]:
+    """Metrics as lines: those of no task, then those of each; a task's loss stands with its metrics."""
+    lines: dict[str, list[str]] = {"": []}
+    for name, value in metrics.items():
+        task, _, metric = name.rpartition("/")
+        if task == LOSS:
+            task, metric = metric, LOSS
+        lines.setdefault(task, []).append(f"{metric} {value:.4f}")
+    return [(f"{task}: " if task else "") + "  ".join(shown) for task, shown in lines.items() if shown]
+
+
 def next_lines(outcome: Outcome, run: Run) -> list[str]:
     """The last lines of a run: best evaluation, checkpoint, files, commands."""
     lines = []
@@ -99,6 +113,7 @@ def next_lines(outcome: Outcome, run: Run) -> list[str]:
     lines.append(f"checkpoint: {outcome.checkpoint}")
     lines.append(f"metrics: {run.folder / 'metrics.jsonl'}")
     lines.append(f"TensorBoard: tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
+    lines.append(f"report: {run.folder / 'report.html'}")
     folder = shlex.quote(str(run.folder))
     if outcome.signal:
         return [*lines, "to go on, start the same command again"]

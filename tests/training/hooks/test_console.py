@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from recsys.training.hooks import Outcome, Run, Trained
-from recsys.training.hooks.console import describe, next_lines
+from recsys.training.hooks.console import by_task, describe, next_lines
 from recsys.training.state import Best
 from recsys.training.throughput import Rates
 
@@ -27,6 +27,7 @@ def test_the_last_lines_are_commands_that_can_be_typed():
         "checkpoint: c/step-00000200",
         "metrics: runs/my run/metrics.jsonl",
         "TensorBoard: tensorboard --logdir 'runs/my run/tensorboard'",
+        "report: runs/my run/report.html",
         "next:",
         "  python -m recsys.evaluate --run-dir 'runs/my run'",
         "  python -m recsys.export --run-dir 'runs/my run'",
@@ -37,3 +38,13 @@ def test_the_last_lines_are_commands_that_can_be_typed():
 def test_after_a_signal_the_next_command_is_the_same_one():
     lines = next_lines(Outcome(7, "signal 15 asked for it", Path("c"), None, 15), RUN)
     assert lines[-1] == "to go on, start the same command again"
+
+
+def test_metrics_stand_with_their_task():
+    metrics = {"a/auc": 0.5, "b/mae": 2.0, "a/gauc": 0.25, "loss": 1.5, "loss/a": 0.75, "loss/b": 3.0}
+    assert by_task(metrics) == [
+        "loss 1.5000",
+        "a: auc 0.5000  gauc 0.2500  loss 0.7500",
+        "b: mae 2.0000  loss 3.0000",
+    ]
+    assert by_task({"hr@10": 0.5, "loss": 1.0}) == ["hr@10 0.5000  loss 1.0000"]
