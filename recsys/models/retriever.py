@@ -1,8 +1,7 @@
 """`Retriever`: the next item of a history, out of the whole catalogue.
 
 Every position of a history is a query for the item behind it, so one row trains as many predictions as it
-has events.
-For that no token may know what comes later: the models' masks, position origin and times are checked here.
+has events. For that no token may know what comes later: mask, position origin and times are checked here.
 """
 
 from collections.abc import Mapping

@@ -24,7 +24,9 @@ class ActionEncoder(nn.Module):
         nn.init.normal_(self.weight, std=embedding_dim**-0.5)
 
     def forward(self, actions: Tensor, watch_time: Tensor) -> Tensor:
-        """Args:
+        """The vectors of n events.
+
+        Args:
             actions: int64 [n], bitmask.
             watch_time: float32 [n], seconds.
 

@@ -1,9 +1,8 @@
 """Ids to vectors: every embedding table of a model, looked up in one go.
 
 The first step of every model. The lookup itself is TorchRec's, so that `training` can cut tables over ranks
-and overlap
-the exchange of ids with the step before: TorchRec's pipeline traces a model's forward down to the
-collections, which is why `EmbeddingGroup.forward` only calls modules and never looks at values.
+and overlap the exchange of ids with the step before: TorchRec's pipeline traces a model's forward down to
+the collections, which is why `EmbeddingGroup.forward` only calls modules and never looks at values.
 """
 
 from collections.abc import Sequence
@@ -34,7 +33,8 @@ class EmbeddingGroup(nn.Module):
         by_width: dict[int, list[EmbeddingConfig]] = {}
         for table in features.tables(pipeline):
             config = EmbeddingConfig(
-                name=table.name,
+                # The ending keeps a table called `type` apart from the attributes of a module.
+                name=f"{table.name}_table",
                 num_embeddings=table.rows,
                 embedding_dim=table.width,
                 feature_names=list(table.columns),
@@ -66,9 +66,11 @@ class PoolValues(nn.Module):
     def forward(
         self, looked_up: Sequence[dict[str, JaggedTensor]], value_counts: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Args:
-        looked_up: what each collection answered.
-        value_counts: for each multi-valued column, int64 [n] values of each row, event or candidate.
+        """Column -> [n, width].
+
+        Args:
+            looked_up: what each collection answered.
+            value_counts: for each multi-valued column, int64 [n] values of each row, event or candidate.
         """
         vectors = {name: found.values() for group in looked_up for name, found in group.items()}
         for name, pooling in self.poolings.items():

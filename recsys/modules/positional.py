@@ -38,7 +38,9 @@ class PositionalEncoder(nn.Module):
     def forward(
         self, values: Tensor, layout: SequenceLayout, timestamps: Tensor, request_times: Tensor
     ) -> Tensor:
-        """Args:
+        """Tokens with position and age.
+
+        Args:
             values: [T, E].
             layout: of the tokens.
             timestamps: int64 [T], seconds.

@@ -162,6 +162,15 @@ def test_a_ranker_needs_tasks_and_targets():
         build_model(pipeline)
 
 
+def test_features_may_be_called_like_attributes_of_modules():
+    pipeline = pipeline_of(RANKER)
+    for feature, name in zip(pipeline.features, ("type", "values", "keys", "items", "training"), strict=True):
+        feature.name = name
+        if feature.HasField("id"):
+            feature.id.table = name
+    build_model(pipeline)(batch_of(pipeline, random_rows(pipeline, SIZES)))
+
+
 def test_bfloat16_stays_close_and_answers_in_float32():
     pipeline = pipeline_of(RANKER)
     torch.manual_seed(1)

@@ -32,7 +32,7 @@ def model(pipeline):
 
 
 def table(model):
-    return model.state_dict()["embed.tables.dim_8.embeddings.item_id.weight"]
+    return model.state_dict()["embed.tables.dim_8.embeddings.item_id_table.weight"]
 
 
 def test_build_model_makes_a_retriever(model):

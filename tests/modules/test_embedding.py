@@ -15,9 +15,8 @@ SIZES = [(3, 2), (0, 1), (5, 0), (1, 4)]
 
 
 def weight(group, table):
-    (found,) = (
-        tables.embeddings[table].weight for tables in group.tables.values() if table in tables.embeddings
-    )
+    key = f"{table}_table"
+    (found,) = (tables.embeddings[key].weight for tables in group.tables.values() if key in tables.embeddings)
     return found.detach()
 
 
@@ -74,8 +73,8 @@ def test_tables_start_normal_and_the_same_for_a_seed():
 def test_a_collection_for_each_width():
     group = EmbeddingGroup(pipeline_of(RANKER))
     assert {name: sorted(tables.embeddings) for name, tables in group.tables.items()} == {
-        "dim_4": ["gender", "tags"],
-        "dim_8": ["item_id"],
+        "dim_4": ["gender_table", "tags_table"],
+        "dim_8": ["item_id_table"],
     }
 
 

@@ -32,8 +32,11 @@ class ContextualPreprocessor(nn.Module):
     def __init__(self, config: pb.ContextualPreprocessor, *, pipeline: pb.Pipeline):
         super().__init__()
         width = pipeline.model.embedding_dim
-        self.context = nn.ModuleDict(
-            {column.name: nn.Linear(column.width, width) for column in features.columns(pipeline, pb.USER)}
+        users = features.columns(pipeline, pb.USER)
+        self.user_columns = [column.name for column in users]
+        # The ending keeps a feature called `type` apart from the attributes of a module.
+        self.user_tokens = nn.ModuleDict(
+            {f"{column.name}_token": nn.Linear(column.width, width) for column in users}
         )
         self.content = ContentEncoder(config.content, pipeline=pipeline)
         self.action = ActionEncoder(config.action, embedding_dim=width) if config.HasField("action") else None
@@ -50,7 +53,9 @@ class ContextualPreprocessor(nn.Module):
         return LayoutRule(num_contextual=len(features.columns(pipeline, pb.USER)), targets=True)
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
-        """Args:
+        """Tokens of every row, and what the head compares them with.
+
+        Args:
             embeddings: column -> [n, width].
             batch: numbers, times and actions.
 
@@ -75,13 +80,15 @@ class ContextualPreprocessor(nn.Module):
 
     def _contextual(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         """[B * C, E], row by row, in a list; an empty list without USER features."""
-        tokens = [project(inputs[name]).to(inputs[name].dtype) for name, project in self.context.items()]
+        tokens = []
+        for name, project in zip(self.user_columns, self.user_tokens.values(), strict=True):
+            tokens.append(project(inputs[name]).to(inputs[name].dtype))
         return [torch.stack(tokens, dim=1).flatten(0, 1)] if tokens else []
 
     def _times(self, batch: Batch) -> Tensor:
         """int64 [T, 3]: own, next and request time; contextual rows, then events, then candidates."""
         request = batch.request_time
-        contextual = request[:, None].expand(-1, len(self.context)).flatten()
+        contextual = request[:, None].expand(-1, len(self.user_columns)).flatten()
         events, candidates = batch.uih_timestamps, batch.candidate_timestamps
         after = following(events, batch.uih_lengths, last=request)
         asked = torch.repeat_interleave(request, batch.uih_lengths, output_size=events.shape[0])

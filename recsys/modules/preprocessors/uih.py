@@ -47,7 +47,9 @@ class UihPreprocessor(nn.Module):
         return LayoutRule(num_contextual=0, targets=False)
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
-        """Args:
+        """Tokens of every history.
+
+        Args:
             embeddings: column -> [n, width].
             batch: numbers, times and actions.
 

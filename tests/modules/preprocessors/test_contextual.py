@@ -40,7 +40,8 @@ def token_by_token(module, pipeline, rows, nested):
     for n, row in enumerate(rows):
         events, targets = len(row.uih_timestamps), len(row.candidate_timestamps)
         for index, name in enumerate(("gender", "age")):
-            value = module.context[name].weight @ nested[name][n][0] + module.context[name].bias
+            project = module.user_tokens[f"{name}_token"]
+            value = project.weight @ nested[name][n][0] + project.bias
             tokens.append(
                 value * math.sqrt(8) + positional.position.weight[index] + positional.time.weight[5]
             )
