@@ -82,7 +82,9 @@ class Checkpoints:
             with _torchrec_types():
                 dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(aside))
         except (CheckpointException, RuntimeError, OSError) as error:
-            raise _explain(error, aside, needed) from error
+            fault = _explain(error, aside, needed)
+            on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
+            raise fault from error
         on_main(lambda: self._publish(aside, path, state, best_step))
         return path
 

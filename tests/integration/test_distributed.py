@@ -1,6 +1,8 @@
 """Two processes compute what one computes, go on where one stopped, and stop together."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -12,7 +14,7 @@ from recsys.training import checkpoint
 from recsys.training.distributed import process_group
 from recsys.training.safe_reader import SafeReader, read_metadata
 from tests.integration import ranks
-from tests.integration.runs import finish, flags, records, torchrun, train
+from tests.integration.runs import finish, flags, records, torchrun, train, wait_for
 
 STILL = (
     "model.ranker.preprocessor.contextual.dropout=0",
@@ -139,6 +141,23 @@ def test_all_ranks_stop_at_the_step_in_which_one_loss_is_nan(two_ranks):
 
 
 @pytest.mark.slow
-def test_the_command_runs_under_torchrun(tmp_path):
-    finish(torchrun(2, "-m", "recsys.train", *flags(tmp_path, *STILL, *HALF)))
-    assert sorted(records(tmp_path)) == list(range(1, 9))
+def test_the_command_under_torchrun_survives_the_death_of_a_rank_and_a_stop(tmp_path):
+    """Two ranks, one of them killed; then SIGTERM to torchrun; the curve is that of an uninterrupted run."""
+    command = ("-m", "recsys.train")
+    finish(torchrun(2, *command, *flags(tmp_path / "whole")))
+    parts = tmp_path / "parts"
+
+    def interrupt(step: int, number: int) -> None:
+        process = torchrun(2, *command, *flags(parts))
+        wait_for(lambda: max(records(parts), default=0) >= step, process)
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(ranks[-1]) if number == signal.SIGKILL else process.pid, number)
+        process.communicate(timeout=60)
+
+    interrupt(4, signal.SIGKILL)
+    interrupt(9, signal.SIGTERM)
+    saved = max(path.name for path in (parts / "checkpoints").glob("step-*"))
+    assert saved == f"step-{max(records(parts)):08d}"
+    finish(torchrun(2, *command, *flags(parts)))
+    assert records(parts) == records(tmp_path / "whole")
+    assert records(parts, "evaluation") == records(tmp_path / "whole", "evaluation")

@@ -153,6 +153,22 @@ def test_a_full_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_a_disk_that_fills_up_while_writing_is_named_and_cleared(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    older = checkpoints.save(1, tensors(), {})
+
+    def fail(*_args: object, **_options: object) -> None:
+        (tmp_path / ".step-00000002.partial" / "__0_0.distcp").write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+    usage = iter([10**9, 100])
+    monkeypatch.setattr(checkpoint.dcp, "save", fail)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": next(usage)}))
+    with pytest.raises(RecsysError, match=r"no space left on .*: the checkpoint has 72 bytes, 100 are free"):
+        checkpoints.save(2, tensors(), {})
+    assert names(tmp_path) == [older.name]
+
+
 class Trap:
     """Runs a command when it is unpickled."""
 
