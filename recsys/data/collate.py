@@ -11,7 +11,7 @@ from recsys import protos as pb
 from recsys.data.arrays import Arrays
 from recsys.data.batch import Batch, LayoutRule, Position, Rows
 from recsys.data.contract import Mode
-from recsys.data.hashing import combine
+from recsys.data.hashing import buckets, combine
 from recsys.ops import SequenceLayout
 
 _NEGATIVES = 4
@@ -96,7 +96,7 @@ class Negatives:
         if self._catalogue is not None:
             return self._catalogue
         hashes = combine(self._seed, epoch, _NEGATIVES, index, np.arange(self._count))
-        return (hashes % np.uint64(self._rows - 1)).astype(np.int64) + 1
+        return buckets(hashes, self._rows - 1) + 1
 
 
 def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:

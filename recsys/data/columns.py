@@ -16,8 +16,8 @@ from recsys import protos as pb
 from recsys.data import checks
 from recsys.data.block import Block, Flat, offsets_of, pick, places
 from recsys.data.checks import Cells, Findings, Lists, one_array
-from recsys.data.contract import Kind, Mode, fields, group_column, key_columns
-from recsys.data.hashing import combine, hash_text, mix
+from recsys.data.contract import Field, Kind, Mode, fields, group_column, key_columns
+from recsys.data.hashing import combine, draw_places, hash_text
 from recsys.data.vocabulary import mappings, normalize
 
 REQUEST_TIME = features.REQUEST_TIME
@@ -73,6 +73,9 @@ class Converter:
         self.mode = mode
         self.mappings = mappings(pipeline)
         self._fields = fields(pipeline, mode)
+        self._unknown_rates = _unknown_rates(self._fields) if mode == "train" else {}
+        names = list(self._unknown_rates)
+        self._name_hashes = dict(zip(names, hash_text(pa.array(names, pa.string())), strict=True))
         self._identity = list(pipeline.data.key_columns)
         self._tables = {column.name: column.table for column in features.columns(pipeline)}
         self._max_tokens = (
@@ -99,7 +102,7 @@ class Converter:
             left = table.filter(pa.array(good))
             cells = self._cells(left)
         flat = {name: self._flat(one) for name, one in cells.items()}
-        if self.mode == "train":
+        if self._unknown_rates:
             self._show_unknown(flat, cells, origin, np.flatnonzero(good))
         spans = self._spans(cells, left.num_rows)
         for name, column in flat.items():
@@ -214,30 +217,27 @@ class Converter:
     def _show_unknown(
         self, flat: dict[str, Flat], cells: dict[str, Cells], origin: Origin, rows: np.ndarray
     ) -> None:
-        """Sets a share of the ids to row 0, so that it is trained.
-
-        Drawn by a hash of the seed, the epoch and the place in the file: a run that is resumed draws the
-        same.
-        """
-        state = combine(
-            self.pipeline.train.seed, origin.epoch, _UNKNOWN, origin.file, origin.first_row + rows
-        )
-        for name, one in cells.items():
-            rate = one.field.feature.id.vocabulary.unknown_rate if one.field.kind is Kind.ID else 0.0
-            if rate <= 0 or not one.field.feature.id.HasField("vocabulary"):
-                continue
-            starts = one.row_offsets(len(rows))
-            counts = np.diff(starts)
-            place = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-            draws = mix(np.repeat(mix(state ^ hash_text(pa.array([name]))), counts) ^ place.astype(np.uint64))
-            values = flat[name].values
-            values[(draws >> np.uint64(11)) < np.uint64(rate * 2.0**53)] = 0
+        """Sets a share of the ids to row 0, so that it is trained."""
+        seed = self.pipeline.train.seed
+        state = combine(seed, origin.epoch, _UNKNOWN, origin.file, origin.first_row + rows)
+        for name, rate in self._unknown_rates.items():
+            if name in cells:
+                hidden = draw_places(
+                    cells[name].row_offsets(len(rows)), rate, state ^ self._name_hashes[name]
+                )
+                flat[name].values[hidden] = 0
 
     def _group(self, table: pa.Table) -> np.ndarray:
         name = group_column(self.pipeline)
         if name is None:
             return np.zeros(table.num_rows, np.int64)
         return checks.key_hash(one_array(table[name]))
+
+
+def _unknown_rates(fields_read: list[Field]) -> dict[str, float]:
+    ids = {field.column: field.feature.id for field in fields_read if field.kind is Kind.ID}
+    rates = {name: one.vocabulary.unknown_rate for name, one in ids.items() if one.HasField("vocabulary")}
+    return {name: rate for name, rate in rates.items() if rate > 0}
 
 
 def _spread(values: np.ndarray, good: np.ndarray) -> np.ndarray:

@@ -41,6 +41,43 @@ def combine(*parts: int | np.ndarray) -> np.ndarray:
     return state
 
 
+def uniform(hashes: np.ndarray) -> np.ndarray:
+    """float64 in [0, 1) from the upper 53 bits of hashes."""
+    return (hashes >> np.uint64(11)) * 2.0**-53
+
+
+def buckets(hashes: np.ndarray, count: int) -> np.ndarray:
+    """int64 in [0, count) from the upper 32 bits of hashes; count is at most 2^32.
+
+    Lemire: Fast random integer generation in an interval, 2019; a division would cost as much as the hash.
+    """
+    return (((hashes >> np.uint64(32)) * np.uint64(count)) >> np.uint64(32)).astype(np.int64)
+
+
+def draw_places(offsets: np.ndarray, rate: float, rows: np.ndarray) -> np.ndarray:
+    """Flat places of elements, each drawn with probability `rate` and by the hash of its row alone.
+
+    The gap to a row's next drawn element is geometric, so the work goes with what is drawn, not with what is
+    there.
+
+    Args:
+        offsets: int64 [rows + 1]; row i has the elements offsets[i] to offsets[i + 1].
+        rate: in (0, 1].
+        rows: uint64 [rows], hash of each row.
+    """
+    drawn, place, active = [], offsets[:-1] - 1, np.arange(len(rows))
+    log_keep = np.log1p(-rate) if rate < 1 else -np.inf
+    while len(active):
+        rows = mix(rows)
+        gap = np.log1p(-uniform(rows)) / log_keep
+        # A gap that leaves the row may be larger than an integer.
+        place = place + 1 + np.minimum(gap, offsets[active + 1] - place).astype(np.int64)
+        inside = place < offsets[active + 1]
+        active, place, rows = active[inside], place[inside], rows[inside]
+        drawn.append(place)
+    return np.concatenate(drawn) if drawn else np.empty(0, np.int64)
+
+
 def hash_text(values: pa.Array) -> np.ndarray:
     """uint64 hash of each string's UTF-8 bytes: `combine` over its length and its little-endian 8-byte words.
 

@@ -67,6 +67,10 @@ class Loader:
             raise ValueError(f"rank is {rank}, world_size {world_size}; ranks are 0 to world_size - 1")
         data = pipeline.data
         mode = mode or ("train" if split == "train" else "evaluate")
+        if isinstance(split, str) and not data.HasField(split):
+            raise DataError(
+                f"data.{split} is not set. Give it a source, e.g. {split} {{ parquet {{ paths: 'FILE' }} }}."
+            )
         self.source: Source = open_source(getattr(data, split) if isinstance(split, str) else split, pipeline)
         if mode != "predict" and self.source.num_rows == 0:
             raise DataError(
@@ -149,6 +153,7 @@ class Loader:
         places = [(epoch, index) for index in indices]
         num_workers = min(self._num_workers, len(places))
         if num_workers == 0:
+            self._reader.begin(epoch)
             yield from (self._reader[place] for place in places)
             return
         results = iter(

@@ -79,13 +79,17 @@ class Reader:
             return error
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch; the last one is kept."""
-        if self._plan is None or epoch != self._epoch:
-            self._plan = EpochPlan(self._source.row_groups, self.order, epoch)
-            self._epoch = epoch
-            self._skipped: Counter[str] = Counter()
-            self._blocks: Lru[Block] = Lru(resident_blocks(self._plan, self._num_readers))
-        return self._plan
+        """The plan of an epoch."""
+        known = self._plan is not None and epoch == self._epoch
+        return self._plan if known else EpochPlan(self._source.row_groups, self.order, epoch)
+
+    def begin(self, epoch: int) -> None:
+        """Starts to read an epoch: counts from 0, with nothing in memory. Reading another one begins by
+        itself."""
+        self._plan = self.plan(epoch)
+        self._epoch = epoch
+        self._skipped: Counter[str] = Counter()
+        self._blocks: Lru[Block] = Lru(resident_blocks(self._plan, self._num_readers))
 
     def filler(self) -> Arrays:
         """A batch without rows that count."""
@@ -97,7 +101,9 @@ class Reader:
                 self._pipeline, self._num_contextual, targets=self._targets, mode=self._mode
             )
             self._packer = Packer(self._pipeline, self._mode)
-        parts = self.plan(epoch).batch(index)
+        if epoch != self._epoch:
+            self.begin(epoch)
+        parts = self._plan.batch(index)
         rows = [self._block(part.block).select(slice(part.start, part.stop)) for part in parts]
         arrays = self._packer.pack(join(rows))
         self._count(arrays.counts)

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys import protos as pb
-from recsys.data.hashing import hash_text, mix
+from recsys.data.hashing import buckets, hash_text, mix
 from recsys.errors import DataError
 
 _REMEDY = "Make it with the preparation tool that made the event files."
@@ -100,15 +100,16 @@ class HashBuckets:
     """Rows by a fixed hash of the id; two ids may share one."""
 
     def __init__(self, rows: int) -> None:
+        if not 1 <= rows <= 2**32:
+            raise ValueError(f"hash.num_buckets is {rows}; it must be at least 1 and at most {2**32}")
         self.rows = rows
 
     def map(self, values: pa.Array) -> np.ndarray:
         """Rows of the table, int64, of integers or strings without nulls."""
         if pa.types.is_integer(values.type):
-            hashes = mix(_int64(values))
-            return (hashes % np.uint64(self.rows)).astype(np.int64)
+            return buckets(mix(_int64(values)), self.rows)
         unique, inverse = _unique_text(values)
-        return (hash_text(unique) % np.uint64(self.rows)).astype(np.int64)[inverse]
+        return buckets(hash_text(unique), self.rows)[inverse]
 
 
 class Buckets:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.data.hashing import combine, hash_text, mix
+from recsys.data.hashing import buckets, combine, draw_places, hash_text, mix, uniform
 
 MASK = 2**64 - 1
 
@@ -60,3 +60,44 @@ def test_combine_depends_on_every_part_and_their_order():
 def test_combine_broadcasts():
     both = combine(7, np.array([[1], [2]]), np.array([5, 6]))
     assert both.tolist() == [[int(combine(7, i, j)[0]) for j in (5, 6)] for i in (1, 2)]
+
+
+def test_uniform_and_buckets_cover_their_ranges():
+    ends = np.array([0, MASK], np.uint64)
+    assert uniform(ends).tolist() == [0.0, 1 - 2.0**-53]
+    for count in (1, 7, 2**32):
+        assert buckets(ends, count).tolist() == [0, count - 1]
+    counts = np.bincount(buckets(mix(np.arange(70_000)), 7))
+    # 10,000 each, standard deviation 93.
+    assert abs(counts - 10_000).max() < 5 * 93
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.3, 1.0])
+def test_places_are_drawn_independently_with_the_rate(rate):
+    rows, length = 20_000, 6
+    offsets = np.arange(rows + 1) * length
+    drawn = np.zeros(rows * length, bool)
+    drawn[draw_places(offsets, rate, mix(np.arange(rows)))] = True
+    drawn = drawn.reshape(rows, length)
+    # Every place, and every pair of places, within 5 standard deviations.
+    assert abs(drawn.mean(0) - rate).max() <= 5 * (rate * (1 - rate) / rows) ** 0.5
+    for i, j in ((0, 1), (0, 5), (2, 4)):
+        both, pair = (drawn[:, i] & drawn[:, j]).mean(), rate**2
+        assert abs(both - pair) <= 5 * (pair * (1 - pair) / rows) ** 0.5
+
+
+def test_places_of_a_row_depend_on_its_hash_only():
+    hashes = mix(np.arange(50))
+    lengths = np.arange(50) % 9
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    together = draw_places(offsets, 0.4, hashes)
+    alone = [
+        draw_places(np.array([0, n]), 0.4, hashes[i : i + 1]) + offsets[i] for i, n in enumerate(lengths)
+    ]
+    assert sorted(together.tolist()) == sorted(np.concatenate(alone).tolist())
+    assert len(set(together.tolist())) == len(together)
+
+
+def test_no_rows_and_empty_rows_draw_nothing():
+    assert draw_places(np.array([0]), 0.5, np.empty(0, np.uint64)).tolist() == []
+    assert draw_places(np.zeros(4, np.int64), 1.0, mix(np.arange(3))).tolist() == []
