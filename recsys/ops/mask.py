@@ -97,10 +97,10 @@ def visible_pairs(mask: AttentionMask, history_end: Tensor, num_contextual: int,
         target_row = history_key & (in_prefix | (j >= end - mask.window))
     if mask.target_group_size == 1:
         own_group = i == j
-    else:
+    else:  # rounded down, so that no history token falls into the first group of targets
         group = (position - history_end[:, None]).div(mask.target_group_size, rounding_mode="floor")
         own_group = (group[:, :, None] == group[:, None, :]) & (j <= i)
-    return torch.where(i < end, before_targets & history_key, target_row | (own_group & ~history_key))
+    return torch.where(i < end, before_targets & history_key, target_row | own_group)
 
 
 def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:
