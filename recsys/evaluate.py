@@ -39,7 +39,8 @@ def _report(metrics: dict[str, float], call: cli.Call, checkpoint: Path) -> None
         logger.info("%s on %s rows: %s", checkpoint.name, call.flags.split, path)
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of this command."""
     parser.add_argument(
         "--split", choices=["train", "validation", "test"], default="test", help="default: test"
     )
@@ -53,7 +54,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 def main() -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("evaluate", run, add_flags=_add_flags)
+    return cli.main("evaluate", run, add_flags=add_flags)
 
 
 if __name__ == "__main__":

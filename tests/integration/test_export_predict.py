@@ -1,0 +1,296 @@
+"""Train, evaluate, export, predict by the commands on real rows; predictions checked against evaluation and
+labels.
+
+Prediction runs in a folder with nothing but the package and the input, so whatever it needs must be in the
+package.
+"""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from tests.integration.runs import one_thread
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKER = ("tests/integration/tiny.config", "train.num_steps=40", "train.evaluation.every_steps=40")
+RETRIEVER = (
+    "configs/movielens_small_retrieval.config",
+    "train.num_epochs=",
+    "train.num_steps=12",
+    "train.schedule.warmup_steps=0",
+    "train.evaluation.every_steps=12",
+    "data.num_workers=0",
+)
+
+# Both models are built once: their tests stay in one process.
+pytestmark = pytest.mark.xdist_group("export_predict")
+
+
+class Exported(NamedTuple):
+    """A trained run, its package alone in a folder, and the rows that it is tried on."""
+
+    run: Path
+    package: Path
+    rows: Path
+
+
+def command(name: str, *flags: object, cwd: Path = ROOT, code: int = 0, **variables: str) -> str:
+    """Runs `python -m recsys.<name>` in a process of its own and returns what it printed."""
+    environment = one_thread() | {"PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(
+        [sys.executable, "-m", f"recsys.{name}", *map(str, flags)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def export(folder: Path, config: str, *overrides: str, rows: Path) -> Exported:
+    settings = [part for override in overrides for part in ("--set", override)]
+    run, alone = folder / "run", folder / "alone"
+    command("train", "--config", config, "--run-dir", run, *settings)
+    command("export", "--run-dir", run)
+    alone.mkdir()
+    shutil.move(run / "export", alone / "export")
+    return Exported(run, alone / "export", rows)
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranker")
+    return export(folder, *RANKER, rows=ROOT / "tests/data/kuairand/test.parquet")
+
+
+@pytest.fixture(scope="module")
+def retriever(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("retriever")
+    table = pq.read_table(ROOT / "tests/data/movielens/test.parquet")
+    # Evaluation sees the newest 200 events and removes those; prediction removes all that the user has seen.
+    short = table.filter(pc.less_equal(pc.list_value_length(table["uih_item_id"]), 50))
+    pq.write_table(short, folder / "rows.parquet", row_group_size=100)
+    return export(folder, *RETRIEVER, rows=folder / "rows.parquet")
+
+
+def predict(package: Path, rows: Path, output: Path, *flags: object) -> pa.Table:
+    command("predict", "--package", package, "--input", rows, "--output", output, *flags, cwd=package.parent)
+    return pq.read_table(output)
+
+
+def evaluated(exported: Exported) -> dict[str, float]:
+    test = f'data.test={{parquet {{paths: "{exported.rows}"}}}}'
+    command("evaluate", "--run-dir", exported.run, "--set", test)
+    return json.loads((exported.run / "test_metrics.json").read_text())["metrics"]
+
+
+def auc(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Share of pairs of a positive and a negative in the right order, ties half."""
+    difference = scores[labels == 1][:, None] - scores[labels == 0][None, :]
+    return float(((difference > 0) + 0.5 * (difference == 0)).mean())
+
+
+def test_a_rankers_predictions_have_the_evaluated_quality(ranker, tmp_path):
+    rows = pq.read_table(ranker.rows)
+    found = predict(ranker.package, ranker.rows, tmp_path / "out")
+    for column in ("user_id", "request_id", "candidate_item_id"):
+        assert found[column].to_pylist() == rows[column].to_pylist()
+    metrics = evaluated(ranker)
+    clicks = rows["candidate_is_click"].combine_chunks().flatten().to_numpy()
+    # The config keeps 5 candidates of a row for evaluation; prediction scores all of them.
+    kept = np.concatenate(
+        [np.arange(n) < 5 for n in pc.list_value_length(rows["candidate_item_id"]).to_pylist()]
+    )
+    scores = found["is_click"].combine_chunks().flatten().to_numpy()
+    assert len(scores) == len(clicks)
+    assert auc(scores[kept], clicks[kept]) == pytest.approx(metrics["is_click/auc"], abs=1e-5)
+    seconds = rows["candidate_watch_time"].combine_chunks().flatten().to_numpy()[kept]
+    predicted = found["watch_time"].combine_chunks().flatten().to_numpy()[kept]
+    assert np.abs(predicted - seconds).mean() == pytest.approx(metrics["watch_time/mae"], rel=1e-4)
+
+
+def test_a_retrievers_predictions_have_the_evaluated_quality(retriever, tmp_path):
+    rows = pq.read_table(retriever.rows)
+    found = predict(retriever.package, retriever.rows, tmp_path / "out")
+    metrics = evaluated(retriever)
+    hits, gains = [], []
+    for row, answer in zip(rows.to_pylist(), found.to_pylist(), strict=True):
+        assert answer["user_id"] == row["user_id"]
+        assert len(set(answer["item_id"])) == 10
+        assert not set(answer["item_id"]) & set(row["uih_item_id"])
+        assert answer["score"] == sorted(answer["score"], reverse=True)
+        (target,) = row["candidate_item_id"]
+        rank = answer["item_id"].index(target) + 1 if target in answer["item_id"] else None
+        hits.append(rank is not None)
+        gains.append(1 / math.log2(1 + rank) if rank else 0.0)
+    assert np.mean(hits) == pytest.approx(metrics["hit_rate@10"], abs=1e-6)
+    assert np.mean(gains) == pytest.approx(metrics["ndcg@10"], abs=1e-6)
+
+
+def test_top_k_and_history_can_be_chosen(retriever, tmp_path):
+    ten = predict(retriever.package, retriever.rows, tmp_path / "ten")
+    three = predict(retriever.package, retriever.rows, tmp_path / "three", "--set", "predict.top_k=3")
+    assert three["item_id"].to_pylist() == [items[:3] for items in ten["item_id"].to_pylist()]
+    kept = predict(
+        retriever.package, retriever.rows, tmp_path / "kept", "--set", "predict.remove_history=false"
+    )
+    histories = pq.read_table(retriever.rows)["uih_item_id"].to_pylist()
+    seen = [
+        set(items) & set(history)
+        for items, history in zip(kept["item_id"].to_pylist(), histories, strict=True)
+    ]
+    assert any(seen)
+
+
+def test_unknown_users_items_and_empty_lists_are_scored(ranker, tmp_path):
+    rows = pq.read_table(ranker.rows).slice(0, 4).to_pylist()
+    rows[0] |= {
+        "user_id": 10**15,
+        "candidate_item_id": [-0 + 10**14 + i for i in range(len(rows[0]["candidate_item_id"]))],
+    }
+    for name in [name for name in rows[1] if name.startswith("uih_")]:
+        rows[1][name] = []
+    for name in [name for name in rows[2] if name.startswith("candidate_")]:
+        rows[2][name] = []
+    path = tmp_path / "odd.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(ranker.rows)), path)
+    found = predict(ranker.package, path, tmp_path / "out").to_pylist()
+    assert [len(row["is_click"]) for row in found] == [len(row["candidate_item_id"]) for row in rows]
+    assert found[2]["is_click"] == []
+    assert all(0 < p < 1 for row in found for p in row["is_click"])
+    assert all(math.isfinite(s) for row in found for s in row["watch_time"])
+
+
+def test_new_users_get_recommendations(retriever, tmp_path):
+    rows = pq.read_table(retriever.rows).slice(0, 2).to_pylist()
+    for name in [name for name in rows[0] if name.startswith("uih_")]:
+        rows[0][name] = []
+    rows[1]["uih_item_id"] = [10**12 + i for i in range(len(rows[1]["uih_item_id"]))]
+    path = tmp_path / "new.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(retriever.rows)), path)
+    found = predict(retriever.package, path, tmp_path / "out").to_pylist()
+    assert [len(set(row["item_id"])) for row in found] == [10, 10]
+    assert all(math.isfinite(s) for row in found for s in row["score"])
+
+
+def test_thousands_of_candidates_are_scored_as_they_would_be_alone(ranker, tmp_path):
+    rows = pq.read_table(ranker.rows)
+    lists = [name for name in rows.column_names if name.startswith("candidate_")]
+    row = rows.slice(0, 1).to_pylist()[0]
+    pool = rows.slice(0, 1300).to_pylist()
+    for name in lists:
+        row[name] = [value for other in pool for value in other[name]]
+    row["candidate_timestamps"] = [row["request_time"]] * len(row["candidate_item_id"])
+    count = len(row["candidate_item_id"])
+    assert count > 1024
+    alone = [row | {name: [row[name][i]] for name in lists} | {"request_id": i} for i in range(0, count, 97)]
+    path = tmp_path / "many.parquet"
+    pq.write_table(pa.Table.from_pylist([row, *alone], rows.schema), path)
+    found = predict(ranker.package, path, tmp_path / "out").to_pylist()
+    assert len(found[0]["is_click"]) == count
+    for i, single in zip(range(0, count, 97), found[1:], strict=True):
+        assert single["is_click"] == pytest.approx([found[0]["is_click"][i]], abs=1e-5)
+
+
+def test_a_bad_row_is_named_or_left_out(ranker, tmp_path):
+    rows = pq.read_table(ranker.rows).slice(0, 3).to_pylist()
+    rows[1]["uih_item_id"] = [*rows[1]["uih_item_id"], 7]
+    path = tmp_path / "bad.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(ranker.rows)), path)
+    flags = ("--package", ranker.package, "--input", path)
+    said = command("predict", *flags, "--output", tmp_path / "a", code=3)
+    assert f"{path}, row 1" in said and "uih_item_id" in said
+    assert not list((tmp_path / "a").glob("*.parquet")) and not (tmp_path / "a" / "_SUCCESS").exists()
+    found = predict(ranker.package, path, tmp_path / "b", "--set", "data.bad_rows={policy: SKIP}").to_pylist()
+    assert [row["is_click"] is None for row in found] == [False, True, False]
+    assert [row["request_id"] for row in found] == [row["request_id"] for row in rows]
+    assert json.loads((tmp_path / "b" / "_SUCCESS").read_text()) == {"rows": 3, "left_out": 1}
+
+
+def test_an_interrupted_prediction_goes_on_and_another_one_is_refused(ranker, tmp_path):
+    output = tmp_path / "out"
+    whole = predict(ranker.package, ranker.rows, output)
+    parts = sorted(output.glob("part-*.parquet"))
+    kept = parts[0].stat().st_mtime_ns
+    for part in parts[1::2]:
+        part.unlink()
+    (output / "_SUCCESS").unlink()
+    assert predict(ranker.package, ranker.rows, output).equals(whole)
+    assert parts[0].stat().st_mtime_ns == kept
+    flags = ("--package", ranker.package, "--input", ranker.rows, "--output")
+    said = command("predict", *flags, output, "--set", "predict.batch_size=7", code=1)
+    assert "another package, input or `predict` setting" in said
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    assert "is not empty" in command("predict", *flags, tmp_path / "full", code=1)
+
+
+def test_wrong_calls_say_what_to_do(ranker, tmp_path):
+    assert "--package: not given" in command("predict", code=2)
+    assert "only predict" in command(
+        "predict", "--package", ranker.package, "--set", "model.embedding_dim=8", code=2
+    )
+    assert "carries its own config" in command(
+        "predict", "--package", ranker.package, "--config", "x.config", code=2
+    )
+    said = command("predict", "--package", tmp_path, "--input", ranker.rows, code=2)
+    assert "config.resolved" in said
+    assert "no such file" in command(
+        "predict",
+        "--package",
+        ranker.package,
+        "--input",
+        tmp_path / "no.parquet",
+        "--output",
+        tmp_path / "o",
+        code=3,
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["model.pt2", "golden.safetensors", "vocabulary/item_id.parquet", "package.json"]
+)
+def test_a_damaged_package_is_refused_by_name(ranker, tmp_path, name):
+    damaged = tmp_path / "export"
+    shutil.copytree(ranker.package, damaged)
+    content = bytearray((damaged / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (damaged / name).write_bytes(content)
+    said = command(
+        "predict", "--package", damaged, "--input", ranker.rows, "--output", tmp_path / "o", code=1
+    )
+    assert f"{damaged / name}: its bytes differ" in said
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_package_that_differs_from_the_model_is_not_written(ranker, tmp_path):
+    # The package is equal to some 1e-8; nothing is equal to 0 for hundreds of numbers.
+    flags = (
+        "--run-dir",
+        ranker.run,
+        "--output",
+        tmp_path / "export",
+        "--set",
+        "export.parity_tolerance=1e-30",
+    )
+    said = command("export", *flags, code=1)
+    assert "differ" in said and "Nothing was exported" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_compiler_is_named_with_its_remedy(ranker, tmp_path):
+    said = command("export", "--run-dir", ranker.run, "--output", tmp_path / "e", code=5, CXX="/no/such/g++")
+    assert "C++ compiler" in said and "apt-get install" in said
+    assert list(tmp_path.iterdir()) == []
