@@ -1,8 +1,7 @@
 """A batch of rows as tensors: what the reader makes and every model takes.
 
 Everything that a forward pass needs to know on the host (totals, maxima, the position in the data) was
-computed in the reader, so no module waits for the device. Names: B rows, U history events, N candidates, T
-tokens.
+computed in the reader, so no module waits for the device. B rows, U history events, N candidates, T tokens.
 """
 
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -32,8 +31,10 @@ class LayoutRule:
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the data a batch stands: batch `index` of the epoch's plan on all ranks; resuming starts at
-    `index + 1`."""
+    """Where in the data a step stands: `index` is the last batch of the epoch's plan that any rank holds in it.
+
+    All ranks carry the same position, and reading goes on at `index + 1`.
+    """
 
     epoch: int = 0
     index: int = 0
@@ -44,9 +45,9 @@ class Rows:
     """Where rows came from; stays on the host.
 
     Attributes:
-        file: [B] index into the source's list of files.
-        row: [B] row within the file.
-        keys: the key columns as they stand in the file, B rows.
+        file: [B] int64 index into the source's list of files; -1 in a batch of nothing but filler rows.
+        row: [B] int64 row within the file; -1 likewise.
+        keys: the key columns as they stand in the file, B rows; None in training.
     """
 
     file: Tensor
@@ -67,12 +68,13 @@ class Batch(Pipelineable):
         value_counts: for multi-valued columns, int64 ids of each row / event / candidate.
         numbers: for plain numeric columns, float32 one a row / event / candidate, transformed.
         request_time: [B] int64 seconds.
-        uih_timestamps: [U] int64 seconds. uih_actions: [U] int64 bitmask. uih_watch_time: [U] float32
-            seconds.
+        uih_timestamps: [U] int64 seconds.
+        uih_actions: [U] int64 bitmask; zeros when no action encoder looks at it.
+        uih_watch_time: [U] float32 seconds; zeros when no action encoder looks at it.
         candidate_timestamps: [N] int64 seconds, the request time of each candidate.
         labels: by task name, [N] float32.
         sample_weight: [B] float32; 0 marks a filler row that keeps ranks in step.
-        group: [B] int64 user of a row, for per-user metrics.
+        group: [B] int64 user of a row, for per-user metrics; 0 when the config names no key column.
         position: where in the data the batch stands.
         rows: where its rows came from.
     """

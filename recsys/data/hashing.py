@@ -57,8 +57,7 @@ def buckets(hashes: np.ndarray, count: int) -> np.ndarray:
 def draw_places(offsets: np.ndarray, rate: float, rows: np.ndarray) -> np.ndarray:
     """Flat places of elements, each drawn with probability `rate` and by the hash of its row alone.
 
-    The gap to a row's next drawn element is geometric, so the work goes with what is drawn, not with what is
-    there.
+    The gap to a row's next drawn element is geometric, so the work goes with the number of drawn elements.
 
     Args:
         offsets: int64 [rows + 1]; row i has the elements offsets[i] to offsets[i + 1].

@@ -116,8 +116,7 @@ class _Names:
 
 
 def _item_feature(pipeline: pb.Pipeline) -> str:
-    """The retriever's items; else the first embedded feature that both histories and candidates have one
-    value of."""
+    """The retriever's items; else the first single-valued id feature of both histories and candidates."""
     if pipeline.model.HasField("retriever"):
         return pipeline.model.retriever.item_feature
     both = {pb.HISTORY, pb.CANDIDATE}

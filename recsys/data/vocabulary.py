@@ -166,8 +166,7 @@ def id_type(path: str) -> pa.DataType:
 class _Sorted:
     """Binary search over all keys, with a table in front that knows most of the frequent ones at one look.
 
-    Keys come most frequent first, and queries repeat them as often: the search itself is left with the rare
-    ones.
+    Keys come most frequent first, and queries repeat them as often: the search is left with the rare ones.
     """
 
     def __init__(self, keys: np.ndarray, order: np.ndarray) -> None:
@@ -215,6 +214,13 @@ _DENSE_FACTOR = 4
 
 
 def _search(keys: np.ndarray, ids: pa.Array, name: str) -> _Sorted | _Dense:
+    if len(keys) and pa.types.is_integer(ids.type):
+        lowest, highest = int(keys.min()), int(keys.max())
+        if highest - lowest < _DENSE_FACTOR * len(keys):
+            rows = np.zeros(highest - lowest + 1, np.int64)
+            rows[keys - lowest] = np.arange(1, len(keys) + 1)
+            if np.count_nonzero(rows) == len(keys):
+                return _Dense(lowest, rows)
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
@@ -223,13 +229,6 @@ def _search(keys: np.ndarray, ids: pa.Array, name: str) -> _Sorted | _Dense:
         raise DataError(
             f"{name}: ids {first!r} and {second!r} are the same, or the same to the hash. {_REMEDY}"
         )
-    rows = order.astype(np.int64) + 1
-    if len(keys) and pa.types.is_integer(ids.type):
-        lowest, span = int(ordered[0]), int(ordered[-1]) - int(ordered[0]) + 1
-        if span <= _DENSE_FACTOR * len(keys):
-            table = np.zeros(span, np.int64)
-            table[ordered - lowest] = rows
-            return _Dense(lowest, table)
     return _Sorted(keys, order)
 
 
