@@ -9,18 +9,6 @@ from recsys.checks.walk import Finding
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
-TAKEN = frozenset(
-    "T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu cuda double "
-    "dump_patches eval extra_repr float forward get_buffer get_extra_state get_parameter get_submodule half "
-    "ipu items keys load_state_dict modules mtia named_buffers named_children named_modules named_parameters "
-    "parameters pop register_backward_hook register_buffer register_forward_hook register_forward_pre_hook "
-    "register_full_backward_hook register_full_backward_pre_hook register_load_state_dict_post_hook "
-    "register_load_state_dict_pre_hook register_module register_parameter register_state_dict_post_hook "
-    "register_state_dict_pre_hook requires_grad_ set_extra_state set_submodule share_memory state_dict to "
-    "to_empty train training type update values xpu zero_grad".split()
-)
-"""Attributes of a torch.nn.ModuleDict: no key of one, so no name of a feature or table, may be called so."""
-
 _RESERVED = {
     f.REQUEST_TIME: "the time of the request",
     f.NEGATIVES: "the negatives of retrieval",
@@ -41,15 +29,16 @@ def _names(pipeline: pb.Pipeline) -> Iterator[Finding]:
             if name and not _NAME.match(name):
                 what = f"{name!r} is given; use letters, digits and _, no digit first"
                 yield Finding(f"{path}.{field}", what)
-            if name in TAKEN:
-                what = f"{name!r} is a word of torch's own modules; try {name}_feature"
-                yield Finding(f"{path}.{field}", what)
         if feature.name in seen:
             first = seen[feature.name]
             yield Finding(
                 f"{path}.name", f"{feature.name!r} is also features[{first}]; rename one or join their sides"
             )
         seen.setdefault(feature.name, index)
+        prefix = next((x for x in f.PREFIX.values() if x and feature.name.startswith(x)), None)
+        if prefix and pb.USER in feature.sides:
+            what = f"{feature.name!r} is a USER feature, and {prefix} begins the columns of another side"
+            yield Finding(f"{path}.name", f"{what}; rename it")
         if len(set(feature.sides)) < len(feature.sides):
             yield Finding(f"{path}.sides", "a side is named twice; name each once")
 
@@ -115,6 +104,19 @@ def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"{path}.id", _disagree(table, first[table], _mapping(feature), _mapping(other)))
 
 
+def _widths(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """FBGEMM's kernels for sharded tables move four numbers at a time."""
+    if pipeline.model.embedding.placement != pb.Embedding.SHARDED:
+        return
+    for index, feature in enumerate(pipeline.features):
+        kind = "id" if feature.HasField("id") else "numeric.bucketize"
+        width = feature.id.embedding_dim if kind == "id" else feature.numeric.bucketize.embedding_dim
+        if width > 0 and width % 4:
+            what = f"{width} is given; the width of a sharded table divides by 4. Change it, or set"
+            place = f"features[{index}].{kind}.embedding_dim"
+            yield Finding(place, f"{what} model.embedding.placement: REPLICATED")
+
+
 def _disagree(table: str, other: int, mine: object, theirs: object) -> str:
     return f"{mine}, but features[{other}] of the same table {table} has {theirs}; make them equal"
 
@@ -156,4 +158,4 @@ def _csv(pipeline: pb.Pipeline) -> Iterator[Finding]:
             )
 
 
-RULES = (_names, _columns, _labels, _tables, _vocabularies, _increasing, _csv)
+RULES = (_names, _columns, _labels, _tables, _widths, _vocabularies, _increasing, _csv)

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
     """Trains the model of a resolved config in a run folder, from the last saved state if there is one."""
+    config.check_device(pipeline, processes.device.type)
     session = open_session(pipeline, folder, processes)
     run = describe(session)
     if reason := session.finish_reason():
