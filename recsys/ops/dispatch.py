@@ -1,13 +1,14 @@
 """Which implementation of an op runs, and why.
 
 Every op has a list of backends, fastest first and `reference` last. A backend is the module `<op
-package>.<backend>` with `supports(facts) -> Support` and `run(...)`; it is imported when it is first
-considered, so a backend may need packages that the machine lacks. `facts` are the op's static facts (device,
+package>.<backend>` with `supports(facts) -> Support` and `run(...)`; it may need packages that the machine
+lacks, and is slow to import only where it can run. `facts` are the op's static facts (device,
 dtype, sizes, kind of mask), never tensor values: the same question can be asked when a config is loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -28,10 +29,15 @@ _OPS: dict[str, Op] = {}
 
 
 class Support(NamedTuple):
-    """A backend's answer. `reason` says what is missing and what would help; empty when `ok`."""
+    """A backend's answer. `reason` says what is missing and what would help; empty when `ok`.
+
+    `auto=False`: this is no machine for the backend, so "auto" passes it over without a word, even where it
+    is `ok` (a kernel on a CPU, in an interpreter, for its tests).
+    """
 
     ok: bool
     reason: str = ""
+    auto: bool = True
 
 
 SUPPORTED = Support(True)
@@ -73,7 +79,10 @@ class Op:
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         """How often "auto" passed over (backend, reason)."""
         self._modules: dict[str, ModuleType] = {}
-        self._load(self.backends[-1])  # everyone has it, and a traced call could not import it
+        for backend in self.backends[:-1]:
+            with contextlib.suppress(ImportError):  # `_ask` reports it to those who want this backend
+                self._load(backend)
+        self._load(self.backends[-1])  # everyone has it; and a traced call could not import any
         _OPS[name] = self
 
     def select(self, facts: Any, backend: str = "auto") -> ModuleType:
@@ -93,6 +102,8 @@ class Op:
             )
         for name in self.backends if backend == "auto" else (backend,):
             support = self._ask(name, facts)
+            if backend == "auto" and not support.auto:
+                continue
             if support.ok:
                 self.last_backend = name
                 return self._load(name)

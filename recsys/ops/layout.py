@@ -7,8 +7,8 @@ Every total an op needs is an int that the layout already knows, so a forward pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ CONTEXTUAL, UIH, TARGET = 0, 1, 2
 """Values of `SequenceLayout.kinds()`."""
 
 _MAX_INDEX = 2**63 - 1
+_T = TypeVar("_T")
 
 
 class Selection(NamedTuple):
@@ -64,6 +65,8 @@ class SequenceLayout:
     total_len: int
     max_len: int
     total_targets: int
+    _host: _HostCopy | None
+    _memo: dict[Hashable, Any]
 
     def __init__(self, lengths: Tensor, num_targets: Tensor | None = None, num_contextual: int = 0) -> None:
         """Builds and validates a layout. Meant for host tensors; a device tensor costs one copy to the host.
@@ -93,6 +96,7 @@ class SequenceLayout:
         self.max_len = _max_or_zero(host_lengths)
         self.total_targets = int(host_targets.sum())
         self._host = _HostCopy(host_lengths, host_targets)
+        self._memo = {}
 
     @classmethod
     def from_offsets(
@@ -152,6 +156,7 @@ class SequenceLayout:
         layout.max_len = max_len
         layout.total_targets = total_targets
         layout._host = None
+        layout._memo = {}
         return layout
 
     @property
@@ -197,6 +202,17 @@ class SequenceLayout:
         """Tells the caching allocator that `stream` reads the tensors."""
         for tensor in (self.lengths, self.offsets, self.num_targets):
             tensor.record_stream(stream)
+
+    def memo(self, key: Hashable, build: Callable[[], _T]) -> _T:
+        """`build()`, kept for the next call with `key`: what ops derive from the layout and all layers share.
+
+        A traced graph keeps nothing: there the compiler drops what is computed twice.
+        """
+        if torch.compiler.is_compiling():
+            return build()
+        if key not in self._memo:
+            self._memo[key] = build()
+        return self._memo[key]
 
     def sample_ids(self) -> Tensor:
         """int64 [T], the sample of each token."""

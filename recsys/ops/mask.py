@@ -105,9 +105,17 @@ def visible_pairs(mask: AttentionMask, history_end: Tensor, num_contextual: int,
 
 def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:
     """The mask as intervals: contextual tokens and prefix, then the window, then the own target group."""
-    position = layout.positions()
     history_end = layout.history_end.index_select(0, layout.sample_ids())
-    contextual = layout.num_contextual
+    return row_intervals(mask, layout.positions(), history_end, layout.num_contextual)
+
+
+def row_intervals(
+    mask: AttentionMask, position: Tensor, history_end: Tensor, num_contextual: int
+) -> KeyIntervals:
+    """`key_intervals` of any rows: `position`, int64 [...], in samples whose first target is at `history_end`,
+    int64 broadcastable to it. A row at or past `history_end` is a target. The intervals are [..., 3].
+    """
+    contextual = num_contextual
     is_contextual, is_target = position < contextual, position >= history_end
     nothing = torch.zeros_like(position)
 
@@ -131,6 +139,42 @@ def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:
     last_start = torch.where(is_target, group_start, middle_end)
     last_end = torch.where(is_target, position + 1, middle_end)
     return KeyIntervals(
-        torch.stack([nothing, middle_start, last_start], dim=1),
-        torch.stack([first_end, middle_end, last_end], dim=1),
+        torch.stack([nothing, middle_start, last_start], dim=-1),
+        torch.stack([first_end, middle_end, last_end], dim=-1),
+    )
+
+
+class QueryIntervals(NamedTuple):
+    """The rows that see each key: contextual, history and target rows, half-open; some are empty."""
+
+    start: Tensor  # int64 [..., 3], positions in the key's sample
+    end: Tensor  # int64 [..., 3], >= start
+
+
+def column_intervals(
+    mask: AttentionMask, position: Tensor, history_end: Tensor, length: Tensor, num_contextual: int
+) -> QueryIntervals:
+    """The mask read by columns: who sees the keys at `position`, int64 [...], in samples of `length` tokens."""
+    is_target = position >= history_end
+    always = position < num_contextual + mask.prefix  # contextual tokens among them
+    nothing = torch.zeros_like(position)
+
+    sees_history = history_end if mask.contextual_reads_history else nothing + num_contextual
+    contextual_end = torch.where(position < sees_history, num_contextual, 0)
+
+    history_start = torch.where(is_target, history_end, position.clamp(min=num_contextual))
+    history_end_row = nothing + history_end
+    if mask.window is not None:
+        in_window = torch.minimum(position + mask.window, history_end)
+        history_end_row = torch.where(always | is_target, history_end, in_window)
+
+    own_group = position - (position - history_end).clamp(min=0) % mask.target_group_size
+    target_start = torch.where(is_target, position, history_end)
+    target_end = torch.where(is_target, torch.minimum(own_group + mask.target_group_size, length), length)
+    if mask.target_window and mask.window is not None:
+        hidden = ~is_target & ~always & (position < history_end - mask.window)
+        target_end = torch.where(hidden, target_start, target_end)
+    return QueryIntervals(
+        torch.stack([nothing, history_start, target_start], dim=-1),
+        torch.stack([contextual_end, history_end_row, target_end], dim=-1),
     )

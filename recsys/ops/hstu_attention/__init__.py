@@ -63,7 +63,17 @@ def hstu_attention(
     )
     alpha = q.shape[2] ** -0.5 if alpha is None else alpha
     run = OP.select(facts, backend).run
-    return run(q, k, v, layout, mask, alpha=alpha, scale_len=scale_len, bias=bias)
+    return run(
+        q,
+        k,
+        v,
+        layout,
+        mask,
+        alpha=alpha,
+        scale_len=scale_len,
+        bias=bias,
+        deterministic=facts.deterministic,
+    )
 
 
 def _facts(
@@ -88,4 +98,4 @@ def _facts(
     return attention_facts(q, k, v, mask, bias, deterministic)
 
 
-OP = Op("hstu_attention", __name__, backends=("reference",), facts=_facts)
+OP = Op("hstu_attention", __name__, backends=("triton", "reference"), facts=_facts)

@@ -32,8 +32,12 @@ def run(
     alpha: float,
     scale_len: float,
     bias: RelativeBias | None,
+    deterministic: bool,
 ) -> Tensor:
-    """Chunk by chunk: scores [H, b, L, L] of b padded samples, plus bias and mask, SiLU, times v."""
+    """Chunk by chunk: scores [H, b, L, L] of b padded samples, plus bias and mask, SiLU, times v.
+
+    It knows one way to compute; whether that is `deterministic` is what `supports` answers.
+    """
     padded = padded_chunks(layout, mask, num_heads=q.shape[1])
     tensors = [q * alpha, k, v] + ([] if bias is None else [bias.timestamps, bias.next_timestamps])
     outputs = []

@@ -1,0 +1,70 @@
+"""The Triton backend of `hstu_attention`: what it can do, and the way to its kernels.
+
+This module itself needs no Triton. The kernels are in `triton_forward` and `triton_backward`, what they share
+in `triton_tile`; `work_list` tells them which tiles there are, `triton_launch` starts them and `triton_ops`
+makes them differentiable.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+
+import torch
+from torch import Tensor
+
+from recsys.ops.attention_args import AttentionFacts
+from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
+from recsys.ops.relative_bias import RelativeBias
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_DIM = 256
+
+# Triton decides when it is imported, by its own variable, whether kernels are compiled or interpreted.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_INSTALLED = importlib.util.find_spec("triton") is not None
+_HERE = __name__.rpartition(".")[0]
+
+if _INSTALLED and torch.version.cuda is not None:  # a traced call could not import it
+    importlib.import_module(f"{_HERE}.triton_ops")
+
+
+def supports(facts: AttentionFacts) -> Support:
+    """CUDA, 16 or 32 bits, heads of up to 256. On a CPU only for tests of the kernels, by interpretation."""
+    if facts.device == "cpu":
+        if not _INTERPRETED:
+            return Support(False, "it needs CUDA tensors, these are on the CPU", auto=False)
+    elif facts.device != "cuda":
+        return Support(False, f"it needs CUDA tensors, these are on {facts.device}", auto=False)
+    if not _INSTALLED:
+        return Support(False, "Triton is not installed; type: pip install triton")
+    if facts.dtype not in DTYPES:
+        return Support(False, f"it takes bfloat16, float16 and float32, not {facts.dtype}")
+    for name, dim in (("qk_dim", facts.qk_dim), ("v_dim", facts.v_dim)):
+        if dim > MAX_DIM:
+            return Support(False, f"{name} is {dim}, it takes up to {MAX_DIM}")
+    return Support(True, auto=False) if facts.device == "cpu" else SUPPORTED
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    mask: AttentionMask,
+    *,
+    alpha: float,
+    scale_len: float,
+    bias: RelativeBias | None,
+    deterministic: bool,
+) -> Tensor:
+    """Scores and sums in float32, the bias in float32 too; work and memory follow the tokens that are there."""
+    ops = importlib.import_module(f"{_HERE}.triton_ops")
+    problem = ops.Problem(layout, mask, alpha, scale_len, bias)
+    if torch.compiler.is_compiling():
+        return ops.call_op(q, k, v, problem, deterministic)
+    tables = (None, None) if bias is None else (bias.position_table, bias.time_table)
+    return ops.HstuAttention.apply(q, k, v, *tables, problem, deterministic)

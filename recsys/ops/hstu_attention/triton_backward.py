@@ -1,0 +1,302 @@
+"""The backward kernels. With S = alpha Q K^T + bias, sigma its sigmoid and dO the gradient of the output:
+
+    dV = silu(S)^T dO / scale_len
+    dS = (dO V^T) * sigma (1 + S (1 - sigma)) / scale_len        zero where the mask is
+    dK = alpha dS^T Q,    dQ = alpha dS K,    and each entry of a bias table gets the sum of its dS
+
+`keys_kernel` owns a tile of keys and sums dK and dV over rows; `rows_kernel` owns a tile of rows and sums dQ
+and the gradients of the tables over keys. Both recompute S, so that each sum has one owner and one order. Or
+`keys_kernel` adds to dQ as it goes, with atomics: less arithmetic, but the order of the sums varies.
+
+Scores are [keys, rows] in `keys_kernel`, computed as K Q^T: Triton mistranslates the product of a transposed
+accumulator on Hopper (seen up to 3.7). Factors common to a whole sum are applied at its end.
+"""
+
+import triton
+import triton.language as tl
+
+from recsys.ops.hstu_attention.triton_tile import (
+    NUM_COLUMNS,
+    UNMASKED_COUNT,
+    UNMASKED_START,
+    bias_of,
+    load_block,
+    load_runs,
+    load_tile,
+    masked_block,
+    num_masked,
+    relative_position,
+    sigmoid,
+    store_block,
+    time_bucket,
+    visible,
+)
+
+
+@triton.jit
+def _add_rows(
+    sums, keys, block, sample, columns, rule, tables, SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """`sums`, dK and dV of a tile of keys, plus what one block of rows contributes."""
+    grad_k, grad_v = sums
+    k_tile, v_tile = keys
+    q, grad_out, grad_q, stride_q, stride_o, stride_g, next_timestamps, length, history_end, alpha, grad_scale = (
+        sample
+    )
+    j, relative_j, time = columns
+    D: tl.constexpr = SIZES[0]
+    V: tl.constexpr = SIZES[1]
+    BLOCK_M: tl.constexpr = SIZES[2]
+    BLOCK_D: tl.constexpr = SIZES[4]
+    BLOCK_V: tl.constexpr = SIZES[5]
+    BIASED: tl.constexpr = MODE[0]
+    PRECISION: tl.constexpr = MODE[2]
+    ADD_TO_GRAD_Q: tl.constexpr = MODE[3]
+    first = block * BLOCK_M
+    i = first + tl.arange(0, BLOCK_M)[None, :]
+    q_block = load_block(q, first, length, stride_q, D, BLOCK_M, BLOCK_D, False)
+    score = tl.dot(k_tile, tl.trans(q_block), input_precision=PRECISION) * alpha
+    if BIASED:
+        distance = relative_position(i, history_end, rule[3], RULE) - relative_j
+        elapsed = tl.load(next_timestamps + tl.minimum(i, length - 1)) - time
+        score += bias_of(distance, time_bucket(elapsed, tables[3], tables[4]), tables)
+    sigma = sigmoid(score, MODE[1])
+    weight = score * sigma
+    grad_block = load_block(grad_out, first, length, stride_o, V, BLOCK_M, BLOCK_V, False)
+    grad_weight = tl.dot(v_tile, tl.trans(grad_block), input_precision=PRECISION)
+    grad_score = grad_weight * (sigma + weight * (1.0 - sigma))
+    if MASKED:
+        seen = visible(i, j, history_end, rule, RULE)
+        weight = tl.where(seen, weight, 0.0)
+        grad_score = tl.where(seen, grad_score, 0.0)
+    grad_v = tl.dot(weight.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
+    rounded = grad_score.to(q_block.dtype)
+    grad_k = tl.dot(rounded, q_block, grad_k, input_precision=PRECISION)
+    if ADD_TO_GRAD_Q:
+        part = tl.dot(tl.trans(k_tile), rounded, input_precision=PRECISION) * grad_scale  # [BLOCK_D, BLOCK_M]
+        place = tl.arange(0, BLOCK_D)[:, None]
+        pointer = grad_q + tl.cast(first, tl.int64) * stride_g + tl.arange(0, BLOCK_M)[None, :] * stride_g + place
+        inside = i < length
+        if D != BLOCK_D:
+            inside = inside & (place < D)
+        tl.atomic_add(pointer, part, mask=inside, sem="relaxed")
+    return grad_k, grad_v
+
+
+@triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"])
+def keys_kernel(
+    q, k, v, grad_out, grad_q, grad_k, grad_v, items, num_items, num_heads,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
+    alpha, inverse_scale, num_contextual, window, prefix, group_size,
+    position_table, time_table, time_edges, timestamps, next_timestamps,
+    position_stride, time_stride, num_positions, num_buckets,
+    D: tl.constexpr, V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
+    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ADD_TO_GRAD_Q: tl.constexpr,
+):  # fmt: skip
+    """grad_k [T, H, D], grad_v [T, H, V], and with ADD_TO_GRAD_Q grad_q [T, H, D] in float32: contiguous."""
+    SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
+    RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, ADD_TO_GRAD_Q)
+    rule = (num_contextual, window, prefix, group_size)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    alpha = tl.full([1, 1], alpha, tl.float32)
+    inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
+    tables = (
+        position_table + head * position_stride,
+        num_positions,
+        time_table + head * time_stride,
+        time_edges,
+        num_buckets,
+    )
+    for number in range(tl.program_id(0) // num_heads, num_items, tl.num_programs(0) // num_heads):
+        item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
+        start, length, history_end, first = load_tile(item)
+        runs = load_runs(item)
+        k_head = k + start * stride_kt + head * stride_kh
+        v_head = v + start * stride_vt + head * stride_vh
+        k_tile = load_block(k_head, first, length, stride_kt, D, BLOCK_N, BLOCK_D, False)
+        v_tile = load_block(v_head, first, length, stride_vt, V, BLOCK_N, BLOCK_V, False)
+        q_head = q + start * stride_qt + head * stride_qh
+        o_head = grad_out + start * stride_ot + head * stride_oh
+        token = (start * num_heads + head).to(tl.int64)
+        sample = (
+            q_head, o_head, grad_q + token * D, stride_qt, stride_ot, num_heads * D,
+            next_timestamps + start, length, history_end, alpha, alpha * inverse_scale,
+        )  # fmt: skip
+        j = first + tl.arange(0, BLOCK_N)[:, None]
+        time = j
+        if BIASED:
+            time = tl.load(timestamps + start + tl.minimum(j, length - 1))
+        columns = (j, relative_position(j, history_end, group_size, RULE), time)
+        keys = (k_tile, v_tile)
+        sum_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        sum_v = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+        for place in range(num_masked(runs)):
+            block = masked_block(place, runs)
+            sum_k, sum_v = _add_rows(
+                (sum_k, sum_v), keys, block, sample, columns, rule, tables, SIZES, RULE, MODE, True
+            )
+        unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
+        for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
+            sum_k, sum_v = _add_rows(
+                (sum_k, sum_v), keys, block, sample, columns, rule, tables, SIZES, RULE, MODE, False
+            )
+        sum_k = sum_k * (alpha * inverse_scale)
+        store_block(grad_k + token * D, first, length, num_heads * D, sum_k, D, BLOCK_N, BLOCK_D)
+        sum_v = sum_v * inverse_scale
+        store_block(grad_v + token * V, first, length, num_heads * V, sum_v, V, BLOCK_N, BLOCK_V)
+
+
+@triton.jit
+def _add_by_distance(partial, grad_score, reach, first_key, lines, BLOCK_N: tl.constexpr):
+    """Adds the scores' gradients [rows, keys] to the entries of their distances `reach - key`.
+
+    Row `i` of the block is turned until keys of equal distance modulo BLOCK_N stand in one column; then a line
+    of BLOCK_N distances is a sum over rows. `partial` has a line for negative distances, then the table's
+    lines, then one for all distances past them; `lines` is the number of the last.
+    """
+    lane = tl.arange(0, BLOCK_N)
+    offset = reach - first_key  # [rows, 1]: distance to the block's first key
+    turned = (offset - lane[None, :]) & (BLOCK_N - 1)
+    values = tl.gather(grad_score, turned, 1)
+    line = (offset - turned - lane[None, :]) // BLOCK_N  # exact
+    line = tl.minimum(tl.maximum(line, -1), lines)
+    tl.debug_barrier()  # what other threads of this program stored before must be visible to the loads below
+    for number in range(tl.min(line), tl.max(line) + 1):
+        part = tl.sum(tl.where(line == number, values, 0.0), 0)
+        pointer = partial + (number + 1) * BLOCK_N + lane
+        tl.store(pointer, tl.load(pointer) + part)
+
+
+@triton.jit
+def _add_keys(
+    sums, tiles, block, sample, rows, rule, tables, SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """`sums`, dQ of a tile of rows and the sums of the time buckets, plus what one block of keys contributes."""
+    grad_q, by_bucket = sums
+    q_tile, grad_tile = tiles
+    k, v, stride_k, stride_v, timestamps, length, history_end, alpha, partial, lines = sample
+    i, relative_i, next_time = rows
+    D: tl.constexpr = SIZES[0]
+    V: tl.constexpr = SIZES[1]
+    BLOCK_N: tl.constexpr = SIZES[3]
+    BLOCK_D: tl.constexpr = SIZES[4]
+    BLOCK_V: tl.constexpr = SIZES[5]
+    BIASED: tl.constexpr = MODE[0]
+    PRECISION: tl.constexpr = MODE[2]
+    TABLES: tl.constexpr = MODE[3]
+    BUCKETS: tl.constexpr = MODE[4]
+    first = block * BLOCK_N
+    j = first + tl.arange(0, BLOCK_N)[None, :]
+    k_block = load_block(k, first, length, stride_k, D, BLOCK_N, BLOCK_D, not MASKED)
+    score = tl.dot(q_tile, tl.trans(k_block), input_precision=PRECISION) * alpha
+    if BIASED:
+        distance = relative_i - relative_position(j, history_end, rule[3], RULE)
+        elapsed = next_time - tl.load(timestamps + tl.minimum(j, length - 1))
+        bucket = time_bucket(elapsed, tables[3], tables[4])
+        score += bias_of(distance, bucket, tables)
+    sigma = sigmoid(score, MODE[1])
+    v_block = load_block(v, first, length, stride_v, V, BLOCK_N, BLOCK_V, not MASKED)
+    grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION)
+    grad_score = grad_score * (sigma + score * sigma * (1.0 - sigma))
+    if MASKED:
+        seen = visible(i, j, history_end, rule, RULE)
+        grad_score = tl.where(seen, grad_score, 0.0)
+    grad_q = tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
+    if TABLES:
+        if MASKED:
+            is_target = j >= history_end
+            from_history = tl.where(is_target, 0.0, grad_score)
+            _add_by_distance(partial, from_history, relative_i, first, lines, BLOCK_N)
+            if first + BLOCK_N > history_end:  # within a group of targets the distance is that of the indices
+                from_targets = tl.where(is_target, grad_score, 0.0)
+                inside = tl.minimum(i, length - 1)
+                _add_by_distance(partial, from_targets, inside, first, lines, BLOCK_N)
+            low = tl.min(tl.where(seen, bucket, BUCKETS))
+            high = tl.max(tl.where(seen, bucket, -1))
+        else:
+            _add_by_distance(partial, grad_score, relative_i, first, lines, BLOCK_N)
+            low = tl.min(bucket)
+            high = tl.max(bucket)
+        for number in range(low, high + 1):
+            part = tl.sum(tl.where(bucket == number, grad_score, 0.0))
+            by_bucket += tl.where(tl.arange(0, BUCKETS) == number, part, 0.0)
+    return grad_q, by_bucket
+
+
+@triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"])
+def rows_kernel(
+    q, k, v, grad_out, grad_q, items, num_items, num_heads,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
+    alpha, inverse_scale, num_contextual, window, prefix, group_size,
+    position_table, time_table, time_edges, timestamps, next_timestamps,
+    position_stride, time_stride, num_positions, num_buckets,
+    position_partial, time_partial, lines,
+    D: tl.constexpr, V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
+    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, TABLES: tl.constexpr,
+    BUCKETS: tl.constexpr,
+):  # fmt: skip
+    """grad_q [T, H, D] contiguous, and the tables' gradients less 1 / scale_len, one part a program.
+
+    position_partial: float32 [programs, (lines + 2) * BLOCK_N], zeros: see `_add_by_distance`.
+    time_partial: float32 [programs, BUCKETS], BUCKETS a power of two >= num_buckets.
+    """
+    SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
+    RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, TABLES, BUCKETS)
+    rule = (num_contextual, window, prefix, group_size)
+    program = tl.program_id(0).to(tl.int64)
+    head = program % num_heads
+    alpha = tl.full([1, 1], alpha, tl.float32)
+    inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
+    tables = (
+        position_table + head * position_stride,
+        num_positions,
+        time_table + head * time_stride,
+        time_edges,
+        num_buckets,
+    )
+    partial = position_partial + program * ((lines + 2) * BLOCK_N)
+    by_bucket = tl.zeros([BUCKETS], tl.float32)
+    for number in range(tl.program_id(0) // num_heads, num_items, tl.num_programs(0) // num_heads):
+        item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
+        start, length, history_end, first = load_tile(item)
+        runs = load_runs(item)
+        q_head = q + start * stride_qt + head * stride_qh
+        o_head = grad_out + start * stride_ot + head * stride_oh
+        q_tile = load_block(q_head, first, length, stride_qt, D, BLOCK_M, BLOCK_D, False)
+        grad_tile = load_block(o_head, first, length, stride_ot, V, BLOCK_M, BLOCK_V, False)
+        k_head = k + start * stride_kt + head * stride_kh
+        v_head = v + start * stride_vt + head * stride_vh
+        sample = (
+            k_head, v_head, stride_kt, stride_vt, timestamps + start, length, history_end, alpha, partial, lines,
+        )  # fmt: skip
+        i = first + tl.arange(0, BLOCK_M)[:, None]
+        next_time = i
+        if BIASED:
+            next_time = tl.load(next_timestamps + start + tl.minimum(i, length - 1))
+        relative_i = relative_position(tl.minimum(i, length - 1), history_end, group_size, RULE)
+        rows = (i, relative_i, next_time)
+        tiles = (q_tile, grad_tile)
+        total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for place in range(num_masked(runs)):
+            block = masked_block(place, runs)
+            total, by_bucket = _add_keys(
+                (total, by_bucket), tiles, block, sample, rows, rule, tables, SIZES, RULE, MODE, True
+            )
+        unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
+        for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
+            total, by_bucket = _add_keys(
+                (total, by_bucket), tiles, block, sample, rows, rule, tables, SIZES, RULE, MODE, False
+            )
+        head_q = grad_q + (start * num_heads + head) * D
+        total = total * (alpha * inverse_scale)
+        store_block(head_q, first, length, num_heads * D, total, D, BLOCK_M, BLOCK_D)
+    if TABLES:
+        tl.store(time_partial + program * BUCKETS + tl.arange(0, BUCKETS), by_bucket)

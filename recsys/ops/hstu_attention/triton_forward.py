@@ -1,0 +1,107 @@
+"""The forward kernel: one tile of rows of one head, over the blocks of keys that it sees.
+
+    out[i] = sum_j silu(alpha <q_i, k_j> + bias[i, j]) v_j / scale_len
+
+Scores and sums are float32; the weights are rounded to the type of v for the second product.
+"""
+
+import triton
+import triton.language as tl
+
+from recsys.ops.hstu_attention.triton_tile import (
+    NUM_COLUMNS,
+    UNMASKED_COUNT,
+    UNMASKED_START,
+    bias_of,
+    load_block,
+    load_runs,
+    load_tile,
+    masked_block,
+    num_masked,
+    relative_position,
+    sigmoid,
+    store_block,
+    time_bucket,
+    visible,
+)
+
+
+@triton.jit
+def _add_block(
+    total, q_block, block, sample, rows, rule, tables, SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """`total` [BLOCK_M, BLOCK_V] plus what one block of keys contributes."""
+    k, v, stride_k, stride_v, timestamps, length, history_end, alpha = sample
+    i, relative_i, next_time = rows
+    D: tl.constexpr = SIZES[0]
+    V: tl.constexpr = SIZES[1]
+    BLOCK_N: tl.constexpr = SIZES[3]
+    BLOCK_D: tl.constexpr = SIZES[4]
+    BLOCK_V: tl.constexpr = SIZES[5]
+    BIASED: tl.constexpr = MODE[0]
+    first = block * BLOCK_N
+    j = first + tl.arange(0, BLOCK_N)[None, :]
+    k_block = load_block(k, first, length, stride_k, D, BLOCK_N, BLOCK_D, not MASKED)
+    score = tl.dot(q_block, tl.trans(k_block), input_precision=MODE[2]) * alpha
+    if BIASED:
+        distance = relative_i - relative_position(j, history_end, rule[3], RULE)
+        elapsed = next_time - tl.load(timestamps + tl.minimum(j, length - 1))
+        score += bias_of(distance, time_bucket(elapsed, tables[3], tables[4]), tables)
+    weight = score * sigmoid(score, MODE[1])
+    if MASKED:
+        weight = tl.where(visible(i, j, history_end, rule, RULE), weight, 0.0)
+    v_block = load_block(v, first, length, stride_v, V, BLOCK_N, BLOCK_V, not MASKED)
+    return tl.dot(weight.to(v_block.dtype), v_block, total, input_precision=MODE[2])
+
+
+@triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"])
+def forward_kernel(
+    q, k, v, out, items, num_items, num_heads,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+    alpha, inverse_scale, num_contextual, window, prefix, group_size,
+    position_table, time_table, time_edges, timestamps, next_timestamps,
+    position_stride, time_stride, num_positions, num_buckets,
+    D: tl.constexpr, V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
+    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [T, H, V] contiguous. As many programs as there are workers for a head times heads, heads fastest."""
+    SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
+    RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION)
+    rule = (num_contextual, window, prefix, group_size)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    alpha = tl.full([1, 1], alpha, tl.float32)
+    inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
+    tables = (
+        position_table + head * position_stride,
+        num_positions,
+        time_table + head * time_stride,
+        time_edges,
+        num_buckets,
+    )
+    for number in range(tl.program_id(0) // num_heads, num_items, tl.num_programs(0) // num_heads):
+        item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
+        start, length, history_end, first = load_tile(item)
+        runs = load_runs(item)
+        q_head = q + start * stride_qt + head * stride_qh
+        k_head = k + start * stride_kt + head * stride_kh
+        v_head = v + start * stride_vt + head * stride_vh
+        sample = (k_head, v_head, stride_kt, stride_vt, timestamps + start, length, history_end, alpha)
+        q_block = load_block(q_head, first, length, stride_qt, D, BLOCK_M, BLOCK_D, False)
+        i = first + tl.arange(0, BLOCK_M)[:, None]
+        next_time = i
+        if BIASED:
+            next_time = tl.load(next_timestamps + start + tl.minimum(i, length - 1))
+        rows = (i, relative_position(i, history_end, group_size, RULE), next_time)
+        total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        for place in range(num_masked(runs)):
+            block = masked_block(place, runs)
+            total = _add_block(total, q_block, block, sample, rows, rule, tables, SIZES, RULE, MODE, True)
+        unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
+        for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
+            total = _add_block(total, q_block, block, sample, rows, rule, tables, SIZES, RULE, MODE, False)
+        out_head = out + (start * num_heads + head) * V
+        store_block(out_head, first, length, num_heads * V, total * inverse_scale, V, BLOCK_M, BLOCK_V)

@@ -1,0 +1,336 @@
+"""From tensors to kernel launches: sizes of the blocks, grids, and the sums that a second pass finishes.
+
+The functions here compute and do not record gradients; `triton_ops` makes them differentiable. They only use
+what a compiler can trace: `wrap` stands around each kernel, the identity in eager mode and
+`torch.library.wrap_triton` in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.hstu_attention.triton_backward import keys_kernel, rows_kernel
+from recsys.ops.hstu_attention.triton_forward import forward_kernel
+from recsys.ops.hstu_attention.work_list import key_work, row_work
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
+from recsys.ops.relative_bias import RelativeBias, time_bucket
+
+Wrap = Callable[[Any], Any]
+
+MAX_EDGE = 2**62
+"""No difference of two times in seconds comes near it."""
+
+
+class Blocks(NamedTuple):
+    """How one kernel cuts its work up."""
+
+    rows: int  # BLOCK_M
+    keys: int  # BLOCK_N
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What one call computes, apart from q, k and v."""
+
+    layout: SequenceLayout
+    mask: AttentionMask
+    alpha: float
+    scale_len: float
+    bias: RelativeBias | None
+
+
+class Gradients(NamedTuple):
+    """Of q, k and v; of the tables when they were asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    position_table: Tensor | None
+    time_table: Tensor | None
+
+
+# Chosen so that nothing spills on sm_90, by width of the heads (padded) and bytes of an element.
+_FORWARD = {
+    (64, 2): Blocks(128, 64, 4, 3),
+    (128, 2): Blocks(128, 64, 8, 3),
+    (256, 2): Blocks(128, 32, 8, 2),
+    (64, 4): Blocks(64, 32, 4, 2),
+    (128, 4): Blocks(64, 32, 8, 2),
+    (256, 4): Blocks(32, 32, 8, 1),
+}
+_KEYS = {
+    (64, 2): Blocks(64, 64, 4, 2),
+    (128, 2): Blocks(64, 64, 8, 2),
+    (256, 2): Blocks(32, 64, 8, 1),
+    (64, 4): Blocks(32, 32, 4, 1),
+    (128, 4): Blocks(32, 32, 8, 1),
+    (256, 4): Blocks(16, 16, 8, 1),
+}
+_ROWS = {
+    (64, 2): Blocks(64, 64, 4, 2),
+    (128, 2): Blocks(64, 64, 8, 2),
+    (256, 2): Blocks(64, 32, 8, 1),
+    (64, 4): Blocks(32, 32, 4, 1),
+    (128, 4): Blocks(32, 32, 8, 1),
+    (256, 4): Blocks(16, 16, 8, 1),
+}
+KERNELS = {"forward": _FORWARD, "keys": _KEYS, "rows": _ROWS}
+
+PROGRAMS_PER_PROCESSOR = 2
+"""Of `rows_kernel` when it sums table gradients, which need memory for each program."""
+
+
+def blocks_of(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> Blocks:
+    """The sizes for a kernel, one of `KERNELS`."""
+    return KERNELS[kernel][max(64, padded_dim(qk_dim), padded_dim(v_dim)), dtype.itemsize]
+
+
+def padded_dim(dim: int) -> int:
+    """The next power of two that a matrix instruction takes."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = lambda kernel: kernel) -> Tensor:
+    """`hstu_attention` [T, H, V]; the arguments have been validated."""
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if q.shape[0] == 0:
+        return out
+    q, k, v = map(_with_dense_rows, (q, k, v))
+    blocks = blocks_of("forward", q.dtype, q.shape[2], v.shape[2])
+    items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
+    num_heads = q.shape[1]
+    wrap(forward_kernel)[(items.shape[0] * num_heads,)](
+        q,
+        k,
+        v,
+        out,
+        items,
+        items.shape[0],
+        num_heads,
+        *_strides(q, k, v),
+        *_scalars(problem),
+        *_bias_arguments(problem, items),
+        **_constants(problem, q, v, blocks),
+    )
+    return out
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    *,
+    tables: bool,
+    deterministic: bool,
+    wrap: Wrap = lambda kernel: kernel,
+) -> Gradients:
+    """All gradients; those of the bias's tables if `tables`.
+
+    `deterministic=False` may add up dQ with atomics, in one kernel instead of two. Gradients of tables are
+    always deterministic.
+    """
+    total_len, num_heads, qk_dim = q.shape
+    grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
+    grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
+    bias = problem.bias if tables else None
+    if total_len == 0:
+        zeros = [None, None] if bias is None else [torch.zeros_like(bias.position_table), torch.zeros_like(bias.time_table)]
+        return Gradients(torch.empty_like(q), grad_k, grad_v, *zeros)
+    q, k, v, grad_out = map(_with_dense_rows, (q, k, v, grad_out))
+    atomics = not deterministic and not tables
+    if atomics:
+        grad_q = torch.zeros(total_len, num_heads, qk_dim, dtype=torch.float32, device=q.device)
+    else:
+        grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _launch_keys(q, k, v, grad_out, Gradients(grad_q, grad_k, grad_v, None, None), problem, atomics, wrap)
+    if atomics:
+        return Gradients(grad_q.to(q.dtype), grad_k, grad_v, None, None)
+    return _launch_rows(q, k, v, grad_out, Gradients(grad_q, grad_k, grad_v, None, None), problem, bias, wrap)
+
+
+def _launch_keys(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Gradients, problem: Problem, atomics: bool, wrap: Wrap
+) -> None:
+    """Fills in dK and dV, with `atomics` dQ too."""
+    blocks = blocks_of("keys", q.dtype, q.shape[2], v.shape[2])
+    items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
+    num_heads = q.shape[1]
+    wrap(keys_kernel)[(items.shape[0] * num_heads,)](
+        q,
+        k,
+        v,
+        grad_out,
+        out.q,
+        out.k,
+        out.v,
+        items,
+        items.shape[0],
+        num_heads,
+        *_strides(q, k, v, grad_out),
+        *_scalars(problem),
+        *_bias_arguments(problem, items),
+        ADD_TO_GRAD_Q=atomics,
+        **_constants(problem, q, v, blocks),
+    )
+
+
+def _launch_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    out: Gradients,
+    problem: Problem,
+    bias: RelativeBias | None,
+    wrap: Wrap,
+) -> Gradients:
+    """Fills in dQ; with `bias` also makes the gradients of its tables."""
+    blocks = blocks_of("rows", q.dtype, q.shape[2], v.shape[2])
+    items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
+    num_heads = q.shape[1]
+    workers, lines, buckets = items.shape[0], 0, 16
+    positions = times = grad_out.new_empty(0, dtype=torch.float32)
+    if bias is not None:
+        workers = max(1, min(workers, PROGRAMS_PER_PROCESSOR * _num_processors(q.device) // num_heads))
+        lines = -(-bias.position_table.shape[-1] // blocks.keys)
+        buckets = padded_dim(bias.time_table.shape[-1])
+        positions = q.new_zeros(workers, num_heads, (lines + 2) * blocks.keys, dtype=torch.float32)
+        times = q.new_empty(workers, num_heads, buckets, dtype=torch.float32)
+    wrap(rows_kernel)[(workers * num_heads,)](
+        q,
+        k,
+        v,
+        grad_out,
+        out.q,
+        items,
+        items.shape[0],
+        num_heads,
+        *_strides(q, k, v, grad_out),
+        *_scalars(problem),
+        *_bias_arguments(problem, items),
+        positions,
+        times,
+        lines,
+        TABLES=bias is not None,
+        BUCKETS=buckets,
+        **_constants(problem, q, v, blocks),
+    )
+    if bias is None:
+        return out
+    by_position = _fold(positions.sum(0)[:, blocks.keys :], positions.sum(0)[:, : blocks.keys], bias)
+    by_time = times.sum(0)[:, : bias.time_table.shape[-1]]
+    return out._replace(
+        position_table=_like_table(by_position / problem.scale_len, bias.position_table),
+        time_table=_like_table(by_time / problem.scale_len, bias.time_table),
+    )
+
+
+def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:
+    """[H, P] from sums by distance [H, > P]: distances outside of the table belong to its ends."""
+    last = bias.position_table.shape[-1] - 1
+    sums = distances[:, : last + 1].clone()
+    sums[:, 0] += negative.sum(1)
+    sums[:, last] += distances[:, last + 1 :].sum(1)
+    return sums
+
+
+def _like_table(sums: Tensor, table: Tensor) -> Tensor:
+    """[H, buckets] to the table's shape and dtype: a table without heads gets the sum over them."""
+    return (sums if table.dim() == 2 else sums.sum(0)).to(table.dtype)
+
+
+def _with_dense_rows(tensor: Tensor) -> Tensor:
+    """The kernels take any strides but that of the last dimension."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [tensor.stride(dim) for tensor in tensors for dim in (0, 1)]
+
+
+def _scalars(problem: Problem) -> list[int | float]:
+    mask = problem.mask
+    return [
+        problem.alpha,
+        1.0 / problem.scale_len,
+        problem.layout.num_contextual,
+        mask.window or 0,
+        mask.prefix,
+        mask.target_group_size,
+    ]
+
+
+def _bias_arguments(problem: Problem, unused: Tensor) -> list[Tensor | int]:
+    """Tables in float32, the edges of the time buckets, both times, strides of a head and sizes."""
+    bias = problem.bias
+    if bias is None:
+        return [unused, unused, unused, unused, unused, 0, 0, 1, 1]
+    position, time = (table.detach().float().contiguous() for table in (bias.position_table, bias.time_table))
+    return [
+        position,
+        time,
+        _edges_on(time.shape[-1], time.device),
+        bias.timestamps.contiguous(),
+        bias.next_timestamps.contiguous(),
+        position.stride(0) if position.dim() == 2 else 0,
+        time.stride(0) if time.dim() == 2 else 0,
+        position.shape[-1],
+        time.shape[-1],
+    ]
+
+
+def _constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[str, Any]:
+    """What the kernels are compiled for, by the names of their parameters."""
+    mask, is_float32 = problem.mask, q.dtype == torch.float32
+    return {
+        "D": q.shape[2],
+        "V": v.shape[2],
+        "BLOCK_M": blocks.rows,
+        "BLOCK_N": blocks.keys,
+        "BLOCK_D": padded_dim(q.shape[2]),
+        "BLOCK_V": padded_dim(v.shape[2]),
+        "WINDOWED": mask.window is not None,
+        "TARGET_WINDOW": mask.target_window,
+        "GROUPED": mask.target_group_size > 1,
+        "CONTEXTUAL_READS": mask.contextual_reads_history,
+        "BIASED": problem.bias is not None,
+        "FAST": q.device.type == "cuda" and not is_float32,
+        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
+    }
+
+
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4  # in the interpreter: few programs, so that one of them has several tiles
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=64)
+def _edges_on(num_buckets: int, device: torch.device) -> Tensor:
+    return torch.tensor(time_edges(num_buckets), device=device)
+
+
+def time_edges(num_buckets: int) -> list[int]:
+    """The least difference in seconds of each time bucket, and one that none reaches: exact by definition."""
+    edges = [1]
+    for bucket in range(1, num_buckets):
+        low, high = edges[-1], MAX_EDGE  # bucket(low) < bucket; the answer is in (low, high]
+        while high - low > 1:
+            middle = (low + high) // 2
+            reached = int(time_bucket(torch.tensor(middle), num_buckets)) >= bucket
+            low, high = (low, middle) if reached else (middle, high)
+        edges.append(high)
+    return [*edges, 2**63 - 1]

@@ -1,0 +1,184 @@
+"""What the forward and the backward kernels share: work items, loads of blocks, the mask, the bias, SiLU.
+
+All of it is inlined into the kernels. Scores come in two orientations, [rows, keys] where a program owns rows
+and [keys, rows] where it owns keys, so positions are given ready to broadcast: `i` of rows, `j` of keys.
+
+Numbers that belong together travel as tuples:
+
+    rule    num_contextual, window, prefix, group_size
+    RULE    WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS: which parts of the mask there are
+    tables  position_table, num_positions, time_table, time_edges, num_buckets
+"""
+
+import triton
+import triton.language as tl
+
+from recsys.ops.hstu_attention import work_list
+from recsys.ops.relative_bias import LOG_BUCKET
+
+# What a kernel reads of module scope must be a constexpr.
+START = tl.constexpr(work_list.START)
+LENGTH = tl.constexpr(work_list.LENGTH)
+HISTORY_END = tl.constexpr(work_list.HISTORY_END)
+FIRST = tl.constexpr(work_list.FIRST)
+COUNT_A = tl.constexpr(work_list.COUNT_A)
+START_B = tl.constexpr(work_list.START_B)
+COUNT_B = tl.constexpr(work_list.COUNT_B)
+START_C = tl.constexpr(work_list.START_C)
+COUNT_C = tl.constexpr(work_list.COUNT_C)
+UNMASKED_AT = tl.constexpr(work_list.UNMASKED_AT)
+UNMASKED_START = tl.constexpr(work_list.UNMASKED_START)
+UNMASKED_COUNT = tl.constexpr(work_list.UNMASKED_COUNT)
+NUM_COLUMNS = tl.constexpr(work_list.NUM_COLUMNS)
+
+BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / LOG_BUCKET)
+"""Time buckets that a factor of two spans."""
+
+
+@triton.jit
+def load_tile(item):
+    """Where the tile of a work item lies: (first row of the sample, its length, its first target, first token)."""
+    return (
+        tl.load(item + START),
+        tl.load(item + LENGTH).to(tl.int32),
+        tl.load(item + HISTORY_END).to(tl.int32),
+        tl.load(item + FIRST).to(tl.int32),
+    )
+
+
+@triton.jit
+def load_runs(item):
+    """The blocks that a work item visits, for `num_masked` and `masked_block`."""
+    return (
+        tl.load(item + COUNT_A).to(tl.int32),
+        tl.load(item + START_B).to(tl.int32),
+        tl.load(item + COUNT_B).to(tl.int32),
+        tl.load(item + START_C).to(tl.int32),
+        tl.load(item + COUNT_C).to(tl.int32),
+        tl.load(item + UNMASKED_AT).to(tl.int32),
+        tl.load(item + UNMASKED_COUNT).to(tl.int32),
+    )
+
+
+@triton.jit
+def num_masked(runs):
+    """How many of the blocks need the mask."""
+    count_a, _, count_b, _, count_c, _, unmasked_count = runs
+    return count_a + count_b + count_c - unmasked_count
+
+
+@triton.jit
+def masked_block(number, runs):
+    """The block number `number` of those that need the mask."""
+    count_a, start_b, count_b, start_c, _, unmasked_at, unmasked_count = runs
+    number = tl.where(number >= unmasked_at, number + unmasked_count, number)
+    in_b = number - count_a + start_b
+    in_c = number - count_a - count_b + start_c
+    return tl.where(number < count_a, number, tl.where(number < count_a + count_b, in_b, in_c))
+
+
+@triton.jit
+def load_block(
+    base, first, length, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr
+):
+    """[ROWS, COLUMNS]: tokens from `first` on; zero from token `length` and from column WIDTH on.
+
+    INSIDE: all tokens are known to lie before `length`.
+    """
+    token = tl.arange(0, ROWS)[:, None]
+    place = tl.arange(0, COLUMNS)[None, :]
+    pointer = base + tl.cast(first, tl.int64) * stride + token * stride + place
+    if INSIDE:
+        if WIDTH == COLUMNS:
+            return tl.load(pointer)
+        else:
+            return tl.load(pointer, mask=place < WIDTH, other=0.0)
+    elif WIDTH == COLUMNS:
+        return tl.load(pointer, mask=first + token < length, other=0.0)
+    else:
+        return tl.load(pointer, mask=(first + token < length) & (place < WIDTH), other=0.0)
+
+
+@triton.jit
+def store_block(
+    base, first, length, stride, value, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The reverse of `load_block`, rounded to the type of the memory."""
+    token = tl.arange(0, ROWS)[:, None]
+    place = tl.arange(0, COLUMNS)[None, :]
+    pointer = base + tl.cast(first, tl.int64) * stride + token * stride + place
+    inside = first + token < length
+    if WIDTH != COLUMNS:
+        inside = inside & (place < WIDTH)
+    tl.store(pointer, value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def visible(i, j, history_end, rule, RULE: tl.constexpr):
+    """Whether row `i` sees key `j`: the intervals of `recsys.ops.mask.row_intervals`, and a look at them."""
+    num_contextual, window, prefix, group_size = rule
+    WINDOWED: tl.constexpr = RULE[0]
+    TARGET_WINDOW: tl.constexpr = RULE[1]
+    GROUPED: tl.constexpr = RULE[2]
+    CONTEXTUAL_READS: tl.constexpr = RULE[3]
+    is_target = i >= history_end
+    row_end = tl.where(is_target, history_end, i + 1)
+    first_end = row_end
+    if WINDOWED:
+        first_end = tl.minimum(num_contextual + prefix, row_end)
+        if not TARGET_WINDOW:
+            first_end = tl.where(is_target, history_end, first_end)
+    if CONTEXTUAL_READS:
+        first_end = tl.where(i < num_contextual, history_end, first_end)
+    else:
+        first_end = tl.where(i < num_contextual, num_contextual, first_end)
+    seen = j < first_end
+    if WINDOWED:  # the window of a contextual row lies within the contextual tokens, which it sees anyway
+        seen = seen | ((j >= row_end - window) & (j < row_end))
+    if GROUPED:
+        group_start = tl.where(is_target, i - (i - history_end) % group_size, i + 1)
+        return seen | ((j >= group_start) & (j <= i))
+    else:
+        return seen | (j == i)
+
+
+@triton.jit
+def relative_position(i, history_end, group_size, RULE: tl.constexpr):
+    """`r` of token `i`: the targets of each group stand directly behind the history."""
+    if RULE[2]:
+        return tl.where(i < history_end, i, history_end + (i - history_end) % group_size)
+    else:
+        return tl.minimum(i, history_end)
+
+
+@triton.jit
+def time_bucket(seconds, time_edges, num_buckets):
+    """The bucket of a difference in seconds, int64, exactly.
+
+    A logarithm in float32 may miss an edge: it only says which edge to look at. `time_edges[b]` is the least
+    whole number of seconds in bucket `b`, and `time_edges[num_buckets]` lies beyond all of them.
+    """
+    seconds = tl.maximum(tl.where(seconds < 0, -seconds, seconds), 1)
+    guess = tl.log2(seconds.to(tl.float32)) * BUCKETS_PER_OCTAVE - 1e-3
+    guess = tl.minimum(tl.maximum(guess.to(tl.int32), 0), num_buckets - 1)
+    return tl.where(seconds >= tl.load(time_edges + guess + 1), guess + 1, guess)
+
+
+@triton.jit
+def bias_of(distance, bucket, tables):
+    """`position_table[clamp(distance)] + time_table[bucket]`, float32."""
+    position_table, num_positions, time_table, _, _ = tables
+    place = tl.minimum(tl.maximum(distance, 0), num_positions - 1)
+    return tl.load(position_table + place) + tl.load(time_table + bucket)
+
+
+@triton.jit
+def sigmoid(x, FAST: tl.constexpr):
+    """1 / (1 + exp(-x)); FAST: one instruction, to about 11 bits, enough for operands of 16 bits."""
+    if FAST:
+        half = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], dtype=tl.float32, is_pure=True, pack=1
+        )
+        return 0.5 * half + 0.5
+    else:
+        return tl.sigmoid(x)

@@ -1,0 +1,180 @@
+"""The real tiles of a batch: which blocks each of them works on, longest first.
+
+A kernel gives one program to a tile: some consecutive rows (or keys) of one sample. Tiles past the end of a
+sample are not in the list, so padding costs nothing, and the longest tiles start first, so that no long one
+is left alone at the end. For each tile the list says which blocks of keys (or rows) it has to visit: those
+outside of the window are not among them, and those that need no mask are marked.
+
+Plain PyTorch on the layout's device: nothing waits for the host, and a compiler can trace it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask, column_intervals, row_intervals
+
+START, LENGTH, HISTORY_END, FIRST = 0, 1, 2, 3
+"""Columns of an item: first row of the sample in [T], its length, its first target, first token of the tile."""
+
+COUNT_A, START_B, COUNT_B, START_C, COUNT_C = 4, 5, 6, 7, 8
+"""Columns: the blocks to visit are [0, A), [b, b + B) and [c, c + C), ascending and disjoint."""
+
+UNMASKED_AT, UNMASKED_START, UNMASKED_COUNT = 9, 10, 11
+"""Columns: of these blocks, numbered one after the other, those from number `UNMASKED_AT` on need no mask:
+`UNMASKED_COUNT` blocks, the first of which is block `UNMASKED_START`."""
+
+NUM_COLUMNS = 12
+
+
+class Interval(NamedTuple):
+    """Half-open intervals of tokens, one a tile; empty where `end <= start`."""
+
+    start: Tensor  # int64 [n]
+    end: Tensor  # int64 [n]
+
+
+class Tiles(NamedTuple):
+    """Some consecutive tokens of one sample each; tiles of length 0 fill the list up."""
+
+    start: Tensor  # int64 [n], first row of the sample in [T]
+    length: Tensor  # int64 [n], tokens of the sample, 0 for a tile that is none
+    history_end: Tensor  # int64 [n]
+    first: Tensor  # int64 [n], first token
+    last: Tensor  # int64 [n], last token, inside the sample
+
+
+def row_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
+    """int64 [n, NUM_COLUMNS]: tiles of `tile` rows, each with the blocks of `block` keys that it sees."""
+    return layout.memo(("row_work", mask, tile, block), lambda: _row_work(mask, layout, tile, block))
+
+
+def key_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
+    """int64 [n, NUM_COLUMNS]: tiles of `tile` keys, each with the blocks of `block` rows that see it."""
+    return layout.memo(("key_work", mask, tile, block), lambda: _key_work(mask, layout, tile, block))
+
+
+def _row_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
+    tiles = _tiles(layout, tile)
+    contextual = layout.num_contextual
+    # The ends of the intervals are constant or increasing over the rows of one kind: the first and the last
+    # row of each kind have the extremes.
+    edges = [tiles.first, tiles.last, contextual - 1, contextual, tiles.history_end - 1, tiles.history_end]
+    position = _clamped(edges, tiles)
+    seen = row_intervals(mask, position, tiles.history_end[:, None], contextual)
+    first, window, group = (_union(seen.start[..., part], seen.end[..., part]) for part in range(3))
+    unmasked = _longer(
+        Interval(torch.zeros_like(tiles.first), seen.end[..., 0].amin(1)),
+        _intersection(seen.start[..., 1], seen.end[..., 1]),
+    )
+    return _items(tiles, (first, window, group), unmasked, block)
+
+
+def _key_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
+    tiles = _tiles(layout, tile)
+    contextual, always = layout.num_contextual, layout.num_contextual + mask.prefix
+    outside = tiles.history_end - (mask.window or 0)  # the first key of the last target's window
+    edges = [tiles.first, tiles.last, contextual - 1, contextual, always - 1, always]
+    edges += [outside - 1, outside, tiles.history_end - 1, tiles.history_end]
+    position = _clamped(edges, tiles)
+    end, length = tiles.history_end[:, None], tiles.length[:, None]
+    readers = column_intervals(mask, position, end, length, contextual)
+    kinds = [_union(readers.start[..., part], readers.end[..., part]) for part in range(3)]
+    history = _intersection(readers.start[..., 1], readers.end[..., 1])
+    targets = _intersection(readers.start[..., 2], readers.end[..., 2])
+    # History rows that see all keys, and targets that do, follow one another when both reach the border.
+    joined = (history.start < history.end) & (history.end == targets.start) & (targets.start < targets.end)
+    history = Interval(history.start, torch.where(joined, targets.end, history.end))
+    unmasked = _longer(history, targets)
+    # Rows past the end of a sample are loaded as zeros and add nothing: its last block may be a full one.
+    rounded = torch.where(unmasked.end == tiles.length, unmasked.end + block - 1, unmasked.end)
+    return _items(tiles, tuple(kinds), Interval(unmasked.start, rounded), block)
+
+
+def _tiles(layout: SequenceLayout, tile: int) -> Tiles:
+    """All tiles of all samples; where the lengths are on the device only, as many as there may be."""
+    host = layout.host_lengths
+    if host is None or torch.compiler.is_compiling():
+        num_tiles = layout.total_len // tile + layout.batch_size
+    else:
+        num_tiles = int(((host + tile - 1) // tile).sum())
+    counts = (layout.lengths + tile - 1) // tile
+    ends = counts.cumsum(0)
+    number = torch.arange(num_tiles, device=layout.device)
+    sample = torch.searchsorted(ends, number, right=True)
+    is_real = sample < layout.batch_size
+    sample = sample.clamp(max=max(layout.batch_size - 1, 0))
+    zero = torch.zeros_like(number)
+    first = torch.where(is_real, (number - (ends - counts)[sample]) * tile, zero)
+    length = torch.where(is_real, layout.lengths[sample], zero)
+    return Tiles(
+        start=torch.where(is_real, layout.offsets[sample], zero),
+        length=length,
+        history_end=torch.where(is_real, layout.history_end[sample], zero),
+        first=first,
+        last=torch.minimum(first + tile, length) - 1,
+    )
+
+
+def _clamped(edges: list[Tensor | int], tiles: Tiles) -> Tensor:
+    """int64 [n, edges]: tokens of each tile; an edge outside of it becomes its first or last one."""
+    columns = [tiles.first.clamp(min=0) * 0 + edge for edge in edges]
+    position = torch.stack(columns, dim=1)
+    return torch.maximum(torch.minimum(position, tiles.last[:, None]), tiles.first[:, None])
+
+
+def _union(start: Tensor, end: Tensor) -> Interval:
+    """The hull of the intervals [n, edges] that are not empty; [0, 0) if all are."""
+    used = end > start
+    low = torch.where(used, start, torch.iinfo(torch.int64).max).amin(1)
+    high = torch.where(used, end, 0).amax(1)
+    return Interval(torch.where(high > 0, low, 0), high)
+
+
+def _intersection(start: Tensor, end: Tensor) -> Interval:
+    return Interval(start.amax(1), end.amin(1))
+
+
+def _longer(one: Interval, other: Interval) -> Interval:
+    first = one.end - one.start >= other.end - other.start
+    return Interval(torch.where(first, one.start, other.start), torch.where(first, one.end, other.end))
+
+
+def _items(
+    tiles: Tiles, parts: tuple[Interval, Interval, Interval], unmasked: Interval, block: int
+) -> Tensor:
+    """Intervals of tokens to disjoint runs of blocks, then sorted by their number."""
+    starts, counts = [], []
+    covered = torch.zeros_like(tiles.first)
+    for start, end in parts:
+        end_block = torch.where(tiles.length > 0, (end + block - 1) // block, 0)
+        first_block = torch.maximum(start // block, covered)
+        count = (end_block - first_block).clamp(min=0)
+        starts.append(first_block)
+        counts.append(count)
+        covered = torch.where(count > 0, end_block, covered)
+    full_start = (unmasked.start + block - 1) // block
+    full_count = (unmasked.end // block - full_start).clamp(min=0)
+    full_count = torch.where(tiles.length > 0, full_count, 0)
+    before = [torch.minimum((full_start - s).clamp(min=0), n) for s, n in zip(starts, counts, strict=True)]
+    columns = [
+        tiles.start,
+        tiles.length,
+        tiles.history_end,
+        tiles.first,
+        counts[0],
+        starts[1],
+        counts[1],
+        starts[2],
+        counts[2],
+        before[0] + before[1] + before[2],
+        full_start,
+        full_count,
+    ]
+    work = counts[0] + counts[1] + counts[2]
+    order = torch.argsort(work, descending=True, stable=True)
+    return torch.stack(columns, dim=1)[order]

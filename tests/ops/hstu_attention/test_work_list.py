@@ -1,0 +1,125 @@
+"""The work lists against the dense table of who sees whom: each pair is visited once, and little else."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+
+from recsys.ops import AttentionMask, SequenceLayout
+from recsys.ops.hstu_attention import work_list
+from recsys.ops.hstu_attention.work_list import (
+    COUNT_A,
+    COUNT_B,
+    COUNT_C,
+    FIRST,
+    HISTORY_END,
+    LENGTH,
+    START,
+    START_B,
+    START_C,
+    UNMASKED_AT,
+    UNMASKED_COUNT,
+    UNMASKED_START,
+    key_work,
+    row_work,
+)
+from tests.ops.cases import MASKS, layout_of, samples
+from tests.ops.oracle import sees
+
+SHAPES = [(9, 5), (0, 3), (0, 0), (23, 0), (2, 9), (14, 4)]
+MORE_MASKS = [AttentionMask(window=6, target_group_size=3), AttentionMask(window=9, prefix=5, target_window=True)]
+
+
+def visited(item) -> list[tuple[int, bool]]:
+    """The blocks of an item in the order of their numbers, and whether the mask is applied to them."""
+    blocks = [
+        *range(item[COUNT_A]),
+        *range(item[START_B], item[START_B] + item[COUNT_B]),
+        *range(item[START_C], item[START_C] + item[COUNT_C]),
+    ]
+    free = range(item[UNMASKED_AT], item[UNMASKED_AT] + item[UNMASKED_COUNT])
+    assert [blocks[number] for number in free] == [
+        *range(item[UNMASKED_START], item[UNMASKED_START] + item[UNMASKED_COUNT])
+    ]
+    return [(block, number not in free) for number, block in enumerate(blocks)]
+
+
+@pytest.mark.parametrize("contextual", [0, 2, 5])
+@pytest.mark.parametrize("mask", [*MASKS, *MORE_MASKS], ids=str)
+def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mask, contextual):
+    batch = samples(contextual, SHAPES)
+    layout = layout_of(batch)
+    for (tile, block), by_rows in itertools.product([(4, 4), (8, 4), (4, 8)], [True, False]):
+        items = (row_work if by_rows else key_work)(mask, layout, tile, block).tolist()
+        covered = Counter()
+        for item in items:
+            number = layout.offsets.tolist().index(item[START])
+            number += [sample.length > 0 for sample in batch[number:]].index(True)
+            sample = batch[number]
+            assert item[LENGTH] == sample.length
+            assert item[HISTORY_END] == sample.contextual + sample.uih
+            tokens = range(item[FIRST], min(item[FIRST] + tile, sample.length))
+            for at, masked in visited(item):
+                others = range(at * block, min((at + 1) * block, sample.length))
+                pairs = [(one, other) if by_rows else (other, one) for one in tokens for other in others]
+                seen = [sees(sample, i, j, mask) for i, j in pairs]
+                assert masked or all(seen)
+                if not masked and by_rows:  # keys past the end are not masked away there
+                    assert (at + 1) * block <= sample.length
+                covered.update((number, i, j) for i, j in pairs)
+        assert not covered or max(covered.values()) == 1
+        for number, sample in enumerate(batch):
+            for i, j in itertools.product(range(sample.length), repeat=2):
+                assert covered[number, i, j] or not sees(sample, i, j, mask)
+
+
+def test_the_longest_tiles_come_first_and_there_are_no_empty_ones():
+    layout = layout_of(samples(0, [(3, 0), (40, 0), (0, 0), (17, 2)]))
+    items = row_work(AttentionMask(), layout, 8, 8)
+    work = items[:, [COUNT_A, COUNT_B, COUNT_C]].sum(1).tolist()
+    assert work == sorted(work, reverse=True) and min(work) > 0
+    assert len(items) == 1 + 5 + 0 + 3
+
+
+def test_work_grows_with_the_window_not_with_the_length():
+    layout = SequenceLayout(torch.tensor([4096]))
+    items = row_work(AttentionMask(window=128, prefix=16), layout, 64, 64)
+    work = items[:, [COUNT_A, COUNT_B, COUNT_C]].sum(1)
+    assert work.max() == 4  # the prefix, and 64 + 128 - 1 keys that touch three blocks
+    full = row_work(AttentionMask(), layout, 64, 64)
+    assert int(full[:, COUNT_A].sum()) == 64 * 65 // 2
+    # Without a window only the blocks on the diagonal need the mask.
+    assert int((full[:, COUNT_A] - full[:, UNMASKED_COUNT]).sum()) == 64
+
+
+def test_an_unknown_number_of_tiles_is_bounded():
+    """A layout whose lengths are only on the device: the list is filled up with items of length 0."""
+    known = layout_of(samples(1, SHAPES))
+    unknown = layout_of(samples(1, SHAPES))
+    items = [work(AttentionMask(), known, 8, 8) for work in (row_work, key_work)]
+    unknown._host = None
+    type_of_lengths = SequenceLayout.host_lengths
+    try:
+        SequenceLayout.host_lengths = None
+        bounded = [work(AttentionMask(), unknown, 8, 8) for work in (row_work, key_work)]
+    finally:
+        SequenceLayout.host_lengths = type_of_lengths
+    for exact, longer in zip(items, bounded, strict=True):
+        assert len(longer) == known.total_len // 8 + known.batch_size
+        assert torch.equal(longer[: len(exact)], exact)
+        rest = longer[len(exact) :]
+        assert not rest[:, [LENGTH, COUNT_A, COUNT_B, COUNT_C, UNMASKED_COUNT]].any()
+
+
+def test_layers_share_one_list():
+    layout = layout_of(samples(1, SHAPES))
+    assert row_work(AttentionMask(), layout, 8, 8) is row_work(AttentionMask(), layout, 8, 8)
+    assert row_work(AttentionMask(window=3), layout, 8, 8) is not row_work(AttentionMask(), layout, 8, 8)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_a_batch_without_tokens_has_no_work(lengths):
+    layout = SequenceLayout(torch.tensor(lengths, dtype=torch.int64))
+    assert len(work_list.row_work(AttentionMask(), layout, 8, 8)) == 0
+    assert len(work_list.key_work(AttentionMask(), layout, 8, 8)) == 0
