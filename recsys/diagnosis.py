@@ -18,7 +18,6 @@ from typing import NamedTuple
 from recsys import environment
 
 REINSTALL = f"{sys.executable} scripts/install.py"
-MINIMAL_PTXAS = (13, 3)
 FAILURES = (
     ImportError,
     OSError,
@@ -128,12 +127,12 @@ def check_compiler(cxx: str | None) -> Finding:
 
 def check_ptxas() -> Iterator[Finding]:
     """Triton 3.6 and 3.7 bring an assembler that miscompiles some Hopper code; 13.3 does not."""
+    environment.prefer_packaged_ptxas()
     path = environment.find_ptxas()
     if path is None or environment.driver_version() is None:
         return
     version = environment.tool_version(path)
-    numbers = tuple(int(part) for part in version.split(".") if part.isdigit())
-    if numbers >= MINIMAL_PTXAS:
+    if environment.version_numbers(version) >= environment.MINIMAL_PTXAS:
         yield Finding("ok", "ptxas", f"{version} ({path})")
         return
     detail = f"{version or 'unknown version'} ({path}); before 13.3 it miscompiles some kernels on Hopper"
@@ -141,7 +140,7 @@ def check_ptxas() -> Iterator[Finding]:
         "warning",
         "ptxas",
         detail,
-        "pip install 'nvidia-cuda-nvcc>=13.3'; export TRITON_PTXAS_PATH=<its ptxas>",
+        "pip install 'nvidia-cuda-nvcc>=13.3'",
     )
 
 

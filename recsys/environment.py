@@ -39,6 +39,9 @@ TESTED = (
     Row(torch="2.13", fbgemm="1.8.0", torchrec="1.8.0"),
 )
 
+MINIMAL_PTXAS = (13, 3)
+"""Earlier assemblers miscompile some products of Triton's on Hopper."""
+
 _RECORDED = ("torch", "torchrec", "torchmetrics", "tensordict", "numpy", "pyarrow", "protobuf", "triton")
 
 _WRONG_WARNINGS = (
@@ -102,6 +105,21 @@ def find_cxx() -> str | None:
     return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
+def prefer_packaged_ptxas() -> None:
+    """Let Triton assemble with the ptxas of an installed nvidia-cuda-nvcc, unless the user named one.
+
+    Triton 3.6 and 3.7 bring ptxas 12.8, which miscompiles some Hopper code. Takes effect for kernels that are
+    compiled afterwards.
+    """
+    spec = importlib.util.find_spec("nvidia")
+    if "TRITON_PTXAS_PATH" in os.environ or spec is None or spec.submodule_search_locations is None:
+        return
+    found = [path for folder in spec.submodule_search_locations for path in Path(folder).glob("cu*/bin/ptxas")]
+    best = max(found, key=lambda path: version_numbers(tool_version(str(path))), default=None)
+    if best is not None and version_numbers(tool_version(str(best))) >= MINIMAL_PTXAS:
+        os.environ["TRITON_PTXAS_PATH"] = str(best)
+
+
 def find_ptxas() -> str | None:
     """Path of Triton's assembler: `$TRITON_PTXAS_PATH`, else the one inside Triton, else one on PATH."""
     chosen = os.environ.get("TRITON_PTXAS_PATH")
@@ -113,6 +131,11 @@ def find_ptxas() -> str | None:
         if bundled.exists():
             return str(bundled)
     return shutil.which("ptxas")
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """`13.5` as (13, 5); empty for an unknown version."""
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def tool_version(path: str) -> str:

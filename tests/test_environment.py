@@ -1,11 +1,13 @@
 """recsys.environment: what is found on this machine against what other tools say about it."""
 
 import importlib.metadata
+import importlib.util
 import logging
 import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +100,24 @@ def test_ptxas_is_the_one_that_the_user_named(tmp_path, monkeypatch):
     assert environment.tool_version(named) == "13.5"
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "missing"))
     assert environment.find_ptxas() is None
+
+
+def test_a_packaged_ptxas_is_preferred_unless_it_is_old_or_the_user_named_one(tmp_path, monkeypatch):
+    for folder, version in (("cu12", "12.8"), ("cu13", "13.5"), ("cu9", "9.2")):
+        (tmp_path / "nvidia" / folder / "bin").mkdir(parents=True)
+        executable(tmp_path / "nvidia" / folder / "bin", "ptxas", prints=f"release {version}, V{version}.1")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: nvidia)
+    nvidia = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/the/users")
+    environment.prefer_packaged_ptxas()
+    assert os.environ["TRITON_PTXAS_PATH"] == "/the/users"
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    environment.prefer_packaged_ptxas()
+    assert os.environ["TRITON_PTXAS_PATH"] == str(tmp_path / "nvidia" / "cu13" / "bin" / "ptxas")
+    monkeypatch.delenv("TRITON_PTXAS_PATH")
+    (tmp_path / "nvidia" / "cu13" / "bin" / "ptxas").unlink()
+    environment.prefer_packaged_ptxas()
+    assert "TRITON_PTXAS_PATH" not in os.environ
 
 
 def test_versions_of_compilers(tmp_path):

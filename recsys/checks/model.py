@@ -10,7 +10,7 @@ from recsys import protos as pb
 from recsys.checks.walk import Finding, descend, join
 from recsys.textproto import did_you_mean
 
-BACKENDS = {"hstu": ("auto", "reference")}
+BACKENDS = {"hstu": ("auto", "triton", "reference")}
 """By mixer, the attention backends that a config may name."""
 
 LOSSES = {

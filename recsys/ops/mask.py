@@ -112,8 +112,8 @@ def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:
 def row_intervals(
     mask: AttentionMask, position: Tensor, history_end: Tensor, num_contextual: int
 ) -> KeyIntervals:
-    """`key_intervals` of any rows: `position`, int64 [...], in samples whose first target is at `history_end`,
-    int64 broadcastable to it. A row at or past `history_end` is a target. The intervals are [..., 3].
+    """`key_intervals` of any rows: `position`, int64 [...], in samples whose first target is at
+    `history_end`, int64 broadcastable to it. The intervals are [..., 3].
     """
     contextual = num_contextual
     is_contextual, is_target = position < contextual, position >= history_end
@@ -154,7 +154,7 @@ class QueryIntervals(NamedTuple):
 def column_intervals(
     mask: AttentionMask, position: Tensor, history_end: Tensor, length: Tensor, num_contextual: int
 ) -> QueryIntervals:
-    """The mask read by columns: who sees the keys at `position`, int64 [...], in samples of `length` tokens."""
+    """The mask by columns: who sees the keys at `position`, int64 [...], in samples of `length` tokens."""
     is_target = position >= history_end
     always = position < num_contextual + mask.prefix  # contextual tokens among them
     nothing = torch.zeros_like(position)

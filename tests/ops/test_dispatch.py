@@ -14,7 +14,10 @@ from recsys.ops.dispatch import SUPPORTED, Op, Support
 
 @pytest.fixture
 def op(monkeypatch):
-    """An op of one number: `huge` is not installed, `fast` takes numbers up to 10, `reference` takes all."""
+    """An op of one number: `huge` is not installed, `fast` takes numbers up to 10, `reference` takes all.
+
+    `foreign` would run, but is made for another machine.
+    """
 
     def backend(name, supports):
         module = ModuleType(f"made_up.{name}")
@@ -26,9 +29,11 @@ def op(monkeypatch):
         "fast",
         lambda facts: SUPPORTED if facts <= 10 else Support(False, f"it takes at most 10, got {facts}"),
     )
+    backend("foreign", lambda facts: Support(True, auto=False))
     backend("reference", lambda facts: SUPPORTED)
     monkeypatch.setattr(dispatch, "_OPS", dict(dispatch._OPS))
-    return Op("made_up_op", "made_up", backends=("huge", "fast", "reference"), facts=lambda number: number)
+    backends = ("huge", "foreign", "fast", "reference")
+    return Op("made_up_op", "made_up", backends=backends, facts=lambda number: number)
 
 
 def test_auto_takes_the_first_that_can(op):
@@ -58,18 +63,26 @@ def test_a_named_backend_runs_or_raises(op):
     with pytest.raises(ValueError, match="'huge' of made_up_op cannot run this: it needs a package"):
         op.select(3, "huge")
     with pytest.raises(
-        ValueError, match="made_up_op has no backend 'slow'; it has auto, huge, fast, reference"
+        ValueError, match="made_up_op has no backend 'slow'; it has auto, huge, foreign, fast, reference"
     ):
         op.select(3, "slow")
     assert last_backend("made_up_op") == "reference"
     assert not op.fallbacks
 
 
+def test_a_backend_for_other_machines_runs_when_named_and_is_no_fallback(op, caplog):
+    assert op.select(3).run(3) == "fast 3"
+    assert op.select(3, "foreign").run(3) == "foreign 3"
+    assert not any(name == "foreign" for name, _ in op.fallbacks)
+    assert not any("foreign" in record.getMessage() for record in caplog.records)
+
+
 def test_explain_asks_every_backend(op):
     rows = dict(explain("made_up_op", 30).rows)
-    assert rows["reference"] == (True, "") and rows["fast"] == (False, "it takes at most 10, got 30")
+    assert rows["reference"] == SUPPORTED
+    assert rows["fast"] == Support(False, "it takes at most 10, got 30")
     assert not rows["huge"].ok and "No module named 'made_up.huge'" in rows["huge"].reason
-    assert str(explain("made_up_op", 3)).splitlines()[2:] == ["  fast       usable", "  reference  usable"]
+    assert str(explain("made_up_op", 3)).splitlines()[3:] == ["  fast       usable", "  reference  usable"]
 
 
 def test_when_none_can_all_reasons_are_given(op, monkeypatch):
@@ -106,9 +119,9 @@ def test_unknown_ops_are_named():
 def test_the_facts_of_a_real_op():
     q, v = torch.zeros(5, 2, 3, requires_grad=True), torch.zeros(5, 2, 4)
     layout = SequenceLayout(torch.tensor([5]))
-    assert explain("hstu_attention", q, q, v, layout, scale_len=1, backend="auto").rows == (
-        ("reference", (True, "")),
-    )
+    rows = explain("hstu_attention", q, q, v, layout, scale_len=1, backend="auto").rows
+    assert [name for name, _ in rows] == ["triton", "reference"]
+    assert dict(rows)["reference"] == SUPPORTED
     with pytest.raises(ValueError, match="v has 5 rows, the layout total_len = 4"):
         explain("hstu_attention", q[:4], q[:4], v, SequenceLayout(torch.tensor([4])), scale_len=1)
     hstu_attention(q, q, v, layout, scale_len=1)

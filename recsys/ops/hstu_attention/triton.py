@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from recsys import environment
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.dispatch import SUPPORTED, Support
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
+
+logger = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_DIM = 256
@@ -29,7 +34,23 @@ _INSTALLED = importlib.util.find_spec("triton") is not None
 _HERE = __name__.rpartition(".")[0]
 
 if _INSTALLED and torch.version.cuda is not None:  # a traced call could not import it
+    environment.prefer_packaged_ptxas()
     importlib.import_module(f"{_HERE}.triton_ops")
+
+
+@lru_cache(maxsize=1)
+def _warn_about_assembler() -> None:
+    """Says once when kernels for Hopper would be assembled by a ptxas that may get them wrong."""
+    path = environment.find_ptxas()
+    version = environment.tool_version(path) if path else ""
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if on_hopper and environment.version_numbers(version) < environment.MINIMAL_PTXAS:
+        logger.warning(
+            "ptxas %s (%s) miscompiles some Triton kernels on Hopper: wrong numbers or illegal accesses. "
+            "Type: pip install 'nvidia-cuda-nvcc>=13.3'",
+            version or "of unknown version",
+            path,
+        )
 
 
 def supports(facts: AttentionFacts) -> Support:
@@ -61,7 +82,9 @@ def run(
     bias: RelativeBias | None,
     deterministic: bool,
 ) -> Tensor:
-    """Scores and sums in float32, the bias in float32 too; work and memory follow the tokens that are there."""
+    """Scores, sums and bias in float32; work and memory follow the tokens that are there."""
+    if not torch.compiler.is_compiling():
+        _warn_about_assembler()
     ops = importlib.import_module(f"{_HERE}.triton_ops")
     problem = ops.Problem(layout, mask, alpha, scale_len, bias)
     if torch.compiler.is_compiling():

@@ -28,20 +28,19 @@ from recsys.ops.hstu_attention.triton_tile import (
     relative_position,
     sigmoid,
     store_block,
-    time_bucket,
     visible,
 )
 
 
 @triton.jit
 def _add_rows(
-    sums, keys, block, sample, columns, rule, tables, SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
-    MASKED: tl.constexpr,
+    sums, keys, block, sample, columns, rule, tables,
+    SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """`sums`, dK and dV of a tile of keys, plus what one block of rows contributes."""
     grad_k, grad_v = sums
     k_tile, v_tile = keys
-    q, grad_out, grad_q, stride_q, stride_o, stride_g, next_timestamps, length, history_end, alpha, grad_scale = (
+    q, grad_out, grad_q, stride_q, stride_o, stride_g, next_timestamps, length, history_end, alpha, scale = (
         sample
     )
     j, relative_j, time = columns
@@ -60,7 +59,8 @@ def _add_rows(
     if BIASED:
         distance = relative_position(i, history_end, rule[3], RULE) - relative_j
         elapsed = tl.load(next_timestamps + tl.minimum(i, length - 1)) - time
-        score += bias_of(distance, time_bucket(elapsed, tables[3], tables[4]), tables)
+        bias, _ = bias_of(distance, elapsed, tables, length > 0, SIZES[3], BLOCK_M)
+        score += bias
     sigma = sigmoid(score, MODE[1])
     weight = score * sigma
     grad_block = load_block(grad_out, first, length, stride_o, V, BLOCK_M, BLOCK_V, False)
@@ -74,9 +74,10 @@ def _add_rows(
     rounded = grad_score.to(q_block.dtype)
     grad_k = tl.dot(rounded, q_block, grad_k, input_precision=PRECISION)
     if ADD_TO_GRAD_Q:
-        part = tl.dot(tl.trans(k_tile), rounded, input_precision=PRECISION) * grad_scale  # [BLOCK_D, BLOCK_M]
+        part = tl.dot(tl.trans(k_tile), rounded, input_precision=PRECISION) * scale  # [BLOCK_D, BLOCK_M]
         place = tl.arange(0, BLOCK_D)[:, None]
-        pointer = grad_q + tl.cast(first, tl.int64) * stride_g + tl.arange(0, BLOCK_M)[None, :] * stride_g + place
+        row = tl.arange(0, BLOCK_M)[None, :]
+        pointer = grad_q + tl.cast(first, tl.int64) * stride_g + row * stride_g + place
         inside = i < length
         if D != BLOCK_D:
             inside = inside & (place < D)
@@ -93,7 +94,8 @@ def keys_kernel(
     position_stride, time_stride, num_positions, num_buckets,
     D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
+    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
+    GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ADD_TO_GRAD_Q: tl.constexpr,
 ):  # fmt: skip
     """grad_k [T, H, D], grad_v [T, H, V], and with ADD_TO_GRAD_Q grad_q [T, H, D] in float32: contiguous."""
@@ -173,10 +175,10 @@ def _add_by_distance(partial, grad_score, reach, first_key, lines, BLOCK_N: tl.c
 
 @triton.jit
 def _add_keys(
-    sums, tiles, block, sample, rows, rule, tables, SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
-    MASKED: tl.constexpr,
+    sums, tiles, block, sample, rows, rule, tables,
+    SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`sums`, dQ of a tile of rows and the sums of the time buckets, plus what one block of keys contributes."""
+    """`sums`, dQ of a tile of rows and the sums of time buckets, plus what one block of keys contributes."""
     grad_q, by_bucket = sums
     q_tile, grad_tile = tiles
     k, v, stride_k, stride_v, timestamps, length, history_end, alpha, partial, lines = sample
@@ -197,8 +199,8 @@ def _add_keys(
     if BIASED:
         distance = relative_i - relative_position(j, history_end, rule[3], RULE)
         elapsed = next_time - tl.load(timestamps + tl.minimum(j, length - 1))
-        bucket = time_bucket(elapsed, tables[3], tables[4])
-        score += bias_of(distance, bucket, tables)
+        bias, bucket = bias_of(distance, elapsed, tables, length > 0, SIZES[2], BLOCK_N)
+        score += bias
     sigma = sigmoid(score, MODE[1])
     v_block = load_block(v, first, length, stride_v, V, BLOCK_N, BLOCK_V, not MASKED)
     grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION)
@@ -238,7 +240,8 @@ def rows_kernel(
     position_partial, time_partial, lines,
     D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
+    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
+    GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, TABLES: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):  # fmt: skip
@@ -275,7 +278,8 @@ def rows_kernel(
         k_head = k + start * stride_kt + head * stride_kh
         v_head = v + start * stride_vt + head * stride_vh
         sample = (
-            k_head, v_head, stride_kt, stride_vt, timestamps + start, length, history_end, alpha, partial, lines,
+            k_head, v_head, stride_kt, stride_vt,
+            timestamps + start, length, history_end, alpha, partial, lines,
         )  # fmt: skip
         i = first + tl.arange(0, BLOCK_M)[:, None]
         next_time = i

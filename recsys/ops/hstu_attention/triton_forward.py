@@ -21,15 +21,14 @@ from recsys.ops.hstu_attention.triton_tile import (
     relative_position,
     sigmoid,
     store_block,
-    time_bucket,
     visible,
 )
 
 
 @triton.jit
 def _add_block(
-    total, q_block, block, sample, rows, rule, tables, SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
-    MASKED: tl.constexpr,
+    total, q_block, block, sample, rows, rule, tables,
+    SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """`total` [BLOCK_M, BLOCK_V] plus what one block of keys contributes."""
     k, v, stride_k, stride_v, timestamps, length, history_end, alpha = sample
@@ -47,7 +46,8 @@ def _add_block(
     if BIASED:
         distance = relative_i - relative_position(j, history_end, rule[3], RULE)
         elapsed = next_time - tl.load(timestamps + tl.minimum(j, length - 1))
-        score += bias_of(distance, time_bucket(elapsed, tables[3], tables[4]), tables)
+        bias, _ = bias_of(distance, elapsed, tables, length > 0, SIZES[2], BLOCK_N)
+        score += bias
     weight = score * sigmoid(score, MODE[1])
     if MASKED:
         weight = tl.where(visible(i, j, history_end, rule, RULE), weight, 0.0)
@@ -64,10 +64,11 @@ def forward_kernel(
     position_stride, time_stride, num_positions, num_buckets,
     D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
+    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
+    GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H, V] contiguous. As many programs as there are workers for a head times heads, heads fastest."""
+    """out [T, H, V] contiguous. Some workers for each head, each a program; heads fastest."""
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     MODE: tl.constexpr = (BIASED, FAST, PRECISION)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recsys.ops.hstu_attention.blocks import Blocks, blocks_of, padded_dim
 from recsys.ops.hstu_attention.triton_backward import keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.triton_forward import forward_kernel
 from recsys.ops.hstu_attention.work_list import key_work, row_work
@@ -26,15 +27,6 @@ Wrap = Callable[[Any], Any]
 
 MAX_EDGE = 2**62
 """No difference of two times in seconds comes near it."""
-
-
-class Blocks(NamedTuple):
-    """How one kernel cuts its work up."""
-
-    rows: int  # BLOCK_M
-    keys: int  # BLOCK_N
-    num_warps: int
-    num_stages: int
 
 
 @dataclass(frozen=True)
@@ -58,45 +50,8 @@ class Gradients(NamedTuple):
     time_table: Tensor | None
 
 
-# Chosen so that nothing spills on sm_90, by width of the heads (padded) and bytes of an element.
-_FORWARD = {
-    (64, 2): Blocks(128, 64, 4, 3),
-    (128, 2): Blocks(128, 64, 8, 3),
-    (256, 2): Blocks(128, 32, 8, 2),
-    (64, 4): Blocks(64, 32, 4, 2),
-    (128, 4): Blocks(64, 32, 8, 2),
-    (256, 4): Blocks(32, 32, 8, 1),
-}
-_KEYS = {
-    (64, 2): Blocks(64, 64, 4, 2),
-    (128, 2): Blocks(64, 64, 8, 2),
-    (256, 2): Blocks(32, 64, 8, 1),
-    (64, 4): Blocks(32, 32, 4, 1),
-    (128, 4): Blocks(32, 32, 8, 1),
-    (256, 4): Blocks(16, 16, 8, 1),
-}
-_ROWS = {
-    (64, 2): Blocks(64, 64, 4, 2),
-    (128, 2): Blocks(64, 64, 8, 2),
-    (256, 2): Blocks(64, 32, 8, 1),
-    (64, 4): Blocks(32, 32, 4, 1),
-    (128, 4): Blocks(32, 32, 8, 1),
-    (256, 4): Blocks(16, 16, 8, 1),
-}
-KERNELS = {"forward": _FORWARD, "keys": _KEYS, "rows": _ROWS}
-
 PROGRAMS_PER_PROCESSOR = 2
 """Of `rows_kernel` when it sums table gradients, which need memory for each program."""
-
-
-def blocks_of(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> Blocks:
-    """The sizes for a kernel, one of `KERNELS`."""
-    return KERNELS[kernel][max(64, padded_dim(qk_dim), padded_dim(v_dim)), dtype.itemsize]
-
-
-def padded_dim(dim: int) -> int:
-    """The next power of two that a matrix instruction takes."""
-    return max(16, 1 << (dim - 1).bit_length())
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = lambda kernel: kernel) -> Tensor:
@@ -105,7 +60,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = lamb
     if q.shape[0] == 0:
         return out
     q, k, v = map(_with_dense_rows, (q, k, v))
-    blocks = blocks_of("forward", q.dtype, q.shape[2], v.shape[2])
+    blocks = blocks_of("forward", q.dtype, q.shape[2], v.shape[2], problem.bias is not None)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
     wrap(forward_kernel)[(items.shape[0] * num_heads,)](
@@ -137,18 +92,22 @@ def backward(
 ) -> Gradients:
     """All gradients; those of the bias's tables if `tables`.
 
-    `deterministic=False` may add up dQ with atomics, in one kernel instead of two. Gradients of tables are
-    always deterministic.
+    `deterministic=False` may add up dQ with atomics, in one kernel instead of two: it does for 16 bits when no
+    table wants a gradient. Gradients of tables are always deterministic.
     """
     total_len, num_heads, qk_dim = q.shape
     grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
     grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
     bias = problem.bias if tables else None
     if total_len == 0:
-        zeros = [None, None] if bias is None else [torch.zeros_like(bias.position_table), torch.zeros_like(bias.time_table)]
-        return Gradients(torch.empty_like(q), grad_k, grad_v, *zeros)
+        empty = Gradients(torch.empty_like(q), grad_k, grad_v, None, None)
+        if bias is None:
+            return empty
+        return empty._replace(
+            position_table=torch.zeros_like(bias.position_table), time_table=torch.zeros_like(bias.time_table)
+        )
     q, k, v, grad_out = map(_with_dense_rows, (q, k, v, grad_out))
-    atomics = not deterministic and not tables
+    atomics = not deterministic and not tables and q.dtype.itemsize == 2
     if atomics:
         grad_q = torch.zeros(total_len, num_heads, qk_dim, dtype=torch.float32, device=q.device)
     else:
@@ -160,10 +119,18 @@ def backward(
 
 
 def _launch_keys(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Gradients, problem: Problem, atomics: bool, wrap: Wrap
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    out: Gradients,
+    problem: Problem,
+    atomics: bool,
+    wrap: Wrap,
 ) -> None:
     """Fills in dK and dV, with `atomics` dQ too."""
-    blocks = blocks_of("keys", q.dtype, q.shape[2], v.shape[2])
+    kernel = "keys_and_rows" if atomics else "keys"
+    blocks = blocks_of(kernel, q.dtype, q.shape[2], v.shape[2], problem.bias is not None)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
     wrap(keys_kernel)[(items.shape[0] * num_heads,)](
@@ -196,7 +163,7 @@ def _launch_rows(
     wrap: Wrap,
 ) -> Gradients:
     """Fills in dQ; with `bias` also makes the gradients of its tables."""
-    blocks = blocks_of("rows", q.dtype, q.shape[2], v.shape[2])
+    blocks = blocks_of("rows", q.dtype, q.shape[2], v.shape[2], problem.bias is not None)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
     workers, lines, buckets = items.shape[0], 0, 16
@@ -306,7 +273,7 @@ def _constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[s
         "CONTEXTUAL_READS": mask.contextual_reads_history,
         "BIASED": problem.bias is not None,
         "FAST": q.device.type == "cuda" and not is_float32,
-        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }
@@ -327,7 +294,7 @@ def time_edges(num_buckets: int) -> list[int]:
     """The least difference in seconds of each time bucket, and one that none reaches: exact by definition."""
     edges = [1]
     for bucket in range(1, num_buckets):
-        low, high = edges[-1], MAX_EDGE  # bucket(low) < bucket; the answer is in (low, high]
+        low, high = edges[-1] - 1, MAX_EDGE  # bucket(low) < bucket; the answer is in (low, high]
         while high - low > 1:
             middle = (low + high) // 2
             reached = int(time_bucket(torch.tensor(middle), num_buckets)) >= bucket

@@ -37,7 +37,7 @@ BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / LOG_BUCKET)
 
 @triton.jit
 def load_tile(item):
-    """Where the tile of a work item lies: (first row of the sample, its length, its first target, first token)."""
+    """The tile of a work item: first row, length and first target of the sample; the tile's first token."""
     return (
         tl.load(item + START),
         tl.load(item + LENGTH).to(tl.int32),
@@ -79,8 +79,9 @@ def masked_block(number, runs):
 
 @triton.jit
 def load_block(
-    base, first, length, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr
-):
+    base, first, length, stride,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr,
+):  # fmt: skip
     """[ROWS, COLUMNS]: tokens from `first` on; zero from token `length` and from column WIDTH on.
 
     INSIDE: all tokens are known to lie before `length`.
@@ -165,11 +166,20 @@ def time_bucket(seconds, time_edges, num_buckets):
 
 
 @triton.jit
-def bias_of(distance, bucket, tables):
-    """`position_table[clamp(distance)] + time_table[bucket]`, float32."""
-    position_table, num_positions, time_table, _, _ = tables
-    place = tl.minimum(tl.maximum(distance, 0), num_positions - 1)
-    return tl.load(position_table + place) + tl.load(time_table + bucket)
+def bias_of(distance, elapsed, tables, used, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """float32 [ROWS, COLUMNS], `position_table[clamp(distance)] + time_table[bucket(elapsed)]`; the buckets.
+
+    `used` is true in fact. Behind a branch Triton does not prefetch what is looked up, for whole blocks of
+    scores, as it does the operands of products: that would fill the shared memory.
+    """
+    position_table, num_positions, time_table, time_edges, num_buckets = tables
+    bias = tl.zeros([ROWS, COLUMNS], tl.float32)
+    bucket = tl.zeros([ROWS, COLUMNS], tl.int32)
+    if used:
+        place = tl.minimum(tl.maximum(distance, 0), num_positions - 1)
+        bucket = time_bucket(elapsed, time_edges, num_buckets)
+        bias = tl.load(position_table + place) + tl.load(time_table + bucket)
+    return bias, bucket
 
 
 @triton.jit

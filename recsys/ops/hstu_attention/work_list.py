@@ -19,7 +19,7 @@ from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask, column_intervals, row_intervals
 
 START, LENGTH, HISTORY_END, FIRST = 0, 1, 2, 3
-"""Columns of an item: first row of the sample in [T], its length, its first target, first token of the tile."""
+"""Columns of an item: the sample's first row in [T], length and first target; the tile's first token."""
 
 COUNT_A, START_B, COUNT_B, START_C, COUNT_C = 4, 5, 6, 7, 8
 """Columns: the blocks to visit are [0, A), [b, b + B) and [c, c + C), ascending and disjoint."""

@@ -1,0 +1,115 @@
+"""The Triton kernels compiled and assembled for sm_90a, without a GPU: nothing spills, no product is serialised.
+
+Every entry of the table of block sizes with `--slow`; without, one width of the heads. Skips without Triton.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from recsys import environment
+from recsys.ops.hstu_attention.blocks import BLOCKS
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
+
+TYPES = {2: ("bf16", torch.bfloat16), 4: ("fp32", torch.float32)}
+POINTERS = {
+    "items": "i64",
+    "position_table": "fp32",
+    "time_table": "fp32",
+    "time_edges": "i64",
+    "timestamps": "i64",
+    "next_timestamps": "i64",
+    "position_partial": "fp32",
+    "time_partial": "fp32",
+}
+OPERANDS = ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
+KERNELS = {
+    "forward": "forward_kernel",
+    "keys": "keys_kernel",
+    "keys_and_rows": "keys_kernel",
+    "rows": "rows_kernel",
+}
+CASES = [
+    pytest.param(
+        *kernel,
+        *size,
+        marks=[] if size == (128, 2) else pytest.mark.slow,
+        id="-".join(map(str, (*kernel, *size))),
+    )
+    for kernel, sizes in BLOCKS.items()
+    for size in sizes
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compiled(kernel, biased, width, itemsize, precision="tf32x3"):
+    """The PTX of a kernel with everything that the mask can ask of it."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from recsys.ops.hstu_attention import triton_backward, triton_forward
+
+    module = triton_forward if kernel == "forward" else triton_backward
+    function = getattr(module, KERNELS[kernel])
+    blocks = BLOCKS[kernel, biased][width, itemsize]
+    constants = {"D": width, "V": width, "BLOCK_D": width, "BLOCK_V": width}
+    constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys, "BIASED": biased, "FAST": itemsize == 2}
+    constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
+    constants |= {"PRECISION": precision, "ADD_TO_GRAD_Q": kernel == "keys_and_rows"}
+    constants |= {"TABLES": biased, "BUCKETS": 64}
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    signature, aligned = {}, {}
+    for index, name in enumerate(function.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in POINTERS:
+            signature[name] = f"*{POINTERS[name]}"
+        elif name in OPERANDS:
+            in_float = name == "grad_q" and kernel == "keys_and_rows"
+            signature[name] = "*fp32" if in_float else f"*{TYPES[itemsize][0]}"
+        else:
+            signature[name] = "fp32" if name in ("alpha", "inverse_scale") else "i32"
+        if signature[name].startswith("*") or name.startswith("stride_"):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def assemble(ptx: str, folder: Path) -> str:
+    """What ptxas reports of the kernel."""
+    path = folder / "kernel.ptx"
+    path.write_text(ptx)
+    command = [environment.find_ptxas(), "-v", "--gpu-name=sm_90a", str(path), "-o", str(folder / "cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), CASES)
+def test_it_fits_into_the_registers_and_the_shared_memory(kernel, biased, width, itemsize, tmp_path):
+    environment.prefer_packaged_ptxas()
+    made = compiled(kernel, biased, width, itemsize)
+    assert made.metadata.shared <= 227 * 1024
+    report = assemble(made.asm["ptx"], tmp_path)
+    assert "serializ" not in report, report  # of wgmma: each would wait for the one before it
+    version = environment.version_numbers(environment.tool_version(environment.find_ptxas()))
+    if version >= environment.MINIMAL_PTXAS and (width, itemsize) != (256, 4):
+        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+        assert spilled.groups() == ("0", "0"), report
+
+
+def test_products_of_16_bits_use_the_instructions_of_hopper():
+    environment.prefer_packaged_ptxas()
+    assert "wgmma.mma_async" in compiled("forward", False, 128, 2).asm["ptx"]
