@@ -114,7 +114,8 @@ def prefer_packaged_ptxas() -> None:
     spec = importlib.util.find_spec("nvidia")
     if "TRITON_PTXAS_PATH" in os.environ or spec is None or spec.submodule_search_locations is None:
         return
-    found = [path for folder in spec.submodule_search_locations for path in Path(folder).glob("cu*/bin/ptxas")]
+    folders = map(Path, spec.submodule_search_locations)
+    found = [path for folder in folders for path in folder.glob("cu*/bin/ptxas")]
     best = max(found, key=lambda path: version_numbers(tool_version(str(path))), default=None)
     if best is not None and version_numbers(tool_version(str(best))) >= MINIMAL_PTXAS:
         os.environ["TRITON_PTXAS_PATH"] = str(best)

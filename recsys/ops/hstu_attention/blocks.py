@@ -60,11 +60,6 @@ BLOCKS = {
         (128, 2): Blocks(32, 64, 8, 2),
         (256, 2): Blocks(16, 32, 8, 2),
     },
-    ("keys_and_rows", True): {
-        (64, 2): Blocks(32, 64, 4, 2),
-        (128, 2): Blocks(16, 64, 8, 2),
-        (256, 2): Blocks(16, 32, 8, 1),
-    },
     ("rows", False): {
         (64, 2): Blocks(128, 64, 8, 2),
         (128, 2): Blocks(64, 64, 8, 2),
@@ -86,7 +81,7 @@ BLOCKS = {
 
 
 def blocks_of(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool) -> Blocks:
-    """The sizes for a kernel: forward, keys, keys_and_rows (16 bits only) or rows."""
+    """The sizes for a kernel: forward, keys, keys_and_rows (16 bits, no bias) or rows."""
     return BLOCKS[kernel, biased][max(64, padded_dim(qk_dim), padded_dim(v_dim)), dtype.itemsize]
 
 

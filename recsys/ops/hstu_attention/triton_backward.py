@@ -156,9 +156,9 @@ def keys_kernel(
 def _add_by_distance(partial, grad_score, reach, first_key, lines, BLOCK_N: tl.constexpr):
     """Adds the scores' gradients [rows, keys] to the entries of their distances `reach - key`.
 
-    Row `i` of the block is turned until keys of equal distance modulo BLOCK_N stand in one column; then a line
-    of BLOCK_N distances is a sum over rows. `partial` has a line for negative distances, then the table's
-    lines, then one for all distances past them; `lines` is the number of the last.
+    Row `i` of the block is turned until keys of equal distance modulo BLOCK_N stand in one column; then a
+    line of BLOCK_N distances is a sum over rows. `partial` has a line for negative distances, then the
+    table's lines, then one for all distances past them; `lines` is the number of the last.
     """
     lane = tl.arange(0, BLOCK_N)
     offset = reach - first_key  # [rows, 1]: distance to the block's first key

@@ -7,6 +7,7 @@ what a compiler can trace: `wrap` stands around each kernel, the identity in eag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,7 +22,7 @@ from recsys.ops.hstu_attention.triton_forward import forward_kernel
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
-from recsys.ops.relative_bias import RelativeBias, time_bucket
+from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
 
 Wrap = Callable[[Any], Any]
 
@@ -60,7 +61,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = lamb
     if q.shape[0] == 0:
         return out
     q, k, v = map(_with_dense_rows, (q, k, v))
-    blocks = blocks_of("forward", q.dtype, q.shape[2], v.shape[2], problem.bias is not None)
+    blocks = blocks_of("forward", q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
     wrap(forward_kernel)[(items.shape[0] * num_heads,)](
@@ -92,8 +93,8 @@ def backward(
 ) -> Gradients:
     """All gradients; those of the bias's tables if `tables`.
 
-    `deterministic=False` may add up dQ with atomics, in one kernel instead of two: it does for 16 bits when no
-    table wants a gradient. Gradients of tables are always deterministic.
+    `deterministic=False` may add up dQ with atomics, in one kernel instead of two: it does for 16 bits
+    without bias. Gradients of tables are always deterministic.
     """
     total_len, num_heads, qk_dim = q.shape
     grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
@@ -107,7 +108,7 @@ def backward(
             position_table=torch.zeros_like(bias.position_table), time_table=torch.zeros_like(bias.time_table)
         )
     q, k, v, grad_out = map(_with_dense_rows, (q, k, v, grad_out))
-    atomics = not deterministic and not tables and q.dtype.itemsize == 2
+    atomics = not deterministic and problem.bias is None and q.dtype.itemsize == 2
     if atomics:
         grad_q = torch.zeros(total_len, num_heads, qk_dim, dtype=torch.float32, device=q.device)
     else:
@@ -130,7 +131,7 @@ def _launch_keys(
 ) -> None:
     """Fills in dK and dV, with `atomics` dQ too."""
     kernel = "keys_and_rows" if atomics else "keys"
-    blocks = blocks_of(kernel, q.dtype, q.shape[2], v.shape[2], problem.bias is not None)
+    blocks = blocks_of(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
     wrap(keys_kernel)[(items.shape[0] * num_heads,)](
@@ -163,7 +164,7 @@ def _launch_rows(
     wrap: Wrap,
 ) -> Gradients:
     """Fills in dQ; with `bias` also makes the gradients of its tables."""
-    blocks = blocks_of("rows", q.dtype, q.shape[2], v.shape[2], problem.bias is not None)
+    blocks = blocks_of("rows", q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
     workers, lines, buckets = items.shape[0], 0, 16
@@ -171,7 +172,7 @@ def _launch_rows(
     if bias is not None:
         workers = max(1, min(workers, PROGRAMS_PER_PROCESSOR * _num_processors(q.device) // num_heads))
         lines = -(-bias.position_table.shape[-1] // blocks.keys)
-        buckets = padded_dim(bias.time_table.shape[-1])
+        buckets = padded_dim(int(bias.time_table.shape[-1]))
         positions = q.new_zeros(workers, num_heads, (lines + 2) * blocks.keys, dtype=torch.float32)
         times = q.new_empty(workers, num_heads, buckets, dtype=torch.float32)
     wrap(rows_kernel)[(workers * num_heads,)](
@@ -244,10 +245,11 @@ def _bias_arguments(problem: Problem, unused: Tensor) -> list[Tensor | int]:
     if bias is None:
         return [unused, unused, unused, unused, unused, 0, 0, 1, 1]
     position, time = (table.detach().float().contiguous() for table in (bias.position_table, bias.time_table))
+    edges = time_edges(int(time.shape[-1]))  # a constant of the model, also in a traced graph
     return [
         position,
         time,
-        _edges_on(time.shape[-1], time.device),
+        problem.layout.memo(("time_edges", len(edges)), lambda: torch.tensor(edges, device=time.device)),
         bias.timestamps.contiguous(),
         bias.next_timestamps.contiguous(),
         position.stride(0) if position.dim() == 2 else 0,
@@ -261,12 +263,12 @@ def _constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[s
     """What the kernels are compiled for, by the names of their parameters."""
     mask, is_float32 = problem.mask, q.dtype == torch.float32
     return {
-        "D": q.shape[2],
-        "V": v.shape[2],
+        "D": int(q.shape[2]),
+        "V": int(v.shape[2]),
         "BLOCK_M": blocks.rows,
         "BLOCK_N": blocks.keys,
-        "BLOCK_D": padded_dim(q.shape[2]),
-        "BLOCK_V": padded_dim(v.shape[2]),
+        "BLOCK_D": padded_dim(int(q.shape[2])),
+        "BLOCK_V": padded_dim(int(v.shape[2])),
         "WINDOWED": mask.window is not None,
         "TARGET_WINDOW": mask.target_window,
         "GROUPED": mask.target_group_size > 1,
@@ -286,18 +288,14 @@ def _num_processors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=64)
-def _edges_on(num_buckets: int, device: torch.device) -> Tensor:
-    return torch.tensor(time_edges(num_buckets), device=device)
-
-
-def time_edges(num_buckets: int) -> list[int]:
+def time_edges(num_buckets: int) -> tuple[int, ...]:
     """The least difference in seconds of each time bucket, and one that none reaches: exact by definition."""
     edges = [1]
     for bucket in range(1, num_buckets):
-        low, high = edges[-1] - 1, MAX_EDGE  # bucket(low) < bucket; the answer is in (low, high]
+        low, high = max(edges[-1] - 1, 1), MAX_EDGE  # bucket(low) < bucket; the answer is in (low, high]
         while high - low > 1:
             middle = (low + high) // 2
-            reached = int(time_bucket(torch.tensor(middle), num_buckets)) >= bucket
+            reached = math.log(middle) / LOG_BUCKET >= bucket
             low, high = (low, middle) if reached else (middle, high)
         edges.append(high)
-    return [*edges, 2**63 - 1]
+    return (*edges, 2**63 - 1)

@@ -65,7 +65,7 @@ def _row_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int
     # row of each kind have the extremes.
     edges = [tiles.first, tiles.last, contextual - 1, contextual, tiles.history_end - 1, tiles.history_end]
     position = _clamped(edges, tiles)
-    seen = row_intervals(mask, position, tiles.history_end[:, None], contextual)
+    seen = row_intervals(mask, position, tiles.history_end.unsqueeze(1), contextual)
     first, window, group = (_union(seen.start[..., part], seen.end[..., part]) for part in range(3))
     unmasked = _longer(
         Interval(torch.zeros_like(tiles.first), seen.end[..., 0].amin(1)),
@@ -81,7 +81,7 @@ def _key_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int
     edges = [tiles.first, tiles.last, contextual - 1, contextual, always - 1, always]
     edges += [outside - 1, outside, tiles.history_end - 1, tiles.history_end]
     position = _clamped(edges, tiles)
-    end, length = tiles.history_end[:, None], tiles.length[:, None]
+    end, length = tiles.history_end.unsqueeze(1), tiles.length.unsqueeze(1)
     readers = column_intervals(mask, position, end, length, contextual)
     kinds = [_union(readers.start[..., part], readers.end[..., part]) for part in range(3)]
     history = _intersection(readers.start[..., 1], readers.end[..., 1])
@@ -109,12 +109,12 @@ def _tiles(layout: SequenceLayout, tile: int) -> Tiles:
     is_real = sample < layout.batch_size
     sample = sample.clamp(max=max(layout.batch_size - 1, 0))
     zero = torch.zeros_like(number)
-    first = torch.where(is_real, (number - (ends - counts)[sample]) * tile, zero)
-    length = torch.where(is_real, layout.lengths[sample], zero)
+    first = torch.where(is_real, (number - (ends - counts).index_select(0, sample)) * tile, zero)
+    length = torch.where(is_real, layout.lengths.index_select(0, sample), zero)
     return Tiles(
-        start=torch.where(is_real, layout.offsets[sample], zero),
+        start=torch.where(is_real, layout.offsets.index_select(0, sample), zero),
         length=length,
-        history_end=torch.where(is_real, layout.history_end[sample], zero),
+        history_end=torch.where(is_real, layout.history_end.index_select(0, sample), zero),
         first=first,
         last=torch.minimum(first + tile, length) - 1,
     )
@@ -124,7 +124,7 @@ def _clamped(edges: list[Tensor | int], tiles: Tiles) -> Tensor:
     """int64 [n, edges]: tokens of each tile; an edge outside of it becomes its first or last one."""
     columns = [tiles.first.clamp(min=0) * 0 + edge for edge in edges]
     position = torch.stack(columns, dim=1)
-    return torch.maximum(torch.minimum(position, tiles.last[:, None]), tiles.first[:, None])
+    return torch.maximum(torch.minimum(position, tiles.last.unsqueeze(1)), tiles.first.unsqueeze(1))
 
 
 def _union(start: Tensor, end: Tensor) -> Interval:
@@ -177,4 +177,4 @@ def _items(
     ]
     work = counts[0] + counts[1] + counts[2]
     order = torch.argsort(work, descending=True, stable=True)
-    return torch.stack(columns, dim=1)[order]
+    return torch.stack(columns, dim=1).index_select(0, order)

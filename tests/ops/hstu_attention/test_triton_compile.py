@@ -1,4 +1,4 @@
-"""The Triton kernels compiled and assembled for sm_90a, without a GPU: nothing spills, no product is serialised.
+"""The Triton kernels compiled and assembled for sm_90a, without a GPU: no spills, no product is serialised.
 
 Every entry of the table of block sizes with `--slow`; without, one width of the heads. Skips without Triton.
 """
@@ -113,3 +113,34 @@ def test_it_fits_into_the_registers_and_the_shared_memory(kernel, biased, width,
 def test_products_of_16_bits_use_the_instructions_of_hopper():
     environment.prefer_packaged_ptxas()
     assert "wgmma.mma_async" in compiled("forward", False, 128, 2).asm["ptx"]
+
+
+def test_a_traced_graph_holds_the_kernels(monkeypatch):
+    """With sizes as symbols, for the compiler to embed; three kernels and few nodes beside the work lists."""
+    from torch._library.triton import set_wrap_triton_enabled
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from recsys.ops.hstu_attention import triton_launch, triton_ops
+
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    rest = (2, 3, 1, False, 1, True, 0.1, 64.0)
+
+    def both(q, *tensors):
+        problem = triton_ops._problem(q, *tensors, *rest)
+        wrap = torch.library.wrap_triton
+        out = triton_launch.forward(q, q, q, problem, wrap)
+        return [
+            out,
+            *triton_launch.backward(out, q, q, q, problem, tables=True, deterministic=True, wrap=wrap),
+        ]
+
+    q, lengths = torch.randn(101, 2, 64, dtype=torch.bfloat16), torch.tensor([50, 51])
+    offsets, times = torch.tensor([0, 50, 101]), torch.zeros(101, dtype=torch.int64)
+    tables = (torch.zeros(2, 40), torch.zeros(2, 20))
+    with set_wrap_triton_enabled(True):
+        traced = make_fx(both, tracing_mode="symbolic")(
+            q, lengths, offsets, torch.zeros_like(lengths), *tables, times, times
+        )
+    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    assert len(kernels) == 3 and all(not isinstance(node.kwargs["grid"][0][0], int) for node in kernels)
+    assert len(traced.graph.nodes) < 1500

@@ -1,0 +1,68 @@
+"""The benchmark of the ops at tiny sizes on a CPU: what it counts, what it refuses, what it writes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from recsys.ops import AttentionMask
+from scripts import bench_ops
+from tests.ops.oracle import Sample, sees
+
+
+@pytest.mark.parametrize("case", bench_ops.tiny_cases(), ids=lambda case: case.shape)
+def test_useful_work_is_that_of_visible_pairs(case):
+    pairs = 0
+    for length in case.lengths.tolist():
+        history = length - case.num_contextual - case.num_targets
+        sample = Sample(case.num_contextual, history, case.num_targets)
+        pairs += sum(sees(sample, i, j, case.mask) for i in range(length) for j in range(length))
+    assert bench_ops.useful_flop(case) == 2 * pairs * (case.dim + case.dim) * case.heads
+
+
+def test_a_causal_shape_has_the_published_work():
+    case = next(case for case in bench_ops.cases() if case.shape == "B32 L4096 D128")
+    assert bench_ops.useful_flop(case) == 32 * 4 * (4096 * 4097 / 2) * 4 * 128
+
+
+def test_names_are_unique_and_every_case_has_a_layout():
+    names = [case.shape for case in bench_ops.cases()]
+    assert len(names) == len(set(names))
+    for case in [*bench_ops.cases(), *bench_ops.tiny_cases()]:
+        assert case.layout().total_len == int(case.lengths.sum())
+
+
+def test_it_writes_a_record_a_pass(tmp_path, capsys):
+    path = tmp_path / "new" / "record.json"
+    assert bench_ops.main(["--backend", "reference", "--repeats", "2", "--record", str(path)]) == 0
+    records = json.loads(path.read_text())
+    assert [(r["op"], r["shape"], r["pass"]) for r in records] == [
+        ("hstu_attention", case.shape, direction)
+        for case in bench_ops.tiny_cases()
+        for direction in ("fwd", "bwd")
+    ]
+    assert all(r["ok"] and r["ms"] > 0 and r["commit"] for r in records)
+    assert set(records[0]) == {"op", "backend", "shape", "pass", "ms", "tflops", "peak_mb", "ok", "commit"}
+    assert "tiny bias" in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch):
+    case = bench_ops.tiny_cases()[0]
+    right = bench_ops.attend
+
+    def off_by_a_window(case, inputs, layout, backend):
+        wrong = inputs.q.dtype != torch.float64
+        return right(replace(case, mask=AttentionMask(window=2)) if wrong else case, inputs, layout, backend)
+
+    monkeypatch.setattr(bench_ops, "attend", off_by_a_window)
+    monkeypatch.setattr(bench_ops, "FACTOR", 0.0)
+    records = bench_ops.bench(case, "cpu", "reference", "abc", repeats=1)
+    assert [record.ok for record in records] == [False, False]
+    assert all(record.ms is None and record.tflops is None for record in records)
+
+
+def test_a_backend_that_cannot_run_is_a_wrong_case(capsys):
+    records = bench_ops.bench(bench_ops.tiny_cases()[0], "cpu", "triton", "abc", repeats=1)
+    assert not any(record.ok for record in records)
+    assert "triton" in capsys.readouterr().err
