@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-
 CHOSEN_WITH = "3.6"
 """The Triton whose code does not spill. Others run these sizes too; 3.8 spills in one of them."""
 
