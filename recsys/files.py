@@ -1,8 +1,7 @@
 """Folders that are whole or not there, and manifests that prove it.
 
 Checkpoints, packages and predictions are written beside their place, hashed, synced and renamed: whoever
-    finds one
-finds all of it, after a crash too.
+finds one finds all of it, after a crash too.
 """
 
 import hashlib

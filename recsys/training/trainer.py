@@ -1,9 +1,8 @@
 """The training loop: next batch, step, maybe log, maybe evaluate, maybe save.
 
 Everything around it is elsewhere: `train_step` turns a batch into a loss, `optimizers` move weights,
-    `session`
-builds and saves, hooks show what happens. All ranks run the same loop; what one of them alone learns (a
-signal, a loss that is not finite) travels in the one sum of each step.
+`session` builds and saves, hooks show what happens. All ranks run the same loop; what one of them alone
+learns (a signal, a loss that is not finite) travels in the one sum of each step.
 """
 
 import logging
