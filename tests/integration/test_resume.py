@@ -9,7 +9,6 @@ import pytest
 from recsys.training.hooks.metrics_file import NAME
 from tests.integration.runs import finish, records, start, train, wait_for
 
-
 # The runs that these tests share are made once: the tests stay in one process.
 pytestmark = pytest.mark.xdist_group("resume")
 
