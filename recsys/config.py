@@ -88,7 +88,7 @@ def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool
     resolved = resolve(loaded.pipeline, read_files=False)
     findings = checks.findings(resolved.pipeline, resolved.origins)
     if mistakes:
-        sure = [finding for finding in findings if finding.path in loaded.locations]
+        sure = [one for one in findings if one.path in loaded.locations and not one.missing]
         raise ConfigError(mistakes + checks.lines(sure, loaded.locations))
     shown = checks.lines(findings, loaded.locations)
     try:

@@ -47,13 +47,20 @@ def _data(schema: dict, address: str) -> str:
         lines += [f'  {split} {{ parquet {{ paths: "{address}/{path}" }} }}' for path in paths]
     lines += [
         f'  vocabulary_dir: "{address}/vocabulary"',
-        f"  batch_size: {128 if schema['task'] == 'retrieval' else 64}",
+        f"  batch_size: {_batch_size(schema)}",
         "  max_history_len: 200",
     ]
     if schema["task"] == "ranking":
         lines.append(f"  max_candidates: {schema['settings']['max_candidates']}")
     lines += [f'  key_columns: "{name}"' for name in ("user_id", "request_id") if name in schema["columns"]]
     return "\n".join([*lines, "}", ""])
+
+
+def _batch_size(schema: dict) -> int:
+    """Rows of a batch: few enough for some twenty steps an epoch where there are few rows."""
+    rows = schema["splits"]["train"]["rows"]
+    sizes = (128, 64, 32, 16) if schema["task"] == "retrieval" else (64, 32, 16)
+    return next((size for size in sizes if rows >= 20 * size), 8)
 
 
 def _glob(file: str) -> str:
@@ -151,12 +158,14 @@ def _retriever(schema: dict) -> str:
 
 def _train(schema: dict) -> str:
     ranking = schema["task"] == "ranking"
+    epochs = 2 if ranking else 20
+    steps = epochs * -(-schema["splits"]["train"]["rows"] // _batch_size(schema))
     sparse = "  sparse_optimizer { row_wise_adagrad { lr: 0.02 } }\n" if ranking else ""
     beta = "" if ranking else " beta2: 0.98"
     return f"""train {{
-  num_epochs: {2 if ranking else 20}
+  num_epochs: {epochs}
   dense_optimizer {{ adamw {{ lr: 1e-3{beta} }} }}
-{sparse}  schedule {{ warmup_steps: 100 cosine {{}} }}
+{sparse}  schedule {{ warmup_steps: {min(100, steps // 10)} cosine {{}} }}
   max_grad_norm: 1
   evaluation {{ patience: {2 if ranking else 5} }}
 }}

@@ -212,7 +212,6 @@ class TestOverrides:
             "train { num_epochs: 3 schedule { warmup_steps: 9 linear {} } } data { key_columns: ['a', 'b'] }"
         )
         overrides = [
-            "train.num_epochs=",
             "train.num_steps=5",
             "train.schedule={cosine{}}",
             "data.key_columns=['c']",

@@ -18,6 +18,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys import config, environment, files
 from recsys import protos as pb
+from recsys.checks.effects import warmup_too_long
 from recsys.data.batch import Batch, Position
 from recsys.data.loader import Loader
 from recsys.errors import ConfigError, RecsysError
@@ -180,6 +181,8 @@ def _build(
 
     reader = loader("train", shuffle=True)
     total_steps = _total_steps(train, reader, progress)
+    if train.HasField("num_epochs") and train.schedule.warmup_steps >= total_steps and processes.is_main:
+        log.warning("train.schedule.warmup_steps: %s", warmup_too_long(train, total_steps))
     step = TrainStep(model)
     wrapped = shard(step, pipeline, processes)
     optimizer = ScheduledOptimizer(wrapped, train, total_steps)

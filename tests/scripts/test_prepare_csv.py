@@ -253,6 +253,11 @@ def test_the_starter_config_has_no_findings(tmp_path, arguments):
     resolved = config.resolve(config.load(tmp_path / "made" / "starter.config")).pipeline
     assert config.check(resolved) == []
     assert resolved.features[0].id.vocabulary.size == 40
+    steps_of_an_epoch = len(rows(tmp_path / "made", "train")) // resolved.data.batch_size
+    train = resolved.train
+    assert train.schedule.warmup_steps <= train.num_epochs * (steps_of_an_epoch + 1) / 10
+    shorter = config.prepare(tmp_path / "made" / "starter.config", ["train.num_steps=30"])
+    assert (shorter.pipeline.train.num_steps, shorter.warnings) == (30, [])
 
 
 @pytest.mark.parametrize(
