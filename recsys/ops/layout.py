@@ -181,6 +181,13 @@ class SequenceLayout:
             return self._host.lengths
         return self.lengths if self.lengths.device.type == "cpu" else None
 
+    @property
+    def host_num_targets(self) -> Tensor | None:
+        """int64 [B], as `host_lengths`."""
+        if self._host is not None:
+            return self._host.num_targets
+        return self.num_targets if self.num_targets.device.type == "cpu" else None
+
     def __repr__(self) -> str:
         names = ("batch_size", "total_len", "max_len", "num_contextual", "total_targets", "device")
         return f"SequenceLayout({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
