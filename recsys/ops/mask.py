@@ -111,10 +111,8 @@ def count_pairs(mask: AttentionMask, layout: SequenceLayout) -> int:
     Raises:
         ValueError: the layout has its lengths on a device only.
     """
-    if layout.host_lengths is None or layout.host_num_targets is None:
-        raise ValueError(f"the lengths are on {layout.device} only; take a layout that was built on the host")
-    contextual, targets = layout.num_contextual, layout.host_num_targets
-    uih = layout.host_lengths - targets - contextual
+    host = layout.on_host()
+    contextual, uih, targets = host.num_contextual, host.num_uih, host.num_targets
     near = uih if mask.window is None else uih.clamp(max=mask.window + mask.prefix)
     contextual_sees = contextual + uih if mask.contextual_reads_history else contextual
     # History token number h sees min(h, near) events; the first `near` of them are a triangle.
