@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from recsys import protos as pb
-from recsys.data.arrays import Arrays
+from recsys.data.arrays import Arrays, Packed
 from recsys.data.batch import Batch, LayoutRule, Position
 from recsys.data.checks import REASONS
 from recsys.data.collate import Collator
@@ -133,7 +133,7 @@ class Loader:
                 first = start + step * self._world_size
                 position = Position(epoch, min(first + self._world_size, num_batches) - 1)
                 index = first + self._rank
-                arrays = self._accept(next(stream)) if index < num_batches else self._reader.filler()
+                arrays = self._count(next(stream)) if index < num_batches else self._reader.filler()
                 yield self._collator.collate(arrays, position, index)
         finally:
             stream.close()
@@ -142,19 +142,17 @@ class Loader:
                 "epoch %d: %d rows left out (%s)", epoch, self.skipped.total(), _listed(self.skipped)
             )
 
-    def _accept(self, result: Arrays | RecsysError) -> Arrays:
-        if isinstance(result, RecsysError):
-            raise result
-        for name, count in result.counts.items():
+    def _count(self, arrays: Arrays) -> Arrays:
+        for name, count in arrays.counts.items():
             (self.skipped if name in REASONS else self.truncated)[name] += count
-        return result
+        return arrays
 
-    def _stream(self, epoch: int, indices: range) -> Iterator[Arrays | RecsysError]:
+    def _stream(self, epoch: int, indices: range) -> Iterator[Arrays]:
         places = [(epoch, index) for index in indices]
         num_workers = min(self._num_workers, len(places))
         if num_workers == 0:
             self._reader.begin(epoch)
-            yield from (self._reader[place] for place in places)
+            yield from (self._reader.read(*place) for place in places)
             return
         results = iter(
             DataLoader(
@@ -172,7 +170,10 @@ class Loader:
             )
         )
         try:
-            yield from results
+            for result in results:
+                if isinstance(result, RecsysError):
+                    raise result
+                yield result.arrays()
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -200,7 +201,7 @@ def _ignore_interrupt(_worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _unchanged(value: Arrays | RecsysError) -> Arrays | RecsysError:
+def _unchanged(value: Packed | RecsysError) -> Packed | RecsysError:
     return value
 
 
