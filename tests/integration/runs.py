@@ -65,10 +65,10 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 
 def records(folder: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
-    """Records of `metrics.jsonl` by step, without what depends on the clock."""
+    """Records of `metrics.jsonl` by step, without what depends on the clock and the machine."""
     path = folder / NAME
     found = [r for r in read_metrics(path) if r["kind"] == kind] if path.exists() else []
-    timed = {"samples_per_s", "tokens_per_s", "data_wait", "seconds"}
+    timed = {"samples_per_s", "tokens_per_s", "tflop_per_s", "mfu", "data_wait", "memory_bytes", "seconds"}
     return {r["step"]: {key: value for key, value in r.items() if key not in timed} for r in found}
 
 
