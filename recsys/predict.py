@@ -32,7 +32,7 @@ def run(call: cli.Call) -> None:
 
     predictor = Predictor(Package(_folder(call.flags)), call.pipeline)
     given = files_as_source(call.flags.input) if call.flags.input else call.pipeline.data.test
-    source = open_source(given, call.pipeline)
+    source = open_source(given, predictor.pipeline)
     if call.dry_run:
         log.info("dry run: the package answers its golden rows; %d rows would be scored", source.num_rows)
         return
@@ -51,7 +51,13 @@ def _folder(flags: argparse.Namespace) -> Path:
 def _packaged_config(flags: argparse.Namespace) -> Path:
     if flags.config is not None:
         raise ConfigError("--config: a package carries its own config; change it with --set")
-    return _folder(flags) / cli.RESOLVED
+    folder = _folder(flags)
+    if not (folder / cli.RESOLVED).is_file():
+        raise ConfigError(
+            f"{folder}: there is no package (no {cli.RESOLVED} in it); "
+            "`python -m recsys.export --run-dir DIR` makes one of a trained run"
+        )
+    return folder / cli.RESOLVED
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

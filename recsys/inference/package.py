@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from recsys import config, environment, files
@@ -196,6 +196,11 @@ def golden_tensors(inputs: tuple[Tensor, ...], output: Tensor) -> dict[str, Tens
     """The reverse of `golden_inputs`."""
     named = {f"input_{i:03d}": tensor.contiguous().cpu() for i, tensor in enumerate(inputs)}
     return {**named, "output": output.float().contiguous().cpu()}
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes a `.safetensors` file that all who may read the folder may read; `save_file` makes it private."""
+    path.write_bytes(save(tensors))
 
 
 def write_description(folder: Path, description: Description) -> None:

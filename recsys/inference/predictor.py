@@ -167,17 +167,21 @@ def _begin(predictor: Predictor, source: Source, output: Path) -> None:
     job = {
         "package": files.sha256(predictor.package.folder / files.MANIFEST),
         "predict": str(predictor.settings).split("\n"),
+        "key_columns": list(predictor.pipeline.data.key_columns),
         "input": source.fingerprint(),
     }
     noted = output / JOB
-    if noted.exists():
+    begun = any(output.glob("part-*.parquet"))
+    if noted.exists() and begun:
         if json.loads(noted.read_text(encoding="utf-8")) != job:
             raise RecsysError(
                 f"{output} holds predictions of another package, input or `predict` setting: give another "
                 "--output, or remove that folder"
             )
         return
-    if output.exists() and any(output.iterdir()):
+    # A job that has finished no part leaves nothing that another one could be confused with.
+    names = {path.name for path in output.iterdir()} - {JOB} if output.exists() else set()
+    if any(not name.startswith(".part-") for name in names):
         raise RecsysError(f"{output} is not empty and holds no predictions: give another --output")
     output.mkdir(parents=True, exist_ok=True)
     files.write_text(noted, json.dumps(job, indent=1) + "\n")
