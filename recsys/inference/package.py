@@ -199,7 +199,7 @@ def golden_tensors(inputs: tuple[Tensor, ...], output: Tensor) -> dict[str, Tens
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a `.safetensors` file that all who may read the folder may read; `save_file` makes it private."""
+    """Writes a `.safetensors` file that all who may read the folder may read; `save_file` hides it."""
     path.write_bytes(save(tensors))
 
 
