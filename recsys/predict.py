@@ -42,22 +42,17 @@ def run(call: cli.Call) -> None:
 
 def _folder(flags: argparse.Namespace) -> Path:
     if flags.package is None and flags.run_dir is None:
-        raise ConfigError(
-            "--package: not given; name the folder that recsys.export wrote, or its run in --run-dir"
-        )
+        raise ConfigError("--package: not given; name a folder of recsys.export, or its run in --run-dir")
     return Path(flags.package) if flags.package else Path(flags.run_dir) / "export"
 
 
 def _packaged_config(flags: argparse.Namespace) -> Path:
     if flags.config is not None:
         raise ConfigError("--config: a package carries its own config; change it with --set")
-    folder = _folder(flags)
-    if not (folder / cli.RESOLVED).is_file():
-        raise ConfigError(
-            f"{folder}: there is no package (no {cli.RESOLVED} in it); "
-            "`python -m recsys.export --run-dir DIR` makes one of a trained run"
-        )
-    return folder / cli.RESOLVED
+    path = _folder(flags) / cli.RESOLVED
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no package; `python -m recsys.export` makes one of a run")
+    return path
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
