@@ -15,7 +15,9 @@ from recsys.training import checkpoint, evaluator
 from recsys.training.distributed import Processes, on_main, shard
 from recsys.training.hooks import Hook, Outcome, Run
 from recsys.training.hooks.console import Console, next_lines
+from recsys.training.hooks.hyperparameters import hyperparameters
 from recsys.training.hooks.metrics_file import MetricsFile
+from recsys.training.hooks.projector import Items, frequent_items
 from recsys.training.hooks.report import Report
 from recsys.training.session import CHECKPOINTS, Session, open_session
 from recsys.training.train_step import TrainStep
@@ -40,7 +42,7 @@ def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
     run = describe(session)
     if reason := session.finish_reason():
         return _finished_before(session, run, reason)
-    hooks = _hooks() if processes.is_main else []
+    hooks = _hooks(session) if processes.is_main else []
     try:
         for hook in hooks:
             hook.started(run)
@@ -50,10 +52,13 @@ def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
             hook.close()
 
 
-def _hooks() -> list[Hook]:
+def _hooks(session: Session) -> list[Hook]:
     from recsys.training.hooks.tensorboard import TensorBoard
 
-    return [MetricsFile(), TensorBoard(), Report(), Console()]
+    def items() -> Items | None:
+        return frequent_items(session.pipeline, session.wrapped.state_dict())
+
+    return [MetricsFile(), TensorBoard(items), Report(), Console()]
 
 
 def describe(session: Session) -> Run:
@@ -69,6 +74,7 @@ def describe(session: Session) -> Run:
             f"{torch.get_num_threads()} thread(s) each",
             "parameters": f"{sum(session.parameters.values()):,}",
         },
+        hyperparameters=hyperparameters(session.pipeline),
     )
 
 

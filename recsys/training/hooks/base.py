@@ -22,6 +22,7 @@ class Run:
         first_step: steps done already; above 0 when the run continues.
         total_steps: steps when it ends.
         facts: lines about the run (device, processes, parameters), by topic.
+        hyperparameters: what distinguishes runs of a sweep, by path in the config.
     """
 
     folder: Path
@@ -29,6 +30,7 @@ class Run:
     first_step: int
     total_steps: int
     facts: dict[str, str] = field(default_factory=dict)
+    hyperparameters: dict[str, bool | int | float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Console(Hook):
         for topic, fact in run.facts.items():
             log.info("%s: %s", topic, fact)
         if sys.stderr.isatty():
-            self._bar = Bar(run)
+            self._bar = Bar(run, RichConsole(stderr=True))
 
     def stepped(self, step: int) -> None:
         """Moves the bar."""
@@ -99,15 +99,13 @@ class Lines(NamedTuple):
 class Bar:
     """The last lines of a terminal: how far the run is, and below it speed and losses; logs scroll above."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, console: RichConsole):
         self._progress = Progress(
             BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left")
         )
         self._task = self._progress.add_task("", total=run.total_steps, completed=run.first_step)
         self._total_steps = run.total_steps
-        self._live = Live(
-            self._progress, console=RichConsole(stderr=True), transient=True, refresh_per_second=4
-        )
+        self._live = Live(self._progress, console=console, transient=True, refresh_per_second=4)
         self._live.start()
 
     def move(self, step: int) -> None:
@@ -121,9 +119,8 @@ class Bar:
         texts = ["  ".join(parts)]
         if len(record.losses) > 1:
             texts.append("  ".join(f"{name} {_number(value)}" for name, value in record.losses.items()))
-        self._live.update(
-            Group(self._progress, *(Text(text, no_wrap=True, overflow="ellipsis") for text in texts))
-        )
+        below = (Text(text, no_wrap=True, overflow="ellipsis") for text in texts)
+        self._live.update(Group(self._progress, *below), refresh=True)
 
     def stop(self) -> None:
         """Takes the lines away."""

@@ -1,12 +1,14 @@
 """What the console says."""
 
+import io
 import math
 from pathlib import Path
 
 import pytest
+from rich.console import Console as RichConsole
 
 from recsys.training.hooks import Evaluated, Outcome, Run, Trained
-from recsys.training.hooks.console import WIDTH, Console, columns, lines, metric_table, next_lines
+from recsys.training.hooks.console import WIDTH, Bar, Console, columns, lines, metric_table, next_lines
 from recsys.training.state import Best
 from recsys.training.throughput import Rates
 
@@ -76,6 +78,21 @@ def test_the_head_comes_first_and_after_each_evaluation(told):
         head,
         row,
     ]
+
+
+def test_the_bar_shows_what_the_row_shows_and_leaves_nothing_behind():
+    terminal = RichConsole(file=io.StringIO(), force_terminal=True, color_system=None, width=100)
+    bar = Bar(RUN, terminal)
+    bar.move(50)
+    bar.show(record(Rates(2, 1234.5, 98765.4, data_wait=0.07, flop_per_s=3.214e9)))
+    shown = terminal.file.getvalue()
+    assert " 50/200 " in shown
+    assert (
+        "loss 1.2500  samples/s 1,234  tokens/s 98,765  FLOP/s 3.21 G  data wait 7 %  memory 850 MiB" in shown
+    )
+    assert "click 0.7000  time 2.0000" in shown
+    bar.stop()
+    assert terminal.file.getvalue().endswith("\x1b[2K")  # the last line is erased
 
 
 def test_the_last_lines_are_commands_that_can_be_typed():
