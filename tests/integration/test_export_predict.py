@@ -255,7 +255,7 @@ def test_wrong_calls_say_what_to_do(ranker, tmp_path):
         "predict", "--package", ranker.package, "--config", "x.config", code=2
     )
     said = command("predict", "--package", tmp_path, "--input", ranker.rows, code=2)
-    assert f"{tmp_path}: there is no package" in said and "python -m recsys.export" in said
+    assert f"{tmp_path}/config.resolved: there is no package" in said and "python -m recsys.export" in said
     assert "no such file" in command(
         "predict",
         "--package",
