@@ -172,9 +172,7 @@ def test_files_that_are_not_texts(write, tmp_path):
     assert findings(config.load, "quick.config") == [
         "quick.config: not a text file in UTF-8 (invalid start byte at byte 7)"
     ]
-    assert findings(config.load, "quik.config") == [
-        "quik.config: No such file or directory. Did you mean quick.config?"
-    ]
+    assert findings(config.load, "quik.config") == ["quik.config: no such file. Did you mean quick.config?"]
     assert "directory" in findings(config.load, str(tmp_path))[0]
     (tmp_path / "bom.config").write_bytes(b"\xef\xbb\xbftrain { seed: 3 }")
     assert config.load("bom.config").train.seed == 3

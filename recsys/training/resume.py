@@ -47,9 +47,9 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
     if changed:
         raise ConfigError(
             [
-                *changed,
                 f"{folder} holds a run with another config, so it is not continued. Give the old values, or "
                 "another --run-dir. May change: " + ", ".join(MAY_CHANGE),
+                *changed,
             ]
         )
 
