@@ -5,8 +5,6 @@ decided in `plan` and depends on neither ranks nor readers; a loader only decide
 """
 
 import logging
-import multiprocessing
-import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from recsys import protos as pb
-from recsys.data.arrays import Arrays, Packed
+from recsys.data import reader_processes
+from recsys.data.arrays import Arrays
 from recsys.data.batch import Batch, LayoutRule, Position
 from recsys.data.checks import REASONS
 from recsys.data.collate import Collator
@@ -160,10 +159,10 @@ class Loader:
                 sampler=places,
                 batch_size=None,
                 num_workers=num_workers,
-                collate_fn=_unchanged,
-                worker_init_fn=_ignore_interrupt,
+                collate_fn=reader_processes.unchanged,
+                worker_init_fn=reader_processes.ignore_interrupt,
                 prefetch_factor=self._prefetch,
-                multiprocessing_context=_context(),
+                multiprocessing_context=reader_processes.context(),
                 # Its own generator: the DataLoader draws a seed, and must not move the one that dropout draws
                 # from.
                 generator=torch.Generator(),
@@ -184,25 +183,6 @@ class Loader:
         finally:
             # Ends the processes now, also when the caller stops in the middle.
             del results
-
-
-def _context() -> multiprocessing.context.BaseContext:
-    """Processes from a server that has done the imports: a fork of this one could hang in a lock that a
-    thread held."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
-def _ignore_interrupt(_worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; whoever reads batches decides when the reading ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _unchanged(value: Packed | RecsysError) -> Packed | RecsysError:
-    return value
 
 
 def _listed(counts: Counter[str]) -> str:
