@@ -83,7 +83,8 @@ def _feature(one: dict) -> str:
 
 
 def _ranker(schema: dict) -> str:
-    tasks = "".join(_task(name, kind) for name, kind in schema["labels"].items())
+    signed = {name for split in schema["splits"].values() for name in split.get("labels_below_0", ())}
+    tasks = "".join(_task(name, kind, name in signed) for name, kind in schema["labels"].items())
     return f"""model {{
   embedding_dim: 32
   ranker {{
@@ -114,14 +115,15 @@ def _action(schema: dict, indent: str) -> str:
     return "".join([f"{indent}action {{\n", *(f"{indent}  {bit}\n" for bit in bits), f"{indent}}}\n"])
 
 
-def _task(name: str, kind: str) -> str:
+def _task(name: str, kind: str, signed: bool) -> str:
     if kind == "binary":
         loss, metrics = (
             "binary_cross_entropy {}",
             "metrics { auc {} } metrics { gauc {} } metrics { normalized_entropy {} }",
         )
     else:
-        loss, metrics = "mean_squared_error { log1p: true }", "metrics { mae {} } metrics { mse {} }"
+        loss = "mean_squared_error {}" if signed else "mean_squared_error { log1p: true }"
+        metrics = "metrics { mae {} } metrics { mse {} }"
     return f'    tasks {{ name: "{name}" loss {{ {loss} }} {metrics} }}\n'
 
 

@@ -88,6 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_config(schema, folder, options.output)
     for name, noted in schema["splits"].items():
         print(f"{name}: {noted['rows']} rows, {noted['candidates']} candidates")
+    common.print_next(options.output)
 
 
 def _write_ranking(
@@ -148,6 +149,11 @@ def _remedy(task: str) -> str:
 
 
 def _columns(options: argparse.Namespace) -> LogColumns:
+    for flag, pairs in (("--label", options.label), ("--action", options.action)):
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{flag} {name}=...: given {names.count(name)} times; names must differ")
     labels = dict(options.label)
     if options.task == "ranking" and not labels:
         raise ConfigError(
@@ -239,7 +245,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--item-column", required=True)
     parser.add_argument("--time-column", required=True)
     parser.add_argument("--time-unit", choices=("s", "ms", "us", "iso"), default="s")
-    parser.add_argument("--delimiter", help="between values of a text file; default: , and a tab for .tsv")
+    parser.add_argument("--delimiter", type=_delimiter, help=r"of a text file; default: , and \t for .tsv")
     parser.add_argument(
         "--label", type=_pair, action="append", default=[], metavar="NAME=COLUMN[:regression]",
         help="what to predict: 0 or 1, or with :regression any number",
@@ -281,6 +287,13 @@ def _pair(text: str) -> tuple[str, str]:
     if not (name.isidentifier() and mark and column):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=COLUMN with a name of letters, digits and _")
     return name, column
+
+
+def _delimiter(text: str) -> str:
+    text = {"\\t": "\t", "tab": "\t"}.get(text, text)
+    if len(text) != 1 or not text.isascii() or text in '"\r\n':
+        raise argparse.ArgumentTypeError(f"{text!r} is not one ASCII character other than a quote")
+    return text
 
 
 def _share(text: str) -> float:
