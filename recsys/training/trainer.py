@@ -63,7 +63,8 @@ class Trainer:
             NonFiniteLossError: on all ranks, before that loss moved any weight.
         """
         stream = self._meter.watch(self._session.batches())
-        with closing(stream), catching_signals(self._session.step.sum_over_ranks.received):
+        received, announce = self._session.step.sum_over_ranks.received, self._session.processes.is_main
+        with closing(stream), catching_signals(received, announce=announce):
             while not self._session.finish_reason() and not self._signal:
                 result = self._train(stream)
                 self._maybe_log(result)
