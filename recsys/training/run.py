@@ -1,15 +1,16 @@
 """A run from config to last line: opens the session, puts the hooks around it, trains."""
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from recsys import config
+from recsys import config, files
 from recsys import protos as pb
 from recsys.data.loader import Loader
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, RecsysError
 from recsys.models import build_model, layout_rule
 from recsys.training import checkpoint, evaluator
 from recsys.training.distributed import Processes, on_main, shard
@@ -36,8 +37,27 @@ log = logging.getLogger(__name__)
 
 
 def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
-    """Trains the model of a resolved config in a run folder, from the last saved state if there is one."""
+    """Trains the model of a resolved config in a run folder, from the last saved state if there is one.
+
+    Raises:
+        RecsysError: another process trains in this folder.
+    """
     config.check_device(pipeline, processes.device.type)
+    with ExitStack() as stack:
+        on_main(lambda: _take(folder, stack))
+        return _train(pipeline, folder, processes)
+
+
+def _take(folder: Path, stack: ExitStack) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not stack.enter_context(files.locked(folder / ".lock")):
+        raise RecsysError(
+            f"{folder}: another process is training in this folder; wait for it, end it, or give another "
+            "--run-dir"
+        )
+
+
+def _train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
     session = open_session(pipeline, folder, processes)
     run = describe(session)
     if reason := session.finish_reason():

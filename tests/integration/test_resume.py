@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from recsys import files
 from recsys.training.hooks.metrics_file import NAME
 from tests.integration.runs import finish, records, start, train, wait_for
 
@@ -56,6 +57,13 @@ def test_killed_at_a_random_step_and_while_saving(tmp_path, uninterrupted):
     assert train(tmp_path) == 0
     assert_same_run(tmp_path, uninterrupted)
     assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_a_folder_in_which_another_process_trains_is_left_alone(tmp_path, capsys):
+    with files.locked(tmp_path / ".lock"):
+        assert train(tmp_path) == 1
+    assert f"{tmp_path}: another process is training in this folder" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "log.txt"}
 
 
 @pytest.mark.slow
