@@ -4,6 +4,7 @@ Three mappings, one a table: `Vocabulary` (ids counted in advance), `HashBuckets
 by limits). `mappings` builds them for a resolved config. All work on whole arrays.
 """
 
+import hashlib
 from typing import NamedTuple
 
 import fsspec
@@ -161,6 +162,26 @@ def id_type(path: str) -> pa.DataType:
         DataError: as `Vocabulary.read`.
     """
     return _schema(path).field("id").type
+
+
+def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
+    """SHA-256 of the vocabulary file of each table: with other ids, or another order, weights mean nothing.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
+    found: dict[str, str] = {}
+    for feature in pipeline.features:
+        if feature.HasField("id") and feature.id.HasField("vocabulary") and feature.id.table not in found:
+            path, digest = feature.id.vocabulary.file, hashlib.sha256()
+            try:
+                with fsspec.open(path, "rb") as file:
+                    while block := file.read(1 << 20):
+                        digest.update(block)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
+            found[feature.id.table] = digest.hexdigest()
+    return found
 
 
 class _Sorted:

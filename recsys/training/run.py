@@ -10,6 +10,7 @@ import torch
 from recsys import config, files
 from recsys import protos as pb
 from recsys.data.loader import Loader
+from recsys.data.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import build_model, layout_rule
 from recsys.training import checkpoint, evaluator
@@ -20,6 +21,7 @@ from recsys.training.hooks.hyperparameters import hyperparameters
 from recsys.training.hooks.metrics_file import MetricsFile
 from recsys.training.hooks.projector import Items, frequent_items
 from recsys.training.hooks.report import Report
+from recsys.training.resume import require_same_vocabularies
 from recsys.training.session import CHECKPOINTS, Session, open_session
 from recsys.training.train_step import TrainStep
 from recsys.training.trainer import Trainer
@@ -122,10 +124,12 @@ def evaluate(
 
     Raises:
         ConfigError: the config names no rows for the split.
+        DataError: vocabularies that the model was not trained with.
     """
     if not pipeline.data.HasField(split):
         raise ConfigError(f"data.{split}: absent, so there is nothing to evaluate on")
     path = on_main(lambda: checkpoint.find(folder / CHECKPOINTS, which))
+    require_same_vocabularies(checkpoint.read_state(path)["inputs"], fingerprints(pipeline))
     step = TrainStep(build_model(pipeline))
     wrapped = shard(step, pipeline, processes)
     checkpoint.load(path, wrapped.state_dict(), checkpoint.MODEL)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recsys import cli
+from recsys import evaluate as evaluate_command
 from recsys import train as train_command
 from recsys.training.hooks.metrics_file import NAME, read_metrics
 
@@ -26,6 +27,11 @@ def flags(folder: Path, *overrides: str) -> list[str]:
 def train(folder: Path, *overrides: str) -> int:
     """Runs the command in this process and returns its exit code."""
     return cli.main("train", train_command.run, flags(folder, *overrides))
+
+
+def evaluate(*arguments: str) -> int:
+    """Runs the command in this process and returns its exit code."""
+    return cli.main("evaluate", evaluate_command.run, list(arguments), add_flags=evaluate_command.add_flags)
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
