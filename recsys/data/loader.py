@@ -21,6 +21,7 @@ from recsys.data.contract import Mode
 from recsys.data.plan import Order
 from recsys.data.reader import Reader
 from recsys.data.sources import Source, open_source
+from recsys.data.unknown import UnknownIds
 from recsys.errors import DataError, RecsysError
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class Loader:
         self._num_workers = data.num_workers
         self._prefetch = data.prefetch_batches
         self._collator = Collator(pipeline, rule, mode)
+        self._unknown_ids = UnknownIds(pipeline)
         self._reader = Reader(
             pipeline,
             self.source,
@@ -144,6 +146,8 @@ class Loader:
     def _count(self, arrays: Arrays) -> Arrays:
         for name, count in arrays.counts.items():
             (self.skipped if name in REASONS else self.truncated)[name] += count
+        if self._rank == 0:
+            self._unknown_ids.look(arrays)
         return arrays
 
     def _stream(self, epoch: int, indices: range) -> Iterator[Arrays]:

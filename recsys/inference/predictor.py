@@ -23,6 +23,7 @@ from recsys.data.block import Block, join
 from recsys.data.collate import Collator
 from recsys.data.columns import Converter, Origin
 from recsys.data.sources import Source
+from recsys.data.unknown import UnknownIds
 from recsys.errors import RecsysError
 from recsys.inference.package import Package
 from recsys.inference.rows import Histories, in_pieces, item_column, runs, whole_histories
@@ -74,6 +75,7 @@ class Predictor:
         self.converter = Converter(self.pipeline, rule.num_contextual, targets=False, mode=MODE)
         self.packer = Packer(self.pipeline, MODE)
         self.collator = Collator(self.pipeline, rule, MODE)
+        self.unknown_ids = UnknownIds(self.pipeline)
         if package.items is not None:
             self.item = self.pipeline.model.retriever.item_feature
             self.vocabulary = self.converter.mappings[_table(self.pipeline, self.item)]
@@ -130,7 +132,9 @@ class Predictor:
         }
 
     def _batch(self, block: Block) -> Batch:
-        return self.collator.collate(self.packer.pack(join([block])), Position(), 0)
+        arrays = self.packer.pack(join([block]))
+        self.unknown_ids.look(arrays)
+        return self.collator.collate(arrays, Position(), 0)
 
 
 def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
