@@ -142,8 +142,9 @@ def _prepare_and_run(
             print("ok" if flags.validate else config.to_text(ready.pipeline, ready.origins).rstrip())
             return 0
     call = Call(ready, Path(folder or "."), flags.dry_run, flags)
-    # Training begins a run folder; the other commands use one, and a misspelt name must not become one.
-    if flags.dry_run or folder is None or not (command == "train" or call.run_dir.is_dir()):
+    # Training begins a run folder; the others use one, perhaps another person's. A misspelt name makes none.
+    to_file = command == "train" or os.access(call.run_dir, os.W_OK)
+    if flags.dry_run or folder is None or not to_file:
         return _guard(lambda: run(call))
     with _log_to_file(call.run_dir):
         return _guard(lambda: run(call))

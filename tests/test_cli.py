@@ -251,6 +251,15 @@ def test_a_run_folder_that_cannot_be(folder, run, calls, capsys):
     assert calls == []
 
 
+def test_a_run_folder_that_may_only_be_read_can_be_used(folder, run, calls, monkeypatch):
+    (folder / "there").mkdir()
+    (folder / "x.config").rename(folder / "there" / cli.RESOLVED)
+    # Root may write anywhere, so permissions would test nothing.
+    monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
+    assert cli.main("export", run, ["--run-dir", "there"]) == 0
+    assert [path.name for path in (folder / "there").iterdir()] == [cli.RESOLVED]
+
+
 def test_vocabularies_are_looked_up(folder, run, capsys):
     (folder / "x.config").write_text(RETRIEVER, encoding="utf-8")
     assert cli.main("train", run, ["--config", "x.config", "--validate"]) == 2
