@@ -17,7 +17,8 @@
   split begins, or with --evaluation-history live at each request (then within-user metrics mean little: the
   history of a second candidate holds the outcome of the first). Vocabularies count training only.
 - retrieval: leave-one-out. The last item of a user is the test target, the one before it the validation
-  target. The catalogue is every item of the log. Users with one or two events only train.
+  target. The catalogue is every item of the log. Users with one or two events only train. The folder
+  `latest` has the whole history of every user, to make recommendations from.
 - An empty cell of a feature is the unknown id; an empty user, item, time or number is an error.
 
 Memory: the log is cut by user into parts of at most about --part-rows events, worked on one at a time;
@@ -55,6 +56,8 @@ from scripts.prepare_rows import (
 SECOND = 1_000_000
 """Times are kept in microseconds until rows are cut."""
 SIDES = ("HISTORY", "CANDIDATE")
+LATEST = "latest"
+"""Rows to predict on: what there is to know of each user at the end of the log."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -75,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
                 if options.task == "ranking":
                     _write_ranking(writer, events, number, bounds, options)
                 else:
-                    _write_retrieval(writer, events, number, options)
+                    _write_retrieval(writer, events, number, log.last_time // SECOND, options)
                     catalogue.append(events.group_by("item_id").agg(pl.col("order").min()))
         for split in (TRAIN, VALIDATION, TEST):
             if split not in writer.splits:
@@ -122,23 +125,32 @@ def _write_ranking(
 
 
 def _write_retrieval(
-    writer: DatasetWriter, events: pl.DataFrame, number: int, options: argparse.Namespace
+    writer: DatasetWriter, events: pl.DataFrame, number: int, now: int, options: argparse.Namespace
 ) -> None:
-    """Leave-one-out rows of one part, in the order of users."""
+    """Leave-one-out rows of one part, in the order of users, and their whole histories as of `now`."""
     user = events["user_id"].rle_id().to_numpy()
     table = plain_table(events)
-    for split, held_out in ((TRAIN, 2), ("train_validation", 1), (VALIDATION, 2), (TEST, 1)):
+    for split, held_out in (
+        (TRAIN, 2),
+        ("train_validation", 1),
+        (VALIDATION, 2),
+        (TEST, 1),
+        (LATEST, 0),
+    ):
         with_candidate = split in (VALIDATION, TEST)
         slices = holdout_slices(
             user, held_out=held_out, with_candidate=with_candidate, max_history=options.max_history
         )
         # A training row needs a first event to predict the second from.
-        enough = np.flatnonzero(with_candidate | (slices.history_end - slices.history_start >= 2))
+        fewest = 1 if with_candidate or split == LATEST else 2
+        enough = np.flatnonzero(slices.history_end - slices.history_start >= fewest)
         slices = slices.take(enough)
         if not len(enough):
             continue
         moment = slices.candidate_start if with_candidate else slices.history_end - 1
         rows = events[pl.Series(moment)].select("user_id", request_time="timestamps")
+        if split == LATEST:
+            rows = rows.with_columns(request_time=pl.lit(now, pl.Int64))
         writer.write(split, f"{split}/part-{number:05d}.parquet", table, slices, plain_table(rows))
 
 

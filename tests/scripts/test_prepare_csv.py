@@ -167,6 +167,12 @@ def test_retrieval_rows_leave_one_out_and_the_catalogue_is_every_item(tmp_path):
     assert train == {
         user: [int(e["sku"]) for e in events[:-2]] for user, events in long.items() if len(events) > 3
     }
+    latest = rows(target, "latest")
+    assert {row["user_id"]: row["uih_item_id"] for row in latest} == {
+        user: [int(e["sku"]) for e in events] for user, events in users.items()
+    }
+    assert {row["request_time"] for row in latest} == {max(int(line["ts"]) for line in lines)}
+    assert not any(name.startswith("candidate_") for name in latest[0])
     ids = pq.read_table(target / "vocabulary" / "item_id.parquet")["id"].to_pylist()
     assert sorted(ids) == sorted({int(line["sku"]) for line in lines})
 
