@@ -16,9 +16,6 @@ from recsys.training.safe_reader import SafeReader, read_metadata
 from tests.integration import ranks
 from tests.integration.runs import finish, flags, records, torchrun, train, wait_for
 
-# The runs that these tests share are made once: the tests stay in one process.
-pytestmark = pytest.mark.xdist_group("two_ranks")
-
 STILL = (
     "model.ranker.preprocessor.contextual.dropout=0",
     "model.ranker.mixer.hstu.dropout=0",

@@ -32,9 +32,6 @@ RETRIEVER = (
     "data.num_workers=0",
 )
 
-# Both models are built once: their tests stay in one process.
-pytestmark = pytest.mark.xdist_group("export_predict")
-
 
 class Exported(NamedTuple):
     """A trained run, its package alone in a folder, and the rows that it is tried on."""

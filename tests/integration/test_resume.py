@@ -12,9 +12,6 @@ from recsys import files
 from recsys.training.hooks.metrics_file import NAME
 from tests.integration.runs import evaluate, finish, records, start, train, wait_for
 
-# The runs that these tests share are made once: the tests stay in one process.
-pytestmark = pytest.mark.xdist_group("resume")
-
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:

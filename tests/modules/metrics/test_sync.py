@@ -15,9 +15,6 @@ from tests.modules.metrics.helpers import ORACLES, random_candidates
 
 CASES = ("uneven", "rank 0 empty", "rank 1 never updates", "nobody has rows")
 
-# The runs that these tests share are made once: the tests stay in one process.
-pytestmark = pytest.mark.xdist_group("metric_sync")
-
 
 def shares(case: str) -> list[list[slice]]:
     """Row ranges of the batches of each rank."""
