@@ -285,6 +285,7 @@ class TestResolve:
             ("train.evaluation.best_metric", "click/auc", "first metric of the model"),
             ("train.dense_optimizer.adamw.lr", 1e-3, "default"),
             ("train.sparse_optimizer.row_wise_adagrad.lr", 0.02, "default"),
+            ("export.parity_tolerance", 1e-4, "model.precision"),
         ],
     )
     def test_fills_in_what_a_ranker_leaves_open(self, write, path, value, origin):
@@ -306,6 +307,12 @@ class TestResolve:
     )
     def test_fills_in_what_a_retriever_leaves_open(self, write, path, value):
         assert at(config.resolve(config.load(write(RETRIEVER)), read_files=False).pipeline, path) == value
+
+    def test_a_package_of_three_digits_is_compared_with_two(self, write):
+        resolved = config.resolve(
+            config.load(write(RANKER), ["model.precision=BF16"]), read_files=False
+        ).pipeline
+        assert resolved.export.parity_tolerance == 2e-2
 
     def test_absence_with_a_meaning_stays(self, write):
         resolved = config.resolve(config.load(write(RETRIEVER)), read_files=False).pipeline

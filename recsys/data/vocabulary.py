@@ -17,6 +17,9 @@ from recsys import protos as pb
 from recsys.data.hashing import buckets, hash_text, mix
 from recsys.errors import DataError
 
+_INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
+"""Texts that are an int64 in its shortest form."""
+
 _REMEDY = "Make it with the preparation tool that made the event files."
 
 
@@ -98,7 +101,7 @@ class Vocabulary:
 
 
 class HashBuckets:
-    """Rows by a fixed hash of the id; two ids may share one."""
+    """Rows by a fixed hash of the id; two ids may share one. 7 and "7" are one id: CSV files have texts."""
 
     def __init__(self, rows: int) -> None:
         if not 1 <= rows <= 2**32:
@@ -110,7 +113,10 @@ class HashBuckets:
         if pa.types.is_integer(values.type):
             return buckets(mix(_int64(values)), self.rows)
         unique, inverse = _unique_text(values)
-        return buckets(hash_text(unique), self.rows)[inverse]
+        hashes = hash_text(unique)
+        numbers = np.flatnonzero(pc.match_substring_regex(unique, _INTEGER).to_numpy(zero_copy_only=False))
+        hashes[numbers] = mix(_int64(unique.take(pa.array(numbers)).cast(pa.int64())))
+        return buckets(hashes, self.rows)[inverse]
 
 
 class Buckets:

@@ -283,7 +283,7 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
 
 def _trial(folder: Path) -> Iterator[float]:
     """In the fresh process: the difference of each batch of the trial."""
-    loaded = package.Package(folder)
+    loaded = package.Package(folder, check_golden=False)
     for path in sorted((folder / ".trial").iterdir()):
         stored = load_file(path)
         yield package.largest_difference(loaded.run_flat(package.golden_inputs(stored)), stored["output"])
