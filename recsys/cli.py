@@ -16,12 +16,16 @@ from pathlib import Path
 from recsys import config, environment
 from recsys import protos as pb
 from recsys.errors import ConfigError, RecsysError
+from recsys.flags import Parser
 
 logger = logging.getLogger(__name__)
 
 LEVELS = ("debug", "info", "warning", "error")
 LOG_VARIABLE = "RECSYS_LOG"
 """Environment variable with the level of the log when `--log-level` does not give one."""
+
+MOST_FINDINGS = 30
+"""Findings that are printed; who gave a wrong file needs no more to see it."""
 
 RESOLVED = "config.resolved"
 """Name of the resolved config in a run folder; `--run-dir` alone finds it."""
@@ -78,8 +82,19 @@ def main(
     if add_flags is not None:
         add_flags(parser)
     flags = parser.parse_args(argv)
+    _share_cores()
     with _log_to_stderr(flags.log_level):
-        return _guard(lambda: _prepare_and_run(run, flags, needs_config, config_file))
+        return _guard(lambda: _prepare_and_run(command, run, flags, needs_config, config_file))
+
+
+def _share_cores() -> None:
+    """Has OpenMP's threads sleep, not spin, while they wait for each other.
+
+    Where reader processes or other programs want the same cores, spinning threads keep those that they wait
+    for from running: 60 small steps took 34 s so on two busy cores, and 2 s with sleeping threads. OpenMP
+    reads it when torch is imported, which is later; what the user has set stays.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _guard(action: Callable[[], int | None]) -> int:
@@ -87,17 +102,26 @@ def _guard(action: Callable[[], int | None]) -> int:
     try:
         return action() or 0
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        more = len(error.findings) - MOST_FINDINGS
+        print("\n".join(error.findings[:MOST_FINDINGS]), file=sys.stderr)
+        if more > 0:
+            print(f"... and {more} more", file=sys.stderr)
         return error.exit_code
     except RecsysError as error:
         logger.error("%s", error)
         return error.exit_code
+    except OSError as error:
+        # A full disk, a folder that may not be written: the system's word for it is what can be acted on.
+        logger.error("%s", error)
+        logger.debug("it happened here", exc_info=True)
+        return RecsysError.exit_code
     except KeyboardInterrupt:
         logger.error("interrupted")
         return 130
 
 
 def _prepare_and_run(
+    command: str,
     run: Callable[[Call], None],
     flags: argparse.Namespace,
     needs_config: bool,
@@ -111,13 +135,16 @@ def _prepare_and_run(
         ready = config.prepare(config_file(flags), flags.set, read_files=False)
         folder = flags.run_dir
     if ready is not None:
-        for warning in ready.warnings:
+        # Those of the config in a run folder were shown when the run began.
+        for warning in ready.warnings if flags.config is not None else ():
             logger.warning("%s", warning)
         if flags.validate or flags.print_config:
             print("ok" if flags.validate else config.to_text(ready.pipeline, ready.origins).rstrip())
             return 0
     call = Call(ready, Path(folder or "."), flags.dry_run, flags)
-    if flags.dry_run or folder is None:
+    # Training begins a run folder; the others use one, perhaps another person's. A misspelt name makes none.
+    to_file = command == "train" or os.access(call.run_dir, os.W_OK)
+    if flags.dry_run or folder is None or not to_file:
         return _guard(lambda: run(call))
     with _log_to_file(call.run_dir):
         return _guard(lambda: run(call))
@@ -129,6 +156,10 @@ def _config_path(flags: argparse.Namespace, needs_config: bool) -> Path | None:
         return Path(flags.config)
     if flags.run_dir is not None and (Path(flags.run_dir) / RESOLVED).exists():
         return Path(flags.run_dir) / RESOLVED
+    if flags.run_dir is not None and needs_config:
+        raise ConfigError(
+            f"--run-dir {flags.run_dir}: holds no run (no {RESOLVED} in it), and --config is not given"
+        )
     if needs_config or flags.validate or flags.print_config or flags.set:
         raise ConfigError("--config: not given; name a .config file, or the folder of a run in --run-dir")
     return None
@@ -136,9 +167,7 @@ def _config_path(flags: argparse.Namespace, needs_config: bool) -> Path | None:
 
 def _parser(command: str, run: Callable[[Call], None], needs_config: bool) -> argparse.ArgumentParser:
     description = (run.__doc__ or "").strip().split("\n")[0]
-    parser = argparse.ArgumentParser(
-        f"python -m recsys.{command}", description=description, allow_abbrev=False
-    )
+    parser = Parser(f"python -m recsys.{command}", description=description, allow_abbrev=False)
     shared = parser.add_argument_group("shared flags")
     wanted = "needed, unless --run-dir is the folder of a run" if needs_config else "optional"
     shared.add_argument("--config", metavar="FILE", help=f"the .config file; {wanted}")

@@ -88,7 +88,7 @@ def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool
     resolved = resolve(loaded.pipeline, read_files=False)
     findings = checks.findings(resolved.pipeline, resolved.origins)
     if mistakes:
-        sure = [finding for finding in findings if finding.path in loaded.locations]
+        sure = [one for one in findings if one.path in loaded.locations and not one.missing]
         raise ConfigError(mistakes + checks.lines(sure, loaded.locations))
     shown = checks.lines(findings, loaded.locations)
     try:
@@ -141,7 +141,8 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[str]
         what = f"not a text file in UTF-8 ({error.reason} at byte {error.start})"
         raise ConfigError(f"{path}: {what}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}{_neighbours(file)}") from None
+        why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise ConfigError(f"{path}: {why}{_neighbours(file)}") from None
     pipeline = pb.Pipeline()
     parsed = textproto.parse(text, pipeline, str(path))
     locations = {"": str(path), **parsed.locations}
@@ -157,4 +158,5 @@ def _neighbours(file: Path) -> str:
     if file.exists() or not folder.is_dir():
         return ""
     names = sorted(p.name for p in folder.glob("*.config"))
-    return f". {textproto.did_you_mean(file.name, names)}" if names else ""
+    hint = textproto.did_you_mean(file.name, names).replace("Allowed here", "Configs there")
+    return f". {hint}" if names else ""

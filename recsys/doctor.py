@@ -4,16 +4,16 @@ Exit code 0, or 5 when something is broken. Warnings (no compiler for export, an
 broken.
 """
 
-import argparse
 import sys
 
 from recsys import environment
 from recsys.diagnosis import Finding, diagnose
 from recsys.errors import InstallationError
+from recsys.flags import Parser
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m recsys.doctor", description="Check this installation.")
+    parser = Parser("python -m recsys.doctor", description="Check this installation.", allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="leave out compiling a package (about 30 s)")
     parser.add_argument("--version", action="store_true", help="print the versions that matter and stop")
     options = parser.parse_args(arguments)

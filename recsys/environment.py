@@ -155,7 +155,10 @@ def import_torchrec_quietly() -> ModuleType:
     - FBGEMM logs through the root logger while it is imported, which would install a root handler for the
       whole process.
     - torch.fx warns about its own API at the first KeyedJaggedTensor that TorchRec makes.
+    - DistributedDataParallel warns on every rank, from C++, of the time that the search for unused parameters
+      takes; the level of those logs is read once, when torch is loaded.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with _quiet_root_logger():
         module = importlib.import_module("torchrec")
     logging.getLogger("torch.fx._symbolic_trace").addFilter(_is_worth_reading)

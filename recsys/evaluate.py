@@ -14,7 +14,10 @@ def run(call: cli.Call) -> None:
     """Evaluate a trained model on the validation or test rows."""
     # Heavy imports come last: --help, --validate and --print-config need none of them.
     from recsys import environment
+    from recsys.data.reader_processes import start_server
 
+    if call.pipeline.data.num_workers:
+        start_server()
     environment.import_torchrec_quietly()
     from recsys.training.distributed import process_group
     from recsys.training.run import evaluate

@@ -1,10 +1,10 @@
-"""Folders that are whole or not there, and manifests that prove it.
+"""Folders that are whole or not there, manifests that prove it, and a lock for the one process that writes.
 
 Checkpoints, packages and predictions are written beside their place, hashed, synced and renamed: whoever
-    finds one
-finds all of it, after a crash too.
+finds one finds all of it, after a crash too.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -70,6 +70,21 @@ def whole_folder(path: Path) -> Iterator[Path]:
         publish(aside, path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Holds a lock file for the block; yields False when a living process holds it already.
+
+    The system takes the lock from a process that ends, however it ends; the file stays and means nothing.
+    """
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
 
 
 def write_manifest(folder: Path) -> None:

@@ -32,7 +32,7 @@ def run(call: cli.Call) -> None:
 
     predictor = Predictor(Package(_folder(call.flags)), call.pipeline)
     given = files_as_source(call.flags.input) if call.flags.input else call.pipeline.data.test
-    source = open_source(given, call.pipeline)
+    source = open_source(given, predictor.pipeline)
     if call.dry_run:
         log.info("dry run: the package answers its golden rows; %d rows would be scored", source.num_rows)
         return
@@ -42,16 +42,17 @@ def run(call: cli.Call) -> None:
 
 def _folder(flags: argparse.Namespace) -> Path:
     if flags.package is None and flags.run_dir is None:
-        raise ConfigError(
-            "--package: not given; name the folder that recsys.export wrote, or its run in --run-dir"
-        )
+        raise ConfigError("--package: not given; name a folder of recsys.export, or its run in --run-dir")
     return Path(flags.package) if flags.package else Path(flags.run_dir) / "export"
 
 
 def _packaged_config(flags: argparse.Namespace) -> Path:
     if flags.config is not None:
         raise ConfigError("--config: a package carries its own config; change it with --set")
-    return _folder(flags) / cli.RESOLVED
+    path = _folder(flags) / cli.RESOLVED
+    if not path.is_file():
+        raise ConfigError(f"{path}: there is no package; `python -m recsys.export` makes one of a run")
+    return path
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -68,7 +68,7 @@ def resolve(
     if result.model.embedding.placement == pb.Embedding.SHARDED:
         _imply_fields(result.train, "train", ("sparse_optimizer", "sharding"), origins)
         _imply(result.train, "train", origins)
-    for part in (_features, _data, _model, _tasks, _train):
+    for part in (_features, _data, _model, _tasks, _train, _export):
         for choice in part(result):
             _fill(choice, origins)
     _defaults(result, "", origins)
@@ -211,6 +211,11 @@ def _train(pipeline: pb.Pipeline) -> Iterator[_Choice]:
         yield _Choice(
             train.evaluation, "train.evaluation", "best_metric", named[0], "first metric of the model"
         )
+
+
+def _export(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    tolerance = 2e-2 if pipeline.model.precision == pb.BF16 else 1e-4
+    yield _Choice(pipeline.export, "export", "parity_tolerance", tolerance, "model.precision")
 
 
 def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Finding]:

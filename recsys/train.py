@@ -8,7 +8,10 @@ def run(call: cli.Call) -> None:
     """Train a model; a run that stopped goes on where it was saved."""
     # Heavy imports come last: --help, --validate and --print-config need none of them.
     from recsys import environment
+    from recsys.data.reader_processes import start_server
 
+    if call.pipeline.data.num_workers:
+        start_server()
     environment.import_torchrec_quietly()
     from recsys.training.distributed import process_group
     from recsys.training.dry_run import dry_run

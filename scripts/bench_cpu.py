@@ -1,43 +1,64 @@
 #!/usr/bin/env python3
-"""Speed on the CPU as ratios measured in one run, so that another machine can check them.
+"""Speed on the CPU, measured against yardsticks in one run, so that another machine can check it.
 
-    .venv/bin/python scripts/bench_cpu.py [reader ...]
+    .venv/bin/python scripts/bench_cpu.py [SECTION ...]
 
-Each section times one thing against a yardstick on the same machine, prints one line, and fails below its bar (exit 1).
+reader: rows/s of the loader with 2 reader processes, against pyarrow that only decodes the same file.
+ranking-step, retrieval-step: a training step on jagged data, against the same model on padded tensors.
+import: seconds of `import recsys` where torch is imported already.
+
+Each section prints one line; the exit code is 1 when one of them misses its bar.
 """
 
 import argparse
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from google.protobuf import text_format
+from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from recsys import config, environment
 from recsys import protos as pb
-from recsys.data.batch import LayoutRule
+from recsys.data.batch import Batch, LayoutRule
 from recsys.data.loader import Loader
 from recsys.data.sources import open_source
+from recsys.models import build_model, layout_rule
+from recsys.models.base import Losses
+from scripts.padded_model import JaggedModel, PaddedBatch, PaddedModel, pad
 
+ROOT = Path(__file__).resolve().parent.parent
 REPEATS = 3
 
 
 class Result(NamedTuple):
-    """One line: `ratio` is ours over the yardstick, good when it is at least `bar`."""
+    """One line. In "x", ours over a yardstick, `value` is to be `bar` at least; in "s" at most."""
 
     name: str
     detail: str
-    ratio: float
+    value: float
     bar: float
+    unit: str = "x"
+
+    @property
+    def good(self) -> bool:
+        """Whether it meets the bar."""
+        return self.value >= self.bar if self.unit == "x" else self.value <= self.bar
 
 
-# The reader: rows/s with 2 reader processes, all columns checked and converted, against pyarrow that only decodes.
+# The reader: all columns checked and converted.
 
 READER_ROWS = 40_960
 READER_CONFIG = """
@@ -51,7 +72,8 @@ features { name: "user_id" sides: USER id { hash { num_buckets: 100000 } table: 
 features { name: "country" sides: USER id { hash { num_buckets: 300 } table: "country" } }
 features { name: "item_id" sides: HISTORY sides: CANDIDATE
   id { vocabulary { file: "%(vocabulary)s" } table: "item_id" } }
-features { name: "author_id" sides: HISTORY sides: CANDIDATE id { hash { num_buckets: 50000 } table: "author_id" } }
+features { name: "author_id" sides: HISTORY sides: CANDIDATE
+  id { hash { num_buckets: 50000 } table: "author_id" } }
 features { name: "duration" sides: HISTORY sides: CANDIDATE numeric { normalize { log1p: true std: 2 } } }
 model {
   embedding_dim: 64
@@ -65,7 +87,7 @@ model {
 
 
 def bench_reader(folder: Path) -> Result:
-    """Rows/s of `Loader.epoch`, process start aside, over rows/s of `ParquetFile.iter_batches` of the same file."""
+    """Rows/s of `Loader.epoch`, start of its processes aside, over that of `ParquetFile.iter_batches`."""
     pipeline = _reader_file(folder)
     loader = Loader(pipeline, "train", LayoutRule(num_contextual=2), shuffle=True)
     path = pipeline.data.train.parquet.paths[0]
@@ -105,24 +127,129 @@ def _rate(batches: Iterator, rows_of: Callable) -> float:
     return rows / (time.perf_counter() - start)
 
 
-SECTIONS: dict[str, Callable[[Path], Result]] = {"reader": bench_reader}
+# A training step: forward, loss, backward, AdamW.
+
+STEP_BATCHES, STEP_REPEATS = 6, 4
 
 
-def main() -> int:
+def bench_step(
+    folder: Path, *, name: str, path: str, num_batches: int = STEP_BATCHES, repeats: int = STEP_REPEATS
+) -> Result:
+    """Time of a step on padded tensors over that on jagged ones, for the first shuffled batches of a config.
+
+    The two take turns, batch by batch, and each pair gives a ratio: what else the machine does meanwhile hits
+    both. The result is the median.
+
+    Raises:
+        AssertionError: they do not compute the same; then there is nothing to compare.
+    """
+    pipeline = config.prepare(ROOT / path, ["data.num_workers=0"]).pipeline
+    loader = Loader(pipeline, "train", layout_rule(pipeline), shuffle=True)
+    batches = list(islice(loader.epoch(0), num_batches))
+    filled = [pad(batch, pipeline) for batch in batches]
+    torch.manual_seed(0)
+    model = build_model(pipeline)
+    jagged_model, padded_model = JaggedModel(model), PaddedModel(model)
+    check_same_gradients(jagged_model, batches[0], padded_model, filled[0])
+    jagged_step, padded_step = Step(jagged_model), Step(padded_model)
+    ours, theirs = [], []
+    for repeat in range(repeats + 1):
+        for batch, full in zip(batches, filled, strict=True):
+            seconds = jagged_step.seconds(batch), padded_step.seconds(full)
+            if repeat:  # the first round warms up
+                ours.append(seconds[0])
+                theirs.append(seconds[1])
+    real = sum(batch.layout.total_len for batch in batches)
+    share = real / sum(full.batch.layout.total_len for full in filled)
+    detail = (
+        f"{1e3 * statistics.median(ours):.1f} ms, padded {1e3 * statistics.median(theirs):.1f} ms, "
+        f"{100 * share:.0f} % of the padded tokens are real"
+    )
+    ratios = [padded / jagged for jagged, padded in zip(ours, theirs, strict=True)]
+    return Result(name, detail, statistics.median(ratios), bar=1.0)
+
+
+class Step:
+    """Training steps of one of the two forms."""
+
+    def __init__(self, form: nn.Module):
+        self.form = form.train()
+        self.optimizer = torch.optim.AdamW(form.parameters(), lr=1e-3, fused=True)
+
+    def seconds(self, batch: Batch | PaddedBatch) -> float:
+        """Time of one step."""
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        mean_loss(self.form(batch)).backward()
+        self.optimizer.step()
+        return time.perf_counter() - start
+
+
+def mean_loss(losses: Losses) -> Tensor:
+    """The weighted sum over tasks of mean losses, as training minimises it."""
+    weights = losses.sums.new_tensor(losses.weights)
+    return (weights * losses.sums / losses.counts.clamp(min=1)).sum()
+
+
+def check_same_gradients(jagged: nn.Module, batch: Batch, padded: nn.Module, filled: PaddedBatch) -> None:
+    """Raises AssertionError when loss or gradients of the two forms, without dropout, differ by more than
+    rounding.
+    """
+    found = []
+    for form, data in ((jagged.eval(), batch), (padded.eval(), filled)):
+        loss = mean_loss(form(data))
+        found.append([loss, *torch.autograd.grad(loss, list(form.parameters()), materialize_grads=True)])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-6 + 1e-4 * float(ours.detach().abs().max()))
+
+
+# Import.
+
+IMPORT = "import time, torch; start = time.perf_counter(); import recsys; print(time.perf_counter() - start)"
+
+
+def bench_import(folder: Path, repeats: int = REPEATS) -> Result:
+    """Seconds of `import recsys` in a fresh process that has torch, the median of some."""
+    seconds = [
+        float(
+            subprocess.run(
+                [sys.executable, "-c", IMPORT], cwd=ROOT, check=True, stdout=subprocess.PIPE
+            ).stdout
+        )
+        for _ in range(repeats)
+    ]
+    return Result(
+        "import", "of recsys, torch's own import aside", statistics.median(seconds), bar=1.0, unit="s"
+    )
+
+
+RANKING, RETRIEVAL = "configs/quickstart.config", "configs/movielens_small_retrieval.config"
+
+SECTIONS: dict[str, Callable[[Path], Result]] = {
+    "reader": bench_reader,
+    "ranking-step": partial(bench_step, name="ranking-step", path=RANKING),
+    "retrieval-step": partial(bench_step, name="retrieval-step", path=RETRIEVAL),
+    "import": bench_import,
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
     """Runs the sections named on the command line, or all."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], help="default: all")
-    names = parser.parse_args().sections or list(SECTIONS)
+    names = parser.parse_args(arguments).sections or list(SECTIONS)
+    environment.import_torchrec_quietly()
     passed = True
+    print(f"{torch.get_num_threads()} threads")
+    print(f"{'':<15}{'measured':>10}{'bar':>10}  ")
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             result = SECTIONS[name](Path(folder))
-        good = result.ratio >= result.bar
-        passed &= good
-        verdict = "ok" if good else "BELOW THE BAR"
-        print(
-            f"{result.name}: {result.ratio:.2f}x (bar {result.bar}x) {verdict}: {result.detail}", flush=True
-        )
+        passed &= result.good
+        measured = f"{result.value:.2f} {result.unit}"
+        bar = f"{'>=' if result.unit == 'x' else '<='} {result.bar:g} {result.unit}"
+        verdict = "ok    " if result.good else "MISSED"
+        print(f"{result.name:<15}{measured:>10}{bar:>10}  {verdict}  {result.detail}", flush=True)
     return 0 if passed else 1
 
 

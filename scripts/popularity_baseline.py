@@ -30,7 +30,7 @@ LENGTHS = (1, 10, 50, 200)
 def main(arguments: list[str] | None = None) -> int:
     """Prints a line a figure, or all of them as JSON."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--data", type=Path, required=True, help="folder made by a prepare_*.py tool")
     parser.add_argument("--split", choices=("validation", "test"), default="test")
@@ -156,7 +156,8 @@ def auc(score: np.ndarray, truth: np.ndarray) -> float:
 def gauc(score: np.ndarray, truth: np.ndarray, user: np.ndarray) -> float:
     """Mean AUC of the users that have both classes, weighted by their number of candidates."""
     order = np.argsort(user, kind="stable")
-    bounds = np.flatnonzero(np.diff(user[order])) + 1
+    sorted_users = user[order]
+    bounds = np.flatnonzero(sorted_users[1:] != sorted_users[:-1]) + 1
     total = weight = 0.0
     for index in np.split(order, bounds):
         one = auc(score[index], truth[index])

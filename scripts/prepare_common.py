@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from recsys.errors import ConfigError, DataError, RecsysError
+from recsys.flags import Parser
 
 INTEGER, NUMBER, TEXT = "an integer", "a number", "text"
 """Kinds of columns that `typed` knows, as they stand in its messages."""
@@ -33,12 +35,19 @@ def run(main: Callable[[list[str] | None], None], arguments: list[str] | None = 
     except RecsysError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except OSError as error:
+        # A full disk, a folder that may not be written: the system's word for it is what can be acted on.
+        sys.stderr.write(f"error: {error}\n")
+        return RecsysError.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; nothing was written\n")
+        return 130
     return 0
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """A parser with the flags that every tool has."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     made.add_argument("--input", type=Path, required=True, help="where the original files are")
@@ -65,6 +74,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def print_next(output: Path) -> None:
+    """The last line of a tool: what to type next."""
+    print(f"next: python -m recsys.train --config {output}/starter.config --run-dir runs/{output.name}")
+
+
 @contextmanager
 def output_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
     """A folder to write into that becomes `target` at the end, or vanishes when the block fails.
@@ -77,7 +91,10 @@ def output_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
         raise ConfigError(f"{target} exists; give another --output, or --overwrite to replace it")
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target} is a file; --output must name a folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {target}: cannot be written: {error.strerror or error}") from error
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     retired = target.parent / f".{target.name}.old-{os.getpid()}"
     partial.mkdir()
@@ -118,7 +135,12 @@ def fingerprints(files: list[Path]) -> list[dict[str, str | int]]:
 
 
 def check_columns(wanted: list[str], present: list[str], where: str) -> None:
-    """Raises: DataError: a wanted column is not there; names all of them with the nearest that are."""
+    """Raises: DataError: a wanted column is not there, or twice; names all with the nearest that are."""
+    if not present:
+        raise DataError(f"{where}: the file is empty; its first line must name the columns")
+    for name in wanted:
+        if present.count(name) > 1:
+            raise DataError(f"{where}: {present.count(name)} columns are called {name}; rename all but one")
     missing = []
     for name in wanted:
         if name not in present:
@@ -222,23 +244,39 @@ def _text_batches(
             parse_options=pa.csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False),
             convert_options=pa.csv.ConvertOptions(include_columns=columns, column_types=texts),
         )
+        held = pl.DataFrame()
         for batch in reader:
-            yield line, pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch])))
-            line += batch.num_rows
-    except pa.ArrowInvalid as error:
+            if held.height:
+                yield line, held
+                line += held.height
+            held = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch])))
+        # Blank lines behind the last one are no events; anywhere else they are a mistake.
+        if (filled := _filled(held)).any():
+            yield line, held.head(filled.arg_true()[-1] + 1)
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise DataError(_bad_line(file, where, delimiter) or f"{where}: {error}") from error
-    except (UnicodeDecodeError, OSError, EOFError) as error:
-        raise DataError(f"{where} cannot be read as text: {error}") from error
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{where} cannot be read: {error}; is it complete?") from error
+
+
+def _filled(texts: pl.DataFrame) -> pl.Series:
+    """Whether a row has any text."""
+    return texts.select(pl.any_horizontal(pl.all() != "")).to_series() if texts.width else pl.Series([False])
 
 
 def _bad_line(file: BinaryIO, where: str, delimiter: str) -> str:
     """Looks for the first line whose number of values is not the header's."""
     file.seek(0)
     reader = csv.reader(_lines(file), delimiter=delimiter)
-    expected = len(next(reader))
-    for row in reader:
-        if len(row) != expected:
-            return f"{where}, line {reader.line_num}: {len(row)} values, the header has {expected}"
+    expected = None
+    try:
+        for row in reader:
+            expected = expected or len(row)
+            if len(row) != expected:
+                return f"{where}, line {reader.line_num}: {len(row)} values, the header has {expected}"
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        return f"{where}, line {reader.line_num + 1}: byte {byte:#04x} is not UTF-8; convert the file to it"
     return ""
 
 

@@ -47,13 +47,20 @@ def _data(schema: dict, address: str) -> str:
         lines += [f'  {split} {{ parquet {{ paths: "{address}/{path}" }} }}' for path in paths]
     lines += [
         f'  vocabulary_dir: "{address}/vocabulary"',
-        f"  batch_size: {128 if schema['task'] == 'retrieval' else 64}",
+        f"  batch_size: {_batch_size(schema)}",
         "  max_history_len: 200",
     ]
     if schema["task"] == "ranking":
         lines.append(f"  max_candidates: {schema['settings']['max_candidates']}")
     lines += [f'  key_columns: "{name}"' for name in ("user_id", "request_id") if name in schema["columns"]]
     return "\n".join([*lines, "}", ""])
+
+
+def _batch_size(schema: dict) -> int:
+    """Rows of a batch: few enough for some twenty steps an epoch where there are few rows."""
+    rows = schema["splits"]["train"]["rows"]
+    sizes = (128, 64, 32, 16) if schema["task"] == "retrieval" else (64, 32, 16)
+    return next((size for size in sizes if rows >= 20 * size), 8)
 
 
 def _glob(file: str) -> str:
@@ -76,7 +83,8 @@ def _feature(one: dict) -> str:
 
 
 def _ranker(schema: dict) -> str:
-    tasks = "".join(_task(name, kind) for name, kind in schema["labels"].items())
+    signed = {name for split in schema["splits"].values() for name in split.get("labels_below_0", ())}
+    tasks = "".join(_task(name, kind, name in signed) for name, kind in schema["labels"].items())
     return f"""model {{
   embedding_dim: 32
   ranker {{
@@ -107,14 +115,15 @@ def _action(schema: dict, indent: str) -> str:
     return "".join([f"{indent}action {{\n", *(f"{indent}  {bit}\n" for bit in bits), f"{indent}}}\n"])
 
 
-def _task(name: str, kind: str) -> str:
+def _task(name: str, kind: str, signed: bool) -> str:
     if kind == "binary":
         loss, metrics = (
             "binary_cross_entropy {}",
             "metrics { auc {} } metrics { gauc {} } metrics { normalized_entropy {} }",
         )
     else:
-        loss, metrics = "mean_squared_error { log1p: true }", "metrics { mae {} } metrics { mse {} }"
+        loss = "mean_squared_error {}" if signed else "mean_squared_error { log1p: true }"
+        metrics = "metrics { mae {} } metrics { mse {} }"
     return f'    tasks {{ name: "{name}" loss {{ {loss} }} {metrics} }}\n'
 
 
@@ -151,12 +160,14 @@ def _retriever(schema: dict) -> str:
 
 def _train(schema: dict) -> str:
     ranking = schema["task"] == "ranking"
+    epochs = 2 if ranking else 20
+    steps = epochs * -(-schema["splits"]["train"]["rows"] // _batch_size(schema))
     sparse = "  sparse_optimizer { row_wise_adagrad { lr: 0.02 } }\n" if ranking else ""
     beta = "" if ranking else " beta2: 0.98"
     return f"""train {{
-  num_epochs: {2 if ranking else 20}
+  num_epochs: {epochs}
   dense_optimizer {{ adamw {{ lr: 1e-3{beta} }} }}
-{sparse}  schedule {{ warmup_steps: 100 cosine {{}} }}
+{sparse}  schedule {{ warmup_steps: {min(100, steps // 10)} cosine {{}} }}
   max_grad_norm: 1
   evaluation {{ patience: {2 if ranking else 5} }}
 }}

@@ -17,7 +17,8 @@
   split begins, or with --evaluation-history live at each request (then within-user metrics mean little: the
   history of a second candidate holds the outcome of the first). Vocabularies count training only.
 - retrieval: leave-one-out. The last item of a user is the test target, the one before it the validation
-  target. The catalogue is every item of the log. Users with one or two events only train.
+  target. The catalogue is every item of the log. Users with one or two events only train. The folder
+  `latest` has the whole history of every user, to make recommendations from.
 - An empty cell of a feature is the unknown id; an empty user, item, time or number is an error.
 
 Memory: the log is cut by user into parts of at most about --part-rows events, worked on one at a time;
@@ -55,6 +56,8 @@ from scripts.prepare_rows import (
 SECOND = 1_000_000
 """Times are kept in microseconds until rows are cut."""
 SIDES = ("HISTORY", "CANDIDATE")
+LATEST = "latest"
+"""Rows to predict on: what there is to know of each user at the end of the log."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -75,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
                 if options.task == "ranking":
                     _write_ranking(writer, events, number, bounds, options)
                 else:
-                    _write_retrieval(writer, events, number, options)
+                    _write_retrieval(writer, events, number, log.last_time // SECOND, options)
                     catalogue.append(events.group_by("item_id").agg(pl.col("order").min()))
         for split in (TRAIN, VALIDATION, TEST):
             if split not in writer.splits:
@@ -88,6 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_config(schema, folder, options.output)
     for name, noted in schema["splits"].items():
         print(f"{name}: {noted['rows']} rows, {noted['candidates']} candidates")
+    common.print_next(options.output)
 
 
 def _write_ranking(
@@ -121,23 +125,32 @@ def _write_ranking(
 
 
 def _write_retrieval(
-    writer: DatasetWriter, events: pl.DataFrame, number: int, options: argparse.Namespace
+    writer: DatasetWriter, events: pl.DataFrame, number: int, now: int, options: argparse.Namespace
 ) -> None:
-    """Leave-one-out rows of one part, in the order of users."""
+    """Leave-one-out rows of one part, in the order of users, and their whole histories as of `now`."""
     user = events["user_id"].rle_id().to_numpy()
     table = plain_table(events)
-    for split, held_out in ((TRAIN, 2), ("train_validation", 1), (VALIDATION, 2), (TEST, 1)):
+    for split, held_out in (
+        (TRAIN, 2),
+        ("train_validation", 1),
+        (VALIDATION, 2),
+        (TEST, 1),
+        (LATEST, 0),
+    ):
         with_candidate = split in (VALIDATION, TEST)
         slices = holdout_slices(
             user, held_out=held_out, with_candidate=with_candidate, max_history=options.max_history
         )
         # A training row needs a first event to predict the second from.
-        enough = np.flatnonzero(with_candidate | (slices.history_end - slices.history_start >= 2))
+        fewest = 1 if with_candidate or split == LATEST else 2
+        enough = np.flatnonzero(slices.history_end - slices.history_start >= fewest)
         slices = slices.take(enough)
         if not len(enough):
             continue
         moment = slices.candidate_start if with_candidate else slices.history_end - 1
         rows = events[pl.Series(moment)].select("user_id", request_time="timestamps")
+        if split == LATEST:
+            rows = rows.with_columns(request_time=pl.lit(now, pl.Int64))
         writer.write(split, f"{split}/part-{number:05d}.parquet", table, slices, plain_table(rows))
 
 
@@ -148,6 +161,11 @@ def _remedy(task: str) -> str:
 
 
 def _columns(options: argparse.Namespace) -> LogColumns:
+    for flag, pairs in (("--label", options.label), ("--action", options.action)):
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"{flag} {name}=...: given {names.count(name)} times; names must differ")
     labels = dict(options.label)
     if options.task == "ranking" and not labels:
         raise ConfigError(
@@ -239,7 +257,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--item-column", required=True)
     parser.add_argument("--time-column", required=True)
     parser.add_argument("--time-unit", choices=("s", "ms", "us", "iso"), default="s")
-    parser.add_argument("--delimiter", help="between values of a text file; default: , and a tab for .tsv")
+    parser.add_argument("--delimiter", type=_delimiter, help=r"of a text file; default: , and \t for .tsv")
     parser.add_argument(
         "--label", type=_pair, action="append", default=[], metavar="NAME=COLUMN[:regression]",
         help="what to predict: 0 or 1, or with :regression any number",
@@ -281,6 +299,13 @@ def _pair(text: str) -> tuple[str, str]:
     if not (name.isidentifier() and mark and column):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=COLUMN with a name of letters, digits and _")
     return name, column
+
+
+def _delimiter(text: str) -> str:
+    text = {"\\t": "\t", "tab": "\t"}.get(text, text)
+    if len(text) != 1 or not text.isascii() or text in '"\r\n':
+        raise argparse.ArgumentTypeError(f"{text!r} is not one ASCII character other than a quote")
+    return text
 
 
 def _share(text: str) -> float:

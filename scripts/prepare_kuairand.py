@@ -132,6 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_config(schema, folder, options.output)
     for name, noted in schema["splits"].items():
         print(f"{name}: {noted['rows']} requests, {noted['candidates']} candidates")
+    common.print_next(options.output)
 
 
 def read_log(files: list[Path], *, modulus: int = 1) -> tuple[pl.DataFrame, dict[str, int]]:

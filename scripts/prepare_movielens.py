@@ -99,6 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
         schema = writer.write_schema(about, sizes)
         write_config(schema, folder, options.output)
     print(f"{schema['splits'][TRAIN]['rows']} users, {events.height} ratings, {sizes['item_id']} movies")
+    common.print_next(options.output)
 
 
 def read_release(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -356,9 +356,11 @@ class DatasetWriter:
             noted["last_request_time"] = max(times["max"], noted.get("last_request_time", times["max"]))
         for name in self.contents.labels:
             chosen = _ranges(slices.candidate_start, slices.candidate_end)
-            total = float(events[f"label_{name}"].to_numpy()[chosen].astype(np.float64).sum())
+            values = events[f"label_{name}"].to_numpy()[chosen].astype(np.float64)
             sums = noted.setdefault("label_sums", {})
-            sums[name] = sums.get(name, 0.0) + total
+            sums[name] = sums.get(name, 0.0) + float(values.sum())
+            if (values < 0).any() and name not in noted.setdefault("labels_below_0", []):
+                noted["labels_below_0"].append(name)
 
     def _count(self, events: pa.Table, slices: Slices, rows: pa.Table) -> None:
         """Counts each training event once: as a candidate in ranking, where histories repeat them."""

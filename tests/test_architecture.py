@@ -18,7 +18,7 @@ LAYERS = (
     {"modules", "data"},
     {"models"},
     {"training", "inference"},
-    {"cli", "diagnosis", "train", "evaluate", "export", "predict", "doctor"},
+    {"flags", "cli", "diagnosis", "train", "evaluate", "export", "predict", "doctor"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENTRY_POINTS = ("train", "evaluate", "export", "predict", "doctor")

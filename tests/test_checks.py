@@ -154,12 +154,7 @@ RANKER_RULES = [
         "model.ranker.preprocessor.contextual.action={watch_time_thresholds: [5, 3]}",
         "action.watch_time_thresholds: they must increase",
     ),
-    ("train.num_steps=", "train.num_epochs: not set; set it or num_steps"),
-    ("train.num_epochs=3", "train.num_steps: 100 is given, and num_epochs 3; keep one of the two"),
-    (
-        "train.schedule.warmup_steps=100",
-        "train.schedule.warmup_steps: 100 is given; it must be less than train.num_steps",
-    ),
+    ("train.num_steps=", "train: nothing is chosen; set one of num_epochs, num_steps"),
     (
         "train.evaluation.best_metric=click/acu",
         "the model has no metric 'click/acu'. Did you mean click/auc?",
@@ -269,7 +264,7 @@ def test_gauc_needs_users(tmp_path):
 
 def test_nothing_at_all_is_a_list_of_findings():
     found = config.check(pb.Pipeline())
-    for path in ("features", "data.train", "model", "train.num_epochs"):
+    for path in ("features", "data.train", "model", "train"):
         assert any(line.startswith(f"{path}: ") for line in found)
 
 
@@ -291,6 +286,9 @@ WARNINGS = [
     ),
     (RANKER, ["features[1].id.pooling=MEAN"], "features[1].id.pooling: without effect"),
     (RANKER, ["features[1].id.pooling=MEAN", "features[1].id.multi_valued=true"], None),
+    (RANKER, ["train.num_steps=5"], "train.schedule.warmup_steps: 5 is given and the run has 5 steps"),
+    (RANKER, ["train.num_steps=6"], None),
+    (RANKER, ["train.num_epochs=1"], None),
     (RANKER, ["data.validation="], "data.validation: not set: the model will not be evaluated"),
 ]
 

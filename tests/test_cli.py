@@ -117,13 +117,48 @@ def test_own_flags(folder, run, calls):
 
 
 @pytest.mark.parametrize(
-    "flags", [["--confi", "x.config"], ["--unknown"], ["x.config"], ["--log-level", "loud"]]
+    ("flags", "message"),
+    [
+        (["--confi", "x.config"], "unrecognized arguments: --confi x.config. Did you mean --config? "),
+        (["--run_dir=a"], "unrecognized arguments: --run_dir=a. Did you mean --run-dir? "),
+        (["--zzz"], "unrecognized arguments: --zzz. "),
+        (["x.config"], "unrecognized arguments: x.config. "),
+        (["--log-level", "loud"], "argument --log-level: invalid choice: 'loud'"),
+    ],
 )
-def test_unknown_flags_are_errors(folder, run, flags, capsys):
+def test_unknown_flags_are_errors_of_one_line(folder, run, flags, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main("train", run, flags)
     assert stopped.value.code == 2
-    assert "usage: python -m recsys.train" in capsys.readouterr().err
+    (shown,) = capsys.readouterr().err.splitlines()
+    assert shown.startswith(f"python -m recsys.train: {message}")
+    assert shown.endswith("--help lists the flags.")
+
+
+def test_a_file_that_is_no_config_is_not_a_wall_of_findings(folder, run, capsys):
+    (folder / "log.csv").write_text("user,item,time\n" + "u,i,1\n" * 500, encoding="utf-8")
+    assert cli.main("train", run, ["--config", "log.csv"]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert len(shown) == cli.MOST_FINDINGS + 1
+    assert shown[-1].startswith("... and ") and shown[-1].endswith(" more")
+
+
+def test_a_run_folder_that_is_not_there_is_not_made(folder, run, calls, capsys):
+    assert cli.main("evaluate", run, ["--run-dir", "typo"]) == 2
+    assert "--run-dir typo: holds no run" in capsys.readouterr().err
+    assert cli.main("evaluate", run, ["--config", "x.config", "--run-dir", "typo"]) == 0
+    assert len(calls) == 1
+    assert not (folder / "typo").exists()
+
+
+def test_warnings_are_shown_when_a_config_is_given_not_when_its_run_is_used(folder, run, capsys):
+    without = HASHED.replace("num_steps: 100", "num_steps: 5")
+    (folder / "x.config").write_text(without, encoding="utf-8")
+    assert cli.main("train", run, ["--config", "x.config", "--run-dir", "here"]) == 0
+    assert "train.schedule.warmup_steps: 5 is given and the run has 5 steps" in capsys.readouterr().err
+    (folder / "here" / cli.RESOLVED).write_text(without, encoding="utf-8")
+    assert cli.main("export", run, ["--run-dir", "here"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_version_and_help(folder, run, capsys):
@@ -145,6 +180,7 @@ def test_version_and_help(folder, run, capsys):
         (errors.DataError("part-3.parquet, row 1182: broken"), 3),
         (errors.NonFiniteLossError("step 7"), 4),
         (errors.InstallationError("no compiler"), 5),
+        (OSError(28, "No space left on device", "runs/x/log.txt"), 1),
         (KeyboardInterrupt(), 130),
         (errors.Terminated("saved at step 9"), 143),
         (errors.Terminated("saved at step 9", signal.SIGINT), 130),
@@ -213,6 +249,15 @@ def test_a_run_folder_that_cannot_be(folder, run, calls, capsys):
     assert cli.main("train", run, ["--config", "x.config", "--run-dir", "taken"]) == 1
     assert "--run-dir taken: cannot be written" in capsys.readouterr().err
     assert calls == []
+
+
+def test_a_run_folder_that_may_only_be_read_can_be_used(folder, run, calls, monkeypatch):
+    (folder / "there").mkdir()
+    (folder / "x.config").rename(folder / "there" / cli.RESOLVED)
+    # Root may write anywhere, so permissions would test nothing.
+    monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
+    assert cli.main("export", run, ["--run-dir", "there"]) == 0
+    assert [path.name for path in (folder / "there").iterdir()] == [cli.RESOLVED]
 
 
 def test_vocabularies_are_looked_up(folder, run, capsys):

@@ -172,9 +172,7 @@ def test_files_that_are_not_texts(write, tmp_path):
     assert findings(config.load, "quick.config") == [
         "quick.config: not a text file in UTF-8 (invalid start byte at byte 7)"
     ]
-    assert findings(config.load, "quik.config") == [
-        "quik.config: No such file or directory. Did you mean quick.config?"
-    ]
+    assert findings(config.load, "quik.config") == ["quik.config: no such file. Did you mean quick.config?"]
     assert "directory" in findings(config.load, str(tmp_path))[0]
     (tmp_path / "bom.config").write_bytes(b"\xef\xbb\xbftrain { seed: 3 }")
     assert config.load("bom.config").train.seed == 3
@@ -212,7 +210,6 @@ class TestOverrides:
             "train { num_epochs: 3 schedule { warmup_steps: 9 linear {} } } data { key_columns: ['a', 'b'] }"
         )
         overrides = [
-            "train.num_epochs=",
             "train.num_steps=5",
             "train.schedule={cosine{}}",
             "data.key_columns=['c']",
@@ -288,6 +285,7 @@ class TestResolve:
             ("train.evaluation.best_metric", "click/auc", "first metric of the model"),
             ("train.dense_optimizer.adamw.lr", 1e-3, "default"),
             ("train.sparse_optimizer.row_wise_adagrad.lr", 0.02, "default"),
+            ("export.parity_tolerance", 1e-4, "model.precision"),
         ],
     )
     def test_fills_in_what_a_ranker_leaves_open(self, write, path, value, origin):
@@ -309,6 +307,12 @@ class TestResolve:
     )
     def test_fills_in_what_a_retriever_leaves_open(self, write, path, value):
         assert at(config.resolve(config.load(write(RETRIEVER)), read_files=False).pipeline, path) == value
+
+    def test_a_package_of_three_digits_is_compared_with_two(self, write):
+        resolved = config.resolve(
+            config.load(write(RANKER), ["model.precision=BF16"]), read_files=False
+        ).pipeline
+        assert resolved.export.parity_tolerance == 2e-2
 
     def test_absence_with_a_meaning_stays(self, write):
         resolved = config.resolve(config.load(write(RETRIEVER)), read_files=False).pipeline

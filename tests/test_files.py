@@ -62,3 +62,20 @@ def test_a_manifest_names_the_file_that_changed(tmp_path, fault):
         manifest.write_text(manifest.read_text()[:20])
     (found,) = files.manifest_faults(tmp_path)
     assert str(manifest if "manifest" in fault else path) in found
+
+
+def test_a_lock_is_one_processes_and_ends_with_it(tmp_path):
+    lock = tmp_path / ".lock"
+    code = (
+        "import pathlib, sys; from recsys import files\n"
+        "with files.locked(pathlib.Path(sys.argv[1])) as taken:\n"
+        "    print(taken, flush=True); sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "True\n"
+        with files.locked(lock) as taken:
+            assert not taken
+        other.kill()
+    with files.locked(lock) as taken, files.locked(lock) as again:
+        assert taken and not again

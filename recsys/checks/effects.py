@@ -22,6 +22,20 @@ def _accumulation(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding("train.accumulate_batches", what)
 
 
+def _warmup(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    train = pipeline.train
+    if train.HasField("num_steps") and train.schedule.warmup_steps >= train.num_steps:
+        yield Finding("train.schedule.warmup_steps", warmup_too_long(train, train.num_steps))
+
+
+def warmup_too_long(train: pb.Train, steps: int) -> str:
+    """What to say when a run of `steps` ends before the learning rate has reached its peak."""
+    return (
+        f"{train.schedule.warmup_steps} is given and the run has {steps} steps, so it ends while the "
+        "learning rate still grows; give fewer"
+    )
+
+
 def _masks(pipeline: pb.Pipeline) -> Iterator[Finding]:
     retrieval = pipeline.model.HasField("retriever")
     for message, path in descend(pipeline.model, "model"):
@@ -52,4 +66,4 @@ def _unevaluated(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding("data.validation", "not set: the model will not be evaluated")
 
 
-RULES = (_replicated, _accumulation, _masks, _single_valued, _unevaluated)
+RULES = (_replicated, _accumulation, _warmup, _masks, _single_valued, _unevaluated)

@@ -20,23 +20,6 @@ def sharded(pipeline: pb.Pipeline) -> bool:
     return pipeline.model.embedding.placement == pb.Embedding.SHARDED
 
 
-def _duration(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    train = pipeline.train
-    if train.HasField("num_epochs") and train.HasField("num_steps"):
-        what = f"{train.num_steps} is given, and num_epochs {train.num_epochs}; keep one of the two"
-        yield Finding("train.num_steps", what)
-    elif not train.HasField("num_epochs") and not train.HasField("num_steps"):
-        yield Finding("train.num_epochs", "not set; set it or num_steps")
-
-
-def _schedule(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    train = pipeline.train
-    if train.HasField("num_steps") and train.schedule.warmup_steps >= train.num_steps > 0:
-        warmup = train.schedule.warmup_steps
-        what = f"{warmup} is given; it must be less than train.num_steps, which is {train.num_steps}"
-        yield Finding("train.schedule.warmup_steps", what)
-
-
 def _evaluation(pipeline: pb.Pipeline) -> Iterator[Finding]:
     evaluation, path = pipeline.train.evaluation, "train.evaluation"
     if evaluation.HasField("best_metric"):
@@ -57,4 +40,4 @@ def _evaluation(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding(f"{path}.patience", "no metric says what an improvement is; give the model a metric")
 
 
-RULES = (_duration, _schedule, _evaluation)
+RULES = (_evaluation,)

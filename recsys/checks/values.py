@@ -155,7 +155,7 @@ def _required(pipeline: pb.Pipeline) -> Iterator[Finding]:
         fields = message.DESCRIPTOR.fields_by_name
         for name in REQUIRED.get(type(message), ()):
             if not (getattr(message, name) if _can_be_empty(fields[name]) else message.HasField(name)):
-                yield Finding(join(path, name), "not set; it is needed")
+                yield Finding(join(path, name), "not set; it is needed", missing=True)
 
 
 def _can_be_empty(field: FieldDescriptor) -> bool:
@@ -167,7 +167,7 @@ def _choices(pipeline: pb.Pipeline) -> Iterator[Finding]:
         for oneof in message.DESCRIPTOR.oneofs:
             if message.WhichOneof(oneof.name) is None:
                 names = ", ".join(field.name for field in oneof.fields)
-                yield Finding(path or oneof.name, f"nothing is chosen; set one of {names}")
+                yield Finding(path or oneof.name, f"nothing is chosen; set one of {names}", missing=True)
 
 
 def _enums(pipeline: pb.Pipeline) -> Iterator[Finding]:

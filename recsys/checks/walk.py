@@ -12,10 +12,12 @@ class Finding(NamedTuple):
     Attributes:
         path: of the field, e.g. `model.ranker.tasks[0].loss`.
         text: what was given, what is allowed, what to do.
+        missing: it is about something that is not there, perhaps since the text has a mistake.
     """
 
     path: str
     text: str
+    missing: bool = False
 
 
 class Child(NamedTuple):
@@ -52,7 +54,7 @@ def descend(message: Message, path: str = "") -> Iterator[Child]:
 def lines(findings: Iterable[Finding], locations: Mapping[str, str]) -> list[str]:
     """Findings as text, each beginning with the place of its field or of the nearest message around it."""
     found = []
-    for path, text in findings:
+    for path, text, _ in findings:
         place = path
         while place and place not in locations:
             place = place[: max(place.rfind("."), place.rfind("["), 0)]

@@ -31,7 +31,7 @@ class LayoutRule:
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the data a step stands: `index` is the last batch of the epoch's plan that any rank holds in it.
+    """Where in the data a step stands: `index` is the last batch of the epoch's plan that a rank holds in it.
 
     All ranks carry the same position, and reading goes on at `index + 1`.
     """

@@ -17,8 +17,8 @@ from recsys import protos as pb
 class Flat(NamedTuple):
     """A column laid end to end: one value a row / event / candidate.
 
-    When it is multi-valued, element i has values[offsets[i] : offsets[i + 1]]; offsets start at 0 and end at the
-    number of values.
+    When it is multi-valued, element i has values[offsets[i] : offsets[i + 1]]; offsets start at 0 and end
+    at the number of values.
     """
 
     side: int

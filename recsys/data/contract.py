@@ -130,7 +130,8 @@ def check_schema(schema: pa.Schema, pipeline: pb.Pipeline, mode: Mode, path: str
         if not problems and field.column in schema.names:
             findings += _type(schema.field(field.column).type, field)
     if findings:
-        raise DataError("\n".join(f"{path}: {finding}" for finding in dict.fromkeys(findings)))
+        lines = [f"{path}: {finding}" for finding in dict.fromkeys(findings)]
+        raise DataError("\n".join([*lines, f"{path} has the columns {', '.join(schema.names)}."]))
 
 
 def check_same_schema(
@@ -168,10 +169,7 @@ def _presence(schema: pa.Schema, name: str, required: bool) -> list[str]:
     if count == 0 and required:
         close = difflib.get_close_matches(name, schema.names, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
-        return [
-            f"no column {name}; it has {', '.join(schema.names)}.{hint} "
-            "Rename the column or change the config."
-        ]
+        return [f"no column {name}.{hint} Rename the column or change the config."]
     return []
 
 

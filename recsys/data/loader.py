@@ -5,8 +5,6 @@ decided in `plan` and depends on neither ranks nor readers; a loader only decide
 """
 
 import logging
-import multiprocessing
-import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -14,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from recsys import protos as pb
+from recsys.data import reader_processes
 from recsys.data.arrays import Arrays
 from recsys.data.batch import Batch, LayoutRule, Position
 from recsys.data.checks import REASONS
@@ -22,6 +21,7 @@ from recsys.data.contract import Mode
 from recsys.data.plan import Order
 from recsys.data.reader import Reader
 from recsys.data.sources import Source, open_source
+from recsys.data.unknown import UnknownIds
 from recsys.errors import DataError, RecsysError
 
 logger = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class Loader:
         self._num_workers = data.num_workers
         self._prefetch = data.prefetch_batches
         self._collator = Collator(pipeline, rule, mode)
+        self._unknown_ids = UnknownIds(pipeline)
         self._reader = Reader(
             pipeline,
             self.source,
@@ -133,7 +134,7 @@ class Loader:
                 first = start + step * self._world_size
                 position = Position(epoch, min(first + self._world_size, num_batches) - 1)
                 index = first + self._rank
-                arrays = self._accept(next(stream)) if index < num_batches else self._reader.filler()
+                arrays = self._count(next(stream)) if index < num_batches else self._reader.filler()
                 yield self._collator.collate(arrays, position, index)
         finally:
             stream.close()
@@ -142,19 +143,19 @@ class Loader:
                 "epoch %d: %d rows left out (%s)", epoch, self.skipped.total(), _listed(self.skipped)
             )
 
-    def _accept(self, result: Arrays | RecsysError) -> Arrays:
-        if isinstance(result, RecsysError):
-            raise result
-        for name, count in result.counts.items():
+    def _count(self, arrays: Arrays) -> Arrays:
+        for name, count in arrays.counts.items():
             (self.skipped if name in REASONS else self.truncated)[name] += count
-        return result
+        if self._rank == 0:
+            self._unknown_ids.look(arrays)
+        return arrays
 
-    def _stream(self, epoch: int, indices: range) -> Iterator[Arrays | RecsysError]:
+    def _stream(self, epoch: int, indices: range) -> Iterator[Arrays]:
         places = [(epoch, index) for index in indices]
         num_workers = min(self._num_workers, len(places))
         if num_workers == 0:
             self._reader.begin(epoch)
-            yield from (self._reader[place] for place in places)
+            yield from (self._reader.read(*place) for place in places)
             return
         results = iter(
             DataLoader(
@@ -162,17 +163,20 @@ class Loader:
                 sampler=places,
                 batch_size=None,
                 num_workers=num_workers,
-                collate_fn=_unchanged,
-                worker_init_fn=_ignore_interrupt,
+                collate_fn=reader_processes.unchanged,
+                worker_init_fn=reader_processes.ignore_interrupt,
                 prefetch_factor=self._prefetch,
-                multiprocessing_context=_context(),
+                multiprocessing_context=reader_processes.context(),
                 # Its own generator: the DataLoader draws a seed, and must not move the one that dropout draws
                 # from.
                 generator=torch.Generator(),
             )
         )
         try:
-            yield from results
+            for result in results:
+                if isinstance(result, RecsysError):
+                    raise result
+                yield result.arrays()
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -183,25 +187,6 @@ class Loader:
         finally:
             # Ends the processes now, also when the caller stops in the middle.
             del results
-
-
-def _context() -> multiprocessing.context.BaseContext:
-    """Processes from a server that has done the imports: a fork of this one could hang in a lock that a
-    thread held."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
-
-
-def _ignore_interrupt(_worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; whoever reads batches decides when the reading ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _unchanged(value: Arrays | RecsysError) -> Arrays | RecsysError:
-    return value
 
 
 def _listed(counts: Counter[str]) -> str:

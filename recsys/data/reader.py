@@ -7,7 +7,7 @@ and not the traceback of a process that they did not know of.
 from collections import Counter
 
 from recsys import protos as pb
-from recsys.data.arrays import Arrays, Packer
+from recsys.data.arrays import Arrays, Packed, Packer
 from recsys.data.block import Block, join
 from recsys.data.checks import REASONS
 from recsys.data.columns import Converter, Origin
@@ -71,10 +71,10 @@ class Reader:
         self._plan: EpochPlan | None = None
         self._epoch = -1
 
-    def __getitem__(self, place: tuple[int, int]) -> Arrays | RecsysError:
-        """The arrays of (epoch, index), or the error that kept them from being made."""
+    def __getitem__(self, place: tuple[int, int]) -> Packed | RecsysError:
+        """The batch at (epoch, index), ready to be sent, or the error that kept it from being made."""
         try:
-            return self._read(*place)
+            return self.read(*place).packed()
         except RecsysError as error:
             return error
 
@@ -95,7 +95,12 @@ class Reader:
         """A batch without rows that count."""
         return Packer(self._pipeline, self._mode).filler(self.order.batch_size)
 
-    def _read(self, epoch: int, index: int) -> Arrays:
+    def read(self, epoch: int, index: int) -> Arrays:
+        """The arrays of batch `index` of an epoch's plan.
+
+        Raises:
+            DataError: a bad row or file.
+        """
         if self._converter is None:
             self._converter = Converter(
                 self._pipeline, self._num_contextual, targets=self._targets, mode=self._mode

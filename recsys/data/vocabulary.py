@@ -4,6 +4,7 @@ Three mappings, one a table: `Vocabulary` (ids counted in advance), `HashBuckets
 by limits). `mappings` builds them for a resolved config. All work on whole arrays.
 """
 
+import hashlib
 from typing import NamedTuple
 
 import fsspec
@@ -15,6 +16,9 @@ import pyarrow.parquet as pq
 from recsys import protos as pb
 from recsys.data.hashing import buckets, hash_text, mix
 from recsys.errors import DataError
+
+_INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
+"""Texts that are an int64 in its shortest form."""
 
 _REMEDY = "Make it with the preparation tool that made the event files."
 
@@ -97,7 +101,7 @@ class Vocabulary:
 
 
 class HashBuckets:
-    """Rows by a fixed hash of the id; two ids may share one."""
+    """Rows by a fixed hash of the id; two ids may share one. 7 and "7" are one id: CSV files have texts."""
 
     def __init__(self, rows: int) -> None:
         if not 1 <= rows <= 2**32:
@@ -109,7 +113,10 @@ class HashBuckets:
         if pa.types.is_integer(values.type):
             return buckets(mix(_int64(values)), self.rows)
         unique, inverse = _unique_text(values)
-        return buckets(hash_text(unique), self.rows)[inverse]
+        hashes = hash_text(unique)
+        numbers = np.flatnonzero(pc.match_substring_regex(unique, _INTEGER).to_numpy(zero_copy_only=False))
+        hashes[numbers] = mix(_int64(unique.take(pa.array(numbers)).cast(pa.int64())))
+        return buckets(hashes, self.rows)[inverse]
 
 
 class Buckets:
@@ -161,6 +168,26 @@ def id_type(path: str) -> pa.DataType:
         DataError: as `Vocabulary.read`.
     """
     return _schema(path).field("id").type
+
+
+def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
+    """SHA-256 of the vocabulary file of each table: with other ids, or another order, weights mean nothing.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
+    found: dict[str, str] = {}
+    for feature in pipeline.features:
+        if feature.HasField("id") and feature.id.HasField("vocabulary") and feature.id.table not in found:
+            path, digest = feature.id.vocabulary.file, hashlib.sha256()
+            try:
+                with fsspec.open(path, "rb") as file:
+                    while block := file.read(1 << 20):
+                        digest.update(block)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
+            found[feature.id.table] = digest.hexdigest()
+    return found
 
 
 class _Sorted:

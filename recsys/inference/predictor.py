@@ -23,6 +23,7 @@ from recsys.data.block import Block, join
 from recsys.data.collate import Collator
 from recsys.data.columns import Converter, Origin
 from recsys.data.sources import Source
+from recsys.data.unknown import UnknownIds
 from recsys.errors import RecsysError
 from recsys.inference.package import Package
 from recsys.inference.rows import Histories, in_pieces, item_column, runs, whole_histories
@@ -74,6 +75,7 @@ class Predictor:
         self.converter = Converter(self.pipeline, rule.num_contextual, targets=False, mode=MODE)
         self.packer = Packer(self.pipeline, MODE)
         self.collator = Collator(self.pipeline, rule, MODE)
+        self.unknown_ids = UnknownIds(self.pipeline)
         if package.items is not None:
             self.item = self.pipeline.model.retriever.item_feature
             self.vocabulary = self.converter.mappings[_table(self.pipeline, self.item)]
@@ -130,7 +132,9 @@ class Predictor:
         }
 
     def _batch(self, block: Block) -> Batch:
-        return self.collator.collate(self.packer.pack(join([block])), Position(), 0)
+        arrays = self.packer.pack(join([block]))
+        self.unknown_ids.look(arrays)
+        return self.collator.collate(arrays, Position(), 0)
 
 
 def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
@@ -167,17 +171,21 @@ def _begin(predictor: Predictor, source: Source, output: Path) -> None:
     job = {
         "package": files.sha256(predictor.package.folder / files.MANIFEST),
         "predict": str(predictor.settings).split("\n"),
+        "key_columns": list(predictor.pipeline.data.key_columns),
         "input": source.fingerprint(),
     }
     noted = output / JOB
-    if noted.exists():
+    begun = any(output.glob("part-*.parquet"))
+    if noted.exists() and begun:
         if json.loads(noted.read_text(encoding="utf-8")) != job:
             raise RecsysError(
                 f"{output} holds predictions of another package, input or `predict` setting: give another "
                 "--output, or remove that folder"
             )
         return
-    if output.exists() and any(output.iterdir()):
+    # A job that has finished no part leaves nothing that another one could be confused with.
+    names = {path.name for path in output.iterdir()} - {JOB} if output.exists() else set()
+    if any(not name.startswith(".part-") for name in names):
         raise RecsysError(f"{output} is not empty and holds no predictions: give another --output")
     output.mkdir(parents=True, exist_ok=True)
     files.write_text(noted, json.dumps(job, indent=1) + "\n")

@@ -63,6 +63,13 @@ class Model(nn.Module):
         """float32, the one tensor that an exported model returns."""
         raise NotImplementedError
 
+    def flops(self, batch: Batch) -> int:
+        """FLOP that a forward pass and the objective need for this batch; see `recsys.modules.flops`.
+
+        From sizes and host copies only: it waits for no device.
+        """
+        raise NotImplementedError
+
     def metrics(self) -> dict[str, Metric]:
         """New, empty metrics of the config by their names in logs."""
         raise NotImplementedError

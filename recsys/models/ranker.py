@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, Model, build_postprocessor, layout_rule
+from recsys.modules.flops import linear_flops
 from recsys.registry import pick, register
 
 
@@ -76,6 +77,12 @@ class Ranker(Model):
         """float32 [N, tasks], predictions in the config's order of tasks."""
         predictions = self(batch).predictions
         return torch.stack([predictions[task.name] for task in self.tasks], dim=1)
+
+    def flops(self, batch: Batch) -> int:
+        """Preprocessor, mixer, postprocessor and head."""
+        candidates = batch.candidate_timestamps.shape[0]
+        heads = linear_flops(self.postprocess, candidates) + linear_flops(self.head, candidates)
+        return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + heads
 
     def metrics(self) -> dict[str, Metric]:
         """`<task>/<metric>` -> metric."""

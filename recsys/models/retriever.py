@@ -18,6 +18,7 @@ from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, Model, build_postprocessor, layout_rule
 from recsys.models.catalogue import rank_targets
+from recsys.modules.flops import linear_flops
 from recsys.modules.losses.softmax import IGNORED
 from recsys.modules.sequence import JaggedSequence, following
 from recsys.registry import pick, register
@@ -55,7 +56,7 @@ class Retriever(Model):
 
     def __init__(self, config: pb.Retriever, *, pipeline: pb.Pipeline):
         super().__init__(pipeline)
-        width = pipeline.model.embedding_dim
+        self.width = width = pipeline.model.embedding_dim
         preprocessor, mixer = pick(config.preprocessor), pick(config.mixer)
         _check_item(config, pipeline)
         _check_future(preprocessor.config, mixer.config, pipeline)
@@ -87,6 +88,13 @@ class Retriever(Model):
     def score(self, batch: Batch) -> Tensor:
         """`query`: an exported retriever answers with vectors, and a search finds the items."""
         return self.query(batch)
+
+    def flops(self, batch: Batch) -> int:
+        """Preprocessor, mixer, postprocessor, and the score of each event's query with each negative."""
+        events = batch.uih_timestamps.shape[0]
+        negatives = dict(zip(batch.ids.keys(), batch.ids.length_per_key(), strict=True))[features.NEGATIVES]
+        queries = linear_flops(self.compare, events) + 2 * events * negatives * self.width
+        return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + queries
 
     def metrics(self) -> dict[str, Metric]:
         """`<metric>` -> metric."""

@@ -190,6 +190,18 @@ class SequenceLayout:
         names = ("batch_size", "total_len", "max_len", "num_contextual", "total_targets", "device")
         return f"SequenceLayout({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
+    def on_host(self) -> SequenceLayout:
+        """The same layout with its tensors on the host; no device is waited for.
+
+        Raises:
+            ValueError: the lengths are on a device only.
+        """
+        if self.lengths.device.type == "cpu":
+            return self
+        if self._host is None:
+            raise ValueError(f"the lengths are on {self.device} only; take a layout built on the host")
+        return SequenceLayout(*self._host, self.num_contextual)
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
         """The same layout with its tensors on `device`; it keeps the host copy of its lengths."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))

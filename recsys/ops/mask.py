@@ -103,6 +103,27 @@ def visible_pairs(mask: AttentionMask, history_end: Tensor, num_contextual: int,
     return torch.where(i < end, before_targets & history_key, target_row | own_group)
 
 
+def count_pairs(mask: AttentionMask, layout: SequenceLayout) -> int:
+    """How many pairs of a query and a key that it sees there are in all samples: the True of `dense_mask`.
+
+    Taken from the lengths on the host, B numbers, so that it waits for no device.
+
+    Raises:
+        ValueError: the layout has its lengths on a device only.
+    """
+    host = layout.on_host()
+    contextual, uih, targets = host.num_contextual, host.num_uih, host.num_targets
+    near = uih if mask.window is None else uih.clamp(max=mask.window + mask.prefix)
+    contextual_sees = contextual + uih if mask.contextual_reads_history else contextual
+    # History token number h sees min(h, near) events; the first `near` of them are a triangle.
+    history = uih * contextual + near * (near + 1) // 2 + (uih - near) * near
+    target_sees = contextual + (near if mask.target_window else uih)
+    size = mask.target_group_size
+    rest = targets % size
+    within_groups = targets // size * (size * (size + 1) // 2) + rest * (rest + 1) // 2
+    return int((contextual * contextual_sees + history + targets * target_sees + within_groups).sum())
+
+
 def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:
     """The mask as intervals: contextual tokens and prefix, then the window, then the own target group."""
     history_end = layout.history_end.index_select(0, layout.sample_ids())

@@ -79,7 +79,7 @@ class Checkpoints:
         needed = sum(gather(local_bytes(tensors)))
         on_main(lambda: _prepare(aside, needed))
         try:
-            with _torchrec_types():
+            with _without_advice():
                 dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(aside))
         except (CheckpointException, RuntimeError, OSError) as error:
             fault = _explain(error, aside, needed)
@@ -193,7 +193,7 @@ def local_bytes(tensors: Tensors) -> int:
 
 def _load(path: Path, tensors: Tensors, prefix: str, alone: bool) -> None:
     stored = {n: x for n, x in read_metadata(path).state_dict_metadata.items() if n.startswith(prefix)}
-    with _torchrec_types():
+    with _without_advice():
         _require_equal(path, tensors, stored)
         dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)
 
@@ -209,10 +209,11 @@ def _name(step: int) -> str:
 
 
 @contextmanager
-def _torchrec_types() -> Iterator[None]:
-    """Without torch's advice against ShardedTensor, which is what TorchRec's tables are."""
+def _without_advice() -> Iterator[None]:
+    """Without torch's warnings about TorchRec's ShardedTensor and about a single process: both are meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit", UserWarning)
         yield
 
 

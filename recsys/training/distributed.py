@@ -27,6 +27,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from recsys import protos as pb
 from recsys.errors import RecsysError
 from recsys.training.optimizers import fused_params
+from recsys.training.rendezvous import fresh_store
 
 _TIMEOUT = timedelta(seconds=90)
 """How long a collective waits for a rank before the run stops; longer than any pause between two of them."""
@@ -75,10 +76,11 @@ def _start() -> Processes:
     if cuda:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    store, rank, world_size = dist.HashStore(), 0, 1
     if dist.is_torchelastic_launched():
-        dist.init_process_group(backend, timeout=_TIMEOUT)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+        shared, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+        store = fresh_store(shared, rank, world_size, _TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     return Processes(dist.get_rank(), dist.get_world_size(), device)
 
 

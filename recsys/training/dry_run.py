@@ -1,11 +1,8 @@
 """`--dry-run`: one batch and one step, to see what a run would do before it does it. Nothing is kept."""
 
-import resource
 import tempfile
 from contextlib import closing
 from pathlib import Path
-
-import torch
 
 from recsys import ops
 from recsys import protos as pb
@@ -14,6 +11,7 @@ from recsys.data.inspect import as_table, describe_sample
 from recsys.training.checkpoint import local_bytes
 from recsys.training.distributed import Processes
 from recsys.training.session import Session, open_session
+from recsys.training.throughput import peak_memory
 
 _ATTENTION = ("hstu_attention", "softmax_attention")
 _MEBI = 2**20
@@ -52,16 +50,10 @@ def _sizes(session: Session, batch: Batch) -> list[str]:
         f"parameters: {sum(parts.values()):,}: "
         + ", ".join(f"{name} {n:,}" for name, n in parts.items() if n),
         f"this process: {weights / _MEBI:.1f} MiB of weights, {states / _MEBI:.1f} MiB of optimizer state",
-        f"memory: {_peak(session.processes.device) / _MEBI:,.0f} MiB at most so far",
+        f"memory: {peak_memory(session.processes.device) / _MEBI:,.0f} MiB at most so far",
     ]
 
 
 def _kernels() -> list[str]:
     chosen = {op: ops.last_backend(op) for op in _ATTENTION}
     return [f"kernel of {op}: {backend}" for op, backend in chosen.items() if backend]
-
-
-def _peak(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

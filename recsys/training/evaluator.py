@@ -5,6 +5,7 @@ returns to the mode it was in, and no random number that training would have dra
 """
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,7 +66,10 @@ def evaluate(
             outputs = model(batch)
             model.update_metrics(metrics, outputs, batch)
             totals = _add(totals, model.objective(outputs, batch))
-        found = {name: float(metric.compute()) for name, metric in metrics.items()}
+        with warnings.catch_warnings():
+            # torchmetrics cuts what it gathered with a list of slices; torch warns of that on every rank.
+            warnings.filterwarnings("ignore", "Using a non-tuple sequence", UserWarning)
+            found = {name: float(metric.compute()) for name, metric in metrics.items()}
         return found | _mean_losses(totals)
 
 

@@ -5,6 +5,7 @@ depends on, and the training files are the same. Lengths, logging and evaluation
 starts.
 """
 
+import re
 from itertools import zip_longest
 from typing import Any
 
@@ -24,11 +25,15 @@ MAY_CHANGE = (
     "data.eval_batch_size",
     "data.num_workers",
     "data.prefetch_batches",
+    "data.train.parquet.paths",
+    "data.train.csv.paths",
+    "data.vocabulary_dir",
+    "features.id.vocabulary.file",
     "export",
     "predict",
 )
 """Fields that a resumed run may set to something else: nothing that was learned or read so far depends on
-them.
+them. Files may move: what is in them is compared, `require_same_inputs`.
 """
 
 
@@ -47,19 +52,20 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
     if changed:
         raise ConfigError(
             [
-                *changed,
                 f"{folder} holds a run with another config, so it is not continued. Give the old values, or "
                 "another --run-dir. May change: " + ", ".join(MAY_CHANGE),
+                *changed,
             ]
         )
 
 
 def require_same_inputs(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Compares the fingerprints of the training files, `Loader.fingerprint()`. Files may have moved together.
+    """Compares the fingerprints of training files and vocabularies, `Session.inputs`. Files may have moved.
 
     Raises:
         DataError: with each file that is new, gone or changed; their order counts.
     """
+    require_same_vocabularies(saved, now["vocabularies"])
     lines = []
     for before, after in zip_longest(saved["files"], now["files"]):
         if before is None or after is None or _content(before) != _content(after):
@@ -68,6 +74,25 @@ def require_same_inputs(saved: dict[str, Any], now: dict[str, Any]) -> None:
         raise DataError(
             "the training files changed, so the place in them that the run had reached means nothing:\n"
             + "\n".join(lines)
+        )
+
+
+def require_same_vocabularies(saved: dict[str, Any], now: dict[str, str]) -> None:
+    """Compares vocabularies with those that a model was trained with.
+
+    Args:
+        saved: `Session.inputs` of a state.
+        now: `vocabulary.fingerprints` of the config.
+
+    Raises:
+        DataError: with each table whose ids differ.
+    """
+    before = saved.get("vocabularies", {})
+    changed = sorted(table for table in before if now.get(table) != before[table])
+    if changed:
+        raise DataError(
+            f"the vocabulary of {', '.join(changed)} is not the one that the model was trained with: its "
+            "rows would stand for other ids. Bring the old files back, or train anew with another --run-dir"
         )
 
 
@@ -89,7 +114,8 @@ def _leaf(value: Any, path: str) -> dict[str, Any]:
 
 
 def _may_change(path: str) -> bool:
-    return any(path == free or path.startswith((free + ".", free + "[")) for free in MAY_CHANGE)
+    path = re.sub(r"\[\d+\]", "", path)
+    return any(path == free or path.startswith(free + ".") for free in MAY_CHANGE)
 
 
 def _show(leaves: dict[str, Any], path: str) -> str:

@@ -1,22 +1,27 @@
 """A run from config to last line: opens the session, puts the hooks around it, trains."""
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from recsys import config
+from recsys import config, files
 from recsys import protos as pb
 from recsys.data.loader import Loader
-from recsys.errors import ConfigError
+from recsys.data.vocabulary import fingerprints
+from recsys.errors import ConfigError, RecsysError
 from recsys.models import build_model, layout_rule
 from recsys.training import checkpoint, evaluator
 from recsys.training.distributed import Processes, on_main, shard
 from recsys.training.hooks import Hook, Outcome, Run
 from recsys.training.hooks.console import Console, next_lines
+from recsys.training.hooks.hyperparameters import hyperparameters
 from recsys.training.hooks.metrics_file import MetricsFile
+from recsys.training.hooks.projector import Items, frequent_items
 from recsys.training.hooks.report import Report
+from recsys.training.resume import require_same_vocabularies
 from recsys.training.session import CHECKPOINTS, Session, open_session
 from recsys.training.train_step import TrainStep
 from recsys.training.trainer import Trainer
@@ -34,13 +39,32 @@ log = logging.getLogger(__name__)
 
 
 def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
-    """Trains the model of a resolved config in a run folder, from the last saved state if there is one."""
+    """Trains the model of a resolved config in a run folder, from the last saved state if there is one.
+
+    Raises:
+        RecsysError: another process trains in this folder.
+    """
     config.check_device(pipeline, processes.device.type)
+    with ExitStack() as stack:
+        on_main(lambda: _take(folder, stack))
+        return _train(pipeline, folder, processes)
+
+
+def _take(folder: Path, stack: ExitStack) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not stack.enter_context(files.locked(folder / ".lock")):
+        raise RecsysError(
+            f"{folder}: another process is training in this folder; wait for it, end it, or give another "
+            "--run-dir"
+        )
+
+
+def _train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
     session = open_session(pipeline, folder, processes)
     run = describe(session)
     if reason := session.finish_reason():
         return _finished_before(session, run, reason)
-    hooks = _hooks() if processes.is_main else []
+    hooks = _hooks(session) if processes.is_main else []
     try:
         for hook in hooks:
             hook.started(run)
@@ -50,10 +74,13 @@ def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
             hook.close()
 
 
-def _hooks() -> list[Hook]:
+def _hooks(session: Session) -> list[Hook]:
     from recsys.training.hooks.tensorboard import TensorBoard
 
-    return [MetricsFile(), TensorBoard(), Report(), Console()]
+    def items() -> Items | None:
+        return frequent_items(session.pipeline, session.wrapped.state_dict())
+
+    return [MetricsFile(), TensorBoard(items), Report(), Console()]
 
 
 def describe(session: Session) -> Run:
@@ -69,6 +96,7 @@ def describe(session: Session) -> Run:
             f"{torch.get_num_threads()} thread(s) each",
             "parameters": f"{sum(session.parameters.values()):,}",
         },
+        hyperparameters=hyperparameters(session.pipeline),
     )
 
 
@@ -96,10 +124,12 @@ def evaluate(
 
     Raises:
         ConfigError: the config names no rows for the split.
+        DataError: vocabularies that the model was not trained with.
     """
     if not pipeline.data.HasField(split):
         raise ConfigError(f"data.{split}: absent, so there is nothing to evaluate on")
     path = on_main(lambda: checkpoint.find(folder / CHECKPOINTS, which))
+    require_same_vocabularies(checkpoint.read_state(path)["inputs"], fingerprints(pipeline))
     step = TrainStep(build_model(pipeline))
     wrapped = shard(step, pipeline, processes)
     checkpoint.load(path, wrapped.state_dict(), checkpoint.MODEL)

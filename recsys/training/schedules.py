@@ -10,7 +10,8 @@ def factor(step: int, config: pb.Schedule, total_steps: int) -> float:
     """Factor of every learning rate in one step.
 
     It grows on a line over `warmup_steps` (the first step has 1 / warmup_steps, the last of them 1), then
-    follows the chosen decay, which reaches its final factor in the last step and stays there.
+    follows the chosen decay, which reaches its final factor one step behind the last and stays there: with 0
+    in the last step, that step's batch would be read for nothing.
 
     Args:
         step: steps done before this one: 0 for the first, `total_steps` - 1 for the last.
@@ -29,7 +30,7 @@ def factor(step: int, config: pb.Schedule, total_steps: int) -> float:
     if decay == "constant" or step <= peak:
         return 1.0
     final = getattr(config, decay).final_factor
-    progress = min((step - peak) / (total_steps - 1 - peak), 1.0) if total_steps - 1 > peak else 1.0
+    progress = min((step - peak) / (total_steps - peak), 1.0) if total_steps > peak else 1.0
     if decay == "linear":
         return 1 + (final - 1) * progress
     return final + (1 - final) * (1 + math.cos(math.pi * progress)) / 2

@@ -18,8 +18,10 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys import config, environment, files
 from recsys import protos as pb
+from recsys.checks.effects import warmup_too_long
 from recsys.data.batch import Batch, Position
 from recsys.data.loader import Loader
+from recsys.data.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import Model, build_model, layout_rule
 from recsys.training import checkpoint
@@ -48,6 +50,7 @@ class Session:
         checkpoints: saved states.
         progress: where the run stands.
         total_steps: where it ends.
+        inputs: fingerprints of the training files and of the vocabularies; plain JSON.
         parameters: numbers that are learned, of all ranks together, by part of the model.
     """
 
@@ -62,6 +65,7 @@ class Session:
     checkpoints: Checkpoints
     progress: Progress
     total_steps: int
+    inputs: dict[str, Any]
     parameters: dict[str, int]
 
     @property
@@ -108,7 +112,7 @@ class Session:
         state = {
             "progress": self.progress.to_json(),
             "rng": gather(capture_rng(self.processes.device)),
-            "inputs": self.train.fingerprint(),
+            "inputs": self.inputs,
             "config": config.to_text(self.pipeline),
             "versions": environment.versions(),
             "world_size": self.processes.world_size,
@@ -151,7 +155,7 @@ def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> S
     progress = Progress.from_json(state["progress"]) if saved else Progress()
     session = _build(pipeline, folder, processes, checkpoints, progress)
     if saved:
-        require_same_inputs(state["inputs"], session.train.fingerprint())
+        require_same_inputs(state["inputs"], session.inputs)
         session.restore(saved, state)
         log.info("going on from %s", saved)
         if state["world_size"] != processes.world_size:
@@ -180,6 +184,8 @@ def _build(
 
     reader = loader("train", shuffle=True)
     total_steps = _total_steps(train, reader, progress)
+    if train.HasField("num_epochs") and train.schedule.warmup_steps >= total_steps and processes.is_main:
+        log.warning("train.schedule.warmup_steps: %s", warmup_too_long(train, total_steps))
     step = TrainStep(model)
     wrapped = shard(step, pipeline, processes)
     optimizer = ScheduledOptimizer(wrapped, train, total_steps)
@@ -196,6 +202,7 @@ def _build(
         checkpoints=checkpoints,
         progress=progress,
         total_steps=total_steps,
+        inputs=reader.fingerprint() | {"vocabularies": fingerprints(pipeline)},
         parameters=parameters,
     )
 

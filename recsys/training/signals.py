@@ -1,5 +1,6 @@
 """A signal asks a run to stop; the run stops between two steps."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +9,19 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def catching_signals(received: dict[int, int]) -> Iterator[None]:
-    """Counts SIGINT and SIGTERM in `received`; a second one of a kind acts as it would without us."""
+def catching_signals(received: dict[int, int], *, announce: bool = False) -> Iterator[None]:
+    """Counts SIGINT and SIGTERM in `received`; a second one of a kind acts as it would without us.
+
+    With `announce`, stderr hears at once that the signal was noted: an evaluation may be under way.
+    """
     before = {number: signal.getsignal(number) for number in HANDLED}
 
     def note(number: int, _frame: object) -> None:
         received[number] += 1
         signal.signal(number, before[number])
+        if announce:
+            # Not through the log: the signal may have come while its lock is held.
+            os.write(2, f"\nsignal {number}: stopping after this step; a second one stops at once\n".encode())
 
     for number in HANDLED:
         signal.signal(number, note)

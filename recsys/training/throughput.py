@@ -1,12 +1,28 @@
-"""How fast a run is, and how long it waits for data."""
+"""How fast a run is, how much of the device it uses, and how long it waits for data."""
 
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
+
 Item = TypeVar("Item")
+
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200 NVL": 835e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+}
+"""Dense bfloat16 FLOP/s by a part of a GPU's name, from NVIDIA's data sheets; the first match counts."""
 
 
 @dataclass(frozen=True)
@@ -17,20 +33,31 @@ class Rates:
         batches_per_s, samples_per_s, tokens_per_s: per second of training; evaluation and saving do not
             count.
         data_wait: share of that time, 0 to 1, in which this rank waited for its reader.
+        flop_per_s: useful FLOP a second: what the batches need, without padding and recomputation.
+        mfu: `flop_per_s` as a share of what the devices can do in bfloat16, whatever the model's precision;
+            None where that is not known.
     """
 
     batches_per_s: float
     samples_per_s: float
     tokens_per_s: float
     data_wait: float
+    flop_per_s: float = 0.0
+    mfu: float | None = None
 
 
 class Meter:
-    """Counts work and clocks it."""
+    """Counts work and clocks it.
 
-    def __init__(self) -> None:
+    Args:
+        peak_flop_per_s: of one device, None where it is not known.
+        devices: how many there are.
+    """
+
+    def __init__(self, peak_flop_per_s: float | None = None, devices: int = 1) -> None:
+        self._peak = None if peak_flop_per_s is None else peak_flop_per_s * devices
         self._samples = self._tokens = self._batches = 0
-        self._waited = self._paused = 0.0
+        self._flop = self._waited = self._paused = 0.0
         self._began = time.perf_counter()
 
     def watch(self, items: Iterator[Item]) -> Iterator[Item]:
@@ -44,11 +71,12 @@ class Meter:
             self._waited += time.perf_counter() - began
             yield item
 
-    def add(self, samples: int, tokens: int, batches: int) -> None:
-        """Counts work that is done."""
+    def add(self, samples: int, tokens: int, flop: float) -> None:
+        """Counts a batch that is done."""
         self._samples += samples
         self._tokens += tokens
-        self._batches += batches
+        self._flop += flop
+        self._batches += 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -68,8 +96,31 @@ class Meter:
             samples_per_s=self._samples / seconds,
             tokens_per_s=self._tokens / seconds,
             data_wait=min(self._waited / seconds, 1.0),
+            flop_per_s=self._flop / seconds,
+            mfu=None if self._peak is None else self._flop / seconds / self._peak,
         )
         self._samples = self._tokens = self._batches = 0
-        self._waited = self._paused = 0.0
+        self._flop = self._waited = self._paused = 0.0
         self._began = now
         return rates
+
+
+def peak_flop_per_s(device: torch.device) -> float | None:
+    """Dense bfloat16 FLOP/s of a device; None for CPUs and GPUs that are not in `PEAKS`."""
+    if device.type != "cuda":
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(device_name: str) -> float | None:
+    """The entry of `PEAKS` for a name such as `NVIDIA H100 80GB HBM3`."""
+    words = f" {device_name.replace('-', ' ')} "
+    return next((peak for part, peak in PEAKS.items() if f" {part} " in words), None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process held at most: on its GPU, else in RAM, where reader processes do not count."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -6,6 +6,7 @@ not finite stops every rank here, before the backward pass, in which sharded tab
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,16 +27,20 @@ class StepResult:
         losses: by task, the mean over targets of all ranks.
         loss: their weighted sum, which is minimised.
         samples: rows, fillers left out. tokens: tokens of the sequences.
+        flop: FLOP that forward and backward pass need.
         signals: by number of the signal, how often the ranks got it.
         position: the last of them in the plan.
+        history_lengths: int64 [B] on the host, of this rank's rows only.
     """
 
     losses: dict[str, float]
     loss: float
     samples: int
     tokens: int
+    flop: float
     signals: dict[int, int]
     position: Position
+    history_lengths: Tensor
 
 
 class TrainStep(nn.Module):
@@ -44,7 +49,7 @@ class TrainStep(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
         self.model = model
-        self.sum_over_ranks = SumOverRanks()
+        self.sum_over_ranks = SumOverRanks(model.flops)
 
     def forward(self, batch: Batch) -> tuple[Tensor, StepResult]:
         """Raises NonFiniteLossError on all ranks when the loss of one is not finite."""
@@ -56,19 +61,25 @@ class TrainStep(nn.Module):
 class SumOverRanks(nn.Module):
     """The one collective of a step. A module of its own, since the pipeline traces what is around it.
 
+    Args:
+        count_flops: of a forward pass; `Model.flops`.
+
     Attributes:
         received: by number, how often this process got a signal of `signals.HANDLED`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count_flops: Callable[[Batch], int]) -> None:
         super().__init__()
+        self.count_flops = count_flops
         self.received = dict.fromkeys((int(number) for number in HANDLED), 0)
 
     def forward(self, losses: Losses, batch: Batch) -> tuple[Tensor, StepResult]:
         """The loss of this rank, scaled such that the mean of its gradients over ranks is the gradient of the
         whole.
         """
-        numbers = [batch.layout.total_len, *self.received.values()]
+        # For each product of the forward pass the backward pass has two, one for either factor's gradient.
+        flop = 3 * self.count_flops(batch)
+        numbers = [batch.layout.total_len, flop, *self.received.values()]
         packed = torch.cat(
             [
                 losses.sums.detach().double(),
@@ -81,7 +92,7 @@ class SumOverRanks(nn.Module):
         if world_size > 1:
             dist.all_reduce(packed)
         tasks = len(losses.names)
-        sums, counts, (samples, tokens, *stops) = _split(packed.tolist(), tasks)
+        sums, counts, (samples, tokens, flop, *stops) = _split(packed.tolist(), tasks)
         means = {n: s / max(c, 1.0) for n, s, c in zip(losses.names, sums, counts, strict=True)}
         _require_finite(means)
         scale = torch.tensor(
@@ -93,8 +104,10 @@ class SumOverRanks(nn.Module):
             loss=sum(w * means[n] for n, w in zip(losses.names, losses.weights, strict=True)),
             samples=int(samples),
             tokens=int(tokens),
+            flop=flop,
             signals={number: int(n) for number, n in zip(self.received, stops, strict=True)},
             position=batch.position,
+            history_lengths=batch.layout.on_host().num_uih,
         )
         return (losses.sums * scale).sum(), result
 

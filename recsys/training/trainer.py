@@ -1,9 +1,8 @@
 """The training loop: next batch, step, maybe log, maybe evaluate, maybe save.
 
 Everything around it is elsewhere: `train_step` turns a batch into a loss, `optimizers` move weights,
-    `session`
-builds and saves, hooks show what happens. All ranks run the same loop; what one of them alone learns (a
-signal, a loss that is not finite) travels in the one sum of each step.
+`session` builds and saves, hooks show what happens. All ranks run the same loop; what one of them alone
+learns (a signal, a loss that is not finite) travels in the one sum of each step.
 """
 
 import logging
@@ -14,6 +13,8 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedModule
 
@@ -24,7 +25,7 @@ from recsys.training.hooks import Evaluated, Hook, Outcome, Trained
 from recsys.training.session import Session
 from recsys.training.signals import catching_signals
 from recsys.training.state import Best, Window
-from recsys.training.throughput import Meter
+from recsys.training.throughput import Meter, peak_flop_per_s, peak_memory
 from recsys.training.train_step import StepResult
 
 log = logging.getLogger(__name__)
@@ -45,13 +46,15 @@ class Trainer:
         self._session = session
         self._hooks = hooks
         self._goal = Goal.of(session.model, session.pipeline.train.evaluation)
-        self._meter = Meter()
+        device, world_size = session.processes.device, session.processes.world_size
+        self._meter = Meter(peak_flop_per_s(device), world_size)
         self._pipeline = _pipeline(session)
         self._batches: Iterator[Batch] | None = None
         self._evaluate_at = 0
         self._checkpoint: Path | None = None
         self._signal = 0
         self._rates: dict[str, float] = {}
+        self._history_lengths: list[Tensor] = []
 
     def run(self) -> Outcome:
         """Runs until the last step, the end of patience, or a signal; the state is saved then. Collective.
@@ -60,7 +63,8 @@ class Trainer:
             NonFiniteLossError: on all ranks, before that loss moved any weight.
         """
         stream = self._meter.watch(self._session.batches())
-        with closing(stream), catching_signals(self._session.step.sum_over_ranks.received):
+        received, announce = self._session.step.sum_over_ranks.received, self._session.processes.is_main
+        with closing(stream), catching_signals(received, announce=announce):
             while not self._session.finish_reason() and not self._signal:
                 result = self._train(stream)
                 self._maybe_log(result)
@@ -89,7 +93,8 @@ class Trainer:
                 ) from None
             progress.window.add(result.loss, result.losses)
             progress.samples += result.samples
-            self._meter.add(result.samples, result.tokens, batches=1)
+            self._meter.add(result.samples, result.tokens, result.flop)
+            self._history_lengths.append(result.history_lengths)
             session.advance(result.position)
         progress.step += 1
         self._signal = next((number for number, times in result.signals.items() if times), 0)
@@ -111,6 +116,7 @@ class Trainer:
         rates = self._meter.take()
         batches_left = (session.total_steps - progress.step) * session.accumulate
         means, progress.window = progress.window.means(), Window()
+        lengths, self._history_lengths = torch.cat(self._history_lengths), []
         record = Trained(
             step=progress.step,
             epoch=result.position.epoch,
@@ -120,6 +126,8 @@ class Trainer:
             grad_norm=self._grad_norm(),
             rates=rates,
             seconds_left=batches_left / max(rates.batches_per_s, 1e-9),
+            memory=peak_memory(session.processes.device),
+            history_lengths=lengths,
         )
         for hook in self._hooks:
             hook.trained(record)

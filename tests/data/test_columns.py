@@ -1,5 +1,7 @@
 """From rows to a batch, against a loop over the rows."""
 
+import pickle
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -116,6 +118,17 @@ def test_of_a_long_history_the_newest_events_are_kept_and_it_is_counted(sample, 
     arrays = convert(sample.pipeline, sample.table(rows))
     assert_arrays(arrays, rows, sample.vocabulary, max_history_len=2)
     assert dict(arrays.counts) == {"truncated_history": sum(len(row["uih_item_id"]) > 2 for row in rows)}
+
+
+def test_arrays_arrive_as_they_were_sent(sample, rows):
+    arrays = convert(sample.pipeline, sample.table(rows), mode="evaluate")
+    arrived = pickle.loads(pickle.dumps(arrays.packed())).arrays()  # noqa: S301 - made here
+    assert_arrays(arrived, rows, sample.vocabulary)
+    for name, value in vars(arrays).items():
+        if isinstance(value, np.ndarray):
+            other = getattr(arrived, name)
+            assert other.dtype == value.dtype and other.flags.writeable and other.flags.aligned
+    assert arrived.keys.equals(arrays.keys) and arrived.counts == arrays.counts
 
 
 def test_tables_that_are_slices_and_chunks(sample, rows):

@@ -31,16 +31,16 @@ def test_a_missing_column_with_the_likely_one(sample):
     place = schema.get_field_index("uih_item_id")
     schema = schema.set(place, pa.field("uih_itemid", schema.field(place).type))
     message = problems(schema, sample.pipeline)
-    assert message.startswith("a.parquet: no column uih_item_id; it has user_id, age,")
-    assert "Did you mean uih_itemid?" in message
+    assert message.startswith("a.parquet: no column uih_item_id. Did you mean uih_itemid?")
+    assert message.splitlines()[-1].startswith("a.parquet has the columns user_id, age, request_time,")
 
 
 def test_all_findings_at_once(sample):
     schema = replaced(replaced(sample.schema, "age", pa.string()), "request_time", pa.float64())
     schema = schema.remove(schema.get_field_index("uih_tags"))
     lines = problems(schema, sample.pipeline).splitlines()
-    assert len(lines) == 3
-    assert {re.search(r"column (\w+)", line)[1] for line in lines} == {"age", "request_time", "uih_tags"}
+    assert len(lines) == 4
+    assert {re.search(r"column (\w+)", line)[1] for line in lines[:-1]} == {"age", "request_time", "uih_tags"}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,8 @@ def test_text_vocabulary_wants_text(sample):
 
 def test_a_column_twice(sample):
     schema = sample.schema.append(pa.field("age", pa.float64()))
-    assert problems(schema, sample.pipeline) == "a.parquet: column age occurs 2 times. Keep one."
+    first = problems(schema, sample.pipeline).splitlines()[0]
+    assert first == "a.parquet: column age occurs 2 times. Keep one."
 
 
 def test_columns_that_are_not_read_may_be_anything(sample):

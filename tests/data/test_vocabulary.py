@@ -113,6 +113,16 @@ def test_hash_buckets_are_fixed_for_ever():
     assert HashBuckets(1000).map(pa.array(["", "user-1", "a much longer name"])).tolist() == [883, 867, 804]
 
 
+def test_a_number_has_the_bucket_of_its_text():
+    numbers = [0, 7, -7, 10**18 - 1, 1 - 10**18, *range(10_000, 10_050)]
+    texts = pa.array([str(number) for number in numbers])
+    big = HashBuckets(2**30)
+    assert big.map(texts).tolist() == big.map(pa.array(numbers)).tolist()
+    # Other ways to write a number are other texts, and what no int64 holds is a text.
+    others = ["07", "+7", "7.0", " 7", "-0", "7" * 40]
+    assert len(set(big.map(pa.array([*others, "7"])).tolist())) == 7
+
+
 def test_hash_buckets_are_used_evenly():
     counts = np.bincount(HashBuckets(50).map(pa.array(range(100_000))), minlength=50)
     # 2000 each, with a standard deviation of sqrt(2000) = 45.

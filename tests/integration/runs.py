@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from recsys import cli
+from recsys import evaluate as evaluate_command
 from recsys import train as train_command
 from recsys.training.hooks.metrics_file import NAME, read_metrics
 
@@ -26,6 +27,11 @@ def flags(folder: Path, *overrides: str) -> list[str]:
 def train(folder: Path, *overrides: str) -> int:
     """Runs the command in this process and returns its exit code."""
     return cli.main("train", train_command.run, flags(folder, *overrides))
+
+
+def evaluate(*arguments: str) -> int:
+    """Runs the command in this process and returns its exit code."""
+    return cli.main("evaluate", evaluate_command.run, list(arguments), add_flags=evaluate_command.add_flags)
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
@@ -65,10 +71,10 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 
 def records(folder: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
-    """Records of `metrics.jsonl` by step, without what depends on the clock."""
+    """Records of `metrics.jsonl` by step, without what depends on the clock and the machine."""
     path = folder / NAME
     found = [r for r in read_metrics(path) if r["kind"] == kind] if path.exists() else []
-    timed = {"samples_per_s", "tokens_per_s", "data_wait", "seconds"}
+    timed = {"samples_per_s", "tokens_per_s", "tflop_per_s", "mfu", "data_wait", "memory_bytes", "seconds"}
     return {r["step"]: {key: value for key, value in r.items() if key not in timed} for r in found}
 
 

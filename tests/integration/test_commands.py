@@ -4,13 +4,8 @@ import json
 import re
 
 from recsys import cli
-from recsys import evaluate as evaluate_command
 from recsys import train as train_command
-from tests.integration.runs import flags, records, train
-
-
-def evaluate(*arguments: str) -> int:
-    return cli.main("evaluate", evaluate_command.run, list(arguments), add_flags=evaluate_command.add_flags)
+from tests.integration.runs import evaluate, flags, records, train
 
 
 def test_evaluate_repeats_what_training_measured(tmp_path, capsys):

@@ -32,9 +32,6 @@ RETRIEVER = (
     "data.num_workers=0",
 )
 
-# Both models are built once: their tests stay in one process.
-pytestmark = pytest.mark.xdist_group("export_predict")
-
 
 class Exported(NamedTuple):
     """A trained run, its package alone in a folder, and the rows that it is tried on."""
@@ -63,7 +60,9 @@ def export(folder: Path, config: str, *overrides: str, rows: Path) -> Exported:
     settings = [part for override in overrides for part in ("--set", override)]
     run, alone = folder / "run", folder / "alone"
     command("train", "--config", config, "--run-dir", run, *settings)
-    command("export", "--run-dir", run)
+    # Nothing but our own lines: a user cannot act on what libraries say about themselves.
+    said = command("export", "--run-dir", run).strip().splitlines()
+    assert all(" INFO " in line for line in said), said
     alone.mkdir()
     shutil.move(run / "export", alone / "export")
     return Exported(run, alone / "export", rows)
@@ -178,8 +177,13 @@ def test_new_users_get_recommendations(retriever, tmp_path):
     for name in [name for name in rows[0] if name.startswith("uih_")]:
         rows[0][name] = []
     rows[1]["uih_item_id"] = [10**12 + i for i in range(len(rows[1]["uih_item_id"]))]
-    path = tmp_path / "new.parquet"
-    pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(retriever.rows)), path)
+    path = tmp_path / "new.csv"
+    columns = ("user_id", "request_time", "uih_item_id", "uih_timestamps")
+    lines = [",".join(columns)]
+    for row in rows:
+        cells = [row[name] if isinstance(row[name], list) else [row[name]] for name in columns]
+        lines.append(",".join("|".join(map(str, cell)) for cell in cells))
+    path.write_text("\n".join(lines) + "\n")
     found = predict(retriever.package, path, tmp_path / "out").to_pylist()
     assert [len(set(row["item_id"])) for row in found] == [10, 10]
     assert all(math.isfinite(s) for row in found for s in row["score"])
@@ -213,10 +217,12 @@ def test_a_bad_row_is_named_or_left_out(ranker, tmp_path):
     said = command("predict", *flags, "--output", tmp_path / "a", code=3)
     assert f"{path}, row 1" in said and "uih_item_id" in said
     assert not list((tmp_path / "a").glob("*.parquet")) and not (tmp_path / "a" / "_SUCCESS").exists()
-    found = predict(ranker.package, path, tmp_path / "b", "--set", "data.bad_rows={policy: SKIP}").to_pylist()
+    # The same folder: nothing of the call that failed stands in the way, not even after a change of the file.
+    pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(ranker.rows)), path, compression="none")
+    found = predict(ranker.package, path, tmp_path / "a", "--set", "data.bad_rows={policy: SKIP}").to_pylist()
     assert [row["is_click"] is None for row in found] == [False, True, False]
     assert [row["request_id"] for row in found] == [row["request_id"] for row in rows]
-    assert json.loads((tmp_path / "b" / "_SUCCESS").read_text()) == {"rows": 3, "left_out": 1}
+    assert json.loads((tmp_path / "a" / "_SUCCESS").read_text()) == {"rows": 3, "left_out": 1}
 
 
 def test_an_interrupted_prediction_goes_on_and_another_one_is_refused(ranker, tmp_path):
@@ -246,7 +252,7 @@ def test_wrong_calls_say_what_to_do(ranker, tmp_path):
         "predict", "--package", ranker.package, "--config", "x.config", code=2
     )
     said = command("predict", "--package", tmp_path, "--input", ranker.rows, code=2)
-    assert "config.resolved" in said
+    assert f"{tmp_path}/config.resolved: there is no package" in said and "python -m recsys.export" in said
     assert "no such file" in command(
         "predict",
         "--package",
@@ -273,6 +279,12 @@ def test_a_damaged_package_is_refused_by_name(ranker, tmp_path, name):
     )
     assert f"{damaged / name}: its bytes differ" in said
     assert not (tmp_path / "o").exists()
+
+
+def test_a_package_can_be_read_by_whoever_may_read_its_folder(retriever):
+    beside = retriever.run / "config.resolved"
+    modes = {path.name: path.stat().st_mode for path in retriever.package.rglob("*") if path.is_file()}
+    assert set(modes.values()) == {beside.stat().st_mode}, modes
 
 
 def test_a_package_that_differs_from_the_model_is_not_written(ranker, tmp_path):

@@ -1,13 +1,16 @@
 """Killed, stopped, damaged: a run that is started again continues as if nothing had happened, bit for bit."""
 
 import random
+import shutil
 import signal
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
+from recsys import files
 from recsys.training.hooks.metrics_file import NAME
-from tests.integration.runs import finish, records, start, train, wait_for
+from tests.integration.runs import evaluate, finish, records, start, train, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,30 @@ def test_killed_at_a_random_step_and_while_saving(tmp_path, uninterrupted):
     assert train(tmp_path) == 0
     assert_same_run(tmp_path, uninterrupted)
     assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+def test_files_may_move_but_a_vocabulary_may_not_change(tmp_path, capsys):
+    short = ("train.num_steps=2", "train.schedule.warmup_steps=0", "train.evaluation.every_steps=2")
+    first, second = tmp_path / "first", tmp_path / "second"
+    shutil.copytree("tests/data/kuairand/vocabulary", first)
+    assert train(tmp_path / "run", *short, f"data.vocabulary_dir={first}") == 0
+    first.rename(second)
+    moved = ("train.num_steps=3", *short[1:], f"data.vocabulary_dir={second}")
+    assert train(tmp_path / "run", *moved) == 0
+    table = pq.read_table(second / "item_id.parquet")
+    pq.write_table(table.take(list(range(table.num_rows))[::-1]), second / "item_id.parquet")
+    capsys.readouterr()
+    assert train(tmp_path / "run", *moved) == 3
+    assert evaluate("--run-dir", str(tmp_path / "run"), "--split", "validation") == 3
+    said = capsys.readouterr().err
+    assert said.count("the vocabulary of item_id is not the one that the model was trained with") == 2
+
+
+def test_a_folder_in_which_another_process_trains_is_left_alone(tmp_path, capsys):
+    with files.locked(tmp_path / ".lock"):
+        assert train(tmp_path) == 1
+    assert f"{tmp_path}: another process is training in this folder" in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "log.txt"}
 
 
 @pytest.mark.slow

@@ -142,6 +142,15 @@ def test_moving_keeps_totals_on_the_host():
     assert layout.to("meta", non_blocking=True).host_lengths.tolist() == [8, 2, 4]
 
 
+def test_a_moved_layout_comes_back_from_its_host_copy():
+    layout = layout_of(2, [(5, 1), (0, 0), (2, 0)])
+    assert layout.on_host() is layout
+    back = layout.to("meta").on_host()
+    assert back.num_uih.tolist() == [5, 0, 2] and back.num_targets.tolist() == [1, 0, 0]
+    with pytest.raises(ValueError, match="on meta only; take a layout built on the host"):
+        without_host_copy(layout.to("meta")).on_host()
+
+
 def test_workers_can_send_a_layout():
     batch = (2, [(3, 1), (0, 0)])
     assert_layout(pickle.loads(pickle.dumps(layout_of(*batch))), *batch)  # noqa: S301 - our own bytes

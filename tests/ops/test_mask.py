@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recsys.ops import AttentionMask
-from recsys.ops.mask import dense_mask, key_intervals
+from recsys.ops.mask import count_pairs, dense_mask, key_intervals
 from tests.ops.cases import MASKS, layout_of, samples
 from tests.ops.oracle import sees
 
@@ -35,6 +35,21 @@ def test_the_intervals_are_the_table(mask, contextual):
         listed = [j for a, b in zip(start, end, strict=True) for j in range(a, b)]
         assert listed == visible, (sample, i)  # ascending, disjoint and inside the sample
         assert all(a <= b for a, b in zip(start, end, strict=True))
+
+
+@pytest.mark.parametrize("contextual", [0, 1, 3])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_the_number_of_pairs_is_that_of_the_table(mask, contextual):
+    batch = samples(contextual)
+    places = [(sample, i, j) for sample in batch for i in range(sample.length) for j in range(sample.length)]
+    expected = sum(sees(sample, i, j, mask) for sample, i, j in places)
+    assert count_pairs(mask, layout_of(batch)) == expected
+    assert count_pairs(mask, layout_of([])) == 0
+
+
+def test_pairs_are_counted_on_the_host():
+    layout = layout_of(samples(1, [(5, 2)])).to("meta")
+    assert count_pairs(AttentionMask(), layout) == 6 + 5 + 15 + 2 * 7
 
 
 def test_a_small_case_written_out():

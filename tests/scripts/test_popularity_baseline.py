@@ -31,6 +31,8 @@ def test_auc_and_gauc_against_pairs():
     parts = [(value, weight) for value, weight in parts if not math.isnan(value)]
     expected = sum(value * weight for value, weight in parts) / sum(weight for _, weight in parts)
     assert baseline.gauc(score, truth, user) == pytest.approx(expected)
+    texts = np.array([f"user {u}" for u in user], dtype=object)
+    assert baseline.gauc(score, truth, texts) == pytest.approx(expected)
     assert math.isnan(baseline.gauc(score, truth, np.arange(120)))
 
 

@@ -167,6 +167,12 @@ def test_retrieval_rows_leave_one_out_and_the_catalogue_is_every_item(tmp_path):
     assert train == {
         user: [int(e["sku"]) for e in events[:-2]] for user, events in long.items() if len(events) > 3
     }
+    latest = rows(target, "latest")
+    assert {row["user_id"]: row["uih_item_id"] for row in latest} == {
+        user: [int(e["sku"]) for e in events] for user, events in users.items()
+    }
+    assert {row["request_time"] for row in latest} == {max(int(line["ts"]) for line in lines)}
+    assert not any(name.startswith("candidate_") for name in latest[0])
     ids = pq.read_table(target / "vocabulary" / "item_id.parquet")["id"].to_pylist()
     assert sorted(ids) == sorted({int(line["sku"]) for line in lines})
 
@@ -253,6 +259,11 @@ def test_the_starter_config_has_no_findings(tmp_path, arguments):
     resolved = config.resolve(config.load(tmp_path / "made" / "starter.config")).pipeline
     assert config.check(resolved) == []
     assert resolved.features[0].id.vocabulary.size == 40
+    steps_of_an_epoch = len(rows(tmp_path / "made", "train")) // resolved.data.batch_size
+    train = resolved.train
+    assert train.schedule.warmup_steps <= train.num_epochs * (steps_of_an_epoch + 1) / 10
+    shorter = config.prepare(tmp_path / "made" / "starter.config", ["train.num_steps=30"])
+    assert (shorter.pipeline.train.num_steps, shorter.warnings) == (30, [])
 
 
 @pytest.mark.parametrize(
@@ -270,6 +281,8 @@ def test_the_starter_config_has_no_findings(tmp_path, arguments):
         ({}, [*RETRIEVAL, "--label", "click=clicked"], 2, "takes no --label"),
         ({}, [*RETRIEVAL, "--user-feature", "age"], 2, "does not use features of users (age)"),
         ({}, [*RANKING, "--item-feature", "brand"], 2, "'brand' would stand for two columns"),
+        ({}, [*RANKING, "--label", "click=dwell"], 2, "--label click=...: given 2 times; names must differ"),
+        ({}, [*RANKING, "--action", "click=dwell"], 2, "--action click=...: given 2 times"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, capsys, change, arguments, code, message):
@@ -277,6 +290,46 @@ def test_what_is_wrong_is_named(tmp_path, capsys, change, arguments, code, messa
     assert prepare(write(tmp_path / "log.csv", lines), tmp_path / "made", *arguments) == code
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_a_file_that_is_no_table_of_text_is_named(tmp_path, capsys):
+    log, made = tmp_path / "log.csv", tmp_path / "made"
+    for content, message in (
+        (b"", "log.csv: the file is empty; its first line must name the columns"),
+        (b"who,sku,ts\nu,a,1\nu,\xe4,2\n", "log.csv, line 3: byte 0xe4 is not UTF-8"),
+        (b"who,sku,ts,sku\nu,a,1,b\n", "log.csv: 2 columns are called sku; rename all but one"),
+        (b"who,sku,ts\n", "no events"),
+    ):
+        log.write_bytes(content)
+        assert prepare(log, made, *BASE, "--task", "retrieval") == 3
+        assert message in capsys.readouterr().err
+    assert prepare(log, Path("/dev/null/made"), *BASE, "--task", "retrieval") == 2
+    assert "--output /dev/null/made: cannot be written: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_blank_lines_behind_the_last_event_are_no_events(tmp_path, capsys):
+    log = write(tmp_path / "log.csv")
+    assert prepare(log, tmp_path / "a", *RETRIEVAL) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"next: python -m recsys.train --config {tmp_path}/a/starter.config --run-dir runs/a"
+    )
+    log.write_text(log.read_text() + "\n\n")
+    assert prepare(log, tmp_path / "b", *RETRIEVAL) == 0
+    assert rows(tmp_path / "b", "train") == rows(tmp_path / "a", "train")
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([*lines[:5], "", *lines[5:]]))
+    assert prepare(log, tmp_path / "c", *RETRIEVAL) == 3
+    assert "log.csv, line 6: who is '', expected an id" in capsys.readouterr().err
+
+
+def test_numbers_below_0_to_predict_get_a_loss_that_takes_them(tmp_path):
+    for name, change in (("plain", {}), ("signed", {"dwell": "-1"})):
+        lines = [{**line, **change} if number == 10 else line for number, line in enumerate(LINES)]
+        flags = [*BASE, "--task", "ranking", "--label", "score=dwell:regression"]
+        assert prepare(write(tmp_path / f"{name}.csv", lines), tmp_path / name, *flags) == 0
+        (task,) = config.load(tmp_path / name / "starter.config").model.ranker.tasks
+        assert task.loss.mean_squared_error.log1p == (name == "plain")
 
 
 def test_a_log_without_anything_to_hold_out_is_refused(tmp_path, capsys):
@@ -296,7 +349,7 @@ def test_a_file_cut_short_is_named(tmp_path, capsys):
     packed = write(tmp_path / "log.csv.gz").read_bytes()
     (tmp_path / "log.csv.gz").write_bytes(packed[: len(packed) // 2])
     assert prepare(tmp_path / "log.csv.gz", tmp_path / "made", *RETRIEVAL) == 3
-    assert "log.csv.gz cannot be read as text" in capsys.readouterr().err
+    assert "log.csv.gz cannot be read" in capsys.readouterr().err
 
 
 def test_an_unknown_flag_or_a_malformed_one_is_a_usage_error(tmp_path, capsys):
@@ -304,6 +357,7 @@ def test_an_unknown_flag_or_a_malformed_one_is_a_usage_error(tmp_path, capsys):
         [*RETRIEVAL, "--itemfeature", "x"],
         [*RANKING, "--label", "a b=c"],
         [*RANKING, "--test-share", "2"],
+        [*RETRIEVAL, "--delimiter", ";;"],
     ):
         with pytest.raises(SystemExit) as stopped:
             prepare(write(tmp_path / "log.csv"), tmp_path / "made", *arguments)

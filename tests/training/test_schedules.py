@@ -20,30 +20,29 @@ def test_constant():
     assert curve(CONSTANT, 3, 5) == [1.0] * 5
 
 
-def test_warm_up_then_a_line_to_the_last_step():
-    assert curve(LINEAR, 8) == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.8, 0.6, 0.4, 0.2])
+def test_warm_up_then_a_line_that_ends_behind_the_last_step():
+    expected = [0.25, 0.5, 0.75, 1.0, 0.84, 0.68, 0.52, 0.36, 0.2]
+    assert curve(LINEAR, 8, 9) == pytest.approx(expected)
 
 
 def test_half_a_cosine():
-    expected = [
-        0.5 + 0.25 * (1 + math.cos(angle))
-        for angle in (0, math.pi / 4, math.pi / 2, math.pi * 3 / 4, math.pi)
-    ]
-    assert curve(COSINE, 5) == pytest.approx(expected)
+    expected = [0.5 + 0.25 * (1 + math.cos(math.pi * quarter / 4)) for quarter in range(5)]
+    assert curve(COSINE, 4, 5) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
-def test_without_warm_up_the_first_step_has_the_peak_and_the_last_nothing(decay):
+def test_without_warm_up_the_first_step_has_the_peak_and_the_last_still_trains(decay):
     config = pb.Schedule()
     getattr(config, decay).SetInParent()
-    found = curve(config, 11)
+    found = curve(config, 10, 11)
     assert found[0] == 1 and found[5] == pytest.approx(0.5) and found[10] == pytest.approx(0, abs=1e-15)
+    assert found[9] > 0.02
     assert found == sorted(found, reverse=True)
 
 
 @pytest.mark.parametrize("config", [LINEAR, COSINE])
-def test_steps_beyond_the_last_keep_its_factor(config):
-    assert factor(50, config, 8) == factor(7, config, 8)
+def test_steps_beyond_the_last_keep_the_final_factor(config):
+    assert factor(50, config, 8) == factor(8, config, 8)
 
 
 @pytest.mark.parametrize("total", [1, 2, 3, 4])

@@ -16,6 +16,13 @@ def test_a_signal_is_noted_and_the_handlers_come_back():
     assert [signal.getsignal(number) for number in HANDLED] == before
 
 
+def test_whoever_sent_it_hears_that_it_was_noted(capfd):
+    for announce, shown in ((True, 1), (False, 0)):
+        with catching_signals({2: 0, 15: 0}, announce=announce):
+            signal.raise_signal(signal.SIGINT)
+        assert capfd.readouterr().err.count("signal 2: stopping after this step; a second one stops") == shown
+
+
 def test_the_second_interrupt_interrupts():
     received = {2: 0, 15: 0}
     with pytest.raises(KeyboardInterrupt), catching_signals(received):

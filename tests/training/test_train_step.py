@@ -9,6 +9,7 @@ import torch.distributed as dist
 from recsys.data.batch import Position
 from recsys.errors import NonFiniteLossError
 from recsys.models.base import Losses
+from recsys.ops import SequenceLayout
 from recsys.training import train_step
 from recsys.training.train_step import SumOverRanks
 
@@ -21,10 +22,15 @@ def group():
 
 
 BATCH = SimpleNamespace(
-    layout=SimpleNamespace(total_len=23),
+    layout=SequenceLayout(torch.tensor([20, 1, 2]), torch.tensor([4, 0, 1]), 1),
     sample_weight=torch.tensor([1.0, 0.0, 2.0]),
     position=Position(2, 5),
 )
+
+
+def count_flops(batch: object) -> int:
+    assert batch is BATCH
+    return 1000
 
 
 def losses(sums: torch.Tensor, counts: list[float]) -> Losses:
@@ -33,22 +39,25 @@ def losses(sums: torch.Tensor, counts: list[float]) -> Losses:
 
 def test_the_loss_is_the_weighted_sum_of_the_means():
     sums = torch.tensor([6.0, 20.0], requires_grad=True)
-    loss, result = SumOverRanks()(losses(sums, [4.0, 5.0]), BATCH)
+    loss, result = SumOverRanks(count_flops)(losses(sums, [4.0, 5.0]), BATCH)
     assert loss.item() == result.loss == 6 / 4 + 0.25 * 20 / 5
     assert result.losses == {"click": 1.5, "time": 4.0}
     assert (result.samples, result.tokens, result.position) == (2, 23, Position(2, 5))
+    assert result.flop == 3 * 1000
+    assert result.history_lengths.tolist() == [15, 0, 0]
     loss.backward()
     assert sums.grad.tolist() == [1 / 4, pytest.approx(0.25 / 5)]
 
 
 def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole(monkeypatch):
-    other = torch.tensor([2.0, 4.0, 4.0, 15.0, 1.0, 7.0, 0.0, 1.0], dtype=torch.float64)
+    other = torch.tensor([2.0, 4.0, 4.0, 15.0, 1.0, 7.0, 500.0, 0.0, 1.0], dtype=torch.float64)
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
     sums = torch.tensor([6.0, 20.0], requires_grad=True)
-    loss, result = SumOverRanks()(losses(sums, [4.0, 5.0]), BATCH)
+    loss, result = SumOverRanks(count_flops)(losses(sums, [4.0, 5.0]), BATCH)
     assert result.losses == {"click": (6 + 2) / (4 + 4), "time": (20 + 4) / (5 + 15)}
-    assert (result.samples, result.tokens) == (3, 30)
+    assert (result.samples, result.tokens, result.flop) == (3, 30, 3500)
+    assert result.history_lengths.tolist() == [15, 0, 0]
     assert result.signals == {2: 0, 15: 1}
     loss.backward()
     assert sums.grad.tolist() == [2 / 8, pytest.approx(2 * 0.25 / 20)]
@@ -56,7 +65,7 @@ def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole
 
 def test_a_task_without_targets_is_zero_and_gives_no_gradient():
     sums = torch.tensor([6.0, 0.0], requires_grad=True)
-    loss, result = SumOverRanks()(losses(sums, [4.0, 0.0]), BATCH)
+    loss, result = SumOverRanks(count_flops)(losses(sums, [4.0, 0.0]), BATCH)
     assert result.losses == {"click": 1.5, "time": 0.0}
     assert loss.item() == 1.5
 
@@ -64,10 +73,10 @@ def test_a_task_without_targets_is_zero_and_gives_no_gradient():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_named(value):
     with pytest.raises(NonFiniteLossError, match=f"^the loss of task time is {value}$"):
-        SumOverRanks()(losses(torch.tensor([6.0, value]), [4.0, 5.0]), BATCH)
+        SumOverRanks(count_flops)(losses(torch.tensor([6.0, value]), [4.0, 5.0]), BATCH)
 
 
 def test_a_signal_is_told_to_all():
-    module = SumOverRanks()
+    module = SumOverRanks(count_flops)
     module.received[15] = 1
     assert module(losses(torch.ones(2), [1.0, 1.0]), BATCH)[1].signals == {2: 0, 15: 1}

@@ -28,8 +28,8 @@ _PARSED_FILES = 4
 
 @register(pb.CsvSource)
 class CsvSource(Source):
-    """Runs of 1024 rows stand for row groups. An empty field is an empty list in a list column, else a
-    null."""
+    """Runs of 1024 rows stand for row groups. An empty field is an empty list in a list column, an empty text
+    in one of texts, which no vocabulary knows, else a null. A key is never an empty text."""
 
     def __init__(self, config: pb.CsvSource, *, pipeline: pb.Pipeline) -> None:
         """Parses every file once.
@@ -39,6 +39,7 @@ class CsvSource(Source):
         """
         self._config = config
         self._types = _types(pipeline)
+        self._keys = key_columns(pipeline)
         self._parsed: Lru[pa.Table] = Lru(_PARSED_FILES)
         self.files = [self._describe(path) for path in find_files(list(config.paths), ".csv")]
 
@@ -90,6 +91,8 @@ class CsvSource(Source):
         array = pa.concat_arrays(text.chunks) if text.num_chunks else pa.array([], text.type)
         if wanted is None:
             return array
+        if wanted == pa.string() and name not in self._keys:
+            return pc.fill_null(array, "")
         if not pa.types.is_list(wanted):
             return _cast(array, wanted, lambda place: f"{path}, row {place}: {name}")
         lists = pc.split_pattern(pc.fill_null(array, ""), self._config.list_delimiter)

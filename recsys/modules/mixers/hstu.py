@@ -5,10 +5,11 @@ from functools import partial
 from torch import nn
 
 from recsys import protos as pb
+from recsys.modules.flops import attention_flops, linear_flops
 from recsys.modules.mixers.mask import mask_of
 from recsys.modules.sequence import JaggedSequence
 from recsys.modules.stu import RelativeBiasTables, STULayer
-from recsys.ops import hstu_attention
+from recsys.ops import SequenceLayout, hstu_attention
 from recsys.registry import register
 
 _ACTIVATION = {pb.HstuMixer.U: "u", pb.HstuMixer.UVQK: "uvqk"}
@@ -46,9 +47,11 @@ class HstuMixer(nn.Module):
                 self.biases.append(
                     RelativeBiasTables(config.bias.num_positions, config.bias.num_time_buckets, heads)
                 )
+        self.mask = mask_of(config.mask)
+        self.attention_width = config.num_heads * (config.qk_dim + config.v_dim)
         self.attention = partial(
             hstu_attention,
-            mask=mask_of(config.mask),
+            mask=self.mask,
             scale_len=config.scale_len,
             backend=config.backend,
             deterministic=config.deterministic if config.HasField("deterministic") else None,
@@ -61,3 +64,8 @@ class HstuMixer(nn.Module):
             bias = self.biases[number](sequence) if self.biases else None
             x = layer(x, partial(self.attention, layout=sequence.layout, bias=bias))
         return sequence.with_values(x)
+
+    def flops(self, layout: SequenceLayout) -> int:
+        """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
+        attention = attention_flops(self.mask, layout, self.attention_width)
+        return linear_flops(self.layers, layout.total_len) + len(self.layers) * attention

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys import protos as pb
+from recsys.modules.flops import attention_flops, linear_flops
 from recsys.modules.mixers.mask import mask_of
 from recsys.modules.norm import LayerNorm
 from recsys.modules.sequence import JaggedSequence
@@ -30,6 +31,7 @@ class SasRecMixer(nn.Module):
                 f"sasrec.num_heads = {config.num_heads} must divide model.embedding_dim = {embedding_dim}"
             )
         self.mask = mask_of(config.mask)
+        self.attention_width = 2 * embedding_dim
         self.blocks = nn.ModuleList(
             TransformerBlock(
                 embedding_dim,
@@ -47,6 +49,11 @@ class SasRecMixer(nn.Module):
         for block in self.blocks:
             x = block(x, sequence.layout, self.mask)
         return sequence.with_values(self.norm(x))
+
+    def flops(self, layout: SequenceLayout) -> int:
+        """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
+        attention = attention_flops(self.mask, layout, self.attention_width)
+        return linear_flops(self.blocks, layout.total_len) + len(self.blocks) * attention
 
 
 class TransformerBlock(nn.Module):

@@ -1,7 +1,8 @@
 """From features to a sequence of tokens.
 
 Each takes `(config, *, pipeline)`, says with `layout_rule(config, pipeline)` how the reader lays out rows,
-and turns `(embeddings, batch)` into `Preprocessed`. A new one is a module here and a line below.
+and turns `(embeddings, batch)` into `Preprocessed`; `flops(batch)` counts what that costs. A new one is a
+module here and a line below.
 """
 
 from recsys.modules.preprocessors.contextual import ContextualPreprocessor

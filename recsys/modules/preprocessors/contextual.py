@@ -13,6 +13,7 @@ from recsys import protos as pb
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.action import ActionEncoder
 from recsys.modules.content import ContentEncoder
+from recsys.modules.flops import linear_flops
 from recsys.modules.positional import PositionalEncoder
 from recsys.modules.preprocessors.preprocessed import Preprocessed, inputs_of
 from recsys.modules.sequence import JaggedSequence, following
@@ -77,6 +78,11 @@ class ContextualPreprocessor(nn.Module):
             values = self.positional(values, layout, times[:, 0], request_times=times[:, 2])
         sequence = JaggedSequence(self.dropout(values), layout, times[:, 0], times[:, 1])
         return Preprocessed(sequence, candidates)
+
+    def flops(self, batch: Batch) -> int:
+        """FLOP of a forward pass; see `recsys.modules.flops`."""
+        items = batch.uih_timestamps.shape[0] + batch.candidate_timestamps.shape[0]
+        return linear_flops(self.user_tokens, batch.layout.batch_size) + linear_flops(self.content, items)
 
     def _contextual(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         """[B * C, E], row by row, in a list; an empty list without USER features."""

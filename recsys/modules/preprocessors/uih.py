@@ -7,6 +7,7 @@ from recsys import features
 from recsys import protos as pb
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.action import ActionEncoder
+from recsys.modules.flops import linear_flops
 from recsys.modules.positional import PositionalEncoder
 from recsys.modules.preprocessors.preprocessed import Preprocessed, inputs_of
 from recsys.modules.sequence import JaggedSequence, following
@@ -67,3 +68,7 @@ class UihPreprocessor(nn.Module):
             asked = torch.repeat_interleave(batch.request_time, batch.uih_lengths, output_size=times.shape[0])
             values = self.positional(values, batch.layout, times, request_times=asked)
         return Preprocessed(JaggedSequence(self.dropout(values), batch.layout, times, after))
+
+    def flops(self, batch: Batch) -> int:
+        """FLOP of a forward pass; see `recsys.modules.flops`."""
+        return linear_flops(self.project, batch.layout.total_len)

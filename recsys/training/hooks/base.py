@@ -6,6 +6,8 @@ A hook overrides the methods it cares for. It sees values on the host, after the
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 from recsys.training.state import Best
 from recsys.training.throughput import Rates
 
@@ -20,6 +22,7 @@ class Run:
         first_step: steps done already; above 0 when the run continues.
         total_steps: steps when it ends.
         facts: lines about the run (device, processes, parameters), by topic.
+        hyperparameters: what distinguishes runs of a sweep, by path in the config.
     """
 
     folder: Path
@@ -27,6 +30,7 @@ class Run:
     first_step: int
     total_steps: int
     facts: dict[str, str] = field(default_factory=dict)
+    hyperparameters: dict[str, bool | int | float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Trained:
         grad_norm: of the dense gradients of the last step, before clipping.
         rates: speed.
         seconds_left: at this speed, without evaluations.
+        memory: bytes that this process held at most so far, on its GPU or, without one, in RAM.
+        history_lengths: int64 [rows], events of each row that this rank trained on since the last record.
     """
 
     step: int
@@ -50,6 +56,8 @@ class Trained:
     grad_norm: float
     rates: Rates
     seconds_left: float
+    memory: int = 0
+    history_lengths: Tensor | None = None
 
 
 @dataclass(frozen=True)

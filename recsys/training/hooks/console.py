@@ -1,20 +1,28 @@
 """The run on the console: a progress bar on a terminal, else a line every `log_every_steps` steps; then what
 to type.
 
-Lines go through the log, so `log.txt` has them as well.
+Lines go through the log, so `log.txt` has them as well; with the time in front they fit 100 columns.
 """
 
 import logging
+import math
 import shlex
 import sys
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from rich.console import Console as RichConsole
+from rich.console import Group
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from recsys.training.evaluator import LOSS
 from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, Trained
+
+WIDTH = 85
+"""Columns that a line may take behind the time and level of the log."""
 
 log = logging.getLogger(__name__)
 
@@ -24,8 +32,9 @@ class Console(Hook):
 
     def __init__(self) -> None:
         self._run: Run | None = None
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
         self._began = 0.0
+        self._needs_head = True
 
     def started(self, run: Run) -> None:
         """Facts about the run."""
@@ -33,32 +42,35 @@ class Console(Hook):
         for topic, fact in run.facts.items():
             log.info("%s: %s", topic, fact)
         if sys.stderr.isatty():
-            self._bar = _progress_bar()
-            self._bar.add_task("", total=run.total_steps, completed=run.first_step, status="")
-            self._bar.start()
+            self._bar = Bar(run, RichConsole(stderr=True))
 
     def stepped(self, step: int) -> None:
         """Moves the bar."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step)
+            self._bar.move(step)
 
     def trained(self, record: Trained) -> None:
-        """One line: step, share, losses, learning rate, speed, data wait, time left."""
+        """What `columns` shows: under the bar, or as a row of a table whose head comes first and after each
+        evaluation.
+        """
         if self._run is None:
             raise ValueError("Console.started has not been called")
-        line = describe(record, self._run.total_steps)
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], status=_short(record))
-            log.debug("%s", line)
-        else:
-            log.info("%s", line)
+            self._bar.show(record)
+        level = logging.INFO if self._bar is None else logging.DEBUG
+        head, row = lines(columns(record, self._run.total_steps))
+        if self._needs_head:
+            log.log(level, "%s", head)
+            self._needs_head = False
+        log.log(level, "%s", row)
 
     def evaluated(self, record: Evaluated) -> None:
-        """All metrics, a line a task."""
+        """All metrics, a row a task."""
         best = ", the best so far" if record.best else ""
         log.info("evaluation after step %d, %.1f s%s", record.step, record.seconds, best)
-        for line in by_task(record.metrics):
+        for line in metric_table(record.metrics):
             log.info("  %s", line)
+        self._needs_head = True
 
     def finished(self, outcome: Outcome) -> None:
         """What came out, where it is, and what to type next."""
@@ -77,48 +89,109 @@ class Console(Hook):
             self._bar = None
 
 
-def describe(record: Trained, total_steps: int) -> str:
-    """A record as one line."""
+class Lines(NamedTuple):
+    """Two lines of a table."""
+
+    head: str
+    row: str
+
+
+class Bar:
+    """The last lines of a terminal: how far the run is, and below it speed and losses; logs scroll above."""
+
+    def __init__(self, run: Run, console: RichConsole):
+        self._progress = Progress(
+            BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("left")
+        )
+        self._task = self._progress.add_task("", total=run.total_steps, completed=run.first_step)
+        self._total_steps = run.total_steps
+        self._live = Live(self._progress, console=console, transient=True, refresh_per_second=4)
+        self._live.start()
+
+    def move(self, step: int) -> None:
+        """A step is done."""
+        self._progress.update(self._task, completed=step)
+
+    def show(self, record: Trained) -> None:
+        """The newest record."""
+        shown = columns(record, self._total_steps)
+        parts = [f"{head} {shown[head]}" for head in shown if head not in ("step", "left")]
+        texts = ["  ".join(parts)]
+        if len(record.losses) > 1:
+            texts.append("  ".join(f"{name} {_number(value)}" for name, value in record.losses.items()))
+        below = (Text(text, no_wrap=True, overflow="ellipsis") for text in texts)
+        self._live.update(Group(self._progress, *below), refresh=True)
+
+    def stop(self) -> None:
+        """Takes the lines away."""
+        self._live.stop()
+
+
+def columns(record: Trained, total_steps: int) -> dict[str, str]:
+    """A record as text, by column; MFU only where the device's peak is known."""
     rates = record.rates
-    losses = record.losses if len(record.losses) > 1 else {}
-    parts = [
-        f"step {record.step}/{total_steps} ({100 * record.step // total_steps} %)",
-        f"loss {record.loss:.4f}" + "".join(f"  {name} {value:.4f}" for name, value in losses.items()),
-        "lr " + "/".join(f"{rate:.2e}" for rate in record.lr.values()),
-        f"{rates.samples_per_s:,.0f} samples/s",
-        f"{rates.tokens_per_s:,.0f} tokens/s",
-        f"data wait {100 * rates.data_wait:.0f} %",
-        f"{_clock(record.seconds_left)} left",
-    ]
-    return "  ".join(parts)
+    mfu = {} if rates.mfu is None else {"MFU": f"{100 * rates.mfu:.0f} %"}
+    width = len(str(total_steps))
+    return {
+        "step": f"{record.step:>{width}}/{total_steps}",
+        "loss": _number(record.loss),
+        "samples/s": f"{rates.samples_per_s:,.0f}",
+        "tokens/s": f"{rates.tokens_per_s:,.0f}",
+        "FLOP/s": _with_prefix(rates.flop_per_s),
+        **mfu,
+        "data wait": f"{100 * rates.data_wait:.0f} %",
+        "memory": _bytes(record.memory),
+        "left": _clock(record.seconds_left),
+    }
 
 
-def by_task(metrics: Mapping[str, float]) -> list[str]:
-    """Metrics as lines: those of no task, then those of each; a task's loss stands with its metrics."""
-    lines: dict[str, list[str]] = {"": []}
+def lines(shown: Mapping[str, str]) -> Lines:
+    """`columns` as head and row; as wide as numbers get, so that rows stand below each other."""
+    sizes = {name: max(len(name), len(text), _SIZES.get(name, 0)) for name, text in shown.items()}
+    return Lines(
+        head="  ".join(f"{name:>{size}}" for name, size in sizes.items()),
+        row="  ".join(f"{shown[name]:>{size}}" for name, size in sizes.items()),
+    )
+
+
+def metric_table(metrics: Mapping[str, float]) -> list[str]:
+    """Metrics as lines: a row a task, a column a metric; the other way round where that would be too wide.
+
+    A task's loss stands with its metrics; what belongs to no task is in the row "all".
+    """
+    tasks: dict[str, dict[str, str]] = {}
     for name, value in metrics.items():
         task, _, metric = name.rpartition("/")
         if task == LOSS:
             task, metric = metric, LOSS
-        lines.setdefault(task, []).append(f"{metric} {value:.4f}")
-    return [(f"{task}: " if task else "") + "  ".join(shown) for task, shown in lines.items() if shown]
+        tasks.setdefault(task, {})[metric] = _number(value)
+    every = tasks.pop("", {})
+    if not tasks:
+        return _table([list(every), list(every.values())])
+    tasks["all"] = every
+    kinds = list(dict.fromkeys(metric for found in tasks.values() for metric in found))
+    rows = [[task, *(found.get(kind, "") for kind in kinds)] for task, found in tasks.items()]
+    table = _table([["", *kinds], *rows])
+    if max(map(len, table)) > WIDTH - 2:
+        table = _table([list(column) for column in zip(["", *kinds], *rows, strict=True)])
+    return table
 
 
 def next_lines(outcome: Outcome, run: Run) -> list[str]:
     """The last lines of a run: best evaluation, checkpoint, files, commands."""
-    lines = []
+    found = []
     if outcome.best is not None:
         best = outcome.best
-        lines.append(f"best: {best.metric} {best.value:.4f} after step {best.step}")
-    lines.append(f"checkpoint: {outcome.checkpoint}")
-    lines.append(f"metrics: {run.folder / 'metrics.jsonl'}")
-    lines.append(f"TensorBoard: tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
-    lines.append(f"report: {run.folder / 'report.html'}")
+        found.append(f"best: {best.metric} {best.value:.4f} after step {best.step}")
+    found.append(f"checkpoint: {outcome.checkpoint}")
+    found.append(f"metrics: {run.folder / 'metrics.jsonl'}")
+    found.append(f"TensorBoard: tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
+    found.append(f"report: {run.folder / 'report.html'}")
     folder = shlex.quote(str(run.folder))
     if outcome.signal:
-        return [*lines, "to go on, start the same command again"]
+        return [*found, "to go on, start the same command again"]
     return [
-        *lines,
+        *found,
         "next:",
         f"  python -m recsys.evaluate --run-dir {folder}",
         f"  python -m recsys.export --run-dir {folder}",
@@ -126,21 +199,39 @@ def next_lines(outcome: Outcome, run: Run) -> list[str]:
     ]
 
 
-def _progress_bar() -> Progress:
-    return Progress(
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[status]}"),
-        console=RichConsole(stderr=True),
-        transient=True,
-    )
+_SIZES = {"loss": 8, "FLOP/s": 7, "MFU": 5, "memory": 8, "left": 7}
+"""Widths of columns whose numbers are wider than their names."""
 
 
-def _short(record: Trained) -> str:
-    rates = record.rates
-    speed = f"{rates.samples_per_s:,.0f} samples/s  data wait {100 * rates.data_wait:.0f} %"
-    return f"loss {record.loss:.4f}  {speed}"
+def _table(rows: list[list[str]]) -> list[str]:
+    """The first column to the left when its head is empty, all others to the right."""
+    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    found = []
+    for row in rows:
+        cells = [f"{cell:>{size}}" for cell, size in zip(row, sizes, strict=True)]
+        if not rows[0][0]:
+            cells[0] = f"{row[0]:<{sizes[0]}}"
+        found.append("  ".join(cells).rstrip())
+    return found
+
+
+def _number(value: float) -> str:
+    """Four digits behind the point, fewer for large numbers; "-" for what is undefined."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.6g}"
+
+
+def _with_prefix(value: float) -> str:
+    """Three digits and a prefix: 3.21 G, 512 T."""
+    prefixes = ("", "K", "M", "G", "T", "P")
+    power = min(int(math.log10(max(value, 1)) // 3), len(prefixes) - 1)
+    return f"{value / 1000**power:.3g} {prefixes[power]}".rstrip()
+
+
+def _bytes(count: int) -> str:
+    mebi = count / 2**20
+    return f"{mebi:.0f} MiB" if mebi < 1000 else f"{mebi / 1024:.1f} GiB"
 
 
 def _clock(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """`metrics.jsonl`: one JSON object a line, `kind` "train" or "evaluation"; the file that other programs read.
 
-Numbers have all their digits, so two runs can be compared bit for bit; an undefined one is null.
+Numbers have all their digits, so two runs can be compared bit for bit; an undefined one is null. What depends
+on the clock or the machine is rounded: `*_per_s`, `mfu`, `data_wait`, `memory_bytes`, `seconds`.
 """
 
 import json
@@ -44,7 +45,10 @@ class MetricsFile(Hook):
                 "grad_norm": record.grad_norm,
                 "samples_per_s": round(rates.samples_per_s, 1),
                 "tokens_per_s": round(rates.tokens_per_s, 1),
+                "tflop_per_s": float(f"{rates.flop_per_s / 1e12:.4g}"),
+                "mfu": None if rates.mfu is None else round(rates.mfu, 4),
                 "data_wait": round(rates.data_wait, 4),
+                "memory_bytes": record.memory,
             }
         )
 

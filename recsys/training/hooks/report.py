@@ -273,21 +273,31 @@ def _metric_table(logged: Logged) -> str:
     return f'<table class="metrics">{"".join(rows)}</table>'
 
 
+_SPEED = {
+    "samples a second": ("samples_per_s", 1.0),
+    "tokens a second": ("tokens_per_s", 1.0),
+    "waiting for data, % of a step": ("data_wait", 100.0),
+    "useful GFLOP a second": ("tflop_per_s", 1e3),
+    "useful FLOP, % of the device's peak": ("mfu", 100.0),
+    "memory at most so far, GiB": ("memory_bytes", 2.0**-30),
+}
+"""Charts of speed: title, key in a record, factor."""
+
+
 def _optimizer_sections(logged: Logged) -> list[str]:
     train = logged.train
 
-    def chart(title: str, *keys: str) -> str:
-        return logged.chart(title, [Curve(title, _points(train, *keys))], include=0.0)
+    def chart(title: str, points: Sequence[Point]) -> str:
+        return logged.chart(title, [Curve(title, points)], include=0.0)
 
     rates = dict.fromkeys(name for record in train for name in record["lr"])
-    optimizers = [chart(f"learning rate, {name}", "lr", name) for name in rates]
-    optimizers.append(chart("gradient norm, before clipping", "grad_norm"))
-    waits = [Point(record["step"], 100 * record["data_wait"]) for record in train]
-    speed = [
-        chart("samples a second", "samples_per_s"),
-        chart("tokens a second", "tokens_per_s"),
-        logged.chart("waiting for data, % of a step", [Curve("data wait", waits)], include=0.0),
-    ]
+    optimizers = [chart(f"learning rate, {name}", _points(train, "lr", name)) for name in rates]
+    optimizers.append(chart("gradient norm, before clipping", _points(train, "grad_norm")))
+    speed = []
+    for title, (key, factor) in _SPEED.items():
+        known = [Point(step, value * factor) for step, value in _points(train, key) if value is not None]
+        if known:
+            speed.append(chart(title, known))
     return [section("Optimizers", grid(optimizers)), section("Speed", grid(speed))]
 
 

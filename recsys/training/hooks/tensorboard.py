@@ -1,23 +1,38 @@
-"""The run in TensorBoard: `tensorboard --logdir <run folder>/tensorboard`."""
+"""The run in TensorBoard: `tensorboard --logdir <run folder>/tensorboard`.
+
+Several runs side by side: `tensorboard --logdir runs`, and its HParams page compares their settings.
+"""
+
+from collections.abc import Callable
 
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
-from recsys.training.hooks.base import Evaluated, Hook, Run, Trained
+from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, Trained
+from recsys.training.hooks.projector import Items
 
 
 class TensorBoard(Hook):
-    """Scalars of every record, and the resolved config as text."""
+    """Scalars of every record, how long the histories were, the config as text and as hyperparameters, and at
+    the end the vectors of items.
 
-    def __init__(self) -> None:
+    Args:
+        items: what the embedding projector shows; called at the end, None leaves it out.
+    """
+
+    def __init__(self, items: Callable[[], Items | None]) -> None:
+        self._items = items
+        self._run: Run | None = None
         self._writer: SummaryWriter | None = None
 
     def started(self, run: Run) -> None:
         """Opens the event file; what an interrupted run wrote about later steps is hidden."""
+        self._run = run
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
         self._writer.add_text("config", "```\n" + run.config_text + "\n```", run.first_step + 1)
 
     def trained(self, record: Trained) -> None:
-        """Losses, learning rates, gradient norm and speed."""
+        """Losses, learning rates, gradient norm, speed, memory, lengths of histories."""
         rates = record.rates
         scalars = {"train/loss": record.loss, "train/grad_norm": record.grad_norm}
         scalars |= {f"train/loss/{name}": value for name, value in record.losses.items()}
@@ -25,13 +40,36 @@ class TensorBoard(Hook):
         scalars |= {
             "speed/samples_per_s": rates.samples_per_s,
             "speed/tokens_per_s": rates.tokens_per_s,
+            "speed/tflop_per_s": rates.flop_per_s / 1e12,
             "speed/data_wait": rates.data_wait,
+            "memory/peak_mib": record.memory / 2**20,
         }
+        if rates.mfu is not None:
+            scalars["speed/mfu"] = rates.mfu
         self._write(scalars, record.step)
+        if record.history_lengths is not None:
+            self._open.add_histogram("data/history_length", record.history_lengths, record.step)
 
     def evaluated(self, record: Evaluated) -> None:
         """All metrics."""
         self._write({f"validation/{name}": value for name, value in record.metrics.items()}, record.step)
+
+    def finished(self, outcome: Outcome) -> None:
+        """Hyperparameters with the best metric, and the projector."""
+        if self._run is None:
+            raise ValueError("TensorBoard.started has not been called")
+        best = {} if outcome.best is None else {f"best/{outcome.best.metric}": outcome.best.value}
+        self._write(best, outcome.step)
+        # `SummaryWriter.add_hparams` would make a second run of it, in a folder of its own.
+        for summary in hparams(self._run.hyperparameters, best):
+            self._open.file_writer.add_summary(summary, outcome.step)
+        items = self._items()
+        if items is not None:
+            # The first column is what the picture shows beside a point.
+            labels = [[_one_line(name or one), one] for name, one in zip(items.names, items.ids, strict=True)]
+            self._open.add_embedding(
+                items.vectors, labels, global_step=outcome.step, tag="items", metadata_header=["name", "id"]
+            )
 
     def close(self) -> None:
         """Writes what is still in memory."""
@@ -39,7 +77,16 @@ class TensorBoard(Hook):
             self._writer.close()
 
     def _write(self, scalars: dict[str, float], step: int) -> None:
+        for name, value in scalars.items():
+            self._open.add_scalar(name, value, step)
+
+    @property
+    def _open(self) -> SummaryWriter:
         if self._writer is None:
             raise ValueError("TensorBoard.started has not been called")
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        return self._writer
+
+
+def _one_line(text: str) -> str:
+    """Without the tabs and line ends that the projector's table is made of."""
+    return " ".join(text.split())

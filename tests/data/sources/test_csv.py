@@ -38,8 +38,8 @@ def csv(path, **settings):
 
 @pytest.mark.parametrize(("delimiter", "between"), [(",", "|"), ("\t", ";")])
 def test_the_same_batches_as_from_parquet(plain, delimiter, between):
-    # As text, a hashed id has another bucket: only ids of a vocabulary are the same from both.
-    del plain.pipeline.features[0]
+    # A feature of a CSV file is text, and so is a key that is one: its groups would have other numbers.
+    plain.pipeline.data.key_columns[:] = ["request_time"]
     plain.write(plain.rows(20))
     path = write_csv(plain.folder / "rows.csv", plain.plain_rows, delimiter, between)
     source = csv(path, delimiter=delimiter, list_delimiter=between)
@@ -55,7 +55,8 @@ def test_the_same_batches_as_from_parquet(plain, delimiter, between):
                 events = int(batch.uih_lengths[i])
                 items = batch.ids["uih_item_id"].to_dense()[i].tolist()
                 times = batch.uih_timestamps[start : start + events].tolist()
-                found[row] = (items, times, int(batch.request_time[i]), int(batch.group[i]))
+                user = batch.ids["user_id"].to_dense()[i].tolist()
+                found[row] = (user, items, times, int(batch.request_time[i]), int(batch.group[i]))
                 start += events
     assert rows[0] == rows[1] and len(rows[0]) == 20
 
@@ -79,6 +80,14 @@ def test_empty_fields(plain):
     rows[1].update(uih_item_id=[], uih_timestamps=[], uih_actions=[], uih_watch_time=[], age=None)
     found = open_source(csv(write_csv(plain.folder / "rows.csv", rows)), plain.pipeline)
     assert found.read(0, 0, ["uih_item_id", "age"]).to_pylist()[1] == {"uih_item_id": [], "age": None}
+
+
+@pytest.mark.parametrize(("keys", "expected"), [([], ""), (["user_id"], None)])
+def test_an_empty_text_is_an_unknown_id_but_no_key(plain, keys, expected):
+    plain.pipeline.data.key_columns[:] = keys
+    plain.plain_rows[1]["user_id"] = None
+    found = open_source(csv(write_csv(plain.folder / "rows.csv", plain.plain_rows[:2])), plain.pipeline)
+    assert found.read(0, 0, ["user_id"])["user_id"].to_pylist() == ["0", expected]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 from google.protobuf import text_format
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from recsys import protos as pb
 from recsys import registry
@@ -121,3 +123,12 @@ def test_dropout_is_for_training(mixer):
     torch.testing.assert_close(mixer(sequence).values, mixer(sequence).values, rtol=0, atol=0)
     mixer.train()
     assert not torch.equal(mixer(sequence).values, mixer(sequence).values)
+
+
+def test_flops_are_those_of_the_matrix_products(mixer):
+    # Contextual tokens only, the same number in each sample: all pairs are visible and nothing is padded.
+    sequence = random_sequence([(0, 0)] * 3, contextual=5)
+    # The counter looks into attention that is made of products, not into a fused one.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        mixer(sequence)
+    assert mixer.flops(sequence.layout) == counter.get_total_flops()

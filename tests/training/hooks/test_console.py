@@ -1,23 +1,98 @@
 """What the console says."""
 
+import io
+import math
 from pathlib import Path
 
-from recsys.training.hooks import Outcome, Run, Trained
-from recsys.training.hooks.console import by_task, describe, next_lines
+import pytest
+from rich.console import Console as RichConsole
+
+from recsys.training.hooks import Evaluated, Outcome, Run, Trained
+from recsys.training.hooks.console import WIDTH, Bar, Console, columns, lines, metric_table, next_lines
 from recsys.training.state import Best
 from recsys.training.throughput import Rates
 
 RUN = Run(Path("runs/my run"), "", 0, 200)
 
 
-def test_a_line_has_what_one_looks_for():
-    rates = Rates(batches_per_s=2, samples_per_s=1234.5, tokens_per_s=98765.4, data_wait=0.07)
-    losses = {"click": 0.7, "time": 2.0}
-    line = describe(Trained(50, 0, 1.25, losses, {"dense": 1e-3, "sparse": 0.02}, 3.0, rates, 3725), 200)
-    assert line == (
-        "step 50/200 (25 %)  loss 1.2500  click 0.7000  time 2.0000  lr 1.00e-03/2.00e-02  "
-        "1,234 samples/s  98,765 tokens/s  data wait 7 %  1:02:05 left"
+LOSSES = {"click": 0.7, "time": 2.0}
+
+
+def record(rates: Rates, step: int = 50, seconds_left: float = 3725) -> Trained:
+    return Trained(step, 0, 1.25, LOSSES, {"dense": 1e-3}, 3.0, rates, seconds_left, memory=850 * 2**20)
+
+
+def test_a_row_has_what_one_looks_for():
+    rates = Rates(2, 1234.5, 98765.4, data_wait=0.07, flop_per_s=3.214e9)
+    head, row = lines(columns(record(rates), 200))
+    assert head == "   step      loss  samples/s  tokens/s   FLOP/s  data wait    memory     left"
+    assert row == " 50/200    1.2500      1,234    98,765   3.21 G        7 %   850 MiB  1:02:05"
+
+
+def test_on_a_known_device_with_its_share_of_the_peak():
+    rates = Rates(2, 61234.5, 9876543.2, data_wait=0.0, flop_per_s=512.3e12, mfu=0.518)
+    found = columns(Trained(7, 0, 1.25, LOSSES, {}, 3.0, rates, 59, memory=80 * 2**30), 100_000)
+    assert (found["FLOP/s"], found["MFU"], found["memory"], found["left"]) == (
+        "512 T",
+        "52 %",
+        "80.0 GiB",
+        "0:59",
     )
+    assert len(lines(found).row) == len(lines(found).head) <= 100
+
+
+def test_rows_stand_below_each_other_and_need_no_more_than_100_columns():
+    slow, fast = Rates(1, 9.0, 120.0, 1.0, 4e6), Rates(1, 1234.5, 123456.0, 0.0, 9.87e11)
+    rows = [lines(columns(record(slow, 5, 3725), 1200)), lines(columns(record(fast, 1200, 0), 1200))]
+    assert len({len(line) for both in rows for line in both}) == 1
+    assert len(rows[0].row) <= WIDTH == 100 - len("08:30:01 INFO ") - 1
+
+
+@pytest.fixture
+def told(caplog):
+    """What the hook says, on no terminal."""
+    caplog.set_level("INFO", logger="recsys")
+
+    def say(*records) -> list[str]:
+        hook = Console()
+        hook.started(RUN)
+        for one in records:
+            (hook.trained if isinstance(one, Trained) else hook.evaluated)(one)
+        hook.close()
+        return [r.message for r in caplog.records]
+
+    return say
+
+
+def test_the_head_comes_first_and_after_each_evaluation(told):
+    rates = Rates(2, 10.0, 20.0, 0.5)
+    evaluated = Evaluated(50, {"auc": 0.5, "loss": 0.25}, True, 2.04)
+    head, row = lines(columns(record(rates), 200))
+    assert told(record(rates), record(rates), evaluated, record(rates)) == [
+        head,
+        row,
+        row,
+        "evaluation after step 50, 2.0 s, the best so far",
+        "     auc    loss",
+        "  0.5000  0.2500",
+        head,
+        row,
+    ]
+
+
+def test_the_bar_shows_what_the_row_shows_and_leaves_nothing_behind():
+    terminal = RichConsole(file=io.StringIO(), force_terminal=True, color_system=None, width=100)
+    bar = Bar(RUN, terminal)
+    bar.move(50)
+    bar.show(record(Rates(2, 1234.5, 98765.4, data_wait=0.07, flop_per_s=3.214e9)))
+    shown = terminal.file.getvalue()
+    assert " 50/200 " in shown
+    assert (
+        "loss 1.2500  samples/s 1,234  tokens/s 98,765  FLOP/s 3.21 G  data wait 7 %  memory 850 MiB" in shown
+    )
+    assert "click 0.7000  time 2.0000" in shown
+    bar.stop()
+    assert terminal.file.getvalue().endswith("\x1b[2K")  # the last line is erased
 
 
 def test_the_last_lines_are_commands_that_can_be_typed():
@@ -40,11 +115,32 @@ def test_after_a_signal_the_next_command_is_the_same_one():
     assert lines[-1] == "to go on, start the same command again"
 
 
-def test_metrics_stand_with_their_task():
-    metrics = {"a/auc": 0.5, "b/mae": 2.0, "a/gauc": 0.25, "loss": 1.5, "loss/a": 0.75, "loss/b": 3.0}
-    assert by_task(metrics) == [
-        "loss 1.5000",
-        "a: auc 0.5000  gauc 0.2500  loss 0.7500",
-        "b: mae 2.0000  loss 3.0000",
+def test_metrics_stand_in_the_row_of_their_task():
+    metrics = {
+        "a/auc": 0.5,
+        "bcd/mae": 2345.678,
+        "a/gauc": math.nan,
+        "loss": 1.5,
+        "loss/a": 0.75,
+        "loss/bcd": 3.0,
+    }
+    assert metric_table(metrics) == [
+        "        auc  gauc    loss      mae",
+        "a    0.5000     -  0.7500",
+        "bcd                3.0000  2345.68",
+        "all                1.5000",
     ]
-    assert by_task({"hr@10": 0.5, "loss": 1.0}) == ["hr@10 0.5000  loss 1.0000"]
+
+
+def test_many_metrics_stand_below_each_other():
+    names = [f"a_metric_with_a_long_name_{i}" for i in range(4)]
+    metrics = {f"{task}/{name}": 0.5 for name in names for task in ("a", "b")} | {"loss": 1.5}
+    assert metric_table(metrics) == [
+        f"{'':34}a       b     all",
+        *(f"{name}  0.5000  0.5000" for name in names),
+        f"loss{'':41}1.5000",
+    ]
+
+
+def test_a_model_without_tasks_has_a_single_row():
+    assert metric_table({"hr@10": 0.5, "loss": 1.0}) == [" hr@10    loss", "0.5000  1.0000"]

@@ -26,6 +26,16 @@ def test_numbers_keep_all_their_digits(tmp_path):
     assert json.loads(line)["loss"] == 0.30000000000000004
 
 
+def test_speed_and_memory(tmp_path):
+    rates = Rates(1, 2, 3, 0.25, flop_per_s=123_456_789.0, mfu=0.512345)
+    write(
+        tmp_path, 0, Trained(1, 0, 0.5, {"a": 0.5}, {"dense": 0.1}, 1.0, rates, 9.0, memory=2**30), record(2)
+    )
+    first, second = read_metrics(tmp_path / NAME)
+    assert (first["tflop_per_s"], first["mfu"], first["memory_bytes"]) == (0.0001235, 0.5123, 1_073_741_824)
+    assert second["mfu"] is None
+
+
 def test_undefined_metrics_are_null(tmp_path):
     write(tmp_path, 0, Evaluated(1, {"auc": math.nan, "mae": 2.0}, False, 0.1))
     assert read_metrics(tmp_path / NAME)[0]["metrics"] == {"auc": None, "mae": 2.0}

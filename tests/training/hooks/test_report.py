@@ -30,7 +30,10 @@ def train_record(step, **changes):
         "grad_norm": 1.5,
         "samples_per_s": 100.0 + step,
         "tokens_per_s": 5000.0,
+        "tflop_per_s": 0.002,
+        "mfu": None,
         "data_wait": 0.25,
+        "memory_bytes": 3 * 2**29,
     }
     return record | changes
 
@@ -144,6 +147,9 @@ def test_curves_have_the_numbers_of_the_file():
         10,
         pytest.approx(25, abs=0.2),
     )
+    assert points_of(chart(html, "useful GFLOP a second"), "s0")[0] == (10, pytest.approx(2, abs=0.02))
+    assert points_of(chart(html, "memory at most so far, GiB"), "s0")[0] == (10, pytest.approx(1.5, abs=0.02))
+    assert "peak" not in html, "a share of an unknown peak has no chart"
 
 
 def test_a_chart_has_a_curve_for_each_task_and_an_undefined_value_is_a_gap():

@@ -1,0 +1,40 @@
+"""Where reader processes come from: forks of a server that has done their imports.
+
+A reader wants torch, pyarrow and `data.reader`, but neither TorchRec nor models. Nothing here imports any of
+it, so that a command can start the server first and do its own imports beside it.
+"""
+
+import multiprocessing
+import signal
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+_IMPORTS = ["torch.utils.data", "recsys.data.reader"]
+
+
+def context() -> BaseContext:
+    """How they are started. A fork of this process could hang in a lock that one of its threads held."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    chosen = multiprocessing.get_context("forkserver")
+    chosen.set_forkserver_preload(_IMPORTS)
+    return chosen
+
+
+def start_server() -> None:
+    """Starts the server, which else the first batch starts and waits for; call it before slow imports."""
+    if context().get_start_method() == "forkserver":
+        forkserver.ensure_running()
+
+
+def ignore_interrupt(_worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; whoever reads batches decides when the reading ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def unchanged(value: Value) -> Value:
+    """What a reader hands over, for a loader that would otherwise convert it."""
+    return value

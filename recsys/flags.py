@@ -1,0 +1,23 @@
+"""Command-line flags whose mistakes are one line that says what was meant, not a page of usage.
+
+Below `cli`, `doctor` and the tools of `scripts/`. Python and argparse only.
+"""
+
+import argparse
+import difflib
+import re
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that names the nearest flag it has instead of an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with exit code 2."""
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        known = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())
+        hints = []
+        for given in unknown if unknown != message.split() else ():
+            near = difflib.get_close_matches(given.partition("=")[0], known, n=1)
+            hints += [f"Did you mean {near[0]}? "] if near and given.startswith("-") else []
+        self.exit(2, f"{self.prog}: {message}. {''.join(hints)}--help lists the flags.\n")

@@ -1,0 +1,116 @@
+"""The most frequent items of a run with their vectors and names, for TensorBoard's embedding projector."""
+
+import logging
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import fsspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from torch import Tensor
+from torchrec.distributed.types import ShardedTensor
+
+from recsys import features
+from recsys import protos as pb
+
+MOST = 1000
+"""Items that are shown; the projector's pictures become slow with many more."""
+
+NAMES = "names.parquet"
+"""File beside the folder of the vocabularies that may give items names: columns `id` and `name`."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Items from the most frequent one on.
+
+    Attributes:
+        vectors: float [n, width] on the host.
+        ids: n original ids as text.
+        names: n names, empty where none is known.
+    """
+
+    vectors: Tensor
+    ids: list[str]
+    names: list[str]
+
+
+def frequent_items(
+    pipeline: pb.Pipeline, weights: Mapping[str, Tensor | ShardedTensor], most: int = MOST
+) -> Items | None:
+    """The first rows of the item table, which are the most frequent items.
+
+    Of a table that is cut over ranks this rank's part is taken: on rank 0 of a row-wise one the first rows.
+
+    Args:
+        pipeline: resolved. The item is the retriever's; of a ranker, the first id with a vocabulary that a
+            candidate has.
+        weights: of the model, by name.
+        most: items.
+
+    Returns:
+        None when no item has a vocabulary, or when its first rows are on another rank.
+    """
+    item = _item(pipeline)
+    if item is None:
+        return None
+    (name,) = (name for name in weights if name.endswith(f".{item.id.table}_table.weight"))
+    rows = _first_rows(weights[name], most + 1)
+    if rows is None:
+        return None
+    # Row 0 stands for unknown ids.
+    ids = _first_ids(item.id.vocabulary.file, len(rows) - 1)
+    folder = posixpath.dirname(posixpath.dirname(item.id.vocabulary.file))
+    names = _names(posixpath.join(folder, NAMES), ids)
+    return Items(rows[1:].detach().cpu(), ids, [names.get(one, "") for one in ids])
+
+
+def _item(pipeline: pb.Pipeline) -> pb.Feature | None:
+    retriever = pipeline.model.retriever.item_feature if pipeline.model.HasField("retriever") else None
+    for column in features.columns(pipeline, pb.CANDIDATE):
+        feature = column.feature
+        if feature.HasField("id") and feature.id.HasField("vocabulary") and not column.multi_valued:
+            if retriever is None or feature.name == retriever:
+                return feature
+    return None
+
+
+def _first_rows(weight: Tensor | ShardedTensor, count: int) -> Tensor | None:
+    if not isinstance(weight, ShardedTensor):
+        return weight[:count]
+    for shard in weight.local_shards():
+        if not any(shard.metadata.shard_offsets):
+            return shard.tensor[:count]
+    return None
+
+
+def _first_ids(path: str, count: int) -> list[str]:
+    found: list[str] = []
+    with fsspec.open(path, "rb") as file:
+        for batch in pq.ParquetFile(file).iter_batches(batch_size=max(count, 1), columns=["id"]):
+            found += map(str, batch["id"].to_pylist()[: count - len(found)])
+            if len(found) == count:
+                break
+    return found
+
+
+def _names(path: str, ids: list[str]) -> dict[str, str]:
+    """Names by id; none without a usable file."""
+    system, place = fsspec.url_to_fs(path)
+    if not system.exists(place):
+        return {}
+    try:
+        with system.open(place, "rb") as file:
+            table = pq.read_table(file)
+        texts = table["id"].cast(pa.string())
+        wanted = table.filter(pc.is_in(texts, value_set=pa.array(ids, pa.string())))
+        return {str(one["id"]): str(one["name"]) for one in wanted.select(["id", "name"]).to_pylist()}
+    except (OSError, KeyError, pa.ArrowException) as error:
+        log.warning(
+            "%s: no names are taken from it (%s); it should have columns `id` and `name`", path, error
+        )
+        return {}
