@@ -6,7 +6,7 @@ it, so that a command can start the server first and do its own imports beside i
 
 import multiprocessing
 import signal
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import TypeVar
 
@@ -25,9 +25,18 @@ def context() -> BaseContext:
 
 
 def start_server() -> None:
-    """Starts the server, which else the first batch starts and waits for; call it before slow imports."""
+    """Starts the server, which else the first batch starts and waits for; call it before slow imports.
+
+    It inherits that SIGINT is blocked: Ctrl-C is not for it, and while it imports it has no handler yet.
+    """
     if context().get_start_method() == "forkserver":
-        forkserver.ensure_running()
+        # The tracker unblocks the signal when it starts, so it comes first.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ignore_interrupt(_worker: int) -> None:

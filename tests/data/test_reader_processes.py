@@ -23,6 +23,28 @@ def test_the_command_imports_nothing_for_it_and_readers_neither_torchrec_nor_mod
     assert done.stdout.splitlines() == ["[]", "['torch.utils.data', 'recsys.data.reader']"], done.stderr
 
 
+IMPORTING = """
+import os, time
+from multiprocessing import forkserver
+from recsys.data import reader_processes
+
+reader_processes.start_server()
+os.kill(forkserver._forkserver._forkserver_pid, 2)
+with reader_processes.context().Pool(1) as pool:
+    print(pool.apply(abs, (-7,)))
+try:
+    os.kill(os.getpid(), 2)
+    time.sleep(5)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_while_the_server_imports_is_not_for_it():
+    done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("7\ninterrupted\n", "")
+
+
 def test_an_interrupt_does_not_reach_readers():
     before = signal.getsignal(signal.SIGINT)
     try:
