@@ -29,6 +29,7 @@ from multiprocessing import forkserver
 from recsys.data import reader_processes
 
 reader_processes.start_server()
+time.sleep(0.4)
 os.kill(forkserver._forkserver._forkserver_pid, 2)
 with reader_processes.context().Pool(1) as pool:
     print(pool.apply(abs, (-7,)))
