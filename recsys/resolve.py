@@ -34,6 +34,7 @@ _IMPLIED = {
 """Messages that mean the same when they are absent as when they are empty."""
 
 _LARGEST_INT32 = 2**31 - 1
+_NO_FILE = "no file"
 
 
 class Resolved(NamedTuple):
@@ -232,11 +233,25 @@ def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Fi
         if isinstance(size, str):
             findings.append(Finding(f"{path}.file", size))
         elif vocabulary.HasField("size") and vocabulary.size != size:
-            what = f"{vocabulary.size} is given, {vocabulary.file} has {size} ids; leave size out to read it"
+            what = (
+                f"{vocabulary.size} is given, {vocabulary.file} has {size} ids; use the file that the config "
+            )
+            what += "was made for, or leave size out to read it"
             findings.append(Finding(f"{path}.size", what))
         else:
             _fill(_Choice(vocabulary, path, "size", size, vocabulary.file), origins)
-    return findings
+    return _together(findings, len(sizes), pipeline.data.vocabulary_dir)
+
+
+def _together(findings: list[Finding], vocabularies: int, folder: str) -> list[Finding]:
+    """One finding instead of one a feature when there is no vocabulary at all: the data is not prepared."""
+    missing = {finding.text for finding in findings if finding.text.startswith(_NO_FILE)}
+    if not folder or len(missing) < max(vocabularies, 2):
+        return findings
+    what = (
+        f"none of {vocabularies} vocabularies is in {folder}; prepare the data first, with a tool of scripts/"
+    )
+    return [Finding("data.vocabulary_dir", what)]
 
 
 def _count_ids(file: str) -> int | str:
@@ -252,7 +267,7 @@ def _count_ids(file: str) -> int | str:
             parquet = pq.ParquetFile(opened)
             schema, count = parquet.schema_arrow, parquet.metadata.num_rows
     except FileNotFoundError:
-        return f"no file {file}; {advice}"
+        return f"{_NO_FILE} {file}; {advice}"
     except (OSError, pa.ArrowInvalid, ValueError, ImportError) as error:
         return f"{file} cannot be read as parquet: {str(error).splitlines()[0] if str(error) else error!r}"
     kinds = [schema.field("id").type] if schema.names.count("id") == 1 else []

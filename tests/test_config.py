@@ -396,6 +396,17 @@ class TestVocabularies:
         (found,) = findings(config.prepare, write(RETRIEVER))
         assert "x.config:8: features[0].id.vocabulary.file: no file vocabulary/movies.parquet" in found
 
+    def test_data_that_is_not_prepared_is_one_finding(self, write, vocabulary):
+        second = 'features { name: "brand" sides: HISTORY id { vocabulary {} } }\n'
+        text = RETRIEVER.replace("size: 10", "") + second
+        (found,) = findings(config.prepare, write(text.replace('"vocabulary/"', '"nowhere"')))
+        assert found == (
+            "x.config:5: data.vocabulary_dir: none of 2 vocabularies is in nowhere; "
+            "prepare the data first, with a tool of scripts/"
+        )
+        (found,) = findings(config.prepare, write(text))
+        assert "features[1].id.vocabulary.file: no file vocabulary/brand.parquet" in found
+
 
 def at(message, path):
     """The value at a path such as `a.b[0].c`."""
