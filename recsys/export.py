@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import shlex
 from pathlib import Path
 
 from recsys import cli
@@ -41,7 +42,8 @@ def run(call: cli.Call) -> None:
     done = exporter.export(exporter.Source(pipeline, model.to(device).eval(), step, rows), output)
     log.info("%d real rows agree with the evaluated model to %.1e", done.rows, done.difference)
     log.info("package: %s", done.folder)
-    log.info("next: python -m recsys.predict --package %s --input FILES --output DIR", done.folder)
+    folder = shlex.quote(str(done.folder))
+    log.info("next: python -m recsys.predict --package %s --input FILES --output DIR", folder)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

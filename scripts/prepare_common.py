@@ -9,6 +9,7 @@ import difflib
 import gzip
 import hashlib
 import os
+import shlex
 import shutil
 import sys
 import zlib
@@ -76,7 +77,8 @@ def positive(text: str) -> int:
 
 def print_next(output: Path) -> None:
     """The last line of a tool: what to type next."""
-    print(f"next: python -m recsys.train --config {output}/starter.config --run-dir runs/{output.name}")
+    config, run = shlex.quote(f"{output}/starter.config"), shlex.quote(f"runs/{output.name}")
+    print(f"next: python -m recsys.train --config {config} --run-dir {run}")
 
 
 @contextmanager

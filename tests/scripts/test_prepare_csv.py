@@ -310,13 +310,13 @@ def test_a_file_that_is_no_table_of_text_is_named(tmp_path, capsys):
 
 def test_blank_lines_behind_the_last_event_are_no_events(tmp_path, capsys):
     log = write(tmp_path / "log.csv")
-    assert prepare(log, tmp_path / "a", *RETRIEVAL) == 0
+    assert prepare(log, tmp_path / "a b", *RETRIEVAL) == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
-        f"next: python -m recsys.train --config {tmp_path}/a/starter.config --run-dir runs/a"
+        f"next: python -m recsys.train --config '{tmp_path}/a b/starter.config' --run-dir 'runs/a b'"
     )
     log.write_text(log.read_text() + "\n\n")
     assert prepare(log, tmp_path / "b", *RETRIEVAL) == 0
-    assert rows(tmp_path / "b", "train") == rows(tmp_path / "a", "train")
+    assert rows(tmp_path / "b", "train") == rows(tmp_path / "a b", "train")
     lines = log.read_text().splitlines()
     log.write_text("\n".join([*lines[:5], "", *lines[5:]]))
     assert prepare(log, tmp_path / "c", *RETRIEVAL) == 3
