@@ -63,7 +63,7 @@ class Findings:
             return
         row, sentence = self._first
         more = int(np.count_nonzero(self.codes)) - 1
-        others = f" ({more} more bad rows in this row group.)" if more else ""
+        others = f" ({more} more bad row{'s' * (more > 1)} in this row group.)" if more else ""
         raise DataError(
             f"{file}, row {first_row + row}: {sentence}{others} Correct the file, or leave such rows out "
             "and count them: data.bad_rows { policy: SKIP }."

@@ -101,6 +101,9 @@ def _leaves(message: Message, prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value, path = getattr(message, field.name), prefix + field.name
+        if field.enum_type is not None:
+            names = field.enum_type.values_by_number
+            value = [names[v].name for v in value] if field.is_repeated else names[value].name
         if field.is_repeated:
             for index, one in enumerate(value):
                 found |= _leaf(one, f"{path}[{index}]")

@@ -47,7 +47,12 @@ def test_a_default_that_is_written_out_is_no_difference():
         (
             "sides: [HISTORY]",
             "sides: [HISTORY, CANDIDATE]",
-            "features[0].sides[1]: absent in runs/x, 3 now",
+            "features[0].sides[1]: absent in runs/x, 'CANDIDATE' now",
+        ),
+        (
+            "batch_size: 8",
+            "batch_size: 8 bad_rows { policy: SKIP }",
+            "data.bad_rows.policy: absent in runs/x, 'SKIP' now",
         ),
     ],
 )
