@@ -1,6 +1,7 @@
 """What every test gets: fixed seeds, one thread, and the markers `gpu` and `slow`."""
 
 import random
+import signal
 
 import hypothesis
 import numpy
@@ -20,6 +21,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: longer than CI can afford; runs with --slow")
     # Workers of pytest-xdist share the cores.
     torch.set_num_threads(1)
+    # As in a shell's foreground: what starts in the background, and all that it starts, may ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -7,14 +7,6 @@ import pytest
 from recsys.training.signals import HANDLED, catching_signals
 
 
-@pytest.fixture(autouse=True)
-def handlers_of_a_terminal():
-    """As in a shell's foreground; a process in the background may have been told to ignore an interrupt."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def test_a_signal_is_noted_and_the_handlers_come_back():
     before = [signal.getsignal(number) for number in HANDLED]
     received = {2: 0, 15: 0}
