@@ -158,9 +158,10 @@ def _model(pipeline: pb.Pipeline) -> Iterator[_Choice]:
     if kind == "retriever":
         yield _Choice(model, "model", "max_seq_len", data.max_history_len, "data.max_history_len")
     elif data.HasField("max_candidates"):
-        contextual = sum(pb.USER in feature.sides for feature in pipeline.features)
-        total = contextual + data.max_history_len + data.max_candidates
-        origin = "contextual tokens + data.max_history_len + data.max_candidates"
+        factor = checks.tokens_per_event(pipeline)
+        total = checks.num_contextual(pipeline) + factor * data.max_history_len + data.max_candidates
+        history = "2 x data.max_history_len" if factor == 2 else "data.max_history_len"
+        origin = f"contextual tokens + {history} + data.max_candidates"
         yield _Choice(model, "model", "max_seq_len", total, origin)
     body, path = getattr(model, kind), f"model.{kind}"
     yield from _mixer(body.mixer, f"{path}.mixer", model, kind)

@@ -10,9 +10,21 @@ from collections.abc import Collection
 from recsys import protos as pb
 from recsys.checks import data, effects, model, train, values
 from recsys.checks.model import metric_names
+from recsys.checks.sequence import num_contextual, tokens_per_event
 from recsys.checks.walk import Finding, children, join, lines
 
-__all__ = ["Finding", "children", "device_findings", "findings", "join", "lines", "metric_names", "warnings"]
+__all__ = [
+    "Finding",
+    "children",
+    "device_findings",
+    "findings",
+    "join",
+    "lines",
+    "metric_names",
+    "num_contextual",
+    "tokens_per_event",
+    "warnings",
+]
 
 RULES = (*values.RULES, *data.RULES, *model.RULES, *train.RULES)
 

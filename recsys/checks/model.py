@@ -7,6 +7,7 @@ from typing import NamedTuple
 from google.protobuf.message import Message
 
 from recsys import protos as pb
+from recsys.checks.sequence import num_contextual, tokens_per_event
 from recsys.checks.walk import Finding, descend, join
 from recsys.textproto import did_you_mean
 
@@ -155,6 +156,15 @@ def _no_leak(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"{path}.contextual_reads_history", what)
 
 
+def _interleaved(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, pb.ContextualPreprocessor) or message.HasField("action"):
+            continue
+        if message.action_placement == pb.ContextualPreprocessor.INTERLEAVED:
+            what = "INTERLEAVED makes a token of each action, and `action` is not set; set it, or use SUMMED"
+            yield Finding(f"{path}.action_placement", what)
+
+
 def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for index, task in enumerate(pipeline.model.ranker.tasks):
         yield from _fits(task.loss, f"model.ranker.tasks[{index}].loss", {"binary", "regression"})
@@ -229,10 +239,11 @@ def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
         what = "cannot be derived, since data.max_candidates is not set; set one of the two"
         yield Finding("model.max_seq_len", what)
         return
-    needed = data.max_history_len
-    parts = f"data.max_history_len {data.max_history_len}"
+    factor = tokens_per_event(pipeline)
+    needed = factor * data.max_history_len
+    parts = f"{'2 x ' if factor == 2 else ''}data.max_history_len {data.max_history_len}"
     if kind == "ranker":
-        contextual = sum(pb.USER in feature.sides for feature in pipeline.features)
+        contextual = num_contextual(pipeline)
         candidates = data.max_candidates or 1
         needed += contextual + candidates
         parts = f"{contextual} contextual tokens, {parts} and {candidates} candidates"
@@ -264,6 +275,7 @@ RULES = (
     _ranker,
     _retriever,
     _no_leak,
+    _interleaved,
     _losses,
     _metrics,
     _groups,

@@ -13,20 +13,10 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from recsys.data.layout_rule import LayoutRule
 from recsys.ops import SequenceLayout
 
-
-@dataclass(frozen=True)
-class LayoutRule:
-    """How rows become sequences; a model's preprocessor decides it, the reader applies it.
-
-    Attributes:
-        num_contextual: tokens in front of each history.
-        targets: candidates are tokens of the sequence (ranking); else they are only looked up (retrieval).
-    """
-
-    num_contextual: int = 0
-    targets: bool = True
+__all__ = ["Batch", "LayoutRule", "Position", "Rows"]
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,9 @@ class Collator:
         candidates = torch.from_numpy(arrays.num_candidates)
         events = torch.from_numpy(arrays.uih_lengths)
         targets = candidates if self._rule.targets else torch.zeros_like(candidates)
+        history = self._rule.tokens_per_event * events
         layout = SequenceLayout(
-            self._rule.num_contextual + events + targets, targets, self._rule.num_contextual
+            self._rule.num_contextual + history + targets, targets, self._rule.num_contextual
         )
         return Batch(
             layout=layout,

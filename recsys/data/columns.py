@@ -18,6 +18,7 @@ from recsys.data.block import Block, Flat, offsets_of, pick, places
 from recsys.data.checks import Cells, Findings, Lists, one_array
 from recsys.data.contract import Field, Kind, Mode, fields, group_column, key_columns
 from recsys.data.hashing import combine, draw_places, hash_text
+from recsys.data.layout_rule import LayoutRule
 from recsys.data.vocabulary import mappings, normalize
 
 REQUEST_TIME = features.REQUEST_TIME
@@ -57,13 +58,13 @@ class _Spans(NamedTuple):
 class Converter:
     """Applies one config to tables."""
 
-    def __init__(self, pipeline: pb.Pipeline, num_contextual: int, *, targets: bool, mode: Mode) -> None:
+    def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule, *, mode: Mode) -> None:
         """Reads the vocabularies.
 
         Args:
             pipeline: resolved.
-            num_contextual: contextual tokens of each row.
-            targets: candidates are tokens; then a row must fit into `model.max_seq_len`.
+            rule: how rows become sequences; where candidates are tokens, a row must fit into
+                `model.max_seq_len`.
             mode: what the rows are for.
 
         Raises:
@@ -78,9 +79,7 @@ class Converter:
         self._name_hashes = dict(zip(names, hash_text(pa.array(names, pa.string())), strict=True))
         self._identity = list(pipeline.data.key_columns)
         self._tables = {column.name: column.table for column in features.columns(pipeline)}
-        self._max_tokens = (
-            pipeline.model.max_seq_len - num_contextual if targets and pipeline.model.max_seq_len else None
-        )
+        self._rule = rule
 
     def block(self, table: pa.Table, origin: Origin) -> Block:
         """Checks and converts all rows of a table.
@@ -162,11 +161,10 @@ class Converter:
                 np.full(len(events), data.max_candidates),
                 f"data.max_candidates is {data.max_candidates}",
             )
-        elif self._max_tokens is not None:
-            most, setting = (
-                self._max_tokens - events,
-                f"model.max_seq_len is {self.pipeline.model.max_seq_len}",
-            )
+        elif self._rule.targets and self.pipeline.model.max_seq_len:
+            max_seq_len = self.pipeline.model.max_seq_len
+            before = self._rule.num_contextual + self._rule.tokens_per_event * events
+            most, setting = max_seq_len - before, f"model.max_seq_len is {max_seq_len}"
         else:
             return
         rows = np.flatnonzero(num_candidates > most) if not cut else np.empty(0, np.int64)

@@ -96,8 +96,7 @@ class Loader:
                 shuffle=shuffle,
             ),
             mode,
-            num_contextual=rule.num_contextual,
-            targets=rule.targets,
+            rule=rule,
             num_readers=world_size * max(1, data.num_workers),
         )
 

@@ -12,6 +12,7 @@ from recsys.data.block import Block, join
 from recsys.data.checks import REASONS
 from recsys.data.columns import Converter, Origin
 from recsys.data.contract import Mode
+from recsys.data.layout_rule import LayoutRule
 from recsys.data.lru import Lru
 from recsys.data.plan import EpochPlan, Order, RowGroup, resident_blocks
 from recsys.data.sources import Source
@@ -28,8 +29,7 @@ class Reader:
         order: Order,
         mode: Mode,
         *,
-        num_contextual: int,
-        targets: bool,
+        rule: LayoutRule,
         num_readers: int,
     ) -> None:
         """Checks the schema of every file; opens nothing yet.
@@ -37,8 +37,7 @@ class Reader:
         Args:
             pipeline: resolved.
             order: of the rows.
-            num_contextual: contextual tokens of each row.
-            targets: candidates are tokens.
+            rule: how rows become sequences.
             num_readers: readers of all ranks that share an epoch; decides how many row groups are kept in
                 memory.
 
@@ -49,8 +48,7 @@ class Reader:
         self._pipeline = pipeline
         self._source = source
         self._mode: Mode = mode
-        self._num_contextual = num_contextual
-        self._targets = targets
+        self._rule = rule
         self._num_readers = num_readers
         self._columns = source.check(pipeline, mode)
         self._forget()
@@ -102,9 +100,7 @@ class Reader:
             DataError: a bad row or file.
         """
         if self._converter is None:
-            self._converter = Converter(
-                self._pipeline, self._num_contextual, targets=self._targets, mode=self._mode
-            )
+            self._converter = Converter(self._pipeline, self._rule, mode=self._mode)
             self._packer = Packer(self._pipeline, self._mode)
         if epoch != self._epoch:
             self.begin(epoch)

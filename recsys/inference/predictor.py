@@ -8,7 +8,7 @@ columns, the best items and their scores.
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +72,7 @@ class Predictor:
         # A row's candidates are cut into pieces here, so no row is too long.
         self.pipeline.data.ClearField("max_candidates")
         rule = layout_rule(self.pipeline)
-        self.converter = Converter(self.pipeline, rule.num_contextual, targets=False, mode=MODE)
+        self.converter = Converter(self.pipeline, replace(rule, targets=False), mode=MODE)
         self.packer = Packer(self.pipeline, MODE)
         self.collator = Collator(self.pipeline, rule, MODE)
         self.unknown_ids = UnknownIds(self.pipeline)

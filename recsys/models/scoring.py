@@ -192,14 +192,16 @@ def _layout(
     uih_lengths = inputs["uih_lengths"]
     targets = num_candidates if rule.targets else torch.zeros_like(num_candidates)
     total_targets = candidate_timestamps.shape[0] if rule.targets else 0
+    total_history = inputs["uih_timestamps"].shape[0] * rule.tokens_per_event
     rows = uih_lengths.shape[0]
-    lengths = uih_lengths + targets + rule.num_contextual
+    history = uih_lengths * rule.tokens_per_event
+    lengths = history + targets + rule.num_contextual
     return SequenceLayout.trusted(
         lengths,
         offsets_from_lengths(lengths),
         targets,
         rule.num_contextual,
-        total_len=inputs["uih_timestamps"].shape[0] + total_targets + rule.num_contextual * rows,
+        total_len=total_history + total_targets + rule.num_contextual * rows,
         max_len=inputs["steps"].shape[0] + _SHORTEST,
         total_targets=total_targets,
     )

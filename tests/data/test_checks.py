@@ -11,6 +11,7 @@ from recsys import protos as pb
 from recsys.data.arrays import Packer
 from recsys.data.block import join
 from recsys.data.columns import Converter, Origin
+from recsys.data.layout_rule import LayoutRule
 from recsys.errors import DataError
 
 ORIGIN = Origin(file=0, first_row=100, path="part-3.parquet")
@@ -216,7 +217,7 @@ def broken_table(sample, case: str) -> pa.Table:
 @pytest.fixture
 def converter(sample):
     sample.pipeline.model.max_seq_len = 10
-    return lambda: Converter(sample.pipeline, 2, targets=True, mode="train")
+    return lambda: Converter(sample.pipeline, LayoutRule(2, True), mode="train")
 
 
 @pytest.mark.parametrize("case", CASES)

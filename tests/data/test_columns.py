@@ -11,11 +11,12 @@ from recsys import protos as pb
 from recsys.data.arrays import Packer
 from recsys.data.block import join
 from recsys.data.columns import Converter, Origin
+from recsys.data.layout_rule import LayoutRule
 from recsys.data.vocabulary import HashBuckets
 
 
 def convert(pipeline, table, mode="train", origin=Origin(), rows=None):  # noqa: B008 - a constant
-    block = Converter(pipeline, 2, targets=True, mode=mode).block(table, origin)
+    block = Converter(pipeline, LayoutRule(2, True), mode=mode).block(table, origin)
     if rows is not None:
         block = block.select(np.asarray(rows))
     return Packer(pipeline, mode).pack(join([block]))

@@ -180,7 +180,9 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
         values += drawn
         lengths += [len(drawn)] + [0] * (len(rows) - 1)
     return Batch(
-        layout=SequenceLayout(uih_lengths + targets + rule.num_contextual, targets, rule.num_contextual),
+        layout=SequenceLayout(
+            rule.num_contextual + rule.tokens_per_event * uih_lengths + targets, targets, rule.num_contextual
+        ),
         uih_lengths=uih_lengths,
         num_candidates=num_candidates,
         ids=KeyedJaggedTensor(keys, _ints(values), lengths=_ints(lengths)),

@@ -1,14 +1,15 @@
 """`ContextualPreprocessor`: [contextual | history | targets], the sequence of a ranking model.
 
-One contextual token for each USER feature. A history token is the item's content plus what the user did with
-it. A target is the candidate's content plus one learned vector in place of the action, which nobody knows
-yet: no label can leak into it.
+One contextual token for each USER feature. An event is one token, content plus what the user did with the
+item (SUMMED), or two, content and then action (INTERLEAVED). A target is one token either way, in training
+and in serving: the candidate's content plus one learned vector in place of the action, which nobody knows
+yet, so no label can leak into it.
 """
 
 import torch
 from torch import Tensor, nn
 
-from recsys import features
+from recsys import checks, features
 from recsys import protos as pb
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.action import ActionEncoder
@@ -28,6 +29,9 @@ class ContextualPreprocessor(nn.Module):
     Args:
         config: its encoders.
         pipeline: resolved; features and `model.embedding_dim` (E).
+
+    Raises:
+        ValueError: actions are to be tokens, and there is no action encoder.
     """
 
     def __init__(self, config: pb.ContextualPreprocessor, *, pipeline: pb.Pipeline):
@@ -41,6 +45,9 @@ class ContextualPreprocessor(nn.Module):
         )
         self.content = ContentEncoder(config.content, pipeline=pipeline)
         self.action = ActionEncoder(config.action, embedding_dim=width) if config.HasField("action") else None
+        self.interleaved = config.action_placement == pb.ContextualPreprocessor.INTERLEAVED
+        if self.interleaved and self.action is None:
+            raise ValueError("action_placement: INTERLEAVED makes a token of each action; set `action`")
         self.target_action = nn.Parameter(torch.empty(width))
         nn.init.normal_(self.target_action, std=width**-0.5)
         self.positional = None
@@ -50,8 +57,12 @@ class ContextualPreprocessor(nn.Module):
 
     @staticmethod
     def layout_rule(config: pb.ContextualPreprocessor, pipeline: pb.Pipeline) -> LayoutRule:
-        """A contextual token for each USER feature; candidates are targets."""
-        return LayoutRule(num_contextual=len(features.columns(pipeline, pb.USER)), targets=True)
+        """Contextual tokens, one or two tokens an event; candidates are targets."""
+        return LayoutRule(
+            num_contextual=checks.num_contextual(pipeline),
+            targets=True,
+            tokens_per_event=checks.tokens_per_event(pipeline),
+        )
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
         """Tokens of every row, and what the head compares them with.
@@ -64,9 +75,7 @@ class ContextualPreprocessor(nn.Module):
             The sequence, and the candidates' content [N, E] before anything was added to it.
         """
         inputs = inputs_of(embeddings, batch)
-        history = self.content(pb.HISTORY, inputs, batch.uih_timestamps.shape[0])
-        if self.action is not None:
-            history = history + self.action(batch.uih_actions, batch.uih_watch_time)
+        history = self._history(inputs, batch)
         candidates = self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0])
         tokens = [*self._contextual(inputs), history, candidates + self.target_action]
 
@@ -84,6 +93,14 @@ class ContextualPreprocessor(nn.Module):
         items = batch.uih_timestamps.shape[0] + batch.candidate_timestamps.shape[0]
         return linear_flops(self.user_tokens, batch.layout.batch_size) + linear_flops(self.content, items)
 
+    def _history(self, inputs: dict[str, Tensor], batch: Batch) -> Tensor:
+        """[history tokens, E], event by event."""
+        content = self.content(pb.HISTORY, inputs, batch.uih_timestamps.shape[0])
+        if self.action is None:
+            return content
+        action = self.action(batch.uih_actions, batch.uih_watch_time)
+        return torch.stack([content, action], dim=1).flatten(0, 1) if self.interleaved else content + action
+
     def _contextual(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         """[B * C, E], row by row, in a list; an empty list without USER features."""
         tokens = []
@@ -98,10 +115,14 @@ class ContextualPreprocessor(nn.Module):
         events, candidates = batch.uih_timestamps, batch.candidate_timestamps
         after = following(events, batch.uih_lengths, last=request)
         asked = torch.repeat_interleave(request, batch.uih_lengths, output_size=events.shape[0])
+        history = torch.stack([events, after, asked], dim=1)
+        if self.interleaved:
+            # What comes after the content of an event is its action, at the same time.
+            history = torch.stack([events, events, asked, events, after, asked], dim=1).view(-1, 3)
         return torch.cat(
             [
                 contextual[:, None].expand(-1, 3),
-                torch.stack([events, after, asked], dim=1),
+                history,
                 candidates[:, None].expand(-1, 3),
             ]
         )

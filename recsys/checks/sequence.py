@@ -1,0 +1,16 @@
+"""Sizes of a model's sequences that its config decides: contextual tokens, and tokens of an event."""
+
+from recsys import protos as pb
+
+
+def num_contextual(pipeline: pb.Pipeline) -> int:
+    """Tokens in front of each history: one a USER feature for a ranker, none for a retriever."""
+    if not pipeline.model.HasField("ranker"):
+        return 0
+    return sum(pb.USER in feature.sides for feature in pipeline.features)
+
+
+def tokens_per_event(pipeline: pb.Pipeline) -> int:
+    """History tokens of each event: 2 when content and action are tokens of their own, else 1."""
+    contextual = pipeline.model.ranker.preprocessor.contextual
+    return 2 if contextual.action_placement == pb.ContextualPreprocessor.INTERLEAVED else 1
