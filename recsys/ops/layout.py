@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from recsys.ops.layout_checks import check_samples, first_true, require_int_vector
+
 CONTEXTUAL, UIH, TARGET = 0, 1, 2
 """Values of `SequenceLayout.kinds()`."""
 
-_MAX_INDEX = 2**63 - 1
 _T = TypeVar("_T")
 
 
@@ -81,13 +82,13 @@ class SequenceLayout:
             ValueError: a negative number, a sample shorter than its contextual and target tokens, or totals
                 past int64.
         """
-        device = _require_int_vector("lengths", lengths).device
+        device = require_int_vector("lengths", lengths).device
         host_lengths = lengths.detach().to("cpu", torch.int64)
         if num_targets is None:
             host_targets = torch.zeros_like(host_lengths)
         else:
-            host_targets = _require_int_vector("num_targets", num_targets).detach().to("cpu", torch.int64)
-        _check_samples(host_lengths, host_targets, num_contextual)
+            host_targets = require_int_vector("num_targets", num_targets).detach().to("cpu", torch.int64)
+        check_samples(host_lengths, host_targets, num_contextual)
         self.lengths = host_lengths.to(device)
         self.offsets = offsets_from_lengths(host_lengths).to(device)
         self.num_targets = host_targets.to(device)
@@ -117,11 +118,11 @@ class SequenceLayout:
             TypeError, ValueError: as the constructor; also when offsets do not start at 0, decrease (as int32
                 sums do once they wrap around), or do not end at `total_len`.
         """
-        host = _require_int_vector("offsets", offsets).detach().to("cpu", torch.int64)
+        host = require_int_vector("offsets", offsets).detach().to("cpu", torch.int64)
         if len(host) == 0 or host[0] != 0:
             raise ValueError(f"offsets must have B + 1 entries and start at 0, got {host[:4].tolist()}...")
         lengths = host.diff()
-        if (sample := _first(lengths < 0)) is not None:
+        if (sample := first_true(lengths < 0)) is not None:
             raise ValueError(
                 f"offsets must not decrease, but sample {sample} runs from {int(host[sample])} "
                 f"to {int(host[sample + 1])}"
@@ -250,15 +251,17 @@ class SequenceLayout:
     def truncate(self, tail_len: int) -> Selection:
         """Keeps the contextual tokens, the newest `tail_len` history tokens and all targets of every sample.
 
-        The new total follows from the host copy of the lengths. A trusted layout has none and reads it off
-        the tensor: one synchronisation on a device, an unbacked size in an exported graph.
+        The new sizes follow from the host copy of the lengths. A trusted layout has none and reads them off
+        the tensor: one synchronisation on a device, unbacked sizes in an exported graph.
 
         Raises:
             ValueError: a negative `tail_len`.
         """
         if tail_len < 0:
             raise ValueError(f"tail_len must be >= 0, got {tail_len}")
+        return self.memo(("truncate", tail_len), lambda: self._truncate(tail_len))
 
+    def _truncate(self, tail_len: int) -> Selection:
         def kept(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
             num_uih = lengths - num_targets - self.num_contextual
             return lengths - (num_uih - tail_len).clamp(min=0), num_targets
@@ -334,12 +337,20 @@ class SequenceLayout:
         total_len: int | None,
         total_targets: int,
     ) -> SequenceLayout:
-        """The layout with `rule(lengths, num_targets)`, applied on the device and to the host copy."""
+        """The layout with `rule(lengths, num_targets)`, applied on the device and to the host copy.
+
+        Args:
+            total_len: None when it depends on the lengths themselves.
+        """
         lengths, num_targets = rule(self.lengths, self.num_targets)
         host = None if self._host is None else _HostCopy(*rule(*self._host))
-        max_len = self.max_len if host is None else _max_or_zero(host.lengths)
-        if total_len is None:
-            total_len = int(host.lengths.sum()) if host is not None else lengths.sum().item()
+        if host is not None:
+            max_len = _max_or_zero(host.lengths)
+            total_len = int(host.lengths.sum()) if total_len is None else total_len
+        elif total_len is not None:
+            max_len = self.max_len
+        else:
+            total_len, max_len = _read_sizes(lengths)
         derived = SequenceLayout.trusted(
             lengths,
             offsets_from_lengths(lengths),
@@ -371,40 +382,11 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 
 
-def _require_int_vector(name: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
-        given = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {given}")
-    if value.dim() != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {tuple(value.shape)}")
-    return value
-
-
-def _check_samples(lengths: Tensor, num_targets: Tensor, num_contextual: int) -> None:
-    if isinstance(num_contextual, bool) or not isinstance(num_contextual, int):
-        raise TypeError(f"num_contextual must be an int, got {type(num_contextual).__name__}")
-    if num_contextual < 0:
-        raise ValueError(f"num_contextual must be >= 0, got {num_contextual}")
-    if num_targets.shape != lengths.shape:
-        raise ValueError(
-            f"num_targets must have one entry a sample: {len(num_targets)} for {len(lengths)} lengths"
-        )
-    for name, values in (("lengths", lengths), ("num_targets", num_targets)):
-        if (sample := _first(values < 0)) is not None:
-            raise ValueError(f"{name} must be >= 0, but {name}[{sample}] = {int(values[sample])}")
-    if len(lengths) and int(lengths.max()) > _MAX_INDEX // len(lengths):
-        raise ValueError(
-            f"lengths must add up to less than 2**63; the longest of {len(lengths)} is {int(lengths.max())}"
-        )
-    if (sample := _first(lengths - num_targets < num_contextual)) is not None:
-        raise ValueError(
-            f"sample {sample} has lengths[{sample}] = {int(lengths[sample])} tokens, fewer than "
-            f"num_contextual = {num_contextual} plus num_targets[{sample}] = {int(num_targets[sample])}"
-        )
-
-
-def _first(bad: Tensor) -> int | None:
-    return int(bad.int().argmax()) if bool(bad.any()) else None
+def _read_sizes(lengths: Tensor) -> tuple[int, int]:
+    """Sum and maximum of lengths that only a device or a traced graph knows: waits for it, once."""
+    longest = torch.cat([lengths, lengths.new_zeros(1)]).max()
+    sizes = torch.stack([lengths.sum(), longest]).cpu()
+    return sizes[0].item(), sizes[1].item()
 
 
 def _max_or_zero(values: Tensor) -> int:

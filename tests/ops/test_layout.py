@@ -96,7 +96,8 @@ def test_truncation_keeps_the_newest_events(trusted, batch, tail_len):
     contextual, shapes = batch
     layout = without_host_copy(layout_of(*batch)) if trusted else layout_of(*batch)
     kept, index = layout.truncate(tail_len)
-    assert_layout(kept, contextual, [(min(uih, tail_len), targets) for uih, targets in shapes], not trusted)
+    # Exact sizes even where the given ones were bounds: what is left out shall not be padded for.
+    assert_layout(kept, contextual, [(min(uih, tail_len), targets) for uih, targets in shapes])
     expected = []
     for row, token in enumerate(tokens_of(*batch)):
         newer = shapes[token.sample][0] - (token.position - contextual)
@@ -104,10 +105,9 @@ def test_truncation_keeps_the_newest_events(trusted, batch, tail_len):
             expected.append(row)
     assert index.tolist() == expected
     again, index = kept.truncate(2)  # a layout that was derived knows its totals too
-    assert_layout(
-        again, contextual, [(min(uih, tail_len, 2), targets) for uih, targets in shapes], not trusted
-    )
+    assert_layout(again, contextual, [(min(uih, tail_len, 2), targets) for uih, targets in shapes])
     assert len(index) == again.total_len
+    assert layout.truncate(tail_len).layout is kept  # computed once for all who ask
 
 
 @pytest.mark.parametrize("trusted", [False, True])

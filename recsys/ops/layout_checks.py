@@ -1,0 +1,55 @@
+"""What the constructors of `SequenceLayout` check on the host."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MAX_INDEX = 2**63 - 1
+
+
+def require_int_vector(name: str, value: object) -> Tensor:
+    """The value, if it is an int32 or int64 tensor of one dimension.
+
+    Raises:
+        TypeError, ValueError: it is not, with `name`.
+    """
+    if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
+        given = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {given}")
+    if value.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {tuple(value.shape)}")
+    return value
+
+
+def check_samples(lengths: Tensor, num_targets: Tensor, num_contextual: int) -> None:
+    """Lengths and targets, int64 [B] on the host, that a layout can have.
+
+    Raises:
+        TypeError, ValueError: naming the sample.
+    """
+    if isinstance(num_contextual, bool) or not isinstance(num_contextual, int):
+        raise TypeError(f"num_contextual must be an int, got {type(num_contextual).__name__}")
+    if num_contextual < 0:
+        raise ValueError(f"num_contextual must be >= 0, got {num_contextual}")
+    if num_targets.shape != lengths.shape:
+        raise ValueError(
+            f"num_targets must have one entry a sample: {len(num_targets)} for {len(lengths)} lengths"
+        )
+    for name, values in (("lengths", lengths), ("num_targets", num_targets)):
+        if (sample := first_true(values < 0)) is not None:
+            raise ValueError(f"{name} must be >= 0, but {name}[{sample}] = {int(values[sample])}")
+    if len(lengths) and int(lengths.max()) > _MAX_INDEX // len(lengths):
+        raise ValueError(
+            f"lengths must add up to less than 2**63; the longest of {len(lengths)} is {int(lengths.max())}"
+        )
+    if (sample := first_true(lengths - num_targets < num_contextual)) is not None:
+        raise ValueError(
+            f"sample {sample} has lengths[{sample}] = {int(lengths[sample])} tokens, fewer than "
+            f"num_contextual = {num_contextual} plus num_targets[{sample}] = {int(num_targets[sample])}"
+        )
+
+
+def first_true(bad: Tensor) -> int | None:
+    """Index of the first True of a host tensor, if there is one."""
+    return int(bad.int().argmax()) if bool(bad.any()) else None
