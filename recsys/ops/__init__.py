@@ -6,14 +6,16 @@ Nothing here knows about configs, models or tables.
 
 from recsys.ops.dispatch import explain, last_backend
 from recsys.ops.hstu_attention import hstu_attention
+from recsys.ops.hstu_attention.cached import hstu_attention_cached
 from recsys.ops.jagged import gather_rows, segment_sum
 from recsys.ops.layout import PaddedIndex, Selection, SequenceLayout, offsets_from_lengths
 from recsys.ops.mask import AttentionMask
-from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
 from recsys.ops.softmax_attention import softmax_attention
 
 __all__ = [
     "AttentionMask",
+    "CachedRelativeBias",
     "PaddedIndex",
     "RelativeBias",
     "Selection",
@@ -21,6 +23,7 @@ __all__ = [
     "explain",
     "gather_rows",
     "hstu_attention",
+    "hstu_attention_cached",
     "last_backend",
     "offsets_from_lengths",
     "segment_sum",

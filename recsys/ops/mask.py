@@ -59,12 +59,27 @@ class AttentionMask:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
 
+    def history_can_grow(self, num_contextual: int) -> bool:
+        """Whether tokens see the same keys as before when events are appended to the history.
+
+        Not where contextual tokens read it: their rows change with it, and with them, a layer above, the rows
+        of all events, which see the contextual tokens.
+        """
+        return num_contextual == 0 or not self.contextual_reads_history
+
 
 class KeyIntervals(NamedTuple):
     """The keys that each row sees, as three disjoint, ascending, half-open intervals; some are empty."""
 
     start: Tensor  # int64 [T, 3], positions in the row's sample
     end: Tensor  # int64 [T, 3], >= start
+
+    def contain(self, key: Tensor) -> Tensor:
+        """bool [..., Q, K]: do rows with intervals [..., Q, 3] see the positions `key`, int64 [..., K]."""
+        key = key.unsqueeze(-2)
+        parts = zip(self.start.unbind(-1), self.end.unbind(-1), strict=True)
+        first, middle, last = ((key >= start[..., None]) & (key < end[..., None]) for start, end in parts)
+        return first | middle | last
 
 
 def dense_mask(mask: AttentionMask, layout: SequenceLayout) -> Tensor:

@@ -1,6 +1,6 @@
 """Jagged tensors as padded chunks of samples, for the reference backends.
 
-In eager mode the samples are sorted by length and cut into chunks, so that little is padded and a chunk's
+In eager mode the samples are sorted by size and cut into chunks, so that little is padded and a chunk's
 scores stay small; how a sample is grouped does not change its numbers beyond rounding. A traced graph takes
 one chunk of all samples: a single path for all batches.
 """
@@ -18,7 +18,7 @@ from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 
 MAX_SCORES = 2**22
-"""Scores (heads x samples x length^2) in one chunk, unless a single sample has more."""
+"""Scores (heads x samples x rows x keys) in one chunk, unless a single sample has more."""
 
 WASTED_SCORES = 2**15
 """Scores of padding that a chunk takes in before a new one is cheaper: about the fixed cost of its calls."""
@@ -61,15 +61,35 @@ def padded_chunks(layout: SequenceLayout, mask: AttentionMask, num_heads: int) -
     if lengths is None or torch.compiler.is_compiling():
         return _one_chunk(layout)
     order = lengths.argsort(descending=True, stable=True)
-    ends = _chunk_ends(lengths[order].tolist(), num_heads)
+    ends = _chunk_ends([(length, length) for length in lengths[order].tolist()], num_heads)
+    # Without targets the rows of all samples follow one rule, unless contextual rows read a whole history.
+    alike = layout.total_targets == 0 and not (layout.num_contextual and mask.contextual_reads_history)
+    return _cut(layout, lengths, order, ends, alike)
+
+
+def paired_chunks(
+    layout: SequenceLayout, cache_layout: SequenceLayout, num_heads: int
+) -> tuple[PaddedChunks, PaddedChunks]:
+    """Chunks of the same samples in both layouts, where the tokens of `layout` attend to those of both."""
+    new, cached = layout.host_lengths, cache_layout.host_lengths
+    if new is None or cached is None or torch.compiler.is_compiling():
+        return _one_chunk(layout), _one_chunk(cache_layout)
+    order = (new * (new + cached)).argsort(descending=True, stable=True)
+    sizes = torch.stack([new, new + cached], dim=1)[order].tolist()
+    ends = _chunk_ends(sizes, num_heads)
+    return _cut(layout, new, order, ends), _cut(cache_layout, cached, order, ends)
+
+
+def _cut(
+    layout: SequenceLayout, lengths: Tensor, order: Tensor, ends: Sequence[int], alike: bool = False
+) -> PaddedChunks:
+    """The samples in this `order`, cut at `ends`. `lengths` and `order` are on the host."""
+    longest = [int(part.max()) if len(part) else 0 for part in lengths[order].tensor_split(ends[:-1])]
     order = order.to(layout.device)
     sorted_lengths, sorted_ends = layout.lengths[order], layout.history_end[order]
     starts = layout.offsets[:-1][order]
-    # Without targets the rows of all samples follow one rule, unless contextual rows read a whole history.
-    alike = layout.total_targets == 0 and not (layout.num_contextual and mask.contextual_reads_history)
     chunks, indices, begin = [], [], 0
-    for end in ends:
-        max_len = int(lengths[order[begin]]) if end > begin else 0
+    for end, max_len in zip(ends, longest, strict=True):
         position = torch.arange(max_len, device=layout.device)
         rows = starts[begin:end, None] + position
         indices.append(torch.where(position < sorted_lengths[begin:end, None], rows, -1).flatten())
@@ -86,14 +106,18 @@ def _one_chunk(layout: SequenceLayout) -> PaddedChunks:
     return PaddedChunks([chunk], layout.padded_index().index.flatten(), inverse)
 
 
-def _chunk_ends(descending_lengths: list[int], num_heads: int) -> list[int]:
-    """Ends of the runs of samples that share a chunk; empty samples, at the end, join the last one."""
+def _chunk_ends(sizes: Sequence[Sequence[int]], num_heads: int) -> list[int]:
+    """Ends of the runs of samples that share a chunk, for samples with scores of (rows, keys) each.
+
+    The samples with the most scores come first; empty ones, at the end, join the last chunk.
+    """
     ends: list[int] = []
-    begin, longest, wasted = 0, descending_lengths[0] if descending_lengths else 0, 0
-    for sample, length in enumerate(descending_lengths):
-        wasted += num_heads * (longest**2 - length**2)
-        too_many = (sample - begin + 1) * num_heads * longest**2 > MAX_SCORES
-        if sample > begin and (too_many or wasted > WASTED_SCORES):
+    begin, most_rows, most_keys, used = 0, 0, 0, 0
+    for sample, (rows, keys) in enumerate(sizes):
+        most_rows, most_keys, used = max(most_rows, rows), max(most_keys, keys), used + rows * keys
+        padded = (sample - begin + 1) * most_rows * most_keys
+        too_many = num_heads * padded > MAX_SCORES
+        if sample > begin and (too_many or num_heads * (padded - used) > WASTED_SCORES):
             ends.append(sample)
-            begin, longest, wasted = sample, length, 0
-    return [*ends, len(descending_lengths)]
+            begin, most_rows, most_keys, used = sample, rows, keys, rows * keys
+    return [*ends, len(sizes)]

@@ -46,13 +46,39 @@ class RelativeBias:
                     f"{name} must have shape [buckets] or [heads, buckets], got {tuple(table.shape)}"
                 )
         for name in ("timestamps", "next_timestamps"):
-            times = getattr(self, name)
-            if times.dtype != torch.int64:
-                raise TypeError(
-                    f"{name} must be int64 seconds (float32 resolves 128 s today), got {times.dtype}"
-                )
-            if times.dim() != 1:
-                raise ValueError(f"{name} must have shape [total_len], got {tuple(times.shape)}")
+            _check_times(name, getattr(self, name))
+
+    def with_cache(self, cache_timestamps: Tensor) -> CachedRelativeBias:
+        """The bias of these tokens as new ones that also attend to cached tokens of `cache_timestamps`."""
+        return CachedRelativeBias(
+            self.position_table, self.time_table, self.timestamps, self.next_timestamps, cache_timestamps
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class CachedRelativeBias(RelativeBias):
+    """The bias for `hstu_attention_cached`: `timestamps` and `next_timestamps` are those of the new tokens.
+
+    Attributes:
+        cache_timestamps: int64 [T_cache], seconds, of each cached token. They are keys only, so what came
+            after them is not asked for.
+
+    Raises:
+        TypeError, ValueError: naming the field.
+    """
+
+    cache_timestamps: Tensor
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_times("cache_timestamps", self.cache_timestamps)
+
+
+def _check_times(name: str, times: Tensor) -> None:
+    if times.dtype != torch.int64:
+        raise TypeError(f"{name} must be int64 seconds (float32 resolves 128 s today), got {times.dtype}")
+    if times.dim() != 1:
+        raise ValueError(f"{name} must have shape [total_len], got {tuple(times.shape)}")
 
 
 def time_bucket(seconds: Tensor, num_buckets: int) -> Tensor:
@@ -73,17 +99,21 @@ def relative_positions(position: Tensor, history_end: Tensor, target_group_size:
 
 
 def dense_bias(
-    bias: RelativeBias, relative_position: Tensor, timestamps: Tensor, next_timestamps: Tensor
+    bias: RelativeBias,
+    query_position: Tensor,
+    key_position: Tensor,
+    next_timestamps: Tensor,
+    timestamps: Tensor,
 ) -> Tensor:
-    """float [1 or H, b, L, L], query before key, for b padded samples.
+    """float [1 or H, b, Q, K], query before key, for b padded samples.
 
     Args:
-        relative_position: int64 [b or 1, L].
-        timestamps, next_timestamps: int64 [b, L].
+        query_position, key_position: int64 [b or 1, Q] and [b or 1, K], `relative_positions`.
+        next_timestamps: int64 [b, Q], of the queries.
+        timestamps: int64 [b, K], of the keys.
     """
-    # Converted before they are spread out: [b, L] costs less than [b, L, L]. Seconds are exact in float64.
-    position = relative_position.to(torch.int32)
-    distance = position[:, :, None] - position[:, None, :]
+    # Converted before they are spread out: [b, Q] costs less than [b, Q, K]. Seconds are exact in float64.
+    distance = query_position.to(torch.int32)[:, :, None] - key_position.to(torch.int32)[:, None, :]
     distance = distance.clamp_(0, bias.position_table.shape[-1] - 1)
     elapsed = next_timestamps.to(torch.float64)[:, :, None] - timestamps.to(torch.float64)[:, None, :]
     bucket = time_bucket(elapsed, bias.time_table.shape[-1])

@@ -1,10 +1,11 @@
 """Inputs that the tests of several ops share."""
 
 import itertools
+from typing import NamedTuple
 
 import torch
 
-from recsys.ops import AttentionMask, RelativeBias, SequenceLayout
+from recsys.ops import AttentionMask, CachedRelativeBias, RelativeBias, SequenceLayout
 from tests.ops.oracle import Sample
 
 # (history, targets) of the samples of a batch: both, targets only, neither, history only, many targets.
@@ -55,3 +56,41 @@ def relative_bias(total_len: int, *, rows: int | None, seed=0) -> RelativeBias:
         for size in (5, 40)
     )
     return RelativeBias(position.requires_grad_(), time.requires_grad_(), *times(total_len, seed))
+
+
+class Cut(NamedTuple):
+    """Whole samples as a cache and new tokens: what `hstu_attention_cached` takes, cut from a whole batch."""
+
+    layout: SequenceLayout
+    cache_layout: SequenceLayout
+    is_cached: torch.Tensor  # bool [T], tokens of the whole batch
+
+    def new(self, values: torch.Tensor) -> torch.Tensor:
+        return values.detach()[~self.is_cached]
+
+    def cached(self, values: torch.Tensor) -> torch.Tensor:
+        return values.detach()[self.is_cached]
+
+    def bias(self, whole: RelativeBias) -> CachedRelativeBias:
+        tables = (whole.position_table.detach(), whole.time_table.detach())
+        times = (self.new(whole.timestamps), self.new(whole.next_timestamps))
+        return RelativeBias(*tables, *times).with_cache(self.cached(whole.timestamps))
+
+    def arguments(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+        """The positional arguments of `hstu_attention_cached`, less the mask."""
+        new = [self.new(tensor) for tensor in (q, k, v)]
+        return (*new, self.layout, self.cached(k), self.cached(v), self.cache_layout)
+
+
+def cut(batch: list[Sample], num_cached: list[int]) -> Cut:
+    """Contextual tokens and the first `num_cached` events of each sample (at most all) are in the cache."""
+    kept = [min(events, sample.uih) for sample, events in zip(batch, num_cached, strict=True)]
+    contextual = batch[0].contextual if batch else 0
+    is_cached = [
+        position < contextual + events
+        for sample, events in zip(batch, kept, strict=True)
+        for position in range(sample.length)
+    ]
+    new = [Sample(0, sample.uih - events, sample.targets) for sample, events in zip(batch, kept, strict=True)]
+    cached = [Sample(contextual, events, 0) for events in kept]
+    return Cut(layout_of(new), layout_of(cached), torch.tensor(is_cached, dtype=torch.bool))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,23 +125,28 @@ torch.save([program(*batch) for batch in torch.load(sys.argv[2])], sys.argv[3])
 """
 
 
+def load_and_run(program: torch.export.ExportedProgram, batches: list, folder: Path) -> list:
+    """The outputs of the packaged program, in a fresh process that imports torch only. About 30 s, nearly all
+    of it in the C++ compiler."""
+    package = torch._inductor.aoti_compile_and_package(
+        program,
+        package_path=str(folder / "model.pt2"),
+        inductor_configs={"aot_inductor.check_lowerbound": False},
+    )
+    torch.save(batches, folder / "batches")
+    arguments = [package, str(folder / "batches"), str(folder / "outputs")]
+    subprocess.run([sys.executable, "-c", LOAD_AND_RUN, *arguments], check=True, cwd=folder)
+    return torch.load(folder / "outputs")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tail_len", [None, 4])
 def test_a_package_serves_all_sizes_without_this_code(tail_len, monkeypatch, tmp_path):
-    """In a fresh process that imports torch only. About 30 s, nearly all of it in the C++ compiler."""
     monkeypatch.setenv("CXX", "/usr/bin/g++")
     model = Scorer(tail_len).eval()
-    package = torch._inductor.aoti_compile_and_package(
-        export(model),
-        package_path=str(tmp_path / "model.pt2"),
-        inductor_configs={"aot_inductor.check_lowerbound": False},
-    )
     batches = [inputs(shapes, spare) for spare, shapes in enumerate(OTHERS)]
-    torch.save(batches, tmp_path / "batches")
-    arguments = [package, str(tmp_path / "batches"), str(tmp_path / "outputs")]
-    subprocess.run([sys.executable, "-c", LOAD_AND_RUN, *arguments], check=True, cwd=tmp_path)
     with torch.no_grad():
-        for batch, outputs in zip(batches, torch.load(tmp_path / "outputs"), strict=True):
+        for batch, outputs in zip(batches, load_and_run(export(model), batches, tmp_path), strict=True):
             for got, want in zip(outputs, model(*batch), strict=True):
                 torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 

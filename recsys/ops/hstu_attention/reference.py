@@ -51,7 +51,8 @@ def run(
         if bias is not None:
             position = torch.arange(chunk.max_len, device=q.device)
             relative = relative_positions(position, chunk.history_end[:, None], mask.target_group_size)
-            offset = dense_bias(bias, relative, *times).to(scores_HbLL.dtype) + offset
+            timestamps, next_timestamps = times
+            offset = dense_bias(bias, relative, relative, next_timestamps, timestamps).to(offset) + offset
         weights_HbLL = F.silu(scores_HbLL.add_(offset))
         outputs.append((weights_HbLL @ v_bLHV.permute(2, 0, 1, 3)).permute(1, 2, 0, 3))
     return padded.merge(outputs) / scale_len

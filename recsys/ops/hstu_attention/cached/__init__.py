@@ -1,0 +1,183 @@
+"""`hstu_attention_cached`: `hstu_attention` for the new tokens of samples whose earlier keys are kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys.ops.attention_args import (
+    AttentionFacts,
+    attention_facts,
+    check_attention,
+    check_bias,
+    check_number,
+)
+from recsys.ops.dispatch import Op
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
+from recsys.ops.relative_bias import CachedRelativeBias
+
+__all__ = ["OP", "hstu_attention_cached"]
+
+_CAUSAL = AttentionMask()
+
+
+def hstu_attention_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_layout: SequenceLayout,
+    mask: AttentionMask = _CAUSAL,
+    *,
+    alpha: float | None = None,
+    scale_len: float,
+    bias: CachedRelativeBias | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The rows of the new tokens in `hstu_attention` over `[contextual | cached uih | new uih | targets]`.
+
+    Each sample of `layout` continues the same sample of `cache_layout`: `out[i] = sum_j silu(alpha <q_i, k_j>
+    + bias[i, j]) v_j / scale_len` over the keys `j` that the new token `i` sees, cached ones and new ones, as
+    `mask` has it for the whole sample. Cached tokens are keys only.
+
+    Of one layer this is exact for any cache. A stack of layers keeps keys and values of *computed* tokens, so
+    its cache is only right for as long as those tokens would be computed the same:
+
+    - Targets change no other token: scoring candidates is exact for every mask, in microbatches of any size,
+      also of whole target groups.
+    - New events are exact where `mask.history_can_grow(num_contextual)`. Where contextual tokens read the
+      history, their rows change from the first layer on, those of the cached events from the second, which
+      see them: computing the contextual rows anew is exact for two layers and no more. Prefill again.
+    - With time bias the row of the last cached event depended on what came after it. If the new event was not
+      known then, that token belongs to the new ones: cut it off the cache.
+
+    Args:
+        q: [T, H, D] floating point, of the new tokens; `T == layout.total_len`.
+        k: [T, H, D], dtype and device of q.
+        v: [T, H, V]; V may differ from D.
+        layout: the new tokens of each sample: uih (oldest first, after the cached), then targets. Without
+            contextual tokens; samples may be empty.
+        cache_k: [T_cache, H, D], `T_cache == cache_layout.total_len`.
+        cache_v: [T_cache, H, V].
+        cache_layout: what is kept of each sample: contextual tokens and uih. Without targets; `batch_size` of
+            `layout`.
+        mask: who sees whom within the whole sample.
+        alpha: None for `1 / sqrt(D)`; an explicit 0.0 means 0.0.
+        scale_len: that of the whole model, as in `hstu_attention`.
+        bias: relative position and time bias, with the times of the cached tokens.
+        backend: "auto" takes the first usable one; a named one runs or raises.
+
+    Returns:
+        [T, H, V]. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: naming the argument. RuntimeError where gradients are asked for.
+
+    Source: M-FALCON in Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152.
+    """
+    facts = _facts(
+        q, k, v, layout, cache_k, cache_v, cache_layout, mask, alpha=alpha, scale_len=scale_len, bias=bias
+    )
+    alpha = q.shape[2] ** -0.5 if alpha is None else alpha
+    run = OP.select(facts, backend).run
+    return run(
+        q, k, v, layout, cache_k, cache_v, cache_layout, mask, alpha=alpha, scale_len=scale_len, bias=bias
+    )
+
+
+def _facts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_layout: SequenceLayout,
+    mask: AttentionMask = _CAUSAL,
+    *,
+    alpha: float | None = None,
+    scale_len: float,
+    bias: CachedRelativeBias | None = None,
+) -> AttentionFacts:
+    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    check_attention(q, k, v, layout, mask)
+    _check_cache(q, v, layout, cache_k, cache_v, cache_layout)
+    check_number("scale_len", scale_len, positive=True)
+    if alpha is not None:
+        check_number("alpha", alpha)
+    if bias is not None:
+        _check_cached_bias(bias, q, cache_k)
+    facts = attention_facts(q, k, v, mask, bias, deterministic=None)
+    if facts.needs_grad or (torch.is_grad_enabled() and (cache_k.requires_grad or cache_v.requires_grad)):
+        raise RuntimeError(
+            "hstu_attention_cached computes no gradients; call it under torch.no_grad(), or train with "
+            "hstu_attention on whole samples"
+        )
+    return facts
+
+
+def _check_cache(
+    q: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_layout: SequenceLayout,
+) -> None:
+    """The cache against the new tokens, and what kinds of tokens the two layouts hold.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if not isinstance(cache_layout, SequenceLayout):
+        raise TypeError(f"cache_layout must be a SequenceLayout, got {type(cache_layout).__name__}")
+    if cache_layout.device != layout.device:
+        raise ValueError(f"cache_layout is on {cache_layout.device}, layout on {layout.device}")
+    if cache_layout.batch_size != layout.batch_size:
+        raise ValueError(
+            f"cache_layout has {cache_layout.batch_size} samples, layout {layout.batch_size}; "
+            "each sample of layout continues the same one of cache_layout"
+        )
+    if cache_layout.total_targets != 0:
+        raise ValueError(f"cache_layout must hold no targets, it has {cache_layout.total_targets}")
+    if layout.num_contextual != 0:
+        raise ValueError(
+            f"layout must hold no contextual tokens, they are in the cache; num_contextual is "
+            f"{layout.num_contextual}"
+        )
+    for name, tensor, like, like_name in (("cache_k", cache_k, q, "q"), ("cache_v", cache_v, v, "v")):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype != like.dtype:
+            raise TypeError(f"{name} must have the dtype of {like_name}, {like.dtype}, got {tensor.dtype}")
+        if tensor.device != like.device:
+            raise ValueError(f"{name} is on {tensor.device}, {like_name} on {like.device}")
+        if tensor.dim() != 3 or tensor.shape[1:] != like.shape[1:]:
+            wanted = f"[cached tokens, {like.shape[1]}, {like.shape[2]}]"
+            raise ValueError(f"{name} must have shape {wanted} as {like_name}, got {tuple(tensor.shape)}")
+        if tensor.shape[0] != cache_layout.total_len:
+            raise ValueError(
+                f"{name} has {tensor.shape[0]} rows, the cache_layout total_len = {cache_layout.total_len}"
+            )
+
+
+def _check_cached_bias(bias: CachedRelativeBias, q: Tensor, cache_k: Tensor) -> None:
+    if not isinstance(bias, CachedRelativeBias):
+        raise TypeError(
+            f"bias must be a CachedRelativeBias (see RelativeBias.with_cache) or None, got "
+            f"{type(bias).__name__}"
+        )
+    check_bias(bias, q)
+    if bias.cache_timestamps.device != q.device:
+        raise ValueError(f"bias.cache_timestamps is on {bias.cache_timestamps.device}, q on {q.device}")
+    if bias.cache_timestamps.shape[0] != cache_k.shape[0]:
+        raise ValueError(
+            f"bias.cache_timestamps has {bias.cache_timestamps.shape[0]} entries, cache_k has "
+            f"{cache_k.shape[0]} rows"
+        )
+
+
+OP = Op("hstu_attention_cached", __name__, backends=("reference",), facts=_facts)

@@ -1,0 +1,80 @@
+"""Cached HSTU attention in plain PyTorch: the definition of correct, on any device, float64 included."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recsys.ops.attention_args import AttentionFacts
+from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask, row_intervals
+from recsys.ops.padding import PaddedChunks, paired_chunks
+from recsys.ops.relative_bias import CachedRelativeBias, dense_bias, relative_positions
+
+
+def supports(facts: AttentionFacts) -> Support:
+    """Everything."""
+    return SUPPORTED
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_layout: SequenceLayout,
+    mask: AttentionMask,
+    *,
+    alpha: float,
+    scale_len: float,
+    bias: CachedRelativeBias | None,
+) -> Tensor:
+    """Chunk by chunk: what b padded samples get from their cached keys, plus what they get from new ones.
+
+    Without a softmax an output is a sum over keys, wherever they are kept. Positions are those in the whole
+    sample: the new tokens stand behind the cached ones.
+    """
+    new, cached = paired_chunks(layout, cache_layout, num_heads=q.shape[1])
+    times = (None, None, None)
+    if bias is not None:
+        times = (bias.next_timestamps, bias.timestamps, bias.cache_timestamps)
+    chunks = zip(
+        new.chunks,
+        cached.chunks,
+        _split(new, q * alpha, times[0]),
+        _split(new, k, v, times[1]),
+        _split(cached, cache_k, cache_v, times[2]),
+        strict=True,
+    )
+    outputs = []
+    for chunk, cache_chunk, (q_bQHD, next_timestamps), new_keys, cached_keys in chunks:
+        num_cached = cache_chunk.history_end[:, None]
+        history_end = num_cached + chunk.history_end[:, None]
+        row = num_cached + torch.arange(chunk.max_len, device=q.device)
+        column = torch.arange(cache_chunk.max_len, device=q.device).expand(num_cached.shape[0], -1)
+        seen = row_intervals(mask, row, history_end, cache_layout.num_contextual)
+        total = 0
+        for key, (k_bKHD, v_bKHV, timestamps) in ((row, new_keys), (column, cached_keys)):
+            # Padded keys and values are zero: such a key adds silu(..) * 0. A padded query is dropped.
+            scores_HbQK = q_bQHD.permute(2, 0, 1, 3) @ k_bKHD.permute(2, 0, 3, 1)
+            if bias is not None:
+                query_place, key_place = (
+                    relative_positions(position, history_end, mask.target_group_size)
+                    for position in (row, key)
+                )
+                added = dense_bias(bias, query_place, key_place, next_timestamps, timestamps)
+                scores_HbQK += added.to(scores_HbQK.dtype)
+            weights_HbQK = F.silu(scores_HbQK).masked_fill(~seen.contain(key), 0.0)
+            total = total + weights_HbQK @ v_bKHV.permute(2, 0, 1, 3)
+        outputs.append(total.permute(1, 2, 0, 3))
+    return new.merge(outputs) / scale_len
+
+
+def _split(padded: PaddedChunks, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
+    """One tuple a chunk: each tensor padded, None for None."""
+    columns = [[None] * len(padded.chunks) if tensor is None else padded.split(tensor) for tensor in tensors]
+    return list(zip(*columns, strict=True))

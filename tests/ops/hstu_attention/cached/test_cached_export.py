@@ -1,0 +1,111 @@
+"""Cached attention inside traced graphs: one graph for all sizes of caches and of new tokens."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+from torch.fx.experimental import _config as fx_config
+
+from recsys.ops import (
+    AttentionMask,
+    RelativeBias,
+    SequenceLayout,
+    hstu_attention_cached,
+    offsets_from_lengths,
+)
+from tests.ops.test_export import load_and_run
+
+CONTEXTUAL = 1
+
+
+class Scorer(nn.Module):
+    """What a cached model does in a layer. `carriers` hold no numbers: [longest new], [longest cached]."""
+
+    def __init__(self):
+        super().__init__()
+        self.position_table = nn.Parameter(torch.randn(2, 6))
+        self.time_table = nn.Parameter(torch.randn(30))
+
+    def forward(self, q, k, v, cache_k, cache_v, lengths, targets, cached, times, cache_times, *carriers):
+        longest_new, longest_cached = carriers
+        layout = SequenceLayout.trusted(
+            lengths, offsets_from_lengths(lengths), targets, 0, q.shape[0], longest_new.shape[0], q.shape[0]
+        )
+        cache_layout = SequenceLayout.trusted(
+            cached,
+            offsets_from_lengths(cached),
+            torch.zeros_like(cached),
+            CONTEXTUAL,
+            cache_k.shape[0],
+            longest_cached.shape[0],
+            0,
+        )
+        bias = RelativeBias(self.position_table, self.time_table, times, times + 100).with_cache(cache_times)
+        mask = AttentionMask(window=3, prefix=1, target_group_size=2)
+        return hstu_attention_cached(
+            q, k, v, layout, cache_k, cache_v, cache_layout, mask, scale_len=16, bias=bias
+        )
+
+
+def inputs(shapes, spare=0):
+    """A batch of (cached events, new events, targets); `spare`: by how much the bounds are too long."""
+    events, new, targets = (torch.tensor(column, dtype=torch.int64) for column in zip(*shapes, strict=True))
+    lengths, cached = new + targets, CONTEXTUAL + events
+    total, kept = int(lengths.sum()), int(cached.sum())
+    return (
+        *(torch.randn(total, 2, width) for width in (4, 4, 5)),
+        *(torch.randn(kept, 2, width) for width in (4, 5)),
+        lengths,
+        targets,
+        cached,
+        *(1_763_000_000 + torch.randint(0, 10**7, (size,)) for size in (total, kept)),
+        *(torch.empty(int(part.max()) + spare) for part in (lengths, cached)),
+    )
+
+
+BATCHES = [
+    [(5, 2, 5), (3, 0, 4), (9, 1, 1)],  # no two sizes are alike: a compiler would take them for one
+    [(0, 0, 0), (0, 3, 0), (7, 1, 2), (20, 5, 3)],
+    [(4, 0, 9)],
+    [(30, 0, 1)] * 5,
+    [(3, 0, 0), (2, 0, 0)],  # nothing new
+]
+
+
+def exported(model):
+    example = inputs(BATCHES[0])
+    names = ("q", "k", "v", "cache_k", "cache_v", "lengths", "targets", "cached", "times", "cache_times")
+    shapes = {name: {0: Dim.AUTO} for name in names} | {"carriers": ({0: Dim.AUTO}, {0: Dim.AUTO})}
+    with torch.no_grad(), fx_config.patch(backed_size_oblivious=True):
+        return torch.export.export(model, example, dynamic_shapes=shapes)
+
+
+def test_an_exported_graph_serves_all_sizes():
+    model = Scorer().eval()
+    program = exported(model).module()
+    with torch.no_grad():
+        for spare, shapes in enumerate(BATCHES):
+            batch = inputs(shapes, spare)
+            torch.testing.assert_close(program(*batch), model(*batch), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_package_serves_all_sizes_without_this_code(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "/usr/bin/g++")
+    model = Scorer().eval()
+    batches = [inputs(shapes, spare) for spare, shapes in enumerate(BATCHES)]
+    with torch.no_grad():
+        for batch, output in zip(batches, load_and_run(exported(model), batches, tmp_path), strict=True):
+            torch.testing.assert_close(output, model(*batch), rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_graph_is_traced_once():
+    counter = CompileCounterWithBackend("aot_eager")
+    model = Scorer()
+    compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for shapes in (BATCHES[0], [(6, 3, 1), (0, 2, 2), (9, 0, 4), (8, 2, 2), (3, 3, 3)]):
+            batch = inputs(shapes)
+            torch.testing.assert_close(compiled(*batch), model(*batch), rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 1
