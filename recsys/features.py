@@ -59,6 +59,15 @@ def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
     return found
 
 
+def item_columns(pipeline: pb.Pipeline) -> list[Column]:
+    """What an item is made of: one column of each feature of events or candidates, in the config's order."""
+    found: dict[str, Column] = {}
+    for column in columns(pipeline):
+        if column.side != pb.USER:
+            found.setdefault(column.feature.name, column)
+    return list(found.values())
+
+
 def tables(pipeline: pb.Pipeline) -> list[Table]:
     """Embedding tables in order of first use, with the number of rows of the resolved config.
 

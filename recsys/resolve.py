@@ -26,6 +26,8 @@ _IMPLIED = {
     pb.SparseOptimizer: ("row_wise_adagrad",),
     pb.Schedule: ("constant",),
     pb.ContextualPreprocessor: ("content",),
+    pb.JoinedContextualTokens: ("mlp",),
+    pb.ConcatenatedActions: ("mlp",),
     pb.HstuMixer: ("mask",),
     pb.SasRecMixer: ("mask",),
     pb.FusionHead: ("mlp",),

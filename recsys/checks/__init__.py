@@ -1,4 +1,5 @@
-"""Rules of a config: `values` of single fields, and what `data`, `model` and `train` say across fields.
+"""Rules of a config: `values` of single fields, and what `data`, `model`,
+`preprocessor` and `train` say across fields.
 
 Below `config`. A rule is a function from a resolved Pipeline to findings; it must also stand a config that
 makes no sense elsewhere, since all findings are reported at once. To add one, write it in its module and name
@@ -8,7 +9,7 @@ it in that module's `RULES`. `effects` holds warnings.
 from collections.abc import Collection
 
 from recsys import protos as pb
-from recsys.checks import data, effects, model, train, values
+from recsys.checks import data, effects, model, preprocessor, train, values
 from recsys.checks.model import metric_names
 from recsys.checks.sequence import num_contextual, tokens_per_event
 from recsys.checks.walk import Finding, children, join, lines
@@ -26,7 +27,7 @@ __all__ = [
     "warnings",
 ]
 
-RULES = (*values.RULES, *data.RULES, *model.RULES, *train.RULES)
+RULES = (*values.RULES, *data.RULES, *model.RULES, *preprocessor.RULES, *train.RULES)
 
 
 def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Finding]:

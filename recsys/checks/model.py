@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from recsys import protos as pb
 from recsys.checks.sequence import num_contextual, tokens_per_event
-from recsys.checks.walk import Finding, descend, join
+from recsys.checks.walk import Finding, descend
 from recsys.textproto import did_you_mean
 
 BACKENDS = {"hstu": ("auto", "triton", "reference")}
@@ -156,15 +156,6 @@ def _no_leak(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"{path}.contextual_reads_history", what)
 
 
-def _interleaved(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    for message, path in descend(pipeline.model, "model"):
-        if not isinstance(message, pb.ContextualPreprocessor) or message.HasField("action"):
-            continue
-        if message.action_placement == pb.ContextualPreprocessor.INTERLEAVED:
-            what = "INTERLEAVED makes a token of each action, and `action` is not set; set it, or use SUMMED"
-            yield Finding(f"{path}.action_placement", what)
-
-
 def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for index, task in enumerate(pipeline.model.ranker.tasks):
         yield from _fits(task.loss, f"model.ranker.tasks[{index}].loss", {"binary", "regression"})
@@ -251,35 +242,14 @@ def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding("model.max_seq_len", f"{model.max_seq_len} is given; {parts} need {needed}")
 
 
-def _actions(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    for message, path in descend(pipeline.model, "model"):
-        if not isinstance(message, pb.ActionEncoder):
-            continue
-        for what in ("bit", "name"):
-            seen: dict[object, int] = {}
-            for index, bit in enumerate(message.bits):
-                value = getattr(bit, what)
-                if value in seen:
-                    place = f"{path}.bits[{index}].{what}"
-                    yield Finding(
-                        place, f"{value!r} is also {what} of bits[{seen[value]}]; each needs its own"
-                    )
-                seen.setdefault(value, index)
-        limits = message.watch_time_thresholds
-        if any(left >= right for left, right in zip(limits, limits[1:], strict=False)):
-            yield Finding(join(path, "watch_time_thresholds"), "they must increase")
-
-
 RULES = (
     _preprocessor,
     _ranker,
     _retriever,
     _no_leak,
-    _interleaved,
     _losses,
     _metrics,
     _groups,
     _mixers,
     _length,
-    _actions,
 )

@@ -4,9 +4,12 @@ from recsys import protos as pb
 
 
 def num_contextual(pipeline: pb.Pipeline) -> int:
-    """Tokens in front of each history: one a USER feature for a ranker, none for a retriever."""
+    """Tokens in front of each history: one a USER feature or a given number for a ranker, else none."""
     if not pipeline.model.HasField("ranker"):
         return 0
+    contextual = pipeline.model.ranker.preprocessor.contextual
+    if contextual.HasField("joined_contextual"):
+        return contextual.joined_contextual.num_tokens
     return sum(pb.USER in feature.sides for feature in pipeline.features)
 
 

@@ -113,8 +113,15 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "every_steps": COUNT,
         "keep": Range(lambda x: x >= 2, "2 or more: the newest may be damaged when it is needed"),
     },
+    pb.TimestampLayerNormPostprocessor: {
+        "eps": POSITIVE,
+        "utc_offset_minutes": Range(lambda x: abs(x) <= 14 * 60, "from -840 to 840"),
+    },
 }
 """By message, the allowed values of each number in it (of each element of a list); a test finds gaps."""
+    pb.JoinedContextualTokens: {"num_tokens": LENGTH},
+    pb.ConcatenatedActions: {"dim": COUNT},
+    pb.ContextualizedMlp: {"context_dim": COUNT, "hidden": COUNT, "rank": COUNT},
 
 REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.Pipeline: ("features",),

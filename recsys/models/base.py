@@ -100,6 +100,14 @@ def layout_rule(pipeline: pb.Pipeline) -> LayoutRule:
 def build_postprocessor(config: Any, embedding_dim: int) -> nn.Module:
     """The postprocessor of a model's message; without one vectors pass as they are."""
     if not config.HasField("postprocessor"):
-        return nn.Identity()
+        return Unchanged()
     chosen = registry.pick(config.postprocessor)
     return chosen.cls(chosen.config, embedding_dim=embedding_dim)
+
+
+class Unchanged(nn.Module):
+    """Stands where a postprocessor would."""
+
+    def forward(self, values: Tensor, timestamps: Tensor) -> Tensor:
+        """[n, E], as it is."""
+        return values

@@ -70,7 +70,7 @@ class Ranker(Model):
             embeddings = self.embed(batch)
             prepared = self.preprocess(embeddings, batch)
             mixed = self.mix(prepared.sequence)
-            targets = self.postprocess(mixed.targets())
+            targets = self.postprocess(mixed.targets(), mixed.target_times())
             return self.predict(self.head(targets, prepared.candidates))
 
     def score(self, batch: Batch) -> Tensor:

@@ -145,7 +145,7 @@ class ComparableVectors(nn.Module):
     def forward(self, mixed: JaggedSequence, embeddings: Mapping[str, Tensor]) -> RetrieverOutputs:
         """From mixed tokens and looked-up columns."""
         return RetrieverOutputs(
-            queries=self.items(self.postprocess(mixed.history())),
+            queries=self.items(self.postprocess(mixed.history(), mixed.history_times())),
             items=self.items(embeddings[features.NEGATIVES]),
             events=self.items(embeddings[self.history]),
         )

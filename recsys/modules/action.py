@@ -4,31 +4,52 @@ import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
+from recsys.modules.contextualized import ContextualizedMLP, RowContext
+from recsys.modules.flops import linear_flops
+from recsys.modules.mlp import build_mlp
 
 
 class ActionEncoder(nn.Module):
-    """The sum of one learned vector for each bit that is set and each threshold that is reached.
+    """One learned vector for each bit that is set and each threshold that is reached: their sum, or layers on
+    all of them side by side.
 
     Args:
-        config: bits and thresholds.
+        config: bits and thresholds, and what becomes of their vectors.
         embedding_dim: E.
+        context_dim: width of the concatenated USER features, for layers that are made of them.
+
+    Raises:
+        ValueError: layers without a bit or threshold, or without the features that they are made of.
     """
 
-    def __init__(self, config: pb.ActionEncoder, *, embedding_dim: int):
+    def __init__(self, config: pb.ActionEncoder, *, embedding_dim: int, context_dim: int = 0):
         super().__init__()
         bits = torch.tensor([bit.bit for bit in config.bits], dtype=torch.int64)
         thresholds = torch.tensor(list(config.watch_time_thresholds), dtype=torch.float32)
         self.register_buffer("bits", bits, persistent=False)
         self.register_buffer("thresholds", thresholds, persistent=False)
-        self.weight = nn.Parameter(torch.empty(len(bits) + len(thresholds), embedding_dim))
-        nn.init.normal_(self.weight, std=embedding_dim**-0.5)
+        count, layers = len(bits) + len(thresholds), config.concatenated
+        joined = config.HasField("concatenated")
+        width = layers.dim if joined else embedding_dim
+        self.weight = nn.Parameter(torch.empty(count, width))
+        nn.init.normal_(self.weight, std=width**-0.5)
+        self.project = None
+        if joined and count == 0:
+            raise ValueError("action.concatenated: there is neither a bit nor a threshold to concatenate")
+        if layers.HasField("contextualized"):
+            self.project = ContextualizedMLP(
+                layers.contextualized, in_dim=count * width, context_dim=context_dim, out_dim=embedding_dim
+            )
+        elif joined:
+            self.project = build_mlp(layers.mlp, count * width, embedding_dim)
 
-    def forward(self, actions: Tensor, watch_time: Tensor) -> Tensor:
+    def forward(self, actions: Tensor, watch_time: Tensor, rows: RowContext | None = None) -> Tensor:
         """The vectors of n events.
 
         Args:
             actions: int64 [n], bitmask.
             watch_time: float32 [n], seconds.
+            rows: whose events they are, for `contextualized`; others do not look at it.
 
         Returns:
             [n, E].
@@ -36,4 +57,14 @@ class ActionEncoder(nn.Module):
         done = ((actions[:, None] >> self.bits) & 1).bool()
         watched = watch_time[:, None] >= self.thresholds
         present = torch.cat([done, watched], dim=1).to(self.weight.dtype)
-        return (present @ self.weight).to(self.weight.dtype)
+        if self.project is None:
+            return (present @ self.weight).to(self.weight.dtype)
+        vectors = (present[:, :, None] * self.weight).flatten(1)
+        contextualized = isinstance(self.project, ContextualizedMLP)
+        return (self.project(vectors, rows) if contextualized else self.project(vectors)).to(vectors.dtype)
+
+    def flops(self, events: int, rows: int) -> int:
+        """FLOP for n events of B rows; see `recsys.modules.flops`."""
+        if isinstance(self.project, ContextualizedMLP):
+            return self.project.flops(events, rows)
+        return 0 if self.project is None else linear_flops(self.project, events)

@@ -1,12 +1,13 @@
 """A stack of linear layers with SiLU between them: what `pb.Mlp` describes.
 
-Leaf module of heads and of the content and action encoders; they pass the message's fields as keywords.
+Leaf module of heads, of the content and action encoders and of contextual tokens.
 """
 
 from collections.abc import Sequence
 
 from torch import nn
 
+from recsys import protos as pb
 from recsys.modules.norm import LayerNorm
 
 
@@ -40,3 +41,8 @@ class MLP(nn.Sequential):
                 layers.append(nn.Dropout(dropout))
             in_dim = width
         super().__init__(*layers, nn.Linear(in_dim, out_dim))
+
+
+def build_mlp(config: pb.Mlp, in_dim: int, out_dim: int) -> MLP:
+    """The stack that a message describes."""
+    return MLP(in_dim, config.hidden, out_dim, layer_norm=config.layer_norm, dropout=config.dropout)

@@ -44,10 +44,18 @@ def following(values: Tensor, lengths: Tensor, last: Tensor) -> Tensor:
 
     Args:
         values: [n], entries of B lists one after the other.
+    def target_times(self) -> Tensor:
+        """int64 [N], seconds: when the answer of each of `targets()` is wanted, its own request time."""
+        return gather_rows(self.next_timestamps, self.layout.targets_only().index)
+
         lengths: int64 [B], adding up to n.
         last: [B], what follows the last entry of each list.
 
     Returns:
+    def history_times(self) -> Tensor:
+        """int64 [U], seconds: when what comes behind each of `history()` happens."""
+        return gather_rows(self.next_timestamps, self.layout.history_only().index)
+
         [n]; nothing of one list appears in another.
     """
     count = values.shape[0]

@@ -9,7 +9,7 @@ from tests.modules.pipelines import RANKER, pipeline_of
 
 def encoder():
     pipeline = pipeline_of(RANKER)
-    module = ContentEncoder(pipeline.model.ranker.preprocessor.contextual.content, pipeline=pipeline)
+    module = ContentEncoder(pipeline.model.ranker.preprocessor.contextual, pipeline=pipeline)
     torch.nn.init.normal_(module.missing["uih_price"])
     return module
 
@@ -24,7 +24,7 @@ def inputs(prefix, count):
 
 def test_candidates_are_their_features_in_the_configs_order_through_the_mlp():
     module, given = encoder(), inputs("candidate_", 3)
-    first, last = module.mlp[0], module.mlp[-1]
+    first, last = module.project[0], module.project[-1]
     for row in range(3):
         joined = torch.cat([given[f"candidate_{name}"][row] for name in ("item_id", "tags", "price")])
         expected = last.weight @ silu(first.weight @ joined + first.bias) + last.bias
@@ -44,4 +44,4 @@ def test_an_item_needs_features():
     pipeline.features.add(name="age", sides=[pb.USER]).numeric.normalize.SetInParent()
     pipeline.model.embedding_dim = 8
     with pytest.raises(ValueError, match="no feature has the side HISTORY or CANDIDATE"):
-        ContentEncoder(pb.Mlp(), pipeline=pipeline)
+        ContentEncoder(pb.ContextualPreprocessor(), pipeline=pipeline)

@@ -21,9 +21,9 @@ def test_history_and_targets_are_the_tokens_of_their_kind_in_order():
     layout = SequenceLayout(torch.tensor([4, 2, 3]), torch.tensor([1, 0, 2]), num_contextual=1)
     # c h h t | c h | c t t
     values = torch.arange(9.0)[:, None]
-    sequence = JaggedSequence(
-        values, layout, torch.zeros(9, dtype=torch.int64), torch.zeros(9, dtype=torch.int64)
-    )
+    sequence = JaggedSequence(values, layout, torch.zeros(9, dtype=torch.int64), torch.arange(10, 19))
     assert sequence.history().flatten().tolist() == [1, 2, 5]
     assert sequence.targets().flatten().tolist() == [3, 7, 8]
+    assert sequence.history_times().tolist() == [11, 12, 15]
+    assert sequence.target_times().tolist() == [13, 17, 18]
     assert sequence.with_values(values + 1).targets().flatten().tolist() == [4, 8, 9]

@@ -19,8 +19,8 @@ class L2NormPostprocessor(nn.Module):
         self.embedding_dim = embedding_dim
         self.eps = config.eps
 
-    def forward(self, values: Tensor) -> Tensor:
-        """[n, E] -> [n, E] of the same type."""
+    def forward(self, values: Tensor, timestamps: Tensor) -> Tensor:
+        """[n, E] -> [n, E] of the same type, at any time."""
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         return F.normalize(wide, dim=-1, eps=self.eps).to(values.dtype)
 

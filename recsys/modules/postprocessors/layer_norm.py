@@ -15,6 +15,6 @@ class LayerNormPostprocessor(nn.Module):
         super().__init__()
         self.norm = LayerNorm(embedding_dim, eps=config.eps)
 
-    def forward(self, values: Tensor) -> Tensor:
-        """[n, E] -> [n, E] of the same type."""
+    def forward(self, values: Tensor, timestamps: Tensor) -> Tensor:
+        """[n, E] -> [n, E] of the same type, at any time."""
         return self.norm(values)

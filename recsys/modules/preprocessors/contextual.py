@@ -1,9 +1,9 @@
 """`ContextualPreprocessor`: [contextual | history | targets], the sequence of a ranking model.
 
-One contextual token for each USER feature. An event is one token, content plus what the user did with the
-item (SUMMED), or two, content and then action (INTERLEAVED). A target is one token either way, in training
-and in serving: the candidate's content plus one learned vector in place of the action, which nobody knows
-yet, so no label can leak into it.
+Contextual tokens are made of USER features, one a feature or a number of joint ones. An event is one token,
+content plus what the user did with the item (SUMMED), or two, content and then action (INTERLEAVED). A target
+is one token either way, in training and in serving: the candidate's content plus one learned vector in place
+of the action, which nobody knows yet, so no label can leak into it.
 """
 
 import torch
@@ -14,11 +14,13 @@ from recsys import protos as pb
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.action import ActionEncoder
 from recsys.modules.content import ContentEncoder
+from recsys.modules.contextual import FeatureTokens, JoinedTokens
+from recsys.modules.contextualized import ContextualizedMLP, RowContext
 from recsys.modules.flops import linear_flops
 from recsys.modules.positional import PositionalEncoder
-from recsys.modules.preprocessors.preprocessed import Preprocessed, inputs_of
+from recsys.modules.preprocessors.preprocessed import Preprocessed, events_of, inputs_of
 from recsys.modules.sequence import JaggedSequence, following
-from recsys.ops import gather_rows
+from recsys.ops import SequenceLayout, gather_rows
 from recsys.registry import register
 
 
@@ -31,7 +33,7 @@ class ContextualPreprocessor(nn.Module):
         pipeline: resolved; features and `model.embedding_dim` (E).
 
     Raises:
-        ValueError: actions are to be tokens, and there is no action encoder.
+        ValueError: actions are to be tokens without an action encoder, or a part does not fit the features.
     """
 
     def __init__(self, config: pb.ContextualPreprocessor, *, pipeline: pb.Pipeline):
@@ -39,12 +41,13 @@ class ContextualPreprocessor(nn.Module):
         width = pipeline.model.embedding_dim
         users = features.columns(pipeline, pb.USER)
         self.user_columns = [column.name for column in users]
-        # The ending keeps a feature called `type` apart from the attributes of a module.
-        self.user_tokens = nn.ModuleDict(
-            {f"{column.name}_token": nn.Linear(column.width, width) for column in users}
-        )
-        self.content = ContentEncoder(config.content, pipeline=pipeline)
-        self.action = ActionEncoder(config.action, embedding_dim=width) if config.HasField("action") else None
+        self.contextual = _contextual_tokens(config, users, width)
+        self.content = ContentEncoder(config, pipeline=pipeline)
+        self.action = None
+        if config.HasField("action"):
+            context_dim = sum(column.width for column in users)
+            self.action = ActionEncoder(config.action, embedding_dim=width, context_dim=context_dim)
+        self.contextualized = any(isinstance(part, ContextualizedMLP) for part in self.modules())
         self.interleaved = config.action_placement == pb.ContextualPreprocessor.INTERLEAVED
         if self.interleaved and self.action is None:
             raise ValueError("action_placement: INTERLEAVED makes a token of each action; set `action`")
@@ -74,14 +77,14 @@ class ContextualPreprocessor(nn.Module):
         Returns:
             The sequence, and the candidates' content [N, E] before anything was added to it.
         """
-        inputs = inputs_of(embeddings, batch)
+        inputs, layout = inputs_of(embeddings, batch), batch.layout
+        contextual = [] if self.contextual is None else [self.contextual(inputs)]
         history = self._history(inputs, batch)
-        candidates = self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0])
-        tokens = [*self._contextual(inputs), history, candidates + self.target_action]
+        rows = self._rows(inputs, layout.targets_only().layout) if self.contextualized else None
+        candidates = self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0], rows)
 
-        layout = batch.layout
         index = layout.assemble_index()
-        values = gather_rows(torch.cat(tokens), index)
+        values = gather_rows(torch.cat([*contextual, history, candidates + self.target_action]), index)
         times = self._times(batch).index_select(0, index)
         if self.positional is not None:
             values = self.positional(values, layout, times[:, 0], request_times=times[:, 2])
@@ -90,28 +93,31 @@ class ContextualPreprocessor(nn.Module):
 
     def flops(self, batch: Batch) -> int:
         """FLOP of a forward pass; see `recsys.modules.flops`."""
-        items = batch.uih_timestamps.shape[0] + batch.candidate_timestamps.shape[0]
-        return linear_flops(self.user_tokens, batch.layout.batch_size) + linear_flops(self.content, items)
+        rows, events = batch.layout.batch_size, batch.uih_timestamps.shape[0]
+        contextual = linear_flops(self.contextual, rows) if self.contextual is not None else 0
+        action = self.action.flops(events, rows) if self.action is not None else 0
+        sides = [self.content.flops(n, rows) for n in (events, batch.candidate_timestamps.shape[0])]
+        return contextual + action + sum(sides)
 
     def _history(self, inputs: dict[str, Tensor], batch: Batch) -> Tensor:
         """[history tokens, E], event by event."""
-        content = self.content(pb.HISTORY, inputs, batch.uih_timestamps.shape[0])
+        rows = None
+        if self.contextualized:
+            rows = self._rows(inputs, events_of(batch, tokens_per_event=2 if self.interleaved else 1))
+        content = self.content(pb.HISTORY, inputs, batch.uih_timestamps.shape[0], rows)
         if self.action is None:
             return content
-        action = self.action(batch.uih_actions, batch.uih_watch_time)
+        action = self.action(batch.uih_actions, batch.uih_watch_time, rows)
         return torch.stack([content, action], dim=1).flatten(0, 1) if self.interleaved else content + action
 
-    def _contextual(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        """[B * C, E], row by row, in a list; an empty list without USER features."""
-        tokens = []
-        for name, project in zip(self.user_columns, self.user_tokens.values(), strict=True):
-            tokens.append(project(inputs[name]).to(inputs[name].dtype))
-        return [torch.stack(tokens, dim=1).flatten(0, 1)] if tokens else []
+    def _rows(self, inputs: dict[str, Tensor], layout: SequenceLayout) -> RowContext:
+        """The rows of items that `layout` spreads over them."""
+        return RowContext(torch.cat([inputs[name] for name in self.user_columns], dim=1), layout)
 
     def _times(self, batch: Batch) -> Tensor:
         """int64 [T, 3]: own, next and request time; contextual rows, then events, then candidates."""
         request = batch.request_time
-        contextual = request[:, None].expand(-1, len(self.user_columns)).flatten()
+        contextual = request[:, None].expand(-1, batch.layout.num_contextual).flatten()
         events, candidates = batch.uih_timestamps, batch.candidate_timestamps
         after = following(events, batch.uih_lengths, last=request)
         asked = torch.repeat_interleave(request, batch.uih_lengths, output_size=events.shape[0])
@@ -126,3 +132,11 @@ class ContextualPreprocessor(nn.Module):
                 candidates[:, None].expand(-1, 3),
             ]
         )
+
+
+def _contextual_tokens(
+    config: pb.ContextualPreprocessor, columns: list[features.Column], embedding_dim: int
+) -> FeatureTokens | JoinedTokens | None:
+    if config.HasField("joined_contextual"):
+        return JoinedTokens(config.joined_contextual, columns, embedding_dim=embedding_dim)
+    return FeatureTokens(columns, embedding_dim=embedding_dim) if columns else None

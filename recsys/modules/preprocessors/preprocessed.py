@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from recsys.data.batch import Batch
 from recsys.modules.sequence import JaggedSequence
+from recsys.ops import SequenceLayout, offsets_from_lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,3 +27,17 @@ class Preprocessed:
 def inputs_of(embeddings: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
     """Column -> [n, width] for embedded and plain numeric columns alike."""
     return embeddings | {name: numbers[:, None] for name, numbers in batch.numbers.items()}
+
+
+def events_of(batch: Batch, tokens_per_event: int) -> SequenceLayout:
+    """The events over rows, however many tokens each makes: B samples of nothing but history."""
+    lengths = batch.uih_lengths
+    return SequenceLayout.trusted(
+        lengths,
+        offsets_from_lengths(lengths),
+        torch.zeros_like(lengths),
+        num_contextual=0,
+        total_len=batch.uih_timestamps.shape[0],
+        max_len=batch.layout.history_only().layout.max_len // tokens_per_event,
+        total_targets=0,
+    )

@@ -8,6 +8,7 @@ from recsys import protos as pb
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.action import ActionEncoder
 from recsys.modules.flops import linear_flops
+from recsys.modules.mlp import build_mlp
 from recsys.modules.positional import PositionalEncoder
 from recsys.modules.preprocessors.preprocessed import Preprocessed, inputs_of
 from recsys.modules.sequence import JaggedSequence, following
@@ -16,7 +17,7 @@ from recsys.registry import register
 
 @register(pb.UihPreprocessor)
 class UihPreprocessor(nn.Module):
-    """One token an event: the concatenated HISTORY features, projected when they are not E wide, plus the
+    """One token an event: the concatenated HISTORY features, projected if asked to or not E wide, plus the
     action.
 
     Args:
@@ -35,7 +36,11 @@ class UihPreprocessor(nn.Module):
             raise ValueError("no feature has the side HISTORY: there is nothing to make tokens of")
         self.columns = [column.name for column in columns]
         total = sum(column.width for column in columns)
-        self.project = nn.Identity() if total == width else nn.Linear(total, width)
+        self.project: nn.Module = nn.Identity()
+        if config.HasField("content"):
+            self.project = build_mlp(config.content, total, width)
+        elif total != width:
+            self.project = nn.Linear(total, width)
         self.action = ActionEncoder(config.action, embedding_dim=width) if config.HasField("action") else None
         self.positional = None
         if config.HasField("positional"):
@@ -71,4 +76,6 @@ class UihPreprocessor(nn.Module):
 
     def flops(self, batch: Batch) -> int:
         """FLOP of a forward pass; see `recsys.modules.flops`."""
-        return linear_flops(self.project, batch.layout.total_len)
+        events, rows = batch.uih_timestamps.shape[0], batch.layout.batch_size
+        action = self.action.flops(events, rows) if self.action is not None else 0
+        return linear_flops(self.project, events) + action

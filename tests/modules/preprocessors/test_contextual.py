@@ -40,7 +40,7 @@ def token_by_token(module, pipeline, rows, nested):
     for n, row in enumerate(rows):
         events, targets = len(row.uih_timestamps), len(row.candidate_timestamps)
         for index, name in enumerate(("gender", "age")):
-            project = module.user_tokens[f"{name}_token"]
+            project = module.contextual.project[f"{name}_token"]
             value = project.weight @ nested[name][n][0] + project.bias
             tokens.append(
                 value * math.sqrt(8) + positional.position.weight[index] + positional.time.weight[5]
@@ -52,7 +52,7 @@ def token_by_token(module, pipeline, rows, nested):
                 nested["uih_tags"][n][i],
                 module.content.missing["uih_price"],
             ]
-            value = module.content.mlp(torch.cat(item))
+            value = module.content.project(torch.cat(item))
             click, like, three, ten = module.action.weight
             value = value + (row.uih_actions[i] % 2) * click + (row.uih_actions[i] // 8 % 2) * like
             value = value + (row.uih_watch_time[i] >= 3) * three + (row.uih_watch_time[i] >= 10) * ten
@@ -67,7 +67,7 @@ def token_by_token(module, pipeline, rows, nested):
             times.append((row.uih_timestamps[i], later[i + 1]))
         for i in range(targets):
             names = ("item_id", "tags", "price")
-            content = module.content.mlp(torch.cat([nested[f"candidate_{name}"][n][i] for name in names]))
+            content = module.content.project(torch.cat([nested[f"candidate_{name}"][n][i] for name in names]))
             candidates.append(content)
             tokens.append(
                 (content + module.target_action) * math.sqrt(8)
@@ -105,7 +105,7 @@ def test_without_user_features_actions_and_positions_tokens_are_contents():
     rows, module = random_rows(pipeline, [(2, 1), (0, 2)]), build(pipeline)
     prepared, nested = run_without_user(module, pipeline, rows)
     item = [torch.cat([nested[f"uih_{name}"][0], nested[f"uih_{name}"][1]]) for name in ("item_id", "tags")]
-    history = module.content.mlp(torch.cat([*item, module.content.missing["uih_price"].expand(2, 1)], dim=1))
+    history = module.content.project(torch.cat([*item, module.content.missing["uih_price"].expand(2, 1)], dim=1))
     targets = prepared.candidates + module.target_action
     expected = torch.cat([history, targets[:1], targets[1:]])
     torch.testing.assert_close(prepared.sequence.values, expected)

@@ -1,0 +1,98 @@
+"""`ContextualizedMLP`: layers whose last one is made anew for each row from what is known of its user.
+
+For the content and action encoders, which pass it their inputs with a `RowContext`. The idea is that of the
+parameterised content embedding of HSTU rankers; here the generated weights are a deviation from shared ones,
+and a rank bounds their number.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from recsys import protos as pb
+from recsys.modules.flops import linear_flops
+from recsys.modules.norm import LayerNorm
+from recsys.ops import SequenceLayout, gather_rows
+
+DEVIATION = 0.1
+"""How far weights of a row lie from the shared ones at the start, about, in units of the shared ones."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowContext:
+    """The rows that n items or events belong to.
+
+    Attributes:
+        features: [B, C], the concatenated USER features of each row.
+        layout: of the items over rows: B samples, n tokens.
+    """
+
+    features: Tensor
+    layout: SequenceLayout
+
+
+class ContextualizedMLP(nn.Module):
+    """y = W_b z + a_b for each item of row b, where z is x behind the shared layers.
+
+    [W_b, a_b] = G silu(LayerNorm(A c_b)), c_b [C] the row's features; W_b is [out_dim, R], a_b [out_dim], R
+    the width of z. A and G are linear layers with bias; G's bias is what all rows share.
+
+    Costs beside the shared layers: 2 n R out_dim FLOP for the items, 2 B context_dim (R + 1) out_dim for the
+    weights, and memory for B matrices and for items padded to the longest row.
+
+    Args:
+        config: widths.
+        in_dim: width of x.
+        context_dim: C.
+        out_dim: width of y.
+
+    Raises:
+        ValueError: there are no features to make weights of.
+    """
+
+    def __init__(self, config: pb.ContextualizedMlp, *, in_dim: int, context_dim: int, out_dim: int):
+        super().__init__()
+        if context_dim == 0:
+            raise ValueError(
+                "a contextualised layer makes its weights of USER features, and no feature has the side USER"
+            )
+        layers: list[nn.Module] = []
+        for width in config.hidden:
+            layers += [nn.Linear(in_dim, width), nn.SiLU()]
+            in_dim = width
+        if config.HasField("rank"):
+            layers.append(nn.Linear(in_dim, config.rank, bias=False))
+            in_dim = config.rank
+        self.shared = nn.Sequential(*layers)
+        self.in_dim, self.out_dim = in_dim, out_dim
+        hidden = config.context_dim
+        self.compress = nn.Sequential(nn.Linear(context_dim, hidden), LayerNorm(hidden), nn.SiLU())
+        self.generate = nn.Linear(hidden, out_dim * (in_dim + 1))
+        nn.init.uniform_(self.generate.bias, -(in_dim**-0.5), in_dim**-0.5)
+        nn.init.normal_(self.generate.weight, std=DEVIATION * (hidden * in_dim) ** -0.5)
+
+    def forward(self, x: Tensor, rows: RowContext) -> Tensor:
+        """Each item by its row's weights.
+
+        Args:
+            x: [n, in_dim].
+            rows: whose items they are.
+
+        Returns:
+            [n, out_dim].
+        """
+        z = self.shared(x)
+        generated = self.generate(self.compress(rows.features)).unflatten(1, (self.out_dim, self.in_dim + 1))
+        layout = rows.layout
+        # Rows have different matrices, so they are multiplied as a batch, padded to one length.
+        shape = (layout.batch_size, layout.max_len)
+        padded = gather_rows(z, layout.padded_index().index.flatten()).unflatten(0, shape)
+        products = torch.bmm(padded, generated[:, :, :-1].transpose(1, 2)) + generated[:, None, :, -1]
+        place = layout.sample_ids() * layout.max_len + layout.positions()
+        return gather_rows(products.flatten(0, 1), place)
+
+    def flops(self, items: int, rows: int) -> int:
+        """FLOP of a forward pass over n items of B rows; see `recsys.modules.flops`."""
+        weights = linear_flops(self.compress, rows) + linear_flops(self.generate, rows)
+        return linear_flops(self.shared, items) + weights + 2 * items * self.in_dim * self.out_dim
