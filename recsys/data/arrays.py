@@ -24,6 +24,7 @@ from recsys.data.columns import (
     UIH_WATCH_TIME,
 )
 from recsys.data.contract import Field, Kind, Mode, fields
+from recsys.data.slots import Slot, SlotReader, SlotWriter
 
 TRUNCATED_HISTORY = "truncated_history"
 TRUNCATED_CANDIDATES = "truncated_candidates"
@@ -57,8 +58,8 @@ class Arrays:
     keys: pa.Table | None
     counts: Counter[str]
 
-    def packed(self) -> "Packed":
-        """The same in a form that travels between processes at half the price."""
+    def packed(self, slots: SlotWriter | None = None) -> "Packed":
+        """The same in a form that travels between processes cheaply, in one of `slots` if one is free."""
         parts, others = [], {}
         for name, value in vars(self).items():
             if isinstance(value, np.ndarray):
@@ -68,20 +69,21 @@ class Arrays:
                 others[name] = {}
             else:
                 others[name] = value
-        slots, end = [], 0
+        places, end = [], 0
         for name, key, value in parts:
-            slots.append(_Slot(name, key, value.dtype.str, end, value.nbytes))
+            places.append(_Place(name, key, value.dtype.str, end, value.nbytes))
             end += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
         buffer = np.empty(end, np.uint8)
-        for slot, (_, _, value) in zip(slots, parts, strict=True):
-            buffer[slot.start : slot.start + slot.size] = np.ascontiguousarray(value).view(np.uint8)
-        return Packed(buffer, slots, others)
+        for place, (_, _, value) in zip(places, parts, strict=True):
+            buffer[place.start : place.start + place.size] = np.ascontiguousarray(value).view(np.uint8)
+        slot = slots.put(buffer) if slots else None
+        return Packed(slot or buffer, places, others)
 
 
 _ALIGNMENT = 8
 
 
-class _Slot(NamedTuple):
+class _Place(NamedTuple):
     """Where an array lies in the buffer: its field, its key when that is a dict, type, first byte, bytes."""
 
     field: str
@@ -94,19 +96,24 @@ class _Slot(NamedTuple):
 class Packed(NamedTuple):
     """`Arrays` in one buffer: a queue between processes is slow with many small objects."""
 
-    buffer: np.ndarray
-    slots: list[_Slot]
+    buffer: np.ndarray | Slot
+    places: list[_Place]
     others: dict[str, Any]
 
-    def arrays(self) -> Arrays:
-        """The arrays again, as views of the buffer."""
+    def arrays(self, slots: SlotReader | None = None) -> Arrays:
+        """The arrays again, as views of a buffer of this process; `slots` is where a slot is looked up."""
+        buffer = self.buffer
+        if isinstance(buffer, Slot):
+            if slots is None:
+                raise ValueError("the batch lies in shared memory: a SlotReader is needed to take it out")
+            buffer = slots.take(buffer)
         found = dict(self.others)
-        for slot in self.slots:
-            value = self.buffer[slot.start : slot.start + slot.size].view(slot.dtype)
-            if slot.key is None:
-                found[slot.field] = value
+        for place in self.places:
+            value = buffer[place.start : place.start + place.size].view(place.dtype)
+            if place.key is None:
+                found[place.field] = value
             else:
-                found[slot.field] = {**found[slot.field], slot.key: value}
+                found[place.field] = {**found[place.field], place.key: value}
         return Arrays(**found)
 
 
@@ -144,9 +151,9 @@ class Packer:
                 candidate_times.values if candidate_times else np.repeat(request_time, lengths[pb.CANDIDATE])
             ),
             labels={
-                field.task.name: flat[field.column].values
+                field.task.name: _labels(field.task, flat[field.column].values)
                 for field in self._fields
-                if field.kind is Kind.LABEL
+                if field.task is not None
             },
             sample_weight=((block.codes == 0) & (block.row >= 0)).astype(np.float32),
             group=block.group,
@@ -187,6 +194,14 @@ def _ids(
 def _get(flat: dict[str, Flat], column: features.Column, dtype: type) -> Flat:
     # Candidates of a retriever are only read for evaluation.
     return flat.get(column.name, Flat(column.side, np.empty(0, dtype), np.zeros(1, np.int64)))
+
+
+def _labels(task: pb.Task, values: np.ndarray) -> np.ndarray:
+    """float32 labels of a task, from its column."""
+    if not task.label_bits:
+        return values
+    mask = sum(1 << bit for bit in set(task.label_bits))
+    return ((values & mask) != 0).astype(np.float32)
 
 
 def _count(block: Block) -> Counter[str]:

@@ -20,6 +20,7 @@ from recsys.data.collate import Collator
 from recsys.data.contract import Mode
 from recsys.data.plan import Order
 from recsys.data.reader import Reader
+from recsys.data.slots import SlotReader
 from recsys.data.sources import Source, open_source
 from recsys.data.unknown import UnknownIds
 from recsys.errors import DataError, RecsysError
@@ -98,6 +99,8 @@ class Loader:
             mode,
             rule=rule,
             num_readers=world_size * max(1, data.num_workers),
+            # One is being filled and one being taken out beside those that wait.
+            num_slots=data.prefetch_batches + 2,
         )
 
     def num_batches(self, epoch: int = 0) -> int:
@@ -171,11 +174,12 @@ class Loader:
                 generator=torch.Generator(),
             )
         )
+        slots = SlotReader()
         try:
             for result in results:
                 if isinstance(result, RecsysError):
                     raise result
-                yield result.arrays()
+                yield result.arrays(slots)
         except RuntimeError as error:
             if "DataLoader worker" not in str(error):
                 raise
@@ -186,6 +190,7 @@ class Loader:
         finally:
             # Ends the processes now, also when the caller stops in the middle.
             del results
+            slots.close()
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -15,6 +15,7 @@ from recsys.data.contract import Mode
 from recsys.data.layout_rule import LayoutRule
 from recsys.data.lru import Lru
 from recsys.data.plan import EpochPlan, Order, RowGroup, resident_blocks
+from recsys.data.slots import SlotWriter
 from recsys.data.sources import Source
 from recsys.errors import DataError, RecsysError
 
@@ -31,6 +32,7 @@ class Reader:
         *,
         rule: LayoutRule,
         num_readers: int,
+        num_slots: int,
     ) -> None:
         """Checks the schema of every file; opens nothing yet.
 
@@ -40,6 +42,7 @@ class Reader:
             rule: how rows become sequences.
             num_readers: readers of all ranks that share an epoch; decides how many row groups are kept in
                 memory.
+            num_slots: batches that a reader process may have sent and nobody has taken yet.
 
         Raises:
             DataError: a file that does not fit.
@@ -50,13 +53,14 @@ class Reader:
         self._mode: Mode = mode
         self._rule = rule
         self._num_readers = num_readers
+        self._num_slots = num_slots
         self._columns = source.check(pipeline, mode)
         self._forget()
 
     def __getstate__(self) -> dict:
         # Blocks and vocabularies may be large; the other process makes its own.
         state = dict(self.__dict__)
-        for name in ("_converter", "_packer", "_plan", "_blocks"):
+        for name in ("_converter", "_packer", "_plan", "_blocks", "_slots"):
             state.pop(name, None)
         return state
 
@@ -66,13 +70,15 @@ class Reader:
 
     def _forget(self) -> None:
         self._converter: Converter | None = None
+        self._slots: SlotWriter | None = None
         self._plan: EpochPlan | None = None
         self._epoch = -1
 
     def __getitem__(self, place: tuple[int, int]) -> Packed | RecsysError:
         """The batch at (epoch, index), ready to be sent, or the error that kept it from being made."""
+        self._slots = self._slots or SlotWriter(self._num_slots)
         try:
-            return self.read(*place).packed()
+            return self.read(*place).packed(self._slots)
         except RecsysError as error:
             return error
 
