@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recsys import features
+from recsys import checks, features
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.contract import action_encoder
@@ -33,29 +33,37 @@ def describe_sample(batch: Batch, row: int, pipeline: pb.Pipeline) -> list[Token
             an id that was not in the vocabulary as `unknown`.
     """
     names = _Names(batch, row, pipeline)
-    history = [
-        ("history", item, action, time)
-        for item, action, time in zip(
-            names.of_items(pb.HISTORY),
-            _actions(batch, row, pipeline),
-            _times(batch, row, pb.HISTORY),
-            strict=True,
-        )
-    ]
+    interleaved = checks.tokens_per_event(pipeline) == 2
+    history = []
+    for item, action, time in zip(
+        names.of_items(pb.HISTORY),
+        _actions(batch, row, pipeline),
+        _times(batch, row, pb.HISTORY),
+        strict=True,
+    ):
+        tokens = [(item, ""), ("", action)] if interleaved else [(item, action)]
+        history += [("history", *token, time) for token in tokens]
     candidates = [
         ("candidate", item, label, time)
         for item, label, time in zip(
             names.of_items(pb.CANDIDATE), _labels(batch, row), _times(batch, row, pb.CANDIDATE), strict=True
         )
     ]
-    contextual = (
-        [("contextual", name, "", "") for name in names.of_user()] if batch.layout.num_contextual else []
-    )
+    contextual = [
+        ("contextual", name, "", "") for name in _contextual(names.of_user(), batch.layout.num_contextual)
+    ]
     in_sequence = [*contextual, *history, *(candidates if batch.layout.total_targets else [])]
     outside = [] if batch.layout.total_targets else candidates
     return [Token(str(i), *rest) for i, rest in enumerate(in_sequence)] + [
         Token("-", *rest) for rest in outside
     ]
+
+
+def _contextual(features_of_row: list[str], num_tokens: int) -> list[str]:
+    """What each contextual token is made of: one feature, or all of them."""
+    return (
+        features_of_row if len(features_of_row) == num_tokens else ["; ".join(features_of_row)] * num_tokens
+    )
 
 
 def as_table(tokens: list[Token]) -> str:

@@ -2,6 +2,7 @@
 
 import torch
 
+from recsys import protos as pb
 from recsys.data.batch import LayoutRule
 from recsys.data.inspect import as_table, describe_sample
 from recsys.data.loader import Loader
@@ -25,6 +26,20 @@ def test_tokens_of_a_ranking_row(sample):
     assert [t.item for t in tokens[5:]] == [str(ids[0]), str(ids[3])]
     assert [t.action for t in tokens[5:]] == ["is_click=0 watch=0", "is_click=1 watch=1.5"]
     assert tokens[5].time == "1970-01-01 00:17:10"
+
+
+def test_interleaved_events_and_joined_features(sample):
+    sample.write([sample.row(3, events=2, candidates=1)])
+    contextual = sample.pipeline.model.ranker.preprocessor.contextual
+    contextual.action_placement = pb.ContextualPreprocessor.INTERLEAVED
+    batch = next(Loader(sample.pipeline, "train", LayoutRule(1, True, tokens_per_event=2)).epoch(0))
+    tokens = describe_sample(batch, 0, sample.pipeline)
+    assert len(tokens) == int(batch.layout.lengths[0]) == 1 + 2 * 2 + 1
+    assert [part.partition("=")[0] for part in tokens[0].item.split("; ")] == ["user_id", "age"]
+    first, second = str(sample.vocabulary[3]), str(sample.vocabulary[4])
+    assert [t.item for t in tokens[1:5]] == [first, "", second, ""]
+    assert [t.action for t in tokens[1:5]] == ["", "0s", "", "click 0.5s"]
+    assert tokens[1].time == tokens[2].time != tokens[3].time == tokens[4].time
 
 
 def test_candidates_of_a_retriever_are_no_tokens(sample):
