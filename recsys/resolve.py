@@ -14,8 +14,9 @@ from google.protobuf.message import Message
 from recsys import checks
 from recsys import protos as pb
 from recsys.checks import Finding
+from recsys.checks.walk import descend
 from recsys.errors import ConfigError
-from recsys.features import PREFIX
+from recsys.features import ACTIONS, PREFIX
 
 _IMPLIED = {
     pb.Pipeline: ("data", "model", "train", "export", "predict"),
@@ -28,9 +29,11 @@ _IMPLIED = {
     pb.ContextualPreprocessor: ("content",),
     pb.JoinedContextualTokens: ("mlp",),
     pb.ConcatenatedActions: ("mlp",),
-    pb.HstuMixer: ("mask",),
-    pb.SasRecMixer: ("mask",),
+    pb.LayerGroup: ("mask",),
     pb.FusionHead: ("mlp",),
+    pb.MmoeHead: ("expert", "gate", "tower"),
+    pb.PleHead: ("expert", "gate", "tower"),
+    pb.PairwiseLoss: ("binary_cross_entropy",),
     pb.SoftmaxLoss: ("full",),
 }
 """Messages that mean the same when they are absent as when they are empty."""
@@ -68,6 +71,7 @@ def resolve(
     result.CopyFrom(pipeline)
     origins: dict[str, str] = {}
     _imply(result, "", origins)
+    _layers(result, origins)
     if result.model.embedding.placement == pb.Embedding.SHARDED:
         _imply_fields(result.train, "train", ("sparse_optimizer", "sharding"), origins)
         _imply(result.train, "train", origins)
@@ -184,9 +188,10 @@ def _model(pipeline: pb.Pipeline) -> Iterator[_Choice]:
 def _mixer(mixer: pb.Mixer, path: str, model: pb.Model, kind: str) -> Iterator[_Choice]:
     length = model.max_seq_len if model.HasField("max_seq_len") else None
     chosen = mixer.WhichOneof("mixer")
-    if kind == "retriever" and chosen is not None:
-        mask = getattr(mixer, chosen).mask
-        yield _Choice(mask, f"{path}.{chosen}.mask", "contextual_reads_history", False, "next-item training")
+    if kind == "retriever":
+        for mask, place in descend(mixer, path):
+            if isinstance(mask, pb.AttentionMask):
+                yield _Choice(mask, place, "contextual_reads_history", False, "next-item training")
     if chosen == "hstu":
         hstu, place = mixer.hstu, f"{path}.hstu"
         if hstu.HasField("qk_dim"):
@@ -200,11 +205,41 @@ def _mixer(mixer: pb.Mixer, path: str, model: pb.Model, kind: str) -> Iterator[_
         yield _Choice(mixer.sasrec, f"{path}.sasrec", "feed_forward_dim", width, "model.embedding_dim")
 
 
+def _layers(pipeline: pb.Pipeline, origins: dict[str, str]) -> None:
+    """The simple form of each stack when it has no groups; and all lengths in tokens."""
+    factor = checks.tokens_per_event(pipeline)
+    for message, path in descend(pipeline.model, "model"):
+        if isinstance(message, (pb.HstuMixer, pb.SasRecMixer)) and not message.layer_groups:
+            _imply_fields(message, path, ("mask",), origins)
+            _fill(_Choice(message, path, "num_layers", pb.LayerGroup().num_layers, "default"), origins)
+        if isinstance(message, pb.AttentionMask):
+            _to_tokens(message, path, "unit", ("window", "prefix"), factor, origins)
+        if isinstance(message, pb.LayerGroup):
+            _to_tokens(message, path, "tail_unit", ("tail_len",), factor, origins)
+
+
+def _to_tokens(
+    message: Message, path: str, unit: str, fields: tuple[str, ...], factor: int, origins: dict[str, str]
+) -> None:
+    """Multiply lengths that are given in events; one that makes no sense stays, for `checks` to name it."""
+    if getattr(message, unit) != pb.EVENTS:
+        return
+    setattr(message, unit, pb.TOKENS)
+    origins[checks.join(path, unit)] = "EVENTS is given"
+    for field in fields:
+        events = getattr(message, field)
+        if 0 < events <= _LARGEST_INT32 // factor:
+            setattr(message, field, events * factor)
+            origins[checks.join(path, field)] = f"{events} events, tokens of an event: {factor}"
+
+
 def _tasks(pipeline: pb.Pipeline) -> Iterator[_Choice]:
     if pipeline.model.HasField("ranker"):
         for index, task in enumerate(pipeline.model.ranker.tasks):
             path = f"model.ranker.tasks[{index}]"
-            if task.name:
+            if task.label_bits:
+                yield _Choice(task, path, "label", f"{PREFIX[pb.CANDIDATE]}{ACTIONS}", f"{path}.label_bits")
+            elif task.name:
                 yield _Choice(task, path, "label", f"{PREFIX[pb.CANDIDATE]}{task.name}", f"{path}.name")
 
 

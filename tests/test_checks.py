@@ -123,6 +123,31 @@ RANKER_RULES = [
         f"{TASK}.metrics=[{{auc {{}}}}, {{auc {{}}}}]",
         f"{TASK}.metrics[1]: click/auc is also {TASK}.metrics[0]; drop one",
     ),
+    (
+        f"{TASK}.loss={{binary_cross_entropy {{label_smoothing: 1}}}}",
+        f"{TASK}.loss.binary_cross_entropy.label_smoothing: 1.0 is given; it must be at least 0 and below 1",
+    ),
+    (
+        f"{TASK}.loss={{jrc {{pointwise_share: 1.1}}}}",
+        f"{TASK}.loss.jrc.pointwise_share: 1.1 is given; it must be from 0 to 1",
+    ),
+    (
+        f"{TASK}.loss={{pairwise {{mean_squared_error {{}}}}}}",
+        f"{TASK}.metrics[1].auc: does not fit a regression task; use one of",
+    ),
+    (f"{TASK}.label_bits=[3, 63]", f"{TASK}.label_bits[1]: 63 is given; it must be from 0 to 62"),
+    (f"{TASK}.label_bits=[3, 5, 3]", f"{TASK}.label_bits: a bit is named twice; name each once"),
+    (
+        "model.ranker.tasks[1].label_bits=[3]",
+        "model.ranker.tasks[1].label_bits: bits make labels 0 and 1, and the loss is one of regression",
+    ),
+    (
+        "model.ranker.tasks=[{name: 'a' label: 'x' label_bits: 1 loss {jrc {}} metrics {auc {}}}, "
+        "{name: 'b' label: 'x' loss {focal {}}}]",
+        "tasks[1].label_bits: x is one column; this task reads it as a number, tasks[0] its bits; give them",
+    ),
+    ("model.ranker.head={mmoe {num_experts: 0}}", "head.mmoe.num_experts: 0 is given; it must be 1 or more"),
+    ("model.ranker.head={ple {expert {hidden: 0}}}", "head.ple.expert.hidden[0]: 0 is given"),
     ("model.ranker.mixer.hstu.qk_dim=", "model.ranker.mixer.hstu.qk_dim: not set"),
     (
         "model.ranker.mixer.hstu.dropout=1",
@@ -289,6 +314,17 @@ WARNINGS = [
     (RANKER, ["train.num_steps=5"], "train.schedule.warmup_steps: 5 is given and the run has 5 steps"),
     (RANKER, ["train.num_steps=6"], None),
     (RANKER, ["train.num_epochs=1"], None),
+    (
+        RANKER,
+        [f"{TASK}.loss={{jrc {{pointwise_share: 0}}}}"],
+        f"{TASK}.loss.jrc.pointwise_share: 0 is given: predictions order the candidates of a row",
+    ),
+    (
+        RANKER,
+        [f"{TASK}.loss={{pairwise {{}}}}", "data.max_candidates=1"],
+        f"{TASK}.loss.pairwise: compares the candidates of a row, and data.max_candidates leaves one in each",
+    ),
+    (RANKER, [f"{TASK}.loss={{pairwise {{}}}}"], None),
     (RANKER, ["data.validation="], "data.validation: not set: the model will not be evaluated"),
 ]
 
@@ -358,6 +394,13 @@ def test_backends_are_those_of_the_op():
 def test_kinds_of_losses_are_those_of_their_classes():
     kinds = {name: component.cls.kind for name, component in registered(pb.Loss).items()}
     assert model_rules.LOSSES == kinds
+
+
+@pytest.mark.parametrize("part", ["", "binary_cross_entropy {}", "mean_squared_error {}"])
+def test_the_kind_of_a_pairwise_loss_is_that_of_its_pointwise_part(part):
+    loss = text_format.Parse(f"pairwise {{ {part} }}", pb.Loss())
+    assert checks.loss_kind(loss) == losses.PairwiseLoss(loss.pairwise).kind
+    assert checks.loss_kind(pb.Loss()) is None
 
 
 def test_names_and_directions_of_metrics_are_those_of_their_classes():

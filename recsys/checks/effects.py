@@ -61,9 +61,22 @@ def _single_valued(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"features[{index}].id.pooling", "without effect: the feature is not multi_valued")
 
 
+def _row_losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Losses that compare the candidates of a row."""
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, (pb.JrcLoss, pb.PairwiseLoss)):
+            continue
+        if pipeline.data.HasField("max_candidates") and pipeline.data.max_candidates == 1:
+            what = "compares the candidates of a row, and data.max_candidates leaves one in each"
+            yield Finding(path, what)
+        if message.pointwise_share == 0:
+            what = "0 is given: predictions order the candidates of a row, but their values mean nothing"
+            yield Finding(f"{path}.pointwise_share", what)
+
+
 def _unevaluated(pipeline: pb.Pipeline) -> Iterator[Finding]:
     if not pipeline.data.HasField("validation") and not pipeline.data.HasField("test"):
         yield Finding("data.validation", "not set: the model will not be evaluated")
 
 
-RULES = (_replicated, _accumulation, _warmup, _masks, _single_valued, _unevaluated)
+RULES = (_replicated, _accumulation, _warmup, _masks, _single_valued, _row_losses, _unevaluated)

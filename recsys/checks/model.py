@@ -4,8 +4,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from google.protobuf.message import Message
-
 from recsys import protos as pb
 from recsys.checks.sequence import num_contextual, tokens_per_event
 from recsys.checks.walk import Finding, descend
@@ -19,7 +17,10 @@ LOSSES = {
     "focal": "binary",
     "mean_squared_error": "regression",
     "softmax": "retrieval",
+    "jrc": "binary",
+    "pairwise": "binary",
 }
+"""By loss, what its labels are; a pairwise loss takes the kind of its pointwise part, see `loss_kind`."""
 METRICS = {
     "auc": {"binary"},
     "gauc": {"binary"},
@@ -57,6 +58,14 @@ def metric_names(pipeline: pb.Pipeline) -> list[MetricName]:
     for index, task in enumerate(model.ranker.tasks):
         found += _named(task.metrics, f"model.ranker.tasks[{index}]", f"{task.name}/")
     return found
+
+
+def loss_kind(loss: pb.Loss) -> str | None:
+    """What the labels of a task with this loss are: binary, regression or retrieval; None for no loss."""
+    name = loss.WhichOneof("loss")
+    if name == "pairwise":
+        name = loss.pairwise.WhichOneof("pointwise") or name
+    return LOSSES[name] if name else None
 
 
 def _named(metrics: Sequence[pb.Metric], path: str, prefix: str) -> list[MetricName]:
@@ -164,18 +173,18 @@ def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _fits(loss: pb.Loss, path: str, kinds: set[str]) -> Iterator[Finding]:
     name = loss.WhichOneof("loss")
-    if name is not None and LOSSES[name] not in kinds:
+    if name is not None and loss_kind(loss) not in kinds:
         allowed = ", ".join(other for other, kind in LOSSES.items() if kind in kinds)
-        yield Finding(f"{path}.{name}", f"is a loss of {LOSSES[name]}; use one of {allowed}")
+        yield Finding(f"{path}.{name}", f"is a loss of {loss_kind(loss)}; use one of {allowed}")
 
 
 def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
     model = pipeline.model
     yield from _fit(model.retriever.metrics, "model.retriever", "retrieval")
     for index, task in enumerate(model.ranker.tasks):
-        loss = task.loss.WhichOneof("loss")
-        if loss is not None and LOSSES[loss] != "retrieval":
-            yield from _fit(task.metrics, f"model.ranker.tasks[{index}]", LOSSES[loss])
+        kind = loss_kind(task.loss)
+        if kind in ("binary", "regression"):
+            yield from _fit(task.metrics, f"model.ranker.tasks[{index}]", kind)
     seen: dict[str, str] = {}
     for metric in metric_names(pipeline):
         if metric.name in seen:
@@ -215,7 +224,28 @@ def _mixers(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"{path}.backend", what)
 
 
-def _mixers_of(pipeline: pb.Pipeline) -> list[tuple[Message, str]]:
+def _layer_groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for message, path in _mixers_of(pipeline):
+        for field in ("num_layers", "mask"):
+            if message.layer_groups and message.HasField(field):
+                what = "layer_groups is given too, where each group has its own; give one of the two"
+                yield Finding(f"{path}.{field}", what)
+        shortest = None
+        for index, group in enumerate(message.layer_groups):
+            if not group.HasField("tail_len"):
+                continue
+            place = f"{path}.layer_groups[{index}].tail_len"
+            if pipeline.model.HasField("retriever"):
+                yield Finding(place, "next-item training makes every event a query: none can be left out")
+            if shortest is not None and group.tail_len > shortest:
+                what = (
+                    f"{group.tail_len} tokens are given; an earlier group leaves {shortest}, so at most that"
+                )
+                yield Finding(place, what)
+            shortest = group.tail_len if shortest is None else min(shortest, group.tail_len)
+
+
+def _mixers_of(pipeline: pb.Pipeline) -> list[tuple[pb.HstuMixer | pb.SasRecMixer, str]]:
     kinds = (pb.HstuMixer, pb.SasRecMixer)
     return [(m, path) for m, path in descend(pipeline.model, "model") if isinstance(m, kinds)]
 
@@ -251,5 +281,6 @@ RULES = (
     _metrics,
     _groups,
     _mixers,
+    _layer_groups,
     _length,
 )

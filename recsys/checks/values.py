@@ -24,8 +24,10 @@ POSITIVE = Range(lambda x: 0 < x < math.inf, "above 0")
 NOT_NEGATIVE = Range(lambda x: 0 <= x < math.inf, "0 or more")
 COUNT = Range(lambda x: x >= 1, "1 or more")
 LENGTH = Range(lambda x: 1 <= x <= 2**24, "from 1 to 16777216")
+LENGTH_OR_NONE = Range(lambda x: 0 <= x <= 2**24, "from 0 to 16777216")
 SHARE = Range(lambda x: 0 <= x <= 1, "from 0 to 1")
 BELOW_ONE = Range(lambda x: 0 <= x < 1, "at least 0 and below 1")
+BIT = Range(lambda x: 0 <= x <= 62, "from 0 to 62, the bits of a non-negative int64")
 
 RANGES: dict[type[Message], dict[str, Range]] = {
     pb.Data: {
@@ -53,8 +55,14 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     pb.NumericFeature: {"fill": ANY},
     pb.Normalize: {"mean": ANY, "std": POSITIVE},
     pb.Bucketize: {"boundaries": ANY, "embedding_dim": COUNT},
-    pb.BinaryCrossEntropy: {"positive_weight": POSITIVE},
-    pb.FocalLoss: {"gamma": NOT_NEGATIVE, "alpha": Range(lambda x: 0 < x < 1, "between 0 and 1")},
+    pb.BinaryCrossEntropy: {"positive_weight": POSITIVE, "label_smoothing": BELOW_ONE},
+    pb.FocalLoss: {
+        "gamma": NOT_NEGATIVE,
+        "alpha": Range(lambda x: 0 < x < 1, "between 0 and 1"),
+        "label_smoothing": BELOW_ONE,
+    },
+    pb.JrcLoss: {"pointwise_share": SHARE},
+    pb.PairwiseLoss: {"pointwise_share": SHARE},
     pb.SoftmaxLoss: {"temperature": POSITIVE},
     pb.UniformNegatives: {"num_negatives": COUNT},
     pb.LogLoss: {"eps": Range(lambda x: 0 < x < 0.5, "between 0 and 0.5")},
@@ -67,10 +75,14 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "qk_dim": COUNT,
         "v_dim": COUNT,
         "dropout": BELOW_ONE,
+        "input_dropout": BELOW_ONE,
+        "output_dropout": BELOW_ONE,
+        "stochastic_depth": BELOW_ONE,
         "scale_len": POSITIVE,
     },
+    pb.LayerGroup: {"num_layers": COUNT, "tail_len": LENGTH_OR_NONE},
     pb.AttentionBias: {"num_positions": COUNT, "num_time_buckets": NOT_NEGATIVE},
-    pb.AttentionMask: {"window": COUNT, "prefix": NOT_NEGATIVE, "target_group_size": COUNT},
+    pb.AttentionMask: {"window": LENGTH, "prefix": LENGTH_OR_NONE, "target_group_size": COUNT},
     pb.SasRecMixer: {
         "num_layers": COUNT,
         "num_heads": COUNT,
@@ -79,7 +91,14 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     },
     pb.Model: {"embedding_dim": COUNT, "max_seq_len": COUNT},
     pb.Embedding: {"init_std": POSITIVE},
-    pb.Task: {"weight": NOT_NEGATIVE},
+    pb.Task: {"weight": NOT_NEGATIVE, "label_bits": BIT},
+    pb.MmoeHead: {"num_experts": COUNT, "expert_dim": COUNT},
+    pb.PleHead: {
+        "num_levels": COUNT,
+        "num_shared_experts": COUNT,
+        "num_task_experts": COUNT,
+        "expert_dim": COUNT,
+    },
     pb.AdamW: {
         "lr": POSITIVE,
         "beta1": BELOW_ONE,
@@ -94,11 +113,18 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     pb.CosineDecay: {"final_factor": SHARE},
     pb.L2NormPostprocessor: {"eps": POSITIVE},
     pb.LayerNormPostprocessor: {"eps": POSITIVE},
+    pb.TimestampLayerNormPostprocessor: {
+        "eps": POSITIVE,
+        "utc_offset_minutes": Range(lambda x: abs(x) <= 14 * 60, "from -840 to 840"),
+    },
     pb.ContextualPreprocessor: {"dropout": BELOW_ONE},
     pb.UihPreprocessor: {"dropout": BELOW_ONE},
+    pb.JoinedContextualTokens: {"num_tokens": LENGTH},
+    pb.ConcatenatedActions: {"dim": COUNT},
+    pb.ContextualizedMlp: {"context_dim": COUNT, "hidden": COUNT, "rank": COUNT},
     pb.Mlp: {"hidden": COUNT, "dropout": BELOW_ONE},
     pb.ActionEncoder: {"watch_time_thresholds": POSITIVE},
-    pb.ActionBit: {"bit": Range(lambda x: 0 <= x <= 62, "from 0 to 62, the bits of a non-negative int64")},
+    pb.ActionBit: {"bit": BIT},
     pb.PositionalEncoder: {"num_positions": COUNT, "num_time_buckets": NOT_NEGATIVE, "time_unit": POSITIVE},
     pb.Train: {
         "num_epochs": COUNT,
@@ -113,15 +139,8 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "every_steps": COUNT,
         "keep": Range(lambda x: x >= 2, "2 or more: the newest may be damaged when it is needed"),
     },
-    pb.TimestampLayerNormPostprocessor: {
-        "eps": POSITIVE,
-        "utc_offset_minutes": Range(lambda x: abs(x) <= 14 * 60, "from -840 to 840"),
-    },
 }
 """By message, the allowed values of each number in it (of each element of a list); a test finds gaps."""
-    pb.JoinedContextualTokens: {"num_tokens": LENGTH},
-    pb.ConcatenatedActions: {"dim": COUNT},
-    pb.ContextualizedMlp: {"context_dim": COUNT, "hidden": COUNT, "rank": COUNT},
 
 REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.Pipeline: ("features",),

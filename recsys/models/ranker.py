@@ -4,7 +4,7 @@ Contextual tokens, history and candidates form one sequence; the mixer lets each
 and the head compares what it became with what it was. Source: arXiv 2402.17152.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, Model, build_postprocessor, layout_rule
 from recsys.modules.flops import linear_flops
+from recsys.modules.losses import RankingLoss
 from recsys.registry import pick, register
 
 
@@ -23,7 +24,7 @@ class RankerOutputs:
     """What the model says about N candidates.
 
     Attributes:
-        logits: float32 [N, tasks].
+        logits: float32 [N, L], those of each task side by side, as many as its loss wants.
         predictions: by task, float32 [N]: a probability, or a value in the label's unit.
     """
 
@@ -58,10 +59,11 @@ class Ranker(Model):
         mixer = pick(config.mixer)
         self.mix = mixer.cls(mixer.config, embedding_dim=width)
         self.postprocess = build_postprocessor(config, width)
-        head = pick(config.head)
-        self.head = head.cls(head.config, embedding_dim=width, num_outputs=len(config.tasks))
         self.tasks = list(config.tasks)
         self.objective = TaskLosses(self.tasks)
+        head = pick(config.head)
+        num_outputs = [loss.num_logits for loss in self.objective.losses]
+        self.head = head.cls(head.config, embedding_dim=width, num_outputs=num_outputs)
         self.predict = TaskPredictions([task.name for task in self.tasks], self.objective.losses)
 
     def forward(self, batch: Batch) -> RankerOutputs:
@@ -116,10 +118,12 @@ class TaskLosses(nn.Module):
     def forward(self, outputs: RankerOutputs, batch: Batch) -> Losses:
         """Sums and counts over the candidates of this rank."""
         weights = per_candidate(batch.sample_weight, batch)
-        logits = outputs.logits.unbind(1)
+        rows = batch.layout.targets_only().layout
         sums = [
-            (loss(logit, batch.labels[name]) * weights).sum()
-            for name, loss, logit in zip(self.names, self.losses, logits, strict=True)
+            (loss(logits, batch.labels[name], rows) * weights).sum()
+            for name, loss, logits in zip(
+                self.names, self.losses, by_task(outputs.logits, self.losses), strict=True
+            )
         ]
         counts = weights.sum().expand(len(sums))
         return Losses(self.names, torch.stack(sums), counts, self.weights)
@@ -134,14 +138,19 @@ class TaskPredictions(nn.Module):
         self.losses = losses
 
     def forward(self, logits: Tensor) -> RankerOutputs:
-        """Logits [N, tasks] of any float type."""
+        """Logits [N, L] of any float type, task by task."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        columns = logits.unbind(1)
         predictions = {
-            name: loss.predict(column)
-            for name, loss, column in zip(self.names, self.losses, columns, strict=True)
+            name: loss.predict(own)
+            for name, loss, own in zip(self.names, self.losses, by_task(logits, self.losses), strict=True)
         }
         return RankerOutputs(logits, predictions)
+
+
+def by_task(logits: Tensor, losses: Iterable[RankingLoss]) -> list[Tensor]:
+    """[N, L] cut into what each loss takes: [N], or [N, num_logits] where that is more than 1."""
+    parts = logits.split([loss.num_logits for loss in losses], dim=1)
+    return [part.squeeze(1) if part.shape[1] == 1 else part for part in parts]
 
 
 def per_candidate(values: Tensor, batch: Batch) -> Tensor:

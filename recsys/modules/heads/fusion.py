@@ -1,9 +1,11 @@
 """User times item, then one MLP for all tasks: the head of the ranking model."""
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from recsys import protos as pb
-from recsys.modules.mlp import MLP
+from recsys.modules.heads.base import PairInput, build_mlp
 from recsys.registry import register
 
 
@@ -14,13 +16,13 @@ class FusionHead(nn.Module):
     Args:
         config: its MLP.
         embedding_dim: E, width of both vectors.
-        num_outputs: logits a candidate, one a task.
+        num_outputs: logits of each task.
     """
 
-    def __init__(self, config: pb.FusionHead, *, embedding_dim: int, num_outputs: int):
+    def __init__(self, config: pb.FusionHead, *, embedding_dim: int, num_outputs: Sequence[int]):
         super().__init__()
-        mlp = config.mlp
-        self.mlp = MLP(embedding_dim, mlp.hidden, num_outputs, layer_norm=mlp.layer_norm, dropout=mlp.dropout)
+        self.input = PairInput(config.input, embedding_dim)
+        self.mlp = build_mlp(config.mlp, self.input.width, sum(num_outputs))
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
         """Logits of each candidate.
@@ -30,6 +32,6 @@ class FusionHead(nn.Module):
             item: [N, E] the candidates' content before it.
 
         Returns:
-            [N, num_outputs].
+            [N, sum of num_outputs], task by task.
         """
-        return self.mlp(user * item)
+        return self.mlp(self.input(user, item))

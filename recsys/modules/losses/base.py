@@ -1,9 +1,11 @@
-"""What a ranking loss offers to a model: the loss of a candidate, and the prediction that a logit means."""
+"""What a ranking loss offers to a model: the loss of a candidate, and the prediction that its logits mean."""
 
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+
+from recsys.ops import SequenceLayout
 
 Kind = Literal["binary", "regression", "retrieval"]
 
@@ -14,16 +16,20 @@ class RankingLoss(nn.Module):
     Attributes:
         kind: "binary" (labels 0 or 1, predictions are probabilities) or "regression" (predictions are in the
             label's unit).
+        num_logits: logits that it wants of each candidate.
     """
 
     kind: Kind
+    num_logits: int = 1
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
         """Loss of each candidate.
 
         Args:
-            logits: [N] of any float type.
+            logits: [N] of any float type; [N, num_logits] when that is more than 1.
             labels: [N].
+            rows: of which candidates a row consists: a layout of N tokens, all targets. Losses that look at
+                one candidate at a time leave it alone.
 
         Returns:
             [N] float32 (float64 for float64 logits).
@@ -31,10 +37,29 @@ class RankingLoss(nn.Module):
         raise NotImplementedError
 
     def predict(self, logits: Tensor) -> Tensor:
-        """[N] logits -> [N] predictions, float32 (float64 for float64 logits)."""
+        """Logits as in `forward` -> [N] predictions, float32 (float64 for float64 logits)."""
         raise NotImplementedError
 
 
 def widen(x: Tensor) -> Tensor:
     """At least float32: losses are never taken in bfloat16, and float64 stays what it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def smooth(labels: Tensor, share: float) -> Tensor:
+    """Labels with a share spread evenly over both classes: 0 becomes share / 2, 1 becomes 1 - share / 2.
+
+    Source: arXiv 1512.00567, section 7, with two classes.
+    """
+    return labels * (1 - share) + share / 2
+
+
+def checked_share(name: str, value: float) -> float:
+    """The value of a setting that divides something into two parts.
+
+    Raises:
+        ValueError: it is not between 0 and 1.
+    """
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}: {value} is given; it must be from 0 to 1")
+    return value

@@ -5,13 +5,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recsys import protos as pb
-from recsys.modules.losses.base import RankingLoss, widen
+from recsys.modules.losses.base import RankingLoss, checked_share, smooth, widen
+from recsys.ops import SequenceLayout
 from recsys.registry import register
 
 
 @register(pb.BinaryCrossEntropy)
 class BinaryCrossEntropy(RankingLoss):
-    """-w y log p - (1 - y) log(1 - p) with p = sigmoid(logit) and w the positive weight."""
+    """-w y log p - (1 - y) log(1 - p) with p = sigmoid(logit), w the positive weight, y perhaps smoothed."""
 
     kind = "binary"
 
@@ -20,12 +21,13 @@ class BinaryCrossEntropy(RankingLoss):
         if not config.positive_weight > 0:
             raise ValueError(f"positive_weight: {config.positive_weight} is given; it must be above 0")
         self.positive_weight = config.positive_weight
+        self.label_smoothing = checked_share("label_smoothing", config.label_smoothing)
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout | None = None) -> Tensor:
         logits = widen(logits)
         # From logits, never from p: log(1 - p) is -inf as soon as p rounds to 1.
         positive, negative = -F.logsigmoid(logits), -F.logsigmoid(-logits)
-        labels = labels.to(logits.dtype)
+        labels = smooth(labels.to(logits.dtype), self.label_smoothing)
         return self.positive_weight * labels * positive + (1 - labels) * negative
 
     def predict(self, logits: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recsys import protos as pb
-from recsys.modules.losses.base import RankingLoss, widen
+from recsys.modules.losses.base import RankingLoss, checked_share, smooth, widen
+from recsys.ops import SequenceLayout
 from recsys.registry import register
 
 
@@ -13,7 +14,8 @@ from recsys.registry import register
 class FocalLoss(RankingLoss):
     """-a (1 - p)^gamma log p, with p the probability of the true class and a its weight.
 
-    The weight is alpha for positives and 1 - alpha for negatives, or 1 for both when alpha is absent.
+    The weight is alpha for positives and 1 - alpha for negatives, or 1 for both when alpha is absent. A label
+    y that was smoothed counts as y of a positive and 1 - y of a negative.
     """
 
     kind = "binary"
@@ -25,12 +27,13 @@ class FocalLoss(RankingLoss):
         if config.HasField("alpha") and not 0 < config.alpha < 1:
             raise ValueError(f"alpha: {config.alpha} is given; it must lie between 0 and 1")
         self.gamma = config.gamma
+        self.label_smoothing = checked_share("label_smoothing", config.label_smoothing)
         self.positive_weight = config.alpha if config.HasField("alpha") else 1.0
         self.negative_weight = 1 - config.alpha if config.HasField("alpha") else 1.0
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout | None = None) -> Tensor:
         logits = widen(logits)
-        labels = labels.to(logits.dtype)
+        labels = smooth(labels.to(logits.dtype), self.label_smoothing)
         log_p, log_not_p = F.logsigmoid(logits), F.logsigmoid(-logits)
         # A power as exp(gamma * log): its gradient stays finite where 1 - p rounds to 0 and gamma is below 1.
         positive = -log_p * torch.exp(self.gamma * log_not_p)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from recsys import protos as pb
 from recsys.modules.losses.base import RankingLoss, widen
+from recsys.ops import SequenceLayout
 from recsys.registry import register
 
 
@@ -18,7 +19,7 @@ class MeanSquaredError(RankingLoss):
         super().__init__()
         self.log1p = config.log1p
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout | None = None) -> Tensor:
         logits = widen(logits)
         labels = labels.to(logits.dtype)
         return (logits - (torch.log1p(labels) if self.log1p else labels)).square()

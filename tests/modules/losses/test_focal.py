@@ -37,6 +37,20 @@ def test_gamma_zero_is_cross_entropy():
     torch.testing.assert_close(FocalLoss(pb.FocalLoss(gamma=0))(logits, labels), plain)
 
 
+@pytest.mark.parametrize("alpha", [None, 0.25])
+def test_smoothed_labels_mix_the_losses_of_both_classes(alpha):
+    config = pb.FocalLoss(gamma=1.5, label_smoothing=0.3)
+    if alpha is not None:
+        config.alpha = alpha
+    logits = [-3.0, 0.1, 4.0]
+    for label in (0, 1):
+        expected = torch.tensor(
+            [0.85 * paper(z, label, 1.5, alpha) + 0.15 * paper(z, 1 - label, 1.5, alpha) for z in logits]
+        )
+        found = FocalLoss(config)(torch.tensor(logits), torch.full((3,), float(label)))
+        torch.testing.assert_close(found, expected)
+
+
 def test_small_gamma_has_a_gradient_where_the_true_class_is_certain():
     # (1 - p)^0.5 has an infinite slope at p = 1; times log p the slope is 0.
     logits = torch.tensor([150.0, -150.0], requires_grad=True)
@@ -56,6 +70,7 @@ def test_sure_and_wrong_keeps_its_gradient():
         (pb.FocalLoss(gamma=-1), "gamma: -1.0 is given"),
         (pb.FocalLoss(alpha=0), "alpha: 0.0 is given"),
         (pb.FocalLoss(alpha=1.5), "alpha: 1.5 is given"),
+        (pb.FocalLoss(label_smoothing=-0.1), "label_smoothing: -0.1 is given"),
     ],
 )
 def test_bad_settings(config, message):

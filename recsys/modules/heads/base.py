@@ -1,0 +1,40 @@
+"""What heads share: both vectors of a candidate as one input, and the MLPs that their messages describe."""
+
+import torch
+from torch import Tensor, nn
+
+from recsys import protos as pb
+from recsys.modules.mlp import MLP
+
+
+class PairInput(nn.Module):
+    """user * item, or both vectors and their product side by side.
+
+    Args:
+        form: pb.Head.PRODUCT or pb.Head.CONCAT.
+        embedding_dim: E, width of either vector.
+
+    Attributes:
+        width: of the result.
+
+    Raises:
+        ValueError: another form.
+    """
+
+    def __init__(self, form: int, embedding_dim: int):
+        super().__init__()
+        widths = {pb.Head.PRODUCT: embedding_dim, pb.Head.CONCAT: 3 * embedding_dim}
+        if form not in widths:
+            raise ValueError(f"input: {form} is given; it must be PRODUCT or CONCAT")
+        self.width = widths[form]
+        self.product_only = form == pb.Head.PRODUCT
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        """[N, E], [N, E] -> [N, width]."""
+        product = user * item
+        return product if self.product_only else torch.cat([user, item, product], 1)
+
+
+def build_mlp(config: pb.Mlp, in_dim: int, out_dim: int) -> MLP:
+    """The stack that a message describes."""
+    return MLP(in_dim, config.hidden, out_dim, layer_norm=config.layer_norm, dropout=config.dropout)

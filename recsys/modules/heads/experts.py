@@ -1,0 +1,46 @@
+"""Experts and the gates that weigh them: what the mixture-of-experts heads are made of."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from recsys import protos as pb
+from recsys.modules.heads.base import build_mlp
+
+
+class Experts(nn.ModuleList):
+    """SiLU(MLP(x)), several times on one input.
+
+    Args:
+        config: layers of each.
+        in_dim: width of the input.
+        out_dim: D, width of each output.
+        count: K.
+    """
+
+    def __init__(self, config: pb.Mlp, in_dim: int, out_dim: int, count: int):
+        super().__init__(nn.Sequential(build_mlp(config, in_dim, out_dim), nn.SiLU()) for _ in range(count))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """[N, in_dim] -> K of [N, D]."""
+        return [expert(x) for expert in self]
+
+
+class Gate(nn.Module):
+    """Weighs experts by a softmax over scores of its own input.
+
+    Args:
+        config: layers before the scores.
+        in_dim: width of the input.
+        count: K, experts that it weighs.
+    """
+
+    def __init__(self, config: pb.Mlp, in_dim: int, count: int):
+        super().__init__()
+        self.scores = build_mlp(config, in_dim, count)
+
+    def forward(self, x: Tensor, experts: Sequence[Tensor]) -> Tensor:
+        """[N, in_dim] and K of [N, D] -> [N, D], a convex combination of the experts."""
+        weights = torch.softmax(self.scores(x), 1)
+        return torch.bmm(weights[:, None], torch.stack(list(experts), 1)).squeeze(1)

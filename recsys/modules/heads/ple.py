@@ -1,0 +1,91 @@
+"""Progressive layered extraction: each task has experts of its own beside the shared ones.
+
+Source: Tang et al., "Progressive Layered Extraction (PLE)", RecSys 2020.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recsys import protos as pb
+from recsys.modules.heads.base import PairInput, build_mlp
+from recsys.modules.heads.experts import Experts, Gate
+from recsys.registry import register
+
+
+class Streams(NamedTuple):
+    """What flows between levels: [N, width] of each task, and of what they share."""
+
+    tasks: list[Tensor]
+    shared: Tensor
+
+
+@register(pb.PleHead)
+class PleHead(nn.Module):
+    """Levels of experts, then a tower a task.
+
+    Args:
+        config: its parts.
+        embedding_dim: E, width of both vectors.
+        num_outputs: logits of each task.
+    """
+
+    def __init__(self, config: pb.PleHead, *, embedding_dim: int, num_outputs: Sequence[int]):
+        super().__init__()
+        self.input = PairInput(config.input, embedding_dim)
+        widths = [self.input.width] + [config.expert_dim] * (config.num_levels - 1)
+        self.levels = nn.ModuleList(
+            Extraction(config, width, tasks=len(num_outputs), last=level == config.num_levels)
+            for level, width in enumerate(widths, 1)
+        )
+        self.towers = nn.ModuleList(build_mlp(config.tower, config.expert_dim, n) for n in num_outputs)
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        """Logits of each candidate.
+
+        Args:
+            user: [N, E] target tokens behind the mixer.
+            item: [N, E] the candidates' content before it.
+
+        Returns:
+            [N, sum of num_outputs], task by task.
+        """
+        x = self.input(user, item)
+        streams = Streams([x] * len(self.towers), x)
+        for level in self.levels:
+            streams = level(streams)
+        return torch.cat([tower(x) for tower, x in zip(self.towers, streams.tasks, strict=True)], 1)
+
+
+class Extraction(nn.Module):
+    """One level: each task's gate weighs its experts and the shared ones, the shared gate weighs all.
+
+    Args:
+        config: numbers and layers of experts and gates.
+        in_dim: width of the streams that come in.
+        tasks: how many.
+        last: nothing reads the shared stream behind it, so it stays as it is.
+    """
+
+    def __init__(self, config: pb.PleHead, in_dim: int, *, tasks: int, last: bool):
+        super().__init__()
+        own, shared = config.num_task_experts, config.num_shared_experts
+        self.own = nn.ModuleList(Experts(config.expert, in_dim, config.expert_dim, own) for _ in range(tasks))
+        self.shared = Experts(config.expert, in_dim, config.expert_dim, shared)
+        self.gates = nn.ModuleList(Gate(config.gate, in_dim, own + shared) for _ in range(tasks))
+        self.shared_gate = None if last else Gate(config.gate, in_dim, tasks * own + shared)
+
+    def forward(self, streams: Streams) -> Streams:
+        """[N, in_dim] each -> [N, expert_dim] each."""
+        own = [experts(x) for experts, x in zip(self.own, streams.tasks, strict=True)]
+        shared = self.shared(streams.shared)
+        mixed = [
+            gate(x, [*experts, *shared])
+            for gate, x, experts in zip(self.gates, streams.tasks, own, strict=True)
+        ]
+        if self.shared_gate is None:
+            return Streams(mixed, streams.shared)
+        everything = [*(expert for experts in own for expert in experts), *shared]
+        return Streams(mixed, self.shared_gate(streams.shared, everything))

@@ -1,0 +1,76 @@
+"""Logistic loss over pairs of candidates of one row, beside each candidate's own loss.
+
+Source: RankNet (Burges et al., ICML 2005) for the pairs; the sum with a pointwise loss on the same logit is
+"combined pair" (Li et al., KDD 2015).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from recsys import protos as pb
+from recsys.modules.losses.base import RankingLoss, checked_share, widen
+from recsys.ops import SequenceLayout, gather_rows
+from recsys.registry import pick, register
+
+BLOCK_PAIRS = {"cpu": 2**20, "cuda": 2**25}
+"""By device, pairs that are held at once; the backward pass computes them again."""
+
+
+@register(pb.PairwiseLoss)
+class PairwiseLoss(RankingLoss):
+    """s * own loss + (1 - s) * mean of log(1 + exp(-d)) over the row's candidates with another label.
+
+    d is the logit of the one with the larger label minus the other's, s the pointwise share. With two labels
+    the second term, summed over a row, is the row's mean over pairs times its number of candidates.
+    """
+
+    kind = "binary"
+
+    def __init__(self, config: pb.PairwiseLoss):
+        super().__init__()
+        self.pointwise_share = checked_share("pointwise_share", config.pointwise_share)
+        given = pb.PairwiseLoss()
+        given.CopyFrom(config)
+        if given.WhichOneof("pointwise") is None:
+            given.binary_cross_entropy.SetInParent()
+        pointwise = pick(given)
+        self.pointwise = pointwise.cls(pointwise.config)
+        self.kind = self.pointwise.kind
+
+    def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
+        own = self.pointwise(logits, labels, rows)
+        pairs = pair_losses(widen(logits), labels, rows)
+        return self.pointwise_share * own + (1 - self.pointwise_share) * pairs
+
+    def predict(self, logits: Tensor) -> Tensor:
+        return self.pointwise.predict(logits)
+
+
+def pair_losses(logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
+    """[N], [N] -> [N]: mean loss of each candidate's pairs, 0 for one that has none."""
+    padded, row = rows.padded_index(), rows.sample_ids()
+    shape, inverse = padded.index.shape, row * rows.max_len + rows.positions()
+    # [B, longest row]; the filling is told by its label, which is that of no candidate.
+    others = gather_rows(logits, padded.index.flatten(), inverse).view(shape)
+    other_labels = gather_rows(labels, padded.index.flatten(), inverse).view(shape)
+    other_labels = torch.where(padded.valid, other_labels, torch.nan)
+    size = max(1, BLOCK_PAIRS.get(logits.device.type, BLOCK_PAIRS["cuda"]) // max(1, rows.max_len))
+    if len(logits) <= size:
+        return _means(logits, labels, row, others, other_labels)
+    found = []
+    for start in range(0, len(logits), size):
+        block = slice(start, start + size)
+        inputs = (logits[block], labels[block], row[block], others, other_labels)
+        found.append(checkpoint(_means, *inputs, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(found)
+
+
+def _means(logits: Tensor, labels: Tensor, row: Tensor, others: Tensor, other_labels: Tensor) -> Tensor:
+    """[n] of some candidates against `others` [B, longest row], of which NaN labels mark the filling."""
+    difference = labels[:, None] - other_labels.index_select(0, row)
+    sign = torch.nan_to_num(difference).sign().to(logits.dtype)
+    losses = -F.logsigmoid(sign * (logits[:, None] - others.index_select(0, row)))
+    pairs = sign.abs()
+    return (losses * pairs).sum(1) / pairs.sum(1).clamp(min=1)
