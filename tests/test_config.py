@@ -293,6 +293,12 @@ class TestResolve:
         assert at(resolved.pipeline, path) == value
         assert resolved.origins.get(path) == origin
 
+    def test_bits_are_those_of_the_candidates_actions(self, write):
+        loaded = config.read(write(RANKER), ["model.ranker.tasks[0].label_bits=[0, 2]"])
+        resolved = config.resolve(loaded.pipeline, read_files=False)
+        assert resolved.pipeline.model.ranker.tasks[0].label == "candidate_actions"
+        assert resolved.origins["model.ranker.tasks[0].label"] == "model.ranker.tasks[0].label_bits"
+
     @pytest.mark.parametrize(
         ("path", "value"),
         [

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from recsys import protos as pb
 from recsys.checks import data, effects, model, preprocessor, train, values
-from recsys.checks.model import metric_names
+from recsys.checks.model import loss_kind, metric_names
 from recsys.checks.sequence import num_contextual, tokens_per_event
 from recsys.checks.walk import Finding, children, join, lines
 
@@ -21,6 +21,7 @@ __all__ = [
     "findings",
     "join",
     "lines",
+    "loss_kind",
     "metric_names",
     "num_contextual",
     "tokens_per_event",

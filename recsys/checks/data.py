@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from recsys import features as f
 from recsys import protos as pb
+from recsys.checks.model import loss_kind
 from recsys.checks.walk import Finding
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -75,6 +76,24 @@ def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(
                 f"{path}.label", f"{task.label} holds {_RESERVED[task.label]}; choose another column"
             )
+
+
+def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Labels that are bits of a column."""
+    tasks = pipeline.model.ranker.tasks
+    first: dict[str, int] = {}
+    for index, task in enumerate(tasks):
+        path = f"model.ranker.tasks[{index}]"
+        other = first.setdefault(task.label, index)
+        if task.label and bool(tasks[other].label_bits) != bool(task.label_bits):
+            forms = ("its bits", "it as a number") if task.label_bits else ("it as a number", "its bits")
+            what = f"{task.label} is one column; this task reads {forms[0]}, tasks[{other}] {forms[1]}"
+            yield Finding(f"{path}.label_bits", f"{what}; give them columns of their own")
+        if len(set(task.label_bits)) < len(task.label_bits):
+            yield Finding(f"{path}.label_bits", "a bit is named twice; name each once")
+        if task.label_bits and loss_kind(task.loss) == "regression":
+            what = "bits make labels 0 and 1, and the loss is one of regression"
+            yield Finding(f"{path}.label_bits", f"{what}; drop them or choose a loss of binary labels")
 
 
 def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -158,4 +177,4 @@ def _csv(pipeline: pb.Pipeline) -> Iterator[Finding]:
             )
 
 
-RULES = (_names, _columns, _labels, _tables, _widths, _vocabularies, _increasing, _csv)
+RULES = (_names, _columns, _labels, _label_bits, _tables, _widths, _vocabularies, _increasing, _csv)

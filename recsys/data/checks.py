@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recsys import protos as pb
+from recsys.checks import loss_kind
 from recsys.data.contract import Field, Kind
 from recsys.data.hashing import combine, hash_text
 from recsys.errors import DataError
@@ -161,9 +161,20 @@ def check_values(findings: Findings, cells: Cells) -> None:
             findings, "not_finite", _not_finite(values), "is {value}; NaN and infinities have no meaning here"
         )
     if field.kind is Kind.LABEL:
-        _check_label(findings, cells)
+        check_label(findings, cells)
     elif field.kind is not Kind.NUMBER and not _is_text(values.type):
         _check_range(findings, cells)
+
+
+def check_label(findings: Findings, cells: Cells) -> None:
+    """Labels that the loss of their task cannot take."""
+    loss, numbers = cells.field.task.loss, floats(cells.values)
+    if loss_kind(loss) == "binary":
+        bad = np.flatnonzero((numbers != 0) & (numbers != 1) & np.isfinite(numbers))
+        cells.report(findings, "label", bad, "is {value}; a binary task has labels 0 and 1")
+    elif loss.mean_squared_error.log1p or loss.pairwise.mean_squared_error.log1p:
+        bad = np.flatnonzero((numbers < 0) & np.isfinite(numbers))
+        cells.report(findings, "label", bad, "is {value}; log(1 + label) wants labels of 0 or more")
 
 
 def check_ragged(findings: Findings, cells: Cells, other: Cells) -> None:
@@ -299,22 +310,13 @@ def _check_range(findings: Findings, cells: Cells) -> None:
         cells.report(findings, "too_large", np.flatnonzero(numbers > _LATEST_TIME), what)
 
 
-_MEANING = {Kind.ID: "ids", Kind.TIME: "times", Kind.ACTIONS: "action masks", Kind.WATCH_TIME: "watch times"}
-
-
-def _check_label(findings: Findings, cells: Cells) -> None:
-    loss, numbers = cells.field.task.loss, floats(cells.values)
-    if is_binary(loss):
-        bad = np.flatnonzero((numbers != 0) & (numbers != 1) & np.isfinite(numbers))
-        cells.report(findings, "label", bad, "is {value}; a binary task has labels 0 and 1")
-    elif loss.mean_squared_error.log1p:
-        bad = np.flatnonzero((numbers < 0) & np.isfinite(numbers))
-        cells.report(findings, "label", bad, "is {value}; log(1 + label) wants labels of 0 or more")
-
-
-def is_binary(loss: pb.Loss) -> bool:
-    """Whether the labels of a task with this loss are 0 and 1."""
-    return loss.HasField("binary_cross_entropy") or loss.HasField("focal")
+_MEANING = {
+    Kind.ID: "ids",
+    Kind.TIME: "times",
+    Kind.ACTIONS: "action masks",
+    Kind.LABEL_BITS: "masks of labels",
+    Kind.WATCH_TIME: "watch times",
+}
 
 
 def floats(values: pa.Array) -> np.ndarray:

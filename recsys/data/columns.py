@@ -140,6 +140,11 @@ class Converter:
             checks.check_values(findings, one)
             if one.field.side != pb.USER:
                 checks.check_ragged(findings, one, first.setdefault(one.field.side, one))
+        for field in self._fields:
+            # Tasks may share a column, and `cells` knows it as that of the last one.
+            if field.kind is Kind.LABEL and cells[field.column].field is not field:
+                shared = cells[field.column]
+                checks.check_label(findings, Cells(field, shared.lists, shared.values))
         request_time = checks.integers(cells[REQUEST_TIME].values)
         events = cells[UIH_TIMESTAMPS].lists[0]
         checks.check_order(findings, events, request_time)

@@ -29,6 +29,7 @@ class Kind(Enum):
     ACTIONS = "actions"
     WATCH_TIME = "watch time"
     LABEL = "label"
+    LABEL_BITS = "label bits"
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,14 @@ def fields(pipeline: pb.Pipeline, mode: Mode) -> list[Field]:
         found.append(Field(candidate + features.TIMESTAMPS, pb.CANDIDATE, Kind.TIME, required=False))
     if mode != "predict":
         for task in pipeline.model.ranker.tasks:
-            found.append(Field(label_column(task), pb.CANDIDATE, Kind.LABEL, task=task))
+            kind = Kind.LABEL_BITS if task.label_bits else Kind.LABEL
+            found.append(Field(label_column(task), pb.CANDIDATE, kind, task=task))
     return found
 
 
 def label_column(task: pb.Task) -> str:
-    """Column of a task's labels."""
-    return task.label or features.PREFIX[pb.CANDIDATE] + task.name
+    """Column of a task's labels, or of the mask that they are bits of."""
+    return task.label or features.PREFIX[pb.CANDIDATE] + (features.ACTIONS if task.label_bits else task.name)
 
 
 def key_columns(pipeline: pb.Pipeline) -> list[str]:
@@ -192,7 +194,7 @@ def _is_list(given: pa.DataType) -> bool:
 
 def _allowed(field: Field):
     """The words for, and the test of, the types that a field's values may have."""
-    if field.kind in (Kind.TIME, Kind.ACTIONS):
+    if field.kind in (Kind.TIME, Kind.ACTIONS, Kind.LABEL_BITS):
         return ("int64 seconds" if field.kind is Kind.TIME else "int64"), pa.types.is_integer
     if field.kind is not Kind.ID:
         return "number", _is_number

@@ -123,7 +123,7 @@ def _types(pipeline: pb.Pipeline) -> dict[str, pa.DataType]:
 
 
 def _value_type(field: Field) -> pa.DataType:
-    if field.kind in (Kind.TIME, Kind.ACTIONS):
+    if field.kind in (Kind.TIME, Kind.ACTIONS, Kind.LABEL_BITS):
         return pa.int64()
     if field.kind is not Kind.ID:
         return pa.float64()

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys import protos as pb
-from recsys.data.checks import is_binary
+from recsys.checks import loss_kind
 from recsys.data.contract import Field, Kind, fields, key_columns
 from recsys.data.sources.base import File, Source
 from recsys.data.vocabulary import Vocabulary, mappings
@@ -87,7 +87,9 @@ class SyntheticSource(Source):
             return self._ids(random, field, count)
         if field.kind is Kind.ACTIONS:
             return pa.array(random.integers(0, 256, count))
-        if field.kind is Kind.LABEL and is_binary(field.task.loss):
+        if field.kind is Kind.LABEL_BITS:
+            return pa.array(random.integers(0, 2**63, count, dtype=np.int64))
+        if field.kind is Kind.LABEL and loss_kind(field.task.loss) == "binary":
             return pa.array(random.integers(0, 2, count).astype(np.float32))
         return pa.array(random.exponential(10.0, count).astype(np.float32))
 
