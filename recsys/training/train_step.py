@@ -93,10 +93,10 @@ class SumOverRanks(nn.Module):
             dist.all_reduce(packed)
         tasks = len(losses.names)
         sums, counts, (samples, tokens, flop, *stops) = _split(packed.tolist(), tasks)
-        means = {n: s / max(c, 1.0) for n, s, c in zip(losses.names, sums, counts, strict=True)}
+        means = {n: s / (c or 1.0) for n, s, c in zip(losses.names, sums, counts, strict=True)}
         _require_finite(means)
         scale = torch.tensor(
-            [w * world_size / max(c, 1.0) for w, c in zip(losses.weights, counts, strict=True)],
+            [w * world_size / (c or 1.0) for w, c in zip(losses.weights, counts, strict=True)],
             dtype=losses.sums.dtype,
         ).to(losses.sums.device, non_blocking=True)
         result = StepResult(
