@@ -123,7 +123,9 @@ class PaddedModel(nn.Module):
         mixer = self.model.get_submodule("mix")
         if not isinstance(mixer, HstuMixer):
             raise TypeError(f"the padded form of HstuMixer is known, not that of {type(mixer).__name__}")
-        self.attention = PaddedAttention(**mixer.attention.keywords)
+        if len(set(mixer.rules)) > 1 or mixer.rules[0].tail_len is not None:
+            raise TypeError("the padded form of a stack with one mask and no truncation is known")
+        self.attention = PaddedAttention(mixer.rules[0].mask, mixer.attention.keywords["scale_len"])
         mixer.attention = self.attention
 
     def forward(self, padded: PaddedBatch) -> Losses:
@@ -141,7 +143,7 @@ class PaddedModel(nn.Module):
 class PaddedAttention:
     """`hstu_attention` for rows that are equally long: reshaped, not gathered."""
 
-    def __init__(self, mask: AttentionMask, scale_len: float, backend: str, deterministic: bool | None):
+    def __init__(self, mask: AttentionMask, scale_len: float):
         self.mask, self.scale_len = mask, scale_len
 
     def look_at(self, padded: PaddedBatch) -> None:
@@ -161,16 +163,23 @@ class PaddedAttention:
         self.hidden = hidden[:, None]  # [B or 1, 1, L, L]
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layout: SequenceLayout, bias: RelativeBias | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layout: SequenceLayout,
+        mask: AttentionMask,
+        bias: RelativeBias | None,
     ) -> Tensor:
         """[B * L, H, D] and values [B * L, H, V] to [B * L, H, V]."""
         q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
         offset = self.hidden
         if bias is not None:
-            times = (x.view(self.shape) for x in (bias.timestamps, bias.next_timestamps))
+            times = (x.view(self.shape) for x in (bias.next_timestamps, bias.timestamps))
             # Tables come as [1 or H, B, L, L].
-            offset = dense_bias(bias, self.relative, *times).transpose(0, 1) + offset
+            offset = dense_bias(bias, self.relative, self.relative, *times).transpose(0, 1) + offset
         mixed = F.silu(scores.add_(offset)) @ v
         return mixed.transpose(1, 2).flatten(0, 1) / self.scale_len
 

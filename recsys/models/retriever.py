@@ -220,10 +220,16 @@ def _check_future(preprocessor: Any, mixer: Any, pipeline: pb.Pipeline) -> None:
     if rule.targets:
         name = preprocessor.DESCRIPTOR.name
         raise ValueError(f"model.retriever.preprocessor: {name} makes tokens of candidates; choose `uih`")
-    if rule.num_contextual and mixer.mask.contextual_reads_history:
+    masks = [group.mask for group in mixer.layer_groups] or [mixer.mask]
+    if rule.num_contextual and any(mask.contextual_reads_history for mask in masks):
         raise ValueError(
             "model.retriever.mixer: mask.contextual_reads_history must be false: the past would see "
             "the future through the contextual tokens"
+        )
+    if any(group.HasField("tail_len") for group in mixer.layer_groups):
+        raise ValueError(
+            "model.retriever.mixer: layer_groups.tail_len must be absent: every event is a query, so none "
+            "can be left out"
         )
     positional = preprocessor.positional
     if preprocessor.HasField("positional") and positional.origin != pb.PositionalEncoder.START:

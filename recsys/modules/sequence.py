@@ -30,13 +30,31 @@ class JaggedSequence:
         """The same tokens after a layer: [T, E]."""
         return replace(self, values=values)
 
+    def truncate(self, tail_len: int) -> "JaggedSequence":
+        """The contextual tokens, the newest `tail_len` history tokens and all targets, each with its times.
+
+        What follows a kept token is kept too, so `next_timestamps` stay true.
+        """
+        layout, index = self.layout.truncate(tail_len)
+        columns = (self.values, self.timestamps, self.next_timestamps)
+        values, timestamps, next_timestamps = (gather_rows(column, index) for column in columns)
+        return JaggedSequence(values, layout, timestamps, next_timestamps)
+
     def targets(self) -> Tensor:
         """[N, E], the target tokens of all samples, in the order of the candidates."""
         return gather_rows(self.values, self.layout.targets_only().index)
 
+    def target_times(self) -> Tensor:
+        """int64 [N], seconds: when the answer of each of `targets()` is wanted, its own request time."""
+        return gather_rows(self.next_timestamps, self.layout.targets_only().index)
+
     def history(self) -> Tensor:
         """[U, E], the history tokens of all samples, in the order of the events."""
         return gather_rows(self.values, self.layout.history_only().index)
+
+    def history_times(self) -> Tensor:
+        """int64 [U], seconds: when what comes behind each of `history()` happens."""
+        return gather_rows(self.next_timestamps, self.layout.history_only().index)
 
 
 def following(values: Tensor, lengths: Tensor, last: Tensor) -> Tensor:
@@ -44,18 +62,10 @@ def following(values: Tensor, lengths: Tensor, last: Tensor) -> Tensor:
 
     Args:
         values: [n], entries of B lists one after the other.
-    def target_times(self) -> Tensor:
-        """int64 [N], seconds: when the answer of each of `targets()` is wanted, its own request time."""
-        return gather_rows(self.next_timestamps, self.layout.targets_only().index)
-
         lengths: int64 [B], adding up to n.
         last: [B], what follows the last entry of each list.
 
     Returns:
-    def history_times(self) -> Tensor:
-        """int64 [U], seconds: when what comes behind each of `history()` happens."""
-        return gather_rows(self.next_timestamps, self.layout.history_only().index)
-
         [n]; nothing of one list appears in another.
     """
     count = values.shape[0]

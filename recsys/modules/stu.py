@@ -4,19 +4,39 @@ Source: Zhai et al., Actions Speak Louder than Words, arXiv 2402.17152. How toke
 in as a function, so the layer is the same with any mask, bias or kernel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from recsys.modules.norm import HeadNorm, LayerNorm
+from recsys.modules.recompute import Watch, rebuilt_in_backward
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import RelativeBias
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]."""
+
+
+@dataclass(frozen=True)
+class STUForm:
+    """Which of the published forms a layer has.
+
+    Attributes:
+        activation: "u": only u goes through SiLU (production form); "uvqk": all four (research form).
+        norm: of attention's output: "layer": over H * V; "group": each head by itself.
+        gate: what is projected: "ugn": u * norm(a), with an output bias (research form); "concat": [u, a, u
+            * norm(a)] (production form).
+    """
+
+    activation: Literal["u", "uvqk"] = "u"
+    norm: Literal["layer", "group"] = "layer"
+    gate: Literal["ugn", "concat"] = "concat"
 
 
 class STULayer(nn.Module):
@@ -28,11 +48,12 @@ class STULayer(nn.Module):
         num_heads: H.
         qk_dim: D, width of a query and key in each head.
         v_dim: V, width of a value in each head.
-        activation: "u": only u goes through SiLU (production form); "uvqk": all four (research form).
-        norm: "layer": over H * V; "group": each head by itself.
-        gate: what is projected: "ugn": u * norm(a), with an output bias (research form); "concat": [u, a, u
-            * norm(a)] (production form).
+        form: activation, norm and gate.
         dropout: probability before the output projection, in training.
+        recompute: what backward computes again, from x and attention's output a, instead of keeping it:
+            "normed_x" (norm(x)), "uvqk" (the projection, also behind its activation), "gated" (norm(a), gate
+            and dropout). Attention itself never runs again, and gradients are the same. A traced graph
+            ignores it: compilers decide for themselves.
     """
 
     def __init__(
@@ -42,42 +63,82 @@ class STULayer(nn.Module):
         num_heads: int,
         qk_dim: int,
         v_dim: int,
-        activation: Literal["u", "uvqk"] = "u",
-        norm: Literal["layer", "group"] = "layer",
-        gate: Literal["ugn", "concat"] = "concat",
+        form: STUForm = STUForm(),
         dropout: float = 0.0,
+        recompute: Collection[Literal["normed_x", "uvqk", "gated"]] = (),
     ):
         super().__init__()
         self.num_heads = num_heads
-        self.activation = activation
-        self.gate = gate
+        self.form = form
+        self.recompute = frozenset(recompute)
         self.dropout = nn.Dropout(dropout)
         value_width, key_width = num_heads * v_dim, num_heads * qk_dim
         self.widths = [value_width, value_width, key_width, key_width]
         self.input_norm = LayerNorm(embedding_dim)
         self.uvqk = nn.Linear(embedding_dim, sum(self.widths))
-        self.norm = LayerNorm(value_width) if norm == "layer" else HeadNorm(num_heads, v_dim)
-        gated_width = 3 * value_width if gate == "concat" else value_width
-        self.output = nn.Linear(gated_width, embedding_dim, bias=gate == "ugn")
+        self.norm = LayerNorm(value_width) if form.norm == "layer" else HeadNorm(num_heads, v_dim)
+        gated_width = 3 * value_width if form.gate == "concat" else value_width
+        self.output = nn.Linear(gated_width, embedding_dim, bias=form.gate == "ugn")
         for linear in (self.uvqk, self.output):
             nn.init.xavier_uniform_(linear.weight)
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
 
-    def forward(self, x: Tensor, attend: Attend) -> Tensor:
-        """[T, E] -> [T, E]."""
-        uvqk = self.uvqk(self.input_norm(x))
-        if self.activation == "uvqk":
-            uvqk = F.silu(uvqk)
-        u, v, q, k = uvqk.split(self.widths, dim=1)
-        if self.activation == "u":
-            u = F.silu(u)
+    def forward(self, x: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
+        """[T, E] -> [T, E]; `scale` [T, 1] is a factor of what is added to x."""
+        eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        recompute = self.recompute if eager_training else ()
+        if "normed_x" in recompute:
+            joined = checkpoint(self._project, x, use_reentrant=False, preserve_rng_state=False)
+        else:
+            joined = self._project(x)
+        gated = "gated" in recompute
+        if "uvqk" in recompute:
+            make = partial(self._projected, x.detach())
+            with rebuilt_in_backward(make, x.device.type) as watch:
+                branch = self._branch(joined, attend, gated, watch)
+        else:
+            branch = self._branch(joined, attend, gated)
+        if scale is not None:
+            branch = (scale * branch).to(x.dtype)
+        return x + branch
+
+    def _project(self, x: Tensor) -> Tensor:
+        return self.uvqk(self.input_norm(x))
+
+    def _branch(
+        self, joined: Tensor, attend: Attend, recompute_gated: bool, watch: Watch | None = None
+    ) -> Tensor:
+        """What is added to x."""
+        if watch is not None:
+            watch([joined])
+        u, v, q, k = self._split(joined)
+        if watch is not None:
+            watch([joined, u, v, q, k])
         q, k, v = (part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v))
         attended = attend(q, k, v).flatten(1)
+        if not recompute_gated:
+            return self._gate_and_project(u, attended)
+        random = self.training and self.dropout.p > 0
+        return checkpoint(self._gate_and_project, u, attended, use_reentrant=False, preserve_rng_state=random)
+
+    def _split(self, joined: Tensor) -> list[Tensor]:
+        """u, v, q and k behind their activation, each [T, H * its width]."""
+        if self.form.activation == "uvqk":
+            return list(F.silu(joined).split(self.widths, dim=1))
+        u, v, q, k = joined.split(self.widths, dim=1)
+        return [F.silu(u), v, q, k]
+
+    def _projected(self, x: Tensor) -> list[Tensor]:
+        """All that `rebuilt_in_backward` watches."""
+        joined = self._project(x)
+        return [joined, *self._split(joined)]
+
+    def _gate_and_project(self, u: Tensor, attended: Tensor) -> Tensor:
         gated = u * self.norm(attended)
-        if self.gate == "concat":
+        if self.form.gate == "concat":
             gated = torch.cat([u, attended, gated], dim=1)
-        return x + self.output(self.dropout(gated))
+        return self.output(self.dropout(gated))
 
 
 class RelativeBiasTables(nn.Module):

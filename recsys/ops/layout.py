@@ -383,10 +383,15 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
 
 
 def _read_sizes(lengths: Tensor) -> tuple[int, int]:
-    """Sum and maximum of lengths that only a device or a traced graph knows: waits for it, once."""
-    longest = torch.cat([lengths, lengths.new_zeros(1)]).max()
+    """Sum of lengths that only a device or a traced graph knows, and a bound of them: waits for it, once.
+
+    The bound is the maximum, but at least 2: a compiler makes cases of their own of sizes 0 and 1.
+    """
+    longest = torch.cat([lengths, lengths.new_full((1,), 2)]).max()
     sizes = torch.stack([lengths.sum(), longest]).cpu()
-    return sizes[0].item(), sizes[1].item()
+    total_len, max_len = sizes[0].item(), sizes[1].item()
+    torch._check(max_len >= 2)
+    return total_len, max_len
 
 
 def _max_or_zero(values: Tensor) -> int:

@@ -1,3 +1,4 @@
+import gc
 import itertools
 from functools import partial
 
@@ -5,13 +6,16 @@ import pytest
 import torch
 
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import RelativeBiasTables, STULayer
+from recsys.modules.stu import RelativeBiasTables, STUForm, STULayer
 from recsys.ops import AttentionMask, hstu_attention
+from tests.modules.memory import Allocations
 from tests.ops import oracle
 from tests.ops.cases import layout_of, samples, times
 
 EMBEDDING, HEADS, QK, V, SCALE = 5, 2, 3, 4, 7.0
 FORMS = list(itertools.product(("u", "uvqk"), ("layer", "group"), ("ugn", "concat")))
+PARTS = ("normed_x", "uvqk", "gated")
+CHOICES = [choice for size in (1, 2, 3) for choice in itertools.combinations(PARTS, size)]
 
 
 def normed(x, weight, bias):
@@ -53,11 +57,8 @@ def layer_by_tokens(layer, x, batch, mask, form):
     return torch.stack(outputs)
 
 
-def random_layer(form):
-    activation, norm, gate = form
-    layer = STULayer(
-        EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, activation=activation, norm=norm, gate=gate
-    ).double()
+def random_layer(form, **settings):
+    layer = STULayer(EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, form=STUForm(*form), **settings).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     return layer
@@ -75,7 +76,7 @@ def test_equals_the_formula_token_by_token(form):
 
 @pytest.mark.parametrize("gate", ["ugn", "concat"])
 def test_only_the_research_form_has_an_output_bias(gate):
-    layer = STULayer(EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, gate=gate)
+    layer = STULayer(EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, form=STUForm(gate=gate))
     assert (layer.output.bias is not None) == (gate == "ugn")
 
 
@@ -85,6 +86,121 @@ def test_dropout_acts_before_the_output_projection_in_training_only():
     # All of y dropped: what is left is the residual.
     torch.testing.assert_close(layer(x, lambda q, k, v: v), x)
     assert not torch.equal(layer.eval()(x, lambda q, k, v: v), x)
+
+
+def test_a_scale_acts_on_what_is_added():
+    layer = random_layer(("u", "layer", "ugn"))
+    x, scale = torch.randn(3, EMBEDDING).double(), torch.tensor([[0.0], [1.0], [2.5]])
+    added = layer(x, lambda q, k, v: v) - x
+    torch.testing.assert_close(layer(x, lambda q, k, v: v, scale), x + scale * added)
+
+
+class Readers(torch.autograd.Function):
+    """Stands for an attention kernel: it keeps q, k and v, and counts its calls."""
+
+    forward_calls = 0
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        Readers.forward_calls += 1
+        ctx.save_for_backward(q, k, v)
+        return v * q.sum(-1, keepdim=True) * k.sum(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v = ctx.saved_tensors
+        sums = [part.sum(-1, keepdim=True) for part in (q, k)]
+        scores = (grad * v).sum(-1, keepdim=True)
+        return (scores * sums[1]).expand_as(q), (scores * sums[0]).expand_as(k), grad * sums[0] * sums[1]
+
+
+def gradients(layer, x, attend, autocast=False):
+    """Output and gradients of a training step that begins with the same random numbers each time."""
+    torch.manual_seed(7)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        output = layer(x, attend)
+    torch.manual_seed(8)  # backward must find the numbers of forward elsewhere
+    cotangent = torch.randn_like(output)
+    after_forward = torch.get_rng_state()
+    found = torch.autograd.grad(output, [x, *layer.parameters()], cotangent)
+    assert torch.equal(torch.get_rng_state(), after_forward)
+    return [output, *found]
+
+
+def assert_recompute_changes_nothing(layer, x, attend, choice, **settings):
+    layer.recompute = frozenset()
+    expected = gradients(layer, x, attend, **settings)
+    layer.recompute = frozenset(choice)
+    for got, want in zip(gradients(layer, x, attend, **settings), expected, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=" ".join)
+@pytest.mark.parametrize("form", FORMS)
+def test_recompute_changes_no_bit_of_a_gradient(form, choice):
+    layer, layout = random_layer(form, dropout=0.3), layout_of(samples(contextual=1))
+    x = torch.randn(layout.total_len, EMBEDDING, dtype=torch.float64, requires_grad=True)
+    attend = partial(hstu_attention, layout=layout, mask=AttentionMask(window=3), scale_len=SCALE)
+    assert_recompute_changes_nothing(layer, x, attend, choice)
+    assert_recompute_changes_nothing(
+        layer.float(), x.detach().float().requires_grad_(), attend, choice, autocast=True
+    )
+    empty = torch.zeros(0, EMBEDDING, requires_grad=True)
+    assert_recompute_changes_nothing(layer, empty, Readers.apply, choice)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=" ".join)
+def test_attention_runs_once_and_the_projection_twice_at_most(choice):
+    layer = random_layer(("u", "layer", "concat"), recompute=choice)
+    calls = {"uvqk": 0, "output": 0}
+    for name in calls:
+        getattr(layer, name).register_forward_hook(
+            lambda *_, name=name: calls.update({name: calls[name] + 1})
+        )
+    before = Readers.forward_calls
+    x = torch.randn(6, EMBEDDING, dtype=torch.float64, requires_grad=True)
+    gradients(layer, x, Readers.apply)
+    assert Readers.forward_calls == before + 1
+    # A product that only ends a recomputed part is not computed again.
+    assert calls == {"uvqk": 2 if "uvqk" in choice else 1, "output": 1}
+
+
+@pytest.mark.parametrize("choice", [(), *CHOICES], ids=" ".join)
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_recomputed_is_not_kept(form, choice):
+    activation, norm, gate = form
+    layer, rows = random_layer(form, recompute=choice), 100
+    x = torch.randn(rows, EMBEDDING, dtype=torch.float64, requires_grad=True)
+    value, key = HEADS * V, HEADS * QK
+    statistics = 2 if norm == "layer" else 2 * HEADS  # mean and deviation
+    kept = EMBEDDING + value  # the output and attention's result, whatever the choice
+    if "normed_x" not in choice:
+        kept += EMBEDDING + 2
+    if "uvqk" not in choice:
+        joined = 2 * value + 2 * key
+        kept += joined + (value if activation == "u" else joined)  # before and behind the activation
+    if "gated" not in choice:
+        normed = value if norm == "layer" else 2 * value  # GroupNorm: before and behind its affine part
+        kept += statistics + normed + (3 * value if gate == "concat" else value)
+    gc.disable()  # nothing may need it to go away
+    try:
+        layer(x, Readers.apply)  # what PyTorch caches at a first call
+        with Allocations() as allocations:
+            output = layer(x, Readers.apply)
+        assert allocations.alive() == kept * rows * 8
+        output.sum().backward()
+        del output
+        assert allocations.alive() == 0
+    finally:
+        gc.enable()
+
+
+def test_nothing_is_recomputed_without_gradients():
+    layer = random_layer(("u", "layer", "concat"), recompute=PARTS)
+    x = torch.randn(4, EMBEDDING, dtype=torch.float64)
+    with torch.no_grad(), Allocations() as allocations:
+        output = layer(x, Readers.apply)
+    assert allocations.alive() == output.untyped_storage().nbytes()
 
 
 @pytest.mark.parametrize("heads", [None, HEADS])

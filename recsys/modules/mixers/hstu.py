@@ -5,41 +5,35 @@ from functools import partial
 from torch import nn
 
 from recsys import protos as pb
-from recsys.modules.flops import attention_flops, linear_flops
-from recsys.modules.mixers.mask import mask_of
+from recsys.modules.mixers.rules import layer_rules, stack_flops
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import RelativeBiasTables, STULayer
+from recsys.modules.stochastic_depth import StochasticDepth, linear_schedule
+from recsys.modules.stu import RelativeBiasTables, STUForm, STULayer
 from recsys.ops import SequenceLayout, hstu_attention
 from recsys.registry import register
 
 _ACTIVATION = {pb.HstuMixer.U: "u", pb.HstuMixer.UVQK: "uvqk"}
 _NORM = {pb.HstuMixer.LAYER_NORM: "layer", pb.HstuMixer.GROUP_NORM: "group"}
 _GATE = {pb.HstuMixer.UGN: "ugn", pb.HstuMixer.CONCAT: "concat"}
+_RECOMPUTE = {pb.NORMED_X: "normed_x", pb.UVQK: "uvqk", pb.GATED: "gated"}
 
 
 @register(pb.HstuMixer)
 class HstuMixer(nn.Module):
-    """Layers of equal form; each has bias tables of its own.
+    """Layers of equal form; each has its own mask and bias tables, and some cut the history in front of them.
 
     Args:
-        config: resolved (`v_dim`, `scale_len`, `bias.num_positions` filled in).
+        config: resolved (`v_dim`, `scale_len`, `bias.num_positions` filled in, lengths in tokens).
         embedding_dim: E.
+
+    Raises:
+        ValueError: layer groups that cannot be; see `layer_rules`.
     """
 
     def __init__(self, config: pb.HstuMixer, *, embedding_dim: int):
         super().__init__()
-        layer = partial(
-            STULayer,
-            embedding_dim,
-            num_heads=config.num_heads,
-            qk_dim=config.qk_dim,
-            v_dim=config.v_dim,
-            activation=_ACTIVATION[config.activation],
-            norm=_NORM[config.norm],
-            gate=_GATE[config.gate],
-            dropout=config.dropout,
-        )
-        self.layers = nn.ModuleList(layer() for _ in range(config.num_layers))
+        self.rules = layer_rules(config)
+        self.layers = nn.ModuleList(_layer(config, embedding_dim) for _ in self.rules)
         self.biases = nn.ModuleList()
         if config.HasField("bias"):
             heads = config.num_heads if config.bias.per_head else None
@@ -47,25 +41,41 @@ class HstuMixer(nn.Module):
                 self.biases.append(
                     RelativeBiasTables(config.bias.num_positions, config.bias.num_time_buckets, heads)
                 )
-        self.mask = mask_of(config.mask)
+        schedule = linear_schedule(config.stochastic_depth, len(self.layers))
+        self.depths = nn.ModuleList(StochasticDepth(probability) for probability in schedule)
+        self.input_dropout = nn.Dropout(config.input_dropout)
+        self.output_dropout = nn.Dropout(config.output_dropout)
         self.attention_width = config.num_heads * (config.qk_dim + config.v_dim)
         self.attention = partial(
             hstu_attention,
-            mask=self.mask,
             scale_len=config.scale_len,
             backend=config.backend,
             deterministic=config.deterministic if config.HasField("deterministic") else None,
         )
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
-        """Tokens [T, E] in, mixed tokens [T, E] out."""
-        x = sequence.values
-        for number, layer in enumerate(self.layers):
+        """Tokens [T, E] in, mixed tokens out: fewer behind a truncation, but all contextual and targets."""
+        sequence = sequence.with_values(self.input_dropout(sequence.values))
+        for number, (layer, rule) in enumerate(zip(self.layers, self.rules, strict=True)):
+            sequence = rule.truncate(sequence)
+            layout = sequence.layout
             bias = self.biases[number](sequence) if self.biases else None
-            x = layer(x, partial(self.attention, layout=sequence.layout, bias=bias))
-        return sequence.with_values(x)
+            attend = partial(self.attention, layout=layout, mask=rule.mask, bias=bias)
+            sequence = sequence.with_values(layer(sequence.values, attend, self.depths[number](layout)))
+        return sequence.with_values(self.output_dropout(sequence.values))
 
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
-        attention = attention_flops(self.mask, layout, self.attention_width)
-        return linear_flops(self.layers, layout.total_len) + len(self.layers) * attention
+        return stack_flops(self.layers, self.rules, layout, self.attention_width)
+
+
+def _layer(config: pb.HstuMixer, embedding_dim: int) -> STULayer:
+    return STULayer(
+        embedding_dim,
+        num_heads=config.num_heads,
+        qk_dim=config.qk_dim,
+        v_dim=config.v_dim,
+        form=STUForm(_ACTIVATION[config.activation], _NORM[config.norm], _GATE[config.gate]),
+        dropout=config.dropout,
+        recompute=[_RECOMPUTE[choice] for choice in config.recompute],
+    )

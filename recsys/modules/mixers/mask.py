@@ -5,7 +5,13 @@ from recsys.ops import AttentionMask
 
 
 def mask_of(config: pb.AttentionMask) -> AttentionMask:
-    """The same rule as a value that ops take; an absent window means all of the history."""
+    """The same rule as a value that ops take; an absent window means all of the history.
+
+    Raises:
+        ValueError: lengths in events, of which `config.resolve` makes tokens.
+    """
+    if config.unit == pb.EVENTS:
+        raise ValueError("AttentionMask: window and prefix are in events: resolve the config")
     return AttentionMask(
         window=config.window if config.HasField("window") else None,
         prefix=config.prefix,

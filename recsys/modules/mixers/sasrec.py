@@ -4,8 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys import protos as pb
-from recsys.modules.flops import attention_flops, linear_flops
-from recsys.modules.mixers.mask import mask_of
+from recsys.modules.mixers.rules import layer_rules, stack_flops
 from recsys.modules.norm import LayerNorm
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import AttentionMask, SequenceLayout, softmax_attention
@@ -17,11 +16,11 @@ class SasRecMixer(nn.Module):
     """Pre-norm transformer blocks, and a LayerNorm behind the last.
 
     Args:
-        config: resolved (`feed_forward_dim` filled in).
+        config: resolved (`feed_forward_dim` filled in, lengths in tokens).
         embedding_dim: E; `num_heads` divides it.
 
     Raises:
-        ValueError: `num_heads` does not divide E.
+        ValueError: `num_heads` does not divide E, or layer groups that cannot be; see `layer_rules`.
     """
 
     def __init__(self, config: pb.SasRecMixer, *, embedding_dim: int):
@@ -30,7 +29,7 @@ class SasRecMixer(nn.Module):
             raise ValueError(
                 f"sasrec.num_heads = {config.num_heads} must divide model.embedding_dim = {embedding_dim}"
             )
-        self.mask = mask_of(config.mask)
+        self.rules = layer_rules(config)
         self.attention_width = 2 * embedding_dim
         self.blocks = nn.ModuleList(
             TransformerBlock(
@@ -39,21 +38,20 @@ class SasRecMixer(nn.Module):
                 feed_forward_dim=config.feed_forward_dim,
                 dropout=config.dropout,
             )
-            for _ in range(config.num_layers)
+            for _ in self.rules
         )
         self.norm = LayerNorm(embedding_dim)
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
-        """Tokens [T, E] in, mixed tokens [T, E] out."""
-        x = sequence.values
-        for block in self.blocks:
-            x = block(x, sequence.layout, self.mask)
-        return sequence.with_values(self.norm(x))
+        """Tokens [T, E] in, mixed tokens out: fewer behind a truncation, but all contextual and targets."""
+        for block, rule in zip(self.blocks, self.rules, strict=True):
+            sequence = rule.truncate(sequence)
+            sequence = sequence.with_values(block(sequence.values, sequence.layout, rule.mask))
+        return sequence.with_values(self.norm(sequence.values))
 
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
-        attention = attention_flops(self.mask, layout, self.attention_width)
-        return linear_flops(self.blocks, layout.total_len) + len(self.blocks) * attention
+        return stack_flops(self.blocks, self.rules, layout, self.attention_width)
 
 
 class TransformerBlock(nn.Module):

@@ -39,7 +39,7 @@ def test_equals_pytorchs_transformer_on_padded_samples(heads):
         nn.init.normal_(parameter)
     sequence = random_sequence(SHAPES)
     found = mixer(sequence).values.split(sequence.layout.lengths.tolist())
-    visible = dense_mask(mixer.mask, sequence.layout)
+    visible = dense_mask(mixer.rules[0].mask, sequence.layout)
     parts = sequence.values.split(sequence.layout.lengths.tolist())
     for x, sees, mixed in zip(parts, visible, found, strict=True):
         hidden = ~sees[: len(x), : len(x)]

@@ -1,0 +1,85 @@
+"""What a mixer's config says of each of its layers: mask and attention truncation, from groups or for all."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from recsys import protos as pb
+from recsys.modules.flops import attention_flops, linear_flops
+from recsys.modules.mixers.mask import mask_of
+from recsys.modules.sequence import JaggedSequence
+from recsys.ops import AttentionMask, SequenceLayout
+
+
+class LayerRule(NamedTuple):
+    """One layer of a stack.
+
+    Attributes:
+        mask: who sees whom in it.
+        tail_len: history tokens that the truncation in front of it leaves; None where there is none.
+    """
+
+    mask: AttentionMask
+    tail_len: int | None = None
+
+    def truncate(self, sequence: JaggedSequence) -> JaggedSequence:
+        """What enters the layer, of what left the one before."""
+        return sequence if self.tail_len is None else sequence.truncate(self.tail_len)
+
+    def truncate_layout(self, layout: SequenceLayout) -> SequenceLayout:
+        """The layout of `truncate`."""
+        return layout if self.tail_len is None else layout.truncate(self.tail_len).layout
+
+
+def layer_rules(config: pb.HstuMixer | pb.SasRecMixer) -> list[LayerRule]:
+    """The rule of each layer of a resolved config, first layer first.
+
+    Raises:
+        ValueError: both forms are given, a length in events (`config.resolve` makes tokens of them), or a
+            truncation that keeps more than an earlier one.
+    """
+    name = config.DESCRIPTOR.name
+    if config.layer_groups and (config.HasField("num_layers") or config.HasField("mask")):
+        raise ValueError(f"{name}: give layer_groups, or num_layers and mask, not both")
+    rules: list[LayerRule] = []
+    shortest: int | None = None
+    for number, group in enumerate(config.layer_groups or [_only_group(config)]):
+        tail_len = group.tail_len if group.HasField("tail_len") else None
+        if tail_len is not None:
+            if group.tail_unit == pb.EVENTS:
+                raise ValueError(
+                    f"{name}: tail_len of layer_groups[{number}] is in events: resolve the config"
+                )
+            if shortest is not None and tail_len > shortest:
+                raise ValueError(
+                    f"{name}: tail_len {tail_len} of layer_groups[{number}] is more than the {shortest} "
+                    "tokens that an earlier group leaves"
+                )
+            shortest = tail_len
+        mask = mask_of(group.mask)
+        rules += [LayerRule(mask, None if layer else tail_len) for layer in range(group.num_layers)]
+    return rules
+
+
+def stack_flops(
+    layers: Iterable[nn.Module], rules: Sequence[LayerRule], layout: SequenceLayout, attention_width: int
+) -> int:
+    """FLOP of all layers, each on the tokens that are left; see `recsys.modules.flops`.
+
+    Args:
+        attention_width: heads x (width of a key + width of a value).
+    """
+    total = 0
+    for layer, rule in zip(layers, rules, strict=True):
+        layout = rule.truncate_layout(layout)
+        attention = attention_flops(rule.mask, layout, attention_width)
+        total += linear_flops(layer, layout.total_len) + attention
+    return total
+
+
+def _only_group(config: pb.HstuMixer | pb.SasRecMixer) -> pb.LayerGroup:
+    group = pb.LayerGroup(mask=config.mask)
+    if config.HasField("num_layers"):
+        group.num_layers = config.num_layers
+    return group
