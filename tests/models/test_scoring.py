@@ -9,15 +9,30 @@ from torch.fx.experimental import _config as symbolic
 from recsys import protos as pb
 from recsys.models import build_model
 from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
-from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, pipeline_of, random_rows
+from tests.modules.pipelines import RANKER, RANKERS, RETRIEVER, batch_of, pipeline_of, random_rows
 
 RANKER_SASREC = "model { ranker { mixer { sasrec { num_heads: 2 } } } }"
 RETRIEVER_SASREC = "model { retriever { mixer { sasrec { num_heads: 2 } } } }"
+TRUNCATED = """model { ranker {
+  preprocessor { contextual { action_placement: INTERLEAVED } }
+  mixer { hstu {
+    layer_groups { num_layers: 1  mask { window: 2  prefix: 1  unit: EVENTS } }
+    layer_groups { num_layers: 2  tail_len: 2  tail_unit: EVENTS  mask { target_group_size: 2 } }
+  } }
+} }"""
+TASK_OF_TWO_LOGITS = "tasks { name: 'like' loss { jrc {} } }"
+RANKER_MMOE = f"model {{ ranker {{ head {{ mmoe {{ expert_dim: 8 }} }} {TASK_OF_TWO_LOGITS} }} }}"
+RANKER_PLE = f"model {{ ranker {{ head {{ ple {{ num_levels: 2 }} }} {TASK_OF_TWO_LOGITS} }} }}"
 BF16 = "model { precision: BF16 }"
 MODELS = {
     "ranker hstu": (RANKER,),
     "ranker sasrec": (RANKER, RANKER_SASREC),
+    "ranker truncated": (RANKER, TRUNCATED),
     "ranker bf16": (RANKER, BF16),
+    "ranker interleaved": RANKERS["interleaved"],
+    "ranker all encoders": RANKERS["all"],
+    "ranker mmoe": (RANKER, RANKER_MMOE),
+    "ranker ple": (RANKER, RANKER_PLE),
     "retriever hstu": (RETRIEVER,),
     "retriever sasrec": (RETRIEVER, RETRIEVER_SASREC),
 }

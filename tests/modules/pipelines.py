@@ -71,6 +71,36 @@ model {
 }
 """
 
+# An item of 3 + 4 + 1 numbers instead of 13, which can be filled up to 16.
+NARROW = RANKER.replace("vocabulary { size: 20 } }", "vocabulary { size: 20 } embedding_dim: 3 }")
+
+
+def contextual(change: str) -> str:
+    """A change of the ranker's preprocessor."""
+    return f"model {{ ranker {{ preprocessor {{ contextual {{ {change} }} }} }} }}"
+
+
+RANKERS = {
+    "plain": (RANKER,),
+    "interleaved": (RANKER, contextual("action_placement: INTERLEAVED")),
+    "slice": (RANKER, contextual("content_slice {}")),
+    "pad": (NARROW, "model { embedding_dim: 16 }", contextual("content_pad {}")),
+    "joined": (RANKER, contextual("joined_contextual { num_tokens: 3  mlp { hidden: 6 } }")),
+    "concatenated actions": (RANKER, contextual("action { concatenated { dim: 3  mlp { hidden: 5 } } }")),
+    "contextualized": (
+        RANKER,
+        contextual("content_contextualized { context_dim: 6  hidden: 7  rank: 5 }"),
+        contextual("action { concatenated { contextualized { context_dim: 4 } } }"),
+    ),
+    "all": (
+        RANKER,
+        contextual("action_placement: INTERLEAVED  joined_contextual {}  content_contextualized {}"),
+        contextual("action { concatenated { contextualized { rank: 3 } } }"),
+        "model { ranker { postprocessor { timestamp_layer_norm { utc_offset_minutes: 480 } } } }",
+    ),
+}
+"""Rankers with other sequences: texts for `pipeline_of`."""
+
 NOW = 1_700_000_000
 
 

@@ -4,6 +4,8 @@ from torch.nn.functional import silu
 
 from recsys import protos as pb
 from recsys.modules.content import ContentEncoder
+from recsys.modules.contextualized import RowContext
+from recsys.ops import SequenceLayout
 from tests.modules.pipelines import RANKER, pipeline_of
 
 
@@ -45,3 +47,58 @@ def test_an_item_needs_features():
     pipeline.model.embedding_dim = 8
     with pytest.raises(ValueError, match="no feature has the side HISTORY or CANDIDATE"):
         ContentEncoder(pb.ContextualPreprocessor(), pipeline=pipeline)
+
+
+def encoder_of(**choice):
+    """Items are 13 wide: 8 of item_id, 4 of tags, 1 of price."""
+    pipeline = pipeline_of(RANKER)
+    config = pb.ContextualPreprocessor(**choice)
+    return pipeline, config
+
+
+def test_slice_keeps_the_first_columns():
+    pipeline, config = encoder_of(content_slice=pb.SliceContent())
+    given = inputs("candidate_", 3)
+    found = ContentEncoder(config, pipeline=pipeline)(pb.CANDIDATE, given, 3)
+    assert torch.equal(found, given["candidate_item_id"])
+    pipeline.model.embedding_dim = 14
+    with pytest.raises(ValueError, match="content_slice: an item's features are 13 wide"):
+        ContentEncoder(config, pipeline=pipeline)
+
+
+def test_pad_fills_up_with_one_learned_vector():
+    pipeline, config = encoder_of(content_pad=pb.PadContent())
+    with pytest.raises(ValueError, match="content_pad: an item's features are 13 wide"):
+        ContentEncoder(config, pipeline=pipeline)
+    pipeline.model.embedding_dim = 16
+    module = ContentEncoder(config, pipeline=pipeline)
+    torch.nn.init.normal_(module.project.filling)
+    torch.nn.init.normal_(module.missing["uih_price"])
+    given = inputs("uih_", 3)
+    found = module(pb.HISTORY, given, 3)
+    for row in range(3):
+        parts = [given["uih_item_id"][row], given["uih_tags"][row], module.missing["uih_price"]]
+        assert torch.equal(found[row], torch.cat([*parts, module.project.filling]))
+    assert module(pb.CANDIDATE, inputs("candidate_", 0), 0).shape == (0, 16)
+
+
+@pytest.mark.parametrize("choice", ["content_slice", "content_pad"])
+def test_items_as_wide_as_tokens_stay_as_they_are(choice):
+    pipeline, config = encoder_of(**{choice: {}})
+    pipeline.model.embedding_dim = 13
+    module, given = ContentEncoder(config, pipeline=pipeline), inputs("candidate_", 2)
+    assert list(module.project.parameters()) == []
+    joined = torch.cat([given[f"candidate_{name}"] for name in ("item_id", "tags", "price")], dim=1)
+    assert torch.equal(module(pb.CANDIDATE, given, 2), joined)
+
+
+def test_a_row_sees_items_through_its_own_weights():
+    pipeline, config = encoder_of(content_contextualized=pb.ContextualizedMlp(rank=2))
+    module, given = ContentEncoder(config, pipeline=pipeline), inputs("candidate_", 4)
+    # The same two items in two rows with other users, 5 wide: 4 of gender, 1 of age.
+    given = {name: torch.cat([value[:2], value[:2]]) for name, value in given.items()}
+    rows = RowContext(torch.randn(2, 5), SequenceLayout(torch.tensor([2, 2])))
+    found = module(pb.CANDIDATE, given, 4, rows)
+    joined = torch.cat([given[f"candidate_{name}"] for name in ("item_id", "tags", "price")], dim=1)
+    torch.testing.assert_close(found, module.project(joined, rows))
+    assert (found[:2] - found[2:]).abs().min() > 0

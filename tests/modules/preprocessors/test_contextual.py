@@ -1,9 +1,15 @@
 import math
 
+import pytest
 import torch
 
+from recsys import protos as pb
+from recsys.data.batch import LayoutRule
+from recsys.modules.contextual import JoinedTokens
+from recsys.modules.contextualized import RowContext
 from recsys.modules.preprocessors import ContextualPreprocessor
-from tests.modules.pipelines import RANKER, batch_of, pipeline_of, random_rows
+from recsys.ops import SequenceLayout
+from tests.modules.pipelines import RANKER, RANKERS, batch_of, contextual, pipeline_of, random_rows
 
 SIZES = [(3, 2), (0, 1), (5, 0), (1, 4), (0, 0)]
 WIDTHS = {"gender": 4, "item_id": 8, "tags": 4}
@@ -33,53 +39,65 @@ def run(module, pipeline, rows):
     return module(embeddings, batch), nested
 
 
+def encoded(module, value, place, bucket):
+    return (
+        value * math.sqrt(8)
+        + module.positional.position.weight[place]
+        + module.positional.time.weight[bucket]
+    )
+
+
+def contextual_tokens(module, nested, n):
+    """Of row n, before positions: one a feature, or all features cut into tokens."""
+    if isinstance(module.contextual, JoinedTokens):
+        first, _, last = module.contextual.project
+        joined = torch.cat([nested["gender"][n][0], nested["age"][n][0]])
+        hidden = torch.nn.functional.silu(first.weight @ joined + first.bias)
+        return (last.weight @ hidden + last.bias).split(8)
+    layers = [module.contextual.project[f"{name}_token"] for name in ("gender", "age")]
+    values = [nested["gender"][n][0], nested["age"][n][0]]
+    return [layer.weight @ value + layer.bias for layer, value in zip(layers, values, strict=True)]
+
+
 def token_by_token(module, pipeline, rows, nested):
     """[contextual | history | targets] of every row, written from the description of the parts."""
-    positional = module.positional
+    placement = pipeline.model.ranker.preprocessor.contextual.action_placement
+    interleaved = placement == pb.ContextualPreprocessor.INTERLEAVED
     tokens, times, candidates = [], [], []
     for n, row in enumerate(rows):
         events, targets = len(row.uih_timestamps), len(row.candidate_timestamps)
-        for index, name in enumerate(("gender", "age")):
-            project = module.contextual.project[f"{name}_token"]
-            value = project.weight @ nested[name][n][0] + project.bias
-            tokens.append(
-                value * math.sqrt(8) + positional.position.weight[index] + positional.time.weight[5]
-            )
+        contextual = contextual_tokens(module, nested, n)
+        for index, value in enumerate(contextual):
+            tokens.append(encoded(module, value, index, 5))
             times.append((row.request_time, row.request_time))
+        history = []
         for i in range(events):
-            item = [
-                nested["uih_item_id"][n][i],
-                nested["uih_tags"][n][i],
-                module.content.missing["uih_price"],
-            ]
-            value = module.content.project(torch.cat(item))
+            item = [nested["uih_item_id"][n][i], nested["uih_tags"][n][i]]
+            content = module.content.project(torch.cat([*item, module.content.missing["uih_price"]]))
             click, like, three, ten = module.action.weight
-            value = value + (row.uih_actions[i] % 2) * click + (row.uih_actions[i] // 8 % 2) * like
-            value = value + (row.uih_watch_time[i] >= 3) * three + (row.uih_watch_time[i] >= 10) * ten
-            age = row.request_time - row.uih_timestamps[i]
-            place = 2 + events - i
-            tokens.append(
-                value * math.sqrt(8)
-                + positional.position.weight[place]
-                + positional.time.weight[min(4, math.isqrt(age // 60))]
-            )
-            later = [*row.uih_timestamps, row.request_time]
-            times.append((row.uih_timestamps[i], later[i + 1]))
+            action = (row.uih_actions[i] % 2) * click + (row.uih_actions[i] // 8 % 2) * like
+            action = action + (row.uih_watch_time[i] >= 3) * three + (row.uih_watch_time[i] >= 10) * ten
+            own, after = row.uih_timestamps[i], [*row.uih_timestamps, row.request_time][i + 1]
+            if interleaved:
+                history += [(content, own, own), (action, own, after)]
+            else:
+                history.append((content + action, own, after))
+        for i, (value, own, after) in enumerate(history):
+            bucket = min(4, math.isqrt((row.request_time - own) // 60))
+            tokens.append(encoded(module, value, len(contextual) + len(history) - i, bucket))
+            times.append((own, after))
         for i in range(targets):
             names = ("item_id", "tags", "price")
             content = module.content.project(torch.cat([nested[f"candidate_{name}"][n][i] for name in names]))
             candidates.append(content)
-            tokens.append(
-                (content + module.target_action) * math.sqrt(8)
-                + positional.position.weight[2]
-                + positional.time.weight[0]
-            )
+            tokens.append(encoded(module, content + module.target_action, len(contextual), 0))
             times.append((row.candidate_timestamps[i], row.candidate_timestamps[i]))
     return torch.stack(tokens), times, torch.stack(candidates)
 
 
-def test_equals_the_description_token_by_token():
-    pipeline = pipeline_of(RANKER)
+@pytest.mark.parametrize("name", ["plain", "interleaved", "joined"])
+def test_equals_the_description_token_by_token(name):
+    pipeline = pipeline_of(*RANKERS[name])
     rows, module = random_rows(pipeline, SIZES), build(pipeline)
     prepared, nested = run(module, pipeline, rows)
     tokens, times, candidates = token_by_token(module, pipeline, rows, nested)
@@ -90,10 +108,57 @@ def test_equals_the_description_token_by_token():
     assert sequence.next_timestamps.tolist() == [after for _, after in times]
 
 
-def test_layout_rule_counts_user_features():
-    pipeline = pipeline_of(RANKER)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_contextualized_parts_get_the_features_of_their_row(interleaved):
+    changes = RANKERS["contextualized"][1:]
+    if interleaved:
+        changes = (*changes, contextual("action_placement: INTERLEAVED"))
+    pipeline = pipeline_of(RANKER, *changes)
+    preprocessor = pipeline.model.ranker.preprocessor.contextual
+    preprocessor.ClearField("positional")
+    rows, module = random_rows(pipeline, SIZES), build(pipeline)
+    prepared, nested = run(module, pipeline, rows)
+    batch = batch_of(pipeline, rows)
+    expected = []
+    for n, row in enumerate(rows):
+        users = torch.cat([nested["gender"][n], nested["age"][n]], dim=1)
+        events, targets = len(row.uih_timestamps), len(row.candidate_timestamps)
+
+        def of_row(count, users=users):
+            return RowContext(users, SequenceLayout(torch.tensor([count])))
+
+        missing = module.content.missing["uih_price"].expand(events, 1)
+        joined = torch.cat([nested["uih_item_id"][n], nested["uih_tags"][n], missing], dim=1)
+        content = module.content.project(joined, of_row(events))
+        actions = torch.tensor(row.uih_actions, dtype=torch.int64)
+        action = module.action(actions, torch.tensor(row.uih_watch_time), of_row(events))
+        expected += contextual_tokens(module, nested, n)
+        for one, other in zip(content, action, strict=True):
+            expected += [one, other] if interleaved else [one + other]
+        names = ("candidate_item_id", "candidate_tags", "candidate_price")
+        joined = torch.cat([nested[name][n] for name in names], dim=1)
+        expected += list(module.content.project(joined, of_row(targets)) + module.target_action)
+    assert len(expected) == batch.layout.total_len
+    torch.testing.assert_close(prepared.sequence.values, torch.stack(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_contextual", "tokens_per_event"),
+    [("plain", 2, 1), ("interleaved", 2, 2), ("joined", 3, 1), ("all", 1, 2)],
+)
+def test_layout_rule(name, num_contextual, tokens_per_event):
+    pipeline = pipeline_of(*RANKERS[name])
     rule = ContextualPreprocessor.layout_rule(pipeline.model.ranker.preprocessor.contextual, pipeline)
-    assert (rule.num_contextual, rule.targets) == (2, True)
+    assert rule == LayoutRule(num_contextual, True, tokens_per_event)
+    # 6 events and 4 candidates at most.
+    assert pipeline.model.max_seq_len == num_contextual + 6 * tokens_per_event + 4
+
+
+def test_tokens_of_actions_need_an_encoder():
+    pipeline = pipeline_of(*RANKERS["interleaved"])
+    pipeline.model.ranker.preprocessor.contextual.ClearField("action")
+    with pytest.raises(ValueError, match="INTERLEAVED makes a token of each action; set `action`"):
+        build(pipeline)
 
 
 def test_without_user_features_actions_and_positions_tokens_are_contents():
@@ -105,7 +170,8 @@ def test_without_user_features_actions_and_positions_tokens_are_contents():
     rows, module = random_rows(pipeline, [(2, 1), (0, 2)]), build(pipeline)
     prepared, nested = run_without_user(module, pipeline, rows)
     item = [torch.cat([nested[f"uih_{name}"][0], nested[f"uih_{name}"][1]]) for name in ("item_id", "tags")]
-    history = module.content.project(torch.cat([*item, module.content.missing["uih_price"].expand(2, 1)], dim=1))
+    missing = module.content.missing["uih_price"].expand(2, 1)
+    history = module.content.project(torch.cat([*item, missing], dim=1))
     targets = prepared.candidates + module.target_action
     expected = torch.cat([history, targets[:1], targets[1:]])
     torch.testing.assert_close(prepared.sequence.values, expected)
