@@ -34,6 +34,13 @@ VARIANTS = {
     "accumulated": ("train.accumulate_batches=2",),
 }
 
+OVER_ROWS = (
+    "model.ranker.head={ple {num_levels: 2 expert_dim: 8}}",
+    "model.ranker.tasks[0].loss={jrc {}}",
+    "model.ranker.tasks[1].loss={pairwise {mean_squared_error {log1p: true}}}",
+)
+"""Losses that compare the candidates of a row."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -53,6 +60,7 @@ def jobs(folder, uneven) -> dict[str, list[str]]:
     """Overrides of each run by name, for one process."""
     found = {name: [*STILL, *extra] for name, extra in VARIANTS.items()}
     found["uneven"] = [*STILL, *uneven]
+    found["uneven_rows"] = [*STILL, *uneven, *OVER_ROWS]
     return found
 
 
@@ -95,7 +103,7 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, "uneven"])
+@pytest.mark.parametrize("name", [*VARIANTS, "uneven", "uneven_rows"])
 def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, name):
     assert train(folder / "one" / name, *jobs[name]) == 0
     for kind in ("train", "evaluation"):

@@ -63,6 +63,34 @@ def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole
     assert sums.grad.tolist() == [2 / 8, pytest.approx(2 * 0.25 / 20)]
 
 
+def test_one_collective_carries_all_tasks_and_counts(monkeypatch):
+    reduced = []
+    monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: reduced.append(packed.tolist()))
+    SumOverRanks(count_flops)(losses(torch.tensor([6.0, 20.0]), [4.0, 5.0]), BATCH)
+    (packed,) = reduced
+    assert packed[:4] == [6.0, 20.0, 4.0, 5.0]
+
+
+def test_a_rank_without_candidates_takes_the_others_mean(monkeypatch):
+    other = torch.tensor([2.0, 4.0, 4.0, 16.0, 1.0, 7.0, 500.0, 0.0, 0.0], dtype=torch.float64)
+    monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
+    sums = torch.zeros(2, requires_grad=True)
+    loss, result = SumOverRanks(count_flops)(losses(sums, [0.0, 0.0]), BATCH)
+    assert result.losses == {"click": 2 / 4, "time": 4 / 16}
+    assert loss.item() == 0
+    loss.backward()
+    assert sums.grad.tolist() == [2 / 4, 2 * 0.25 / 16]
+
+
+def test_weights_may_add_up_to_less_than_one():
+    sums = torch.tensor([0.1, 0.3], requires_grad=True)
+    loss, result = SumOverRanks(count_flops)(losses(sums, [0.25, 0.5]), BATCH)
+    assert result.losses == pytest.approx({"click": 0.4, "time": 0.6})
+    assert loss.item() == pytest.approx(0.4 + 0.25 * 0.6)
+
+
 def test_a_task_without_targets_is_zero_and_gives_no_gradient():
     sums = torch.tensor([6.0, 0.0], requires_grad=True)
     loss, result = SumOverRanks(count_flops)(losses(sums, [4.0, 0.0]), BATCH)
