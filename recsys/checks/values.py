@@ -40,6 +40,7 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "shuffle_row_groups": COUNT,
         "num_lanes": COUNT,
     },
+    pb.StochasticLength: {"alpha": Range(lambda x: 1 < x <= 2, "above 1 and at most 2")},
     pb.SyntheticSource: {
         "num_rows": COUNT,
         "seed": NOT_NEGATIVE,

@@ -19,6 +19,7 @@ from recsys.data.checks import Cells, Findings, Lists, one_array
 from recsys.data.contract import Field, Kind, Mode, fields, group_column, key_columns
 from recsys.data.hashing import combine, draw_places, hash_text
 from recsys.data.layout_rule import LayoutRule
+from recsys.data.stochastic_length import thin_out
 from recsys.data.vocabulary import mappings, normalize
 
 REQUEST_TIME = features.REQUEST_TIME
@@ -27,8 +28,9 @@ UIH_ACTIONS = features.PREFIX[pb.HISTORY] + features.ACTIONS
 UIH_WATCH_TIME = features.PREFIX[pb.HISTORY] + features.WATCH_TIME
 CANDIDATE_TIMESTAMPS = features.PREFIX[pb.CANDIDATE] + features.TIMESTAMPS
 
-_UNKNOWN = 3
-"""Stream of the hash that draws what is shown as unknown; the plan has 1 and 2."""
+_UNKNOWN, _LENGTH = 3, 5
+"""Streams of the hash that draw what is shown as unknown and what is thinned out; the plan has 1 and 2, the
+negatives 4."""
 
 
 class Origin(NamedTuple):
@@ -104,9 +106,13 @@ class Converter:
         if self._unknown_rates:
             self._show_unknown(flat, cells, origin, np.flatnonzero(good))
         spans = self._spans(cells, left.num_rows)
+        kept = {side: places(one.starts, one.lengths) for side, one in spans.items()}
+        if self.mode == "train" and self.pipeline.data.HasField("stochastic_length"):
+            events = flat[UIH_TIMESTAMPS].values
+            self._thin_out(spans, kept, events, self._draws(_LENGTH, origin, np.flatnonzero(good)))
         for name, column in flat.items():
-            if column.side in spans:
-                flat[name] = pick(column, places(spans[column.side].starts, spans[column.side].lengths))
+            if column.side in kept:
+                flat[name] = pick(column, kept[column.side])
             else:
                 flat[name] = _spread_user(column, good)
         return Block(
@@ -221,14 +227,31 @@ class Converter:
         self, flat: dict[str, Flat], cells: dict[str, Cells], origin: Origin, rows: np.ndarray
     ) -> None:
         """Sets a share of the ids to row 0, so that it is trained."""
-        seed = self.pipeline.train.seed
-        state = combine(seed, origin.epoch, _UNKNOWN, origin.file, origin.first_row + rows)
+        state = self._draws(_UNKNOWN, origin, rows)
         for name, rate in self._unknown_rates.items():
             if name in cells:
                 hidden = draw_places(
                     cells[name].row_offsets(len(rows)), rate, state ^ self._name_hashes[name]
                 )
                 flat[name].values[hidden] = 0
+
+    def _thin_out(
+        self,
+        spans: dict[int, _Spans],
+        kept: dict[int, np.ndarray | slice],
+        timestamps: np.ndarray,
+        rows: np.ndarray,
+    ) -> None:
+        """Leaves events out of what is kept of the histories."""
+        data, span, events = self.pipeline.data, spans[pb.HISTORY], kept[pb.HISTORY]
+        drawn = thin_out(data.stochastic_length, data.max_history_len, span.lengths, timestamps[events], rows)
+        whole = isinstance(events, slice)
+        kept[pb.HISTORY] = drawn.places + events.start if whole else events[drawn.places]
+        spans[pb.HISTORY] = span._replace(lengths=drawn.lengths)
+
+    def _draws(self, stream: int, origin: Origin, rows: np.ndarray) -> np.ndarray:
+        """uint64, a hash of each of `rows` (places in the table) for one purpose."""
+        return combine(self.pipeline.train.seed, origin.epoch, stream, origin.file, origin.first_row + rows)
 
     def _group(self, table: pa.Table) -> np.ndarray:
         name = group_column(self.pipeline)
