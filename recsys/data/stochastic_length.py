@@ -1,4 +1,4 @@
-"""Stochastic length: long histories are thinned out in training; the cost of attention goes with their square.
+"""Stochastic length: long histories are thinned out in training, for attention costs the square of a length.
 
 Of a history of n events, with N = `data.max_history_len` and L = floor(N^(alpha / 2)): n <= L is kept whole;
 a longer one is kept whole with probability N^alpha / n^2, and else L of its events are kept. Attention over
