@@ -179,6 +179,26 @@ RANKER_RULES = [
         "model.ranker.preprocessor.contextual.action={watch_time_thresholds: [5, 3]}",
         "action.watch_time_thresholds: they must increase",
     ),
+    (
+        "model.ranker.preprocessor.contextual={action_placement: INTERLEAVED}",
+        "contextual.action_placement: INTERLEAVED makes a token of each action, and `action` is not set",
+    ),
+    (
+        "model.ranker.preprocessor.contextual={content_pad {}}",
+        "content_pad: the features of an item are 40 wide and model.embedding_dim is 32; use content_slice",
+    ),
+    (
+        "model.ranker.preprocessor.contextual={action {concatenated {}}}",
+        "action.concatenated: there is neither a bit nor a threshold to concatenate",
+    ),
+    (
+        "model.ranker.preprocessor.contextual.joined_contextual.num_tokens=0",
+        "joined_contextual.num_tokens: 0 is given; it must be from 1",
+    ),
+    (
+        "model.ranker.postprocessor={timestamp_layer_norm {utc_offset_minutes: 900}}",
+        "utc_offset_minutes: 900 is given; it must be from -840 to 840",
+    ),
     ("train.num_steps=", "train: nothing is chosen; set one of num_epochs, num_steps"),
     (
         "train.evaluation.best_metric=click/acu",
@@ -261,6 +281,40 @@ def test_a_rule_finds_what_it_is_for(tmp_path, text, override, message, count):
     found = config.check(loaded.pipeline, loaded.locations)
     assert any(message in finding for finding in found), found
     assert len(found) == count, found
+
+
+CONTEXTUAL = "model.ranker.preprocessor.contextual"
+WITHOUT_USERS = ["features[2].sides=[HISTORY]", "features[3].sides=[HISTORY]"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [f"{CONTEXTUAL}={{content_slice {{}}}}", f"{ITEM}.id.embedding_dim=8"],
+            "content_slice: the features of an item are 16 wide and model.embedding_dim is 32; use",
+        ),
+        ([f"{CONTEXTUAL}.joined_contextual={{}}", *WITHOUT_USERS], "joined_contextual: it is made of USER"),
+        (
+            [f"{CONTEXTUAL}={{content_contextualized {{}}}}", *WITHOUT_USERS],
+            "content_contextualized: it is made of USER features, and no feature has this side; drop it",
+        ),
+        (
+            [f"{CONTEXTUAL}.action_placement=INTERLEAVED", "model.max_seq_len=46"],
+            "model.max_seq_len: 46 is given; 2 contextual tokens, 2 x data.max_history_len 20 "
+            "and 5 candidates need 47",
+        ),
+        (
+            [f"{CONTEXTUAL}.joined_contextual.num_tokens=4", "model.max_seq_len=28"],
+            "model.max_seq_len: 28 is given; 4 contextual tokens, data.max_history_len 20 and 5 candidates "
+            "need 29",
+        ),
+    ],
+)
+def test_a_rule_of_preprocessors(tmp_path, overrides, message):
+    loaded = load(RANKER, overrides, tmp_path)
+    (found,) = config.check(loaded.pipeline, loaded.locations)
+    assert message in found
 
 
 def test_findings_carry_the_place_of_the_nearest_field(tmp_path):

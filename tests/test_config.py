@@ -293,6 +293,18 @@ class TestResolve:
         assert at(resolved.pipeline, path) == value
         assert resolved.origins.get(path) == origin
 
+    def test_interleaved_events_and_joined_features_decide_the_length(self, write):
+        contextual = "model.ranker.preprocessor.contextual"
+        overrides = [f"{contextual}.action_placement=INTERLEAVED", f"{contextual}.joined_contextual={{}}"]
+        loaded = config.read(write(RANKER), overrides)
+        resolved = config.resolve(loaded.pipeline, read_files=False)
+        # One joined token, 20 events of two tokens, 5 candidates.
+        assert resolved.pipeline.model.max_seq_len == 46
+        origin = "contextual tokens + 2 x data.max_history_len + data.max_candidates"
+        assert resolved.origins["model.max_seq_len"] == origin
+        assert at(resolved.pipeline, f"{contextual}.positional.num_positions") == 47
+        assert resolved.origins[f"{contextual}.joined_contextual.mlp"] == "default"
+
     def test_bits_are_those_of_the_candidates_actions(self, write):
         loaded = config.read(write(RANKER), ["model.ranker.tasks[0].label_bits=[0, 2]"])
         resolved = config.resolve(loaded.pipeline, read_files=False)
