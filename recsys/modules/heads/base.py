@@ -1,10 +1,9 @@
-"""What heads share: both vectors of a candidate as one input, and the MLPs that their messages describe."""
+"""What heads share: both vectors of a candidate as one input."""
 
 import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
-from recsys.modules.mlp import MLP
 
 
 class PairInput(nn.Module):
@@ -33,8 +32,3 @@ class PairInput(nn.Module):
         """[N, E], [N, E] -> [N, width]."""
         product = user * item
         return product if self.product_only else torch.cat([user, item, product], 1)
-
-
-def build_mlp(config: pb.Mlp, in_dim: int, out_dim: int) -> MLP:
-    """The stack that a message describes."""
-    return MLP(in_dim, config.hidden, out_dim, layer_norm=config.layer_norm, dropout=config.dropout)

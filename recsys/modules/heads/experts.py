@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
-from recsys.modules.heads.base import build_mlp
+from recsys.modules.mlp import build_mlp
 
 
 class Experts(nn.ModuleList):

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from recsys import protos as pb
-from recsys.modules.heads.base import PairInput, build_mlp
+from recsys.modules.heads.base import PairInput
+from recsys.modules.mlp import build_mlp
 from recsys.registry import register
 
 
