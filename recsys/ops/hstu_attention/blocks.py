@@ -84,7 +84,7 @@ BLOCKS = {
 
 
 def blocks_of(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool) -> Blocks:
-    """The sizes for a kernel: forward, keys, keys_and_rows (16 bits, no bias) or rows."""
+    """The sizes for a kernel: forward (with a cache too), keys, keys_and_rows (16 bits, no bias) or rows."""
     return BLOCKS[kernel, biased][max(64, padded_dim(qk_dim), padded_dim(v_dim)), dtype.itemsize]
 
 

@@ -33,13 +33,16 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INSTALLED = importlib.util.find_spec("triton") is not None
 _HERE = __name__.rpartition(".")[0]
 
-if _INSTALLED and torch.version.cuda is not None:  # a traced call could not import it
+COMPILES = _INSTALLED and torch.version.cuda is not None
+"""Whether kernels run on this machine's devices: they are imported at once, a traced call could not do it."""
+
+if COMPILES:
     environment.prefer_packaged_ptxas()
     importlib.import_module(f"{_HERE}.triton_ops")
 
 
 @lru_cache(maxsize=1)
-def _warn_about_assembler() -> None:
+def warn_about_assembler() -> None:
     """Says once when kernels for Hopper would be assembled by a ptxas that may get them wrong."""
     path = environment.find_ptxas()
     version = environment.tool_version(path) if path else ""
@@ -85,7 +88,7 @@ def run(
 ) -> Tensor:
     """Scores, sums and bias in float32; work and memory follow the tokens that are there."""
     if not torch.compiler.is_compiling():
-        _warn_about_assembler()
+        warn_about_assembler()
     ops = importlib.import_module(f"{_HERE}.triton_ops")
     problem = ops.Problem(layout, mask, alpha, scale_len, bias)
     if torch.compiler.is_compiling():

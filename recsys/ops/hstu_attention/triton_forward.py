@@ -27,11 +27,12 @@ from recsys.ops.hstu_attention.triton_tile import (
 
 @triton.jit
 def _add_block(
-    total, q_block, block, sample, rows, rule, tables,
+    total, q_block, block, keys, sample, rows, rule, tables,
     SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """`total` [BLOCK_M, BLOCK_V] plus what one block of keys contributes."""
-    k, v, stride_k, stride_v, timestamps, length, history_end, alpha = sample
+    k, v, stride_k, stride_v, timestamps, length, before = keys
+    history_end, alpha = sample
     i, relative_i, next_time = rows
     D: tl.constexpr = SIZES[0]
     V: tl.constexpr = SIZES[1]
@@ -40,12 +41,13 @@ def _add_block(
     BLOCK_V: tl.constexpr = SIZES[5]
     BIASED: tl.constexpr = MODE[0]
     first = block * BLOCK_N
-    j = first + tl.arange(0, BLOCK_N)[None, :]
+    at = first + tl.arange(0, BLOCK_N)[None, :]
+    j = at + before
     k_block = load_block(k, first, length, stride_k, D, BLOCK_N, BLOCK_D, not MASKED)
     score = tl.dot(q_block, tl.trans(k_block), input_precision=MODE[2]) * alpha
     if BIASED:
         distance = relative_i - relative_position(j, history_end, rule[3], RULE)
-        elapsed = next_time - tl.load(timestamps + tl.minimum(j, length - 1))
+        elapsed = next_time - tl.load(timestamps + tl.minimum(at, length - 1))
         bias, _ = bias_of(distance, elapsed, tables, length > 0, SIZES[2], BLOCK_N)
         score += bias
     weight = score * sigmoid(score, MODE[1])
@@ -53,6 +55,27 @@ def _add_block(
         weight = tl.where(visible(i, j, history_end, rule, RULE), weight, 0.0)
     v_block = load_block(v, first, length, stride_v, V, BLOCK_N, BLOCK_V, not MASKED)
     return tl.dot(weight.to(v_block.dtype), v_block, total, input_precision=MODE[2])
+
+
+@triton.jit
+def add_blocks(
+    total, q_block, item, keys, sample, rows, rule, tables,
+    SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """`total` [BLOCK_M, BLOCK_V] plus what the blocks of keys contribute that `item` lists.
+
+    keys    k, v, stride_k, stride_v, timestamps, length; how many tokens of the sample come before them
+    sample  history_end, alpha
+    rows    positions in the sample and in the bias, times of the tokens after them
+    """
+    runs = load_runs(item)
+    for place in range(num_masked(runs)):
+        block = masked_block(place, runs)
+        total = _add_block(total, q_block, block, keys, sample, rows, rule, tables, SIZES, RULE, MODE, True)
+    unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
+    for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
+        total = _add_block(total, q_block, block, keys, sample, rows, rule, tables, SIZES, RULE, MODE, False)
+    return total
 
 
 @triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"])
@@ -86,11 +109,10 @@ def forward_kernel(
     for number in range(tl.program_id(0) // num_heads, num_items, tl.num_programs(0) // num_heads):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
-        runs = load_runs(item)
         q_head = q + start * stride_qt + head * stride_qh
         k_head = k + start * stride_kt + head * stride_kh
         v_head = v + start * stride_vt + head * stride_vh
-        sample = (k_head, v_head, stride_kt, stride_vt, timestamps + start, length, history_end, alpha)
+        keys = (k_head, v_head, stride_kt, stride_vt, timestamps + start, length, 0)
         q_block = load_block(q_head, first, length, stride_qt, D, BLOCK_M, BLOCK_D, False)
         i = first + tl.arange(0, BLOCK_M)[:, None]
         next_time = i
@@ -98,11 +120,7 @@ def forward_kernel(
             next_time = tl.load(next_timestamps + start + tl.minimum(i, length - 1))
         rows = (i, relative_position(i, history_end, group_size, RULE), next_time)
         total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-        for place in range(num_masked(runs)):
-            block = masked_block(place, runs)
-            total = _add_block(total, q_block, block, sample, rows, rule, tables, SIZES, RULE, MODE, True)
-        unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
-        for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
-            total = _add_block(total, q_block, block, sample, rows, rule, tables, SIZES, RULE, MODE, False)
+        sample = (history_end, alpha)
+        total = add_blocks(total, q_block, item, keys, sample, rows, rule, tables, SIZES, RULE, MODE)
         out_head = out + (start * num_heads + head) * V
         store_block(out_head, first, length, num_heads * V, total * inverse_scale, V, BLOCK_M, BLOCK_V)

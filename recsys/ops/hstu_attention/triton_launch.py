@@ -8,7 +8,7 @@ what a compiler can trace: `wrap` stands around each kernel, the identity in eag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -40,6 +40,11 @@ class Problem:
     scale_len: float
     bias: RelativeBias | None
 
+    @property
+    def num_contextual(self) -> int:
+        """Contextual tokens at the start of each sample."""
+        return self.layout.num_contextual
+
 
 class Gradients(NamedTuple):
     """Of q, k and v; of the tables when they were asked for."""
@@ -60,7 +65,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = lamb
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if q.shape[0] == 0:
         return out
-    q, k, v = map(_with_dense_rows, (q, k, v))
+    q, k, v = map(with_dense_rows, (q, k, v))
     blocks = blocks_of("forward", q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
@@ -72,10 +77,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = lamb
         items,
         items.shape[0],
         num_heads,
-        *_strides(q, k, v),
-        *_scalars(problem),
-        *_bias_arguments(problem, items),
-        **_constants(problem, q, v, blocks),
+        *strides(q, k, v),
+        *scalars(problem),
+        *bias_arguments(problem, items),
+        **constants(problem, q, v, blocks),
     )
     return out
 
@@ -107,7 +112,7 @@ def backward(
         return empty._replace(
             position_table=torch.zeros_like(bias.position_table), time_table=torch.zeros_like(bias.time_table)
         )
-    q, k, v, grad_out = map(_with_dense_rows, (q, k, v, grad_out))
+    q, k, v, grad_out = map(with_dense_rows, (q, k, v, grad_out))
     atomics = not deterministic and problem.bias is None and q.dtype.itemsize == 2
     if atomics:
         grad_q = torch.zeros(total_len, num_heads, qk_dim, dtype=torch.float32, device=q.device)
@@ -145,11 +150,11 @@ def _launch_keys(
         items,
         items.shape[0],
         num_heads,
-        *_strides(q, k, v, grad_out),
-        *_scalars(problem),
-        *_bias_arguments(problem, items),
+        *strides(q, k, v, grad_out),
+        *scalars(problem),
+        *bias_arguments(problem, items),
         ADD_TO_GRAD_Q=atomics,
-        **_constants(problem, q, v, blocks),
+        **constants(problem, q, v, blocks),
     )
 
 
@@ -184,15 +189,15 @@ def _launch_rows(
         items,
         items.shape[0],
         num_heads,
-        *_strides(q, k, v, grad_out),
-        *_scalars(problem),
-        *_bias_arguments(problem, items),
+        *strides(q, k, v, grad_out),
+        *scalars(problem),
+        *bias_arguments(problem, items),
         positions,
         times,
         lines,
         TABLES=bias is not None,
         BUCKETS=buckets,
-        **_constants(problem, q, v, blocks),
+        **constants(problem, q, v, blocks),
     )
     if bias is None:
         return out
@@ -218,28 +223,30 @@ def _like_table(sums: Tensor, table: Tensor) -> Tensor:
     return (sums if table.dim() == 2 else sums.sum(0)).to(table.dtype)
 
 
-def _with_dense_rows(tensor: Tensor) -> Tensor:
+def with_dense_rows(tensor: Tensor) -> Tensor:
     """The kernels take any strides but that of the last dimension."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def _strides(*tensors: Tensor) -> list[int]:
+def strides(*tensors: Tensor) -> list[int]:
+    """Of the rows and of the heads of each tensor."""
     return [tensor.stride(dim) for tensor in tensors for dim in (0, 1)]
 
 
-def _scalars(problem: Problem) -> list[int | float]:
+def scalars(problem: Problem) -> list[int | float]:
+    """The numbers of a problem, from `alpha` to `group_size`."""
     mask = problem.mask
     return [
         problem.alpha,
         1.0 / problem.scale_len,
-        problem.layout.num_contextual,
+        problem.num_contextual,
         mask.window or 0,
         mask.prefix,
         mask.target_group_size,
     ]
 
 
-def _bias_arguments(problem: Problem, unused: Tensor) -> list[Tensor | int]:
+def bias_arguments(problem: Problem, unused: Tensor) -> list[Tensor | int]:
     """Tables in float32, the edges of the time buckets, both times, strides of a head and sizes."""
     bias = problem.bias
     if bias is None:
@@ -249,7 +256,7 @@ def _bias_arguments(problem: Problem, unused: Tensor) -> list[Tensor | int]:
     return [
         position,
         time,
-        problem.layout.memo(("time_edges", len(edges)), lambda: torch.tensor(edges, device=time.device)),
+        problem.layout.memo(("time_edges", len(edges)), lambda: _constant(edges, time.device)),
         bias.timestamps.contiguous(),
         bias.next_timestamps.contiguous(),
         position.stride(0) if position.dim() == 2 else 0,
@@ -259,7 +266,14 @@ def _bias_arguments(problem: Problem, unused: Tensor) -> list[Tensor | int]:
     ]
 
 
-def _constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[str, Any]:
+def _constant(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [n] on the device, without waiting for it."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(numbers, device=device)
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+
+
+def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[str, Any]:
     """What the kernels are compiled for, by the names of their parameters."""
     mask, is_float32 = problem.mask, q.dtype == torch.float32
     return {

@@ -30,6 +30,10 @@ UNMASKED_AT = tl.constexpr(work_list.UNMASKED_AT)
 UNMASKED_START = tl.constexpr(work_list.UNMASKED_START)
 UNMASKED_COUNT = tl.constexpr(work_list.UNMASKED_COUNT)
 NUM_COLUMNS = tl.constexpr(work_list.NUM_COLUMNS)
+NEW = tl.constexpr(work_list.NEW)
+CACHE_START = tl.constexpr(work_list.CACHE_START)
+CACHE_LENGTH = tl.constexpr(work_list.CACHE_LENGTH)
+NUM_CACHED_COLUMNS = tl.constexpr(work_list.NUM_CACHED_COLUMNS)
 
 BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / LOG_BUCKET)
 """Time buckets that a factor of two spans."""

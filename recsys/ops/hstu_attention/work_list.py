@@ -10,13 +10,15 @@ Plain PyTorch on the layout's device: nothing waits for the host, and a compiler
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask, column_intervals, row_intervals
+from recsys.ops.mask import AttentionMask, KeyIntervals, column_intervals, row_intervals
 
 START, LENGTH, HISTORY_END, FIRST = 0, 1, 2, 3
 """Columns of an item: the sample's first row in [T], length and first target; the tile's first token."""
@@ -29,6 +31,14 @@ UNMASKED_AT, UNMASKED_START, UNMASKED_COUNT = 9, 10, 11
 `UNMASKED_COUNT` blocks, the first of which is block `UNMASKED_START`."""
 
 NUM_COLUMNS = 12
+
+NEW = 8
+"""With a cache, these columns are about blocks of cached keys; those `NEW` further on, of new keys."""
+
+CACHE_START, CACHE_LENGTH = 20, 21
+"""Columns: the sample's first cached row and how many there are; `HISTORY_END` counts them too."""
+
+NUM_CACHED_COLUMNS = 22
 
 
 class Interval(NamedTuple):
@@ -46,6 +56,7 @@ class Tiles(NamedTuple):
     history_end: Tensor  # int64 [n]
     first: Tensor  # int64 [n], first token
     last: Tensor  # int64 [n], last token, inside the sample
+    sample: Tensor  # int64 [n], which one; of a tile that is none, any
 
 
 def row_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
@@ -58,20 +69,75 @@ def key_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int)
     return layout.memo(("key_work", mask, tile, block), lambda: _key_work(mask, layout, tile, block))
 
 
+def cached_work(
+    mask: AttentionMask, layout: SequenceLayout, cache_layout: SequenceLayout, tile: int, block: int
+) -> Tensor:
+    """int64 [n, NUM_CACHED_COLUMNS]: tiles of `tile` new rows, each with the blocks of `block` cached keys
+    and those of `block` new keys that it sees."""
+    return layout.memo(
+        ("cached_work", mask, cache_layout, tile, block),
+        lambda: _cached_work(mask, layout, cache_layout, tile, block),
+    )
+
+
 def _row_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
     tiles = _tiles(layout, tile)
-    contextual = layout.num_contextual
+    seen = _seen(mask, tiles, torch.zeros_like(tiles.first), layout.num_contextual)
+    runs = _runs(tiles, _hulls(seen), _unmasked(seen), block)
+    return _sorted([*tiles[:4], *runs.columns], runs.work)
+
+
+def _cached_work(
+    mask: AttentionMask, layout: SequenceLayout, cache_layout: SequenceLayout, tile: int, block: int
+) -> Tensor:
+    tiles = _tiles(layout, tile)
+    is_real = tiles.length > 0
+    start, kept = (
+        torch.where(is_real, column.index_select(0, tiles.sample), 0)
+        for column in (cache_layout.offsets[:-1], cache_layout.lengths)
+    )
+    seen = _seen(mask, tiles, kept, cache_layout.num_contextual)
+    nothing = torch.zeros_like(kept)
+    whole = kept + tiles.length
+    cached, new = (
+        _runs(
+            tiles,
+            [_part(hull, low, high) for hull in _hulls(seen)],
+            [_part(interval, low, high) for interval in _unmasked(seen)],
+            block,
+        )
+        for low, high in ((nothing, kept), (kept, whole))
+    )
+    columns = [tiles.start, tiles.length, tiles.history_end + kept, tiles.first]
+    return _sorted([*columns, *cached.columns, *new.columns, start, kept], cached.work + new.work)
+
+
+def _seen(mask: AttentionMask, tiles: Tiles, before: Tensor, contextual: int) -> KeyIntervals:
+    """What the rows of each tile see that bound what all its rows see, [n, edges, 3]; `before`, int64 [n]:
+    tokens of the sample in front of those that the tiles count."""
     # The ends of the intervals are constant or increasing over the rows of one kind: the first and the last
     # row of each kind have the extremes.
-    edges = [tiles.first, tiles.last, contextual - 1, contextual, tiles.history_end - 1, tiles.history_end]
-    position = _clamped(edges, tiles)
-    seen = row_intervals(mask, position, tiles.history_end.unsqueeze(1), contextual)
-    first, window, group = (_union(seen.start[..., part], seen.end[..., part]) for part in range(3))
-    unmasked = _longer(
-        Interval(torch.zeros_like(tiles.first), seen.end[..., 0].amin(1)),
-        _intersection(seen.start[..., 1], seen.end[..., 1]),
-    )
-    return _items(tiles, (first, window, group), unmasked, block)
+    history_end = tiles.history_end
+    edges = [tiles.first, tiles.last, contextual - before - 1, contextual - before]
+    position = _clamped([*edges, history_end - 1, history_end], tiles) + before.unsqueeze(1)
+    return row_intervals(mask, position, (history_end + before).unsqueeze(1), contextual)
+
+
+def _hulls(seen: KeyIntervals) -> list[Interval]:
+    """Contextual tokens and prefix, the window, the own group: of each what some row of a tile sees."""
+    return [_union(seen.start[..., part], seen.end[..., part]) for part in range(3)]
+
+
+def _unmasked(seen: KeyIntervals) -> list[Interval]:
+    """The keys that all rows of a tile see, by their first and by their second interval."""
+    first = Interval(torch.zeros_like(seen.end[:, 0, 0]), seen.end[..., 0].amin(1))
+    return [first, _intersection(seen.start[..., 1], seen.end[..., 1])]
+
+
+def _part(interval: Interval, low: Tensor, high: Tensor) -> Interval:
+    """What of an interval lies in [low, high), counted from `low`; [0, 0) for nothing."""
+    start, end = (torch.minimum(torch.maximum(edge, low), high) - low for edge in interval)
+    return Interval(torch.where(end > start, start, 0), torch.where(end > start, end, 0))
 
 
 def _key_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
@@ -92,7 +158,8 @@ def _key_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int
     unmasked = _longer(history, targets)
     # Rows past the end of a sample are loaded as zeros and add nothing: its last block may be a full one.
     rounded = torch.where(unmasked.end == tiles.length, unmasked.end + block - 1, unmasked.end)
-    return _items(tiles, tuple(kinds), Interval(unmasked.start, rounded), block)
+    runs = _runs(tiles, kinds, [Interval(unmasked.start, rounded)], block)
+    return _sorted([*tiles[:4], *runs.columns], runs.work)
 
 
 def _tiles(layout: SequenceLayout, tile: int) -> Tiles:
@@ -117,6 +184,7 @@ def _tiles(layout: SequenceLayout, tile: int) -> Tiles:
         history_end=torch.where(is_real, layout.history_end.index_select(0, sample), zero),
         first=first,
         last=torch.minimum(first + tile, length) - 1,
+        sample=sample,
     )
 
 
@@ -144,10 +212,15 @@ def _longer(one: Interval, other: Interval) -> Interval:
     return Interval(torch.where(first, one.start, other.start), torch.where(first, one.end, other.end))
 
 
-def _items(
-    tiles: Tiles, parts: tuple[Interval, Interval, Interval], unmasked: Interval, block: int
-) -> Tensor:
-    """Intervals of tokens to disjoint runs of blocks, then sorted by their number."""
+class Runs(NamedTuple):
+    """The blocks of one list of keys (or rows) that each tile visits."""
+
+    columns: list[Tensor]  # COUNT_A to UNMASKED_COUNT, int64 [n] each
+    work: Tensor  # int64 [n], how many blocks
+
+
+def _runs(tiles: Tiles, parts: Sequence[Interval], unmasked: Sequence[Interval], block: int) -> Runs:
+    """Three intervals of tokens as disjoint runs of blocks; the longest of `unmasked` needs no mask."""
     starts, counts = [], []
     covered = torch.zeros_like(tiles.first)
     for start, end in parts:
@@ -157,15 +230,12 @@ def _items(
         starts.append(first_block)
         counts.append(count)
         covered = torch.where(count > 0, end_block, covered)
-    full_start = (unmasked.start + block - 1) // block
-    full_count = (unmasked.end // block - full_start).clamp(min=0)
+    free = reduce(_longer, unmasked)
+    full_start = (free.start + block - 1) // block
+    full_count = (free.end // block - full_start).clamp(min=0)
     full_count = torch.where(tiles.length > 0, full_count, 0)
     before = [torch.minimum((full_start - s).clamp(min=0), n) for s, n in zip(starts, counts, strict=True)]
     columns = [
-        tiles.start,
-        tiles.length,
-        tiles.history_end,
-        tiles.first,
         counts[0],
         starts[1],
         counts[1],
@@ -175,6 +245,10 @@ def _items(
         full_start,
         full_count,
     ]
-    work = counts[0] + counts[1] + counts[2]
+    return Runs(columns, counts[0] + counts[1] + counts[2])
+
+
+def _sorted(columns: list[Tensor], work: Tensor) -> Tensor:
+    """int64 [n, columns]: the tile with the most blocks first."""
     order = torch.argsort(work, descending=True, stable=True)
     return torch.stack(columns, dim=1).index_select(0, order)

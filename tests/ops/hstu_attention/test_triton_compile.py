@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from recsys import environment
+from recsys.ops import AttentionMask, CachedRelativeBias, SequenceLayout
 from recsys.ops.hstu_attention.blocks import BLOCKS, CHOSEN_WITH
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
@@ -27,16 +28,19 @@ POINTERS = {
     "time_edges": "i64",
     "timestamps": "i64",
     "next_timestamps": "i64",
+    "cache_timestamps": "i64",
     "position_partial": "fp32",
     "time_partial": "fp32",
 }
-OPERANDS = ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
+OPERANDS = ("q", "k", "v", "cache_k", "cache_v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
 KERNELS = {
     "forward": "forward_kernel",
+    "cached": "cached_kernel",
     "keys": "keys_kernel",
     "keys_and_rows": "keys_kernel",
     "rows": "rows_kernel",
 }
+SIZES = BLOCKS | {("cached", biased): BLOCKS["forward", biased] for biased in (False, True)}
 CASES = [
     pytest.param(
         *kernel,
@@ -44,7 +48,7 @@ CASES = [
         marks=[] if size == (128, 2) else pytest.mark.slow,
         id="-".join(map(str, (*kernel, *size))),
     )
-    for kernel, sizes in BLOCKS.items()
+    for kernel, sizes in SIZES.items()
     for size in sizes
 ]
 
@@ -60,10 +64,11 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3"):
     from triton.compiler import ASTSource
 
     from recsys.ops.hstu_attention import triton_backward, triton_forward
+    from recsys.ops.hstu_attention.cached import triton_kernel
 
-    module = triton_forward if kernel == "forward" else triton_backward
+    module = {"forward": triton_forward, "cached": triton_kernel}.get(kernel, triton_backward)
     function = getattr(module, KERNELS[kernel])
-    blocks = BLOCKS[kernel, biased][width, itemsize]
+    blocks = SIZES[kernel, biased][width, itemsize]
     constants = {"D": width, "V": width, "BLOCK_D": width, "BLOCK_V": width}
     constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys, "BIASED": biased, "FAST": itemsize == 2}
     constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
@@ -110,9 +115,13 @@ def test_it_fits_into_the_registers_and_the_shared_memory(kernel, biased, width,
         assert spilled.groups() == ("0", "0"), report
 
 
-def test_products_of_16_bits_use_the_instructions_of_hopper():
+@pytest.mark.parametrize("kernel", ["forward", "cached"])
+def test_products_of_16_bits_use_the_instructions_of_hopper(kernel):
     environment.prefer_packaged_ptxas()
-    assert "wgmma.mma_async" in compiled("forward", False, 128, 2).asm["ptx"]
+    ptx = compiled(kernel, False, 128, 2).asm["ptx"]
+    assert "wgmma.mma_async" in ptx
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
+    assert copies and set(copies) == {"0x10"}  # of keys and values: 16 bytes at a time
 
 
 def test_a_traced_graph_holds_the_kernels(monkeypatch):
@@ -144,3 +153,34 @@ def test_a_traced_graph_holds_the_kernels(monkeypatch):
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
     assert len(kernels) == 3 and all(not isinstance(node.kwargs["grid"][0][0], int) for node in kernels)
     assert len(traced.graph.nodes) < 1500
+
+
+def test_a_traced_graph_holds_the_cached_kernel(monkeypatch):
+    from torch._library.triton import set_wrap_triton_enabled
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from recsys.ops.hstu_attention.cached import triton_ops
+
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    mask = AttentionMask(window=2, prefix=3, target_window=True)
+
+    def attend(q, cache, lengths, offsets, cached, cache_offsets, *of_bias):
+        layouts = (
+            SequenceLayout.trusted(lengths, offsets, lengths // 2, 0, *[q.shape[0]] * 3),
+            SequenceLayout.trusted(cached, cache_offsets, cached * 0, 1, *[cache.shape[0]] * 2, 0),
+        )
+        bias = CachedRelativeBias(*of_bias)
+        problem = triton_ops.CachedProblem(layouts[0], mask, 0.1, 64.0, bias, layouts[1])
+        return triton_ops.forward(q, q, q, cache, cache, problem, torch.library.wrap_triton)
+
+    q, cache = (torch.randn(rows, 2, 64, dtype=torch.bfloat16) for rows in (101, 307))
+    lengths = (torch.tensor([50, 51]), torch.tensor([0, 50, 101]))
+    cached = (torch.tensor([107, 200]), torch.tensor([0, 107, 307]))
+    times = (torch.zeros(rows, dtype=torch.int64) for rows in (101, 101, 307))
+    with set_wrap_triton_enabled(True):
+        traced = make_fx(attend, tracing_mode="symbolic")(
+            q, cache, *lengths, *cached, torch.zeros(2, 40), torch.zeros(2, 20), *times
+        )
+    (kernel,) = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    assert not isinstance(kernel.kwargs["grid"][0][0], int)
+    assert len(traced.graph.nodes) < 700

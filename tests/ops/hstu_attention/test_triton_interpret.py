@@ -1,14 +1,4 @@
-"""The Triton kernels of `hstu_attention` on a CPU: numbers, not code generation.
-
-Triton decides when it is imported whether it interprets, so the tests run in a process of their own. The last
-one here starts it, in the process that everything else runs in; it skips where Triton is not installed.
-"""
-
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The Triton kernels of `hstu_attention` on a CPU: numbers, not code generation."""
 
 import pytest
 import torch
@@ -18,12 +8,14 @@ from recsys.ops.hstu_attention.blocks import Blocks
 from recsys.ops.relative_bias import time_bucket
 from tests.ops import oracle
 from tests.ops.cases import MASKS, layout_of, qkv, relative_bias, samples
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-ROOT = Path(__file__).resolve().parents[3]
-
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that the last test starts")
+from tests.ops.interpreter import (
+    INTERPRETED,
+    between_poison,
+    interpreted,
+    mend_interpreter,
+    run_interpreted,
+    starts_it,
+)
 
 # Tiles of rows and keys in several sizes: inside a tile, over several, odd, no history, no targets, empty.
 SHAPES = [(9, 5), (0, 3), (0, 0), (23, 0), (2, 9)]
@@ -35,17 +27,9 @@ def small_blocks(monkeypatch):
     """Several tiles a sample, several blocks a tile, of different sizes in either direction."""
     if not INTERPRETED:
         return
-    from triton.runtime import interpreter
-
     from recsys.ops.hstu_attention import triton_launch
 
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):  # NumPy >= 2.4 refuses int() of an array of one element
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    mend_interpreter(monkeypatch)
     sizes = {"forward": Blocks(16, 8, 4, 1), "keys": Blocks(8, 16, 4, 1), "rows": Blocks(8, 8, 4, 1)}
     sizes["keys_and_rows"] = sizes["keys"]
     monkeypatch.setattr(triton_launch, "blocks_of", lambda kernel, *_: sizes[kernel])
@@ -57,14 +41,6 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def between_poison(tensor):
-    """The same numbers as a view with NaN, or absurd times, in the rows before and after."""
-    poison = float("nan") if tensor.is_floating_point() else 2**40
-    padded = torch.full((tensor.shape[0] + 70, *tensor.shape[1:]), poison, dtype=tensor.dtype)
-    padded[35:-35] = tensor
-    return padded[35:-35]
 
 
 def check(batch, mask, *, dim=3, v_dim=2, heads=1, bias_rows=0, alpha=None, loops=False):
@@ -229,11 +205,6 @@ def test_edges_of_time_buckets_are_those_of_the_definition():
         assert before < bucket <= at
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed (pip install triton==3.6.0)")
+@starts_it
 def test_the_kernels_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(__file__)

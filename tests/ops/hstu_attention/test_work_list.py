@@ -9,22 +9,26 @@ import torch
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention import work_list
 from recsys.ops.hstu_attention.work_list import (
+    CACHE_LENGTH,
+    CACHE_START,
     COUNT_A,
     COUNT_B,
     COUNT_C,
     FIRST,
     HISTORY_END,
     LENGTH,
+    NEW,
     START,
     START_B,
     START_C,
     UNMASKED_AT,
     UNMASKED_COUNT,
     UNMASKED_START,
+    cached_work,
     key_work,
     row_work,
 )
-from tests.ops.cases import MASKS, layout_of, samples
+from tests.ops.cases import MASKS, cut, layout_of, samples
 from tests.ops.oracle import sees
 
 SHAPES = [(9, 5), (0, 3), (0, 0), (23, 0), (2, 9), (14, 4)]
@@ -45,8 +49,11 @@ def visited(item) -> list[tuple[int, bool]]:
     return [(block, number not in free) for number, block in enumerate(blocks)]
 
 
+SOME_MASKS = [*MASKS[::2], *MASKS[1::6], *MORE_MASKS]
+
+
 @pytest.mark.parametrize("contextual", [0, 5])
-@pytest.mark.parametrize("mask", [*MASKS[::2], *MASKS[1::6], *MORE_MASKS], ids=str)
+@pytest.mark.parametrize("mask", SOME_MASKS, ids=str)
 def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mask, contextual):
     batch = samples(contextual, SHAPES)
     layout = layout_of(batch)
@@ -72,6 +79,48 @@ def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mas
         for number, sample in enumerate(batch):
             for i, j in itertools.product(range(sample.length), repeat=2):
                 assert covered[number, i, j] or not sees(sample, i, j, mask)
+
+
+@pytest.mark.parametrize("contextual", [0, 5])
+@pytest.mark.parametrize("mask", SOME_MASKS, ids=str)
+def test_with_a_cache_new_rows_visit_the_keys_of_both(mask, contextual):
+    batch, tile, block = samples(contextual, SHAPES), 8, 4
+    for num_cached in ([5, 0, 0, 20, 2, 11], [0] * 6, [99] * 6):
+        parts = cut(batch, num_cached)
+        starts = parts.layout.offsets.tolist()
+        covered = Counter()
+        for item in cached_work(mask, parts.layout, parts.cache_layout, tile, block).tolist():
+            number = starts.index(item[START])
+            number += [length > 0 for length in parts.layout.lengths.tolist()[number:]].index(True)
+            sample, kept = batch[number], item[CACHE_LENGTH]
+            assert kept == parts.cache_layout.lengths[number] and item[LENGTH] == sample.length - kept
+            assert item[CACHE_START] == parts.cache_layout.offsets[number]
+            assert item[HISTORY_END] == sample.contextual + sample.uih
+            rows = range(kept + item[FIRST], min(kept + item[FIRST] + tile, sample.length))
+            for columns, first, length in ((item, 0, kept), (item[NEW:], kept, sample.length - kept)):
+                for at, masked in visited(columns):
+                    inside = range(at * block, min((at + 1) * block, length))
+                    pairs = [(i, first + j) for i in rows for j in inside]
+                    assert masked or (
+                        len(inside) == block and all(sees(sample, *pair, mask) for pair in pairs)
+                    )
+                    covered.update((number, *pair) for pair in pairs)
+        assert not covered or max(covered.values()) == 1
+        for number, sample in enumerate(batch):
+            rows = range(int(parts.cache_layout.lengths[number]), sample.length)
+            for i, j in itertools.product(rows, range(sample.length)):
+                assert covered[number, i, j] or not sees(sample, i, j, mask)
+
+
+def test_candidates_need_the_mask_among_themselves_only():
+    """256 of them on 4096 cached tokens. With a window for targets only few of those count."""
+    targets = torch.tensor([256])
+    layout, cached = SequenceLayout(targets, targets), SequenceLayout(torch.tensor([4096]))
+    items = cached_work(AttentionMask(), layout, cached, 128, 128)
+    assert items[:, COUNT_A].tolist() == items[:, UNMASKED_COUNT].tolist() == [32, 32]
+    assert items[:, NEW + UNMASKED_COUNT].tolist() == [0, 0]
+    near = cached_work(AttentionMask(256, prefix=64, target_window=True), layout, cached, 128, 128)
+    assert (near[:, COUNT_A] + near[:, COUNT_B]).tolist() == [3, 3]
 
 
 def test_the_longest_tiles_come_first_and_there_are_no_empty_ones():
@@ -107,6 +156,15 @@ def test_an_unknown_number_of_tiles_is_bounded(monkeypatch):
         assert not rest[:, [LENGTH, COUNT_A, COUNT_B, COUNT_C, UNMASKED_COUNT]].any()
 
 
+def test_an_unknown_number_of_tiles_is_bounded_with_a_cache_too(monkeypatch):
+    cuts = [cut(samples(1, SHAPES), [5, 0, 0, 20, 2, 11]) for _ in range(2)]
+    exact = cached_work(AttentionMask(), cuts[0].layout, cuts[0].cache_layout, 8, 8)
+    monkeypatch.setattr(SequenceLayout, "host_lengths", None)
+    longer = cached_work(AttentionMask(), cuts[1].layout, cuts[1].cache_layout, 8, 8)
+    assert len(longer) == cuts[0].layout.total_len // 8 + cuts[0].layout.batch_size
+    assert torch.equal(longer[: len(exact)], exact) and not longer[len(exact) :].any()
+
+
 def test_layers_share_one_list():
     layout = layout_of(samples(1, SHAPES))
     assert row_work(AttentionMask(), layout, 8, 8) is row_work(AttentionMask(), layout, 8, 8)
@@ -118,3 +176,4 @@ def test_a_batch_without_tokens_has_no_work(lengths):
     layout = SequenceLayout(torch.tensor(lengths, dtype=torch.int64))
     assert len(work_list.row_work(AttentionMask(), layout, 8, 8)) == 0
     assert len(work_list.key_work(AttentionMask(), layout, 8, 8)) == 0
+    assert len(cached_work(AttentionMask(), layout, layout, 8, 8)) == 0

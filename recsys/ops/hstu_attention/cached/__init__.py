@@ -180,4 +180,4 @@ def _check_cached_bias(bias: CachedRelativeBias, q: Tensor, cache_k: Tensor) -> 
         )
 
 
-OP = Op("hstu_attention_cached", __name__, backends=("reference",), facts=_facts)
+OP = Op("hstu_attention_cached", __name__, backends=("triton", "reference"), facts=_facts)

@@ -258,7 +258,7 @@ WRONG = [
         ValueError,
         "bias.time_table has 3 rows, q has 2 heads",
     ),
-    ({"backend": "cuda"}, ValueError, "hstu_attention_cached has no backend 'cuda'; it has auto, "),
+    ({"backend": "cuda"}, ValueError, "hstu_attention_cached has no backend 'cuda'; it has auto, triton, ref"),
 ]
 
 

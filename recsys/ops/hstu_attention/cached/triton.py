@@ -1,0 +1,46 @@
+"""The Triton backend of `hstu_attention_cached`: as able as that of `hstu_attention`, whose parts it uses.
+
+This module itself needs no Triton: the kernel is in `triton_kernel`, its launch in `triton_ops`.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from recsys.ops.hstu_attention.triton import COMPILES, supports, warn_about_assembler
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
+from recsys.ops.relative_bias import CachedRelativeBias
+
+__all__ = ["run", "supports"]
+
+_HERE = __name__.rpartition(".")[0]
+
+if COMPILES:
+    importlib.import_module(f"{_HERE}.triton_ops")
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_layout: SequenceLayout,
+    mask: AttentionMask,
+    *,
+    alpha: float,
+    scale_len: float,
+    bias: CachedRelativeBias | None,
+) -> Tensor:
+    """Scores, sums and bias in float32. The cache is read where it lies, only what the mask lets through."""
+    if not torch.compiler.is_compiling():
+        warn_about_assembler()
+    ops = importlib.import_module(f"{_HERE}.triton_ops")
+    problem = ops.CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout)
+    compute = ops.call_op if torch.compiler.is_compiling() else ops.forward
+    return compute(q, k, v, cache_k, cache_v, problem)

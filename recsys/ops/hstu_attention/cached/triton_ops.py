@@ -1,0 +1,150 @@
+"""From tensors to the launch of the cached kernel: directly in eager mode, as one library op in graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from recsys.ops.hstu_attention.blocks import blocks_of
+from recsys.ops.hstu_attention.cached.triton_kernel import cached_kernel
+from recsys.ops.hstu_attention.triton_launch import (
+    Problem,
+    Wrap,
+    bias_arguments,
+    constants,
+    scalars,
+    strides,
+    with_dense_rows,
+)
+from recsys.ops.hstu_attention.work_list import cached_work
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
+from recsys.ops.relative_bias import CachedRelativeBias
+
+
+@dataclass(frozen=True)
+class CachedProblem(Problem):
+    """What one call computes, apart from q, k, v and the cache; `layout` is that of the new tokens."""
+
+    bias: CachedRelativeBias | None
+    cache_layout: SequenceLayout
+
+    @property
+    def num_contextual(self) -> int:
+        """Contextual tokens at the start of each sample: in the cache."""
+        return self.cache_layout.num_contextual
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    problem: CachedProblem,
+    wrap: Wrap = lambda kernel: kernel,
+) -> Tensor:
+    """`hstu_attention_cached` [T, H, V]; the arguments have been validated."""
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if q.shape[0] == 0:
+        return out
+    tensors = tuple(map(with_dense_rows, (q, k, v, cache_k, cache_v)))
+    bias = problem.bias
+    blocks = blocks_of("forward", q.dtype, int(q.shape[2]), int(v.shape[2]), bias is not None)
+    items = cached_work(problem.mask, problem.layout, problem.cache_layout, blocks.rows, blocks.keys)
+    num_heads = q.shape[1]
+    wrap(cached_kernel)[(items.shape[0] * num_heads,)](
+        *tensors,
+        out,
+        items,
+        items.shape[0],
+        num_heads,
+        *strides(*tensors),
+        *scalars(problem),
+        *bias_arguments(problem, items),
+        items if bias is None else bias.cache_timestamps.contiguous(),
+        **constants(problem, q, v, blocks),
+    )
+    return out
+
+
+def call_op(
+    q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem
+) -> Tensor:
+    """The library op, for traced graphs."""
+    layout, cache_layout, mask, bias = problem.layout, problem.cache_layout, problem.mask, problem.bias
+    tables = (None,) * 5
+    if bias is not None:
+        tables = (
+            bias.position_table,
+            bias.time_table,
+            bias.timestamps,
+            bias.next_timestamps,
+            bias.cache_timestamps,
+        )
+    return hstu_attention_cached_triton(
+        q,
+        k,
+        v,
+        cache_k,
+        cache_v,
+        layout.lengths,
+        layout.offsets,
+        layout.num_targets,
+        cache_layout.lengths,
+        cache_layout.offsets,
+        *tables,
+        cache_layout.num_contextual,
+        mask.window,
+        mask.prefix,
+        mask.target_window,
+        mask.target_group_size,
+        mask.contextual_reads_history,
+        problem.alpha,
+        problem.scale_len,
+    )
+
+
+@triton_op("recsys::hstu_attention_cached_triton", mutates_args=())
+def hstu_attention_cached_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    lengths: Tensor,
+    offsets: Tensor,
+    num_targets: Tensor,
+    cache_lengths: Tensor,
+    cache_offsets: Tensor,
+    position_table: Tensor | None,
+    time_table: Tensor | None,
+    timestamps: Tensor | None,
+    next_timestamps: Tensor | None,
+    cache_timestamps: Tensor | None,
+    num_contextual: int,
+    window: int | None,
+    prefix: int,
+    target_window: bool,
+    target_group_size: int,
+    contextual_reads_history: bool,
+    alpha: float,
+    scale_len: float,
+) -> Tensor:
+    """`hstu_attention_cached` with its layouts, mask and bias spread out."""
+    total, cached = q.shape[0], cache_k.shape[0]  # also bounds of the longest sample
+    layout = SequenceLayout.trusted(lengths, offsets, num_targets, 0, total, total, total)
+    cache_layout = SequenceLayout.trusted(
+        cache_lengths, cache_offsets, torch.zeros_like(cache_lengths), num_contextual, cached, cached, 0
+    )
+    mask = AttentionMask(window, prefix, target_window, target_group_size, contextual_reads_history)
+    bias = None
+    if position_table is not None and time_table is not None:
+        if timestamps is None or next_timestamps is None or cache_timestamps is None:
+            raise ValueError("bias tables without timestamps, next_timestamps and cache_timestamps")
+        bias = CachedRelativeBias(position_table, time_table, timestamps, next_timestamps, cache_timestamps)
+    problem = CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout)
+    return forward(q, k, v, cache_k, cache_v, problem, wrap_triton)

@@ -1,0 +1,59 @@
+"""How tests run Triton kernels on a CPU.
+
+Triton decides when it is imported whether it interprets, so such tests run in a process of their own: a file
+of them marks them `interpreted`, and its last test, in the process that everything else runs in, starts that
+process with `run_interpreted`.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).resolve().parents[2]
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that the last test starts")
+
+
+def starts_it(test):
+    """Marks the test that calls `run_interpreted`; it skips where Triton is not installed."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    test = pytest.mark.skipif(not has_triton, reason="Triton is not installed (pip install triton==3.6.0)")(
+        test
+    )
+    return pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")(test)
+
+
+def run_interpreted(file: str) -> None:
+    """Passes if the tests of `file` do, in the interpreter."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def mend_interpreter(monkeypatch) -> None:
+    """Lets `range` take bounds that a kernel computed: NumPy >= 2.4 refuses int() of such an array."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def between_poison(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a view with NaN, or absurd times, in the rows before and after."""
+    poison = float("nan") if tensor.is_floating_point() else 2**40
+    padded = torch.full((tensor.shape[0] + 70, *tensor.shape[1:]), poison, dtype=tensor.dtype)
+    padded[35:-35] = tensor
+    return padded[35:-35]
