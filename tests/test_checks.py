@@ -22,6 +22,7 @@ def load(text: str, overrides: list[str], tmp_path) -> config.Loaded:
 
 
 TASK = "model.ranker.tasks[0]"
+HSTU = "model.ranker.mixer.hstu"
 ITEM = "features[0]"
 UIH = "model.retriever.preprocessor.uih"
 
@@ -159,6 +160,31 @@ RANKER_RULES = [
     ),
     ("model.ranker.mixer.hstu.mask={window: 0}", "model.ranker.mixer.hstu.mask.window: 0 is given"),
     (
+        f"{HSTU}={{qk_dim: 4 num_layers: 2 layer_groups {{}}}}",
+        f"{HSTU}.num_layers: layer_groups is given too, where each group has its own; give one of the two",
+    ),
+    (
+        f"{HSTU}={{qk_dim: 4 mask {{}} layer_groups {{}}}}",
+        f"{HSTU}.mask: layer_groups is given too, where each group has its own; give one of the two",
+    ),
+    (
+        f"{HSTU}.layer_groups=[{{tail_len: 9}}, {{}}, {{tail_len: 5 tail_unit: EVENTS}}, {{tail_len: 6}}]",
+        f"{HSTU}.layer_groups[3].tail_len: 6 tokens are given; an earlier group leaves 5, so at most that",
+    ),
+    (f"{HSTU}.layer_groups=[{{num_layers: 0}}]", f"{HSTU}.layer_groups[0].num_layers: 0 is given"),
+    (
+        f"{HSTU}.layer_groups=[{{tail_len: -1 tail_unit: EVENTS}}]",
+        f"{HSTU}.layer_groups[0].tail_len: -1 is given; it must be from 0 to 16777216",
+    ),
+    (
+        f"{HSTU}.layer_groups=[{{mask {{window: 0 unit: EVENTS}}}}]",
+        f"{HSTU}.layer_groups[0].mask.window: 0 is given; it must be from 1",
+    ),
+    (
+        f"{HSTU}.stochastic_depth=1",
+        f"{HSTU}.stochastic_depth: 1.0 is given; it must be at least 0 and below 1",
+    ),
+    (
         "model.ranker.mixer.hstu.backend=refrence",
         "hstu.backend: no backend is called 'refrence'. Did you mean reference?",
     ),
@@ -245,6 +271,14 @@ RETRIEVER_RULES = [
     (
         "model.retriever.mixer.sasrec.mask={contextual_reads_history: true}",
         "mask.contextual_reads_history: next-item",
+    ),
+    (
+        "model.retriever.mixer.sasrec.layer_groups=[{mask {contextual_reads_history: true}}]",
+        "layer_groups[0].mask.contextual_reads_history: next-item",
+    ),
+    (
+        "model.retriever.mixer.sasrec.layer_groups=[{}, {tail_len: 20}]",
+        "layer_groups[1].tail_len: next-item training makes every event a query: none can be left out",
     ),
     (
         "model.retriever.loss={focal {}}",
@@ -362,6 +396,17 @@ WARNINGS = [
         RETRIEVER,
         ["model.retriever.mixer.sasrec.mask={target_group_size: 2}"],
         "mask.target_group_size: without effect",
+    ),
+    (RANKER, [f"{HSTU}.layer_groups=[{{tail_len: 19}}]"], None),
+    (RANKER, [f"{HSTU}.layer_groups=[{{tail_len: 20}}]"], "layer_groups[0].tail_len: without effect"),
+    (RANKER, [f"{CONTEXTUAL}.action_placement=INTERLEAVED", f"{HSTU}.layer_groups=[{{tail_len: 39}}]"], None),
+    (
+        RANKER,
+        [
+            f"{CONTEXTUAL}.action_placement=INTERLEAVED",
+            f"{HSTU}.layer_groups=[{{tail_len: 20 tail_unit: EVENTS}}]",
+        ],
+        "layer_groups[0].tail_len: without effect",
     ),
     (RANKER, ["features[1].id.pooling=MEAN"], "features[1].id.pooling: without effect"),
     (RANKER, ["features[1].id.pooling=MEAN", "features[1].id.multi_valued=true"], None),

@@ -305,6 +305,42 @@ class TestResolve:
         assert at(resolved.pipeline, f"{contextual}.positional.num_positions") == 47
         assert resolved.origins[f"{contextual}.joined_contextual.mlp"] == "default"
 
+    def test_lengths_in_events_become_tokens_and_groups_replace_the_simple_form(self, write):
+        contextual, hstu = "model.ranker.preprocessor.contextual", "model.ranker.mixer.hstu"
+        groups = """[
+            {mask {window: 4 prefix: 1 unit: EVENTS}},
+            {num_layers: 3 tail_len: 5 tail_unit: EVENTS mask {window: 3}}
+        ]"""
+        overrides = [f"{contextual}.action_placement=INTERLEAVED", f"{hstu}.layer_groups={groups}"]
+        resolved = config.resolve(config.read(write(RANKER), overrides).pipeline, read_files=False)
+        mixer = at(resolved.pipeline, hstu)
+        assert not mixer.HasField("num_layers") and not mixer.HasField("mask")
+        first, second = mixer.layer_groups
+        assert (first.num_layers, first.mask.window, first.mask.prefix, first.mask.unit) == (
+            2,
+            8,
+            2,
+            pb.TOKENS,
+        )
+        assert not first.HasField("tail_len")
+        assert (second.num_layers, second.tail_len, second.tail_unit) == (3, 10, pb.TOKENS)
+        assert (second.mask.window, second.mask.unit) == (3, pb.TOKENS)
+        origins = {path.removeprefix(f"{hstu}."): origin for path, origin in resolved.origins.items()}
+        assert origins["layer_groups[0].mask.window"] == "4 events, tokens of an event: 2"
+        assert origins["layer_groups[0].mask.unit"] == "EVENTS is given"
+        assert origins["layer_groups[1].tail_len"] == "5 events, tokens of an event: 2"
+        assert origins["layer_groups[0].num_layers"] == "default"
+        assert "layer_groups[1].mask.window" not in origins
+        assert config.check(resolved.pipeline) == []
+        assert config.resolve(resolved.pipeline, read_files=False).pipeline == resolved.pipeline
+
+    def test_a_retrievers_groups_are_blind_to_the_future(self, write):
+        loaded = config.read(write(RETRIEVER), ["model.retriever.mixer.sasrec.layer_groups=[{}, {mask {}}]"])
+        groups = config.resolve(
+            loaded.pipeline, read_files=False
+        ).pipeline.model.retriever.mixer.sasrec.layer_groups
+        assert [group.mask.contextual_reads_history for group in groups] == [False, False]
+
     def test_bits_are_those_of_the_candidates_actions(self, write):
         loaded = config.read(write(RANKER), ["model.ranker.tasks[0].label_bits=[0, 2]"])
         resolved = config.resolve(loaded.pipeline, read_files=False)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from recsys import protos as pb
+from recsys.checks.sequence import tokens_per_event
 from recsys.checks.train import sharded
 from recsys.checks.walk import Finding, descend
 
@@ -55,6 +56,17 @@ def _masks(pipeline: pb.Pipeline) -> Iterator[Finding]:
             )
 
 
+def _tails(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    factor = tokens_per_event(pipeline)
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, pb.LayerGroup) or not message.HasField("tail_len"):
+            continue
+        kept = message.tail_len * (factor if message.tail_unit == pb.EVENTS else 1)
+        if kept >= pipeline.data.max_history_len * factor:
+            what = "without effect: no history is longer, see data.max_history_len"
+            yield Finding(f"{path}.tail_len", what)
+
+
 def _single_valued(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for index, feature in enumerate(pipeline.features):
         if feature.id.pooling == pb.MEAN and not feature.id.multi_valued:
@@ -79,4 +91,4 @@ def _unevaluated(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding("data.validation", "not set: the model will not be evaluated")
 
 
-RULES = (_replicated, _accumulation, _warmup, _masks, _single_valued, _row_losses, _unevaluated)
+RULES = (_replicated, _accumulation, _warmup, _masks, _tails, _single_valued, _row_losses, _unevaluated)
