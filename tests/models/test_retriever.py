@@ -205,6 +205,10 @@ def test_ranks_and_metrics_follow_from_scores_by_hand(model, pipeline):
             "model { retriever { preprocessor { uih { positional { num_time_buckets: 4 } } } } }",
             "num_time_buckets must be 0",
         ),
+        (
+            "model { retriever { mixer { hstu { layer_groups { tail_len: 3 } } } } }",
+            "layer_groups.tail_len must be absent: every event is a query",
+        ),
     ],
 )
 def test_what_cannot_train_is_refused(change, message):
