@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Speed of `hstu_attention` on a GPU, and only of what is right: each case is compared before it is timed.
+"""Speed of attention on a GPU, and only of what is right: each case is compared before it is timed.
 
     python scripts/bench_ops.py [--backend triton] [--case NAME ...] [--record FILE] [--quick]
 
 A case runs its backend in bfloat16 against float64 on the same inputs, for some samples of the batch, output
 and all gradients; it may be twice as far off as the reference backend in bfloat16. Then it is timed over
 several sets of inputs with CUDA events (medians): `fwd`, and `bwd` alone. Useful FLOP are those of visible
-pairs: 2 (D + V) a pair and head forward, 2.5 times that backward. `--record` writes a list of
-`{op, backend, shape, pass, ms, tflops, peak_mb, ok, commit}`; a case that is wrong has no time.
+pairs: 2 (D + V) a pair and head forward, 2.5 times that backward. Cases with a cache are of
+`hstu_attention_cached`: forward only, compared with whole samples of `hstu_attention`. `--record` writes a
+list of `{op, backend, shape, pass, ms, tflops, peak_mb, ok, commit}`; a case that is wrong has no time.
+The cases are those of `bench_cases.py`.
 
 On a CPU it runs tiny shapes, to test itself. Exit code 1 when a case was wrong.
 """
@@ -30,11 +32,16 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention, last_backend  # noqa: E402
-from recsys.ops.mask import key_intervals  # noqa: E402
+from recsys.ops import (  # noqa: E402
+    CachedRelativeBias,
+    RelativeBias,
+    SequenceLayout,
+    hstu_attention,
+    hstu_attention_cached,
+    last_backend,
+)
+from scripts.bench_cases import CACHED_OP, OP, Case, cases, tiny_cases, useful_flop  # noqa: E402
 
-OP = "hstu_attention"
-CAUSAL = AttentionMask()
 BACKWARD_FLOP = 2.5
 """Times those of the forward: five products instead of two."""
 
@@ -48,29 +55,15 @@ INPUT_SETS = 3
 """Timed in turn, so that the caches do not hold the operands."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One shape. `shape` is its name in records."""
+class CachedInputs(NamedTuple):
+    """Everything that a call with a cache takes."""
 
-    shape: str
-    lengths: Tensor  # int64 [B], on the host
-    dim: int
-    heads: int = 4
-    num_targets: int = 0
-    num_contextual: int = 0
-    mask: AttentionMask = CAUSAL
-    biased: bool = False
-    deterministic: bool = False
-
-    def layout(self) -> SequenceLayout:
-        """On the host. Samples have `num_targets` targets each."""
-        return SequenceLayout(
-            self.lengths, torch.full_like(self.lengths, self.num_targets), self.num_contextual
-        )
+    arguments: tuple[Tensor | SequenceLayout, ...]  # q, k, v, layout, cache_k, cache_v, cache_layout
+    bias: CachedRelativeBias | None
 
 
 class Inputs(NamedTuple):
-    """Everything that a call takes; leaves that require gradients."""
+    """Everything that a call on whole samples takes; leaves that require gradients."""
 
     q: Tensor
     k: Tensor
@@ -104,54 +97,6 @@ class Record:
         return {("pass" if name == "direction" else name): value for name, value in fields.items()}
 
 
-def cases(quick: bool = False) -> list[Case]:
-    """The shapes of the published table, then those with bias, windows, targets and determinism."""
-    equal = [
-        (128, 1024, 128),
-        (32, 4096, 128),
-        (8, 16384, 128),
-        (64, 4096, 64),
-        (32, 2048, 256),
-        (1024, 256, 64),
-    ]
-    found = [
-        Case(f"B{batch} L{length} D{dim}", torch.full((batch,), length), dim) for batch, length, dim in equal
-    ]
-    generator = torch.Generator().manual_seed(0)
-    uniform = torch.randint(1, 4097, (64,), generator=generator)
-    pareto = (16 / torch.rand(512, generator=generator).pow(1 / 1.16)).clamp(max=2048).to(torch.int64)
-    found.append(Case("B64 uniform 1..4096 D128", uniform, 128))
-    found.append(Case("B512 Pareto 16..2048 D128", pareto, 128))
-    base = Case("B32 L2048 D64", torch.full((32,), 2048), 64)
-    found += [base, replace(base, shape="B32 L2048 D64 bias", biased=True)]
-    long = Case("B8 L16384 D128 window 512 prefix 64", torch.full((8,), 16384), 128)
-    found.append(replace(long, mask=AttentionMask(window=512, prefix=64)))
-    targets = replace(base, num_targets=256, num_contextual=6)
-    found.append(replace(targets, shape="B32 L2048 D64 C6 targets 256"))
-    groups = replace(targets, mask=AttentionMask(window=256, target_window=True, target_group_size=4))
-    found.append(replace(groups, shape="B32 L2048 D64 C6 targets 256 groups 4 window 256"))
-    found += [replace(case, shape=f"{case.shape} deterministic", deterministic=True) for case in found[:8]]
-    return found[:2] + found[9:11] if quick else found
-
-
-def tiny_cases() -> list[Case]:
-    """For a machine without a GPU."""
-    lengths = torch.tensor([5, 17, 40])
-    bias = Case("tiny bias", lengths, 16, heads=2, num_targets=3, num_contextual=2, biased=True)
-    return [Case("tiny", lengths, 16, heads=2), replace(bias, mask=AttentionMask(window=4, prefix=2))]
-
-
-def useful_flop(case: Case) -> float:
-    """Of the forward: two products over the pairs that the mask lets through."""
-    lengths, counts = case.lengths.unique(return_counts=True)
-    pairs = 0
-    for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
-        one = SequenceLayout(torch.tensor([length]), torch.tensor([case.num_targets]), case.num_contextual)
-        seen = key_intervals(case.mask, one)
-        pairs += count * int((seen.end - seen.start).sum())
-    return 2.0 * 2.0 * case.dim * case.heads * pairs
-
-
 def make_inputs(case: Case, layout: SequenceLayout, seed: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """Random inputs on the layout's device; times of a history that grows by minutes to days."""
     device, generator = layout.device, torch.Generator().manual_seed(seed)
@@ -171,8 +116,39 @@ def make_inputs(case: Case, layout: SequenceLayout, seed: int, dtype: torch.dtyp
     return Inputs(q, k, v, bias, tensors[3])
 
 
-def attend(case: Case, inputs: Inputs, layout: SequenceLayout, backend: str) -> Tensor:
-    """One forward."""
+def new_rows(case: Case, layout: SequenceLayout) -> Tensor:
+    """bool [T]: the tokens of whole samples that are not in the cache; without a cache, all."""
+    if case.num_cached is None:
+        return torch.ones(layout.total_len, dtype=torch.bool, device=layout.device)
+    first = case.num_cached.to(layout.device)
+    return layout.positions() >= torch.repeat_interleave(first, layout.lengths, output_size=layout.total_len)
+
+
+def cut(case: Case, inputs: Inputs, layout: SequenceLayout) -> CachedInputs:
+    """The same numbers as a cache and new tokens."""
+    if case.num_cached is None:
+        raise ValueError(f"{case.shape} has no cache")
+    new, q, k, v, bias = new_rows(case, layout), *(t.detach() for t in inputs[:3]), inputs.bias
+    targets = torch.full_like(case.lengths, case.num_targets)
+    layouts = (
+        SequenceLayout(case.lengths - case.num_cached, targets),
+        SequenceLayout(case.num_cached, None, case.num_contextual),
+    )
+    rest, cached = (one.to(layout.device) for one in layouts)
+    if bias is not None:
+        tables = (bias.position_table.detach(), bias.time_table.detach())
+        of_new = RelativeBias(*tables, bias.timestamps[new], bias.next_timestamps[new])
+        bias = of_new.with_cache(bias.timestamps[~new])
+    return CachedInputs((q[new], k[new], v[new], rest, k[~new], v[~new], cached), bias)
+
+
+def attend(case: Case, inputs: Inputs | CachedInputs, layout: SequenceLayout, backend: str) -> Tensor:
+    """One forward: of whole samples, or of the new tokens."""
+    if isinstance(inputs, CachedInputs):
+        scale_len, bias = float(case.lengths.max()), inputs.bias
+        return hstu_attention_cached(
+            *inputs.arguments, case.mask, scale_len=scale_len, bias=bias, backend=backend
+        )
     return hstu_attention(
         inputs.q,
         inputs.k,
@@ -186,6 +162,19 @@ def attend(case: Case, inputs: Inputs, layout: SequenceLayout, backend: str) -> 
     )
 
 
+def results_of(
+    case: Case, inputs: Inputs | CachedInputs, layout: SequenceLayout, backend: str
+) -> list[Tensor]:
+    """The output and all gradients, if there are any, by the backend that is named and no other."""
+    out, is_cached = attend(case, inputs, layout, backend), isinstance(inputs, CachedInputs)
+    ran = last_backend(CACHED_OP if is_cached else OP)
+    if ran != backend:
+        raise RuntimeError(f"{backend} was asked for, {ran} ran")
+    if isinstance(inputs, CachedInputs):
+        return [out]
+    return [out.detach(), *torch.autograd.grad(out, inputs.leaves, inputs.cotangent)]
+
+
 def widest_error(case: Case, device: str, backend: str) -> float:
     """The largest error, of the output and all gradients, relative to what is allowed; above 1 is wrong.
 
@@ -193,7 +182,8 @@ def widest_error(case: Case, device: str, backend: str) -> float:
     """
     total = case.lengths.cumsum(0)
     kept = max(1, int((total <= max(CHECKED_TOKENS, int(case.lengths[0]))).sum()))
-    small = replace(case, lengths=case.lengths[:kept])
+    num_cached = None if case.num_cached is None else case.num_cached[:kept]
+    small = replace(case, lengths=case.lengths[:kept], num_cached=num_cached, deterministic=False)
     layout = small.layout().to(device)
     inputs = make_inputs(small, layout, seed=1)
     exact_bias = inputs.bias
@@ -203,17 +193,17 @@ def widest_error(case: Case, device: str, backend: str) -> float:
         exact_bias = RelativeBias(*exact_tables, inputs.bias.timestamps, inputs.bias.next_timestamps)
     exact_qkv = [tensor.detach().double().requires_grad_() for tensor in inputs[:3]]
     exact = Inputs(*exact_qkv, exact_bias, inputs.cotangent.double())
-    results = []
-    for given, name in ((inputs, backend), (inputs, "reference"), (exact, "reference")):
-        out = attend(replace(small, deterministic=False), given, layout, name)
-        if last_backend(OP) != name:
-            raise RuntimeError(f"{name} was asked for, {last_backend(OP)} ran")
-        results.append([out.detach(), *torch.autograd.grad(out, given.leaves, given.cotangent)])
+    theirs, want = (results_of(small, given, layout, "reference") for given in (inputs, exact))
+    if case.num_cached is None:
+        ours = results_of(small, inputs, layout, backend)
+    else:
+        ours = results_of(small, cut(small, inputs, layout), layout, backend)
+        theirs, want = ([whole[0][new_rows(small, layout)]] for whole in (theirs, want))
     worst = 0.0
-    for ours, theirs, want in zip(*results, strict=True):
-        norm = want.norm().clamp(min=1e-12)
-        allowed = FACTOR * (theirs.double() - want).norm() / norm + 1e-3
-        error = (ours.double() - want).norm() / norm / allowed
+    for got, other, right in zip(ours, theirs, want, strict=True):
+        norm = right.norm().clamp(min=1e-12)
+        allowed = FACTOR * (other.double() - right).norm() / norm + 1e-3
+        error = (got.double() - right).norm() / norm / allowed
         worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
     return worst
 
@@ -241,7 +231,7 @@ def median_ms(run: Callable[[int], object], device: str, repeats: int) -> float:
 
 
 def bench(case: Case, device: str, backend: str, commit: str, repeats: int) -> list[Record]:
-    """A record for the forward and one for the backward; without times when the case is wrong."""
+    """A record for each pass, forward and backward; without times when the case is wrong."""
     try:
         error = widest_error(case, device, backend)
     except (RuntimeError, ValueError) as failure:
@@ -250,30 +240,36 @@ def bench(case: Case, device: str, backend: str, commit: str, repeats: int) -> l
     if not error <= 1:
         print(f"{case.shape}: {error:.2f} times the allowed error", file=sys.stderr)
         return [
-            Record(OP, backend, case.shape, direction, None, None, None, False, commit)
-            for direction in ("fwd", "bwd")
+            Record(case.op, backend, case.shape, direction, None, None, None, False, commit)
+            for direction in case.directions
         ]
     layout = case.layout().to(device)
     sets = [make_inputs(case, layout, seed) for seed in range(INPUT_SETS)]
-    outs = [attend(case, inputs, layout, backend) for inputs in sets]
+    if case.num_cached is None:
+        given, outs = sets, [attend(case, inputs, layout, backend) for inputs in sets]
+    else:
+        given, outs, sets = [cut(case, inputs, layout) for inputs in sets], [], []
 
     def forward(i: int) -> None:
         with torch.no_grad():
-            attend(case, sets[i % INPUT_SETS], layout, backend)
+            attend(case, given[i % INPUT_SETS], layout, backend)
 
     def backward(i: int) -> None:
         inputs = sets[i % INPUT_SETS]
         torch.autograd.grad(outs[i % INPUT_SETS], inputs.leaves, inputs.cotangent, retain_graph=True)
 
     flop, records = useful_flop(case), []
-    for direction, run, work in (("fwd", forward, flop), ("bwd", backward, BACKWARD_FLOP * flop)):
+    for direction in case.directions:
+        run, work = (forward, flop) if direction == "fwd" else (backward, BACKWARD_FLOP * flop)
         before = 0
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         ms = median_ms(run, device, repeats)
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if device == "cuda" else None
-        records.append(Record(OP, backend, case.shape, direction, ms, work / ms / 1e9, peak, True, commit))
+        records.append(
+            Record(case.op, backend, case.shape, direction, ms, work / ms / 1e9, peak, True, commit)
+        )
     return records
 
 
@@ -301,7 +297,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Correctness-gated speed of hstu_attention.")
+    parser = argparse.ArgumentParser(description="Correctness-gated speed of attention.")
     parser.add_argument("--backend", default="triton" if torch.cuda.is_available() else "reference")
     parser.add_argument(
         "--case", action="append", help="only cases whose name contains this; may be repeated"

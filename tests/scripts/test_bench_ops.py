@@ -13,11 +13,12 @@ from tests.ops.oracle import Sample, sees
 
 @pytest.mark.parametrize("case", bench_ops.tiny_cases(), ids=lambda case: case.shape)
 def test_useful_work_is_that_of_visible_pairs(case):
-    pairs = 0
-    for length in case.lengths.tolist():
+    pairs, lengths = 0, case.lengths.tolist()
+    first = [0] * len(lengths) if case.num_cached is None else case.num_cached.tolist()
+    for length, computed in zip(lengths, first, strict=True):
         history = length - case.num_contextual - case.num_targets
         sample = Sample(case.num_contextual, history, case.num_targets)
-        pairs += sum(sees(sample, i, j, case.mask) for i in range(length) for j in range(length))
+        pairs += sum(sees(sample, i, j, case.mask) for i in range(computed, length) for j in range(length))
     assert bench_ops.useful_flop(case) == 2 * pairs * (case.dim + case.dim) * case.heads
 
 
@@ -38,27 +39,29 @@ def test_it_writes_a_record_a_pass(tmp_path, capsys):
     assert bench_ops.main(["--backend", "reference", "--repeats", "2", "--record", str(path)]) == 0
     records = json.loads(path.read_text())
     assert [(r["op"], r["shape"], r["pass"]) for r in records] == [
-        ("hstu_attention", case.shape, direction)
-        for case in bench_ops.tiny_cases()
-        for direction in ("fwd", "bwd")
+        ("hstu_attention", "tiny", "fwd"),
+        ("hstu_attention", "tiny", "bwd"),
+        ("hstu_attention", "tiny bias", "fwd"),
+        ("hstu_attention", "tiny bias", "bwd"),
+        ("hstu_attention_cached", "tiny cached bias", "fwd"),
     ]
     assert all(r["ok"] and r["ms"] > 0 and r["commit"] for r in records)
     assert set(records[0]) == {"op", "backend", "shape", "pass", "ms", "tflops", "peak_mb", "ok", "commit"}
     assert "tiny bias" in capsys.readouterr().out
 
 
-def test_what_is_wrong_is_not_timed(monkeypatch):
-    case = bench_ops.tiny_cases()[0]
+@pytest.mark.parametrize("case", bench_ops.tiny_cases(), ids=lambda case: case.shape)
+def test_what_is_wrong_is_not_timed(case, monkeypatch):
     right = bench_ops.attend
 
     def off_by_a_window(case, inputs, layout, backend):
-        wrong = inputs.q.dtype != torch.float64
+        wrong = isinstance(inputs, bench_ops.CachedInputs) or inputs.q.dtype != torch.float64
         return right(replace(case, mask=AttentionMask(window=2)) if wrong else case, inputs, layout, backend)
 
     monkeypatch.setattr(bench_ops, "attend", off_by_a_window)
     monkeypatch.setattr(bench_ops, "FACTOR", 0.0)
     records = bench_ops.bench(case, "cpu", "reference", "abc", repeats=1)
-    assert [record.ok for record in records] == [False, False]
+    assert [record.ok for record in records] == [False] * len(case.directions)
     assert all(record.ms is None and record.tflops is None for record in records)
 
 
