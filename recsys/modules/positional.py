@@ -13,9 +13,9 @@ class PositionalEncoder(nn.Module):
     """x * sqrt(E) + position[p] + time[b].
 
     Position of a token in a sample with C contextual tokens: a contextual token keeps its index 0..C-1. With
-    origin END all targets have C and history counts back from there, the newest event is C + 1; with START
-    history continues from C on and all targets share the place behind the newest event. Positions past the
-    table share its last row.
+    origin END all targets have C and history counts back from there, its newest token is C + 1; with START
+    history continues from C on and all targets share the place behind its newest token. Positions count
+    tokens, so the two tokens of an interleaved event are neighbours. Those past the table share its last row.
 
     Time: `b = clamp(floor(f(age / unit)), 0, K - 1)`, age = request time - time of the token in seconds, f
     the square root or the logarithm; contextual tokens have row K for themselves.
