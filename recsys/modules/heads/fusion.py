@@ -12,7 +12,7 @@ from recsys.registry import register
 
 @register(pb.FusionHead)
 class FusionHead(nn.Module):
-    """logits = MLP(user * item).
+    """logits = MLP(user * item), or of what else `input` names.
 
     Args:
         config: its MLP.

@@ -82,6 +82,15 @@ def test_no_candidates(loss, lengths):
     assert logits.grad.shape == logits.shape
 
 
+def test_nothing_waits_for_a_device(loss):
+    """Tensors without values: whoever asked for one on the host would fail."""
+    logits, labels = (x.to("meta") for x in draw(loss, 8))
+    logits.requires_grad_()
+    value = loss(logits, labels, rows_of(*LENGTHS).to("meta"))
+    value.sum().backward()
+    assert value.shape == loss.predict(logits).shape == (8,) and logits.grad.shape == logits.shape
+
+
 @pytest.mark.parametrize("label", [0.0, 1.0])
 @pytest.mark.parametrize("logit", [-1e4, -100.0, 0.0, 100.0, 1e4])
 def test_extreme_logits_stay_finite(loss, logit, label):
