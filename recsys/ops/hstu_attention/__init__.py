@@ -62,6 +62,7 @@ def hstu_attention(
         q, k, v, layout, mask, alpha=alpha, scale_len=scale_len, bias=bias, deterministic=deterministic
     )
     alpha = q.shape[2] ** -0.5 if alpha is None else alpha
+    OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=scale_len, bias=bias)
     run = OP.select(facts, backend).run
     return run(
         q,

@@ -5,22 +5,20 @@ This module itself needs no Triton: the kernel is in `triton_kernel`, its launch
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention.triton import COMPILES, supports, warn_about_assembler
+from recsys.ops import triton_backend
+from recsys.ops.hstu_attention.triton import supports
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
 
 __all__ = ["run", "supports"]
 
-_HERE = __name__.rpartition(".")[0]
+_OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
-if COMPILES:
-    importlib.import_module(f"{_HERE}.triton_ops")
+triton_backend.preload(_OPS)
 
 
 def run(
@@ -38,9 +36,7 @@ def run(
     bias: CachedRelativeBias | None,
 ) -> Tensor:
     """Scores, sums and bias in float32. The cache is read where it lies, only what the mask lets through."""
-    if not torch.compiler.is_compiling():
-        warn_about_assembler()
-    ops = importlib.import_module(f"{_HERE}.triton_ops")
+    ops = triton_backend.load(_OPS)
     problem = ops.CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout)
     compute = ops.call_op if torch.compiler.is_compiling() else ops.forward
     return compute(q, k, v, cache_k, cache_v, problem)

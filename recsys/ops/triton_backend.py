@@ -1,0 +1,70 @@
+"""What all Triton backends share: whether they can run here, the way to their kernels, a look at the assembler.
+
+This module itself needs no Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from recsys import environment
+from recsys.ops.dispatch import Support
+
+logger = logging.getLogger(__name__)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Triton decides when it is imported, by its own variable, whether kernels are compiled or interpreted.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def support(device: str, dtype: torch.dtype) -> Support:
+    """CUDA, 16 or 32 bits. On a CPU only for tests of the kernels, by interpretation."""
+    if device == "cpu":
+        if not _INTERPRETED:
+            return Support(False, "it needs CUDA tensors, these are on the CPU", auto=False)
+    elif device != "cuda":
+        return Support(False, f"it needs CUDA tensors, these are on {device}", auto=False)
+    if not _INSTALLED:
+        return Support(False, "Triton is not installed; type: pip install triton")
+    if dtype not in DTYPES:
+        return Support(False, f"it takes bfloat16, float16 and float32, not {dtype}")
+    # Only for those who name it: its tests have passed in the interpreter, not yet on a GPU.
+    return Support(True, auto=False)
+
+
+def preload(module: str) -> None:
+    """Imports a module of kernels where they can run: a traced call could not import it."""
+    if _INSTALLED and torch.version.cuda is not None:
+        environment.prefer_packaged_ptxas()
+        importlib.import_module(module)
+
+
+def load(module: str) -> ModuleType:
+    """A module of kernels, to run one of them."""
+    if not torch.compiler.is_compiling():
+        _warn_about_assembler()
+    return importlib.import_module(module)
+
+
+@lru_cache(maxsize=1)
+def _warn_about_assembler() -> None:
+    """Says once when kernels for Hopper would be assembled by a ptxas that may get them wrong."""
+    path = environment.find_ptxas()
+    version = environment.tool_version(path) if path else ""
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if on_hopper and environment.version_numbers(version) < environment.MINIMAL_PTXAS:
+        logger.warning(
+            "ptxas %s (%s) miscompiles some Triton kernels on Hopper: wrong numbers or illegal accesses. "
+            "Type: pip install 'nvidia-cuda-nvcc>=13.3'",
+            version or "of unknown version",
+            path,
+        )
