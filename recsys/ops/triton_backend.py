@@ -1,4 +1,4 @@
-"""What all Triton backends share: whether they can run here, the way to their kernels, a look at the assembler.
+"""What all Triton backends share: can they run here, the way to their kernels, a look at the assembler.
 
 This module itself needs no Triton.
 """
