@@ -15,7 +15,7 @@ from pathlib import Path
 
 from recsys import config, environment
 from recsys import protos as pb
-from recsys.errors import ConfigError, RecsysError
+from recsys.errors import ConfigError, InstallationError, RecsysError
 from recsys.flags import Parser
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,13 @@ def _guard(action: Callable[[], int | None]) -> int:
         return error.exit_code
     except RecsysError as error:
         logger.error("%s", error)
+        logger.debug("it happened here", exc_info=True)
         return error.exit_code
+    except ImportError as error:
+        # Commands import the libraries when they run, and nothing of a config decides whether they can.
+        logger.error("%s: %s", error, environment.REPAIR)
+        logger.debug("it happened here", exc_info=True)
+        return InstallationError.exit_code
     except OSError as error:
         # A full disk, a folder that may not be written: the system's word for it is what can be acted on.
         logger.error("%s", error)

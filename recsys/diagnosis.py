@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recsys import environment
+from recsys.errors import InstallationError
 
 REINSTALL = f"{sys.executable} scripts/install.py"
 FAILURES = (
@@ -26,6 +27,7 @@ FAILURES = (
     TypeError,
     AttributeError,
     subprocess.SubprocessError,
+    InstallationError,
 )
 
 
@@ -73,7 +75,9 @@ def attempt(name: str, check: Callable[[], str], remedy: str) -> Finding:
     """Run a check that returns its detail; what it raises becomes an error with `remedy`."""
     try:
         return Finding("ok", name, check())
-    except FAILURES as error:
+    except FAILURES as failure:
+        # What an InstallationError advises is to run the doctor.
+        error = failure.__cause__ if isinstance(failure, InstallationError) else failure
         first_line = next(iter(str(error).strip().splitlines()), "")
         return Finding("error", name, f"{type(error).__name__}: {first_line}", remedy)
 

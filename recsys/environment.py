@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import recsys
+from recsys.errors import InstallationError
 
 
 class Row(NamedTuple):
@@ -41,6 +42,12 @@ TESTED = (
 
 MINIMAL_PTXAS = (13, 3)
 """Earlier assemblers miscompile some products of Triton's on Hopper."""
+
+REPAIR = "type `python scripts/install.py`; `python -m recsys.doctor` says what is wrong"
+"""What to do about an installation that does not work, for the end of a sentence."""
+
+_BROKEN = (ImportError, OSError, RuntimeError, AttributeError)
+"""What importing a library raises when a part of it is missing or was built for another one."""
 
 _RECORDED = ("torch", "torchrec", "torchmetrics", "tensordict", "numpy", "pyarrow", "protobuf", "triton")
 
@@ -157,10 +164,16 @@ def import_torchrec_quietly() -> ModuleType:
     - torch.fx warns about its own API at the first KeyedJaggedTensor that TorchRec makes.
     - DistributedDataParallel warns on every rank, from C++, of the time that the search for unused parameters
       takes; the level of those logs is read once, when torch is loaded.
+
+    Raises:
+        InstallationError: it cannot be imported.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with _quiet_root_logger():
-        module = importlib.import_module("torchrec")
+    try:
+        with _quiet_root_logger():
+            module = importlib.import_module("torchrec")
+    except _BROKEN as error:
+        raise InstallationError(f"torchrec cannot be imported ({error}): {REPAIR}") from error
     logging.getLogger("torch.fx._symbolic_trace").addFilter(_is_worth_reading)
     return module
 

@@ -180,6 +180,7 @@ def test_version_and_help(folder, run, capsys):
         (errors.DataError("part-3.parquet, row 1182: broken"), 3),
         (errors.NonFiniteLossError("step 7"), 4),
         (errors.InstallationError("no compiler"), 5),
+        (ModuleNotFoundError("No module named 'pyarrow'"), 5),
         (OSError(28, "No space left on device", "runs/x/log.txt"), 1),
         (KeyboardInterrupt(), 130),
         (errors.Terminated("saved at step 9"), 143),

@@ -82,6 +82,15 @@ def test_what_a_check_raises_becomes_an_error():
     )
 
 
+def test_a_torchrec_that_cannot_be_imported_is_named_by_its_cause(tmp_path, monkeypatch):
+    (tmp_path / "torchrec.py").write_text("raise OSError('libnvidia-ml.so.1: cannot open')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torchrec", raising=False)
+    finding = diagnosis.attempt("fbgemm", diagnosis.environment.import_torchrec_quietly, "do this")
+    assert (finding.state, finding.remedy) == ("error", "do this")
+    assert finding.detail == "OSError: libnvidia-ml.so.1: cannot open"
+
+
 def test_a_wrong_result_is_an_error(monkeypatch):
     import torch
 

@@ -157,6 +157,30 @@ def test_the_wrong_warning_is_dropped_and_others_are_kept(tmp_path):
     assert done.stdout.strip() == "[] []", "the import leaves no handler and no filter behind"
 
 
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("raise OSError('libnvidia-ml.so.1: cannot open shared object file')", "libnvidia-ml.so.1: cannot"),
+        ("import no_such_fbgemm", "No module named 'no_such_fbgemm'"),
+        ("raise AttributeError('no attribute fbgemm')", "no attribute fbgemm"),
+    ],
+)
+def test_a_broken_installation_ends_a_command_with_exit_code_5_and_the_remedy(tmp_path, source, cause):
+    (tmp_path / "torchrec.py").write_text(source)
+    command = ["-m", "recsys.train", "--config", "tests/integration/tiny.config", "--run-dir", tmp_path / "r"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5
+    assert "Traceback" not in done.stderr
+    assert f"torchrec cannot be imported ({cause}" in done.stderr
+    assert "python scripts/install.py" in done.stderr and "python -m recsys.doctor" in done.stderr
+
+
 def test_the_first_jagged_tensor_is_silent():
     code = (
         "import torch; from recsys.environment import import_torchrec_quietly as load; "
