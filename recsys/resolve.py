@@ -192,8 +192,7 @@ def _mixer(mixer: pb.Mixer, path: str, model: pb.Model, kind: str) -> Iterator[_
         for mask, place in descend(mixer, path):
             if isinstance(mask, pb.AttentionMask):
                 yield _Choice(mask, place, "contextual_reads_history", False, "next-item training")
-    if chosen == "hstu":
-        hstu, place = mixer.hstu, f"{path}.hstu"
+    for hstu, place in _hstu_stacks(mixer, path):
         if hstu.HasField("qk_dim"):
             yield _Choice(hstu, place, "v_dim", hstu.qk_dim, f"{place}.qk_dim")
         if length is not None:
@@ -203,6 +202,14 @@ def _mixer(mixer: pb.Mixer, path: str, model: pb.Model, kind: str) -> Iterator[_
     if chosen == "sasrec":
         width = model.embedding_dim
         yield _Choice(mixer.sasrec, f"{path}.sasrec", "feed_forward_dim", width, "model.embedding_dim")
+
+
+def _hstu_stacks(mixer: pb.Mixer, path: str) -> list[tuple[pb.HstuMixer, str]]:
+    """The stacks of STU layers in a mixer, whether or not there are several, with their paths."""
+    if mixer.HasField("hstu"):
+        return [(mixer.hstu, f"{path}.hstu")]
+    stacks = enumerate(mixer.mixture.stacks)
+    return [(one.hstu, f"{path}.mixture.stacks[{index}].hstu") for index, one in stacks]
 
 
 def _layers(pipeline: pb.Pipeline, origins: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ it in that module's `RULES`. `effects` holds warnings.
 from collections.abc import Collection
 
 from recsys import protos as pb
-from recsys.checks import data, effects, model, preprocessor, train, values
+from recsys.checks import channels, data, effects, model, preprocessor, train, values
 from recsys.checks.model import loss_kind, metric_names
 from recsys.checks.sequence import num_contextual, tokens_per_event
 from recsys.checks.walk import Finding, children, join, lines
@@ -28,7 +28,7 @@ __all__ = [
     "warnings",
 ]
 
-RULES = (*values.RULES, *data.RULES, *model.RULES, *preprocessor.RULES, *train.RULES)
+RULES = (*values.RULES, *data.RULES, *model.RULES, *preprocessor.RULES, *channels.RULES, *train.RULES)
 
 
 def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Finding]:

@@ -126,6 +126,7 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     pb.Mlp: {"hidden": COUNT, "dropout": BELOW_ONE},
     pb.ActionEncoder: {"watch_time_thresholds": POSITIVE},
     pb.ActionBit: {"bit": BIT},
+    pb.HistoryChannel: {"bits": BIT, "min_watch_time": NOT_NEGATIVE, "max_events": LENGTH},
     pb.PositionalEncoder: {"num_positions": COUNT, "num_time_buckets": NOT_NEGATIVE, "time_unit": POSITIVE},
     pb.Train: {
         "num_epochs": COUNT,
@@ -156,6 +157,9 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.Task: ("name", "loss"),
     pb.Retriever: ("item_feature", "preprocessor", "mixer", "loss"),
     pb.ActionBit: ("name", "bit"),
+    pb.HistoryChannel: ("name",),
+    pb.MixtureMixer: ("stacks",),
+    pb.ChannelStack: ("channel", "hstu"),
 }
 """Fields that must be set, and not to an empty string or list."""
 

@@ -15,6 +15,7 @@ import pyarrow as pa
 from recsys import features
 from recsys import protos as pb
 from recsys.data.block import Block, Flat, offsets_of
+from recsys.data.channels import select
 from recsys.data.checks import REASONS
 from recsys.data.columns import (
     CANDIDATE_TIMESTAMPS,
@@ -24,6 +25,7 @@ from recsys.data.columns import (
     UIH_WATCH_TIME,
 )
 from recsys.data.contract import Field, Kind, Mode, fields
+from recsys.data.layout_rule import LayoutRule
 from recsys.data.slots import Slot, SlotReader, SlotWriter
 
 TRUNCATED_HISTORY = "truncated_history"
@@ -36,7 +38,7 @@ class Arrays:
 
     `id_values` and `id_lengths` go column by column, in the order of `features.columns`. `counts` holds the
     rows left out by reason (checks.REASONS) and those that were cut (TRUNCATED_HISTORY,
-    TRUNCATED_CANDIDATES).
+    TRUNCATED_CANDIDATES). `channel_lengths` are int64 [rows], events of each row in a channel.
     """
 
     uih_lengths: np.ndarray
@@ -50,6 +52,8 @@ class Arrays:
     uih_actions: np.ndarray
     uih_watch_time: np.ndarray
     candidate_timestamps: np.ndarray
+    channel_events: dict[str, np.ndarray]
+    channel_lengths: dict[str, np.ndarray]
     labels: dict[str, np.ndarray]
     sample_weight: np.ndarray
     group: np.ndarray
@@ -120,8 +124,9 @@ class Packed(NamedTuple):
 class Packer:
     """Makes arrays for one config."""
 
-    def __init__(self, pipeline: pb.Pipeline, mode: Mode) -> None:
+    def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule, mode: Mode) -> None:
         self._columns = features.columns(pipeline)
+        self._channels = rule.channels
         self._fields = fields(pipeline, mode)
 
     def pack(self, block: Block) -> Arrays:
@@ -129,9 +134,11 @@ class Packer:
         num_rows, flat = len(block.row), block.flat
         lengths = {pb.USER: np.ones(num_rows, np.int64), **block.lengths}
         ids = [_ids(column, flat, lengths[column.side]) for column in self._columns if column.table]
-        num_events = len(flat[UIH_TIMESTAMPS].values)
         request_time = flat[REQUEST_TIME].values
         candidate_times = flat.get(CANDIDATE_TIMESTAMPS)
+        actions = _events(flat, UIH_ACTIONS, np.int64)
+        watch_time = _events(flat, UIH_WATCH_TIME, np.float32)
+        channels = {one.name: select(one, actions, watch_time, lengths[pb.HISTORY]) for one in self._channels}
         return Arrays(
             uih_lengths=lengths[pb.HISTORY],
             num_candidates=lengths[pb.CANDIDATE],
@@ -143,13 +150,13 @@ class Packer:
             numbers={c.name: _get(flat, c, np.float32).values for c in self._columns if c.table is None},
             request_time=request_time,
             uih_timestamps=flat[UIH_TIMESTAMPS].values,
-            uih_actions=flat[UIH_ACTIONS].values if UIH_ACTIONS in flat else np.zeros(num_events, np.int64),
-            uih_watch_time=flat[UIH_WATCH_TIME].values
-            if UIH_WATCH_TIME in flat
-            else np.zeros(num_events, np.float32),
+            uih_actions=actions,
+            uih_watch_time=watch_time,
             candidate_timestamps=(
                 candidate_times.values if candidate_times else np.repeat(request_time, lengths[pb.CANDIDATE])
             ),
+            channel_events={name: one.events for name, one in channels.items()},
+            channel_lengths={name: one.lengths for name, one in channels.items()},
             labels={
                 field.task.name: _labels(field.task, flat[field.column].values)
                 for field in self._fields
@@ -178,6 +185,11 @@ class Packer:
                 flat={field.column: _nothing(field, num_rows) for field in self._fields},
             )
         )
+
+
+def _events(flat: dict[str, Flat], name: str, dtype: type) -> np.ndarray:
+    """A column of events; zeros when nobody looks at it."""
+    return flat[name].values if name in flat else np.zeros(len(flat[UIH_TIMESTAMPS].values), dtype)
 
 
 def _ids(

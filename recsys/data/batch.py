@@ -13,10 +13,10 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from recsys.data.layout_rule import LayoutRule
+from recsys.data.layout_rule import Channel, LayoutRule
 from recsys.ops import SequenceLayout
 
-__all__ = ["Batch", "LayoutRule", "Position", "Rows"]
+__all__ = ["Batch", "Channel", "LayoutRule", "Position", "Rows"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class Batch(Pipelineable):
 
     Attributes:
         layout: contextual, history and (for ranking) target tokens of each row.
+        channel_layout: the same of each channel's events, joined over channels, when the model has channels.
+        channel_events: by channel, int64 places of its events among the U.
+        channel_lengths: by channel, [B] int64 events of each row in it.
         uih_lengths: [B] int64 events of each row.
         num_candidates: [B] int64 candidates of each row.
         ids: every embedded column, keys by `features.columns` (plus `negatives`: item rows shared by the
@@ -83,8 +86,16 @@ class Batch(Pipelineable):
     labels: dict[str, Tensor]
     sample_weight: Tensor
     group: Tensor
+    channel_layout: SequenceLayout | None = None
+    channel_events: dict[str, Tensor] = field(default_factory=dict)
+    channel_lengths: dict[str, Tensor] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
     rows: Rows | None = None
+
+    @property
+    def sequences(self) -> SequenceLayout:
+        """The tokens that layers mix: `channel_layout` when there are channels, else `layout`."""
+        return self.layout if self.channel_layout is None else self.channel_layout
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         """A copy on `device`; `rows` stays on the host."""

@@ -35,13 +35,13 @@ class Collator:
         """
         candidates = torch.from_numpy(arrays.num_candidates)
         events = torch.from_numpy(arrays.uih_lengths)
-        targets = candidates if self._rule.targets else torch.zeros_like(candidates)
-        history = self._rule.tokens_per_event * events
-        layout = SequenceLayout(
-            self._rule.num_contextual + history + targets, targets, self._rule.num_contextual
-        )
+        in_channels = _tensors(arrays.channel_lengths)
+        channels = [self._layout(lengths, candidates) for lengths in in_channels.values()]
         return Batch(
-            layout=layout,
+            layout=self._layout(events, candidates),
+            channel_layout=SequenceLayout.join(channels) if channels else None,
+            channel_events=_tensors(arrays.channel_events),
+            channel_lengths=in_channels,
             uih_lengths=events,
             num_candidates=candidates,
             ids=self._ids(arrays, position.epoch, index),
@@ -58,6 +58,12 @@ class Collator:
             position=position,
             rows=Rows(torch.from_numpy(arrays.file), torch.from_numpy(arrays.row), arrays.keys),
         )
+
+    def _layout(self, events: Tensor, candidates: Tensor) -> SequenceLayout:
+        rule = self._rule
+        targets = candidates if rule.targets else torch.zeros_like(candidates)
+        lengths = rule.num_contextual + rule.tokens_per_event * events + targets
+        return SequenceLayout(lengths, targets, rule.num_contextual)
 
     def _ids(self, arrays: Arrays, epoch: int, index: int) -> KeyedJaggedTensor:
         num_rows = len(arrays.row)

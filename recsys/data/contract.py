@@ -76,9 +76,10 @@ def fields(pipeline: pb.Pipeline, mode: Mode) -> list[Field]:
             found.append(Field(column.name, column.side, kind, multi_valued=multi_valued, feature=feature))
     found.append(Field(uih + features.TIMESTAMPS, pb.HISTORY, Kind.TIME))
     action = action_encoder(pipeline.model)
-    if action.bits:
+    channels = pipeline.model.ranker.preprocessor.contextual.channels
+    if action.bits or any(channel.bits for channel in channels):
         found.append(Field(uih + features.ACTIONS, pb.HISTORY, Kind.ACTIONS))
-    if action.watch_time_thresholds:
+    if action.watch_time_thresholds or any(channel.HasField("min_watch_time") for channel in channels):
         found.append(Field(uih + features.WATCH_TIME, pb.HISTORY, Kind.WATCH_TIME))
     if candidates:
         found.append(Field(candidate + features.TIMESTAMPS, pb.CANDIDATE, Kind.TIME, required=False))

@@ -97,7 +97,10 @@ class Reader:
 
     def filler(self) -> Arrays:
         """A batch without rows that count."""
-        return Packer(self._pipeline, self._mode).filler(self.order.batch_size)
+        return self._new_packer().filler(self.order.batch_size)
+
+    def _new_packer(self) -> Packer:
+        return Packer(self._pipeline, self._rule, self._mode)
 
     def read(self, epoch: int, index: int) -> Arrays:
         """The arrays of batch `index` of an epoch's plan.
@@ -107,7 +110,7 @@ class Reader:
         """
         if self._converter is None:
             self._converter = Converter(self._pipeline, self._rule, mode=self._mode)
-            self._packer = Packer(self._pipeline, self._mode)
+            self._packer = self._new_packer()
         if epoch != self._epoch:
             self.begin(epoch)
         parts = self._plan.batch(index)

@@ -73,7 +73,7 @@ class Predictor:
         self.pipeline.data.ClearField("max_candidates")
         rule = layout_rule(self.pipeline)
         self.converter = Converter(self.pipeline, replace(rule, targets=False), mode=MODE)
-        self.packer = Packer(self.pipeline, MODE)
+        self.packer = Packer(self.pipeline, rule, MODE)
         self.collator = Collator(self.pipeline, rule, MODE)
         self.unknown_ids = UnknownIds(self.pipeline)
         if package.items is not None:

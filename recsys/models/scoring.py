@@ -6,6 +6,7 @@ depends on the values in them.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,10 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
         TensorSpec("uih_actions", torch.int64, (EVENTS,)),
         TensorSpec("uih_watch_time", torch.float32, (EVENTS,)),
     ]
+    for number, channel in enumerate(layout_rule(pipeline).channels):
+        events = f"channel_{number}_events"
+        found.append(TensorSpec(f"channel.{channel.name}.events", torch.int64, (events,)))
+        found.append(TensorSpec(f"channel.{channel.name}.lengths", torch.int64, (ROWS,)))
     if ranker:
         found.append(TensorSpec("num_candidates", torch.int64, (ROWS,)))
         found.append(TensorSpec("candidate_timestamps", torch.int64, (CANDIDATES,)))
@@ -107,6 +112,9 @@ def flatten(batch: Batch) -> tuple[Tensor, ...]:
         batch.uih_actions,
         batch.uih_watch_time,
     ]
+    if batch.channel_layout is not None:
+        for name, events in batch.channel_events.items():
+            found += [events, batch.channel_lengths[name]]
     if not retriever:
         found += [batch.num_candidates, batch.candidate_timestamps]
     longest = max(batch.layout.max_len - _SHORTEST, 0)
@@ -141,8 +149,21 @@ class ScoringGraph(nn.Module):
         candidate_timestamps = inputs.get("candidate_timestamps", nothing)
         sizes = {pb.USER: torch.ones_like(uih_lengths), pb.HISTORY: uih_lengths, pb.CANDIDATE: num_candidates}
         counts = {c.name: inputs.get(f"{c.name}.counts", nothing) for c in self.columns if c.multi_valued}
+        events = {one.name: inputs[f"channel.{one.name}.events"] for one in self.rule.channels}
+        lengths = {one.name: inputs[f"channel.{one.name}.lengths"] for one in self.rule.channels}
+        layout = partial(
+            _layout,
+            self.rule,
+            num_candidates,
+            candidate_timestamps,
+            max_len=inputs["steps"].shape[0] + _SHORTEST,
+        )
+        parts = [layout(lengths[name], events[name]) for name in events]
         return Batch(
-            layout=_layout(self.rule, inputs, num_candidates, candidate_timestamps),
+            layout=layout(uih_lengths, inputs["uih_timestamps"]),
+            channel_layout=SequenceLayout.join(parts) if parts else None,
+            channel_events=events,
+            channel_lengths=lengths,
             uih_lengths=uih_lengths,
             num_candidates=num_candidates,
             ids=self._ids(inputs, sizes, counts),
@@ -186,23 +207,26 @@ class ScoringGraph(nn.Module):
 
 
 def _layout(
-    rule: LayoutRule, inputs: dict[str, Tensor], num_candidates: Tensor, candidate_timestamps: Tensor
+    rule: LayoutRule,
+    num_candidates: Tensor,
+    candidate_timestamps: Tensor,
+    uih_lengths: Tensor,
+    events: Tensor,
+    max_len: int,
 ) -> SequenceLayout:
-    """The layout of the sequences; its totals are sizes of inputs."""
-    uih_lengths = inputs["uih_lengths"]
+    """The layout of the sequences of some events; its totals are sizes of inputs."""
     targets = num_candidates if rule.targets else torch.zeros_like(num_candidates)
     total_targets = candidate_timestamps.shape[0] if rule.targets else 0
-    total_history = inputs["uih_timestamps"].shape[0] * rule.tokens_per_event
-    rows = uih_lengths.shape[0]
-    history = uih_lengths * rule.tokens_per_event
-    lengths = history + targets + rule.num_contextual
+    lengths = uih_lengths * rule.tokens_per_event + targets + rule.num_contextual
     return SequenceLayout.trusted(
         lengths,
         offsets_from_lengths(lengths),
         targets,
         rule.num_contextual,
-        total_len=total_history + total_targets + rule.num_contextual * rows,
-        max_len=inputs["steps"].shape[0] + _SHORTEST,
+        total_len=events.shape[0] * rule.tokens_per_event
+        + total_targets
+        + rule.num_contextual * uih_lengths.shape[0],
+        max_len=max_len,
         total_targets=total_targets,
     )
 

@@ -1,5 +1,6 @@
 """`JaggedSequence`: tokens of a batch with layout and times; preprocessors make it, mixers pass it on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,6 +41,13 @@ class JaggedSequence:
         values, timestamps, next_timestamps = (gather_rows(column, index) for column in columns)
         return JaggedSequence(values, layout, timestamps, next_timestamps)
 
+    def split(self) -> list["JaggedSequence"]:
+        """The sequences of each of `layout.parts`."""
+        sizes = [part.total_len for part in self.layout.parts]
+        columns = (self.values, self.timestamps, self.next_timestamps)
+        values, timestamps, next_timestamps = (column.split(sizes) for column in columns)
+        return list(map(JaggedSequence, values, self.layout.parts, timestamps, next_timestamps))
+
     def targets(self) -> Tensor:
         """[N, E], the target tokens of all samples, in the order of the candidates."""
         return gather_rows(self.values, self.layout.targets_only().index)
@@ -55,6 +63,16 @@ class JaggedSequence:
     def history_times(self) -> Tensor:
         """int64 [U], seconds: when what comes behind each of `history()` happens."""
         return gather_rows(self.next_timestamps, self.layout.history_only().index)
+
+
+def join(sequences: Sequence[JaggedSequence]) -> JaggedSequence:
+    """All sequences as one batch; `split` takes them apart again."""
+    return JaggedSequence(
+        torch.cat([one.values for one in sequences]),
+        SequenceLayout.join([one.layout for one in sequences]),
+        torch.cat([one.timestamps for one in sequences]),
+        torch.cat([one.next_timestamps for one in sequences]),
+    )
 
 
 def following(values: Tensor, lengths: Tensor, last: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ in as a function, so the layer is the same with any mask, bias or kernel.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -86,41 +86,52 @@ class STULayer(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
         """[T, E] -> [T, E]; `scale` [T, 1] is a factor of what is added to x."""
-        eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        recompute = self.recompute if eager_training else ()
-        if "normed_x" in recompute:
-            joined = checkpoint(self._project, x, use_reentrant=False, preserve_rng_state=False)
+        joined = self._join(x)
+        if "uvqk" not in self._recomputed():
+            u, q, k, v = self._divide(joined)
+            return self.finish(x, u, attend(q, k, v), scale)
+        with rebuilt_in_backward(partial(self._all_projected, x.detach()), x.device.type) as watch:
+            u, q, k, v = self._divide(joined, watch)
+            return self.finish(x, u, attend(q, k, v), scale)
+
+    def project(self, x: Tensor) -> "Projected":
+        """The first half of `forward`, for layers that share one attention; keeps u, q, k and v."""
+        return self._divide(self._join(x))
+
+    def finish(self, x: Tensor, u: Tensor, attended: Tensor, scale: Tensor | None = None) -> Tensor:
+        """The second half of `forward`: [T, E] from u [T, H * V] and attention's output [T, H, V]."""
+        attended = attended.flatten(1)
+        if "gated" in self._recomputed():
+            random = self.training and self.dropout.p > 0
+            branch = checkpoint(
+                self._gate_and_project, u, attended, use_reentrant=False, preserve_rng_state=random
+            )
         else:
-            joined = self._project(x)
-        gated = "gated" in recompute
-        if "uvqk" in recompute:
-            make = partial(self._projected, x.detach())
-            with rebuilt_in_backward(make, x.device.type) as watch:
-                branch = self._branch(joined, attend, gated, watch)
-        else:
-            branch = self._branch(joined, attend, gated)
+            branch = self._gate_and_project(u, attended)
         if scale is not None:
             branch = (scale * branch).to(x.dtype)
         return x + branch
 
+    def _recomputed(self) -> Collection[str]:
+        eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return self.recompute if eager_training else ()
+
+    def _join(self, x: Tensor) -> Tensor:
+        """u, v, q and k before their activation, side by side."""
+        if "normed_x" in self._recomputed():
+            return checkpoint(self._project, x, use_reentrant=False, preserve_rng_state=False)
+        return self._project(x)
+
     def _project(self, x: Tensor) -> Tensor:
         return self.uvqk(self.input_norm(x))
 
-    def _branch(
-        self, joined: Tensor, attend: Attend, recompute_gated: bool, watch: Watch | None = None
-    ) -> Tensor:
-        """What is added to x."""
+    def _divide(self, joined: Tensor, watch: Watch | None = None) -> "Projected":
         if watch is not None:
             watch([joined])
         u, v, q, k = self._split(joined)
         if watch is not None:
             watch([joined, u, v, q, k])
-        q, k, v = (part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v))
-        attended = attend(q, k, v).flatten(1)
-        if not recompute_gated:
-            return self._gate_and_project(u, attended)
-        random = self.training and self.dropout.p > 0
-        return checkpoint(self._gate_and_project, u, attended, use_reentrant=False, preserve_rng_state=random)
+        return Projected(u, *(part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v)))
 
     def _split(self, joined: Tensor) -> list[Tensor]:
         """u, v, q and k behind their activation, each [T, H * its width]."""
@@ -129,7 +140,7 @@ class STULayer(nn.Module):
         u, v, q, k = joined.split(self.widths, dim=1)
         return [F.silu(u), v, q, k]
 
-    def _projected(self, x: Tensor) -> list[Tensor]:
+    def _all_projected(self, x: Tensor) -> list[Tensor]:
         """All that `rebuilt_in_backward` watches."""
         joined = self._project(x)
         return [joined, *self._split(joined)]
@@ -139,6 +150,15 @@ class STULayer(nn.Module):
         if self.form.gate == "concat":
             gated = torch.cat([u, attended, gated], dim=1)
         return self.output(self.dropout(gated))
+
+
+class Projected(NamedTuple):
+    """What a layer makes of its input before tokens see each other."""
+
+    u: Tensor  # [T, H * V]
+    q: Tensor  # [T, H, D]
+    k: Tensor  # [T, H, D]
+    v: Tensor  # [T, H, V]
 
 
 class RelativeBiasTables(nn.Module):

@@ -7,7 +7,9 @@ Every total an op needs is an int that the layout already knows, so a forward pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,6 +59,7 @@ class SequenceLayout:
         total_len: rows of the jagged tensors that this layout describes.
         max_len: no sample is longer. Exact when the lengths were known on the host, else a bound.
         total_targets: sum of `num_targets`.
+        parts: the layouts that `join` made this one of; empty for any other.
     """
 
     lengths: Tensor
@@ -66,6 +69,7 @@ class SequenceLayout:
     total_len: int
     max_len: int
     total_targets: int
+    parts: tuple[SequenceLayout, ...]
     _host: _HostCopy | None
     _memo: dict[Hashable, Any]
 
@@ -96,6 +100,7 @@ class SequenceLayout:
         self.total_len = int(host_lengths.sum())
         self.max_len = _max_or_zero(host_lengths)
         self.total_targets = int(host_targets.sum())
+        self.parts = ()
         self._host = _HostCopy(host_lengths, host_targets)
         self._memo = {}
 
@@ -156,9 +161,37 @@ class SequenceLayout:
         layout.total_len = total_len
         layout.max_len = max_len
         layout.total_targets = total_targets
+        layout.parts = ()
         layout._host = None
         layout._memo = {}
         return layout
+
+    @classmethod
+    def join(cls, parts: Sequence[SequenceLayout]) -> SequenceLayout:
+        """All samples of the first part, then all of the second, and so on: one batch for one kernel.
+
+        Raises:
+            ValueError: no part, or parts with unlike `num_contextual`.
+        """
+        contextual = {part.num_contextual for part in parts}
+        if len(contextual) != 1:
+            raise ValueError(f"parts must have one num_contextual, got {sorted(contextual) or 'no part'}")
+        lengths = torch.cat([part.lengths for part in parts])
+        joined = cls.trusted(
+            lengths,
+            offsets_from_lengths(lengths),
+            torch.cat([part.num_targets for part in parts]),
+            contextual.pop(),
+            total_len=sum(part.total_len for part in parts),
+            max_len=reduce(torch.sym_max, (part.max_len for part in parts)),
+            total_targets=sum(part.total_targets for part in parts),
+        )
+        joined.parts = tuple(parts)
+        hosts = [part._host for part in parts if part._host is not None]
+        if len(hosts) == len(joined.parts):
+            lengths, num_targets = zip(*hosts, strict=True)
+            joined._host = _HostCopy(torch.cat(lengths), torch.cat(num_targets))
+        return joined
 
     @property
     def batch_size(self) -> int:
@@ -213,8 +246,9 @@ class SequenceLayout:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Tells the caching allocator that `stream` reads the tensors."""
-        for tensor in (self.lengths, self.offsets, self.num_targets):
-            tensor.record_stream(stream)
+        for layout in (self, *self.parts):
+            for tensor in (layout.lengths, layout.offsets, layout.num_targets):
+                tensor.record_stream(stream)
 
     def memo(self, key: Hashable, build: Callable[[], _T]) -> _T:
         """`build()`, kept for the next call with `key`: what ops derive from the layout and all layers share.
@@ -259,7 +293,14 @@ class SequenceLayout:
         """
         if tail_len < 0:
             raise ValueError(f"tail_len must be >= 0, got {tail_len}")
-        return self.memo(("truncate", tail_len), lambda: self._truncate(tail_len))
+        whole = self._truncate if not self.parts else self._truncate_parts
+        return self.memo(("truncate", tail_len), lambda: whole(tail_len))
+
+    def _truncate_parts(self, tail_len: int) -> Selection:
+        found = [part.truncate(tail_len) for part in self.parts]
+        before = accumulate((part.total_len for part in self.parts), initial=0)
+        index = [one.index + start for one, start in zip(found, before, strict=False)]
+        return Selection(SequenceLayout.join([one.layout for one in found]), torch.cat(index))
 
     def _truncate(self, tail_len: int) -> Selection:
         def kept(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -374,6 +415,7 @@ class SequenceLayout:
             self.total_targets,
         )
         moved._host = self._host
+        moved.parts = tuple(part._map(move) for part in self.parts)
         return moved
 
 

@@ -79,7 +79,7 @@ class SumOverRanks(nn.Module):
         """
         # For each product of the forward pass the backward pass has two, one for either factor's gradient.
         flop = 3 * self.count_flops(batch)
-        numbers = [batch.layout.total_len, flop, *self.received.values()]
+        numbers = [batch.sequences.total_len, flop, *self.received.values()]
         packed = torch.cat(
             [
                 losses.sums.detach().double(),

@@ -233,7 +233,7 @@ def test_policy_error_names_file_row_and_column(sample, converter, case):
 def test_policy_skip_leaves_a_filler_row_and_counts_it(sample, converter, case):
     sample.pipeline.data.bad_rows.policy = pb.BadRows.SKIP
     table = broken_table(sample, case)
-    pack = Packer(sample.pipeline, "train").pack
+    pack = Packer(sample.pipeline, LayoutRule(), "train").pack
     arrays = pack(join([converter().block(table, ORIGIN)]))
     assert dict(arrays.counts) == {CASES[case][1]: 1}
     assert arrays.sample_weight.tolist() == [float(i != BAD) for i in range(8)]
@@ -274,7 +274,7 @@ def test_every_row_bad(sample, converter):
     rows = good_rows(sample)
     for row in rows:
         row["age"] = None
-    arrays = Packer(sample.pipeline, "train").pack(converter().block(sample.table(rows), ORIGIN))
+    arrays = Packer(sample.pipeline, LayoutRule(), "train").pack(converter().block(sample.table(rows), ORIGIN))
     assert arrays.counts["null"] == 8 and not arrays.sample_weight.any()
 
 
@@ -287,7 +287,7 @@ def test_equal_times_and_an_event_at_the_request_are_fine(sample, converter):
 def test_a_filled_number_may_be_null_but_not_nan(sample, converter):
     rows = good_rows(sample)
     rows[BAD]["candidate_duration"][0] = None
-    arrays = Packer(sample.pipeline, "train").pack(converter().block(sample.table(rows), ORIGIN))
+    arrays = Packer(sample.pipeline, LayoutRule(), "train").pack(converter().block(sample.table(rows), ORIGIN))
     assert arrays.numbers["candidate_duration"][2 * BAD] == (2 - 2) / 4
     rows[BAD]["candidate_duration"][0] = math.nan
     with pytest.raises(DataError, match=r"candidate_duration\[0\] is nan"):
@@ -307,7 +307,7 @@ def test_a_bad_row_of_a_multi_valued_user_feature(sample, converter):
     )
     groups = [[1, 2], [], None, [3], [4, -4], [0], [], [1, 1, 1]]
     table = sample.table(good_rows(sample)).append_column("groups", pa.array(groups, pa.list_(pa.int64())))
-    arrays = Packer(sample.pipeline, "train").pack(converter().block(table, ORIGIN))
+    arrays = Packer(sample.pipeline, LayoutRule(), "train").pack(converter().block(table, ORIGIN))
     assert dict(arrays.counts) == {"null": 1, "negative": 1}
     assert arrays.value_counts["groups"].tolist() == [2, 0, 0, 1, 0, 1, 0, 3]
     assert arrays.id_lengths[-8:].tolist() == [2, 0, 0, 1, 0, 1, 0, 3]

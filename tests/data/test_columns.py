@@ -19,7 +19,7 @@ def convert(pipeline, table, mode="train", origin=Origin(), rows=None):  # noqa:
     block = Converter(pipeline, LayoutRule(2, True), mode=mode).block(table, origin)
     if rows is not None:
         block = block.select(np.asarray(rows))
-    return Packer(pipeline, mode).pack(join([block]))
+    return Packer(pipeline, LayoutRule(), mode).pack(join([block]))
 
 
 def bucket(value: int, buckets: int) -> int:
@@ -253,7 +253,7 @@ def test_what_is_shown_as_unknown_does_not_depend_on_the_batch(sample):
 
 
 def test_filler_rows_have_the_shape_of_a_batch_and_no_weight(sample, rows):
-    filler = Packer(sample.pipeline, "train").filler(3)
+    filler = Packer(sample.pipeline, LayoutRule(), "train").filler(3)
     real = convert(sample.pipeline, sample.table(rows[:3]))
     assert filler.sample_weight.tolist() == [0, 0, 0] and filler.row.tolist() == [-1, -1, -1]
     assert filler.uih_lengths.tolist() == filler.num_candidates.tolist() == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Interleaved events with every encoder: trained, captured as for a package, predicted, equal to evaluation.
+"""Other forms of sequences: trained, captured as for a package, predicted, equal to evaluation.
 
 All in this process; the program is captured and not compiled, which `test_export_predict` does.
 """
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
+import pytest
 import torch
 from torch.fx.experimental import _config as symbolic
 
@@ -21,15 +22,23 @@ from tests.integration.runs import CONFIG, records, train
 
 CONTEXTUAL = "model.ranker.preprocessor.contextual"
 BITS = "bits {name: 'is_click' bit: 0} bits {name: 'long_view' bit: 6} watch_time_thresholds: [3, 10]"
-CHANGES = (
+INTERLEAVED = (
     f"{CONTEXTUAL}.action={{{BITS} concatenated {{contextualized {{rank: 4}}}}}}",
     f"{CONTEXTUAL}.action_placement=INTERLEAVED",
     f"{CONTEXTUAL}.content_contextualized={{context_dim: 8 hidden: 16}}",
     f"{CONTEXTUAL}.joined_contextual={{num_tokens: 2}}",
     "model.ranker.postprocessor={timestamp_layer_norm {utc_offset_minutes: 480}}",
-    "train.evaluation={}",
-    "train.num_steps=12",
 )
+GROUPS = "layer_groups {mask {window: 4 prefix: 2}} layer_groups {num_layers: 1 tail_len: 5}"
+STACK = f"num_heads: 2 qk_dim: 8 {GROUPS}"
+NAMED = "{name: 'click' bits: 0 max_events: 12}, {name: 'long' bits: 6 min_watch_time: 10}"
+CHANNELS = (
+    f"{CONTEXTUAL}.channels=[{NAMED}]",
+    f"model.ranker.mixer={{mixture {{stacks {{channel: 'click' hstu {{{STACK}}}}} "
+    f"stacks {{channel: 'long' hstu {{{STACK}}}}}}}}}",
+)
+# Two joined tokens or one a feature, 20 events of two tokens or one, 5 candidates.
+FORMS = {"interleaved with every encoder": (INTERLEAVED, 47), "two channels": (CHANNELS, None)}
 
 
 def captured(graph, pipeline, batch):
@@ -42,17 +51,23 @@ def captured(graph, pipeline, batch):
     return program.module()
 
 
-def test_trains_and_predicts_what_evaluation_says(tmp_path):
+@pytest.mark.parametrize("form", FORMS)
+def test_trains_and_predicts_what_evaluation_says(tmp_path, form):
+    given, longest = FORMS[form]
     rows = pq.read_table("tests/data/kuairand/test.parquet").slice(0, 150)
     path = tmp_path / "rows.parquet"
     pq.write_table(rows, path, row_group_size=60)
-    changes = [*CHANGES, f'data.test={{parquet {{paths: "{path}"}}}}']
+    changes = [
+        *given,
+        "train.evaluation={}",
+        "train.num_steps=12",
+        f'data.test={{parquet {{paths: "{path}"}}}}',
+    ]
     assert train(tmp_path / "run", *changes) == 0
     losses = [record["loss"] for record in records(tmp_path / "run").values()]
     assert len(losses) == 12 and np.isfinite(losses).all()
     pipeline = config.resolve(config.read(CONFIG, changes).pipeline).pipeline
-    # Two joined tokens, 20 events of two tokens, 5 candidates.
-    assert pipeline.model.max_seq_len == 47
+    assert longest in (None, pipeline.model.max_seq_len)
 
     model = build_model(pipeline).eval()
     checkpoint.load_weights(checkpoint.find(tmp_path / "run" / CHECKPOINTS, "newest"), model)

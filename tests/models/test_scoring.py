@@ -31,6 +31,8 @@ MODELS = {
     "ranker bf16": (RANKER, BF16),
     "ranker interleaved": RANKERS["interleaved"],
     "ranker all encoders": RANKERS["all"],
+    "ranker channels": RANKERS["channels"],
+    "ranker interleaved channels": RANKERS["interleaved channels"],
     "ranker mmoe": (RANKER, RANKER_MMOE),
     "ranker ple": (RANKER, RANKER_PLE),
     "retriever hstu": (RETRIEVER,),

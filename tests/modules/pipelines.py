@@ -17,6 +17,7 @@ from torchrec import KeyedJaggedTensor
 from recsys import config, features
 from recsys import protos as pb
 from recsys.data.batch import Batch
+from recsys.data.layout_rule import Channel
 from recsys.models import layout_rule
 from recsys.ops import SequenceLayout
 
@@ -80,8 +81,27 @@ def contextual(change: str) -> str:
     return f"model {{ ranker {{ preprocessor {{ contextual {{ {change} }} }} }} }}"
 
 
+CHANNELS = """model { ranker {
+  preprocessor { contextual {
+    channels { name: "click"  bits: 0  max_events: 4 }
+    channels { name: "like or long"  bits: [1, 3]  min_watch_time: 10 }
+    channels { name: "all" }
+  } }
+  mixer { mixture {
+    stacks { channel: "click"  hstu { num_heads: 2  qk_dim: 4  scale_len: 3 } }
+    stacks { channel: "like or long"  hstu { num_heads: 2  qk_dim: 4  scale_len: 3 } }
+    stacks { channel: "all"  hstu {
+      qk_dim: 4  v_dim: 3  scale_len: 5  bias { num_time_buckets: 40 }
+      layer_groups { num_layers: 1 }
+      layer_groups { num_layers: 1  tail_len: 3 }
+    } }
+  } }
+} }"""
+
 RANKERS = {
     "plain": (RANKER,),
+    "channels": (RANKER, CHANNELS),
+    "interleaved channels": (RANKER, CHANNELS, contextual("action_placement: INTERLEAVED")),
     "interleaved": (RANKER, contextual("action_placement: INTERLEAVED")),
     "slice": (RANKER, contextual("content_slice {}")),
     "pad": (NARROW, "model { embedding_dim: 16 }", contextual("content_pad {}")),
@@ -134,6 +154,16 @@ class Row:
                 setattr(row, name, value)
             else:
                 row.values[name] = value
+        return row
+
+    def with_events(self, keep: Sequence[int]) -> "Row":
+        """Only these events, in this order."""
+        row = copy.deepcopy(self)
+        for name in ("uih_timestamps", "uih_actions", "uih_watch_time"):
+            setattr(row, name, [getattr(self, name)[i] for i in keep])
+        for name, value in self.values.items():
+            if name.startswith("uih_"):
+                row.values[name] = [value[i] for i in keep]
         return row
 
     def with_candidates(self, keep: Sequence[int]) -> "Row":
@@ -189,6 +219,11 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
     uih_lengths = _ints([len(row.uih_timestamps) for row in rows])
     num_candidates = _ints([len(row.candidate_timestamps) for row in rows])
     targets = num_candidates if rule.targets else torch.zeros_like(num_candidates)
+
+    def layout(events: torch.Tensor) -> SequenceLayout:
+        history = rule.tokens_per_event * events
+        return SequenceLayout(rule.num_contextual + history + targets, targets, rule.num_contextual)
+
     keys, values, lengths, counts, numbers = [], [], [], {}, {}
     for column in features.columns(pipeline):
         entries = [row.values[column.name] for row in rows]
@@ -203,6 +238,14 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
         keys.append(column.name)
         values += sum(entries, [])
         lengths += [len(row) for row in entries]
+    channels, channel_lengths = {}, {}
+    for channel in rule.channels:
+        members = [_members(channel, row) for row in rows]
+        starts = [sum(map(len, (row.uih_timestamps for row in rows[:n]))) for n in range(len(rows))]
+        channels[channel.name] = _ints(
+            [start + i for start, own in zip(starts, members, strict=True) for i in own]
+        )
+        channel_lengths[channel.name] = _ints([len(own) for own in members])
     if pipeline.model.HasField("retriever"):
         (items,) = (table for table in features.tables(pipeline) if features.NEGATIVES in table.columns)
         drawn = list(range(1, items.rows)) if negatives is None else list(negatives)
@@ -210,9 +253,12 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
         values += drawn
         lengths += [len(drawn)] + [0] * (len(rows) - 1)
     return Batch(
-        layout=SequenceLayout(
-            rule.num_contextual + rule.tokens_per_event * uih_lengths + targets, targets, rule.num_contextual
-        ),
+        layout=layout(uih_lengths),
+        channel_layout=SequenceLayout.join([layout(n) for n in channel_lengths.values()])
+        if channels
+        else None,
+        channel_events=channels,
+        channel_lengths=channel_lengths,
         uih_lengths=uih_lengths,
         num_candidates=num_candidates,
         ids=KeyedJaggedTensor(keys, _ints(values), lengths=_ints(lengths)),
@@ -230,6 +276,17 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
         sample_weight=torch.tensor([row.weight for row in rows]),
         group=_ints([row.group for row in rows]),
     )
+
+
+def _members(channel: Channel, row: Row) -> list[int]:
+    """Events of a row that belong to a channel."""
+    found = []
+    for number, (actions, seconds) in enumerate(zip(row.uih_actions, row.uih_watch_time, strict=True)):
+        by_bits = any(actions >> bit & 1 and channel.bits >> bit & 1 for bit in range(63))
+        by_time = channel.min_watch_time is not None and seconds >= channel.min_watch_time
+        if by_bits or by_time or (channel.bits == 0 and channel.min_watch_time is None):
+            found.append(number)
+    return found if channel.max_events is None else found[max(0, len(found) - channel.max_events) :]
 
 
 def _ints(values: Sequence[int]) -> torch.Tensor:

@@ -21,8 +21,10 @@ def group():
     dist.destroy_process_group()
 
 
+LAYOUT = SequenceLayout(torch.tensor([20, 1, 2]), torch.tensor([4, 0, 1]), 1)
 BATCH = SimpleNamespace(
-    layout=SequenceLayout(torch.tensor([20, 1, 2]), torch.tensor([4, 0, 1]), 1),
+    layout=LAYOUT,
+    sequences=LAYOUT,
     sample_weight=torch.tensor([1.0, 0.0, 2.0]),
     position=Position(2, 5),
 )

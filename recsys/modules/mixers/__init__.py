@@ -6,6 +6,7 @@ a line below.
 """
 
 from recsys.modules.mixers.hstu import HstuMixer
+from recsys.modules.mixers.mixture import MixtureMixer
 from recsys.modules.mixers.sasrec import SasRecMixer
 
-__all__ = ["HstuMixer", "SasRecMixer"]
+__all__ = ["HstuMixer", "MixtureMixer", "SasRecMixer"]

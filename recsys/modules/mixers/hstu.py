@@ -1,12 +1,14 @@
 """`HstuMixer`: a stack of sequential transduction units (arXiv 2402.17152)."""
 
+from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import nn
 
 from recsys import protos as pb
 from recsys.modules.mixers.rules import layer_rules, stack_flops
-from recsys.modules.sequence import JaggedSequence
+from recsys.modules.sequence import JaggedSequence, join
 from recsys.modules.stochastic_depth import StochasticDepth, linear_schedule
 from recsys.modules.stu import RelativeBiasTables, STUForm, STULayer
 from recsys.ops import SequenceLayout, hstu_attention
@@ -67,6 +69,42 @@ class HstuMixer(nn.Module):
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
         return stack_flops(self.layers, self.rules, layout, self.attention_width)
+
+
+def may_mix_as_one(config: pb.HstuMixer) -> bool:
+    """Whether stacks of this message can share their attentions: without tables and without a projection
+    that runs again, both of which are a layer's own."""
+    return not config.HasField("bias") and pb.UVQK not in config.recompute
+
+
+def mix_as_one(mixers: Sequence[HstuMixer], sequences: Sequence[JaggedSequence]) -> list[JaggedSequence]:
+    """Each mixer's output on its own sequence, with one attention a layer for all of them.
+
+    Args:
+        mixers: of equal messages; weights are each one's own.
+        sequences: one a mixer.
+    """
+    if len(mixers) == 1:
+        return [mixers[0](sequences[0])]
+    joined = join(
+        [one.with_values(m.input_dropout(one.values)) for m, one in zip(mixers, sequences, strict=True)]
+    )
+    for number, rule in enumerate(mixers[0].rules):
+        joined = rule.truncate(joined)
+        parts = joined.split()
+        layers = [mixer.layers[number] for mixer in mixers]
+        halves = [layer.project(part.values) for layer, part in zip(layers, parts, strict=True)]
+        q, k, v = (torch.cat([getattr(half, name) for half in halves]) for name in "qkv")
+        attended = mixers[0].attention(q, k, v, layout=joined.layout, mask=rule.mask)
+        attended_parts = attended.split([part.layout.total_len for part in parts])
+        finished = [
+            mixer.layers[number].finish(part.values, half.u, own, mixer.depths[number](part.layout))
+            for mixer, part, half, own in zip(mixers, parts, halves, attended_parts, strict=True)
+        ]
+        joined = joined.with_values(torch.cat(finished))
+    return [
+        one.with_values(m.output_dropout(one.values)) for m, one in zip(mixers, joined.split(), strict=True)
+    ]
 
 
 def _layer(config: pb.HstuMixer, embedding_dim: int) -> STULayer:

@@ -4,6 +4,9 @@ Contextual tokens are made of USER features, one a feature or a number of joint 
 content plus what the user did with the item (SUMMED), or two, content and then action (INTERLEAVED). A target
 is one token either way, in training and in serving: the candidate's content plus one learned vector in place
 of the action, which nobody knows yet, so no label can leak into it.
+
+With channels a row has several sequences in place of one: the same contextual and target tokens, and some of
+the events. All tokens are encoded once and then gathered into the sequences.
 """
 
 import torch
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 
 from recsys import checks, features
 from recsys import protos as pb
-from recsys.data.batch import Batch, LayoutRule
+from recsys.data.batch import Batch, Channel, LayoutRule
 from recsys.modules.action import ActionEncoder
 from recsys.modules.content import ContentEncoder
 from recsys.modules.contextual import FeatureTokens, JoinedTokens
@@ -19,7 +22,8 @@ from recsys.modules.contextualized import ContextualizedMLP, RowContext
 from recsys.modules.flops import linear_flops
 from recsys.modules.positional import PositionalEncoder
 from recsys.modules.preprocessors.preprocessed import Preprocessed, events_of, inputs_of
-from recsys.modules.sequence import JaggedSequence, following
+from recsys.modules.preprocessors.views import views
+from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout, gather_rows
 from recsys.registry import register
 
@@ -51,6 +55,7 @@ class ContextualPreprocessor(nn.Module):
         self.interleaved = config.action_placement == pb.ContextualPreprocessor.INTERLEAVED
         if self.interleaved and self.action is None:
             raise ValueError("action_placement: INTERLEAVED makes a token of each action; set `action`")
+        self.tokens_per_event = 2 if self.interleaved else 1
         self.target_action = nn.Parameter(torch.empty(width))
         nn.init.normal_(self.target_action, std=width**-0.5)
         self.positional = None
@@ -65,6 +70,7 @@ class ContextualPreprocessor(nn.Module):
             num_contextual=checks.num_contextual(pipeline),
             targets=True,
             tokens_per_event=checks.tokens_per_event(pipeline),
+            channels=tuple(_channel(channel) for channel in config.channels),
         )
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
@@ -75,17 +81,20 @@ class ContextualPreprocessor(nn.Module):
             batch: numbers, times and actions.
 
         Returns:
-            The sequence, and the candidates' content [N, E] before anything was added to it.
+            The sequence (those of all channels, joined), and the candidates' content [N, E] before anything
+            was added to it.
         """
-        inputs, layout = inputs_of(embeddings, batch), batch.layout
+        inputs, layout = inputs_of(embeddings, batch), batch.sequences
         contextual = [] if self.contextual is None else [self.contextual(inputs)]
         history = self._history(inputs, batch)
-        rows = self._rows(inputs, layout.targets_only().layout) if self.contextualized else None
+        rows = self._rows(inputs, batch.layout.targets_only().layout) if self.contextualized else None
         candidates = self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0], rows)
 
-        index = layout.assemble_index()
-        values = gather_rows(torch.cat([*contextual, history, candidates + self.target_action]), index)
-        times = self._times(batch).index_select(0, index)
+        encoded = torch.cat([*contextual, history, candidates + self.target_action])
+        found = views(batch, self.tokens_per_event)
+        # One gather for each view, since a view names a row once: then its gradient is a gather too.
+        values = torch.cat([gather_rows(encoded, view.index) for view in found])
+        times = torch.cat([view.times for view in found])
         if self.positional is not None:
             values = self.positional(values, layout, times[:, 0], request_times=times[:, 2])
         sequence = JaggedSequence(self.dropout(values), layout, times[:, 0], times[:, 1])
@@ -103,7 +112,7 @@ class ContextualPreprocessor(nn.Module):
         """[history tokens, E], event by event."""
         rows = None
         if self.contextualized:
-            rows = self._rows(inputs, events_of(batch, tokens_per_event=2 if self.interleaved else 1))
+            rows = self._rows(inputs, events_of(batch, self.tokens_per_event))
         content = self.content(pb.HISTORY, inputs, batch.uih_timestamps.shape[0], rows)
         if self.action is None:
             return content
@@ -114,25 +123,6 @@ class ContextualPreprocessor(nn.Module):
         """The rows of items that `layout` spreads over them."""
         return RowContext(torch.cat([inputs[name] for name in self.user_columns], dim=1), layout)
 
-    def _times(self, batch: Batch) -> Tensor:
-        """int64 [T, 3]: own, next and request time; contextual rows, then events, then candidates."""
-        request = batch.request_time
-        contextual = request[:, None].expand(-1, batch.layout.num_contextual).flatten()
-        events, candidates = batch.uih_timestamps, batch.candidate_timestamps
-        after = following(events, batch.uih_lengths, last=request)
-        asked = torch.repeat_interleave(request, batch.uih_lengths, output_size=events.shape[0])
-        history = torch.stack([events, after, asked], dim=1)
-        if self.interleaved:
-            # What comes after the content of an event is its action, at the same time.
-            history = torch.stack([events, events, asked, events, after, asked], dim=1).view(-1, 3)
-        return torch.cat(
-            [
-                contextual[:, None].expand(-1, 3),
-                history,
-                candidates[:, None].expand(-1, 3),
-            ]
-        )
-
 
 def _contextual_tokens(
     config: pb.ContextualPreprocessor, columns: list[features.Column], embedding_dim: int
@@ -140,3 +130,12 @@ def _contextual_tokens(
     if config.HasField("joined_contextual"):
         return JoinedTokens(config.joined_contextual, columns, embedding_dim=embedding_dim)
     return FeatureTokens(columns, embedding_dim=embedding_dim) if columns else None
+
+
+def _channel(config: pb.HistoryChannel) -> Channel:
+    return Channel(
+        config.name,
+        bits=sum(1 << bit for bit in set(config.bits)),
+        min_watch_time=config.min_watch_time if config.HasField("min_watch_time") else None,
+        max_events=config.max_events if config.HasField("max_events") else None,
+    )

@@ -7,6 +7,7 @@ from recsys import protos as pb
 from recsys.data.batch import LayoutRule
 from recsys.modules.contextual import JoinedTokens
 from recsys.modules.contextualized import RowContext
+from recsys.modules.embedding import EmbeddingGroup
 from recsys.modules.preprocessors import ContextualPreprocessor
 from recsys.ops import SequenceLayout
 from tests.modules.pipelines import RANKER, RANKERS, batch_of, contextual, pipeline_of, random_rows
@@ -194,3 +195,40 @@ def test_dropout_is_for_training():
     assert run(module, pipeline, rows)[0].sequence.values.count_nonzero() == 0
     module.eval()
     assert run(module, pipeline, rows)[0].sequence.values.count_nonzero() > 0
+
+
+@pytest.mark.parametrize("form", ["channels", "interleaved channels"])
+def test_a_channel_is_the_sequence_of_a_row_that_has_only_its_events(form):
+    pipeline = pipeline_of(*RANKERS[form])
+    rows = random_rows(pipeline, [(6, 2), (0, 1), (4, 3), (3, 0)])
+    plain = pipeline_of(*RANKERS["interleaved" if form.startswith("interleaved") else "plain"])
+    torch.manual_seed(0)
+    module = build(pipeline)
+    alone = build(plain)
+    alone.load_state_dict(module.state_dict())
+    embed = EmbeddingGroup(pipeline)
+    batch = batch_of(pipeline, rows)
+    together = module(embed(batch), batch)
+    assert together.sequence.layout is batch.channel_layout
+
+    kept = {
+        "click": [[i for i, a in enumerate(row.uih_actions) if a & 1][-4:] for row in rows],
+        "like or long": [
+            [
+                i
+                for i, (a, s) in enumerate(zip(row.uih_actions, row.uih_watch_time, strict=True))
+                if a & 10 or s >= 10
+            ]
+            for row in rows
+        ],
+        "all": [list(range(len(row.uih_actions))) for row in rows],
+    }
+    assert 0 < sum(map(len, kept["click"])) < sum(map(len, kept["all"]))
+    for name, part in zip(batch.channel_events, together.sequence.split(), strict=True):
+        only = batch_of(plain, [row.with_events(own) for row, own in zip(rows, kept[name], strict=True)])
+        expected = alone(embed(only), only)
+        torch.testing.assert_close(part.values, expected.sequence.values)
+        assert part.layout.lengths.tolist() == expected.sequence.layout.lengths.tolist()
+        assert torch.equal(part.timestamps, expected.sequence.timestamps)
+        assert torch.equal(part.next_timestamps, expected.sequence.next_timestamps)
+        torch.testing.assert_close(together.candidates, expected.candidates)

@@ -1,0 +1,75 @@
+"""The sequences of a batch as views of what was encoded once: the rows they are made of, and their times.
+
+Encoded rows lie in the order [contextual of all rows | history tokens of all events | candidates]. A batch
+without channels has one view, of all of them; with channels each has a view of its own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recsys.data.batch import Batch
+from recsys.modules.sequence import following
+from recsys.ops import SequenceLayout
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """Sequences of all rows, T tokens.
+
+    Attributes:
+        index: int64 [T], encoded row of each token; none is named twice.
+        times: int64 [T, 3], seconds: a token's own time, that of the token after it, and its request's.
+    """
+
+    index: Tensor
+    times: Tensor
+
+
+def views(batch: Batch, tokens_per_event: int) -> list[View]:
+    """One for each of `batch.sequences.parts`, or the only one."""
+    if batch.channel_layout is None:
+        index = batch.layout.assemble_index()
+        times = _times(batch, batch.uih_timestamps, batch.uih_lengths, tokens_per_event)
+        return [View(index, times.index_select(0, index))]
+    parts = zip(batch.channel_layout.parts, batch.channel_events, strict=True)
+    return [_of_channel(batch, layout, name, tokens_per_event) for layout, name in parts]
+
+
+def _of_channel(batch: Batch, layout: SequenceLayout, name: str, tokens_per_event: int) -> View:
+    events, lengths = batch.channel_events[name], batch.channel_lengths[name]
+    index = layout.assemble_index()
+    times = _times(batch, batch.uih_timestamps.index_select(0, events), lengths, tokens_per_event)
+    rows = _rows(batch, events, tokens_per_event)
+    return View(rows.index_select(0, index), times.index_select(0, index))
+
+
+def _rows(batch: Batch, events: Tensor, tokens_per_event: int) -> Tensor:
+    """int64: encoded rows of all contextual tokens, of some events and of all candidates."""
+    first = batch.layout.num_contextual * batch.layout.batch_size
+    last = first + batch.uih_timestamps.shape[0] * tokens_per_event
+    count = batch.candidate_timestamps.shape[0]
+    within = torch.arange(tokens_per_event, device=events.device)
+    history = (events[:, None] * tokens_per_event + within).flatten()
+    own = torch.arange(first, device=events.device)
+    candidates = torch.arange(count, device=events.device)
+    return torch.cat([own, first + history, last + candidates])
+
+
+def _times(batch: Batch, events: Tensor, lengths: Tensor, tokens_per_event: int) -> Tensor:
+    """int64 [rows, 3]: own, next and request time; contextual rows, then history tokens, then candidates.
+
+    Args:
+        events: int64 [n], when they happened; `lengths` [B] of each row.
+    """
+    request = batch.request_time
+    contextual = request[:, None].expand(-1, batch.layout.num_contextual).flatten()
+    after = following(events, lengths, last=request)
+    asked = torch.repeat_interleave(request, lengths, output_size=events.shape[0])
+    history = torch.stack([events, after, asked], dim=1)
+    if tokens_per_event == 2:
+        # What comes after the content of an event is its action, at the same time.
+        history = torch.stack([events, events, asked, events, after, asked], dim=1).view(-1, 3)
+    candidates = batch.candidate_timestamps[:, None].expand(-1, 3)
+    return torch.cat([contextual[:, None].expand(-1, 3), history, candidates])
