@@ -36,6 +36,10 @@ class Losses:
     weights: tuple[float, ...]
 
 
+MetricRows = Mapping[str, tuple[Tensor, ...]]
+"""By task ("" in a model without tasks) the columns that `update` of the task's metrics takes, all [N]."""
+
+
 class Model(nn.Module):
     """Base of all models.
 
@@ -74,15 +78,30 @@ class Model(nn.Module):
         """New, empty metrics of the config by their names in logs."""
         raise NotImplementedError
 
+    def metric_rows(self, outputs: Any, batch: Batch) -> MetricRows:
+        """What `metrics()` take of a batch; a row is a candidate of the batch, in its order."""
+        raise NotImplementedError
+
     def update_metrics(self, metrics: Mapping[str, Metric], outputs: Any, batch: Batch) -> None:
         """Adds what the model said about a batch to `metrics()`."""
-        raise NotImplementedError
+        add_rows(metrics, self.metric_rows(outputs, batch))
+
+    @property
+    def probabilities(self) -> tuple[str, ...]:
+        """Keys of `metric_rows` whose first two columns are probabilities and labels of 0 or 1."""
+        return ()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The precision policy around a forward pass: with BF16 matrix products run in bfloat16."""
         if self.precision == pb.BF16:
             return torch.autocast(next(self.parameters()).device.type, dtype=torch.bfloat16)
         return nullcontext()
+
+
+def add_rows(metrics: Mapping[str, Metric], rows: MetricRows) -> None:
+    """Updates metrics, named `<task>/<metric>` or `<metric>`, with the rows of their task."""
+    for name, metric in metrics.items():
+        metric.update(*rows[name.rpartition("/")[0]])
 
 
 def build_model(pipeline: pb.Pipeline) -> Model:

@@ -4,7 +4,7 @@ Contextual tokens, history and candidates form one sequence; the mixer lets each
 and the head compares what it became with what it was. Source: arXiv 2402.17152.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from torchmetrics import Metric
 
 from recsys import protos as pb
 from recsys.data.batch import Batch
-from recsys.models.base import Losses, Model, build_postprocessor, layout_rule
+from recsys.models.base import Losses, MetricRows, Model, build_postprocessor, layout_rule
 from recsys.modules.flops import linear_flops
 from recsys.modules.losses import RankingLoss
 from recsys.registry import pick, register
@@ -84,7 +84,7 @@ class Ranker(Model):
         """Preprocessor, mixer, postprocessor and head."""
         candidates = batch.candidate_timestamps.shape[0]
         heads = linear_flops(self.postprocess, candidates) + linear_flops(self.head, candidates)
-        return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + heads
+        return self.preprocess.flops(batch) + self.mix.flops(batch.sequences) + heads
 
     def metrics(self) -> dict[str, Metric]:
         """`<task>/<metric>` -> metric."""
@@ -96,13 +96,24 @@ class Ranker(Model):
                 found[f"{task.name}/{metric.name}"] = metric
         return found
 
-    def update_metrics(self, metrics: Mapping[str, Metric], outputs: RankerOutputs, batch: Batch) -> None:
-        """Adds the batch's candidates to each task's metrics."""
+    def metric_rows(self, outputs: RankerOutputs, batch: Batch) -> MetricRows:
+        """Of each task predictions, labels, weights and groups."""
         weights = per_candidate(batch.sample_weight, batch)
         groups = per_candidate(batch.group, batch)
-        for name, metric in metrics.items():
-            task = name.partition("/")[0]
-            metric.update(outputs.predictions[task], batch.labels[task], weights, groups)
+        return {
+            task: (predictions, batch.labels[task], weights, groups)
+            for task, predictions in outputs.predictions.items()
+        }
+
+    @property
+    def probabilities(self) -> tuple[str, ...]:
+        """Tasks with a binary loss."""
+        objective = self.objective
+        return tuple(
+            name
+            for name, loss in zip(objective.names, objective.losses, strict=True)
+            if loss.kind == "binary"
+        )
 
 
 class TaskLosses(nn.Module):

@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from recsys import features
 from recsys import protos as pb
 from recsys.data.batch import Batch
-from recsys.models.base import Losses, Model, build_postprocessor, layout_rule
+from recsys.models.base import Losses, MetricRows, Model, build_postprocessor, layout_rule
 from recsys.models.catalogue import rank_targets
 from recsys.modules.flops import linear_flops
 from recsys.modules.losses.softmax import IGNORED
@@ -102,14 +102,13 @@ class Retriever(Model):
         built = [metric.cls(metric.config) for metric in chosen]
         return {metric.name: metric for metric in built}
 
-    def update_metrics(self, metrics: Mapping[str, Metric], outputs: RetrieverOutputs, batch: Batch) -> None:
-        """Adds the rank of every candidate of the batch, whose negatives are the whole catalogue."""
+    def metric_rows(self, outputs: RetrieverOutputs, batch: Batch) -> MetricRows:
+        """Rank and weight of every candidate of the batch, whose negatives are the whole catalogue."""
         ranks = self.ranks(outputs, batch)
         weights = torch.repeat_interleave(
             batch.sample_weight, batch.num_candidates, output_size=ranks.shape[0]
         )
-        for metric in metrics.values():
-            metric.update(ranks, weights)
+        return {"": (ranks, weights)}
 
     def ranks(self, outputs: RetrieverOutputs, batch: Batch) -> Tensor:
         """int64 [N], 1 for the best: the place of each candidate among all items that its row has not seen.

@@ -13,7 +13,7 @@ import importlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -78,6 +78,7 @@ class Op:
         self.last_backend: str | None = None
         self.fallbacks: Counter[tuple[str, str]] = Counter()
         """How often "auto" passed over (backend, reason)."""
+        self._watcher: Callable[..., None] | None = None
         self._modules: dict[str, ModuleType] = {}
         for backend in self.backends[:-1]:
             with contextlib.suppress(ImportError):  # `_ask` reports it to those who want this backend
@@ -114,6 +115,20 @@ class Op:
                 )
             self._count_fallback(name, support.reason)
         raise ValueError(f"no backend can run this call.\n{self.explain(facts)}")
+
+    @contextlib.contextmanager
+    def watched(self, watcher: Callable[..., None]) -> Iterator[None]:
+        """Within the block, `watcher` gets the arguments of each call that is not traced, by name."""
+        before, self._watcher = self._watcher, watcher
+        try:
+            yield
+        finally:
+            self._watcher = before
+
+    def show(self, **arguments: Any) -> None:
+        """Tells the watcher, if there is one, about a call that is about to run."""
+        if self._watcher is not None and not torch.compiler.is_compiling():
+            self._watcher(**arguments)
 
     def explain(self, facts: Any) -> Explanation:
         """What each backend says about `facts`."""

@@ -5,9 +5,8 @@ returns to the mode it was in, and no random number that training would have dra
 """
 
 import math
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -17,7 +16,9 @@ from torch import nn
 
 from recsys import protos as pb
 from recsys.data.loader import Loader
-from recsys.models.base import Losses, Model
+from recsys.models.base import Losses, Model, add_rows
+from recsys.modules.metrics.base import compute_all
+from recsys.training.diagnostics import Diagnostics
 from recsys.training.state import Best, capture_rng, restore_rng
 
 LOSS = "loss"
@@ -47,13 +48,18 @@ class Goal:
 
 
 def evaluate(
-    model: Model, loader: Loader, device: torch.device, max_batches: int | None = None
+    model: Model,
+    loader: Loader,
+    device: torch.device,
+    max_batches: int | None = None,
+    diagnostics: Diagnostics | None = None,
 ) -> dict[str, float]:
     """Metrics and losses of `model` on the batches of `loader`. Collective.
 
     Args:
         model: as built, or with its tables sharded in place.
         max_batches: read no more than this on each rank; None reads all.
+        diagnostics: looks at the same batches; what it found is asked of it afterwards.
 
     Returns:
         The model's metrics by name, `loss`, and with several tasks `loss/<task>`; NaN where undefined.
@@ -63,14 +69,14 @@ def evaluate(
         totals: Losses | None = None
         for batch in islice(loader.epoch(0), max_batches):
             batch = batch.to(device)
-            outputs = model(batch)
-            model.update_metrics(metrics, outputs, batch)
+            with diagnostics.watching(batch) if diagnostics else nullcontext():
+                outputs = model(batch)
+            rows = model.metric_rows(outputs, batch)
+            add_rows(metrics, rows)
+            if diagnostics:
+                diagnostics.update(rows, batch)
             totals = _add(totals, model.objective(outputs, batch))
-        with warnings.catch_warnings():
-            # torchmetrics cuts what it gathered with a list of slices; torch warns of that on every rank.
-            warnings.filterwarnings("ignore", "Using a non-tuple sequence", UserWarning)
-            found = {name: float(metric.compute()) for name, metric in metrics.items()}
-        return found | _mean_losses(totals)
+        return compute_all(metrics) | _mean_losses(totals)
 
 
 @contextmanager

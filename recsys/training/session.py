@@ -131,6 +131,15 @@ class Session:
         else:
             seed_everything(_seed(self.pipeline, rank, self.progress.step))
 
+    def load_weights(self, step: int) -> None:
+        """Fills the model with the saved state of a step; optimizers and progress stay. Collective.
+
+        Raises:
+            RecsysError: there is none, or it is damaged.
+        """
+        path = on_main(lambda: checkpoint.find(self.checkpoints.folder, str(step)))
+        checkpoint.load(path, self.wrapped.state_dict(), checkpoint.MODEL)
+
     def _tensors(self) -> checkpoint.Tensors:
         """Weights by their names in the model behind `model.`, optimizer states behind `optimizer.`."""
         moved = {"optimizer." + name: tensor for name, tensor in self.optimizer.tensors().items()}

@@ -19,14 +19,19 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.distributed.types import ShardedModule
 
 from recsys.data.batch import Batch
+from recsys.data.loader import Loader
 from recsys.errors import NonFiniteLossError, RecsysError
+from recsys.training.diagnostics import Diagnostics, Findings
 from recsys.training.evaluator import Goal, evaluate
-from recsys.training.hooks import Evaluated, Hook, Outcome, Trained
+from recsys.training.hooks import Diagnosed, Evaluated, Hook, Outcome, Trained
 from recsys.training.session import Session
 from recsys.training.signals import catching_signals
 from recsys.training.state import Best, Window
 from recsys.training.throughput import Meter, peak_flop_per_s, peak_memory
 from recsys.training.train_step import StepResult
+
+NUM_PICTURES = 4
+"""Samples whose attention is shown."""
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +57,7 @@ class Trainer:
         self._batches: Iterator[Batch] | None = None
         self._evaluate_at = 0
         self._checkpoint: Path | None = None
+        self._diagnosed: set[int] = set()
         self._signal = 0
         self._rates: dict[str, float] = {}
         self._history_lengths: list[Tensor] = []
@@ -70,6 +76,7 @@ class Trainer:
                 self._maybe_log(result)
                 evaluated = self._maybe_evaluate()
                 self._maybe_save(evaluated)
+            self._maybe_look_at_best()
         return self._outcome()
 
     def _train(self, stream: Iterator[Batch]) -> StepResult:
@@ -143,8 +150,7 @@ class Trainer:
         with self._meter.paused():
             if isinstance(self._pipeline, TrainPipelineSparseDist):
                 self._pipeline.detach()
-            limit = session.pipeline.train.evaluation.max_batches or None
-            metrics = evaluate(session.model, session.validation, session.processes.device, limit)
+            metrics, findings = self._evaluate(session.validation, closely=self._is_last_evaluation())
         value = metrics[self._goal.metric]
         best = self._goal.reached(value, progress.best)
         progress.evaluations_without_gain = 0 if best else progress.evaluations_without_gain + 1
@@ -153,7 +159,45 @@ class Trainer:
         record = Evaluated(progress.step, metrics, best, time.perf_counter() - began)
         for hook in self._hooks:
             hook.evaluated(record)
+        self._tell(findings, progress.step)
         return True
+
+    def _is_last_evaluation(self) -> bool:
+        """Whether nothing may come behind it; with little patience left a better value can prove it wrong."""
+        progress, patience = self._session.progress, self._session.pipeline.train.evaluation.patience
+        at_end = progress.step == self._session.total_steps
+        return at_end or bool(patience and progress.evaluations_without_gain + 1 >= patience)
+
+    def _evaluate(self, rows: Loader, *, closely: bool) -> tuple[dict[str, float], Findings | None]:
+        model, processes = self._session.model, self._session.processes
+        limit = self._session.pipeline.train.evaluation.max_batches or None
+        pictures = NUM_PICTURES if processes.is_main else 0
+        diagnostics = Diagnostics(model, processes.device, pictures) if closely else None
+        metrics = evaluate(model, rows, processes.device, limit, diagnostics)
+        return metrics, None if diagnostics is None else diagnostics.findings()
+
+    def _tell(self, findings: Findings | None, step: int) -> None:
+        if findings is not None:
+            self._diagnosed.add(step)
+            for hook in self._hooks:
+                hook.diagnosed(Diagnosed(step, findings))
+
+    def _maybe_look_at_best(self) -> None:
+        """Of a finished run, at the best state: it is loaded and evaluated once more, if it was not the last.
+
+        From here on the model is that state, which is also the one that is exported.
+        """
+        session, best = self._session, self._session.progress.best
+        if self._signal or session.validation is None or best is None or best.step in self._diagnosed:
+            return
+        try:
+            session.load_weights(best.step)
+        except RecsysError as error:
+            log.warning("the report tells of the last state only; the best cannot be loaded: %s", error)
+            return
+        log.info("looking once more at the best state, step %d, for the report", best.step)
+        _, findings = self._evaluate(session.validation, closely=True)
+        self._tell(findings, best.step)
 
     def _maybe_save(self, evaluated: bool) -> None:
         session, progress = self._session, self._session.progress

@@ -5,7 +5,8 @@ another weight counts as that many rows. Sums are float64. A value that is not d
 rows, is NaN.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -123,6 +124,14 @@ class AllRows(Metric):
         if isinstance(state, Tensor):
             return state
         return torch.cat(state) if state else torch.empty(0, dtype=self._DTYPES[key], device=self.device)
+
+
+def compute_all(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The values of metrics by name, NaN where undefined. Collective."""
+    with warnings.catch_warnings():
+        # torchmetrics cuts what it gathered with a list of slices; torch warns of that on every rank.
+        warnings.filterwarnings("ignore", "Using a non-tuple sequence", UserWarning)
+        return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ def softmax_attention(
     """
     facts = _facts(q, k, v, layout, mask, alpha=alpha)
     alpha = q.shape[2] ** -0.5 if alpha is None else alpha
+    OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha)
     return OP.select(facts, backend).run(q, k, v, layout, mask, alpha=alpha)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from recsys.training.diagnostics import Findings
 from recsys.training.state import Best
 from recsys.training.throughput import Rates
 
@@ -78,6 +79,19 @@ class Evaluated:
 
 
 @dataclass(frozen=True)
+class Diagnosed:
+    """A closer look at an evaluation: at the last one, and at that of the best state.
+
+    Attributes:
+        step: of the state that was evaluated; the best one's may be behind the run's.
+        findings: slices, calibration, pictures of attention.
+    """
+
+    step: int
+    findings: Findings
+
+
+@dataclass(frozen=True)
 class Outcome:
     """How a run ended.
 
@@ -110,6 +124,9 @@ class Hook:
 
     def evaluated(self, record: Evaluated) -> None:
         """After each evaluation."""
+
+    def diagnosed(self, record: Diagnosed) -> None:
+        """After a closer look at an evaluation."""
 
     def saved(self, path: Path) -> None:
         """After each saved state."""

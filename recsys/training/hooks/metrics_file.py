@@ -1,7 +1,14 @@
-"""`metrics.jsonl`: one JSON object a line, `kind` "train" or "evaluation"; the file that other programs read.
+"""`metrics.jsonl`: one JSON object a line, `kind` "train", "evaluation" or "diagnostics"; the file that other
+programs read.
 
 Numbers have all their digits, so two runs can be compared bit for bit; an undefined one is null. What depends
 on the clock or the machine is rounded: `*_per_s`, `mfu`, `data_wait`, `memory_bytes`, `seconds`.
+
+A line of kind "diagnostics" is a closer look at the evaluation of `step`. There is one for the last
+evaluation, and one for the best, at the end of the file. `slices` are validation rows by how many events of
+history they have (`history`: least and most), with the number of `rows`, of their `candidates`, and `metrics`
+over them. `calibration` has, of each task with a binary loss, up to ten bins of about equal weight by rising
+prediction: `candidates`, mean prediction (`predicted`), share of positives (`observed`).
 """
 
 import json
@@ -10,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from recsys import files
-from recsys.training.hooks.base import Evaluated, Hook, Run, Trained
+from recsys.training.hooks.base import Diagnosed, Evaluated, Hook, Run, Trained
 
 NAME = "metrics.jsonl"
 
@@ -64,6 +71,10 @@ class MetricsFile(Hook):
             }
         )
 
+    def diagnosed(self, record: Diagnosed) -> None:
+        """A line of kind "diagnostics"."""
+        self._write({"kind": "diagnostics", "step": record.step, **record.findings.to_json()})
+
     def close(self) -> None:
         """Closes the file."""
         if self._file is not None:
@@ -94,4 +105,6 @@ def _line(record: dict[str, Any]) -> str:
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,16 +4,20 @@ import logging
 import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
 from recsys import features
 from recsys import protos as pb
+from recsys.data.row_order import RowOrder, is_spread
 
 MOST = 1000
 """Items that are shown; the projector's pictures become slow with many more."""
@@ -42,9 +46,9 @@ class Items:
 def frequent_items(
     pipeline: pb.Pipeline, weights: Mapping[str, Tensor | ShardedTensor], most: int = MOST
 ) -> Items | None:
-    """The first rows of the item table, which are the most frequent items.
+    """The items that stand first in the vocabulary, which are the most frequent ones.
 
-    Of a table that is cut over ranks this rank's part is taken: on rank 0 of a row-wise one the first rows.
+    Of a table that is cut over ranks, those of them that lie in this rank's part.
 
     Args:
         pipeline: resolved. The item is the retriever's; of a ranker, the first id with a vocabulary that a
@@ -53,20 +57,24 @@ def frequent_items(
         most: items.
 
     Returns:
-        None when no item has a vocabulary, or when its first rows are on another rank.
+        None when no item has a vocabulary, or when this rank has none of their rows.
     """
     item = _item(pipeline)
     if item is None:
         return None
     (name,) = (name for name in weights if name.endswith(f".{item.id.table}_table.weight"))
-    rows = _first_rows(weights[name], most + 1)
-    if rows is None:
+    count = item.id.vocabulary.size
+    rows = RowOrder(count, spread=is_spread(pipeline)).rows(np.arange(min(most, count)))
+    part = _part(weights[name])
+    if part is None:
         return None
-    # Row 0 stands for unknown ids.
-    ids = _first_ids(item.id.vocabulary.file, len(rows) - 1)
+    places = np.flatnonzero((rows >= part.first) & (rows < part.first + len(part.rows)))
+    listed = _first_ids(item.id.vocabulary.file, len(rows))
+    ids = [listed[place] for place in places]
+    vectors = part.rows[torch.from_numpy(rows[places] - part.first)]
     folder = posixpath.dirname(posixpath.dirname(item.id.vocabulary.file))
     names = _names(posixpath.join(folder, NAMES), ids)
-    return Items(rows[1:].detach().cpu(), ids, [names.get(one, "") for one in ids])
+    return Items(vectors.detach().cpu(), ids, [names.get(one, "") for one in ids])
 
 
 def _item(pipeline: pb.Pipeline) -> pb.Feature | None:
@@ -79,13 +87,19 @@ def _item(pipeline: pb.Pipeline) -> pb.Feature | None:
     return None
 
 
-def _first_rows(weight: Tensor | ShardedTensor, count: int) -> Tensor | None:
+class _Part(NamedTuple):
+    """Rows of a table from number `first` on."""
+
+    first: int
+    rows: Tensor
+
+
+def _part(weight: Tensor | ShardedTensor) -> _Part | None:
+    """What this rank has of a table."""
     if not isinstance(weight, ShardedTensor):
-        return weight[:count]
-    for shard in weight.local_shards():
-        if not any(shard.metadata.shard_offsets):
-            return shard.tensor[:count]
-    return None
+        return _Part(0, weight)
+    parts = [_Part(shard.metadata.shard_offsets[0], shard.tensor) for shard in weight.local_shards()]
+    return parts[0] if parts else None
 
 
 def _first_ids(path: str, count: int) -> list[str]:

@@ -16,10 +16,11 @@ from statistics import median
 from typing import Any
 
 from recsys import environment, files
-from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, Trained
+from recsys.training.hooks.base import Diagnosed, Evaluated, Hook, Outcome, Run, Trained
 from recsys.training.hooks.metrics_file import NAME as METRICS
 from recsys.training.hooks.metrics_file import read_metrics
 from recsys.training.hooks.report_charts import Curve, Point, line_chart, number, sparkline
+from recsys.training.hooks.report_diagnostics import diagnostics_sections, split_name
 from recsys.training.hooks.report_page import (
     Share,
     Tile,
@@ -60,6 +61,10 @@ class Report(Hook):
 
     def evaluated(self, record: Evaluated) -> None:
         """The time since the last call was an evaluation."""
+        self._spent.evaluation += self._spent.lap()
+
+    def diagnosed(self, record: Diagnosed) -> None:
+        """The time since the last call belongs to an evaluation."""
         self._spent.evaluation += self._spent.lap()
 
     def saved(self, path: Path) -> None:
@@ -144,6 +149,7 @@ def build(run: Run, records: Sequence[Record], outcome: Outcome | None, shares: 
         parts.append(section("Loss", '<p class="empty">The run ended before anything was logged.</p>'))
     if logged.evaluations:
         parts += _metric_sections(logged)
+    parts += diagnostics_sections(records, logged.best_step)
     if logged.train:
         parts += _optimizer_sections(logged)
     since = f"Since the last start, at step {run.first_step:,}." if run.first_step else ""
@@ -233,16 +239,16 @@ def _metric_sections(logged: Logged) -> list[str]:
     """A table, and a chart for each kind of metric with a curve for each task or k."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in logged.metrics:
-        metric = _split(name)[1]
+        metric = split_name(name)[1]
         if metric != "loss":
             kinds[metric.partition("@")[0]].append(name)
     charts = []
     for kind, names in kinds.items():
         curves = [
-            Curve(_split(name)[0] or name, _points(logged.evaluations, "metrics", name), marks=True)
+            Curve(split_name(name)[0] or name, _points(logged.evaluations, "metrics", name), marks=True)
             for name in names
         ]
-        title = _split(names[0])[1] if len(names) == 1 else kind
+        title = split_name(names[0])[1] if len(names) == 1 else kind
         charts.append(logged.chart(title, curves, include=1.0 if kind == "calibration" else None))
     table = section("Validation metrics", card(_metric_table(logged)))
     return [table, section("Validation metrics over steps", grid(charts))] if charts else [table]
@@ -259,7 +265,7 @@ def _metric_table(logged: Logged) -> str:
     rows = [f"<thead><tr><th>task</th><th>metric</th>{heads}<th>over steps</th></tr></thead>"]
     groups: dict[str, list[str]] = defaultdict(list)
     for name in logged.metrics:
-        groups[_split(name)[0]].append(name)
+        groups[split_name(name)[0]].append(name)
     for task, names in groups.items():
         first = f'<th class="group" rowspan="{len(names)}">{escape(task or "all")}</th>'
         rows.append("<tbody>")
@@ -267,7 +273,9 @@ def _metric_table(logged: Logged) -> str:
             mark = '<span class="decides">decides what is best</span>' if name == logged.decides else ""
             cells = "".join(f'<td class="n">{number(metrics.get(name))}</td>' for metrics in columns.values())
             trend = sparkline(_points(evaluations, "metrics", name))
-            rows.append(f"<tr>{first}<td>{escape(_split(name)[1])}{mark}</td>{cells}<td>{trend}</td></tr>")
+            rows.append(
+                f"<tr>{first}<td>{escape(split_name(name)[1])}{mark}</td>{cells}<td>{trend}</td></tr>"
+            )
             first = ""
         rows.append("</tbody>")
     return f'<table class="metrics">{"".join(rows)}</table>'
@@ -299,14 +307,6 @@ def _optimizer_sections(logged: Logged) -> list[str]:
         if known:
             speed.append(chart(title, known))
     return [section("Optimizers", grid(optimizers)), section("Speed", grid(speed))]
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Task and metric of a name: `is_click/auc`, `loss/is_click`, `ndcg@10` and `loss` of all tasks."""
-    first, _, second = name.partition("/")
-    if not second:
-        return "", name
-    return (second, first) if first == "loss" else (first, second)
 
 
 def _points(records: Sequence[Record], *keys: str) -> list[Point]:

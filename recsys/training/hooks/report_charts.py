@@ -1,4 +1,4 @@
-"""Line charts for `report.html`: inline SVG that needs no script, reads in light and dark, and tells its
+"""Charts for `report.html`: inline SVG that needs no script, reads in light and dark, and tells its
 values under the pointer.
 
 Pure functions from numbers to text; colours and fonts are classes of `report_page`.
@@ -80,6 +80,48 @@ def line_chart(
     return f'<figure class="chart">{head}{svg}</figure>'
 
 
+class Pair(NamedTuple):
+    """What was predicted and what was seen of some candidates; None where undefined."""
+
+    predicted: float | None
+    observed: float | None
+    candidates: int
+
+
+def reliability_chart(title: str, bins: Sequence[Pair], below: str = "") -> str:
+    """A `<figure>`: observed rates over mean predictions, and the diagonal on which both are equal.
+
+    Args:
+        title: plain text.
+        bins: by rising prediction.
+        below: HTML under the chart.
+    """
+    hint = '<span class="key">observed rate over mean prediction; on the dashed line both are equal</span>'
+    head = f"<figcaption><b>{escape(title)}</b>{hint}</figcaption>"
+    known = [pair for pair in bins if pair.predicted is not None and pair.observed is not None]
+    if not known:
+        return f'<figure class="chart">{head}<p class="empty">No value was defined.</p>{below}</figure>'
+    high = 1.06 * max(max(pair.predicted, pair.observed) for pair in known) or 1.0
+    x = Axis(0.0, high, _LEFT, WIDTH - _RIGHT)
+    y = Axis(0.0, high, HEIGHT - _BOTTOM, _TOP)
+    diagonal = f'x1="{_number(x.start)}" y1="{_number(y.start)}" x2="{_number(x.end)}" y2="{_number(y.end)}"'
+    places = [(_number(x.place(pair.predicted)), _number(y.place(pair.observed))) for pair in known]
+    line = " ".join(f"{across},{up}" for across, up in places)
+    dots = [
+        f'<circle class="dot s0" cx="{across}" cy="{up}" r="3"><title>{pair.candidates:,} candidates: '
+        f"predicted {number(pair.predicted)}, observed {number(pair.observed)}</title></circle>"
+        for (across, up), pair in zip(places, known, strict=True)
+    ]
+    parts = [
+        _grid(x, y, None, whole=False),
+        f'<line class="best" {diagonal}/><polyline class="curve s0" points="{line}"/>',
+        *dots,
+    ]
+    label = escape(f"{title}, observed rate over mean prediction")
+    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    return f'<figure class="chart">{head}{svg}{below}</figure>'
+
+
 def sparkline(points: Sequence[Point]) -> str:
     """A tiny curve without axes for a row of a table; nothing when less than two values are defined."""
     shown = thinned(points)
@@ -150,7 +192,7 @@ class Axis:
         return [place * step for place in range(first, last + 1)]
 
 
-def _grid(x: Axis, y: Axis, include: float | None) -> str:
+def _grid(x: Axis, y: Axis, include: float | None, *, whole: bool = True) -> str:
     right, bottom = WIDTH - _RIGHT, HEIGHT - _BOTTOM
     parts = []
     for value in y.ticks():
@@ -159,7 +201,7 @@ def _grid(x: Axis, y: Axis, include: float | None) -> str:
         parts.append(f'<line class="{kind}" x1="{_LEFT}" x2="{right}" y1="{place}" y2="{place}"/>')
         text = f'x="{_LEFT - 7}" y="{place}" dy="0.32em" text-anchor="end"'
         parts.append(f'<text class="tick" {text}>{_tick(value)}</text>')
-    for value in x.ticks(whole=True):
+    for value in x.ticks(whole=whole):
         text = f'x="{_number(x.place(value))}" y="{bottom + 17}" text-anchor="middle"'
         parts.append(f'<text class="tick" {text}>{_tick(value)}</text>')
     parts.append(f'<line class="axis" x1="{_LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')

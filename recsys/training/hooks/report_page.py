@@ -58,6 +58,11 @@ def tiles(facts: Sequence[Tile]) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
+def folded(title: str, body: str) -> str:
+    """HTML that is shown on request, without a script; `title` is plain text."""
+    return f"<details><summary>{escape(title)}</summary>\n{body}\n</details>"
+
+
 def facts_table(facts: Mapping[str, str]) -> str:
     """Names and values, plain text."""
     rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items())
@@ -115,7 +120,8 @@ h2 + .note { margin-top: -8px; }
 .tile { padding: 12px 16px; display: flex; flex-direction: column; min-width: 0; }
 .tile span, .tile small { color: var(--soft); font-size: 12.5px; overflow-wrap: anywhere; }
 .tile strong { font-size: 23px; font-weight: 600; letter-spacing: -.01em; }
-.grid-of-charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(340px, 1fr)); gap: 12px; }
+.grid-of-charts, .two { display: grid; gap: 12px; }
+.grid-of-charts { grid-template-columns: repeat(auto-fill, minmax(min(340px, 100%), 1fr)); }
 figure { margin: 0; padding: 12px 14px 8px; min-width: 0; }
 figcaption { font-size: 12.5px; display: flex; flex-wrap: wrap; gap: 1px 13px; align-items: baseline; }
 figcaption b { font-size: 13.5px; width: 100%; font-weight: 600; overflow-wrap: anywhere; }
@@ -148,10 +154,20 @@ tbody tr:last-child > * { border-bottom: 0; }
 .spark { width: 120px; height: 24px; }
 .shares { width: auto; min-width: min(100%, 26rem); }
 .facts th { color: var(--soft); width: 11em; } .facts td { overflow-wrap: anywhere; }
-.two { display: grid; grid-template-columns: repeat(auto-fit, minmax(340px, 1fr)); gap: 12px; }
+.slices small { display: block; font-size: 11.5px; white-space: nowrap; }
+.slices th.group { font-weight: 600; vertical-align: top; }
+.slices tbody + tbody tr:first-child > * { border-top: 1px solid var(--line); }
+details { margin: 8px 0; }
+summary { color: var(--soft); font-size: 13.5px; cursor: pointer; }
+.two { grid-template-columns: repeat(auto-fit, minmax(min(340px, 100%), 1fr)); }
 .sharebar { display: flex; height: 18px; border-radius: 5px; overflow: hidden; margin: 12px 0 8px; gap: 1px; }
 .sharebar i { background: var(--c); min-width: 1px; }
 pre { margin: 0; padding: 10px 0; font: 12.5px/1.55 ui-monospace, "SF Mono", Menlo, Consolas, monospace;
   max-height: 34rem; overflow: auto; tab-size: 2; }
+@media (max-width: 560px) {
+  main { padding: 20px 12px 40px; }
+  .tiles { grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); }
+  th, td { padding-right: 10px; } .metrics .n, .metrics th.group, .facts th { width: auto; }
+}
 @media print { pre { max-height: none; } main { padding: 0; } figure, .tile, .card { break-inside: avoid; } }
 """

@@ -5,16 +5,23 @@ Several runs side by side: `tensorboard --logdir runs`, and its HParams page com
 
 from collections.abc import Callable
 
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.image.metadata import create_summary_metadata
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, Trained
+from recsys.training.hooks.attention_image import describe, pixels, png
+from recsys.training.hooks.base import Diagnosed, Evaluated, Hook, Outcome, Run, Trained
 from recsys.training.hooks.projector import Items
 
 
 class TensorBoard(Hook):
     """Scalars of every record, how long the histories were, the config as text and as hyperparameters, and at
-    the end the vectors of items.
+    the end the attention of a few samples and the vectors of items.
 
     Args:
         items: what the embedding projector shows; called at the end, None leaves it out.
@@ -54,6 +61,13 @@ class TensorBoard(Hook):
         """All metrics."""
         self._write({f"validation/{name}": value for name, value in record.metrics.items()}, record.step)
 
+    def diagnosed(self, record: Diagnosed) -> None:
+        """Pictures of attention."""
+        for picture in record.findings.pictures:
+            tag = f"attention, layer {picture.layer}/{picture.sample}"
+            image = _image(tag, pixels(picture), describe(picture))
+            self._open.file_writer.add_summary(image, record.step)
+
     def finished(self, outcome: Outcome) -> None:
         """Hyperparameters with the best metric, and the projector."""
         if self._run is None:
@@ -85,6 +99,21 @@ class TensorBoard(Hook):
         if self._writer is None:
             raise ValueError("TensorBoard.started has not been called")
         return self._writer
+
+
+def _image(tag: str, image: Tensor, description: str) -> Summary:
+    """uint8 [height, width, 3] with a description, for which `SummaryWriter.add_image` has no place.
+
+    Source: the layout of the tensor is that of `tf.summary.image`: width, height, file.
+    """
+    height, width, _ = image.shape
+    tensor = TensorProto(
+        dtype=DT_STRING,
+        tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=3)]),
+        string_val=[str(width).encode(), str(height).encode(), png(image)],
+    )
+    metadata = create_summary_metadata(display_name=tag, description=description)
+    return Summary(value=[Summary.Value(tag=tag, tensor=tensor, metadata=metadata)])
 
 
 def _one_line(text: str) -> str:

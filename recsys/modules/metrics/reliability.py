@@ -1,0 +1,80 @@
+"""`Reliability`: mean prediction beside the share of positives, bin by bin: for a picture, not for a log."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from recsys.modules.metrics.base import check_shapes
+
+NUM_BINS = 10
+
+_STEP = 0.002
+"""Width of a cell in log odds: predictions in one cell differ by 0.2 % in their odds."""
+
+_CELLS = 15_000
+"""From log odds -15 to 15, probabilities of 3e-7 and 1 less that; what is outside counts in the last cell."""
+
+
+class ReliabilityBin(NamedTuple):
+    """Candidates with similar predictions.
+
+    Attributes:
+        candidates: how many.
+        predicted: mean prediction.
+        observed: share of positives.
+    """
+
+    candidates: int
+    predicted: float
+    observed: float
+
+
+class Reliability(Metric):
+    """Candidates in order of their predictions, cut into bins of about equal weight.
+
+    No candidate is kept: sums are taken over narrow cells of log odds, and added up to bins in the end. So a
+    cell, within which predictions hardly differ, is never cut; a bin may be larger for it, and another one
+    missing.
+
+    Args:
+        num_bins: most bins.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    sums: Tensor
+
+    def __init__(self, num_bins: int = NUM_BINS):
+        super().__init__(compute_with_cache=False)
+        self.num_bins = num_bins
+        # Candidates, and the weighted sums of 1, of predictions and of labels.
+        self.add_state("sums", torch.zeros(4, _CELLS, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> None:
+        """Adds candidates, all [N]: probabilities, labels 0 or 1, weights; `groups` is not used.
+
+        A NaN spoils the first bin, which is how it is seen.
+        """
+        check_shapes(predictions, labels, weights, groups)
+        predictions, labels, weights = predictions.double(), labels.double(), weights.double()
+        cell = torch.logit(predictions) / _STEP + _CELLS / 2
+        cell = cell.clamp(0, _CELLS - 1).nan_to_num(0.0).to(torch.int64)
+        columns = torch.stack([torch.ones_like(weights), weights, weights * predictions, weights * labels])
+        self.sums.index_add_(1, cell, torch.where(weights > 0, columns, 0))
+
+    def compute(self) -> Tensor:
+        """float64 [num_bins, 4]: the sums of each bin, ascending; zeros for a bin without candidates."""
+        weight = self.sums[1]
+        middle = (weight.cumsum(0) - weight / 2) / weight.sum()
+        number = (middle * self.num_bins).nan_to_num(0.0).to(torch.int64).clamp(0, self.num_bins - 1)
+        return self.sums.new_zeros(4, self.num_bins).index_add(1, number, self.sums).T
+
+    def bins(self) -> list[ReliabilityBin]:
+        """The bins that have candidates, by rising prediction. Collective, as `compute` is."""
+        return [
+            ReliabilityBin(round(candidates), predicted / weight, observed / weight)
+            for candidates, weight, predicted, observed in self.compute().tolist()
+            if candidates
+        ]

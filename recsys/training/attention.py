@@ -1,0 +1,212 @@
+"""How the tokens of a few samples look at each other, taken from a forward pass that runs anyway.
+
+While the block of `AttentionRecorder.watching` runs, queries and keys of some samples are copied out of the
+first and the last call of an attention op. The weights are then computed from the formulas of `recsys.ops`,
+whatever kernel ran. The model knows nothing of it.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recsys.data.batch import Batch
+from recsys.ops import AttentionMask, SequenceLayout
+from recsys.ops.hstu_attention import OP as HSTU_ATTENTION
+from recsys.ops.layout import TARGET, UIH
+from recsys.ops.mask import row_intervals
+from recsys.ops.relative_bias import RelativeBias, dense_bias, relative_positions
+from recsys.ops.softmax_attention import OP as SOFTMAX_ATTENTION
+
+log = logging.getLogger(__name__)
+
+MOST_TOKENS = 256
+"""Tokens of a sample that a picture shows."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionPicture:
+    """Attention weights of one sample in one layer, mean over heads, on the host.
+
+    Attributes:
+        sample: its name.
+        layer, num_layers: which layer, from 1.
+        formula: what a weight is.
+        weights: float32 [n, n], query before key; 0 where the mask hides the key.
+        visible: bool [n, n], whether the query sees the key.
+        kinds: int8 [n], as `SequenceLayout.kinds`.
+        num_tokens: of the sample; above n, older events or later candidates are left out.
+    """
+
+    sample: str
+    layer: int
+    num_layers: int
+    formula: str
+    weights: Tensor
+    visible: Tensor
+    kinds: Tensor
+    num_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """The arguments of an attention op, values left out.
+
+    Attributes:
+        q, k: [T, H, D].
+        layout, mask: as the op gets them.
+        alpha: factor of the scores.
+        scale_len: divisor of SiLU weights; None means softmax.
+        bias: added to the scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    layout: SequenceLayout
+    mask: AttentionMask
+    alpha: float
+    scale_len: float | None = None
+    bias: RelativeBias | None = None
+
+    def sample(self, number: int) -> "AttentionCall":
+        """The same of one sample, in float32 on the host."""
+        layout = self.layout.on_host()
+        rows = slice(int(layout.offsets[number]), int(layout.offsets[number + 1]))
+        one = slice(number, number + 1)
+        return replace(
+            self,
+            q=_to_host(self.q[rows]),
+            k=_to_host(self.k[rows]),
+            layout=SequenceLayout(layout.lengths[one], layout.num_targets[one], layout.num_contextual),
+            bias=None if self.bias is None else _bias_of(self.bias, rows),
+        )
+
+
+class AttentionRecorder:
+    """Takes pictures of a few samples of one batch.
+
+    Args:
+        batch: its rows are the samples to choose from.
+        most: pictures of a layer.
+    """
+
+    def __init__(self, batch: Batch, most: int):
+        self._rows = _choose(batch, most)
+        self._names = [_name(batch, row) for row in self._rows]
+        self._calls: list[list[AttentionCall]] = []
+        self._num_layers = 0
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a forward pass over the batch."""
+        with HSTU_ATTENTION.watched(self._see), SOFTMAX_ATTENTION.watched(self._see):
+            yield
+
+    def pictures(self) -> list[AttentionPicture]:
+        """Of the first and the last layer; none, and a line in the log, when nothing could be seen."""
+        if not self._rows:
+            log.info("no pictures of attention: the first evaluated batch has no row with a history")
+        elif not self._calls:
+            log.info("no pictures of attention: the model called no attention op")
+        numbers = [1, self._num_layers][: len(self._calls)]
+        return [
+            _picture(call, name, layer, self._num_layers)
+            for layer, calls in zip(numbers, self._calls, strict=True)
+            for name, call in zip(self._names, calls, strict=True)
+        ]
+
+    def _see(self, **arguments: Any) -> None:
+        call = AttentionCall(**arguments)
+        self._num_layers += 1
+        # Where a layout holds several channels of each row, the first channel of all rows comes first.
+        self._calls = [*self._calls[:1], [call.sample(row) for row in self._rows]]
+
+
+def attention_weights(call: AttentionCall, rows: Tensor) -> Tensor:
+    """[H, n, L], how the tokens `rows` (int64 [n]) of a call of one sample weigh its L tokens.
+
+    The formulas are those of `hstu_attention` and `softmax_attention`.
+    """
+    scores = call.alpha * torch.einsum("qhd,khd->hqk", call.q[rows], call.k)
+    if call.bias is not None:
+        end = call.layout.history_end
+        place = relative_positions(call.layout.positions(), end, call.mask.target_group_size)[None]
+        times = call.bias.next_timestamps[rows][None], call.bias.timestamps[None]
+        scores = scores + dense_bias(call.bias, place[:, rows], place, *times)[:, 0]
+    visible = visible_keys(call, rows)
+    if call.scale_len is None:
+        return scores.masked_fill(~visible, -torch.inf).softmax(dim=2)
+    return (F.silu(scores) / call.scale_len).masked_fill(~visible, 0)
+
+
+def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
+    """bool [n, L], whether the tokens `rows` of a call of one sample see its tokens."""
+    layout = call.layout
+    intervals = row_intervals(call.mask, rows, layout.history_end, layout.num_contextual)
+    return intervals.contain(layout.positions())
+
+
+def shown_tokens(layout: SequenceLayout, most: int = MOST_TOKENS) -> Tensor:
+    """int64 [n], the tokens of a layout of one sample that a picture has room for: all, or of contextual
+    tokens and of targets the first, at most a quarter of `most` each, and of the history the newest.
+    """
+    if layout.total_len <= most:
+        return torch.arange(layout.total_len)
+    kinds = layout.kinds()
+    history, targets = (kinds == UIH).nonzero()[:, 0], (kinds == TARGET).nonzero()[:, 0]
+    contextual = torch.arange(layout.num_contextual)[: most // 4]
+    targets = targets[: most // 4]
+    room = most - len(contextual) - len(targets)
+    return torch.cat([contextual, history[max(len(history) - room, 0) :], targets])
+
+
+def _picture(call: AttentionCall, name: str, layer: int, num_layers: int) -> AttentionPicture:
+    shown = shown_tokens(call.layout)
+    softmax = call.scale_len is None
+    return AttentionPicture(
+        sample=name,
+        layer=layer,
+        num_layers=num_layers,
+        formula="softmax(scores)" if softmax else f"silu(scores) / {call.scale_len:g}",
+        weights=attention_weights(call, shown).mean(0)[:, shown],
+        visible=visible_keys(call, shown)[:, shown],
+        kinds=call.layout.kinds()[shown],
+        num_tokens=call.layout.total_len,
+    )
+
+
+def _choose(batch: Batch, most: int) -> list[int]:
+    """Rows of different users, from those with a few events to the one with the most."""
+    lengths, groups, weights = (x.tolist() for x in (batch.uih_lengths, batch.group, batch.sample_weight))
+    users: dict[int, int] = {}
+    for row, (length, group, weight) in enumerate(zip(lengths, groups, weights, strict=True)):
+        if length and weight:
+            users.setdefault(group if any(groups) else row, row)
+    by_length = sorted(users.values(), key=lengths.__getitem__)
+    count = min(most, len(by_length))
+    return [by_length[(number + 1) * len(by_length) // count - 1] for number in range(count)]
+
+
+def _name(batch: Batch, row: int) -> str:
+    keys = batch.rows.keys if batch.rows is not None else None
+    if keys is None or not keys.num_columns:
+        return f"row {row + 1}"
+    return ", ".join(f"{name} {keys[name][row].as_py()}" for name in keys.column_names)
+
+
+def _bias_of(bias: RelativeBias, rows: slice) -> RelativeBias:
+    return RelativeBias(
+        _to_host(bias.position_table),
+        _to_host(bias.time_table),
+        bias.timestamps[rows].cpu(),
+        bias.next_timestamps[rows].cpu(),
+    )
+
+
+def _to_host(values: Tensor) -> Tensor:
+    return values.detach().to("cpu", torch.float32)

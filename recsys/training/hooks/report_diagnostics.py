@@ -1,0 +1,96 @@
+"""The part of `report.html` about lines of kind "diagnostics": slices by length of history, calibration."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from recsys.training.hooks.report_charts import Pair, number, reliability_chart
+from recsys.training.hooks.report_page import card, folded, grid, section
+
+Record = dict[str, Any]
+"""A line of `metrics.jsonl`."""
+
+
+def diagnostics_sections(records: Sequence[Record], best_step: int | None) -> list[str]:
+    """Sections about the best state, and folded in the last one when that is another.
+
+    Args:
+        records: of `metrics.jsonl`; of two about one step the later counts.
+        best_step: of the best evaluation; None without one.
+    """
+    found = {record["step"]: record for record in records if record["kind"] == "diagnostics"}
+    if not found:
+        return []
+    last = max(found)
+    shown = best_step if best_step in found else last
+    parts = _sections(found[shown], "the best state" if shown == best_step else "the last state")
+    if last != shown:
+        other = "".join(_sections(found[last], "the last state"))
+        parts.append(folded(f"The same for the last state, step {last:,}", other))
+    return parts
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Task and metric of a name: `is_click/auc`, `loss/is_click`, `ndcg@10` and `loss` of all tasks."""
+    first, _, second = name.partition("/")
+    if not second:
+        return "", name
+    return (second, first) if first == "loss" else (first, second)
+
+
+def _sections(record: Record, state: str) -> list[str]:
+    note = f"Validation rows; {state}, step {record['step']:,}."
+    parts = []
+    if record["slices"] and record["slices"][0]["metrics"]:
+        table = card(_slice_table(record["slices"]))
+        parts.append(section("Validation metrics by length of history", table, note))
+    if record["calibration"]:
+        charts = grid([_calibration(task, bins) for task, bins in record["calibration"].items()])
+        told = f"{note} Candidates in order of their predictions, in bins of about equal size."
+        parts.append(section("Calibration", charts, told))
+    return parts
+
+
+def _slice_table(slices: Sequence[Record]) -> str:
+    """A row a metric, a column a slice; above each how much is in it."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in slices[0]["metrics"]:
+        groups[split_name(name)[0]].append(name)
+    corner = "<th>task</th><th>metric</th>" if any(groups) else "<th>metric</th>"
+    heads = "".join(f'<th class="n">{_slice_head(one)}</th>' for one in slices)
+    rows = [f"<thead><tr>{corner}{heads}</tr></thead>"]
+    for task, names in groups.items():
+        first = f'<th class="group" rowspan="{len(names)}">{escape(task)}</th>' if any(groups) else ""
+        rows.append("<tbody>")
+        for name in names:
+            cells = "".join(f'<td class="n">{number(one["metrics"].get(name))}</td>' for one in slices)
+            rows.append(f"<tr>{first}<td>{escape(split_name(name)[1])}</td>{cells}</tr>")
+            first = ""
+        rows.append("</tbody>")
+    return f'<table class="slices">{"".join(rows)}</table>'
+
+
+def _slice_head(one: Record) -> str:
+    least, most = one["history"]
+    events = "no events" if most == 0 else f"{least:,}–{most:,} events"
+    rows, candidates = _count(one["rows"], "row"), _count(one["candidates"], "candidate")
+    return f"{events}<small>{rows}</small><small>{candidates}</small>"
+
+
+def _count(value: int, name: str) -> str:
+    return f"{value:,} {name}{'' if value == 1 else 's'}"
+
+
+def _calibration(task: str, bins: Sequence[Record]) -> str:
+    rows = "".join(
+        f'<tr><td class="n">{one["candidates"]:,}</td><td class="n">{number(one["predicted"])}</td>'
+        f'<td class="n">{number(one["observed"])}</td></tr>'
+        for one in bins
+    )
+    heads = "".join(
+        f'<th class="n">{head}</th>' for head in ("candidates", "mean prediction", "observed rate")
+    )
+    table = f'<table class="bins"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+    pairs = [Pair(one["predicted"], one["observed"], one["candidates"]) for one in bins]
+    return reliability_chart(task, pairs, folded(_count(len(bins), "bin"), table))
