@@ -1,12 +1,14 @@
 """The command line that all commands share: flags, logging, errors to exit codes.
 
 An entry point is a function of a `Call` and one line, `raise SystemExit(cli.main("train", run))`. Exit codes:
-0 done, 1 run time, 2 usage or config, 3 data, 4 non-finite loss, 5 environment, 130 and 143 after a signal.
+0 done, 1 run time, 2 usage or config, 3 data, 4 non-finite loss, 5 environment, 130 and 143 after a signal,
+141 when nobody reads the output any more.
 """
 
 import argparse
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +25,9 @@ logger = logging.getLogger(__name__)
 LEVELS = ("debug", "info", "warning", "error")
 LOG_VARIABLE = "RECSYS_LOG"
 """Environment variable with the level of the log when `--log-level` does not give one."""
+
+VARIABLES = (LOG_VARIABLE, "RECSYS_BACKEND")
+"""Environment variables that something is read from; a run says which of them are set."""
 
 MOST_FINDINGS = 30
 """Findings that are printed; who gave a wrong file needs no more to see it."""
@@ -78,10 +83,12 @@ def main(
         needs_config: whether a call without a config is an error.
         config_file: says where the resolved config of a package is; the files it names are not looked up.
     """
-    parser = _parser(command, run, needs_config)
+    parser = _parser(command, run, needs_config, own_config=config_file is not None)
     if add_flags is not None:
         add_flags(parser)
     flags = parser.parse_args(argv)
+    if flags.log_level is None:
+        flags.log_level = _level_of_variable(parser)
     _share_cores()
     with _log_to_stderr(flags.log_level):
         return _guard(lambda: _prepare_and_run(command, run, flags, needs_config, config_file))
@@ -100,7 +107,9 @@ def _share_cores() -> None:
 def _guard(action: Callable[[], int | None]) -> int:
     """The exit code of an action: its own, or that of an error for users, shown without a traceback."""
     try:
-        return action() or 0
+        code = action() or 0
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         more = len(error.findings) - MOST_FINDINGS
         print("\n".join(error.findings[:MOST_FINDINGS]), file=sys.stderr)
@@ -116,6 +125,11 @@ def _guard(action: Callable[[], int | None]) -> int:
         logger.error("%s: %s", error, environment.REPAIR)
         logger.debug("it happened here", exc_info=True)
         return InstallationError.exit_code
+    except BrokenPipeError:
+        # `| head` has read enough. What is still in the buffer goes nowhere, or Python complains at its end.
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         # A full disk, a folder that may not be written: the system's word for it is what can be acted on.
         logger.error("%s", error)
@@ -151,9 +165,16 @@ def _prepare_and_run(
     # Training begins a run folder; the others use one, perhaps another person's. A misspelt name makes none.
     to_file = command == "train" or os.access(call.run_dir, os.W_OK)
     if flags.dry_run or folder is None or not to_file:
-        return _guard(lambda: run(call))
+        return _guard(lambda: _run(run, call))
     with _log_to_file(call.run_dir):
-        return _guard(lambda: run(call))
+        return _guard(lambda: _run(run, call))
+
+
+def _run(run: Callable[[Call], None], call: Call) -> None:
+    for name in VARIABLES:
+        if os.environ.get(name):
+            logger.info("%s=%s is set", name, os.environ[name])
+    run(call)
 
 
 def _config_path(flags: argparse.Namespace, needs_config: bool) -> Path | None:
@@ -171,12 +192,16 @@ def _config_path(flags: argparse.Namespace, needs_config: bool) -> Path | None:
     return None
 
 
-def _parser(command: str, run: Callable[[Call], None], needs_config: bool) -> argparse.ArgumentParser:
+def _parser(
+    command: str, run: Callable[[Call], None], needs_config: bool, *, own_config: bool
+) -> argparse.ArgumentParser:
     description = (run.__doc__ or "").strip().split("\n")[0]
     parser = Parser(f"python -m recsys.{command}", description=description, allow_abbrev=False)
     shared = parser.add_argument_group("shared flags")
     wanted = "needed, unless --run-dir is the folder of a run" if needs_config else "optional"
-    shared.add_argument("--config", metavar="FILE", help=f"the .config file; {wanted}")
+    # Of a command that finds its config itself the flag is known, to say so where it is given.
+    about = argparse.SUPPRESS if own_config else f"the .config file; {wanted}"
+    shared.add_argument("--config", metavar="FILE", help=about)
     shared.add_argument(
         "--set",
         metavar="PATH=VALUE",
@@ -184,9 +209,8 @@ def _parser(command: str, run: Callable[[Call], None], needs_config: bool) -> ar
         default=[],
         help="override a field, for example train.num_steps=100; may be repeated",
     )
-    shared.add_argument(
-        "--run-dir", metavar="DIR", help="folder of the run (default: runs/<name of the config>)"
-    )
+    default = "" if own_config else " (default: runs/<name of the config>)"
+    shared.add_argument("--run-dir", metavar="DIR", help=f"folder of the run{default}")
     shared.add_argument(
         "--validate", action="store_true", help="check the config, print ok or all findings, stop"
     )
@@ -196,14 +220,18 @@ def _parser(command: str, run: Callable[[Call], None], needs_config: bool) -> ar
         help="print every setting with the origin of those that the file does not give, stop",
     )
     shared.add_argument("--dry-run", action="store_true", help="one batch, one step, nothing saved")
-    shared.add_argument("--log-level", choices=LEVELS, default=_default_level(), help="default: info")
+    shared.add_argument(
+        "--log-level", choices=LEVELS, help=f"default: the variable {LOG_VARIABLE}, else info"
+    )
     shared.add_argument("--version", action=_Version, help="print versions of the libraries, stop")
     return parser
 
 
-def _default_level() -> str:
-    level = os.environ.get(LOG_VARIABLE, "info").lower()
-    return level if level in LEVELS else "info"
+def _level_of_variable(parser: argparse.ArgumentParser) -> str:
+    given = os.environ.get(LOG_VARIABLE) or "info"
+    if given.lower() not in LEVELS:
+        parser.error(f"variable {LOG_VARIABLE}: invalid level: {given!r} (choose from {', '.join(LEVELS)})")
+    return given.lower()
 
 
 class _Version(argparse.Action):

@@ -1,7 +1,10 @@
 """Flags, output, logging and exit codes of the shared command line."""
 
 import logging
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -108,6 +111,18 @@ def test_the_config_of_a_package_is_read_without_its_files(folder, calls, run):
     assert not (folder / "log.txt").exists()
     assert cli.main("predict", run, ["--run-dir", "there"], config_file=where) == 0
     assert calls[1].run_dir.as_posix() == "there"
+
+
+def test_a_command_with_its_own_config_offers_none(folder, run, capsys):
+    def help_of(**settings) -> str:
+        with pytest.raises(SystemExit):
+            cli.main("predict", run, ["--help"], **settings)
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "--config FILE" in help_of() and "default: runs/<name of the config>" in help_of()
+    shown = help_of(config_file=lambda flags: folder / "x.config")
+    assert "--config" not in shown and "<name of the config>" not in shown
+    assert "--run-dir DIR" in shown
 
 
 def test_own_flags(folder, run, calls):
@@ -230,11 +245,44 @@ def test_levels(folder, monkeypatch, capsys):
         ([], "", 0),
         (["--log-level", "debug"], "", 1),
         ([], "DEBUG", 1),
-        ([], "loud", 0),
+        (["--log-level", "info"], "loud", 0),
     ):
         monkeypatch.setenv(cli.LOG_VARIABLE, variable)
         assert cli.main("train", run, ["--config", "x.config", *flags]) == 0
         assert capsys.readouterr().err.count("details") == expected
+
+
+def test_a_wrong_level_in_the_variable_is_a_usage_error(folder, run, calls, monkeypatch, capsys):
+    monkeypatch.setenv(cli.LOG_VARIABLE, "loud")
+    with pytest.raises(SystemExit) as stopped:
+        cli.main("train", run, ["--config", "x.config"])
+    assert stopped.value.code == 2
+    assert "variable RECSYS_LOG: invalid level: 'loud' (choose from debug" in capsys.readouterr().err
+    assert calls == []
+
+
+def test_variables_that_are_set_are_said_at_the_start(folder, run, monkeypatch, capsys):
+    flags = ["--config", "x.config", "--run-dir", "here"]
+    monkeypatch.delenv("RECSYS_BACKEND", raising=False)
+    assert cli.main("train", run, flags) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("RECSYS_BACKEND", "reference")
+    monkeypatch.setenv(cli.LOG_VARIABLE, "debug")
+    assert cli.main("train", run, flags) == 0
+    shown = capsys.readouterr().err, (folder / "here" / "log.txt").read_text(encoding="utf-8")
+    assert all("RECSYS_BACKEND=reference is set" in text for text in shown)
+    assert all("RECSYS_LOG=debug is set" in text for text in shown)
+
+
+def test_output_that_nobody_reads_is_no_error_message():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = ["-m", "recsys.train", "--config", "configs/quickstart.config", "--print-config"]
+    done = subprocess.run(
+        [sys.executable, *command], stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_a_dry_run_and_other_processes_write_no_log(folder, run, calls, monkeypatch):
