@@ -126,7 +126,7 @@ def check_schema(schema: pa.Schema, pipeline: pb.Pipeline, mode: Mode, path: str
     """
     findings = []
     for name in key_columns(pipeline):
-        findings += _presence(schema, name, required=True)
+        findings += _presence(schema, name, required=True) or _key_type(schema.field(name).type, name)
     for field in fields(pipeline, mode):
         problems = _presence(schema, field.column, field.required)
         findings += problems
@@ -187,6 +187,14 @@ def _type(given: pa.DataType, field: Field) -> list[str]:
         return []
     wanted = "list of " * field.depth + allowed
     return [f"column {field.column} is {given}; it must be {wanted}. Write the column with that type."]
+
+
+def _key_type(given: pa.DataType, name: str) -> list[str]:
+    inner = given.value_type if pa.types.is_dictionary(given) else given
+    if not pa.types.is_nested(inner):
+        return []
+    what = f"column {name} is {given}; a key column has one number or text a row."
+    return [f"{what} Name another one in data.key_columns and data.group_column."]
 
 
 def _is_list(given: pa.DataType) -> bool:

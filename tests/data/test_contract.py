@@ -113,6 +113,27 @@ def test_missing_key_column(sample):
     assert "no column session" in problems(sample.schema, sample.pipeline, "predict")
 
 
+@pytest.mark.parametrize("setting", ["key_columns", "group_column"])
+@pytest.mark.parametrize("mode", ["train", "predict"])
+def test_a_key_column_has_one_value_a_row(sample, setting, mode):
+    if setting == "key_columns":
+        sample.pipeline.data.key_columns[:] = ["uih_item_id", "user_id"]
+    else:
+        sample.pipeline.data.group_column = "uih_item_id"
+    first = problems(sample.schema, sample.pipeline, mode).splitlines()[0]
+    assert first.startswith("a.parquet: column uih_item_id is list<")
+    assert first.endswith(
+        "a key column has one number or text a row. Name another one in data.key_columns and "
+        "data.group_column."
+    )
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.int8(), pa.dictionary(pa.int32(), pa.string())])
+def test_a_key_may_be_a_number_or_a_text(sample, kind):
+    sample.pipeline.data.key_columns[:] = ["session"]
+    check_schema(sample.schema.append(pa.field("session", kind)), sample.pipeline, "train", "a.parquet")
+
+
 def test_files_of_a_source_have_the_same_types(sample):
     other = replaced(sample.schema, "uih_actions", pa.list_(pa.int32()))
     columns = needed_columns(sample.pipeline, "train", sample.schema)
