@@ -28,11 +28,10 @@ def run(call: cli.Call) -> None:
     from recsys.data.sources import open_source
     from recsys.inference.package import Package
     from recsys.inference.predictor import Predictor, predict
-    from recsys.inference.rows import files_as_source
+    from recsys.inference.rows import given_source
 
     predictor = Predictor(Package(_folder(call.flags)), call.pipeline)
-    given = files_as_source(call.flags.input) if call.flags.input else call.pipeline.data.test
-    source = open_source(given, predictor.pipeline)
+    source = open_source(given_source(call.flags.input, call.pipeline), predictor.pipeline)
     if call.dry_run:
         log.info("dry run: the package answers its golden rows; %d rows would be scored", source.num_rows)
         return

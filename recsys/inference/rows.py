@@ -14,6 +14,7 @@ from recsys import protos as pb
 from recsys.data.block import Block
 from recsys.data.checks import Lists, one_array
 from recsys.data.vocabulary import Vocabulary
+from recsys.errors import ConfigError
 
 
 @dataclass
@@ -84,10 +85,18 @@ def item_column(pipeline: pb.Pipeline) -> str | None:
     return found[0].name if found else None
 
 
-def files_as_source(paths: Sequence[str]) -> pb.Source:
-    """The source that paths on a command line stand for: CSV when all end in `.csv` or `.csv.gz`, else
-    parquet.
+def given_source(paths: Sequence[str] | None, pipeline: pb.Pipeline) -> pb.Source:
+    """The rows to predict for: files named on a command line, else those of `data.test`.
+
+    Files are CSV when all end in `.csv` or `.csv.gz`, else parquet.
+
+    Raises:
+        ConfigError: neither is there.
     """
+    if not paths:
+        if not pipeline.data.HasField("test"):
+            raise ConfigError("--input: not given, and the package's config has no data.test to take rows of")
+        return pipeline.data.test
     if all(path.endswith((".csv", ".csv.gz")) for path in paths):
         return pb.Source(csv=pb.CsvSource(paths=paths))
     return pb.Source(parquet=pb.ParquetSource(paths=paths))
