@@ -10,6 +10,7 @@ from recsys.data.batch import Batch
 from recsys.data.inspect import as_table, describe_sample
 from recsys.training.checkpoint import local_bytes
 from recsys.training.distributed import Processes
+from recsys.training.drawing import draw_stages
 from recsys.training.session import Session, open_session
 from recsys.training.throughput import peak_memory
 
@@ -26,7 +27,10 @@ def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
         loss = _step(session, batch)
         if processes.is_main:
             print(f"the longest of the first {len(batch.uih_lengths)} rows:")
-            print(as_table(describe_sample(batch, int(batch.layout.lengths.argmax()), pipeline)))
+            row = int(batch.layout.lengths.argmax())
+            print(as_table(describe_sample(batch, row, pipeline)))
+            print("\nits tokens through the layers: place, place in the whole sequence, kind, and what it sees")
+            print(draw_stages(session.model.mix, batch, row))
             print(
                 "\n".join(["", *_sizes(session, batch), *_kernels(), f"loss of the first step: {loss:.4f}"])
             )
@@ -41,11 +45,11 @@ def _step(session: Session, batch: Batch) -> float:
 
 
 def _sizes(session: Session, batch: Batch) -> list[str]:
-    layout, steps, parts = batch.layout, session.total_steps, session.parameters
+    layout, steps, parts = batch.sequences, session.total_steps, session.parameters
     states = local_bytes(session.optimizer.tensors())
     weights = local_bytes(session.wrapped.state_dict())
     return [
-        f"batch: {len(batch.uih_lengths)} rows, {layout.total_len:,} tokens, at most {layout.max_len} a row",
+        f"batch: {len(batch.uih_lengths)} rows, {layout.total_len:,} tokens, at most {layout.max_len} a sequence",
         f"run: {steps:,} steps, {session.train.num_batches():,} batches an epoch",
         f"parameters: {sum(parts.values()):,}: "
         + ", ".join(f"{name} {n:,}" for name, n in parts.items() if n),

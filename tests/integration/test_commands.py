@@ -38,6 +38,8 @@ def test_a_dry_run_shows_a_sample_and_sizes_and_leaves_nothing(tmp_path, capsys)
     shown = capsys.readouterr().out
     assert "position  kind        item" in shown
     assert "contextual  hour=" in shown
+    assert "sequence: " in shown
+    assert "to the head: " in shown
     sizes = shown.split("parameters: ")[1].split("\n")[0]
     total, *parts = (int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", sizes))
     assert len(parts) == 4
