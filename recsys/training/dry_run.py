@@ -29,7 +29,7 @@ def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
             print(f"the longest of the first {len(batch.uih_lengths)} rows:")
             row = int(batch.layout.lengths.argmax())
             print(as_table(describe_sample(batch, row, pipeline)))
-            print("\nits tokens through the layers: place, place in the whole sequence, kind, and what it sees")
+            print("\nits tokens through the layers: place now and at first, kind, and what the token sees")
             print(draw_stages(session.model.mix, batch, row))
             print(
                 "\n".join(["", *_sizes(session, batch), *_kernels(), f"loss of the first step: {loss:.4f}"])
@@ -49,7 +49,8 @@ def _sizes(session: Session, batch: Batch) -> list[str]:
     states = local_bytes(session.optimizer.tensors())
     weights = local_bytes(session.wrapped.state_dict())
     return [
-        f"batch: {len(batch.uih_lengths)} rows, {layout.total_len:,} tokens, at most {layout.max_len} a sequence",
+        f"batch: {len(batch.uih_lengths)} rows, {layout.total_len:,} tokens, "
+        f"at most {layout.max_len} a sequence",
         f"run: {steps:,} steps, {session.train.num_batches():,} batches an epoch",
         f"parameters: {sum(parts.values()):,}: "
         + ", ".join(f"{name} {n:,}" for name, n in parts.items() if n),
