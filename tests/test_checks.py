@@ -23,6 +23,8 @@ def load(text: str, overrides: list[str], tmp_path) -> config.Loaded:
 
 TASK = "model.ranker.tasks[0]"
 HSTU = "model.ranker.mixer.hstu"
+CHANNELS = "model.ranker.preprocessor.contextual.channels"
+STACK = "channel: 'a' hstu {qk_dim: 4}"
 ITEM = "features[0]"
 UIH = "model.retriever.preprocessor.uih"
 
@@ -33,6 +35,13 @@ RANKER_RULES = [
     ("data.validation={}", "data.validation: nothing is chosen; set one of parquet, csv, synthetic"),
     ("data.validation={csv {paths: 'a' delimiter: ';;'}}", "data.validation.csv.delimiter: ';;' is given"),
     ("data.validation={csv {paths: 'a' delimiter: '|'}}", "data.validation.csv.list_delimiter: the same as"),
+    ("data.stochastic_length={alpha: 1}", "data.stochastic_length.alpha: 1.0 is given; it must be above 1"),
+    ("data.stochastic_length={alpha: 2.5}", "data.stochastic_length.alpha: 2.5 is given"),
+    (f"{CHANNELS}=[{{name: 'a'}}]", f"{CHANNELS}: mixer.hstu mixes one sequence; use mixer.mixture"),
+    (
+        f"model.ranker.mixer={{mixture {{stacks {{{STACK}}}}}}}",
+        f"model.ranker.mixer.mixture.stacks: the stacks are for 'a'; {CHANNELS} has none",
+    ),
     ("data.batch_size=0", "data.batch_size: 0 is given; it must be 1 or more"),
     ("data.num_workers=-1", "data.num_workers: -1 is given; it must be 0 or more"),
     ("data.max_candidates=", "model.max_seq_len: cannot be derived, since data.max_candidates is not set"),

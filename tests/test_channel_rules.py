@@ -1,0 +1,32 @@
+"""Rules and resolution of a history in channels."""
+
+import pytest
+
+from recsys import config
+from tests.config_texts import RANKER
+from tests.test_checks import CHANNELS, load
+
+TWO_CHANNELS = [
+    (["name: 'a' bits: 0", "name: 'b'"], ["a", "b"], None),
+    (["name: 'b'", "name: 'a'"], ["a", "b"], "the stacks are for 'a', 'b'; "),
+    (["name: 'a'", "name: 'a'"], ["a", "a"], f"{CHANNELS}[0].name: 'a' is the name of several channels"),
+    (["name: 'a' bits: 63", "name: 'b'"], ["a", "b"], f"{CHANNELS}[0].bits[0]: 63 is given"),
+    (["name: 'a' max_events: 0", "name: 'b'"], ["a", "b"], f"{CHANNELS}[0].max_events: 0 is given"),
+    (["bits: 1", "name: 'b'"], ["", "b"], f"{CHANNELS}[0].name: not set"),
+]
+
+
+@pytest.mark.parametrize(("channels", "stacks", "expected"), TWO_CHANNELS)
+def test_a_stack_for_each_channel(channels, stacks, expected, tmp_path):
+    stack = "stacks {{channel: '{}' hstu {{qk_dim: 4}}}} "
+    changes = [
+        f"{CHANNELS}=[{', '.join('{' + one + '}' for one in channels)}]",
+        f"model.ranker.mixer={{mixture {{{''.join(map(stack.format, stacks))}}}}}",
+    ]
+    loaded = load(RANKER, changes, tmp_path)
+    found = config.check(loaded.pipeline)
+    assert bool(found) == (expected is not None)
+    assert expected is None or any(expected in finding for finding in found)
+    resolved = config.resolve(loaded.pipeline, read_files=False).pipeline.model
+    for one in resolved.ranker.mixer.mixture.stacks:
+        assert (one.hstu.v_dim, one.hstu.scale_len, one.hstu.num_layers) == (4, resolved.max_seq_len, 2)
