@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from recsys import protos as pb
 from recsys.data.hashing import buckets, hash_text, mix
+from recsys.data.row_order import RowOrder, is_spread
 from recsys.errors import DataError
 
 _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
@@ -24,14 +25,15 @@ _REMEDY = "Make it with the preparation tool that made the event files."
 
 
 class Vocabulary:
-    """Ids of one table: row 0 stands for every id that is not in it, row i + 1 for id i."""
+    """Ids of one table: row 0 stands for every id that is not in it, `order` says where the others lie."""
 
-    def __init__(self, ids: pa.Array, *, name: str) -> None:
+    def __init__(self, ids: pa.Array, *, name: str, spread: bool = False) -> None:
         """Prepares the search.
 
         Args:
             ids: int64 or string, each once, no nulls.
             name: what errors call it, usually its file.
+            spread: whether the ids are dealt out over the table; else id i is row i + 1.
 
         Raises:
             DataError: nulls, duplicates, or ids of another type.
@@ -48,14 +50,18 @@ class Vocabulary:
         self.ids = ids
         self.is_text = pa.types.is_large_string(ids.type)
         self._search = _search(hash_text(ids).view(np.int64) if self.is_text else ids.to_numpy(), ids, name)
+        self.order = RowOrder(len(ids), spread=spread)
+        # A look into a table costs a tenth of the arithmetic behind it.
+        self._rows = np.append(0, self.order.rows(np.arange(len(ids)))) if spread else None
 
     @classmethod
-    def read(cls, path: str, size: int | None = None) -> "Vocabulary":
+    def read(cls, path: str, size: int | None = None, *, spread: bool = False) -> "Vocabulary":
         """Reads the column `id` of a parquet file.
 
         Args:
             path: local path or fsspec address.
             size: number of ids that the config expects; None takes any.
+            spread: as the constructor's.
 
         Raises:
             DataError: a file that is missing, broken, or of another size.
@@ -66,7 +72,7 @@ class Vocabulary:
                 f"{path}: it has {table.num_rows} ids, the config says {size} (vocabulary.size). "
                 "Leave `size` out to take the file's, or use the vocabulary that the config was made for."
             )
-        return cls(_one_array(table["id"]), name=path)
+        return cls(_one_array(table["id"]), name=path, spread=spread)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -82,22 +88,25 @@ class Vocabulary:
         Args:
             values: integers or strings, as the vocabulary's, without nulls.
         """
-        if not self.is_text:
-            return self._search.find(_int64(values))
-        unique, inverse = _unique_text(values)
-        rows = self._search.find(hash_text(unique).view(np.int64))
-        # Another text may have the same hash as one in the vocabulary.
-        found = pc.equal(self.ids.take(pa.array(np.maximum(rows - 1, 0))), unique) if len(self.ids) else None
-        return (
-            np.where(found.to_numpy(zero_copy_only=False), rows, 0)[inverse]
-            if found is not None
-            else rows[inverse]
-        )
+        listed = self._find(values)
+        return listed if self._rows is None else self._rows[listed]
 
     def original(self, rows: np.ndarray) -> pa.Array:
         """Original ids of table rows; null for row 0."""
-        rows = np.asarray(rows, np.int64)
-        return self.ids.take(pa.array(rows - 1, mask=rows == 0))
+        places = self.order.places(rows)
+        return self.ids.take(pa.array(places, mask=places < 0))
+
+    def _find(self, values: pa.Array) -> np.ndarray:
+        """1 + the place of each id in the vocabulary, 0 for an id that is not in it."""
+        if not self.is_text:
+            return self._search.find(_int64(values))
+        unique, inverse = _unique_text(values)
+        found = self._search.find(hash_text(unique).view(np.int64))
+        if len(self.ids):
+            # Another text may have the same hash as one in the vocabulary.
+            same = pc.equal(self.ids.take(pa.array(np.maximum(found - 1, 0))), unique)
+            found = np.where(same.to_numpy(zero_copy_only=False), found, 0)
+        return found[inverse]
 
 
 class HashBuckets:
@@ -151,9 +160,8 @@ def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buck
             continue
         if feature.HasField("id") and feature.id.HasField("vocabulary"):
             vocabulary = feature.id.vocabulary
-            found[table] = Vocabulary.read(
-                vocabulary.file, vocabulary.size if vocabulary.HasField("size") else None
-            )
+            size = vocabulary.size if vocabulary.HasField("size") else None
+            found[table] = Vocabulary.read(vocabulary.file, size, spread=is_spread(pipeline))
         elif feature.HasField("id"):
             found[table] = HashBuckets(feature.id.hash.num_buckets)
         elif feature.numeric.HasField("bucketize"):
@@ -171,12 +179,14 @@ def id_type(path: str) -> pa.DataType:
 
 
 def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
-    """SHA-256 of the vocabulary file of each table: with other ids, or another order, weights mean nothing.
+    """Of each table the SHA-256 of its vocabulary file and how its ids lie in it: with other ids, or in
+    another order, weights mean nothing.
 
     Raises:
         DataError: a file that cannot be read.
     """
     found: dict[str, str] = {}
+    order = "spread " if is_spread(pipeline) else ""
     for feature in pipeline.features:
         if feature.HasField("id") and feature.id.HasField("vocabulary") and feature.id.table not in found:
             path, digest = feature.id.vocabulary.file, hashlib.sha256()
@@ -186,7 +196,7 @@ def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
                         digest.update(block)
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
-            found[feature.id.table] = digest.hexdigest()
+            found[feature.id.table] = order + digest.hexdigest()
     return found
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,9 +27,11 @@ from recsys import config, environment, files
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
+from recsys.data.row_order import RowOrder, is_spread
 from recsys.errors import InstallationError, RecsysError
 from recsys.inference import package
 from recsys.models.base import Model, layout_rule
+from recsys.models.retriever import Retriever
 from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
 
 GOLDEN_ROWS = 8
@@ -196,6 +199,20 @@ def _score(graph: ScoringGraph, batch: Batch) -> Tensor:
         return graph(*flatten(batch)).float().cpu()
 
 
+def catalogue(model: Retriever, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
+    """float32 [V, E] on the host: the vector of each item, in the order of the vocabulary.
+
+    Args:
+        model: in eval mode.
+        batch: any that was read for evaluation.
+        pipeline: resolved.
+    """
+    with torch.no_grad():
+        rows = model.item_vectors(batch).float().cpu()
+    order = RowOrder(len(rows), spread=is_spread(pipeline))
+    return rows[torch.from_numpy(order.rows(np.arange(len(rows))) - 1)]
+
+
 def _example(batches: list[Batch]) -> tuple[Tensor, ...]:
     for batch in batches:
         sizes = (len(batch.uih_lengths), len(batch.uih_timestamps))
@@ -222,9 +239,9 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
     (folder / package.CONFIG).write_text(config.to_text(stored), encoding="utf-8")
     ranker = pipeline.model.HasField("ranker")
     if not ranker:
-        with torch.no_grad():
-            items = model.item_vectors(source.batches[0])
-        package.write_tensors(folder / package.ITEMS, {"items": items.float().contiguous().cpu()})
+        package.write_tensors(
+            folder / package.ITEMS, {"items": catalogue(model, source.batches[0], pipeline)}
+        )
     device = next(model.parameters()).device.type
     architecture = (
         "sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else pipeline.export.march

@@ -5,7 +5,7 @@
     model.pt2           AOTInductor package of the scoring graph: native code, as trustworthy as its sender
     config.resolved     the resolved config it was trained with
     vocabulary/         original ids of every table
-    items.safetensors   retrieval: the vector of every item
+    items.safetensors   retrieval: the vector of every item, in the order of its vocabulary file
     golden.safetensors  a few real rows with the evaluated model's answers, compared at every load
     parity.json         how close the package came to the evaluated model on real rows
 
@@ -77,7 +77,7 @@ class Package:
     Attributes:
         description: what it is.
         pipeline: the resolved config, its vocabulary files pointing into the package.
-        items: retrieval: [V, E] float32 vector of every item, row k for table row k + 1; else None.
+        items: retrieval: [V, E] float32 vector of every item, in the order of the vocabulary; else None.
 
     Raises:
         PackageError: see the class.

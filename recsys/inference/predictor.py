@@ -116,18 +116,19 @@ class Predictor:
         seen = whole_histories(table, block, column, self.vocabulary)
         if not self.settings.remove_history:
             seen = Histories(seen.items[:0], np.zeros_like(seen.lengths))
+        seen = replace(seen, items=self.vocabulary.order.places(seen.items))
         for rows in runs(len(block.row), self.settings.batch_size):
             removed, removed_lengths = seen.of(rows)
             queries = self.package.run(self._batch(block.select(rows)))
-            # Table row i + 1 is item i; row 0, an unknown item, becomes -1 and is passed over.
-            best = top_k(queries, self.package.items, k, removed=removed - 1, removed_lengths=removed_lengths)
+            # An unknown item is at place -1, which is passed over.
+            best = top_k(queries, self.package.items, k, removed=removed, removed_lengths=removed_lengths)
             items.append(best.items.numpy())
             scores.append(best.scores.numpy())
         found = np.concatenate(items)
         some = found >= 0
         lengths = _lengths(some.sum(axis=1), block)
         return {
-            self.item: _lists(self.vocabulary.original(found[some] + 1), lengths),
+            self.item: _lists(self.vocabulary.ids.take(pa.array(found[some])), lengths),
             "score": _lists(pa.array(np.concatenate(scores)[some]), lengths),
         }
 

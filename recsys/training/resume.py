@@ -91,8 +91,9 @@ def require_same_vocabularies(saved: dict[str, Any], now: dict[str, str]) -> Non
     changed = sorted(table for table in before if now.get(table) != before[table])
     if changed:
         raise DataError(
-            f"the vocabulary of {', '.join(changed)} is not the one that the model was trained with: its "
-            "rows would stand for other ids. Bring the old files back, or train anew with another --run-dir"
+            f"the vocabulary of {', '.join(changed)} is not the one that the model was trained with, or its "
+            "ids lay in another order (model.embedding.placement): rows would stand for other ids. Bring the "
+            "old ones back, or train anew with another --run-dir"
         )
 
 

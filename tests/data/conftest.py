@@ -28,6 +28,7 @@ features { name: "duration" sides: CANDIDATE numeric { normalize { mean: 2 std: 
 features { name: "age" sides: USER numeric { bucketize { boundaries: 18 boundaries: 30 boundaries: 60 } } }
 model {
   embedding_dim: 8
+  embedding { placement: REPLICATED }
   ranker {
     preprocessor { contextual { action { bits { name: "click" bit: 0 } watch_time_thresholds: 3 } } }
     tasks { name: "is_click" loss { binary_cross_entropy {} } }

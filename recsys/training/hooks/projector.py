@@ -69,6 +69,8 @@ def frequent_items(
     if part is None:
         return None
     places = np.flatnonzero((rows >= part.first) & (rows < part.first + len(part.rows)))
+    if not len(places):
+        return None
     listed = _first_ids(item.id.vocabulary.file, len(rows))
     ids = [listed[place] for place in places]
     vectors = part.rows[torch.from_numpy(rows[places] - part.first)]

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from recsys import protos as pb
+from recsys.data.vocabulary import mappings
 from recsys.models import build_model
+from recsys.training.hooks import projector
 from recsys.training.hooks.projector import frequent_items
 from tests.modules.pipelines import RANKER, RETRIEVER, pipeline_of
 
@@ -41,7 +43,31 @@ def test_rows_behind_the_unknown_one_with_ids_and_names(folder):
     assert items.ids == ["300", "301", "302"]
     assert items.names == ["Toy Story", "Jumanji", ""]
     table = found["embed.tables.dim_8.embeddings.item_id_table.weight"]
-    assert torch.equal(items.vectors, table[[1, 2, 3]])
+    assert torch.equal(items.vectors, table[rows_of(pipeline, [300, 301, 302])])
+
+
+def rows_of(pipeline: pb.Pipeline, ids: list[int]) -> torch.Tensor:
+    """Where the reader finds ids in the table."""
+    return torch.from_numpy(mappings(pipeline)["item_id"].map(pa.array(ids)))
+
+
+@pytest.mark.parametrize("placement", [pb.Embedding.SHARDED, pb.Embedding.REPLICATED])
+@pytest.mark.parametrize("first", [0, 7, 14, 40])
+def test_of_a_cut_table_this_ranks_part(folder, monkeypatch, placement, first):
+    pipeline = retriever(folder)
+    pipeline.model.embedding.placement = placement
+    whole = weights(pipeline)
+    (name,) = (name for name in whole if name.endswith("item_id_table.weight"))
+    part = projector._Part(first, whole[name][first : first + 7])
+    monkeypatch.setattr(projector, "_part", lambda weight: part)
+    items = frequent_items(pipeline, whole, most=5)
+    rows = rows_of(pipeline, IDS[:5]).tolist()
+    here = [(str(one), row) for one, row in zip(IDS, rows, strict=False) if first <= row < first + 7]
+    if not here:
+        assert items is None
+        return
+    assert items.ids == [one for one, _ in here]
+    assert torch.equal(items.vectors, whole[name][[row for _, row in here]])
 
 
 def test_a_small_catalogue_is_shown_whole_and_ids_may_be_text(folder):
