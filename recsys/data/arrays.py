@@ -25,11 +25,9 @@ from recsys.data.columns import (
     UIH_WATCH_TIME,
 )
 from recsys.data.contract import Field, Kind, Mode, fields
+from recsys.data.counts import TRUNCATED_CANDIDATES, TRUNCATED_HISTORY
 from recsys.data.layout_rule import LayoutRule
 from recsys.data.slots import Slot, SlotReader, SlotWriter
-
-TRUNCATED_HISTORY = "truncated_history"
-TRUNCATED_CANDIDATES = "truncated_candidates"
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from recsys.data.counts import Counts
 from recsys.data.layout_rule import Channel, LayoutRule
 from recsys.ops import SequenceLayout
 
@@ -38,11 +39,13 @@ class Rows:
         file: [B] int64 index into the source's list of files; -1 in a batch of nothing but filler rows.
         row: [B] int64 row within the file; -1 likewise.
         keys: the key columns as they stand in the file, B rows; None in training.
+        counts: how many of them were left out or cut.
     """
 
     file: Tensor
     row: Tensor
     keys: pa.Table | None = None
+    counts: Counts = Counts()
 
 
 @dataclass

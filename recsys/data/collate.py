@@ -11,6 +11,7 @@ from recsys import protos as pb
 from recsys.data.arrays import Arrays
 from recsys.data.batch import Batch, LayoutRule, Position, Rows
 from recsys.data.contract import Mode
+from recsys.data.counts import Counts
 from recsys.data.hashing import buckets, combine
 from recsys.ops import SequenceLayout
 
@@ -56,7 +57,12 @@ class Collator:
             sample_weight=torch.from_numpy(arrays.sample_weight),
             group=torch.from_numpy(arrays.group),
             position=position,
-            rows=Rows(torch.from_numpy(arrays.file), torch.from_numpy(arrays.row), arrays.keys),
+            rows=Rows(
+                torch.from_numpy(arrays.file),
+                torch.from_numpy(arrays.row),
+                arrays.keys,
+                Counts.of(arrays.counts),
+            ),
         )
 
     def _layout(self, events: Tensor, candidates: Tensor) -> SequenceLayout:

@@ -4,8 +4,6 @@ The way into the data path: `Loader(pipeline, "train", rule).epoch(0)`. What is 
 decided in `plan` and depends on neither ranks nor readers; a loader only decides who makes it.
 """
 
-import logging
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -15,17 +13,15 @@ from recsys import protos as pb
 from recsys.data import reader_processes
 from recsys.data.arrays import Arrays
 from recsys.data.batch import Batch, LayoutRule, Position
-from recsys.data.checks import REASONS
 from recsys.data.collate import Collator
 from recsys.data.contract import Mode
+from recsys.data.counts import Account
 from recsys.data.plan import Order
 from recsys.data.reader import Reader
 from recsys.data.slots import SlotReader
 from recsys.data.sources import Source, open_source
 from recsys.data.unknown import UnknownIds
 from recsys.errors import DataError, RecsysError
-
-logger = logging.getLogger(__name__)
 
 
 class Loader:
@@ -34,8 +30,7 @@ class Loader:
     Attributes:
         source: its files.
         batch_size: rows of a batch; the last ones of an epoch may have fewer.
-        skipped: rows of this rank that were left out in the epoch so far, by reason (data.bad_rows SKIP).
-        truncated: rows of this rank whose history or candidates were cut in the epoch so far.
+        account: rows of this rank that were left out or cut in the epoch so far.
     """
 
     def __init__(
@@ -78,8 +73,9 @@ class Loader:
                 f"{', '.join(file.path for file in self.source.files) or split}: there are no rows."
             )
         self.batch_size = data.batch_size if mode == "train" else data.eval_batch_size or data.batch_size
-        self.skipped: Counter[str] = Counter()
-        self.truncated: Counter[str] = Counter()
+        name = split if isinstance(split, str) else "predicted"
+        rank_name = f", rank {rank}" if world_size > 1 else ""
+        self.account = Account(name, rank_name, by_epoch=mode == "train")
         self._rank = rank
         self._world_size = world_size
         self._num_workers = data.num_workers
@@ -126,8 +122,7 @@ class Loader:
             DataError: a bad row or file.
             RecsysError: a reader process died.
         """
-        self.skipped.clear()
-        self.truncated.clear()
+        self.account.begin()
         num_batches = self.num_batches(epoch)
         mine = range(start + self._rank, num_batches, self._world_size)
         stream = self._stream(epoch, mine)
@@ -140,14 +135,10 @@ class Loader:
                 yield self._collator.collate(arrays, position, index)
         finally:
             stream.close()
-        if self.skipped:
-            logger.warning(
-                "epoch %d: %d rows left out (%s)", epoch, self.skipped.total(), _listed(self.skipped)
-            )
+            self.account.say(epoch)
 
     def _count(self, arrays: Arrays) -> Arrays:
-        for name, count in arrays.counts.items():
-            (self.skipped if name in REASONS else self.truncated)[name] += count
+        self.account.add(int((arrays.row >= 0).sum()), arrays.counts)
         if self._rank == 0:
             self._unknown_ids.look(arrays)
         return arrays
@@ -191,7 +182,3 @@ class Loader:
             # Ends the processes now, also when the caller stops in the middle.
             del results
             slots.close()
-
-
-def _listed(counts: Counter[str]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

@@ -190,8 +190,23 @@ def test_bad_rows_left_out_are_counted_once(sample, num_workers, caplog):
     for epoch in (0, 1):
         batches = list(reading.epoch(epoch))
         assert Counter(real_rows(batches)) == Counter((0, i) for i in range(40) if i not in (3, 20, 31))
-        assert reading.skipped == {"null": 2, "negative": 1}
-    assert "3 rows left out (null 2, negative 1)" in caplog.text
+        assert reading.account.by_name == {"null": 2, "negative": 1}
+        said = f"train rows of epoch {epoch}: 3 of 40 were left out (null 2, negative 1)"
+        assert caplog.messages[-1] == said
+        assert sum(batch.rows.counts.left_out for batch in batches) == reading.account.counts.left_out == 3
+
+
+def test_rows_left_out_are_said_when_reading_ends_early(sample, caplog):
+    rows = sample.rows(40)
+    for row in rows:
+        row["age"] = None
+    sample.write(rows)
+    sample.pipeline.data.bad_rows.policy = pb.BadRows.SKIP
+    batches = loader(sample, rank=1, world_size=2).epoch(3)
+    size = len(next(batches).request_time)
+    batches.close()
+    said = f"train rows of epoch 3, rank 1: {size} of {size} were left out (null {size})"
+    assert caplog.messages == [said]
 
 
 def test_too_many_bad_rows(sample):
@@ -211,11 +226,37 @@ def test_too_many_bad_rows(sample):
         assert len(real_rows(reading.epoch(0))) == 29
 
 
-def test_cut_histories_are_counted(sample):
+def test_cut_histories_are_counted_and_said_once(sample, caplog):
+    caplog.set_level("INFO", "recsys")
     sample.write([sample.row(i, events=i) for i in range(12)])
     reading = loader(sample)
-    list(reading.epoch(0))
-    assert reading.truncated == {"truncated_history": 6}
+    for epoch in (0, 1):
+        batches = list(reading.epoch(epoch))
+        assert reading.account.by_name == {"truncated_history": 6}
+        assert sum(batch.rows.counts.cut_histories for batch in batches) == 6
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    what = "6 of 12 had more events than data.max_history_len, the newest were read"
+    assert record.message == f"train rows of epoch 0: {what}"
+
+
+def test_cut_candidates_are_a_warning_where_they_are_evaluated(sample, caplog):
+    caplog.set_level("INFO", "recsys")
+    sample.pipeline.data.max_candidates = 2
+    sample.pipeline.data.validation.CopyFrom(sample.pipeline.data.train)
+    sample.write([sample.row(i, events=1, candidates=i) for i in range(1, 5)])
+    list(loader(sample).epoch(0))
+    reading = Loader(sample.pipeline, "validation", RULE)
+    for _ in range(2):
+        list(reading.epoch(0))
+    assert reading.account.counts == (0, 0, 2)
+    training, evaluating = caplog.records
+    assert [training.levelname, evaluating.levelname] == ["INFO", "WARNING"]
+    what = "2 of 4 had more candidates than data.max_candidates, the first were read"
+    assert [training.message, evaluating.message] == [
+        f"train rows of epoch 0: {what}",
+        f"validation rows: {what}",
+    ]
 
 
 def test_a_file_that_changed_under_way(sample):

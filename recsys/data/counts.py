@@ -1,0 +1,95 @@
+"""How many rows were left out of batches or cut; from the readers to the log.
+
+Without imports of torch or TorchRec, which reader processes would have to load.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+TRUNCATED_HISTORY = "truncated_history"
+TRUNCATED_CANDIDATES = "truncated_candidates"
+
+_TRUNCATED = (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES)
+
+logger = logging.getLogger(__name__)
+
+
+class Counts(NamedTuple):
+    """Rows that were left out as bad (data.bad_rows), and rows whose history or candidates were cut."""
+
+    left_out: int = 0
+    cut_histories: int = 0
+    cut_candidates: int = 0
+
+    @classmethod
+    def of(cls, by_name: Mapping[str, int]) -> "Counts":
+        """From counts by reason: every name but those of truncation is a reason to leave a row out."""
+        histories = by_name.get(TRUNCATED_HISTORY, 0)
+        candidates = by_name.get(TRUNCATED_CANDIDATES, 0)
+        return cls(sum(by_name.values()) - histories - candidates, histories, candidates)
+
+    def plus(self, other: "Counts") -> "Counts":
+        """Of both."""
+        return Counts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+class Account:
+    """Counts of the rows that one reader of a split has read, and what the log says of them.
+
+    Args:
+        name: of the split.
+        of_rank: what to say behind it where there are several ranks.
+        by_epoch: the rows are read for training, one epoch after the other.
+
+    Attributes:
+        rows: that were read since `begin`, with those that were left out.
+        by_name: rows left out by reason, and rows that were cut (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES).
+    """
+
+    def __init__(self, name: str, of_rank: str = "", *, by_epoch: bool) -> None:
+        self.rows = 0
+        self.by_name: Counter[str] = Counter()
+        self._name, self._of_rank, self._by_epoch = name, of_rank, by_epoch
+        self._said: list[str] = []
+
+    def begin(self) -> None:
+        """Counts anew."""
+        self.rows = 0
+        self.by_name = Counter()
+
+    def add(self, rows: int, by_name: Mapping[str, int]) -> None:
+        """Counts a batch."""
+        self.rows += rows
+        self.by_name.update(by_name)
+
+    @property
+    def counts(self) -> Counts:
+        """The sums."""
+        return Counts.of(self.by_name)
+
+    def say(self, epoch: int) -> None:
+        """Rows left out are a warning each time; what was cut is said once, as long as it stays the same."""
+        where = f"{self._name} rows{f' of epoch {epoch}' if self._by_epoch else ''}{self._of_rank}"
+        left_out, histories, candidates = self.counts
+        if left_out:
+            reasons = [(name, count) for name, count in self.by_name.most_common() if name not in _TRUNCATED]
+            listed = ", ".join(f"{name} {count:,}" for name, count in reasons)
+            logger.warning("%s: %s were left out (%s)", where, self._share(left_out), listed)
+        parts = [
+            f"{self._share(count)} had more {what}, the {kept} were read"
+            for count, what, kept in (
+                (histories, "events than data.max_history_len", "newest"),
+                (candidates, "candidates than data.max_candidates", "first"),
+            )
+            if count
+        ]
+        if parts and parts != self._said:
+            # A metric over a part of the candidates is another metric.
+            level = logging.WARNING if candidates and not self._by_epoch else logging.INFO
+            logger.log(level, "%s: %s", where, "; ".join(parts))
+            self._said = parts
+
+    def _share(self, count: int) -> str:
+        return f"{count:,} of {self.rows:,}"
