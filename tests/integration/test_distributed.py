@@ -117,6 +117,28 @@ def test_losses_and_metrics_are_those_of_one_process(folder, two_ranks, jobs, na
             assert numbers[1] == pytest.approx(numbers[0], rel=1e-6, nan_ok=True)
 
 
+def test_slices_and_bins_are_those_of_one_process(folder, two_ranks, jobs):
+    assert train(folder / "one" / "uneven", *jobs["uneven"]) == 0
+    expected, found = (
+        records(folder / "one" / "uneven", "diagnostics"),
+        records(two_ranks / "uneven", "diagnostics"),
+    )
+    assert sorted(expected) == sorted(found) != []
+    for step in expected:
+        for one, other in zip(expected[step]["slices"], found[step]["slices"], strict=True):
+            numbers = [
+                {name: -1.0 if value is None else value for name, value in x.pop("metrics").items()}
+                for x in (one, other)
+            ]
+            assert numbers[1] == pytest.approx(numbers[0], rel=1e-6)
+            assert other == one
+        bins = [x["calibration"]["is_click"] for x in (expected[step], found[step])]
+        assert [one["candidates"] for one in bins[1]] == [one["candidates"] for one in bins[0]]
+        for name in ("predicted", "observed"):
+            values = [[one[name] for one in own] for own in bins]
+            assert values[1] == pytest.approx(values[0], rel=1e-6)
+
+
 def test_a_run_goes_on_with_more_ranks(folder, two_ranks):
     one = folder / "one" / "grown" / "checkpoints"
     assert_same_tensors(one / "step-00000008", two_ranks / "copy" / "step-00000008")

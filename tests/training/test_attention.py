@@ -18,7 +18,7 @@ from recsys.training.attention import (
     shown_tokens,
     visible_keys,
 )
-from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, pipeline_of, random_rows
+from tests.modules.pipelines import RANKER, RANKERS, RETRIEVER, batch_of, pipeline_of, random_rows
 from tests.ops import oracle
 
 SASREC = {
@@ -120,6 +120,17 @@ def spy(run, calls):
         return run(q, k, v, *args, **kwargs)
 
     return watched
+
+
+@pytest.mark.parametrize("kind", RANKERS)
+def test_every_form_of_sequence_has_pictures(kind):
+    pipeline = pipeline_of(*RANKERS[kind])
+    batch = batch_of(pipeline, random_rows(pipeline, [(0, 2), (3, 1), (6, 4)]))
+    pictures, _ = record(build_model(pipeline).eval(), batch)
+    assert [picture.sample for picture in pictures] == ["row 2", "row 3"] * 2
+    for picture in pictures:
+        assert (picture.kinds == 2).sum() == {"row 2": 1, "row 3": 4}[picture.sample]
+        assert picture.visible.diagonal().all() and picture.weights.isfinite().all()
 
 
 def test_a_truncated_layer_has_the_tokens_that_are_left():

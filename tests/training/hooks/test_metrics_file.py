@@ -3,9 +3,10 @@
 import json
 import math
 
-from recsys.training.hooks import Evaluated, Run, Trained
+from recsys.training.hooks import Diagnosed, Evaluated, Run, Trained
 from recsys.training.hooks.metrics_file import NAME, MetricsFile, read_metrics
 from recsys.training.throughput import Rates
+from tests.training.hooks.findings import FINDINGS
 
 
 def record(step: int, loss: float = 0.5) -> Trained:
@@ -40,6 +41,46 @@ def test_undefined_metrics_are_null(tmp_path):
     write(tmp_path, 0, Evaluated(1, {"auc": math.nan, "mae": 2.0}, False, 0.1))
     assert read_metrics(tmp_path / NAME)[0]["metrics"] == {"auc": None, "mae": 2.0}
     assert "NaN" not in (tmp_path / NAME).read_text()
+
+
+def test_a_closer_look_is_a_line_that_programs_can_read(tmp_path):
+    hook = MetricsFile()
+    hook.started(Run(tmp_path, "", 0, 10))
+    hook.diagnosed(Diagnosed(8, FINDINGS))
+    hook.close()
+    assert read_metrics(tmp_path / NAME) == [
+        {
+            "kind": "diagnostics",
+            "step": 8,
+            "slices": [
+                {
+                    "history": [0, 0],
+                    "rows": 0,
+                    "candidates": 0,
+                    "metrics": {"click/auc": None, "seconds/mae": None},
+                },
+                {
+                    "history": [1, 10],
+                    "rows": 1,
+                    "candidates": 2,
+                    "metrics": {"click/auc": None, "seconds/mae": 1.25},
+                },
+                {
+                    "history": [11, 5000],
+                    "rows": 1500,
+                    "candidates": 4000,
+                    "metrics": {"click/auc": 0.75, "seconds/mae": 2.5},
+                },
+            ],
+            "calibration": {
+                "click": [
+                    {"candidates": 400, "predicted": 0.1, "observed": 0.2},
+                    {"candidates": 1200, "predicted": 0.5, "observed": 0.4},
+                    {"candidates": 300, "predicted": 0.8, "observed": 1.0},
+                ]
+            },
+        }
+    ]
 
 
 def test_a_run_that_goes_on_repeats_no_line_and_drops_a_torn_one(tmp_path):

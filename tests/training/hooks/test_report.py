@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recsys.training.hooks import Evaluated, Outcome, Run, Trained
+from recsys.training.diagnostics import Findings
+from recsys.training.hooks import Diagnosed, Evaluated, Outcome, Run, Trained
 from recsys.training.hooks.metrics_file import MetricsFile
 from recsys.training.hooks.report import NAME, Report, build
 from recsys.training.hooks.report_page import Share
@@ -253,6 +254,18 @@ def test_a_continued_run_shows_all_its_steps(tmp_path):
     assert "Since the last start, at step 30." in html
 
 
+def test_a_closer_look_has_its_sections():
+    record = {"kind": "diagnostics", "step": 60, "slices": [], "calibration": {}}
+    slices = [{"history": [0, 0], "rows": 5, "candidates": 6, "metrics": {"click/auc": 0.5}}]
+    bins = [{"candidates": 6, "predicted": 0.25, "observed": 0.5}]
+    html = page_of([*RECORDS, record | {"slices": slices, "calibration": {"click": bins}}])
+    Balanced(html)
+    heads = re.findall(r"<h2>(.*?)</h2>", html)
+    place = heads.index("Validation metrics by length of history")
+    assert heads[place + 1] == "Calibration"
+    assert "the best state, step 60" in html
+
+
 def test_time_is_split_by_what_it_went_to(tmp_path, monkeypatch):
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
@@ -263,8 +276,10 @@ def test_time_is_split_by_what_it_went_to(tmp_path, monkeypatch):
         now += seconds
         report.stepped(step)
     report.trained(Trained(2, 0, 1.0, {"click": 1.0}, {"dense": 0.1}, 1.0, rates, 3.0))
-    now += 6.0
+    now += 4.0
     report.evaluated(Evaluated(2, {"loss": 1.0}, True, 6.0))
+    now += 2.0
+    report.diagnosed(Diagnosed(2, Findings([], {})))
     now += 1.0
     report.saved(tmp_path)
     now += 1.0

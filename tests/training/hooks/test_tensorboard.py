@@ -7,11 +7,13 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from recsys.training.hooks import Evaluated, Outcome, Run, Trained
+from recsys.training.hooks import Diagnosed, Evaluated, Outcome, Run, Trained
+from recsys.training.hooks.attention_image import describe, pixels, png
 from recsys.training.hooks.projector import Items
 from recsys.training.hooks.tensorboard import TensorBoard
 from recsys.training.state import Best
 from recsys.training.throughput import Rates
+from tests.training.hooks.findings import FINDINGS, PICTURE
 
 RUN = {"config_text": "train { num_steps: 10 }", "first_step": 0, "total_steps": 10}
 
@@ -87,6 +89,22 @@ def test_the_projector_gets_vectors_with_names(tmp_path):
     lines = (folder / "00010/items/tensors.tsv").read_text().splitlines()
     assert [[float(x) for x in line.split("\t")] for line in lines] == vectors.tolist()
     assert 'tensor_path: "00010/items/tensors.tsv"' in (folder / "projector_config.pbtxt").read_text()
+
+
+def test_pictures_of_attention_with_what_they_show(tmp_path):
+    hook = TensorBoard(lambda: None)
+    hook.started(Run(tmp_path, **RUN))
+    hook.diagnosed(Diagnosed(7, FINDINGS))
+    hook.close()
+    events = written(tmp_path)
+    tag = "attention, layer 2/user 7"
+    assert set(events.PluginTagToContent("images")) == {tag}
+    (event,) = events.Tensors(tag)
+    image = pixels(PICTURE)
+    width, height, file = event.tensor_proto.string_val
+    assert (event.step, int(width), int(height)) == (7, image.shape[1], image.shape[0])
+    assert file == png(image)
+    assert events.SummaryMetadata(tag).summary_description == describe(PICTURE)
 
 
 def plugin_data(events: EventAccumulator) -> dict[str, bytes]:
