@@ -293,14 +293,9 @@ class SequenceLayout:
         """
         if tail_len < 0:
             raise ValueError(f"tail_len must be >= 0, got {tail_len}")
-        whole = self._truncate if not self.parts else self._truncate_parts
-        return self.memo(("truncate", tail_len), lambda: whole(tail_len))
-
-    def _truncate_parts(self, tail_len: int) -> Selection:
-        found = [part.truncate(tail_len) for part in self.parts]
-        before = accumulate((part.total_len for part in self.parts), initial=0)
-        index = [one.index + start for one, start in zip(found, before, strict=False)]
-        return Selection(SequenceLayout.join([one.layout for one in found]), torch.cat(index))
+        if self.parts:
+            return self.memo(("truncate", tail_len), lambda: self._of_parts(lambda p: p.truncate(tail_len)))
+        return self.memo(("truncate", tail_len), lambda: self._truncate(tail_len))
 
     def _truncate(self, tail_len: int) -> Selection:
         def kept(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -328,6 +323,8 @@ class SequenceLayout:
 
     def history_only(self) -> Selection:
         """Only the history tokens, as samples without contextual and target tokens."""
+        if self.parts:
+            return self._of_parts(lambda part: part.history_only())
         total_len = self.total_len - self.total_targets - self.batch_size * self.num_contextual
         layout = self._derive(
             lambda lengths, num_targets: (
@@ -342,8 +339,22 @@ class SequenceLayout:
             layout, self._source_rows(layout, torch.full_like(self.lengths, self.num_contextual))
         )
 
+    def without_targets(self) -> Selection:
+        """Only the contextual and the history tokens."""
+        if self.parts:
+            return self._of_parts(lambda part: part.without_targets())
+        layout = self._derive(
+            lambda lengths, num_targets: (lengths - num_targets, torch.zeros_like(lengths)),
+            self.num_contextual,
+            total_len=self.total_len - self.total_targets,
+            total_targets=0,
+        )
+        return Selection(layout, self._source_rows(layout, torch.zeros_like(self.lengths)))
+
     def targets_only(self) -> Selection:
         """Only the target tokens, as samples that consist of targets."""
+        if self.parts:
+            return self._of_parts(lambda part: part.targets_only())
         layout = self._derive(
             lambda lengths, num_targets: (num_targets, num_targets),
             num_contextual=0,
@@ -351,6 +362,45 @@ class SequenceLayout:
             total_targets=self.total_targets,
         )
         return Selection(layout, self._source_rows(layout, self.history_end))
+
+    def targets_between(self, start: int, stop: int) -> Selection:
+        """Only targets number `start` to `stop - 1` of every sample, as far as it has them. Sizes as in
+        `truncate`.
+        """
+        if self.parts:
+            return self._of_parts(lambda part: part.targets_between(start, stop))
+
+        def kept(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
+            some = (num_targets - start).clamp(0, stop - start)
+            return some, some
+
+        layout = self._derive(kept, num_contextual=0, total_len=None, total_targets=None)
+        return Selection(layout, self._source_rows(layout, self.history_end + start))
+
+    def select(self, samples: Sequence[int]) -> Selection:
+        """These samples in this order, each as often as it is named; of a joined layout, of every part.
+
+        Sizes as in `truncate`.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if self.parts:
+            return self._of_parts(lambda part: part.select(samples))
+        if not all(0 <= sample < self.batch_size for sample in samples):
+            raise IndexError(f"samples must be in [0, {self.batch_size}), got {list(samples)}")
+        host = torch.tensor(samples, dtype=torch.int64)
+        place = host.to(self.device, non_blocking=True)
+
+        def chosen(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
+            own = place if lengths.device == place.device else host
+            return lengths.index_select(0, own), num_targets.index_select(0, own)
+
+        layout = self._derive(chosen, self.num_contextual, total_len=None, total_targets=None)
+        shift = self.offsets.index_select(0, place) - layout.offsets[:-1]
+        return Selection(
+            layout, torch.arange(layout.total_len, device=self.device) + layout._per_token(shift)
+        )
 
     def assemble_index(self) -> Tensor:
         """int64 [T]: row of each token in `cat([all contextual rows, all uih rows, all target rows])`.
@@ -371,17 +421,24 @@ class SequenceLayout:
         shift = self.offsets[:-1] + first - derived.offsets[:-1]
         return torch.arange(derived.total_len, device=self.device) + derived._per_token(shift)
 
+    def _of_parts(self, select: Callable[[SequenceLayout], Selection]) -> Selection:
+        """Selections of all parts, joined."""
+        found = [select(part) for part in self.parts]
+        before = accumulate((part.total_len for part in self.parts), initial=0)
+        index = [one.index + start for one, start in zip(found, before, strict=False)]
+        return Selection(SequenceLayout.join([one.layout for one in found]), torch.cat(index))
+
     def _derive(
         self,
         rule: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
         num_contextual: int,
         total_len: int | None,
-        total_targets: int,
+        total_targets: int | None,
     ) -> SequenceLayout:
         """The layout with `rule(lengths, num_targets)`, applied on the device and to the host copy.
 
         Args:
-            total_len: None when it depends on the lengths themselves.
+            total_len, total_targets: None when it depends on the lengths themselves.
         """
         lengths, num_targets = rule(self.lengths, self.num_targets)
         host = None if self._host is None else _HostCopy(*rule(*self._host))
@@ -392,6 +449,8 @@ class SequenceLayout:
             max_len = self.max_len
         else:
             total_len, max_len = _read_sizes(lengths)
+        if total_targets is None:
+            total_targets = int((num_targets if host is None else host.num_targets).sum())
         derived = SequenceLayout.trusted(
             lengths,
             offsets_from_lengths(lengths),

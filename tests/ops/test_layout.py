@@ -133,6 +133,63 @@ def test_each_kind_can_be_cut_out_and_put_together_again(trusted, batch):
     assert blocks[layout.assemble_index()].tolist() == list(range(layout.total_len))
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+@hypothesis.given(batch=batches, start=st.integers(0, 4), size=st.integers(0, 3))
+def test_targets_can_be_cut_off_and_in_slices(trusted, batch, start, size):
+    contextual, shapes = batch
+    layout = without_host_copy(layout_of(*batch)) if trusted else layout_of(*batch)
+    tokens = list(enumerate(tokens_of(*batch)))
+    prefix, index = layout.without_targets()
+    assert_layout(prefix, contextual, [(uih, 0) for uih, _ in shapes], not trusted)
+    assert index.tolist() == [row for row, token in tokens if token.kind != TARGET]
+    some, index = layout.targets_between(start, start + size)
+    assert_layout(some, 0, [(0, min(max(targets - start, 0), size)) for _, targets in shapes], not trusted)
+    expected = []
+    for row, token in tokens:
+        number = token.position - contextual - shapes[token.sample][0]
+        if token.kind == TARGET and start <= number < start + size:
+            expected.append(row)
+    assert index.tolist() == expected
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@hypothesis.given(batch=batches, numbers=st.lists(st.integers(0, 99), max_size=7))
+def test_samples_are_selected_in_any_order(trusted, batch, numbers):
+    contextual, shapes = batch
+    samples = [number % len(shapes) for number in numbers] if shapes else []
+    layout = without_host_copy(layout_of(*batch)) if trusted else layout_of(*batch)
+    selected, index = layout.select(samples)
+    assert_layout(selected, contextual, [shapes[sample] for sample in samples], not trusted)
+    tokens = list(enumerate(tokens_of(*batch)))
+    assert index.tolist() == [row for sample in samples for row, token in tokens if token.sample == sample]
+
+
+def test_only_samples_that_are_there_can_be_selected():
+    for sample in (2, -1):
+        with pytest.raises(IndexError, match=r"samples must be in \[0, 2\), got \[0, "):
+            layout_of(0, [(3, 1), (1, 1)]).select([0, sample])
+
+
+def test_what_is_derived_from_a_joined_layout_is_joined():
+    shapes = ([(5, 2), (0, 1)], [(1, 2), (4, 1)])
+    joined = SequenceLayout.join([layout_of(2, own) for own in shapes])
+    flat = layout_of(2, shapes[0] + shapes[1])
+    for derive in (
+        SequenceLayout.history_only,
+        SequenceLayout.without_targets,
+        SequenceLayout.targets_only,
+        lambda layout: layout.truncate(3),
+        lambda layout: layout.targets_between(1, 2),
+    ):
+        (found, index), (expected, rows) = derive(joined), derive(flat)
+        assert index.tolist() == rows.tolist() and found.lengths.tolist() == expected.lengths.tolist()
+        assert [part.batch_size for part in found.parts] == [2, 2] and found.max_len == expected.max_len
+    found, index = joined.select([1])
+    expected, rows = flat.select([1, 3])
+    assert index.tolist() == rows.tolist() and found.lengths.tolist() == expected.lengths.tolist()
+    assert [part.lengths.tolist() for part in found.parts] == [[3], [7]]
+
+
 def test_moving_keeps_totals_on_the_host():
     """On a device that holds no numbers, nothing can be read: every total must come from the host copy."""
     layout = layout_of(1, [(5, 2), (0, 1), (3, 0)]).to("meta")
@@ -142,6 +199,8 @@ def test_moving_keeps_totals_on_the_host():
     assert index.shape == (10,) and index.device.type == "meta"
     assert layout.history_only().layout.max_len == 5 and layout.targets_only().layout.max_len == 2
     assert layout.assemble_index().shape == (14,)
+    assert layout.select([2, 0, 2])[1].shape == (16,) and layout.without_targets().layout.max_len == 6
+    assert layout.targets_between(1, 9).layout.total_targets == 1
     assert layout.to("meta", non_blocking=True).host_lengths.tolist() == [8, 2, 4]
 
 
