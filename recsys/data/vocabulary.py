@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from recsys import protos as pb
 from recsys.data.hashing import buckets, hash_text, mix
-from recsys.data.row_order import RowOrder, is_spread
+from recsys.data.row_order import RowOrder, dealt_out
 from recsys.errors import DataError
 
 _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
@@ -27,13 +27,13 @@ _REMEDY = "Make it with the preparation tool that made the event files."
 class Vocabulary:
     """Ids of one table: row 0 stands for every id that is not in it, `order` says where the others lie."""
 
-    def __init__(self, ids: pa.Array, *, name: str, spread: bool = False) -> None:
+    def __init__(self, ids: pa.Array, *, name: str, table: str | None = None) -> None:
         """Prepares the search.
 
         Args:
             ids: int64 or string, each once, no nulls.
             name: what errors call it, usually its file.
-            spread: whether the ids are dealt out over the table; else id i is row i + 1.
+            table: the table over whose rows they are dealt out; None if id i is row i + 1.
 
         Raises:
             DataError: nulls, duplicates, or ids of another type.
@@ -50,29 +50,29 @@ class Vocabulary:
         self.ids = ids
         self.is_text = pa.types.is_large_string(ids.type)
         self._search = _search(hash_text(ids).view(np.int64) if self.is_text else ids.to_numpy(), ids, name)
-        self.order = RowOrder(len(ids), spread=spread)
-        # A look into a table costs a tenth of the arithmetic behind it.
-        self._rows = np.append(0, self.order.rows(np.arange(len(ids)))) if spread else None
+        self.order = RowOrder(len(ids), table)
+        # A look into an array costs a tenth of the arithmetic behind it.
+        self._rows = np.append(0, self.order.rows(np.arange(len(ids)))) if table else None
 
     @classmethod
-    def read(cls, path: str, size: int | None = None, *, spread: bool = False) -> "Vocabulary":
+    def read(cls, path: str, size: int | None = None, *, table: str | None = None) -> "Vocabulary":
         """Reads the column `id` of a parquet file.
 
         Args:
             path: local path or fsspec address.
             size: number of ids that the config expects; None takes any.
-            spread: as the constructor's.
+            table: as the constructor's.
 
         Raises:
             DataError: a file that is missing, broken, or of another size.
         """
-        table = _read_parquet(path)
-        if size is not None and table.num_rows != size:
+        column = _read_parquet(path)["id"]
+        if size is not None and len(column) != size:
             raise DataError(
-                f"{path}: it has {table.num_rows} ids, the config says {size} (vocabulary.size). "
+                f"{path}: it has {len(column)} ids, the config says {size} (vocabulary.size). "
                 "Leave `size` out to take the file's, or use the vocabulary that the config was made for."
             )
-        return cls(_one_array(table["id"]), name=path, spread=spread)
+        return cls(_one_array(column), name=path, table=table)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -161,7 +161,7 @@ def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buck
         if feature.HasField("id") and feature.id.HasField("vocabulary"):
             vocabulary = feature.id.vocabulary
             size = vocabulary.size if vocabulary.HasField("size") else None
-            found[table] = Vocabulary.read(vocabulary.file, size, spread=is_spread(pipeline))
+            found[table] = Vocabulary.read(vocabulary.file, size, table=dealt_out(pipeline, table))
         elif feature.HasField("id"):
             found[table] = HashBuckets(feature.id.hash.num_buckets)
         elif feature.numeric.HasField("bucketize"):
@@ -186,7 +186,6 @@ def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
         DataError: a file that cannot be read.
     """
     found: dict[str, str] = {}
-    order = "spread " if is_spread(pipeline) else ""
     for feature in pipeline.features:
         if feature.HasField("id") and feature.id.HasField("vocabulary") and feature.id.table not in found:
             path, digest = feature.id.vocabulary.file, hashlib.sha256()
@@ -196,6 +195,7 @@ def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
                         digest.update(block)
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
+            order = "dealt out " if dealt_out(pipeline, feature.id.table) else ""
             found[feature.id.table] = order + digest.hexdigest()
     return found
 

@@ -23,11 +23,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx.experimental import _config as symbolic
 
-from recsys import config, environment, files
+from recsys import config, environment, features, files
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
-from recsys.data.row_order import RowOrder, is_spread
+from recsys.data.row_order import RowOrder, dealt_out
 from recsys.errors import InstallationError, RecsysError
 from recsys.inference import package
 from recsys.models.base import Model, layout_rule
@@ -209,7 +209,8 @@ def catalogue(model: Retriever, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
     """
     with torch.no_grad():
         rows = model.item_vectors(batch).float().cpu()
-    order = RowOrder(len(rows), spread=is_spread(pipeline))
+    (table,) = (one.name for one in features.tables(pipeline) if features.NEGATIVES in one.columns)
+    order = RowOrder(len(rows), dealt_out(pipeline, table))
     return rows[torch.from_numpy(order.rows(np.arange(len(rows))) - 1)]
 
 

@@ -29,7 +29,7 @@ from recsys.data.batch import Batch
 from recsys.errors import RecsysError
 from recsys.models.scoring import TensorSpec, flatten
 
-FORMAT = 1
+FORMAT = 2
 MODEL, CONFIG, ITEMS, GOLDEN, VOCABULARY = (
     "model.pt2",
     "config.resolved",

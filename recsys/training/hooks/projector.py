@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardedTensor
 
 from recsys import features
 from recsys import protos as pb
-from recsys.data.row_order import RowOrder, is_spread
+from recsys.data.row_order import RowOrder, dealt_out
 
 MOST = 1000
 """Items that are shown; the projector's pictures become slow with many more."""
@@ -64,7 +64,7 @@ def frequent_items(
         return None
     (name,) = (name for name in weights if name.endswith(f".{item.id.table}_table.weight"))
     count = item.id.vocabulary.size
-    rows = RowOrder(count, spread=is_spread(pipeline)).rows(np.arange(min(most, count)))
+    rows = RowOrder(count, dealt_out(pipeline, item.id.table)).rows(np.arange(min(most, count)))
     part = _part(weights[name])
     if part is None:
         return None
