@@ -10,6 +10,7 @@ from recsys.ops.hstu_attention.cached import hstu_attention_cached
 from recsys.ops.jagged import gather_rows, segment_sum
 from recsys.ops.layout import PaddedIndex, Selection, SequenceLayout, offsets_from_lengths
 from recsys.ops.mask import AttentionMask
+from recsys.ops.norm_mul_dropout import norm_mul_dropout
 from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
 from recsys.ops.softmax_attention import softmax_attention
 
@@ -25,6 +26,7 @@ __all__ = [
     "hstu_attention",
     "hstu_attention_cached",
     "last_backend",
+    "norm_mul_dropout",
     "offsets_from_lengths",
     "segment_sum",
     "softmax_attention",

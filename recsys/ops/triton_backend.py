@@ -55,6 +55,13 @@ def load(module: str) -> ModuleType:
     return importlib.import_module(module)
 
 
+def num_processors(device: torch.device) -> int:
+    """How many programs run at a time, at least."""
+    if device.type != "cuda":
+        return 4  # in the interpreter: few programs, so that one of them has several tiles
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @lru_cache(maxsize=1)
 def _warn_about_assembler() -> None:
     """Says once when kernels for Hopper would be assembled by a ptxas that may get them wrong."""

@@ -23,6 +23,7 @@ from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
+from recsys.ops.triton_backend import num_processors
 
 Wrap = Callable[[Any], Any]
 
@@ -175,7 +176,7 @@ def _launch_rows(
     workers, lines, buckets = items.shape[0], 0, 16
     positions = times = grad_out.new_empty(0, dtype=torch.float32)
     if bias is not None:
-        workers = max(1, min(workers, PROGRAMS_PER_PROCESSOR * _num_processors(q.device) // num_heads))
+        workers = max(1, min(workers, PROGRAMS_PER_PROCESSOR * num_processors(q.device) // num_heads))
         lines = -(-bias.position_table.shape[-1] // blocks.keys)
         buckets = padded_dim(int(bias.time_table.shape[-1]))
         positions = q.new_zeros(workers, num_heads, (lines + 2) * blocks.keys, dtype=torch.float32)
@@ -293,12 +294,6 @@ def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[st
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }
-
-
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4  # in the interpreter: few programs, so that one of them has several tiles
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=64)

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._subclasses import FakeTensor
 
 from recsys.ops import (
     AttentionMask,
@@ -18,6 +17,7 @@ from tests.ops import oracle
 from tests.ops.cases import MASKS, Cut, cut, layout_of, qkv, relative_bias, samples
 from tests.ops.interpreter import (
     INTERPRETED,
+    WithNumbersOnly,
     between_poison,
     interpreted,
     mend_interpreter,
@@ -176,20 +176,6 @@ def test_a_sample_with_nan_spoils_no_other():
     out = hstu_attention_cached(*parts.arguments(*inputs), scale_len=8, backend="triton")
     assert torch.equal(out[:12], clean[:12]) and torch.equal(out[18:], clean[18:])
     assert out[12:18].isnan().all()
-
-
-class WithNumbersOnly:
-    """A kernel that is not launched on tensors without numbers, which the interpreter cannot do."""
-
-    def __init__(self, kernel):
-        self.kernel = kernel
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **constants):
-            if not any(isinstance(argument, FakeTensor) for argument in arguments):
-                self.kernel[grid](*arguments, **constants)
-
-        return launch
 
 
 @interpreted

@@ -258,7 +258,11 @@ WRONG = [
         ValueError,
         "bias.time_table has 3 rows, q has 2 heads",
     ),
-    ({"backend": "cuda"}, ValueError, "hstu_attention_cached has no backend 'cuda'; it has auto, triton, ref"),
+    (
+        {"backend": "cuda"},
+        ValueError,
+        "_cached has no backend 'cuda'; it has auto, triton, ref",
+    ),
 ]
 
 

@@ -1,0 +1,51 @@
+"""Random bits that are a function of a seed and a place, so that they can be had again at any time, anywhere.
+
+    bits(seed, row, column) = mix(mix(mix(row ^ low(seed)) + high(seed)) + column * 0x9E3779B9) mod 2^32
+
+with the halves of a 64-bit seed and `mix` a bijection of 32 bits in which each bit of the result depends on
+each bit of the input. Rows and columns count modulo 2^32. Not for anything secret.
+
+Source of `mix`: C. Wellons, "Prospecting for Hash Functions" (2018), the function lowbias32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+SHIFTS = (16, 15, 16)
+COLUMN_STEP = 0x9E3779B9
+"""2^32 divided by the golden ratio."""
+
+
+def threshold(probability: float) -> int:
+    """Bits below it, as an unsigned number, say "drop"."""
+    return min(round(probability * 2**32), 2**32 - 1)
+
+
+def kept(seed: Tensor, num_rows: int, num_columns: int, probability: float) -> Tensor:
+    """bool [num_rows, num_columns]: the entries that a dropout with this `probability` keeps.
+
+    Args:
+        seed: int64 [1].
+    """
+    low, high = seed.to(torch.int32), (seed >> 32).to(torch.int32)
+    row, column = (torch.arange(size, device=seed.device).to(torch.int32) for size in (num_rows, num_columns))
+    key = _mix(_mix(row ^ low).add_(high))
+    bits = _mix(key[:, None] + column * _signed(COLUMN_STEP))
+    return bits.bitwise_xor_(_signed(2**31)) >= threshold(probability) - 2**31
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """In place. int32 has the bits of an unsigned number: sums and products wrap around, shifts fill up with
+    the sign, which is cut off."""
+    for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
+        bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (32 - shift) - 1))
+        if multiplier is not None:
+            bits.mul_(_signed(multiplier))
+    return bits
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**32 if bits >= 2**31 else bits

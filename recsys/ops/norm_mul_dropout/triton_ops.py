@@ -1,0 +1,213 @@
+"""The Triton kernels as a differentiable op: an autograd function in eager mode, library ops in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from recsys.ops.norm_mul_dropout import counter
+from recsys.ops.norm_mul_dropout.triton_kernels import backward_kernel, forward_kernel
+from recsys.ops.triton_backend import num_processors
+
+Wrap = Callable[[Any], Any]
+
+ENTRIES = 2048
+"""Of a program's block: rows x columns, unless one row has more."""
+
+ENTRIES_PER_WARP = 256
+
+WORKERS_PER_PROCESSOR = 4
+"""Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
+
+
+class Blocks(NamedTuple):
+    """Sizes for a kernel."""
+
+    rows: int  # BLOCK_M
+    columns: int  # BLOCK
+    num_warps: int
+
+
+class Options(NamedTuple):
+    """What a call computes, beside its tensors."""
+
+    num_groups: int
+    eps: float
+    concat: bool
+    dropout: float
+
+
+class NormMulDropout(torch.autograd.Function):
+    """`apply(attended, u, weight, bias, seed, *options)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attended: Tensor,
+        u: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        seed: Tensor | None,
+        *options: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(attended, u, weight, bias, seed)
+        ctx.options = Options(*options)
+        return launch_forward(attended, u, weight, bias, seed, ctx.options)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = launch_backward(grad_out, *ctx.saved_tensors, ctx.options)
+        return (*gradients, None, *(None for _ in ctx.options))
+
+
+def launch_forward(
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    options: Options,
+    wrap: Wrap = lambda kernel: kernel,
+) -> Tensor:
+    """[T, W] or [T, 3 W]; the arguments have been validated."""
+    num_rows, width = attended.shape
+    columns = 3 * width if options.concat else width
+    out = torch.empty(num_rows, columns, dtype=attended.dtype, device=attended.device)
+    if num_rows == 0:
+        return out
+    attended, u = map(_with_dense_rows, (attended, u))
+    blocks = blocks_of(width // options.num_groups)
+    grid = ((num_rows + blocks.rows - 1) // blocks.rows * options.num_groups,)
+    wrap(forward_kernel)[grid](
+        attended,
+        u,
+        weight.contiguous(),
+        bias.contiguous(),
+        attended if seed is None else seed,
+        out,
+        num_rows,
+        attended.stride(0),
+        u.stride(0),
+        **_constants(width, options, blocks),
+    )
+    return out
+
+
+def launch_backward(
+    grad_out: Tensor,
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    options: Options,
+    wrap: Wrap = lambda kernel: kernel,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `attended`, `u`, `weight` and `bias`."""
+    num_rows, width = attended.shape
+    grad_a, grad_u = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (attended, u))
+    if num_rows == 0:
+        return grad_a, grad_u, torch.zeros_like(weight), torch.zeros_like(bias)
+    grad_out, attended, u = map(_with_dense_rows, (grad_out, attended, u))
+    blocks = blocks_of(width // options.num_groups)
+    workers = max(1, WORKERS_PER_PROCESSOR * num_processors(attended.device) // options.num_groups)
+    sums = torch.empty(workers, 2, width, dtype=torch.float32, device=attended.device)
+    wrap(backward_kernel)[(workers * options.num_groups,)](
+        grad_out,
+        attended,
+        u,
+        weight.contiguous(),
+        bias.contiguous(),
+        attended if seed is None else seed,
+        grad_a,
+        grad_u,
+        sums,
+        num_rows,
+        workers,
+        grad_out.stride(0),
+        attended.stride(0),
+        u.stride(0),
+        **_constants(width, options, blocks),
+    )
+    grad_weight, grad_bias = sums[:, 0].sum(0), sums[:, 1].sum(0)
+    return grad_a, grad_u, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
+
+
+def blocks_of(group_width: int) -> Blocks:
+    """Whole rows of a group, several if they are short."""
+    columns = max(16, 1 << (group_width - 1).bit_length())
+    rows = max(1, ENTRIES // columns)
+    return Blocks(rows, columns, max(1, rows * columns // ENTRIES_PER_WARP))
+
+
+def _with_dense_rows(tensor: Tensor) -> Tensor:
+    """The kernels take any stride but that of the last dimension."""
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+
+
+def _constants(width: int, options: Options, blocks: Blocks) -> dict[str, Any]:
+    """What the kernels are compiled for, by the names of their parameters."""
+    return {
+        "W": int(width),
+        "GROUP": int(width) // options.num_groups,
+        "BLOCK_M": blocks.rows,
+        "BLOCK": blocks.columns,
+        "CONCAT": options.concat,
+        "EPS": options.eps,
+        "THRESHOLD": counter.threshold(options.dropout),
+        "SCALE": 1 / (1 - options.dropout),
+        "num_warps": blocks.num_warps,
+    }
+
+
+@triton_op("recsys::norm_mul_dropout_triton", mutates_args=())
+def norm_mul_dropout_triton(
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    num_groups: int,
+    eps: float,
+    concat: bool,
+    dropout: float,
+) -> Tensor:
+    """`norm_mul_dropout` for traced graphs."""
+    options = Options(num_groups, eps, concat, dropout)
+    return launch_forward(attended, u, weight, bias, seed, options, wrap_triton)
+
+
+@triton_op("recsys::norm_mul_dropout_triton_backward", mutates_args=())
+def norm_mul_dropout_triton_backward(
+    grad_out: Tensor,
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    num_groups: int,
+    eps: float,
+    concat: bool,
+    dropout: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `attended`, `u`, `weight` and `bias`."""
+    options = Options(num_groups, eps, concat, dropout)
+    return launch_backward(grad_out, attended, u, weight, bias, seed, options, wrap_triton)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = norm_mul_dropout_triton_backward(grad_out, *ctx.saved_tensors, *ctx.options)
+    return (*gradients, None, *(None for _ in ctx.options))
+
+
+norm_mul_dropout_triton.register_autograd(_backward, setup_context=_setup_context)
