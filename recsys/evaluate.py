@@ -3,9 +3,12 @@
 import argparse
 import json
 import logging
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from recsys import cli, files
+
+if TYPE_CHECKING:
+    from recsys.training.run import Evaluation
 
 logger = logging.getLogger("recsys.evaluate")
 
@@ -28,18 +31,20 @@ def run(call: cli.Call) -> None:
             call.pipeline, call.run_dir, processes, call.flags.split, call.flags.checkpoint, limit
         )
         if processes.is_main:
-            _report(result.metrics, call, result.checkpoint)
+            _report(result, call)
 
 
-def _report(metrics: dict[str, float], call: cli.Call, checkpoint: Path) -> None:
+def _report(result: "Evaluation", call: cli.Call) -> None:
+    metrics, checkpoint = result.metrics, result.checkpoint.name
     width = max(len(name) for name in metrics)
     for name, value in metrics.items():
         print(f"{name:<{width}}  {value:.5f}")
     if not call.dry_run:
         path = call.run_dir / f"{call.flags.split}_metrics.json"
         defined = {name: value if value == value else None for name, value in metrics.items()}
-        files.write_text(path, json.dumps({"checkpoint": checkpoint.name, "metrics": defined}, indent=1))
-        logger.info("%s on %s rows: %s", checkpoint.name, call.flags.split, path)
+        found = {"checkpoint": checkpoint, "metrics": defined, **result.counts._asdict()}
+        files.write_text(path, json.dumps(found, indent=1))
+        logger.info("%s on %s rows: %s", checkpoint, call.flags.split, path)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

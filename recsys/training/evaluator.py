@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from recsys import protos as pb
+from recsys.data.counts import Counts
 from recsys.data.loader import Loader
 from recsys.models.base import Losses, Model, add_rows
 from recsys.modules.metrics.base import compute_all
 from recsys.training.diagnostics import Diagnostics
+from recsys.training.distributed import gather
 from recsys.training.state import Best, capture_rng, restore_rng
 
 LOSS = "loss"
@@ -77,6 +79,14 @@ def evaluate(
                 diagnostics.update(rows, batch)
             totals = _add(totals, model.objective(outputs, batch))
         return compute_all(metrics) | _mean_losses(totals)
+
+
+def counted(loader: Loader) -> Counts:
+    """Rows of all ranks that the last evaluation left out or cut. Collective."""
+    found = Counts()
+    for counts in gather(loader.account.counts):
+        found = found.plus(counts)
+    return found
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 
 from recsys import config, files
 from recsys import protos as pb
+from recsys.data.counts import Counts
 from recsys.data.loader import Loader
 from recsys.data.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
@@ -29,10 +30,11 @@ from recsys.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of a saved state, by name."""
+    """Metrics of a saved state, by name, and how many rows they leave out or know a part of."""
 
     checkpoint: Path
     metrics: dict[str, float]
+    counts: Counts
 
 
 log = logging.getLogger(__name__)
@@ -141,4 +143,5 @@ def evaluate(
         world_size=processes.world_size,
         mode="evaluate",
     )
-    return Evaluation(path, evaluator.evaluate(step.model, loader, processes.device, limit))
+    metrics = evaluator.evaluate(step.model, loader, processes.device, limit)
+    return Evaluation(path, metrics, evaluator.counted(loader))

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from recsys.data.counts import Counts
+
 
 @dataclass
 class Best:
@@ -24,29 +26,38 @@ class Best:
 
 @dataclass
 class Window:
-    """Losses since the last log line, so that a resumed run prints the same means.
+    """Losses and counts since the last log line, so that a resumed run prints the same ones.
 
     Attributes:
         batches: batches of each rank that were added up.
         loss: sum of the weighted losses.
         losses: by task, sum of the losses.
+        counts: rows of all ranks that were left out or cut.
     """
 
     batches: int = 0
     loss: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
+    counts: Counts = Counts()
 
-    def add(self, loss: float, losses: dict[str, float]) -> None:
+    def add(self, loss: float, losses: dict[str, float], counts: Counts) -> None:
         """Takes in one batch."""
         self.batches += 1
+        self.counts = self.counts.plus(counts)
         self.loss += loss
         for name, value in losses.items():
             self.losses[name] = self.losses.get(name, 0.0) + value
 
     def means(self) -> "Window":
-        """The same, divided by the number of batches."""
+        """The same, losses divided by the number of batches."""
         n = self.batches
-        return Window(n, self.loss / n, {name: value / n for name, value in self.losses.items()})
+        losses = {name: value / n for name, value in self.losses.items()}
+        return Window(n, self.loss / n, losses, self.counts)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "Window":
+        """The window that `Progress.to_json` described."""
+        return cls(**{**value, "counts": Counts(*value.get("counts", ()))})
 
 
 @dataclass
@@ -78,7 +89,7 @@ class Progress:
     def from_json(cls, value: dict[str, Any]) -> "Progress":
         """The progress that `to_json` described."""
         best = Best(**value["best"]) if value["best"] else None
-        return cls(**{**value, "best": best, "window": Window(**value["window"])})
+        return cls(**{**value, "best": best, "window": Window.from_json(value["window"])})
 
 
 def seed_everything(seed: int) -> None:

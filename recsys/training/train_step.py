@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from recsys.data.batch import Batch, Position
+from recsys.data.counts import Counts
 from recsys.errors import NonFiniteLossError
 from recsys.models.base import Losses, Model
 from recsys.training.signals import HANDLED
@@ -31,6 +32,7 @@ class StepResult:
         signals: by number of the signal, how often the ranks got it.
         position: the last of them in the plan.
         history_lengths: int64 [B] on the host, of this rank's rows only.
+        counts: rows left out or cut.
     """
 
     losses: dict[str, float]
@@ -41,6 +43,7 @@ class StepResult:
     signals: dict[int, int]
     position: Position
     history_lengths: Tensor
+    counts: Counts
 
 
 class TrainStep(nn.Module):
@@ -79,7 +82,8 @@ class SumOverRanks(nn.Module):
         """
         # For each product of the forward pass the backward pass has two, one for either factor's gradient.
         flop = 3 * self.count_flops(batch)
-        numbers = [batch.sequences.total_len, flop, *self.received.values()]
+        counts = batch.rows.counts if batch.rows else Counts()
+        numbers = [batch.sequences.total_len, flop, *counts, *self.received.values()]
         packed = torch.cat(
             [
                 losses.sums.detach().double(),
@@ -92,11 +96,11 @@ class SumOverRanks(nn.Module):
         if world_size > 1:
             dist.all_reduce(packed)
         tasks = len(losses.names)
-        sums, counts, (samples, tokens, flop, *stops) = _split(packed.tolist(), tasks)
-        means = {n: s / (c or 1.0) for n, s, c in zip(losses.names, sums, counts, strict=True)}
+        sums, targets, (samples, tokens, flop, *others) = _split(packed.tolist(), tasks)
+        means = {n: s / (c or 1.0) for n, s, c in zip(losses.names, sums, targets, strict=True)}
         _require_finite(means)
         scale = torch.tensor(
-            [w * world_size / (c or 1.0) for w, c in zip(losses.weights, counts, strict=True)],
+            [w * world_size / (c or 1.0) for w, c in zip(losses.weights, targets, strict=True)],
             dtype=losses.sums.dtype,
         ).to(losses.sums.device, non_blocking=True)
         result = StepResult(
@@ -105,9 +109,10 @@ class SumOverRanks(nn.Module):
             samples=int(samples),
             tokens=int(tokens),
             flop=flop,
-            signals={number: int(n) for number, n in zip(self.received, stops, strict=True)},
+            signals=dict(zip(self.received, map(int, others[len(counts) :]), strict=True)),
             position=batch.position,
             history_lengths=batch.layout.on_host().num_uih,
+            counts=Counts(*map(int, others[: len(counts)])),
         )
         return (losses.sums * scale).sum(), result
 

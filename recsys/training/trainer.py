@@ -22,7 +22,7 @@ from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.errors import NonFiniteLossError, RecsysError
 from recsys.training.diagnostics import Diagnostics, Findings
-from recsys.training.evaluator import Goal, evaluate
+from recsys.training.evaluator import Goal, counted, evaluate
 from recsys.training.hooks import Diagnosed, Evaluated, Hook, Outcome, Trained
 from recsys.training.session import Session
 from recsys.training.signals import catching_signals
@@ -98,7 +98,7 @@ class Trainer:
                 raise RecsysError(
                     f"the reader of epoch {progress.epoch} ended before its last batch"
                 ) from None
-            progress.window.add(result.loss, result.losses)
+            progress.window.add(result.loss, result.losses, result.counts)
             progress.samples += result.samples
             self._meter.add(result.samples, result.tokens, result.flop)
             self._history_lengths.append(result.history_lengths)
@@ -135,6 +135,7 @@ class Trainer:
             seconds_left=batches_left / max(rates.batches_per_s, 1e-9),
             memory=peak_memory(session.processes.device),
             history_lengths=lengths,
+            counts=means.counts,
         )
         for hook in self._hooks:
             hook.trained(record)
@@ -156,7 +157,8 @@ class Trainer:
         progress.evaluations_without_gain = 0 if best else progress.evaluations_without_gain + 1
         if best:
             progress.best = Best(self._goal.metric, value, progress.step)
-        record = Evaluated(progress.step, metrics, best, time.perf_counter() - began)
+        counts = counted(session.validation)
+        record = Evaluated(progress.step, metrics, best, time.perf_counter() - began, counts)
         for hook in self._hooks:
             hook.evaluated(record)
         self._tell(findings, progress.step)

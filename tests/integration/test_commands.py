@@ -3,6 +3,10 @@
 import json
 import re
 
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
 from recsys import cli
 from recsys import train as train_command
 from tests.integration.runs import evaluate, flags, records, train
@@ -13,16 +17,50 @@ def test_evaluate_repeats_what_training_measured(tmp_path, capsys):
     assert train(tmp_path, *short, "train.evaluation.max_batches=") == 0
     measured = {step: record["metrics"] for step, record in records(tmp_path, "evaluation").items()}
     assert measured[2] != measured[4]
+    lengths = pc.list_value_length(pq.read_table("tests/data/kuairand/validation.parquet")["uih_timestamps"])
+    cut = {"left_out": 0, "cut_histories": pc.sum(pc.greater(lengths, 20)).as_py(), "cut_candidates": 0}
     for step in (2, 4):
         arguments = ("--run-dir", str(tmp_path), "--split", "validation", "--checkpoint", str(step))
         assert evaluate(*arguments) == 0
         written = json.loads((tmp_path / "validation_metrics.json").read_text())
-        assert written == {"checkpoint": f"step-{step:08d}", "metrics": measured[step]}
+        assert written == {"checkpoint": f"step-{step:08d}", "metrics": measured[step], **cut}
         assert f"{measured[step]['is_click/auc']:.5f}" in capsys.readouterr().out
     best = max(measured, key=lambda step: measured[step]["is_click/auc"])
     assert evaluate("--run-dir", str(tmp_path), "--split", "validation") == 0
     written = json.loads((tmp_path / "validation_metrics.json").read_text())
-    assert written == {"checkpoint": f"step-{best:08d}", "metrics": measured[best]}
+    assert written == {"checkpoint": f"step-{best:08d}", "metrics": measured[best], **cut}
+
+
+def test_rows_left_out_are_counted_wherever_one_looks(tmp_path, caplog):
+    table = pq.read_table("tests/data/kuairand/validation.parquet").slice(0, 200)
+    labels = table["candidate_is_click"].to_pylist()
+    bad = [row for row, events in enumerate(labels) if row % 5 == 0 and events]
+    for row in bad:
+        labels[row][0] = None
+    place = table.schema.get_field_index("candidate_is_click")
+    kind = table.schema.field(place).type
+    pq.write_table(
+        table.set_column(place, "candidate_is_click", pa.array(labels, kind)), tmp_path / "x.parquet"
+    )
+    paths = [f"data.{split}.parquet.paths=['{tmp_path / 'x.parquet'}']" for split in ("train", "validation")]
+    lengths = [len(events) for events in table["uih_timestamps"].to_pylist()]
+    cut = sum(length > 20 for row, length in enumerate(lengths) if row not in bad)
+    assert len(bad) == 40 and cut > 10
+
+    one_epoch = ("train.num_steps=", "train.num_epochs=1", "train.log_every_steps=5", "data.num_workers=1")
+    one_epoch += ("train.evaluation.max_batches=", "train.schedule.warmup_steps=0")
+    assert train(tmp_path / "run", *paths, *one_epoch, "data.bad_rows.policy=SKIP") == 0
+    said = f"{len(bad)} of 200 were left out (null {len(bad)})"
+    assert f"train rows of epoch 0: {said}" in caplog.messages
+    assert f"validation rows: {said}" in caplog.messages
+    trained = records(tmp_path / "run").values()
+    assert sum(record["left_out"] for record in trained) == len(bad)
+    assert sum(record["cut_histories"] for record in trained) == cut
+    evaluated = records(tmp_path / "run", "evaluation").values()
+    assert {(record["left_out"], record["cut_histories"]) for record in evaluated} == {(len(bad), cut)}
+    assert evaluate("--run-dir", str(tmp_path / "run"), "--split", "validation") == 0
+    written = json.loads((tmp_path / "run" / "validation_metrics.json").read_text())
+    assert (written["left_out"], written["cut_histories"], written["cut_candidates"]) == (len(bad), cut, 0)
 
 
 def test_what_is_not_there_is_named(tmp_path, capsys, caplog):

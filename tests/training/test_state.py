@@ -6,6 +6,7 @@ import random
 import numpy as np
 import torch
 
+from recsys.data.counts import Counts
 from recsys.training.state import Best, Progress, Window, capture_rng, restore_rng, seed_everything
 
 CPU = torch.device("cpu")
@@ -37,8 +38,8 @@ def test_seeding_repeats_every_generator():
 def test_progress_comes_back_bit_for_bit():
     progress = Progress(step=3, epoch=1, next_batch=7, samples=99, evaluations_without_gain=2)
     progress.best = Best("auc", 0.1 + 0.2, 2)
-    progress.window.add(1 / 3, {"a": 0.1})
-    progress.window.add(1 / 7, {"a": 0.7})
+    progress.window.add(1 / 3, {"a": 0.1}, Counts())
+    progress.window.add(1 / 7, {"a": 0.7}, Counts(1, 2, 3))
     again = Progress.from_json(json.loads(json.dumps(progress.to_json())))
     assert again == progress
     assert again.window.losses["a"] == 0.1 + 0.7
@@ -47,6 +48,12 @@ def test_progress_comes_back_bit_for_bit():
 
 def test_a_window_holds_means():
     window = Window()
-    window.add(1.0, {"a": 2.0, "b": 4.0})
-    window.add(2.0, {"a": 4.0, "b": 0.0})
-    assert window.means() == Window(2, 1.5, {"a": 3.0, "b": 2.0})
+    window.add(1.0, {"a": 2.0, "b": 4.0}, Counts(0, 5, 1))
+    window.add(2.0, {"a": 4.0, "b": 0.0}, Counts(2, 3, 0))
+    assert window.means() == Window(2, 1.5, {"a": 3.0, "b": 2.0}, Counts(2, 8, 1))
+
+
+def test_a_state_from_before_rows_were_counted_is_read():
+    saved = Progress().to_json()
+    del saved["window"]["counts"]
+    assert Progress.from_json(saved) == Progress()

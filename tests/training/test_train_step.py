@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recsys.data.batch import Position
+from recsys.data.batch import Position, Rows
+from recsys.data.counts import Counts
 from recsys.errors import NonFiniteLossError
 from recsys.models.base import Losses
 from recsys.ops import SequenceLayout
@@ -27,6 +28,7 @@ BATCH = SimpleNamespace(
     sequences=LAYOUT,
     sample_weight=torch.tensor([1.0, 0.0, 2.0]),
     position=Position(2, 5),
+    rows=Rows(torch.zeros(3), torch.zeros(3), counts=Counts(left_out=1, cut_histories=2)),
 )
 
 
@@ -52,7 +54,9 @@ def test_the_loss_is_the_weighted_sum_of_the_means():
 
 
 def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole(monkeypatch):
-    other = torch.tensor([2.0, 4.0, 4.0, 15.0, 1.0, 7.0, 500.0, 0.0, 1.0], dtype=torch.float64)
+    other = torch.tensor(
+        [2.0, 4.0, 4.0, 15.0, 1.0, 7.0, 500.0, 30.0, 0.0, 10.0, 0.0, 1.0], dtype=torch.float64
+    )
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
     sums = torch.tensor([6.0, 20.0], requires_grad=True)
@@ -61,6 +65,7 @@ def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole
     assert (result.samples, result.tokens, result.flop) == (3, 30, 3500)
     assert result.history_lengths.tolist() == [15, 0, 0]
     assert result.signals == {2: 0, 15: 1}
+    assert result.counts == Counts(left_out=31, cut_histories=2, cut_candidates=10)
     loss.backward()
     assert sums.grad.tolist() == [2 / 8, pytest.approx(2 * 0.25 / 20)]
 
@@ -75,7 +80,7 @@ def test_one_collective_carries_all_tasks_and_counts(monkeypatch):
 
 
 def test_a_rank_without_candidates_takes_the_others_mean(monkeypatch):
-    other = torch.tensor([2.0, 4.0, 4.0, 16.0, 1.0, 7.0, 500.0, 0.0, 0.0], dtype=torch.float64)
+    other = torch.tensor([2.0, 4.0, 4.0, 16.0, 1.0, 7.0, 500.0, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
     sums = torch.zeros(2, requires_grad=True)

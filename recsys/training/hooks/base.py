@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from recsys.data.counts import Counts
 from recsys.training.diagnostics import Findings
 from recsys.training.state import Best
 from recsys.training.throughput import Rates
@@ -47,6 +48,7 @@ class Trained:
         seconds_left: at this speed, without evaluations.
         memory: bytes that this process held at most so far, on its GPU or, without one, in RAM.
         history_lengths: int64 [rows], events of each row that this rank trained on since the last record.
+        counts: rows of all ranks that were left out or cut.
     """
 
     step: int
@@ -59,6 +61,7 @@ class Trained:
     seconds_left: float
     memory: int = 0
     history_lengths: Tensor | None = None
+    counts: Counts = Counts()
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,14 @@ class Evaluated:
         metrics: as the model names them, `loss` and `loss/<task>`.
         best: it is the best so far.
         seconds: time it took.
+        counts: rows of all ranks that were left out or cut.
     """
 
     step: int
     metrics: dict[str, float]
     best: bool
     seconds: float
+    counts: Counts = Counts()
 
 
 @dataclass(frozen=True)

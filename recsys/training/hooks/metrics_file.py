@@ -2,7 +2,8 @@
 programs read.
 
 Numbers have all their digits, so two runs can be compared bit for bit; an undefined one is null. What depends
-on the clock or the machine is rounded: `*_per_s`, `mfu`, `data_wait`, `memory_bytes`, `seconds`.
+on the clock or the machine is rounded: `*_per_s`, `mfu`, `data_wait`, `memory_bytes`, `seconds`. `left_out`
+counts rows that were bad, `cut_histories` and `cut_candidates` rows of which a part was read.
 
 A line of kind "diagnostics" is a closer look at the evaluation of `step`. There is one for the last
 evaluation, and one for the best, at the end of the file. `slices` are validation rows by how many events of
@@ -56,6 +57,7 @@ class MetricsFile(Hook):
                 "mfu": None if rates.mfu is None else round(rates.mfu, 4),
                 "data_wait": round(rates.data_wait, 4),
                 "memory_bytes": record.memory,
+                **record.counts._asdict(),
             }
         )
 
@@ -68,6 +70,7 @@ class MetricsFile(Hook):
                 "metrics": record.metrics,
                 "best": record.best,
                 "seconds": round(record.seconds, 2),
+                **record.counts._asdict(),
             }
         )
 
