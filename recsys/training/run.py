@@ -99,6 +99,7 @@ def describe(session: Session) -> Run:
             "parameters": f"{sum(session.parameters.values()):,}",
         },
         hyperparameters=hyperparameters(session.pipeline),
+        splits=tuple(name for name in ("validation", "test") if session.pipeline.data.HasField(name)),
     )
 
 

@@ -12,9 +12,11 @@ from recsys import train as train_command
 from tests.integration.runs import evaluate, flags, records, train
 
 
-def test_evaluate_repeats_what_training_measured(tmp_path, capsys):
+def test_evaluate_repeats_what_training_measured(tmp_path, capsys, caplog):
     short = ("train.num_steps=4", "train.schedule.warmup_steps=1", "train.evaluation.every_steps=2")
     assert train(tmp_path, *short, "train.evaluation.max_batches=") == 0
+    assert f"  python -m recsys.evaluate --run-dir {tmp_path} --split validation" in caplog.messages
+    assert f"  python -m recsys.predict --run-dir {tmp_path} --input FILES" in caplog.messages
     measured = {step: record["metrics"] for step, record in records(tmp_path, "evaluation").items()}
     assert measured[2] != measured[4]
     lengths = pc.list_value_length(pq.read_table("tests/data/kuairand/validation.parquet")["uih_timestamps"])

@@ -25,6 +25,7 @@ class Run:
         total_steps: steps when it ends.
         facts: lines about the run (device, processes, parameters), by topic.
         hyperparameters: what distinguishes runs of a sweep, by path in the config.
+        splits: rows beside those for training: "validation", "test".
     """
 
     folder: Path
@@ -33,6 +34,7 @@ class Run:
     total_steps: int
     facts: dict[str, str] = field(default_factory=dict)
     hyperparameters: dict[str, bool | int | float | str] = field(default_factory=dict)
+    splits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -190,12 +190,15 @@ def next_lines(outcome: Outcome, run: Run) -> list[str]:
     folder = shlex.quote(str(run.folder))
     if outcome.signal:
         return [*found, "to go on, start the same command again"]
+    found.append("next:")
+    if run.splits:
+        split = "" if "test" in run.splits else f" --split {run.splits[0]}"
+        found.append(f"  python -m recsys.evaluate --run-dir {folder}{split}")
+    rows = "" if "test" in run.splits else " --input FILES"
     return [
         *found,
-        "next:",
-        f"  python -m recsys.evaluate --run-dir {folder}",
         f"  python -m recsys.export --run-dir {folder}",
-        f"  python -m recsys.predict --run-dir {folder}",
+        f"  python -m recsys.predict --run-dir {folder}{rows}",
     ]
 
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_the_bar_shows_what_the_row_shows_and_leaves_nothing_behind():
 
 def test_the_last_lines_are_commands_that_can_be_typed():
     outcome = Outcome(200, "all 200 steps are done", Path("c/step-00000200"), Best("auc", 0.75, 120))
-    assert next_lines(outcome, RUN) == [
+    assert next_lines(outcome, replace(RUN, splits=("validation", "test"))) == [
         "best: auc 0.7500 after step 120",
         "checkpoint: c/step-00000200",
         "metrics: runs/my run/metrics.jsonl",
@@ -108,6 +109,23 @@ def test_the_last_lines_are_commands_that_can_be_typed():
         "  python -m recsys.export --run-dir 'runs/my run'",
         "  python -m recsys.predict --run-dir 'runs/my run'",
     ]
+
+
+EXPORT, FROM_FILES = "export --run-dir R", "predict --run-dir R --input FILES"
+
+
+@pytest.mark.parametrize(
+    ("splits", "commands"),
+    [
+        (("validation", "test"), ["evaluate --run-dir R", EXPORT, "predict --run-dir R"]),
+        (("test",), ["evaluate --run-dir R", EXPORT, "predict --run-dir R"]),
+        (("validation",), ["evaluate --run-dir R --split validation", EXPORT, FROM_FILES]),
+        ((), [EXPORT, FROM_FILES]),
+    ],
+)
+def test_the_commands_fit_the_rows_that_the_config_names(splits, commands):
+    lines = next_lines(Outcome(2, "", Path("c")), replace(RUN, folder=Path("R"), splits=splits))
+    assert lines[lines.index("next:") + 1 :] == [f"  python -m recsys.{command}" for command in commands]
 
 
 def test_after_a_signal_the_next_command_is_the_same_one():
