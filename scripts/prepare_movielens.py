@@ -1,6 +1,7 @@
-"""Makes next-item data from a MovieLens release: leave-one-out splits, one row per user.
+"""Makes next-item data or ranking data from a MovieLens release.
 
     python scripts/prepare_movielens.py --input ml-1m.zip --output data/ml-1m
+    python scripts/prepare_movielens.py --input ml-1m.zip --output data/ml-1m-ranking --task ranking
     python scripts/prepare_movielens.py --input ml-latest-small --output data/ml-latest-small
 
 Takes the zip file or folder of a release with ratings.dat (`::`, ml-1m and ml-10m) or ratings.csv (later).
@@ -8,10 +9,24 @@ Takes the zip file or folder of a release with ratings.dat (`::`, ml-1m and ml-1
 - All ratings count, whatever their stars; no user or movie is left out.
 - Order: by user and time, equal times in the order of the file (a stable sort; another order moves up to a
   quarter of the targets, so it belongs to the protocol).
+- `uih_actions` holds the stars: bit ceil(stars), so 3.5 and 4 stars are bit 4.
+
+--task retrieval (default), which movie is rated next: leave-one-out splits, one row a user.
+
 - The last movie of a user is the test target, the one before it the validation target, the rest is training
   history. `train_validation.parquet` is all but the test target, for a final run with settings chosen before.
 - The catalogue is every movie of movies.dat / movies.csv, rated or not, the most frequent in training first.
-- `uih_actions` holds the stars: bit ceil(stars), so 3.5 and 4 stars are bit 4.
+
+--task ranking, is a movie liked (4 stars or more), and how many stars does it get:
+
+- A row is a block of a user's neighbouring ratings: at most --max-candidates, and pauses of --request-gap
+  seconds at most. Its history is all that the user rated before it. ML-1M's users.dat adds gender, age and
+  occupation.
+- Of each user the last --test-percent of the ratings are the test split, the --validation-percent before
+  them validation; equal times stay together. Most users rate in one sitting, so a cut at one moment for all
+  would test on a fifth of them. Histories of validation and test end where the split begins for the user;
+  with --evaluation-history live they reach up to each block. `prepare_ratings.py` says more.
+- Vocabularies hold the ids of at least --min-count training ratings; others share the row of unknown ids.
 """
 
 from __future__ import annotations
@@ -20,16 +35,19 @@ import argparse
 import io
 import sys
 import zipfile
+from dataclasses import fields
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from recsys.errors import DataError
+from recsys.errors import ConfigError, DataError
 from scripts import prepare_common as common
 from scripts.prepare_config import write_config
+from scripts.prepare_ratings import RatingSettings, write_ranking
 from scripts.prepare_rows import (
     TEST,
     TRAIN,
@@ -48,6 +66,20 @@ RATINGS = {
     "timestamp": common.INTEGER,
 }
 MOVIES = {"movieId": common.INTEGER, "title": common.TEXT, "genres": common.TEXT}
+USERS = {
+    "userId": common.INTEGER,
+    "gender": common.TEXT,
+    "age": common.INTEGER,
+    "occupation": common.INTEGER,
+    "zip": common.TEXT,
+}
+KINDS = {"ratings": RATINGS, "movies": MOVIES, "users": USERS}
+# The .csv releases describe no users.
+NAMES = {
+    "ratings": ("ratings.dat", "ratings.csv"),
+    "movies": ("movies.dat", "movies.csv"),
+    "users": ("users.dat",),
+}
 NO_GENRES = "(no genres listed)"
 SIDES = ("HISTORY", "CANDIDATE")
 CONTENTS = Contents(
@@ -62,73 +94,105 @@ ABOUT = {
 }
 
 
+RANKING_SETTINGS = [field.name for field in fields(RatingSettings) if field.name != "max_history"]
+
+
+class Release(NamedTuple):
+    """The tables of a release in file order.
+
+    Attributes:
+        ratings: userId, movieId, rating, timestamp.
+        movies: movieId, title, genres.
+        users: userId, gender, age, occupation, zip; None where the release has no users.dat.
+    """
+
+    ratings: pl.DataFrame
+    movies: pl.DataFrame
+    users: pl.DataFrame | None
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Reads, splits, writes; see the head of this file."""
     options = _options(arguments)
-    ratings, movies = read_release(options.input)
-    events = join_movies(ratings, movies)
-    table = plain_table(events)
-    user = events["user_id"].to_numpy()
+    release = read_release(options.input)
+    events = join_movies(release.ratings, release.movies)
+    inputs = [options.input] if options.input.is_file() else list(_files(options.input).values())
+    about = ABOUT | {"inputs": common.fingerprints(inputs)}
     with common.output_folder(options.output, overwrite=options.overwrite) as folder:
-        writer = DatasetWriter(folder, CONTENTS, rows_per_group=options.rows_per_group)
-        for split, held_out in ((TRAIN, 2), ("train_validation", 1), (VALIDATION, 2), (TEST, 1)):
-            with_candidate = split in (VALIDATION, TEST)
-            slices = holdout_slices(
-                user, held_out=held_out, with_candidate=with_candidate, max_history=options.max_history
+        if options.task == "ranking":
+            schema = write_ranking(
+                folder,
+                events,
+                release.users,
+                _rating_settings(options),
+                actions=CONTENTS.actions,
+                rows_per_group=options.rows_per_group,
+                about=about,
             )
-            # A training row has no request: its time is that of its last event.
-            moment = slices.candidate_start if with_candidate else slices.history_end - 1
-            rows = pa.table(
-                {
-                    "user_id": pa.array(user[slices.history_end - 1]),
-                    "request_time": pa.array(events["timestamps"].to_numpy()[moment]),
-                }
-            )
-            writer.write(split, f"{split}.parquet", table, slices, rows)
-        sizes = writer.write_vocabularies(
-            min_count=1, catalogue={"item_id": movies["movieId"], "genres": _genres(movies).explode()}
-        )
-        movies.select(id="movieId", name="title").write_parquet(folder / "names.parquet")
-        about = ABOUT | {
-            "inputs": common.fingerprints(
-                [options.input] if options.input.is_file() else _files(options.input)
-            ),
-            "settings": {"max_history": options.max_history},
-            "dropped": {"users_with_one_rating": _count_short(user)},
-        }
-        schema = writer.write_schema(about, sizes)
+        else:
+            schema = _write_retrieval(folder, events, release.movies, options, about)
+        release.movies.select(id="movieId", name="title").write_parquet(folder / "names.parquet")
         write_config(schema, folder, options.output)
-    print(f"{schema['splits'][TRAIN]['rows']} users, {events.height} ratings, {sizes['item_id']} movies")
+    users, movies = events["user_id"].n_unique(), release.movies.height
+    print(f"{users} users, {events.height} ratings, {movies} movies")
+    if options.task == "ranking":
+        for name, noted in schema["splits"].items():
+            print(f"{name}: {noted['rows']} rows, {noted['candidates']} candidates")
     common.print_next(options.output)
 
 
-def read_release(path: Path) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Ratings (userId, movieId, rating, timestamp) and movies (movieId, title, genres) in file order.
+def _write_retrieval(
+    folder: Path, events: pl.DataFrame, movies: pl.DataFrame, options: argparse.Namespace, about: dict
+) -> dict:
+    """Leave-one-out rows, vocabularies and schema.json; returns the schema."""
+    table, user = plain_table(events), events["user_id"].to_numpy()
+    writer = DatasetWriter(folder, CONTENTS, rows_per_group=options.rows_per_group)
+    for split, held_out in ((TRAIN, 2), ("train_validation", 1), (VALIDATION, 2), (TEST, 1)):
+        with_candidate = split in (VALIDATION, TEST)
+        slices = holdout_slices(
+            user, held_out=held_out, with_candidate=with_candidate, max_history=options.max_history
+        )
+        # A training row has no request: its time is that of its last event.
+        moment = slices.candidate_start if with_candidate else slices.history_end - 1
+        rows = pa.table(
+            {
+                "user_id": pa.array(user[slices.history_end - 1]),
+                "request_time": pa.array(events["timestamps"].to_numpy()[moment]),
+            }
+        )
+        writer.write(split, f"{split}.parquet", table, slices, rows)
+    sizes = writer.write_vocabularies(
+        min_count=1, catalogue={"item_id": movies["movieId"], "genres": _genres(movies).explode()}
+    )
+    more = {
+        "settings": {"max_history": options.max_history},
+        "dropped": {"users_with_one_rating": _count_short(user)},
+    }
+    return writer.write_schema(about | more, sizes)
+
+
+def read_release(path: Path) -> Release:
+    """The tables of a zip file or folder.
 
     Raises:
         DataError: no such release, a line that does not parse, a movie twice.
     """
-    if path.is_file() and not zipfile.is_zipfile(path):
-        raise DataError(f"{path} is no zip file; --input takes a MovieLens zip file or its folder")
     if path.is_file():
-        frames = [_read_zipped(path, "ratings", RATINGS), _read_zipped(path, "movies", MOVIES)]
+        contents = _zipped(path)
     else:
-        ratings, movies = _files(path)
-        frames = [
-            _read_table(ratings.read_bytes(), str(ratings), RATINGS),
-            _read_table(movies.read_bytes(), str(movies), MOVIES),
-        ]
-    ratings, movies = frames
+        contents = {stem: (str(file), file.read_bytes()) for stem, file in _files(path).items()}
+    tables = {stem: _read_table(content, where, KINDS[stem]) for stem, (where, content) in contents.items()}
+    movies = tables["movies"]
     twice = movies.filter(pl.col("movieId").is_duplicated())
     if twice.height:
         raise DataError(f"{path}: movie {twice[0, 'movieId']} stands twice in the list of movies")
-    return ratings, movies
+    return Release(tables["ratings"], movies, tables.get("users"))
 
 
 def join_movies(ratings: pl.DataFrame, movies: pl.DataFrame) -> pl.DataFrame:
     """Events by user and time, ties in the order of the file."""
-    genres = movies.select("movieId", genres=_genres(movies))
-    events = ratings.with_row_index("order").join(genres, on="movieId", how="left", maintain_order="left")
+    known = movies.select("movieId", genres=_genres(movies), year=_years(movies))
+    events = ratings.with_row_index("order").join(known, on="movieId", how="left", maintain_order="left")
     unknown = events.filter(pl.col("genres").is_null())
     if unknown.height:
         raise DataError(f"movie {unknown[0, 'movieId']} is rated but not in the list of movies")
@@ -142,6 +206,8 @@ def join_movies(ratings: pl.DataFrame, movies: pl.DataFrame) -> pl.DataFrame:
         timestamps="timestamp",
         item_id="movieId",
         genres="genres",
+        year="year",
+        rating="rating",
         actions=pl.lit(2, pl.Int64).pow(stars).cast(pl.Int64),
     )
 
@@ -154,29 +220,38 @@ def _genres(movies: pl.DataFrame) -> pl.Series:
     return movies.select(pl.when(none).then(empty).otherwise(text.str.split("|")).alias("genres"))["genres"]
 
 
-def _files(folder: Path) -> list[Path]:
-    """The files of ratings and of movies in a folder."""
+def _years(movies: pl.DataFrame) -> pl.Series:
+    """The year that ends a title in brackets, as text; empty where there is none."""
+    return movies["title"].str.strip_chars().str.extract(r"\((\d{4})\)$").fill_null("")
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The files of ratings, of movies and, if there is one, of users in a folder."""
     if not folder.exists():
         raise DataError(f"{folder}: no such file or folder")
-    chosen = []
-    for stem in ("ratings", "movies"):
-        there = [
-            folder / f"{stem}{suffix}"
-            for suffix in (".dat", ".csv")
-            if (folder / f"{stem}{suffix}").is_file()
-        ]
-        if not there:
-            raise DataError(f"{folder}: neither {stem}.dat nor {stem}.csv in it")
-        chosen.append(there[0])
+    chosen = {}
+    for stem, names in NAMES.items():
+        there = [folder / name for name in names if (folder / name).is_file()]
+        if there:
+            chosen[stem] = there[0]
+        elif stem != "users":
+            raise DataError(f"{folder}: neither {' nor '.join(names)} in it")
     return chosen
 
 
-def _read_zipped(path: Path, stem: str, kinds: dict[str, str]) -> pl.DataFrame:
+def _zipped(path: Path) -> dict[str, tuple[str, bytes]]:
+    """Address and bytes of those files in a zip file."""
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{path} is no zip file; --input takes a MovieLens zip file or its folder")
+    chosen = {}
     with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if Path(name).name in (f"{stem}.dat", f"{stem}.csv")]
-        if len(names) != 1:
-            raise DataError(f"{path}: holds {len(names)} files {stem}.dat or {stem}.csv, expected one")
-        return _read_table(archive.read(names[0]), f"{path}/{names[0]}", kinds)
+        for stem, names in NAMES.items():
+            there = [name for name in archive.namelist() if Path(name).name in names]
+            if len(there) == 1:
+                chosen[stem] = (f"{path}/{there[0]}", archive.read(there[0]))
+            elif there or stem != "users":
+                raise DataError(f"{path}: holds {len(there)} files {' or '.join(names)}, expected one")
+    return chosen
 
 
 def _read_table(content: bytes, where: str, kinds: dict[str, str]) -> pl.DataFrame:
@@ -199,12 +274,34 @@ def _count_short(user: np.ndarray) -> int:
     return int((np.unique(user, return_counts=True)[1] < 2).sum())
 
 
+def _rating_settings(options: argparse.Namespace) -> RatingSettings:
+    given = {name: getattr(options, name) for name in [*RANKING_SETTINGS, "max_history"]}
+    return RatingSettings(**{name: value for name, value in given.items() if value is not None})
+
+
 def _options(arguments: list[str] | None) -> argparse.Namespace:
+    usual = RatingSettings()
     parser = common.parser(__doc__)
+    parser.add_argument("--task", choices=("retrieval", "ranking"), default="retrieval")
     parser.add_argument(
         "--max-history", type=common.positive, help="newest movies of a history; default: all"
     )
-    return parser.parse_args(arguments)
+    for name, what in (
+        ("request-gap", "longest pause in a row, seconds"),
+        ("max-candidates", "most candidates of a row"),
+        ("validation-percent", "of each user's ratings"),
+        ("test-percent", "of each user's ratings"),
+        ("min-count", "training ratings that make an id known"),
+    ):
+        value = getattr(usual, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=common.positive, help=f"ranking: {what}; default: {value}")
+    common.add_evaluation_history(parser)
+    parser.set_defaults(evaluation_history=None)
+    options = parser.parse_args(arguments)
+    given = [name for name in RANKING_SETTINGS if getattr(options, name) is not None]
+    if options.task != "ranking" and given:
+        raise ConfigError(f"--{given[0].replace('_', '-')} is for --task ranking")
+    return options
 
 
 if __name__ == "__main__":
