@@ -4,22 +4,28 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from recsys import ops
+from recsys import config
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.inspect import as_table, describe_sample
+from recsys.models.kernels import check_kernels, describe_kernels
 from recsys.training.checkpoint import local_bytes
 from recsys.training.distributed import Processes
 from recsys.training.drawing import draw_stages
 from recsys.training.session import Session, open_session
 from recsys.training.throughput import peak_memory
 
-_ATTENTION = ("hstu_attention", "softmax_attention")
 _MEBI = 2**20
 
 
 def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
-    """Builds everything, trains on one batch, and prints a sample, sizes and kernels. Collective."""
+    """Builds everything, trains on one batch, and prints a sample, sizes and kernels. Collective.
+
+    Raises:
+        ConfigError: the config asks for what the device cannot do.
+    """
+    config.check_device(pipeline, processes.device.type)
+    check_kernels(pipeline, processes.device.type)
     with tempfile.TemporaryDirectory() as folder:
         session = open_session(pipeline, Path(folder), processes)
         with closing(session.batches()) as batches:
@@ -31,9 +37,8 @@ def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
             print(as_table(describe_sample(batch, row, pipeline)))
             print("\nits tokens through the layers: place now and at first, kind, and what the token sees")
             print(draw_stages(session.model.mix, batch, row))
-            print(
-                "\n".join(["", *_sizes(session, batch), *_kernels(), f"loss of the first step: {loss:.4f}"])
-            )
+            kernels = describe_kernels(pipeline, processes.device.type)
+            print("\n".join(["", *_sizes(session, batch), *kernels, f"loss of the first step: {loss:.4f}"]))
 
 
 def _step(session: Session, batch: Batch) -> float:
@@ -57,8 +62,3 @@ def _sizes(session: Session, batch: Batch) -> list[str]:
         f"this process: {weights / _MEBI:.1f} MiB of weights, {states / _MEBI:.1f} MiB of optimizer state",
         f"memory: {peak_memory(session.processes.device) / _MEBI:,.0f} MiB at most so far",
     ]
-
-
-def _kernels() -> list[str]:
-    chosen = {op: ops.last_backend(op) for op in _ATTENTION}
-    return [f"kernel of {op}: {backend}" for op, backend in chosen.items() if backend]

@@ -84,5 +84,6 @@ def test_a_dry_run_shows_a_sample_and_sizes_and_leaves_nothing(tmp_path, capsys)
     total, *parts = (int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", sizes))
     assert len(parts) == 4
     assert sum(parts) == total
-    assert "kernel of hstu_attention: reference" in shown
+    asked = "(cpu, float32, model.ranker.mixer.hstu.backend: auto)"
+    assert f"kernel of hstu_attention: reference {asked}\n  triton     no: it needs CUDA tensors" in shown
     assert not folder.exists()
