@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from recsys.ops import SequenceLayout, gather_rows
+from recsys.ops import Selection, SequenceLayout, gather_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,11 @@ class JaggedSequence:
 
         What follows a kept token is kept too, so `next_timestamps` stay true.
         """
-        layout, index = self.layout.truncate(tail_len)
+        return self.take(self.layout.truncate(tail_len))
+
+    def take(self, selection: Selection) -> "JaggedSequence":
+        """Some of the tokens, each with its times."""
+        layout, index = selection
         columns = (self.values, self.timestamps, self.next_timestamps)
         values, timestamps, next_timestamps = (gather_rows(column, index) for column in columns)
         return JaggedSequence(values, layout, timestamps, next_timestamps)

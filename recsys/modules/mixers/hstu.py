@@ -3,15 +3,17 @@
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import nn
 
 from recsys import protos as pb
+from recsys.modules.cache import MixerCache
+from recsys.modules.mixers import cached
 from recsys.modules.mixers.rules import layer_rules, stack_flops
+from recsys.modules.mixers.step import finish, project
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.modules.stochastic_depth import StochasticDepth, linear_schedule
 from recsys.modules.stu import RelativeBiasTables, STUForm, STULayer
-from recsys.ops import SequenceLayout, hstu_attention
+from recsys.ops import SequenceLayout, hstu_attention, hstu_attention_cached
 from recsys.registry import register
 
 _ACTIVATION = {pb.HstuMixer.U: "u", pb.HstuMixer.UVQK: "uvqk"}
@@ -43,6 +45,7 @@ class HstuMixer(nn.Module):
                 self.biases.append(
                     RelativeBiasTables(config.bias.num_positions, config.bias.num_time_buckets, heads)
                 )
+        self.reads_times = config.bias.num_time_buckets > 0 if config.HasField("bias") else False
         schedule = linear_schedule(config.stochastic_depth, len(self.layers))
         self.depths = nn.ModuleList(StochasticDepth(probability) for probability in schedule)
         self.input_dropout = nn.Dropout(config.input_dropout)
@@ -53,6 +56,9 @@ class HstuMixer(nn.Module):
             scale_len=config.scale_len,
             backend=config.backend,
             deterministic=config.deterministic if config.HasField("deterministic") else None,
+        )
+        self.cached_attention = partial(
+            hstu_attention_cached, scale_len=config.scale_len, backend=config.backend
         )
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
@@ -65,6 +71,22 @@ class HstuMixer(nn.Module):
             attend = partial(self.attention, layout=layout, mask=rule.mask, bias=bias)
             sequence = sequence.with_values(layer(sequence.values, attend, self.depths[number](layout)))
         return sequence.with_values(self.output_dropout(sequence.values))
+
+    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+        """What targets will look at of these contextual and history tokens; see `mixers.cached`."""
+        return MixerCache((cached.prefill([self], sequence),))
+
+    def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
+        """Targets alone, [N, E] in and out: what `forward` makes of them behind the tokens of the cache."""
+        return cached.score([self], sequence, *cache.stacks)
+
+    def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
+        """The cache of histories that have grown by these tokens.
+
+        Raises:
+            ValueError: it would be another one than that of `prefill`; see `cached.require_extendable`.
+        """
+        return MixerCache((cached.extend([self], sequence, *cache.stacks),))
 
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
@@ -93,15 +115,10 @@ def mix_as_one(mixers: Sequence[HstuMixer], sequences: Sequence[JaggedSequence])
         joined = rule.truncate(joined)
         parts = joined.split()
         layers = [mixer.layers[number] for mixer in mixers]
-        halves = [layer.project(part.values) for layer, part in zip(layers, parts, strict=True)]
-        q, k, v = (torch.cat([getattr(half, name) for half in halves]) for name in "qkv")
-        attended = mixers[0].attention(q, k, v, layout=joined.layout, mask=rule.mask)
-        attended_parts = attended.split([part.layout.total_len for part in parts])
-        finished = [
-            mixer.layers[number].finish(part.values, half.u, own, mixer.depths[number](part.layout))
-            for mixer, part, half, own in zip(mixers, parts, halves, attended_parts, strict=True)
-        ]
-        joined = joined.with_values(torch.cat(finished))
+        halves = project(layers, parts)
+        attended = mixers[0].attention(halves.q, halves.k, halves.v, layout=joined.layout, mask=rule.mask)
+        scales = [mixer.depths[number](part.layout) for mixer, part in zip(mixers, parts, strict=True)]
+        joined = joined.with_values(finish(layers, parts, halves, attended, scales))
     return [
         one.with_values(m.output_dropout(one.values)) for m, one in zip(mixers, joined.split(), strict=True)
     ]

@@ -1,12 +1,17 @@
 """`MixtureMixer`: a stack for each channel of the history (mixture of transducers)."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
+from recsys.modules.cache import MixerCache
 from recsys.modules.flops import linear_flops
+from recsys.modules.mixers import cached
 from recsys.modules.mixers.hstu import HstuMixer, may_mix_as_one, mix_as_one
-from recsys.modules.sequence import JaggedSequence
+from recsys.modules.mixers.step import parts_of
+from recsys.modules.sequence import JaggedSequence, join
 from recsys.ops import SequenceLayout
 from recsys.registry import register
 
@@ -44,17 +49,34 @@ class MixtureMixer(nn.Module):
             A sequence of nothing but each row's targets.
         """
         parts = sequence.split()
-        targets: dict[int, Tensor] = {}
-        for members in self.together:
-            stacks = [self.stacks[number] for number in members]
-            mixed = mix_as_one(stacks, [parts[number] for number in members])
-            targets |= {number: one.targets() for number, one in zip(members, mixed, strict=True)}
-        joined = torch.cat([targets[number] for number in range(len(parts))], dim=1)
-        layout, index = parts[0].layout.targets_only()
-        times, next_times = (
-            column.index_select(0, index) for column in (parts[0].timestamps, parts[0].next_timestamps)
+        mixed = [mix_as_one(stacks, some) for stacks, some in self._in_step(parts)]
+        return self._fuse(mixed, parts[0].take(parts[0].layout.targets_only()))
+
+    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+        """What targets will look at of the channels' contextual and history tokens; see `mixers.cached`."""
+        return MixerCache(
+            tuple(cached.prefill(stacks, _as_one(some)) for stacks, some in self._in_step(sequence.split()))
         )
-        return JaggedSequence(self.fuse(joined).to(joined.dtype), layout, times, next_times)
+
+    def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
+        """What `forward` makes of the targets alone, once for each channel and joined, behind the tokens of
+        the cache.
+        """
+        parts = sequence.split()
+        groups = zip(self._in_step(parts), cache.stacks, strict=True)
+        mixed = [parts_of(cached.score(stacks, _as_one(some), stages)) for (stacks, some), stages in groups]
+        return self._fuse(mixed, parts[0])
+
+    def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
+        """The cache of channels that have grown by these tokens.
+
+        Raises:
+            ValueError: it would be another one than that of `prefill`; see `cached.require_extendable`.
+        """
+        groups = zip(self._in_step(sequence.split()), cache.stacks, strict=True)
+        return MixerCache(
+            tuple(cached.extend(stacks, _as_one(some), stages) for (stacks, some), stages in groups)
+        )
 
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
@@ -62,6 +84,25 @@ class MixtureMixer(nn.Module):
         return sum(stack.flops(part) for stack, part in stacks) + linear_flops(
             self.fuse, layout.parts[0].total_targets
         )
+
+    def _in_step(self, parts: Sequence[JaggedSequence]) -> list[tuple[list[HstuMixer], list[JaggedSequence]]]:
+        """Stacks that run in step, with their channels."""
+        return [
+            ([self.stacks[number] for number in members], [parts[number] for number in members])
+            for members in self.together
+        ]
+
+    def _fuse(self, mixed: Sequence[Sequence[JaggedSequence]], targets: JaggedSequence) -> JaggedSequence:
+        """The `targets` with what the channels, in the order of `_in_step`, made of them."""
+        found: dict[int, Tensor] = {}
+        for members, sequences in zip(self.together, mixed, strict=True):
+            found |= {number: one.targets() for number, one in zip(members, sequences, strict=True)}
+        joined = torch.cat([found[number] for number in range(len(found))], dim=1)
+        return targets.with_values(self.fuse(joined).to(joined.dtype))
+
+
+def _as_one(sequences: Sequence[JaggedSequence]) -> JaggedSequence:
+    return join(sequences) if len(sequences) > 1 else sequences[0]
 
 
 def _equal(configs: list[pb.HstuMixer]) -> list[list[int]]:

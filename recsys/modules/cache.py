@@ -1,0 +1,122 @@
+"""Caches as values: what layers keep of contextual and history tokens, so that targets are scored alone.
+
+A mixer's `prefill` returns one, `score` reads it, `extend` returns another one. No module keeps any of it: a
+cache can be stored, moved to the host and back, cut into samples and thrown away.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recsys.ops import Selection, SequenceLayout
+
+
+@dataclass(frozen=True, eq=False)
+class CacheStage:
+    """Neighbouring layers that see the same tokens: all of a stack, or those up to the next truncation.
+
+    Attributes:
+        layout: contextual and history tokens of each sample, T in all, no targets. Stacks that run in step
+            have the samples of each after the other; `layout.parts` are theirs.
+        timestamps: int64 [T], seconds; None where no bias looks at times.
+        keys: [T, H, D] of each layer.
+        values: [T, H, V] of each layer.
+    """
+
+    layout: SequenceLayout
+    timestamps: Tensor | None
+    keys: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
+
+    def with_layer(self, k: Tensor, v: Tensor) -> "CacheStage":
+        """One more layer."""
+        return CacheStage(self.layout, self.timestamps, (*self.keys, k), (*self.values, v))
+
+    def append(self, other: "CacheStage") -> "CacheStage":
+        """Each sample's tokens with those of `other` behind them, which are history; same layers."""
+        layout, index = _behind(self.layout, other.layout)
+        old, new = self._tensors(), other._tensors()
+        joined = iter([torch.cat(pair).index_select(0, index) for pair in zip(old, new, strict=True)])
+        return self.map(lambda _: next(joined), layout)
+
+    def truncate(self, tail_len: int) -> "CacheStage":
+        """The contextual tokens and the newest `tail_len` history tokens."""
+        layout, index = self.layout.truncate(tail_len)
+        return self.map(lambda tensor: tensor.index_select(0, index), layout)
+
+    def map(self, change: Callable[[Tensor], Tensor], layout: SequenceLayout) -> "CacheStage":
+        """All tensors of tokens changed alike, under another layout."""
+        return CacheStage(
+            layout,
+            None if self.timestamps is None else change(self.timestamps),
+            tuple(map(change, self.keys)),
+            tuple(map(change, self.values)),
+        )
+
+    def select(self, samples: Sequence[int]) -> "CacheStage":
+        """The tokens of some samples; see `SequenceLayout.select`."""
+        layout, index = self.layout.select(samples)
+        return self.map(lambda tensor: tensor.index_select(0, index), layout)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "CacheStage":
+        """A copy on a device."""
+        move = self.layout.to(device, non_blocking)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking), move)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of tokens."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """In the order of `map`."""
+        times = () if self.timestamps is None else (self.timestamps,)
+        return (*times, *self.keys, *self.values)
+
+
+@dataclass(frozen=True, eq=False)
+class MixerCache:
+    """What a mixer keeps of B samples.
+
+    Attributes:
+        stacks: the stages of each stack of layers, or of several that run in step.
+    """
+
+    stacks: tuple[tuple[CacheStage, ...], ...]
+
+    def select(self, samples: Sequence[int]) -> "MixerCache":
+        """Some samples in this order, each as often as it is named; a copy."""
+        return self._map(lambda stage: stage.select(samples))
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "MixerCache":
+        """A copy on a device."""
+        return self._map(lambda stage: stage.to(device, non_blocking))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors of tokens."""
+        return sum(stage.num_bytes for stack in self.stacks for stage in stack)
+
+    def _map(self, change: Callable[[CacheStage], CacheStage]) -> "MixerCache":
+        return MixerCache(tuple(tuple(map(change, stack)) for stack in self.stacks))
+
+
+def _behind(old: SequenceLayout, new: SequenceLayout) -> Selection:
+    """Each sample of `new`, which is nothing but history, behind the same one of `old`; the index is of the
+    rows of old and new, one after the other.
+
+    Raises:
+        ValueError: the lengths of one are on a device only.
+    """
+    both = SequenceLayout(old.on_host().lengths + new.on_host().lengths, new.on_host().lengths)
+    # Read as history and targets, since these can be put together from blocks.
+    return Selection(_grown(old, new), both.to(old.device).assemble_index())
+
+
+def _grown(old: SequenceLayout, new: SequenceLayout) -> SequenceLayout:
+    if old.parts:
+        return SequenceLayout.join([_grown(*pair) for pair in zip(old.parts, new.parts, strict=True)])
+    lengths = old.on_host().lengths + new.on_host().lengths
+    return SequenceLayout(lengths, None, old.num_contextual).to(old.device)

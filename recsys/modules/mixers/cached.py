@@ -1,0 +1,184 @@
+"""Stacks of STU layers with a cache: keys and values of history once, then targets or new events alone.
+
+All functions take stacks that run in step (equal messages, weights of their own), often only one; sequences
+and layouts are then joined over the stacks. Equal to `forward` on whole samples up to rounding. For models in
+evaluation mode. Source: M-FALCON in Zhai et al., Actions Speak Louder than Words, arXiv 2402.17152.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from recsys.modules.cache import CacheStage
+from recsys.modules.mixers.step import Halves, finish, parts_of, project
+from recsys.modules.sequence import JaggedSequence
+from recsys.ops import SequenceLayout
+
+if TYPE_CHECKING:
+    from recsys.modules.mixers.hstu import HstuMixer
+
+
+def prefill(stacks: Sequence[HstuMixer], sequence: JaggedSequence) -> tuple[CacheStage, ...]:
+    """Runs contextual and history tokens as far as targets will look at them: the last layer only projects.
+
+    Args:
+        sequence: without targets.
+
+    Raises:
+        ValueError: there are targets. RuntimeError: the stacks are in training.
+    """
+    _require_evaluation(stacks)
+    if sequence.layout.total_targets:
+        raise ValueError(
+            f"prefill takes contextual and history tokens, {sequence.layout.total_targets} targets are given"
+        )
+    first, stages = stacks[0], []
+    for number, rule in enumerate(first.rules):
+        sequence = rule.truncate(sequence)
+        layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
+        halves = project(layers, parts)
+        if number == 0 or rule.tail_len is not None:
+            stages.append(CacheStage(sequence.layout, sequence.timestamps if first.biases else None))
+        # Copies: views would keep all of the projection.
+        stages[-1] = stages[-1].with_layer(halves.k.contiguous(), halves.v.contiguous())
+        if number + 1 < len(first.rules):
+            q, k, v = halves.q, halves.k, halves.v
+            bias = first.biases[number](sequence) if first.biases else None
+            attended = first.attention(q, k, v, layout=sequence.layout, mask=rule.mask, bias=bias)
+            sequence = sequence.with_values(finish(layers, parts, halves, attended))
+    return tuple(stages)
+
+
+def score(
+    stacks: Sequence[HstuMixer], sequence: JaggedSequence, stages: Sequence[CacheStage]
+) -> JaggedSequence:
+    """Mixed targets.
+
+    Args:
+        sequence: targets only, any number of each sample of the cache; whole target groups.
+        stages: what `prefill` returned.
+
+    Raises:
+        TypeError, ValueError: other samples, dtype or device than those of the cache. RuntimeError: in
+            training, or gradients are asked for.
+    """
+    _require_evaluation(stacks)
+    for number, (stage, place) in enumerate(_layers(stages)):
+        layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
+        halves = project(layers, parts)
+        attended = _attend(stacks[0], number, sequence, halves, stage, place)
+        sequence = sequence.with_values(finish(layers, parts, halves, attended))
+    return sequence
+
+
+def extend(
+    stacks: Sequence[HstuMixer], sequence: JaggedSequence, stages: Sequence[CacheStage]
+) -> tuple[CacheStage, ...]:
+    """The cache of histories that have grown; the given one stays as it is.
+
+    Args:
+        sequence: the new events' tokens only, oldest first; samples may have none.
+        stages: what `prefill` or `extend` returned.
+
+    Raises:
+        ValueError: the result would not be that of `prefill`; see `require_extendable`. Or there are
+            other tokens than history.
+        RuntimeError: in training, or gradients are asked for.
+    """
+    _require_evaluation(stacks)
+    new = sequence.layout
+    if new.num_contextual or new.total_targets:
+        raise ValueError(
+            f"extend takes new events only; there are {new.num_contextual} contextual tokens a sample and "
+            f"{new.total_targets} targets"
+        )
+    require_extendable(stacks[0], stages, new)
+    last, timestamps = len(stacks[0].rules) - 1, sequence.timestamps
+    keys, values = [], []
+    for number, (stage, place) in enumerate(_layers(stages)):
+        layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
+        halves = project(layers, parts)
+        keys.append(halves.k)
+        values.append(halves.v)
+        if number < last:
+            attended = _attend(stacks[0], number, sequence, halves, stage, place)
+            sequence = sequence.with_values(finish(layers, parts, halves, attended))
+    grown, first = [], 0
+    for stage in stages:
+        own = slice(first, first + len(stage.keys))
+        times = timestamps if stage.timestamps is not None else None
+        grown.append(stage.append(CacheStage(new, times, tuple(keys[own]), tuple(values[own]))))
+        first = own.stop
+    tail_len = stacks[0].rules[last].tail_len
+    if tail_len is not None:
+        grown[-1] = grown[-1].truncate(tail_len)
+    return tuple(grown)
+
+
+def require_extendable(mixer: HstuMixer, stages: Sequence[CacheStage], new: SequenceLayout) -> None:
+    """Passes where new events leave alone what is kept of the old tokens.
+
+    A layer keeps what it makes of its input, the output of the layer in front; so all layers but the last
+    must give old tokens the same output as before. They do not where contextual tokens read the history,
+    where a truncation leaves out more than it did, or where a token knows when the next one comes. In front
+    of the last layer a truncation may cut: what it drops is dropped from the cache.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    num_contextual, instead = stages[0].layout.num_contextual, "call prefill with the whole history"
+    if mixer.reads_times and (len(mixer.rules) > 1 or num_contextual):
+        raise ValueError(
+            "a cache cannot be extended with bias.num_time_buckets > 0: tokens look at the time of what "
+            f"comes after them, which has changed; {instead}"
+        )
+    for number, (stage, _) in list(enumerate(_layers(stages)))[:-1]:
+        rule = mixer.rules[number]
+        if not rule.mask.history_can_grow(num_contextual):
+            raise ValueError(
+                "a cache cannot be extended where contextual tokens read the history, as in layer "
+                f"{number}: they change, and with them all events; {instead}, or set "
+                "mask.contextual_reads_history to false before training"
+            )
+        grown = stage.layout.on_host().num_uih + new.on_host().num_uih
+        if rule.tail_len is not None and bool((grown > rule.tail_len).any()):
+            raise ValueError(
+                "a cache cannot be extended where a truncation cuts more than before: "
+                f"{int(grown.max())} tokens of a history would reach layer {number}, whose tail_len is "
+                f"{rule.tail_len}; {instead}"
+            )
+
+
+def _layers(stages: Sequence[CacheStage]) -> Iterator[tuple[CacheStage, int]]:
+    """For each layer of a stack its stage, and its place there."""
+    for stage in stages:
+        for place in range(len(stage.keys)):
+            yield stage, place
+
+
+def _attend(
+    mixer: HstuMixer, number: int, sequence: JaggedSequence, halves: Halves, stage: CacheStage, place: int
+) -> Tensor:
+    """Attention of new tokens on the cache and on each other, [T, H, V]."""
+    bias = None
+    if mixer.biases:
+        bias = mixer.biases[number](sequence).with_cache(stage.timestamps)
+    return mixer.cached_attention(
+        halves.q,
+        halves.k,
+        halves.v,
+        sequence.layout,
+        stage.keys[place],
+        stage.values[place],
+        stage.layout,
+        mixer.rules[number].mask,
+        bias=bias,
+    )
+
+
+def _require_evaluation(stacks: Sequence[HstuMixer]) -> None:
+    if any(stack.training for stack in stacks):
+        raise RuntimeError("a cache is for a model in evaluation mode: call eval() first")
