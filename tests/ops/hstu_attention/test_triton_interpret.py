@@ -10,6 +10,7 @@ from tests.ops import oracle
 from tests.ops.cases import MASKS, layout_of, qkv, relative_bias, samples
 from tests.ops.interpreter import (
     INTERPRETED,
+    WithNumbersOnly,
     between_poison,
     interpreted,
     mend_interpreter,
@@ -183,6 +184,33 @@ def test_a_sample_with_nan_spoils_no_other():
         tensor[5:14] = float("nan")
     out = hstu_attention(*inputs, layout, scale_len=8, backend="triton")
     assert torch.equal(out[:5], clean[:5]) and torch.equal(out[14:], clean[14:])
+
+
+@interpreted
+@pytest.mark.parametrize("shapes", [SHAPES, [(0, 0)]])
+def test_the_library_ops(shapes, monkeypatch):
+    """What a compiler relies on: schemas, shapes without numbers, gradients; D != V, a strided input."""
+    from recsys.ops.hstu_attention import triton_ops
+
+    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
+    monkeypatch.setattr(SequenceLayout, "host_lengths", None)  # as if the lengths were on a device
+    layout = layout_of(samples(0, shapes))
+    q, k, v = (t.detach().float() for t in qkv(layout.total_len, heads=2, dim=3, v_dim=5))
+    k = k.transpose(0, 1).contiguous().transpose(0, 1)
+    bias = relative_bias(layout.total_len, rows=2)
+    tables = [table.detach().float() for table in (bias.position_table, bias.time_table)]
+    for more in ((*tables, bias.timestamps, bias.next_timestamps), (None,) * 4):
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        lengths = (layout.lengths, layout.offsets, layout.num_targets)
+        rest = (*lengths, *more, 0, 3, 2, False, 2, True, 0.5, 8.0, True)
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(triton_ops.hstu_attention_triton, (*leaves, *rest), test_utils=checks)
+        arguments = (torch.randn(v.shape), *(leaf.detach() for leaf in leaves), *rest)
+        torch.library.opcheck(
+            triton_ops.hstu_attention_triton_backward,
+            arguments,
+            test_utils=("test_schema", "test_faketensor"),
+        )
 
 
 @interpreted
