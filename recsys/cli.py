@@ -32,9 +32,6 @@ VARIABLES = (LOG_VARIABLE, "RECSYS_BACKEND")
 MOST_FINDINGS = 30
 """Findings that are printed; who gave a wrong file needs no more to see it."""
 
-RESOLVED = "config.resolved"
-"""Name of the resolved config in a run folder; `--run-dir` alone finds it."""
-
 
 @dataclass(frozen=True)
 class Call:
@@ -102,6 +99,16 @@ def _share_cores() -> None:
     reads it when torch is imported, which is later; what the user has set stays.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def add_checkpoint(flags: argparse._ActionsContainer) -> None:
+    """The flag of the commands that take a trained state out of a run folder."""
+    flags.add_argument(
+        "--checkpoint",
+        default="best",
+        metavar="WHICH",
+        help="best (default), newest, or the number of a step that was kept",
+    )
 
 
 def _guard(action: Callable[[], int | None]) -> int:
@@ -181,11 +188,12 @@ def _config_path(flags: argparse.Namespace, needs_config: bool) -> Path | None:
     """The file of `--config`, else the one in the run folder."""
     if flags.config is not None:
         return Path(flags.config)
-    if flags.run_dir is not None and (Path(flags.run_dir) / RESOLVED).exists():
-        return Path(flags.run_dir) / RESOLVED
+    if flags.run_dir is not None and (Path(flags.run_dir) / config.FILE_NAME).exists():
+        return Path(flags.run_dir) / config.FILE_NAME
     if flags.run_dir is not None and needs_config:
         raise ConfigError(
-            f"--run-dir {flags.run_dir}: holds no run (no {RESOLVED} in it), and --config is not given"
+            f"--run-dir {flags.run_dir}: holds no run (no {config.FILE_NAME} in it), and --config is not "
+            "given"
         )
     if needs_config or flags.validate or flags.print_config or flags.set:
         raise ConfigError("--config: not given; name a .config file, or the folder of a run in --run-dir")

@@ -17,6 +17,7 @@ from recsys.errors import ConfigError
 from recsys.resolve import Resolved, resolve
 
 __all__ = [
+    "FILE_NAME",
     "Loaded",
     "Ready",
     "Resolved",
@@ -29,6 +30,10 @@ __all__ = [
     "to_text",
     "warnings",
 ]
+
+
+FILE_NAME = "config.resolved"
+"""Name of the resolved config in a run folder and in a package."""
 
 
 class Loaded(NamedTuple):

@@ -52,12 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--split", choices=["train", "validation", "test"], default="test", help="default: test"
     )
-    parser.add_argument(
-        "--checkpoint",
-        default="best",
-        metavar="WHICH",
-        help="best (default), newest, or the number of a step that was kept",
-    )
+    cli.add_checkpoint(parser)
 
 
 def main() -> int:

@@ -28,7 +28,7 @@ def run(call: cli.Call) -> None:
     exporter.require_compiler()
     pipeline = call.pipeline
     path = checkpoint.find(call.run_dir / CHECKPOINTS, call.flags.checkpoint)
-    require_same_vocabularies(checkpoint.read_state(path)["inputs"], fingerprints(pipeline))
+    require_same_vocabularies(checkpoint.read_state(path).inputs, fingerprints(pipeline))
     model = build_model(pipeline)
     checkpoint.load_weights(path, model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,12 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     own = parser.add_argument_group("export flags")
     own.add_argument("--output", metavar="DIR", help="folder of the package (default: <run-dir>/export)")
-    own.add_argument(
-        "--checkpoint",
-        default="best",
-        metavar="WHICH",
-        help="best (default), newest, or the number of a step that was kept",
-    )
+    cli.add_checkpoint(own)
 
 
 def main() -> int:

@@ -4,7 +4,7 @@ import argparse
 import logging
 from pathlib import Path
 
-from recsys import cli
+from recsys import cli, config
 from recsys.errors import ConfigError
 
 MAY_CHANGE = ("predict", "data.bad_rows", "data.key_columns", "data.test")
@@ -48,7 +48,7 @@ def _folder(flags: argparse.Namespace) -> Path:
 def _packaged_config(flags: argparse.Namespace) -> Path:
     if flags.config is not None:
         raise ConfigError("--config: a package carries its own config; change it with --set")
-    path = _folder(flags) / cli.RESOLVED
+    path = _folder(flags) / config.FILE_NAME
     if not path.is_file():
         raise ConfigError(f"{path}: there is no package; `python -m recsys.export` makes one of a run")
     return path

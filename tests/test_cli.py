@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from recsys import cli, environment, errors
+from recsys import cli, config, environment, errors
 from tests.config_texts import RANKER, RETRIEVER
 
 HASHED = RANKER.replace("vocabulary {}", "hash { num_buckets: 50 }")
@@ -82,7 +82,7 @@ def test_a_printed_config_is_a_config(folder, run, calls, capsys):
 
 def test_the_config_of_a_run_is_found_in_its_folder(folder, run, calls):
     (folder / "there").mkdir()
-    (folder / "x.config").rename(folder / "there" / cli.RESOLVED)
+    (folder / "x.config").rename(folder / "there" / config.FILE_NAME)
     assert cli.main("export", run, ["--run-dir", "there"]) == 0
     assert calls[0].run_dir.as_posix() == "there"
     assert calls[0].pipeline.model.embedding_dim == 32
@@ -100,10 +100,10 @@ def test_commands_that_can_do_without_a_config(folder, run, calls, capsys):
 def test_the_config_of_a_package_is_read_without_its_files(folder, calls, run):
     text = RETRIEVER.replace("size: 10", 'size: 10 file: "gone.parquet"')
     (folder / "package").mkdir()
-    (folder / "package" / cli.RESOLVED).write_text(text, encoding="utf-8")
+    (folder / "package" / config.FILE_NAME).write_text(text, encoding="utf-8")
 
     def where(flags):
-        return folder / "package" / cli.RESOLVED
+        return folder / "package" / config.FILE_NAME
 
     assert cli.main("predict", run, ["--set", "predict.top_k=3"], config_file=where) == 0
     assert calls[0].pipeline.predict.top_k == 3
@@ -171,7 +171,7 @@ def test_warnings_are_shown_when_a_config_is_given_not_when_its_run_is_used(fold
     (folder / "x.config").write_text(without, encoding="utf-8")
     assert cli.main("train", run, ["--config", "x.config", "--run-dir", "here"]) == 0
     assert "train.schedule.warmup_steps: 5 is given and the run has 5 steps" in capsys.readouterr().err
-    (folder / "here" / cli.RESOLVED).write_text(without, encoding="utf-8")
+    (folder / "here" / config.FILE_NAME).write_text(without, encoding="utf-8")
     assert cli.main("export", run, ["--run-dir", "here"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -302,11 +302,11 @@ def test_a_run_folder_that_cannot_be(folder, run, calls, capsys):
 
 def test_a_run_folder_that_may_only_be_read_can_be_used(folder, run, calls, monkeypatch):
     (folder / "there").mkdir()
-    (folder / "x.config").rename(folder / "there" / cli.RESOLVED)
+    (folder / "x.config").rename(folder / "there" / config.FILE_NAME)
     # Root may write anywhere, so permissions would test nothing.
     monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
     assert cli.main("export", run, ["--run-dir", "there"]) == 0
-    assert [path.name for path in (folder / "there").iterdir()] == [cli.RESOLVED]
+    assert [path.name for path in (folder / "there").iterdir()] == [config.FILE_NAME]
 
 
 def test_vocabularies_are_looked_up(folder, run, capsys):

@@ -107,10 +107,6 @@ class Loader:
         """Batches that `epoch` yields, on every rank the same number."""
         return -(-max(0, self.num_batches(epoch) - start) // self._world_size)
 
-    def fingerprint(self) -> dict[str, list[dict[str, str | int]]]:
-        """Every file with size and hash, as JSON; a run only goes on with the same ones."""
-        return self.source.fingerprint()
-
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """This rank's batches of an epoch, from batch `start` of the plan on.
 

@@ -237,7 +237,7 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
             with fsspec.open(feature.id.vocabulary.file, "rb") as file:
                 (folder / name).write_bytes(file.read())
             feature.id.vocabulary.file = name
-    (folder / package.CONFIG).write_text(config.to_text(stored), encoding="utf-8")
+    (folder / config.FILE_NAME).write_text(config.to_text(stored), encoding="utf-8")
     ranker = pipeline.model.HasField("ranker")
     if not ranker:
         package.write_tensors(

@@ -30,13 +30,7 @@ from recsys.errors import RecsysError
 from recsys.models.scoring import TensorSpec, flatten
 
 FORMAT = 2
-MODEL, CONFIG, ITEMS, GOLDEN, VOCABULARY = (
-    "model.pt2",
-    "config.resolved",
-    "items.safetensors",
-    "golden.safetensors",
-    "vocabulary",
-)
+MODEL, ITEMS, GOLDEN, VOCABULARY = "model.pt2", "items.safetensors", "golden.safetensors", "vocabulary"
 
 
 class PackageError(RecsysError):
@@ -231,7 +225,7 @@ def _read_description(folder: Path) -> Description:
 
 
 def _read_config(folder: Path) -> pb.Pipeline:
-    pipeline = config.load(folder / CONFIG)
+    pipeline = config.load(folder / config.FILE_NAME)
     for feature in pipeline.features:
         if feature.HasField("id") and feature.id.HasField("vocabulary"):
             feature.id.vocabulary.file = str(folder / feature.id.vocabulary.file)

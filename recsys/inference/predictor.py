@@ -8,7 +8,7 @@ columns, the best items and their scores.
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -173,7 +173,7 @@ def _begin(predictor: Predictor, source: Source, output: Path) -> None:
         "package": files.sha256(predictor.package.folder / files.MANIFEST),
         "predict": str(predictor.settings).split("\n"),
         "key_columns": list(predictor.pipeline.data.key_columns),
-        "input": source.fingerprint(),
+        "input": [asdict(mark) for mark in source.marks()],
     }
     noted = output / JOB
     begun = any(output.glob("part-*.parquet"))

@@ -25,6 +25,7 @@ from recsys import files
 from recsys.errors import ConfigError, RecsysError
 from recsys.training.distributed import gather, on_main
 from recsys.training.safe_reader import SafeReader, read_metadata
+from recsys.training.state import Best, SavedState
 
 STATE = "state.json"
 MODEL = "model."
@@ -63,18 +64,17 @@ class Checkpoints:
         """
         return on_main(self._newest)
 
-    def save(self, step: int, tensors: Tensors, state: dict[str, Any], best_step: int | None = None) -> Path:
-        """Writes the state of `step`, then removes the states that are no longer kept.
+    def save(self, tensors: Tensors, state: SavedState) -> Path:
+        """Writes the state of a step, then removes the states that are no longer kept; the best one is.
 
         Args:
             tensors: what each rank holds, by name; a ShardedTensor is written shard by shard.
-            state: everything else; JSON values without NaN.
-            best_step: step whose state is kept however old it is.
+            state: everything else; no number in it is NaN.
 
         Raises:
             RecsysError: no space left, or the folder cannot be written. Older states are untouched.
         """
-        path = self.folder / _name(step)
+        path = self.folder / _name(state.progress.step)
         aside = self.folder / f".{path.name}.partial"
         needed = sum(gather(local_bytes(tensors)))
         on_main(lambda: _prepare(aside, needed))
@@ -85,7 +85,7 @@ class Checkpoints:
             fault = _explain(error, aside, needed)
             on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
             raise fault from error
-        on_main(lambda: self._publish(aside, path, state, best_step))
+        on_main(lambda: self._publish(aside, path, state))
         return path
 
     def _newest(self) -> Path | None:
@@ -97,39 +97,42 @@ class Checkpoints:
             log.warning("checkpoint %s is damaged and passed over: %s", path.name, "; ".join(faults))
         return None
 
-    def _publish(self, aside: Path, path: Path, state: dict[str, Any], best_step: int | None) -> None:
+    def _publish(self, aside: Path, path: Path, state: SavedState) -> None:
         try:
-            files.write_text(aside / STATE, json.dumps(state, indent=1, allow_nan=False))
+            files.write_text(aside / STATE, json.dumps(state.to_json(), indent=1, allow_nan=False))
             files.write_manifest(aside)
             files.publish(aside, path)
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise _explain(error, path, 0) from error
         self._damaged.discard(path)
-        self._prune(best_step)
+        self._prune(state.progress.best)
 
-    def _prune(self, best_step: int | None) -> None:
+    def _prune(self, best: Best | None) -> None:
         """Removes old states and the remains of interrupted ones, each renamed first so that no half of one
         has a name.
         """
         whole = [x for x in self.steps() if x not in self._damaged]
-        kept = {*whole[-self.keep :], *(x for x in whole if x.name == _name(best_step or 0))}
+        kept = {*whole[-self.keep :], *(x for x in whole if best and x.name == _name(best.step))}
         for path in set(self.steps()) - kept:
             path.rename(path.with_name(f".{path.name}.old"))
         for path in self.folder.glob(".step-*"):
             shutil.rmtree(path)
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> SavedState:
     """What `Checkpoints.save` was given as `state`.
 
     Raises:
         RecsysError: it cannot be read.
     """
     try:
-        return json.loads((path / STATE).read_text(encoding="utf-8"))
+        return SavedState.from_json(json.loads((path / STATE).read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise RecsysError(f"{path / STATE}: cannot be read ({error})") from error
+    except (KeyError, TypeError) as error:
+        what = f"an unexpected or missing part ({error})"
+        raise RecsysError(f"{path / STATE}: {what}; was it saved by another version of recsys?") from error
 
 
 def find(folder: Path, which: str) -> Path:
@@ -153,8 +156,8 @@ def find(folder: Path, which: str) -> Path:
     newest = checkpoints.newest()
     if newest is None:
         raise RecsysError(f"{folder}: there is no whole checkpoint; train first: python -m recsys.train")
-    best = read_state(newest)["progress"]["best"]
-    return _require_whole(folder / _name(best["step"])) if which == "best" and best else newest
+    best = read_state(newest).progress.best
+    return _require_whole(folder / _name(best.step)) if which == "best" and best else newest
 
 
 def load(path: Path, tensors: Tensors, prefix: str = "") -> None:

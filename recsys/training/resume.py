@@ -12,7 +12,9 @@ from typing import Any
 from google.protobuf.message import Message
 
 from recsys import protos as pb
+from recsys.data.sources.base import FileMark
 from recsys.errors import ConfigError, DataError
+from recsys.training.state import Inputs, SavedState
 
 MAY_CHANGE = (
     "train.num_epochs",
@@ -59,15 +61,15 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
         )
 
 
-def require_same_inputs(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Compares the fingerprints of training files and vocabularies, `Session.inputs`. Files may have moved.
+def require_same_inputs(saved: Inputs, now: Inputs) -> None:
+    """Compares training files and vocabularies. Files may have moved.
 
     Raises:
         DataError: with each file that is new, gone or changed; their order counts.
     """
-    require_same_vocabularies(saved, now["vocabularies"])
+    require_same_vocabularies(saved, now.vocabularies)
     lines = []
-    for before, after in zip_longest(saved["files"], now["files"]):
+    for before, after in zip_longest(saved.files, now.files):
         if before is None or after is None or _content(before) != _content(after):
             lines.append(f"{_file(before)} when the run was saved, {_file(after)} now")
     if lines:
@@ -77,17 +79,17 @@ def require_same_inputs(saved: dict[str, Any], now: dict[str, Any]) -> None:
         )
 
 
-def require_same_vocabularies(saved: dict[str, Any], now: dict[str, str]) -> None:
+def require_same_vocabularies(saved: Inputs, now: dict[str, str]) -> None:
     """Compares vocabularies with those that a model was trained with.
 
     Args:
-        saved: `Session.inputs` of a state.
+        saved: of a state.
         now: `vocabulary.fingerprints` of the config.
 
     Raises:
         DataError: with each table whose ids differ.
     """
-    before = saved.get("vocabularies", {})
+    before = saved.vocabularies
     changed = sorted(table for table in before if now.get(table) != before[table])
     if changed:
         raise DataError(
@@ -95,6 +97,27 @@ def require_same_vocabularies(saved: dict[str, Any], now: dict[str, str]) -> Non
             "ids lay in another order (model.embedding.placement): rows would stand for other ids. Bring the "
             "old ones back, or train anew with another --run-dir"
         )
+
+
+def differences(saved: SavedState, versions: dict[str, str], world_size: int) -> list[str]:
+    """What a run may go on with, but not to the same curve bit for bit; one sentence each."""
+    found = []
+    if saved.world_size != world_size:
+        found.append(
+            f"it was saved by {saved.world_size} processes and goes on with {world_size}; a step has as many "
+            "batches as processes"
+        )
+    changed = [
+        f"{name} {saved.versions.get(name, '(none)')} then, {versions.get(name, '(none)')} now"
+        for name in sorted(saved.versions.keys() | versions.keys())
+        if saved.versions.get(name) != versions.get(name)
+    ]
+    if changed:
+        found.append(
+            f"it was saved with other versions ({'; '.join(changed)}); losses may differ in their last "
+            "digits from those of a run that was never stopped"
+        )
+    return found
 
 
 def _leaves(message: Message, prefix: str = "") -> dict[str, Any]:
@@ -126,9 +149,9 @@ def _show(leaves: dict[str, Any], path: str) -> str:
     return repr(leaves[path]) if path in leaves else "absent"
 
 
-def _content(file: dict[str, Any]) -> tuple[int, str]:
-    return file["size"], file["fingerprint"]
+def _content(file: FileMark) -> tuple[int, str]:
+    return file.size, file.fingerprint
 
 
-def _file(file: dict[str, Any] | None) -> str:
-    return f"{file['path']} ({file['size']:,} bytes, {file['fingerprint'][:12]})" if file else "no file"
+def _file(file: FileMark | None) -> str:
+    return f"{file.path} ({file.size:,} bytes, {file.fingerprint[:12]})" if file else "no file"

@@ -132,7 +132,7 @@ def evaluate(
     if not pipeline.data.HasField(split):
         raise ConfigError(f"data.{split}: absent, so there is nothing to evaluate on")
     path = on_main(lambda: checkpoint.find(folder / CHECKPOINTS, which))
-    require_same_vocabularies(checkpoint.read_state(path)["inputs"], fingerprints(pipeline))
+    require_same_vocabularies(checkpoint.read_state(path).inputs, fingerprints(pipeline))
     step = TrainStep(build_model(pipeline))
     wrapped = shard(step, pipeline, processes)
     checkpoint.load(path, wrapped.state_dict(), checkpoint.MODEL)

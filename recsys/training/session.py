@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 from google.protobuf import text_format
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -28,12 +27,18 @@ from recsys.training import checkpoint
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.distributed import Processes, gather, on_main, shard
 from recsys.training.optimizers import ScheduledOptimizer
-from recsys.training.resume import require_same_config, require_same_inputs
-from recsys.training.state import Progress, capture_rng, restore_rng, seed_everything
+from recsys.training.resume import differences, require_same_config, require_same_inputs
+from recsys.training.state import (
+    Inputs,
+    Progress,
+    SavedState,
+    capture_rng,
+    restore_rng,
+    seed_everything,
+)
 from recsys.training.train_step import TrainStep
 
 CHECKPOINTS = "checkpoints"
-CONFIG = "config.resolved"
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +55,7 @@ class Session:
         checkpoints: saved states.
         progress: where the run stands.
         total_steps: where it ends.
-        inputs: fingerprints of the training files and of the vocabularies; plain JSON.
+        inputs: training files and vocabularies.
         parameters: numbers that are learned, of all ranks together, by part of the model.
     """
 
@@ -65,7 +70,7 @@ class Session:
     checkpoints: Checkpoints
     progress: Progress
     total_steps: int
-    inputs: dict[str, Any]
+    inputs: Inputs
     parameters: dict[str, int]
 
     @property
@@ -108,26 +113,23 @@ class Session:
 
     def save(self) -> Path:
         """Writes the whole state. Collective."""
-        best = self.progress.best
-        state = {
-            "progress": self.progress.to_json(),
-            "rng": gather(capture_rng(self.processes.device)),
-            "inputs": self.inputs,
-            "config": config.to_text(self.pipeline),
-            "versions": environment.versions(),
-            "world_size": self.processes.world_size,
-        }
-        return self.checkpoints.save(
-            self.progress.step, self._tensors(), state, best_step=best.step if best else None
+        state = SavedState(
+            progress=self.progress,
+            rng=gather(capture_rng(self.processes.device)),
+            inputs=self.inputs,
+            config=config.to_text(self.pipeline),
+            versions=environment.versions(),
+            world_size=self.processes.world_size,
         )
+        return self.checkpoints.save(self._tensors(), state)
 
-    def restore(self, path: Path, state: dict[str, Any]) -> None:
+    def restore(self, path: Path, state: SavedState) -> None:
         """Fills everything but `progress` from a saved state, cut for the ranks there are now. Collective."""
         checkpoint.load(path, self._tensors())
         self.optimizer.resume(self.progress.step)
         rank, device = self.processes.rank, self.processes.device
-        if state["world_size"] == self.processes.world_size:
-            restore_rng(state["rng"][rank], device)
+        if state.world_size == self.processes.world_size:
+            restore_rng(state.rng[rank], device)
         else:
             seed_everything(_seed(self.pipeline, rank, self.progress.step))
 
@@ -156,24 +158,19 @@ def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> S
     """
     checkpoints = Checkpoints(folder / CHECKPOINTS, pipeline.train.checkpoint.keep)
     saved = checkpoints.newest()
-    state = checkpoint.read_state(saved) if saved else {}
-    if saved:
-        require_same_config(text_format.Parse(state["config"], pb.Pipeline()), pipeline, str(folder))
+    state = checkpoint.read_state(saved) if saved else None
+    if state:
+        require_same_config(text_format.Parse(state.config, pb.Pipeline()), pipeline, str(folder))
     elif on_main(checkpoints.steps):
         raise RecsysError(f"every state in {checkpoints.folder} is damaged; train with another --run-dir")
-    progress = Progress.from_json(state["progress"]) if saved else Progress()
-    session = _build(pipeline, folder, processes, checkpoints, progress)
-    if saved:
-        require_same_inputs(state["inputs"], session.inputs)
+    session = _build(pipeline, folder, processes, checkpoints, state.progress if state else Progress())
+    if saved and state:
+        require_same_inputs(state.inputs, session.inputs)
         session.restore(saved, state)
         log.info("going on from %s", saved)
-        if state["world_size"] != processes.world_size:
-            log.warning(
-                "it was saved by %d processes and goes on with %d; a step has as many batches as processes",
-                state["world_size"],
-                processes.world_size,
-            )
-    on_main(lambda: files.write_text(folder / CONFIG, config.to_text(pipeline)))
+        for line in differences(state, environment.versions(), processes.world_size):
+            log.warning("%s", line)
+    on_main(lambda: files.write_text(folder / config.FILE_NAME, config.to_text(pipeline)))
     return session
 
 
@@ -211,7 +208,7 @@ def _build(
         checkpoints=checkpoints,
         progress=progress,
         total_steps=total_steps,
-        inputs=reader.fingerprint() | {"vocabularies": fingerprints(pipeline)},
+        inputs=Inputs(reader.source.marks(), fingerprints(pipeline)),
         parameters=parameters,
     )
 

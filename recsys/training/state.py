@@ -1,7 +1,7 @@
 """Where a run stands: the part of its state that is not a tensor, as JSON.
 
-`Progress` moves with every step and is what `state.json` of a checkpoint holds of the trainer itself; the
-random number generators of each rank travel beside it.
+`SavedState` is `state.json` of a checkpoint. Of it `Progress` moves with every step; the random number
+generators of each rank travel beside it.
 """
 
 import base64
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from recsys.data.counts import Counts
+from recsys.data.sources.base import FileMark
 
 
 @dataclass
@@ -90,6 +91,54 @@ class Progress:
         """The progress that `to_json` described."""
         best = Best(**value["best"]) if value["best"] else None
         return cls(**{**value, "best": best, "window": Window.from_json(value["window"])})
+
+
+@dataclass
+class Inputs:
+    """What a run reads: its training files in their order, and of each table what `vocabulary.fingerprints`
+    says.
+    """
+
+    files: list[FileMark]
+    vocabularies: dict[str, str]
+
+
+@dataclass
+class SavedState:
+    """Everything in a checkpoint but its tensors. How tables were cut follows from config and world size.
+
+    Attributes:
+        progress: how far the run had come.
+        rng: of each rank, what `capture_rng` saw.
+        inputs: what it read.
+        config: text of the resolved config.
+        versions: `environment.versions` of the process that saved.
+        world_size: number of ranks.
+    """
+
+    progress: Progress
+    rng: list[dict[str, Any]]
+    inputs: Inputs
+    config: str
+    versions: dict[str, str]
+    world_size: int
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values; `from_json` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "SavedState":
+        """The state that `to_json` described.
+
+        Raises:
+            KeyError, TypeError: other JSON.
+        """
+        inputs = Inputs(
+            files=[FileMark(**mark) for mark in value["inputs"]["files"]],
+            vocabularies=value["inputs"]["vocabularies"],
+        )
+        return cls(**{**value, "progress": Progress.from_json(value["progress"]), "inputs": inputs})
 
 
 def seed_everything(seed: int) -> None:

@@ -316,16 +316,14 @@ def test_a_killed_reader_is_named(sample):
         list(batches)
 
 
-def test_fingerprint_names_every_file(two_files):
-    first = loader(two_files).fingerprint()
+def test_every_file_has_a_mark_of_its_content(two_files):
+    first = loader(two_files).source.marks()
     paths = [two_files.folder / "train" / f"part-{i}.parquet" for i in (0, 1)]
-    assert [(file["path"], file["size"]) for file in first["files"]] == [
-        (str(p), p.stat().st_size) for p in paths
-    ]
-    assert loader(two_files).fingerprint() == first
+    assert [(mark.path, mark.size) for mark in first] == [(str(p), p.stat().st_size) for p in paths]
+    assert loader(two_files).source.marks() == first
     two_files.write(two_files.rows(21), "train/part-1.parquet")
-    second = loader(two_files).fingerprint()
-    assert first["files"][0] == second["files"][0] and first["files"][1] != second["files"][1]
+    second = loader(two_files).source.marks()
+    assert first[0] == second[0] and first[1] != second[1]
 
 
 def test_a_split_that_is_not_set(sample):

@@ -143,8 +143,8 @@ def test_a_run_goes_on_with_more_ranks(folder, two_ranks):
     one = folder / "one" / "grown" / "checkpoints"
     assert_same_tensors(one / "step-00000008", two_ranks / "copy" / "step-00000008")
     assert sorted(records(folder / "one" / "grown")) == list(range(1, 13))
-    progress = checkpoint.read_state(one / "step-00000012")["progress"]
-    assert progress["next_batch"] == 8 * 1 + 4 * 2
+    progress = checkpoint.read_state(one / "step-00000012").progress
+    assert progress.next_batch == 8 * 1 + 4 * 2
 
 
 def test_a_run_goes_on_with_fewer_ranks(folder, two_ranks):
@@ -158,8 +158,8 @@ def test_a_run_goes_on_with_fewer_ranks(folder, two_ranks):
     assert_same_tensors(run / "checkpoints" / "step-00000008", folder / "shrunk" / "step-00000008")
     assert train(run, *STILL, *HALF, *LONGER) == 0
     assert sorted(records(run)) == list(range(1, 13))
-    progress = checkpoint.read_state(run / "checkpoints" / "step-00000012")["progress"]
-    assert progress["next_batch"] == 8 * 2 + 4 * 1
+    progress = checkpoint.read_state(run / "checkpoints" / "step-00000012").progress
+    assert progress.next_batch == 8 * 2 + 4 * 1
 
 
 def test_all_ranks_stop_at_the_step_in_which_one_loss_is_nan(two_ranks):

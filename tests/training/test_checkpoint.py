@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from recsys.data.counts import Counts
+from recsys.data.sources.base import FileMark
 from recsys.errors import RecsysError
 from recsys.training import checkpoint, safe_reader
 from recsys.training.checkpoint import Checkpoints
+from recsys.training.state import Best, Inputs, Progress, SavedState, capture_rng
 
 
 @pytest.fixture(autouse=True)
@@ -30,29 +33,37 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
+def state_of(step: int, best: int | None = None, loss: float = 0.1 + 0.2) -> SavedState:
+    progress = Progress(step=step, best=Best("auc", 1 / 3, best) if best else None)
+    progress.window.add(loss, {}, Counts())
+    inputs = Inputs([FileMark("a.parquet", 10, "f0")], {"item_id": "e1"})
+    return SavedState(progress, [capture_rng(torch.device("cpu"))], inputs, "config", {"torch": "2.13.0"}, 1)
+
+
 def names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_saved_state_comes_back_bit_for_bit(tmp_path):
     saved = tensors()
-    path = Checkpoints(tmp_path).save(12, saved, {"step": 12, "loss": 0.1 + 0.2})
+    state = state_of(12, best=7)
+    path = Checkpoints(tmp_path).save(saved, state)
     assert path.name == "step-00000012"
-    assert checkpoint.read_state(path) == {"step": 12, "loss": 0.30000000000000004}
+    assert checkpoint.read_state(path) == state
     loaded = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
     checkpoint.load(path, loaded)
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
 def test_nothing_but_the_metadata_is_a_pickle(tmp_path):
-    path = Checkpoints(tmp_path).save(1, tensors(), {})
+    path = Checkpoints(tmp_path).save(tensors(), state_of(1))
     assert names(path) == [".metadata", "__0_0.distcp", "manifest.json", "state.json"]
 
 
 def test_the_newest_and_the_best_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in range(1, 6):
-        checkpoints.save(step, tensors(step), {}, best_step=2)
+        checkpoints.save(tensors(step), state_of(step, best=min(step, 2)))
     assert names(tmp_path) == ["step-00000002", "step-00000004", "step-00000005"]
     with pytest.raises(ValueError, match="at least 2"):
         Checkpoints(tmp_path, keep=1)
@@ -61,8 +72,8 @@ def test_the_newest_and_the_best_are_kept(tmp_path):
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json", "state.json"])
 def test_a_flipped_bit_is_found_and_the_state_before_is_taken(tmp_path, name, caplog):
     checkpoints = Checkpoints(tmp_path)
-    older = checkpoints.save(1, tensors(1), {"step": 1})
-    newer = checkpoints.save(2, tensors(2), {"step": 2})
+    older = checkpoints.save(tensors(1), state_of(1))
+    newer = checkpoints.save(tensors(2), state_of(2))
     draw = random.Random(name)
     clean = (newer / name).read_bytes()
     for _ in range(25):
@@ -81,32 +92,32 @@ def test_a_flipped_bit_is_found_and_the_state_before_is_taken(tmp_path, name, ca
 def test_a_damaged_state_does_not_push_out_a_whole_one(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     for step in (1, 2):
-        checkpoints.save(step, tensors(step), {})
+        checkpoints.save(tensors(step), state_of(step))
     (tmp_path / "step-00000002" / "__0_0.distcp").write_bytes(b"")
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.newest() == tmp_path / "step-00000001"
-    checkpoints.save(3, tensors(3), {})
+    checkpoints.save(tensors(3), state_of(3))
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
 def test_a_state_that_is_saved_again_replaces_the_damaged_one(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    path = checkpoints.save(1, tensors(1), {})
+    path = checkpoints.save(tensors(1), state_of(1))
     (path / "state.json").write_text("{")
     assert checkpoints.newest() is None
-    checkpoints.save(1, tensors(1), {"step": 1})
+    checkpoints.save(tensors(1), state_of(1))
     assert checkpoints.newest() == path
     assert names(tmp_path) == ["step-00000001"]
 
 
 def test_the_remains_of_an_interrupted_save_are_ignored_and_removed(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    whole = checkpoints.save(1, tensors(), {})
+    whole = checkpoints.save(tensors(), state_of(1))
     for name in (".step-00000002.partial", ".step-00000001.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"half")
     assert checkpoints.newest() == whole
-    checkpoints.save(3, tensors(), {})
+    checkpoints.save(tensors(), state_of(3))
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
@@ -123,7 +134,7 @@ def test_the_remains_of_an_interrupted_save_are_ignored_and_removed(tmp_path):
     ],
 )
 def test_what_does_not_fit_is_an_error_that_names_it(tmp_path, change, message):
-    path = Checkpoints(tmp_path).save(1, tensors(), {})
+    path = Checkpoints(tmp_path).save(tensors(), state_of(1))
     with pytest.raises(RecsysError, match=message):
         checkpoint.load(path, change(tensors()))
 
@@ -132,7 +143,7 @@ def test_weights_are_loaded_into_a_plain_model(tmp_path):
     torch.manual_seed(0)
     source, target = nn.Linear(3, 2), nn.Linear(3, 2)
     saved = {f"model.{name}": tensor for name, tensor in source.state_dict().items()}
-    path = Checkpoints(tmp_path).save(1, saved | {"optimizer.weight.step": torch.tensor(1.0)}, {})
+    path = Checkpoints(tmp_path).save(saved | {"optimizer.weight.step": torch.tensor(1.0)}, state_of(1))
     checkpoint.load_weights(path, target)
     assert torch.equal(source.weight, target.weight)
     with pytest.raises(RecsysError, match=r"model.bias: in the checkpoint only"):
@@ -144,18 +155,18 @@ def test_weights_are_loaded_into_a_plain_model(tmp_path):
 
 def test_a_full_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
-    older = checkpoints.save(1, tensors(), {})
+    older = checkpoints.save(tensors(), state_of(1))
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(RecsysError, match=r"no space left on .*: the checkpoint has 72 bytes, 10 are free"):
-        checkpoints.save(2, tensors(), {})
+        checkpoints.save(tensors(), state_of(2))
     assert checkpoints.newest() == older
     assert names(tmp_path) == ["step-00000001"]
 
 
 def test_a_disk_that_fills_up_while_writing_is_named_and_cleared(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path)
-    older = checkpoints.save(1, tensors(), {})
+    older = checkpoints.save(tensors(), state_of(1))
 
     def fail(*_args: object, **_options: object) -> None:
         (tmp_path / ".step-00000002.partial" / "__0_0.distcp").write_bytes(b"half")
@@ -165,7 +176,7 @@ def test_a_disk_that_fills_up_while_writing_is_named_and_cleared(tmp_path, monke
     monkeypatch.setattr(checkpoint.dcp, "save", fail)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": next(usage)}))
     with pytest.raises(RecsysError, match=r"no space left on .*: the checkpoint has 72 bytes, 100 are free"):
-        checkpoints.save(2, tensors(), {})
+        checkpoints.save(tensors(), state_of(2))
     assert names(tmp_path) == [older.name]
 
 
@@ -178,7 +189,7 @@ class Trap:
 
 def test_code_in_the_metadata_is_not_executed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    path = Checkpoints(tmp_path).save(1, tensors(), {})
+    path = Checkpoints(tmp_path).save(tensors(), state_of(1))
     (path / ".metadata").write_bytes(pickle.dumps(Trap()))
     with pytest.raises(RecsysError, match="system is not allowed"):
         safe_reader.read_metadata(path)
@@ -195,7 +206,7 @@ def test_entries_that_are_not_tensors_are_refused(tmp_path):
 
 @pytest.mark.parametrize("outside", ["../other/__0_0.distcp", "/etc/passwd", "..", ""])
 def test_files_outside_the_checkpoint_are_refused(tmp_path, outside):
-    path = Checkpoints(tmp_path).save(1, tensors(), {})
+    path = Checkpoints(tmp_path).save(tensors(), state_of(1))
     metadata = safe_reader.read_metadata(path)
     for info in metadata.storage_data.values():
         info.relative_path = outside
@@ -206,4 +217,14 @@ def test_files_outside_the_checkpoint_are_refused(tmp_path, outside):
 
 def test_the_state_refuses_numbers_that_json_has_not(tmp_path):
     with pytest.raises(ValueError, match="Out of range float values"):
-        Checkpoints(tmp_path).save(1, tensors(), {"best": float("nan")})
+        Checkpoints(tmp_path).save(tensors(), state_of(1, loss=float("nan")))
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"progress": 3}', '{"progress": {}, "inputs": {"files": [1]}}']
+)
+def test_a_state_of_another_kind_is_named(tmp_path, text):
+    path = Checkpoints(tmp_path).save(tensors(), state_of(1))
+    (path / "state.json").write_text(text)
+    with pytest.raises(RecsysError, match=r"state.json: an unexpected or missing part .* another version"):
+        checkpoint.read_state(path)

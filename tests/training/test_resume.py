@@ -1,11 +1,15 @@
 """What may differ between two starts of a run, and what the error says about the rest."""
 
+from dataclasses import replace
+
 import pytest
 from google.protobuf import text_format
 
 from recsys import protos as pb
+from recsys.data.sources.base import FileMark
 from recsys.errors import ConfigError, DataError
-from recsys.training.resume import MAY_CHANGE, require_same_config, require_same_inputs
+from recsys.training.resume import MAY_CHANGE, differences, require_same_config, require_same_inputs
+from recsys.training.state import Inputs, Progress, SavedState
 
 TEXT = """
 data { train { parquet { paths: "a.parquet" } } batch_size: 8 }
@@ -85,15 +89,11 @@ def test_files_may_move():
     require_same_config(parse(TEXT), parse(moved), "runs/x")
 
 
-def file(path: str, size: int, fingerprint: str) -> dict:
-    return {"path": path, "size": size, "fingerprint": fingerprint}
-
-
 def test_changed_files_are_named():
-    saved = {"files": [file("a", 1000, "x"), file("b", 5, "y")], "vocabularies": {"item": "v"}}
-    moved = [file("elsewhere/a", 1000, "x"), file("elsewhere/b", 5, "y")]
-    require_same_inputs(saved, {**saved, "files": moved})
-    now = {**saved, "files": [file("a", 1000, "x"), file("b", 5, "z"), file("c", 7, "w")]}
+    saved = Inputs([FileMark("a", 1000, "x"), FileMark("b", 5, "y")], {"item": "v"})
+    moved = [FileMark("elsewhere/a", 1000, "x"), FileMark("elsewhere/b", 5, "y")]
+    require_same_inputs(saved, replace(saved, files=moved))
+    now = replace(saved, files=[FileMark("a", 1000, "x"), FileMark("b", 5, "z"), FileMark("c", 7, "w")])
     with pytest.raises(DataError) as caught:
         require_same_inputs(saved, now)
     assert str(caught.value).splitlines()[1:] == [
@@ -101,6 +101,19 @@ def test_changed_files_are_named():
         "no file when the run was saved, c (7 bytes, w) now",
     ]
     with pytest.raises(DataError, match="changed"):
-        require_same_inputs(saved, {**saved, "files": saved["files"][::-1]})
+        require_same_inputs(saved, replace(saved, files=saved.files[::-1]))
     with pytest.raises(DataError, match="the vocabulary of item is not the one that the model was trained"):
-        require_same_inputs(saved, {**saved, "vocabularies": {"item": "other"}})
+        require_same_inputs(saved, replace(saved, vocabularies={"item": "other"}))
+
+
+def test_what_a_run_goes_on_with_but_not_bit_for_bit():
+    versions = {"torch": "2.12.0", "torchrec": "1.7.0", "triton": "3.6"}
+    state = SavedState(Progress(), [], Inputs([], {}), "", versions, world_size=2)
+    assert differences(state, dict(versions), 2) == []
+    (ranks,) = differences(state, versions, 4)
+    assert ranks.startswith("it was saved by 2 processes and goes on with 4;")
+    (changed,) = differences(state, {"torch": "2.13.0", "torchrec": "1.7.0", "numpy": "2.4"}, 2)
+    assert changed.startswith(
+        "it was saved with other versions (numpy (none) then, 2.4 now; torch 2.12.0 then, 2.13.0 now; "
+        "triton 3.6 then, (none) now); losses may differ"
+    )

@@ -14,20 +14,29 @@ from recsys.registry import pick
 
 
 @dataclass(frozen=True)
-class File:
-    """One file of a source.
+class FileMark:
+    """What is remembered of a file, to see whether it is the same one.
 
     Attributes:
-        path: as errors and fingerprints name it.
+        path: as errors name it.
         size: bytes.
         fingerprint: hash that changes when the file's rows or layout do.
-        rows: number of rows of each row group.
-        schema: of all its columns.
     """
 
     path: str
     size: int
     fingerprint: str
+
+
+@dataclass(frozen=True)
+class File(FileMark):
+    """One file of a source.
+
+    Attributes:
+        rows: number of rows of each row group.
+        schema: of all its columns.
+    """
+
     rows: tuple[int, ...]
     schema: pa.Schema
 
@@ -69,9 +78,9 @@ class Source(ABC):
         """Rows of all files."""
         return sum(sum(file.rows) for file in self.files)
 
-    def fingerprint(self) -> dict[str, list[dict[str, str | int]]]:
-        """What a checkpoint stores to see whether a run goes on with the same files; plain JSON."""
-        return {"files": [{"path": f.path, "size": f.size, "fingerprint": f.fingerprint} for f in self.files]}
+    def marks(self) -> list[FileMark]:
+        """What a checkpoint stores to see whether a run goes on with the same files."""
+        return [FileMark(file.path, file.size, file.fingerprint) for file in self.files]
 
     def check(self, pipeline: pb.Pipeline, mode: Mode) -> list[str]:
         """Checks the columns of every file and gives the names of those to read.
