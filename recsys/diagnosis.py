@@ -171,7 +171,7 @@ def run_fbgemm() -> str:
 
 
 def explain_ops() -> str:
-    """Which backend each op would take here, for a small batch in float32 and in bfloat16."""
+    """Which backends each op has here, for a small batch in float32 and in bfloat16."""
     import torch
 
     from recsys import ops
@@ -181,7 +181,14 @@ def explain_ops() -> str:
     tables = []
     for dtype in (torch.float32, torch.bfloat16):
         q = torch.zeros(5, 2, 16, dtype=dtype, device=device)
-        tables.append(f"{dtype}: {ops.explain('hstu_attention', q, q, q, layout, scale_len=8)}")
+        row, scale = q.flatten(1), torch.ones(32, device=device)
+        found = (
+            ops.explain("hstu_attention", q, q, q, layout, scale_len=8),
+            ops.explain("hstu_attention_cached", q, q, q, layout, q, q, layout, scale_len=8),
+            ops.explain("softmax_attention", q, q, q, layout),
+            ops.explain("norm_mul_dropout", row, row, scale, scale),
+        )
+        tables += [f"{dtype}: {one}" for one in found]
     return "\n".join(tables)
 
 

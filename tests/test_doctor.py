@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from recsys import diagnosis, doctor
+from recsys.ops import dispatch
 
 RIGHT = {"torch": "2.13.0+cpu", "fbgemm-gpu": "1.8.0+cpu", "torchrec": "1.8.0", "torchmetrics": "1.0.3"}
 
@@ -119,6 +120,12 @@ def test_this_installation_is_ready():
     assert done.returncode == 0, done.stdout
     assert "hstu_attention" in done.stdout and "reference" in done.stdout
     assert done.stdout.endswith("ready\n")
+
+
+def test_every_op_is_explained():
+    shown = diagnosis.explain_ops()
+    for op in dispatch._OPS:
+        assert shown.count(f"torch.float32: {op}\n") == shown.count(f"torch.bfloat16: {op}\n") == 1
 
 
 def test_an_unknown_flag_is_a_usage_error():
