@@ -92,8 +92,6 @@ ABOUT = {
     "licence": "GroupLens terms in the README of the release; only some releases may be redistributed",
     "made_by": "scripts/prepare_movielens.py",
 }
-
-
 RANKING_SETTINGS = [field.name for field in fields(RatingSettings) if field.name != "max_history"]
 
 
@@ -134,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
         release.movies.select(id="movieId", name="title").write_parquet(folder / "names.parquet")
         write_config(schema, folder, options.output)
     users, movies = events["user_id"].n_unique(), release.movies.height
-    print(f"{users} users, {events.height} ratings, {movies} movies")
+    print(f"{users} users, {events.height} ratings, {movies} movies in the release")
     if options.task == "ranking":
         for name, noted in schema["splits"].items():
             print(f"{name}: {noted['rows']} rows, {noted['candidates']} candidates")
@@ -292,6 +290,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         ("validation-percent", "of each user's ratings"),
         ("test-percent", "of each user's ratings"),
         ("min-count", "training ratings that make an id known"),
+        ("user-modulus", "keep users whose id it divides"),
     ):
         value = getattr(usual, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=common.positive, help=f"ranking: {what}; default: {value}")

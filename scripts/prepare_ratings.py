@@ -58,6 +58,7 @@ class RatingSettings:
         validation_percent, test_percent: of each user's ratings.
         evaluation_history: "frozen" or "live".
         min_count: training ratings that make an id known.
+        user_modulus: users whose id it divides are kept.
     """
 
     request_gap: int = 3600
@@ -67,6 +68,7 @@ class RatingSettings:
     test_percent: int = 10
     evaluation_history: str = "frozen"
     min_count: int = 5
+    user_modulus: int = 1
 
 
 def write_ranking(
@@ -91,11 +93,15 @@ def write_ranking(
         about: what else schema.json says.
 
     Raises:
-        ConfigError: nothing is left to train on. DataError: a user who is not described, or twice.
+        ConfigError: nothing is left to train on.
+        DataError: no rating at all, or a user who is not described, or twice.
     """
+    events = events.filter(pl.col("user_id") % settings.user_modulus == 0)
+    if not events.height:
+        raise DataError(f"no rating is left with --user-modulus {settings.user_modulus}")
     user, time = events["user_id"].to_numpy(), events["timestamps"].to_numpy()
     split = split_by_user(user, time, settings.validation_percent, settings.test_percent)
-    longest = settings.max_history or max(len(user), 1)
+    longest = settings.max_history or len(user)
     slices = request_slices(
         user,
         time,

@@ -55,13 +55,13 @@ def write_dat(folder: Path, ratings, users=USERS) -> Path:
     return folder
 
 
-def brute_force(ratings, *, gap=3600, size=16, validation=10, test=10, longest=inf, live=False):
+def brute_force(ratings, *, gap=3600, size=16, validation=10, test=10, longest=inf, live=False, modulus=1):
     """Number of a block's first rating -> (split, history, candidates), by the rules at the head of the tool.
 
     Ratings are (user, movie, stars, time, number).
     """
     made = {}
-    for user in {rating[0] for rating in ratings}:
+    for user in {rating[0] for rating in ratings if rating[0] % modulus == 0}:
         own = sorted((r for r in ratings if r[0] == user), key=lambda rating: (rating[3], rating[4]))
         split = {}
         for place, rating in enumerate(own):
@@ -130,6 +130,7 @@ def check(folder, expected, about_movie, about_user):
         (["--evaluation-history", "live"], {"live": True}),
         (["--request-gap", "30", "--max-candidates", "3"], {"gap": 30, "size": 3}),
         (["--max-history", "4"], {"longest": 4}),
+        (["--user-modulus", "2"], {"modulus": 2}),
         (["--validation-percent", "25", "--test-percent", "40"], {"validation": 25, "test": 40}),
     ],
 )
@@ -209,6 +210,7 @@ def test_vocabularies_count_training_candidates_and_schema_says_what_was_done(tm
         "test_percent": 10,
         "evaluation_history": "frozen",
         "min_count": 6,
+        "user_modulus": 1,
     }
     assert [one["name"] for one in schema["inputs"]] == ["ratings.dat", "movies.dat", "users.dat"]
     assert schema["task"] == "ranking" and schema["labels"] == {"is_liked": "binary", "rating": "regression"}
@@ -236,6 +238,7 @@ def test_the_starter_config_reads_what_was_made(tmp_path, source):
         (USERS, ["--test-percent", "90"], 2, "leave none to train on"),
         (USERS, ["--task", "retrieval", "--min-count", "5"], 2, "--min-count is for --task ranking"),
         (USERS, ["--min-count", "99"], 3, "lower --min-count"),
+        (USERS, ["--user-modulus", "99"], 3, "no rating is left with --user-modulus 99"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, capsys, change, flags, code, message):
