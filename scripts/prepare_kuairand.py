@@ -16,6 +16,11 @@ included.
 - Histories of validation and test end where the split begins, as for scores computed the night before. With
   --evaluation-history live they reach up to each request; then GAUC means little, since the history of a
   user's second candidate holds the outcome of the first (the same model: clicks at .54 instead of .62).
+- Counters say what was known of a candidate's video and author before its day: `item_impressions` (to anybody
+  in the log) and, for each binary label, `item_<label>_lift`, the log-odds of its smoothed rate minus those of
+  all videos (0: as others, or unknown; the formula is in prepare_counters.py); `author_...` likewise. Nothing
+  of the same day or later is counted. In validation and test they stand still where the split begins, as
+  histories do (with --evaluation-history live: where the day begins). --no-counters leaves them out.
 - Vocabularies hold the ids of at least --min-count training impressions; others, and empty values, share the
   row of unknown ids: a model learns rarer ones by heart. Ids themselves stay as they are.
 - Features of users are one snapshot for the whole month, as published.
@@ -25,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys.errors import ConfigError, DataError
 from scripts import prepare_common as common
 from scripts.prepare_config import write_config
+from scripts.prepare_counters import PRIOR_POSITIVES, count_before, counter_names
 from scripts.prepare_rows import (
     TEST,
     TRAIN,
@@ -86,10 +93,23 @@ CONTENTS = Contents(
     actions=ACTIONS,
     watch_time=True,
 )
+COUNTED = {"item": "item_id", "author": "author_id"}
+COUNTED_LABELS = tuple(name for name, kind in CONTENTS.labels.items() if kind == "binary")
+COUNTERS = tuple(
+    Feature(name, ("CANDIDATE",), number=True)
+    for key in COUNTED
+    for name in counter_names(key, COUNTED_LABELS)
+)
 ABOUT = {
     "source": "KuaiRand (C. Gao et al., CIKM 2022, arXiv 2208.08696), https://kuairand.com, zenodo 10439422",
     "licence": "CC BY-SA 4.0",
     "made_by": "scripts/prepare_kuairand.py",
+}
+ABOUT_COUNTERS = {
+    "columns": [one.name for one in COUNTERS],
+    "counted": "impressions of earlier days; in validation and test those before the split (live: the day) began",
+    "lift": "logit((s + m) / (n + m / p)) - logit(p): n impressions, s with the label, p its share among all",
+    "m": PRIOR_POSITIVES,
 }
 DAY_MS = 86_400_000
 BEIJING_MS = 8 * 3_600_000
@@ -104,6 +124,11 @@ def main(arguments: list[str] | None = None) -> None:
     log, dropped = read_log(logs, modulus=options.user_modulus)
     events = join_videos(log, videos)
     split = split_by_day(events["time_ms"], options.validation_days, options.test_days)
+    contents = CONTENTS
+    if options.counters:
+        live = options.evaluation_history == "live"
+        events = add_counters(events, split, live=live)
+        contents = replace(CONTENTS, features=(*CONTENTS.features, *COUNTERS))
     slices = request_slices(
         events["user_id"].to_numpy(),
         events["time_ms"].to_numpy(),
@@ -118,16 +143,18 @@ def main(arguments: list[str] | None = None) -> None:
         )
     rows = request_rows(events, slices, users)
     with common.output_folder(options.output, overwrite=options.overwrite) as folder:
-        writer = DatasetWriter(folder, CONTENTS, rows_per_group=options.rows_per_group)
+        writer = DatasetWriter(folder, contents, rows_per_group=options.rows_per_group)
         _write_splits(writer, events, slices, rows, split)
         sizes = writer.write_vocabularies(min_count=options.min_count)
         names = ("request_gap", "max_candidates", "max_history", "validation_days", "test_days")
-        names += ("evaluation_history", "min_count", "user_modulus")
+        names += ("evaluation_history", "min_count", "user_modulus", "counters")
         about = ABOUT | {
             "inputs": common.fingerprints([*logs, *users, *videos]),
             "settings": {name: getattr(options, name) for name in names},
             "dropped": dropped,
         }
+        if options.counters:
+            about["counters"] = ABOUT_COUNTERS
         schema = writer.write_schema(about, sizes)
         write_config(schema, folder, options.output)
     for name, noted in schema["splits"].items():
@@ -207,6 +234,20 @@ def split_by_day(time_ms: pl.Series, validation_days: int, test_days: int) -> np
     )
 
 
+def add_counters(events: pl.DataFrame, split: np.ndarray, *, live: bool) -> pl.DataFrame:
+    """Events with the columns of `COUNTERS`, counted before their day, or (unless `live`) their split."""
+    day = _beijing_day(events["time_ms"])
+    period = pl.DataFrame({"day": day, "split": split})
+    if not live:
+        began = pl.when(pl.col("split") == TRAIN).then("day").otherwise(pl.col("day").min().over("split"))
+        period = period.select(day=began)
+    timed = events.with_columns(period=period["day"])
+    made = [
+        count_before(timed, key=key, column=column, labels=COUNTED_LABELS) for key, column in COUNTED.items()
+    ]
+    return events.hstack([column for frame in made for column in frame])
+
+
 def request_rows(events: pl.DataFrame, slices: Slices, user_files: list[Path]) -> pl.DataFrame:
     """Columns of the rows: keys, request time, tab, hour and the features of each user."""
     kinds = {"user_id": common.INTEGER, **dict.fromkeys(USER, common.TEXT)}
@@ -262,6 +303,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--user-modulus", type=common.positive, default=1, help="keep users whose id it divides"
+    )
+    parser.add_argument(
+        "--no-counters", dest="counters", action="store_false", help="no counters of videos and authors"
     )
     return parser.parse_args(arguments)
 
