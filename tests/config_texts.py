@@ -1,4 +1,8 @@
-"""Small valid configs that the tests of the config language start from."""
+"""Small valid configs that tests of the config language start from, and what is found wrong with others."""
+
+import pytest
+
+from recsys.errors import ConfigError
 
 RANKER = """
 # A comment.
@@ -48,3 +52,10 @@ model {
 }
 train { num_epochs: 2 }
 """
+
+
+def findings(load, *arguments) -> list[str]:
+    """The findings of the ConfigError that `load(*arguments)` raises."""
+    with pytest.raises(ConfigError) as caught:
+        load(*arguments)
+    return caught.value.findings

@@ -41,3 +41,15 @@ def fixed_seeds():
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a config to x.config in a new working folder and returns its name."""
+    monkeypatch.chdir(tmp_path)
+
+    def to_file(text: str) -> str:
+        (tmp_path / "x.config").write_text(text, encoding="utf-8")
+        return "x.config"
+
+    return to_file
