@@ -1,4 +1,4 @@
-"""A config from file to checked and resolved. Texts have tests in `textproto`, absent values in `test_resolve`."""
+"""A config from file to checked and resolved. Texts: tests in `textproto`; absent values: `test_resolve`."""
 
 import subprocess
 import sys
