@@ -221,7 +221,7 @@ def compile_a_package() -> str:
 
     inductor = importlib.import_module("torch._inductor")
     model, example = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU()), torch.zeros(2, 4)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, environment.quiet_export():
         batch = torch.export.Dim("batch", min=1, max=64)
         exported = torch.export.export(model, (example,), dynamic_shapes=({0: batch},))
         path = inductor.aoti_compile_and_package(exported, package_path=str(Path(folder) / "tiny.pt2"))

@@ -15,6 +15,7 @@ import platform
 import re
 import shutil
 import subprocess
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -176,6 +177,25 @@ def import_torchrec_quietly() -> ModuleType:
         raise InstallationError(f"torchrec cannot be imported ({error}): {REPAIR}") from error
     logging.getLogger("torch.fx._symbolic_trace").addFilter(_is_worth_reading)
     return module
+
+
+@contextmanager
+def quiet_export() -> Iterator[None]:
+    """torch.export and AOTInductor without two messages about themselves, which say nothing to a user."""
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return "torch.export KJT to_dict" not in record.getMessage()
+
+    root = logging.getLogger()
+    root.addFilter(wanted)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings(
+                "ignore", message=r".isinstance\(treespec, LeafSpec\)", category=FutureWarning
+            )
+            yield
+    finally:
+        root.removeFilter(wanted)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -189,6 +190,16 @@ def test_the_first_jagged_tensor_is_silent():
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+def test_an_export_says_nothing_about_its_libraries_and_what_others_say(recwarn):
+    import torch
+
+    with environment.quiet_export():
+        torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(3, 2),)).run_decompositions()
+        assert not [one for one in recwarn if one.category is FutureWarning]
+        warnings.warn("another one", FutureWarning, stacklevel=1)
+    assert [str(one.message) for one in recwarn if one.category is FutureWarning] == ["another one"]
 
 
 def test_handlers_that_the_application_set_are_used(tmp_path, caplog, monkeypatch):

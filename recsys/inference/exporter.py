@@ -10,9 +10,7 @@ import logging
 import shutil
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,7 +159,7 @@ def compile_graph(
         {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
     )
     # Sizes 0 and 1 are not special cases of the graph: one artefact serves them all.
-    with _quiet(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
+    with environment.quiet_export(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
         captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
     settings: dict[str, object] = {
         "aot_inductor.check_lowerbound": False,
@@ -171,27 +169,8 @@ def compile_graph(
     if example[0].device.type == "cpu":
         # Named instead of "native": the package runs on other machines than the one that made it.
         settings |= {"cpp.march": pipeline.export.march, "cpp.simdlen": 256}
-    with _quiet():
+    with environment.quiet_export():
         torch._inductor.aoti_compile_and_package(captured, package_path=str(path), inductor_configs=settings)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without two messages of the libraries about themselves, which say nothing to a user of this one."""
-
-    def wanted(record: logging.LogRecord) -> bool:
-        return "torch.export KJT to_dict" not in record.getMessage()
-
-    root = logging.getLogger()
-    root.addFilter(wanted)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message=r".isinstance\(treespec, LeafSpec\)", category=FutureWarning
-            )
-            yield
-    finally:
-        root.removeFilter(wanted)
 
 
 def _score(graph: ScoringGraph, batch: Batch) -> Tensor:
