@@ -14,8 +14,13 @@ from torchmetrics import Metric
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows, Model, build_postprocessor, layout_rule
+from recsys.models.cached import RankerCache, microbatches
+from recsys.models.halves import Halves
+from recsys.modules.cache import CachingMixer, MixerCache
 from recsys.modules.flops import linear_flops
 from recsys.modules.losses import RankingLoss
+from recsys.modules.preprocessors import Preprocessed
+from recsys.modules.sequence import JaggedSequence
 from recsys.registry import pick, register
 
 
@@ -64,6 +69,7 @@ class Ranker(Model):
         head = pick(config.head)
         num_outputs = [loss.num_logits for loss in self.objective.losses]
         self.head = head.cls(head.config, embedding_dim=width, num_outputs=num_outputs)
+        self.halves = Halves(pipeline)
         self.predict = TaskPredictions([task.name for task in self.tasks], self.objective.losses)
 
     def forward(self, batch: Batch) -> RankerOutputs:
@@ -77,8 +83,93 @@ class Ranker(Model):
 
     def score(self, batch: Batch) -> Tensor:
         """float32 [N, tasks], predictions in the config's order of tasks."""
-        predictions = self(batch).predictions
-        return torch.stack([predictions[task.name] for task in self.tasks], dim=1)
+        return self._stack(self(batch))
+
+    def prefill(self, batch: Batch) -> RankerCache:
+        """What candidates look at of each row's user and history; candidates of the batch are left alone.
+
+        For `score_cached`, in evaluation mode under `torch.no_grad()`.
+
+        Raises:
+            ValueError: the mixer keeps no cache. RuntimeError: the model is in training.
+        """
+        mixer, batch = self._caching_mixer(), self.halves.users(batch)
+        with self.autocast():
+            sequence, prefix = self.preprocess.prefix(self.embed(batch), batch)
+            return RankerCache(prefix, mixer.prefill(sequence))
+
+    def score_cached(self, batch: Batch, cache: RankerCache) -> Tensor:
+        """`score` of a batch whose users and histories are in the cache; only candidates are looked at.
+
+        Args:
+            batch: row b has the candidates of user b of the cache, any number.
+
+        Raises:
+            TypeError, ValueError: another number of rows, dtype or device. RuntimeError: the model is in
+                training, or gradients are asked for.
+        """
+        with self.autocast():
+            prepared = self._candidates(batch, cache)
+            return self._scores(prepared.sequence, prepared.candidates, cache.mixer)
+
+    def score_in_microbatches(self, batch: Batch, cache: RankerCache, size: int) -> Tensor:
+        """`score_cached` with bounded memory: at most `size` candidates of each row at a time.
+
+        Target groups stay whole: `size` is rounded down to some of them, at least one.
+        """
+        with self.autocast():
+            prepared, mixer = self._candidates(batch, cache), cache.mixer
+            scores, places, rows = [], [], list(range(cache.batch_size))
+            group_size = self._caching_mixer().target_group_size
+            for part in microbatches(prepared.sequence.layout, size, group_size):
+                if part.rows != rows:
+                    number = {row: number for number, row in enumerate(rows)}
+                    mixer, rows = mixer.select([number[row] for row in part.rows]), part.rows
+                own = prepared.candidates.index_select(0, part.places)
+                scores.append(self._scores(prepared.sequence.take(part.targets), own, mixer))
+                places.append(part.places)
+            if not scores:
+                return self._scores(prepared.sequence, prepared.candidates, mixer)
+            found = torch.cat(scores)
+            return torch.empty_like(found).index_copy_(0, torch.cat(places), found)
+
+    def extend(self, batch: Batch, cache: RankerCache) -> RankerCache:
+        """The cache of users who have done more since; the given one stays as it is.
+
+        Equal to `prefill` of the whole histories, with the USER features of before. How many events a row or
+        a channel may have is the reader's matter and not asked here.
+
+        Args:
+            batch: row b has the new events of user b of the cache, any number, oldest first.
+
+        Raises:
+            ValueError: new events would change what is kept of old tokens; naming the setting.
+        """
+        mixer, batch = self._caching_mixer(), self.halves.events(batch)
+        with self.autocast():
+            sequence = self.preprocess.events(self.embed(batch), batch, cache.prefix)
+            return RankerCache(cache.prefix.append(batch.sequences), mixer.extend(sequence, cache.mixer))
+
+    def _candidates(self, batch: Batch, cache: RankerCache) -> Preprocessed:
+        batch = self.halves.candidates(batch)
+        rows = batch.num_candidates.shape[0]
+        if rows != cache.batch_size:
+            raise ValueError(f"the batch has {rows} rows, the cache {cache.batch_size}: select rows of it")
+        return self.preprocess.candidates(self.embed(batch), batch, cache.prefix)
+
+    def _scores(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
+        mixed = self._caching_mixer().score(sequence, cache)
+        targets = self.postprocess(mixed.targets(), mixed.target_times())
+        return self._stack(self.predict(self.head(targets, candidates)))
+
+    def _stack(self, outputs: RankerOutputs) -> Tensor:
+        return torch.stack([outputs.predictions[task.name] for task in self.tasks], dim=1)
+
+    def _caching_mixer(self) -> CachingMixer:
+        if not isinstance(self.mix, CachingMixer):
+            name = type(self.mix).__name__
+            raise ValueError(f"{name} keeps no cache; score whole rows, or train with HstuMixer")
+        return self.mix
 
     def flops(self, batch: Batch) -> int:
         """Preprocessor, mixer, postprocessor and head."""

@@ -6,10 +6,12 @@ cache can be stored, moved to the host and back, cut into samples and thrown awa
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from recsys.modules.sequence import JaggedSequence
 from recsys.ops import Selection, SequenceLayout
 
 
@@ -101,6 +103,58 @@ class MixerCache:
 
     def _map(self, change: Callable[[CacheStage], CacheStage]) -> "MixerCache":
         return MixerCache(tuple(tuple(map(change, stack)) for stack in self.stacks))
+
+
+@runtime_checkable
+class CachingMixer(Protocol):
+    """A mixer that can score with a cache."""
+
+    @property
+    def target_group_size(self) -> int:
+        """Neighbouring targets that are scored together or not at all."""
+        ...
+
+    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+        """What targets will look at of contextual and history tokens."""
+        ...
+
+    def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
+        """Mixed targets."""
+        ...
+
+    def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
+        """The cache of histories with these tokens behind."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Prefix:
+    """What encoders of candidates and of later events must know of the tokens in front of them.
+
+    Attributes:
+        layout: contextual and history tokens, those of all channels joined; no targets.
+        users: [B, C], the concatenated USER features, where encoders make weights of them; else None.
+    """
+
+    layout: SequenceLayout
+    users: Tensor | None
+
+    def select(self, rows: Sequence[int]) -> "Prefix":
+        """Some rows in this order, each as often as it is named."""
+        users = self.users
+        if users is not None:
+            index = torch.tensor(rows, dtype=torch.int64).to(users.device, non_blocking=True)
+            users = users.index_select(0, index)
+        return Prefix(self.layout.select(rows).layout, users)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Prefix":
+        """A copy on a device."""
+        users = self.users if self.users is None else self.users.to(device, non_blocking=non_blocking)
+        return Prefix(self.layout.to(device, non_blocking), users)
+
+    def append(self, events: SequenceLayout) -> "Prefix":
+        """The same rows with more history."""
+        return Prefix(_grown(self.layout, events), self.users)
 
 
 def _behind(old: SequenceLayout, new: SequenceLayout) -> Selection:

@@ -36,7 +36,12 @@ class PositionalEncoder(nn.Module):
         self.time_unit = config.time_unit
 
     def forward(
-        self, values: Tensor, layout: SequenceLayout, timestamps: Tensor, request_times: Tensor
+        self,
+        values: Tensor,
+        layout: SequenceLayout,
+        timestamps: Tensor,
+        request_times: Tensor,
+        behind: SequenceLayout | None = None,
     ) -> Tensor:
         """Tokens with position and age.
 
@@ -45,23 +50,46 @@ class PositionalEncoder(nn.Module):
             layout: of the tokens.
             timestamps: int64 [T], seconds.
             request_times: int64 [T], seconds: when the token's request was made.
+            behind: of contextual and history tokens that stand in front of these and are not among them.
 
         Returns:
             [T, E].
         """
-        encoded = values * self.scale + self.position(self.positions(layout))
+        encoded = values * self.scale + self.position(self.positions(layout, behind))
         if self.time is None:
             return encoded
         return encoded + self.time(self.time_buckets(layout, request_times - timestamps))
 
-    def positions(self, layout: SequenceLayout) -> Tensor:
+    def require_extendable(self) -> None:
+        """Passes where a token's position and age stay when more events happen.
+
+        Raises:
+            ValueError: naming the setting.
+        """
+        instead = "encode the whole history"
+        if not self.from_start:
+            raise ValueError(
+                "events cannot be appended with positional.origin: END, which counts tokens from the newest "
+                f"event: {instead}, or train with START"
+            )
+        if self.time is not None:
+            raise ValueError(
+                "events cannot be appended with positional.num_time_buckets > 0: ages of older events were "
+                f"those at an earlier request; {instead}"
+            )
+
+    def positions(self, layout: SequenceLayout, behind: SequenceLayout | None = None) -> Tensor:
         """int64 [T], rows of the position table."""
-        history_end = layout.history_end.index_select(0, layout.sample_ids())
-        index = layout.positions()
+        index, history_end, num_contextual = layout.positions(), layout.history_end, layout.num_contextual
+        sample = layout.sample_ids()
+        if behind is not None:
+            index = index + behind.lengths.index_select(0, sample)
+            history_end, num_contextual = history_end + behind.lengths, behind.num_contextual
+        history_end = history_end.index_select(0, sample)
         position = torch.minimum(index, history_end)
         if not self.from_start:
-            backward = layout.num_contextual + history_end - position
-            position = torch.where(index < layout.num_contextual, index, backward)
+            backward = num_contextual + history_end - position
+            position = torch.where(index < num_contextual, index, backward)
         return position.clamp(max=self.position.num_embeddings - 1)
 
     def time_buckets(self, layout: SequenceLayout, ages: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """`HstuMixer`: a stack of sequential transduction units (arXiv 2402.17152)."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -71,6 +72,11 @@ class HstuMixer(nn.Module):
             attend = partial(self.attention, layout=layout, mask=rule.mask, bias=bias)
             sequence = sequence.with_values(layer(sequence.values, attend, self.depths[number](layout)))
         return sequence.with_values(self.output_dropout(sequence.values))
+
+    @property
+    def target_group_size(self) -> int:
+        """Neighbouring targets that are scored together or not at all, by the groups of all layers."""
+        return math.lcm(*(rule.mask.target_group_size for rule in self.rules))
 
     def prefill(self, sequence: JaggedSequence) -> MixerCache:
         """What targets will look at of these contextual and history tokens; see `mixers.cached`."""

@@ -1,5 +1,6 @@
 """`MixtureMixer`: a stack for each channel of the history (mixture of transducers)."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -51,6 +52,11 @@ class MixtureMixer(nn.Module):
         parts = sequence.split()
         mixed = [mix_as_one(stacks, some) for stacks, some in self._in_step(parts)]
         return self._fuse(mixed, parts[0].take(parts[0].layout.targets_only()))
+
+    @property
+    def target_group_size(self) -> int:
+        """Neighbouring targets that are scored together or not at all, by the groups of all stacks."""
+        return math.lcm(*(stack.target_group_size for stack in self.stacks))
 
     def prefill(self, sequence: JaggedSequence) -> MixerCache:
         """What targets will look at of the channels' contextual and history tokens; see `mixers.cached`."""

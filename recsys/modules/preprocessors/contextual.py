@@ -16,12 +16,13 @@ from recsys import checks, features
 from recsys import protos as pb
 from recsys.data.batch import Batch, Channel, LayoutRule
 from recsys.modules.action import ActionEncoder
+from recsys.modules.cache import Prefix
 from recsys.modules.content import ContentEncoder
 from recsys.modules.contextual import FeatureTokens, JoinedTokens
 from recsys.modules.contextualized import ContextualizedMLP, RowContext
 from recsys.modules.flops import linear_flops
 from recsys.modules.positional import PositionalEncoder
-from recsys.modules.preprocessors.preprocessed import Preprocessed, events_of, inputs_of
+from recsys.modules.preprocessors.preprocessed import EncodedPrefix, Preprocessed, events_of, inputs_of
 from recsys.modules.preprocessors.views import views
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout, gather_rows
@@ -84,21 +85,57 @@ class ContextualPreprocessor(nn.Module):
             The sequence (those of all channels, joined), and the candidates' content [N, E] before anything
             was added to it.
         """
-        inputs, layout = inputs_of(embeddings, batch), batch.sequences
-        contextual = [] if self.contextual is None else [self.contextual(inputs)]
-        history = self._history(inputs, batch)
-        rows = self._rows(inputs, batch.layout.targets_only().layout) if self.contextualized else None
-        candidates = self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0], rows)
+        inputs = inputs_of(embeddings, batch)
+        users = self._users(inputs)
+        prefix = [*self._contextual(inputs), self._history(inputs, batch, users)]
+        candidates = self._candidates(inputs, batch, users)
+        encoded = torch.cat([*prefix, candidates + self.target_action])
+        return Preprocessed(self._sequence(encoded, batch), candidates)
 
-        encoded = torch.cat([*contextual, history, candidates + self.target_action])
-        found = views(batch, self.tokens_per_event)
-        # One gather for each view, since a view names a row once: then its gradient is a gather too.
-        values = torch.cat([gather_rows(encoded, view.index) for view in found])
-        times = torch.cat([view.times for view in found])
+    def prefix(self, embeddings: dict[str, Tensor], batch: Batch) -> EncodedPrefix:
+        """The contextual and history tokens of `forward`.
+
+        Args:
+            embeddings: column -> [n, width].
+            batch: without candidates.
+        """
+        inputs = inputs_of(embeddings, batch)
+        users = self._users(inputs)
+        encoded = torch.cat([*self._contextual(inputs), self._history(inputs, batch, users)])
+        return EncodedPrefix(self._sequence(encoded, batch), Prefix(batch.sequences, users))
+
+    def candidates(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> Preprocessed:
+        """The target tokens of `forward`.
+
+        Args:
+            embeddings: column -> [n, width].
+            batch: nothing but candidates.
+            prefix: of the same rows.
+        """
+        candidates = self._candidates(inputs_of(embeddings, batch), batch, prefix.users)
+        values, times = candidates + self.target_action, batch.candidate_timestamps
+        layout = batch.sequences
+        if layout.parts:
+            values, times = (torch.cat([one] * len(layout.parts)) for one in (values, times))
         if self.positional is not None:
-            values = self.positional(values, layout, times[:, 0], request_times=times[:, 2])
-        sequence = JaggedSequence(self.dropout(values), layout, times[:, 0], times[:, 1])
-        return Preprocessed(sequence, candidates)
+            values = self.positional(values, layout, times, request_times=times, behind=prefix.layout)
+        return Preprocessed(JaggedSequence(self.dropout(values), layout, times, times), candidates)
+
+    def events(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> JaggedSequence:
+        """The tokens of `forward` of events that have happened since.
+
+        Args:
+            embeddings: column -> [n, width].
+            batch: nothing but events.
+            prefix: of the same rows, before the events.
+
+        Raises:
+            ValueError: the events change the tokens of `prefix`, naming the setting.
+        """
+        if self.positional is not None:
+            self.positional.require_extendable()
+        encoded = self._history(inputs_of(embeddings, batch), batch, prefix.users)
+        return self._sequence(encoded, batch, behind=prefix.layout)
 
     def flops(self, batch: Batch) -> int:
         """FLOP of a forward pass; see `recsys.modules.flops`."""
@@ -108,20 +145,40 @@ class ContextualPreprocessor(nn.Module):
         sides = [self.content.flops(n, rows) for n in (events, batch.candidate_timestamps.shape[0])]
         return contextual + action + sum(sides)
 
-    def _history(self, inputs: dict[str, Tensor], batch: Batch) -> Tensor:
+    def _sequence(
+        self, encoded: Tensor, batch: Batch, behind: SequenceLayout | None = None
+    ) -> JaggedSequence:
+        """Encoded rows, see `views`, as the sequences of the batch."""
+        found, layout = views(batch, self.tokens_per_event), batch.sequences
+        # One gather for each view, since a view names a row once: then its gradient is a gather too.
+        values = torch.cat([gather_rows(encoded, view.index) for view in found])
+        times = torch.cat([view.times for view in found])
+        if self.positional is not None:
+            values = self.positional(values, layout, times[:, 0], request_times=times[:, 2], behind=behind)
+        return JaggedSequence(self.dropout(values), layout, times[:, 0], times[:, 1])
+
+    def _users(self, inputs: dict[str, Tensor]) -> Tensor | None:
+        """[B, C], what weights are made of."""
+        if not self.contextualized:
+            return None
+        return torch.cat([inputs[name] for name in self.user_columns], dim=1)
+
+    def _contextual(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+        return [] if self.contextual is None else [self.contextual(inputs)]
+
+    def _history(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> Tensor:
         """[history tokens, E], event by event."""
-        rows = None
-        if self.contextualized:
-            rows = self._rows(inputs, events_of(batch, self.tokens_per_event))
+        rows = None if users is None else RowContext(users, events_of(batch, self.tokens_per_event))
         content = self.content(pb.HISTORY, inputs, batch.uih_timestamps.shape[0], rows)
         if self.action is None:
             return content
         action = self.action(batch.uih_actions, batch.uih_watch_time, rows)
         return torch.stack([content, action], dim=1).flatten(0, 1) if self.interleaved else content + action
 
-    def _rows(self, inputs: dict[str, Tensor], layout: SequenceLayout) -> RowContext:
-        """The rows of items that `layout` spreads over them."""
-        return RowContext(torch.cat([inputs[name] for name in self.user_columns], dim=1), layout)
+    def _candidates(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> Tensor:
+        """[N, E], content."""
+        rows = None if users is None else RowContext(users, batch.layout.targets_only().layout)
+        return self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0], rows)
 
 
 def _contextual_tokens(

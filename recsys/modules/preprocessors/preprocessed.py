@@ -1,11 +1,13 @@
 """What a preprocessor returns, and how it sees the features of a batch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from recsys.data.batch import Batch
+from recsys.modules.cache import Prefix
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout, offsets_from_lengths
 
@@ -22,6 +24,13 @@ class Preprocessed:
 
     sequence: JaggedSequence
     candidates: Tensor | None = None
+
+
+class EncodedPrefix(NamedTuple):
+    """Contextual and history tokens, and what is to be kept of them for candidates."""
+
+    sequence: JaggedSequence
+    prefix: Prefix
 
 
 def inputs_of(embeddings: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
