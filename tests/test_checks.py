@@ -35,6 +35,11 @@ RANKER_RULES = [
     ("data.validation={}", "data.validation: nothing is chosen; set one of parquet, csv, synthetic"),
     ("data.validation={csv {paths: 'a' delimiter: ';;'}}", "data.validation.csv.delimiter: ';;' is given"),
     ("data.validation={csv {paths: 'a' delimiter: '|'}}", "data.validation.csv.list_delimiter: the same as"),
+    (
+        "data.test={synthetic {min_history_len: 9 max_history_len: 8}}",
+        "data.test.synthetic.min_history_len: 9 is given, above max_history_len, which is 8",
+    ),
+    ("data.test={synthetic {min_candidates: 5}}", "data.test.synthetic.min_candidates: 5 is given, above"),
     ("data.stochastic_length={alpha: 1}", "data.stochastic_length.alpha: 1.0 is given; it must be above 1"),
     ("data.stochastic_length={alpha: 2.5}", "data.stochastic_length.alpha: 2.5 is given"),
     (f"{CHANNELS}=[{{name: 'a'}}]", f"{CHANNELS}: mixer.hstu mixes one sequence; use mixer.mixture"),

@@ -177,4 +177,24 @@ def _csv(pipeline: pb.Pipeline) -> Iterator[Finding]:
             )
 
 
-RULES = (_names, _columns, _labels, _label_bits, _tables, _widths, _vocabularies, _increasing, _csv)
+def _synthetic(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for name in ("train", "validation", "test"):
+        source, path = getattr(pipeline.data, name).synthetic, f"data.{name}.synthetic"
+        for what in ("history_len", "candidates"):
+            least, most = getattr(source, f"min_{what}"), getattr(source, f"max_{what}")
+            if least > most:
+                yield Finding(f"{path}.min_{what}", f"{least} is given, above max_{what}, which is {most}")
+
+
+RULES = (
+    _names,
+    _columns,
+    _labels,
+    _label_bits,
+    _tables,
+    _widths,
+    _vocabularies,
+    _increasing,
+    _csv,
+    _synthetic,
+)

@@ -46,6 +46,8 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "seed": NOT_NEGATIVE,
         "max_history_len": NOT_NEGATIVE,
         "max_candidates": COUNT,
+        "min_history_len": NOT_NEGATIVE,
+        "min_candidates": NOT_NEGATIVE,
     },
     pb.BadRows: {"limit": NOT_NEGATIVE},
     pb.Export: {"parity_rows": COUNT, "parity_tolerance": POSITIVE, "max_batch_size": COUNT},

@@ -46,14 +46,15 @@ class SyntheticSource(Source):
         return self._draw(row_group, self.files[file].rows[row_group]).select(columns)
 
     def _draw(self, row_group: int, num_rows: int) -> pa.Table:
-        random = np.random.default_rng([self._config.seed, row_group])
+        config = self._config
+        random = np.random.default_rng([config.seed, row_group])
         first_row = row_group * _ROWS
         # All different: a key and a time occur once.
         request_time = _START + np.arange(first_row, first_row + num_rows)
         sizes = {
             pb.USER: np.ones(num_rows, np.int64),
-            pb.HISTORY: random.integers(0, self._config.max_history_len + 1, num_rows),
-            pb.CANDIDATE: random.integers(1, max(1, self._config.max_candidates) + 1, num_rows),
+            pb.HISTORY: random.integers(config.min_history_len, config.max_history_len + 1, num_rows),
+            pb.CANDIDATE: random.integers(config.min_candidates, config.max_candidates + 1, num_rows),
         }
         columns = {
             name: pa.array(np.arange(first_row, first_row + num_rows)) for name in key_columns(self._pipeline)

@@ -51,3 +51,12 @@ def test_lengths_are_uniform_and_ids_follow_a_power_law(sample):
     shares = [items.count(item) for item in sample.vocabulary]
     assert set(items) == set(sample.vocabulary[:5]) | (set(items) & {sample.vocabulary[5]})
     assert shares == sorted(shares, reverse=True)
+
+
+def test_lengths_may_have_a_lower_end(sample):
+    settings = {"min_history_len": 12, "min_candidates": 2, "max_candidates": 3}
+    table = open_source(source(num_rows=200, **settings), sample.pipeline).read(
+        0, 0, ["uih_item_id", "candidate_item_id"]
+    )
+    assert {len(x) for x in table["uih_item_id"].to_pylist()} == {12}
+    assert {len(x) for x in table["candidate_item_id"].to_pylist()} == {2, 3}

@@ -1,0 +1,99 @@
+"""A training step never waits for the device: no form of ranker reads a number that lies there.
+
+On a CPU the device is `meta`, whose tensors have sizes and no numbers: whoever reads one gets an error. On
+CUDA torch's own debug mode says so, and sees kernels that `meta` does not run.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.models import Model, build_model
+from tests.modules.pipelines import RANKER, RANKERS, RETRIEVER, batch_of, pipeline_of, random_rows
+
+SIZES = [(5, 3), (0, 2), (6, 1), (2, 0)]
+DROPOUT = "model { ranker { preprocessor { contextual { dropout: 0.1 } } } }"
+GROUPS = """model { ranker { mixer { hstu {
+  dropout: 0.1  stochastic_depth: 0.5  recompute: [NORMED_X, UVQK, GATED]
+  layer_groups { num_layers: 1  mask { window: 2  prefix: 1 } }
+  layer_groups { num_layers: 1  mask { window: 2  target_window: true }  tail_len: 3 }
+} } } }"""
+FORMS = {**{name: (*texts, DROPOUT) for name, texts in RANKERS.items()}, "groups": (RANKER, DROPOUT, GROUPS)}
+ON_CUDA = {**FORMS, "retriever": (RETRIEVER,)}
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """CUDA operations that wait raise."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def batch_on(pipeline: pb.Pipeline, device: str, seed: int = 0) -> Batch:
+    """A batch as the loader hands it over: how many ids each column has is known on the host."""
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES, seed))
+    batch.ids.length_per_key()
+    return batch.to(torch.device(device))
+
+
+def step(model: Model, batch: Batch) -> None:
+    """Forward pass, objective, backward pass."""
+    losses = model.objective(model(batch), batch)
+    (losses.sums / losses.counts.clamp(min=1)).sum().backward()
+
+
+def name_backend(pipeline: pb.Pipeline, backend: str) -> None:
+    """In every stack."""
+    mixer = getattr(pipeline.model, pipeline.model.WhichOneof("model")).mixer
+    for stack in [one.hstu for one in mixer.mixture.stacks] or [mixer.hstu]:
+        stack.backend = backend
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_step_without_numbers(name, training):
+    pipeline = pipeline_of(*FORMS[name])
+    model, batch = build_model(pipeline).to("meta").train(training), batch_on(pipeline, "meta")
+    step(model, batch)
+    assert model.flops(batch) > 0
+
+
+class Reads(torch.nn.Module):
+    """What must not be."""
+
+    def forward(self, values: torch.Tensor, timestamps: torch.Tensor) -> torch.Tensor:
+        return values * float(timestamps.max())
+
+
+def test_a_model_that_reads_a_number_is_found():
+    pipeline = pipeline_of(RANKER)
+    model = build_model(pipeline).to("meta")
+    model.postprocess = Reads()
+    with pytest.raises(RuntimeError, match="meta"):
+        step(model, batch_on(pipeline, "meta"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_a_step_on_cuda_does_not_wait(name, backend):
+    pipeline = pipeline_of(*ON_CUDA[name])
+    name_backend(pipeline, backend)
+    model = build_model(pipeline).to("cuda").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    first, second = (batch_on(pipeline, "cuda", seed) for seed in (0, 1))
+    step(model, first)  # kernels are compiled, and the optimizer makes its state
+    optimizer.step()
+    with no_waiting():
+        optimizer.zero_grad()
+        step(model, second)
+        optimizer.step()
+        with torch.no_grad():
+            model.eval()(second)
