@@ -29,6 +29,7 @@ from recsys.data.row_order import RowOrder, dealt_out
 from recsys.errors import InstallationError, RecsysError
 from recsys.inference import package
 from recsys.models.base import Model, layout_rule
+from recsys.models.kernels import check_kernels
 from recsys.models.retriever import Retriever
 from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
 
@@ -79,10 +80,12 @@ def export(source: Source, folder: Path) -> Exported:
 
     Raises:
         InstallationError: no C++ compiler.
+        ConfigError: the config names a kernel that the device cannot run.
         ParityError: the package's answers differ from the model's by more than `export.parity_tolerance`.
         RecsysError: no rows to compare on.
     """
     require_compiler()
+    check_kernels(source.pipeline, next(source.model.parameters()).device.type)
     if not any(len(batch.uih_lengths) for batch in source.batches):
         raise RecsysError(
             "there are no rows to compare the package on: data.validation and data.train are empty"

@@ -14,6 +14,7 @@ from recsys.data.loader import Loader
 from recsys.data.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import build_model, layout_rule
+from recsys.models.kernels import check_kernels
 from recsys.training import checkpoint, evaluator
 from recsys.training.distributed import Processes, on_main, shard
 from recsys.training.hooks import Hook, Outcome, Run
@@ -44,12 +45,18 @@ def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
     """Trains the model of a resolved config in a run folder, from the last saved state if there is one.
 
     Raises:
+        ConfigError: the config asks for what the device cannot do.
         RecsysError: another process trains in this folder.
     """
-    config.check_device(pipeline, processes.device.type)
+    _check_device(pipeline, processes)
     with ExitStack() as stack:
         on_main(lambda: _take(folder, stack))
         return _train(pipeline, folder, processes)
+
+
+def _check_device(pipeline: pb.Pipeline, processes: Processes) -> None:
+    config.check_device(pipeline, processes.device.type)
+    check_kernels(pipeline, processes.device.type)
 
 
 def _take(folder: Path, stack: ExitStack) -> None:
@@ -126,11 +133,12 @@ def evaluate(
         limit: batches of each rank that are read; None reads all.
 
     Raises:
-        ConfigError: the config names no rows for the split.
+        ConfigError: the config names no rows for the split, or asks for what the device cannot do.
         DataError: vocabularies that the model was not trained with.
     """
     if not pipeline.data.HasField(split):
         raise ConfigError(f"data.{split}: absent, so there is nothing to evaluate on")
+    _check_device(pipeline, processes)
     path = on_main(lambda: checkpoint.find(folder / CHECKPOINTS, which))
     require_same_vocabularies(checkpoint.read_state(path).inputs, fingerprints(pipeline))
     step = TrainStep(build_model(pipeline))

@@ -8,6 +8,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys import cli
+from recsys import export as export_command
 from recsys import train as train_command
 from tests.integration.runs import evaluate, flags, records, train
 
@@ -63,6 +64,17 @@ def test_rows_left_out_are_counted_wherever_one_looks(tmp_path, caplog):
     assert evaluate("--run-dir", str(tmp_path / "run"), "--split", "validation") == 0
     written = json.loads((tmp_path / "run" / "validation_metrics.json").read_text())
     assert (written["left_out"], written["cut_histories"], written["cut_candidates"]) == (len(bad), cut, 0)
+
+
+def test_a_kernel_that_cannot_run_is_a_finding_of_every_command(tmp_path, capsys):
+    triton = "model.ranker.mixer.hstu.backend=triton"
+    assert train(tmp_path / "run", triton) == 2
+    assert train(tmp_path / "run", "train.num_steps=2", "train.schedule.warmup_steps=0") == 0
+    flags_of_run = ["--run-dir", str(tmp_path / "run"), "--set", triton]
+    assert evaluate(*flags_of_run, "--split", "validation") == 2
+    assert cli.main("export", export_command.run, flags_of_run, add_flags=export_command.add_flags) == 2
+    finding = "model.ranker.mixer.hstu.backend: backend 'triton' of hstu_attention cannot run this: it needs"
+    assert capsys.readouterr().err.count(finding) == 3
 
 
 def test_what_is_not_there_is_named(tmp_path, capsys, caplog):
