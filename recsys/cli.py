@@ -88,7 +88,7 @@ def main(
         flags.log_level = _level_of_variable(parser)
     _share_cores()
     with _log_to_stderr(flags.log_level):
-        return _guard(lambda: _prepare_and_run(command, run, flags, needs_config, config_file))
+        return _guard(_recorded(lambda: _prepare_and_run(command, run, flags, needs_config, config_file)))
 
 
 def _share_cores() -> None:
@@ -111,6 +111,18 @@ def add_checkpoint(flags: argparse._ActionsContainer) -> None:
     )
 
 
+def _recorded(action: Callable[[], int | None]) -> Callable[[], int | None]:
+    """An action whose errors torchrun, if it has started this process, names as the cause of the end of all.
+
+    Of a process that only ends with a code it says that there is no traceback.
+    """
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return action
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(action)
+
+
 def _guard(action: Callable[[], int | None]) -> int:
     """The exit code of an action: its own, or that of an error for users, shown without a traceback."""
     try:
@@ -118,6 +130,8 @@ def _guard(action: Callable[[], int | None]) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
+        if not _is_first_process():
+            return error.exit_code
         more = len(error.findings) - MOST_FINDINGS
         print("\n".join(error.findings[:MOST_FINDINGS]), file=sys.stderr)
         if more > 0:
@@ -172,9 +186,9 @@ def _prepare_and_run(
     # Training begins a run folder; the others use one, perhaps another person's. A misspelt name makes none.
     to_file = command == "train" or os.access(call.run_dir, os.W_OK)
     if flags.dry_run or folder is None or not to_file:
-        return _guard(lambda: _run(run, call))
+        return _guard(_recorded(lambda: _run(run, call)))
     with _log_to_file(call.run_dir):
-        return _guard(lambda: _run(run, call))
+        return _guard(_recorded(lambda: _run(run, call)))
 
 
 def _run(run: Callable[[Call], None], call: Call) -> None:

@@ -1,5 +1,7 @@
 """Flags, output, logging and exit codes of the shared command line."""
 
+import contextlib
+import json
 import logging
 import os
 import signal
@@ -250,6 +252,29 @@ def test_levels(folder, monkeypatch, capsys):
         monkeypatch.setenv(cli.LOG_VARIABLE, variable)
         assert cli.main("train", run, ["--config", "x.config", *flags]) == 0
         assert capsys.readouterr().err.count("details") == expected
+
+
+def test_findings_are_shown_by_the_first_process_and_told_to_torchrun(folder, run, monkeypatch, capsys):
+    wrong = ["--config", "x.config", "--set", "data.batch_size=0"]
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    for rank, shown in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.main("train", run, wrong) == 2
+        assert capsys.readouterr().err.count("data.batch_size: 0 is given") == shown
+        told = json.loads((folder / "error.json").read_text(encoding="utf-8"))["message"]["message"]
+        assert "data.batch_size: 0 is given" in told
+        (folder / "error.json").unlink()
+
+
+@pytest.mark.parametrize("error", [errors.DataError("row 3 is broken"), ZeroDivisionError("row 3 is broken")])
+def test_what_ends_a_run_is_told_to_torchrun(folder, monkeypatch, error):
+    def run(call):
+        raise error
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    with contextlib.suppress(ZeroDivisionError):
+        assert cli.main("train", run, ["--config", "x.config"]) == 3
+    assert "row 3 is broken" in (folder / "error.json").read_text(encoding="utf-8")
 
 
 def test_a_wrong_level_in_the_variable_is_a_usage_error(folder, run, calls, monkeypatch, capsys):
