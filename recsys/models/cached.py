@@ -26,8 +26,7 @@ class RankerCache:
     @property
     def batch_size(self) -> int:
         """B."""
-        layout = self.prefix.layout
-        return layout.parts[0].batch_size if layout.parts else layout.batch_size
+        return self.prefix.lengths.shape[1]
 
     @property
     def num_bytes(self) -> int:

@@ -132,29 +132,36 @@ class Prefix:
     """What encoders of candidates and of later events must know of the tokens in front of them.
 
     Attributes:
-        layout: contextual and history tokens, those of all channels joined; no targets.
-        users: [B, C], the concatenated USER features, where encoders make weights of them; else None.
+        lengths: int64 [channels, B], contextual and history tokens of each row; one channel when there are
+            none.
+        num_contextual: contextual tokens among them.
+        users: float32 [B, C], the concatenated USER features, where encoders make weights of them; else None.
     """
 
-    layout: SequenceLayout
+    lengths: Tensor
+    num_contextual: int
     users: Tensor | None
+
+    @classmethod
+    def of(cls, layout: SequenceLayout, users: Tensor | None) -> "Prefix":
+        """That of sequences without targets, those of all channels joined."""
+        lengths = torch.stack([part.lengths for part in layout.parts or (layout,)])
+        return cls(lengths, layout.num_contextual, users)
 
     def select(self, rows: Sequence[int]) -> "Prefix":
         """Some rows in this order, each as often as it is named."""
-        users = self.users
-        if users is not None:
-            index = torch.tensor(rows, dtype=torch.int64).to(users.device, non_blocking=True)
-            users = users.index_select(0, index)
-        return Prefix(self.layout.select(rows).layout, users)
+        index = torch.tensor(rows, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
+        users = None if self.users is None else self.users.index_select(0, index)
+        return Prefix(self.lengths.index_select(1, index), self.num_contextual, users)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Prefix":
         """A copy on a device."""
-        users = self.users if self.users is None else self.users.to(device, non_blocking=non_blocking)
-        return Prefix(self.layout.to(device, non_blocking), users)
+        users = None if self.users is None else self.users.to(device, non_blocking=non_blocking)
+        return Prefix(self.lengths.to(device, non_blocking=non_blocking), self.num_contextual, users)
 
     def append(self, events: SequenceLayout) -> "Prefix":
         """The same rows with more history."""
-        return Prefix(_grown(self.layout, events), self.users)
+        return Prefix(self.lengths + events.lengths.view_as(self.lengths), self.num_contextual, self.users)
 
 
 def _behind(old: SequenceLayout, new: SequenceLayout) -> Selection:

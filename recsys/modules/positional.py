@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
+from recsys.modules.cache import Prefix
 from recsys.ops import SequenceLayout
 
 
@@ -41,7 +42,7 @@ class PositionalEncoder(nn.Module):
         layout: SequenceLayout,
         timestamps: Tensor,
         request_times: Tensor,
-        behind: SequenceLayout | None = None,
+        behind: Prefix | None = None,
     ) -> Tensor:
         """Tokens with position and age.
 
@@ -50,7 +51,7 @@ class PositionalEncoder(nn.Module):
             layout: of the tokens.
             timestamps: int64 [T], seconds.
             request_times: int64 [T], seconds: when the token's request was made.
-            behind: of contextual and history tokens that stand in front of these and are not among them.
+            behind: contextual and history tokens in front of these, when they are not among them.
 
         Returns:
             [T, E].
@@ -78,13 +79,14 @@ class PositionalEncoder(nn.Module):
                 f"those at an earlier request; {instead}"
             )
 
-    def positions(self, layout: SequenceLayout, behind: SequenceLayout | None = None) -> Tensor:
+    def positions(self, layout: SequenceLayout, behind: Prefix | None = None) -> Tensor:
         """int64 [T], rows of the position table."""
         index, history_end, num_contextual = layout.positions(), layout.history_end, layout.num_contextual
         sample = layout.sample_ids()
         if behind is not None:
-            index = index + behind.lengths.index_select(0, sample)
-            history_end, num_contextual = history_end + behind.lengths, behind.num_contextual
+            before = behind.lengths.flatten()
+            index = index + before.index_select(0, sample)
+            history_end, num_contextual = history_end + before, behind.num_contextual
         history_end = history_end.index_select(0, sample)
         position = torch.minimum(index, history_end)
         if not self.from_start:

@@ -233,7 +233,7 @@ def test_a_cache_grows_with_the_history(form):
     whole = batch_of(pipeline, rows)
     before = model.prefill(batch_of(pipeline, old))
     cache = model.extend(batch_of(pipeline, new), before)
-    assert cache.prefix.layout.lengths.tolist() == model.prefill(whole).prefix.layout.lengths.tolist()
+    assert cache.prefix.lengths.tolist() == model.prefill(whole).prefix.lengths.tolist()
     close(model.score_cached(whole, cache), model.score(whole))
     assert cache.num_bytes > before.num_bytes
 

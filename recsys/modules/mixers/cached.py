@@ -41,8 +41,9 @@ def prefill(stacks: Sequence[HstuMixer], sequence: JaggedSequence) -> tuple[Cach
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
         halves = project(layers, parts)
         if number == 0 or rule.tail_len is not None:
-            stages.append(CacheStage(sequence.layout, sequence.timestamps if first.biases else None))
-        # Copies: views would keep all of the projection.
+            # Copies, here and below: views would keep all that was computed together.
+            times = sequence.timestamps.contiguous() if first.biases else None
+            stages.append(CacheStage(sequence.layout, times))
         stages[-1] = stages[-1].with_layer(halves.k.contiguous(), halves.v.contiguous())
         if number + 1 < len(first.rules):
             q, k, v = halves.q, halves.k, halves.v

@@ -25,7 +25,7 @@ from recsys.modules.positional import PositionalEncoder
 from recsys.modules.preprocessors.preprocessed import EncodedPrefix, Preprocessed, events_of, inputs_of
 from recsys.modules.preprocessors.views import views
 from recsys.modules.sequence import JaggedSequence
-from recsys.ops import SequenceLayout, gather_rows
+from recsys.ops import gather_rows
 from recsys.registry import register
 
 
@@ -102,7 +102,7 @@ class ContextualPreprocessor(nn.Module):
         inputs = inputs_of(embeddings, batch)
         users = self._users(inputs)
         encoded = torch.cat([*self._contextual(inputs), self._history(inputs, batch, users)])
-        return EncodedPrefix(self._sequence(encoded, batch), Prefix(batch.sequences, users))
+        return EncodedPrefix(self._sequence(encoded, batch), Prefix.of(batch.sequences, users))
 
     def candidates(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> Preprocessed:
         """The target tokens of `forward`.
@@ -118,7 +118,7 @@ class ContextualPreprocessor(nn.Module):
         if layout.parts:
             values, times = (torch.cat([one] * len(layout.parts)) for one in (values, times))
         if self.positional is not None:
-            values = self.positional(values, layout, times, request_times=times, behind=prefix.layout)
+            values = self.positional(values, layout, times, request_times=times, behind=prefix)
         return Preprocessed(JaggedSequence(self.dropout(values), layout, times, times), candidates)
 
     def events(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> JaggedSequence:
@@ -135,7 +135,7 @@ class ContextualPreprocessor(nn.Module):
         if self.positional is not None:
             self.positional.require_extendable()
         encoded = self._history(inputs_of(embeddings, batch), batch, prefix.users)
-        return self._sequence(encoded, batch, behind=prefix.layout)
+        return self._sequence(encoded, batch, behind=prefix)
 
     def flops(self, batch: Batch) -> int:
         """FLOP of a forward pass; see `recsys.modules.flops`."""
@@ -145,9 +145,7 @@ class ContextualPreprocessor(nn.Module):
         sides = [self.content.flops(n, rows) for n in (events, batch.candidate_timestamps.shape[0])]
         return contextual + action + sum(sides)
 
-    def _sequence(
-        self, encoded: Tensor, batch: Batch, behind: SequenceLayout | None = None
-    ) -> JaggedSequence:
+    def _sequence(self, encoded: Tensor, batch: Batch, behind: Prefix | None = None) -> JaggedSequence:
         """Encoded rows, see `views`, as the sequences of the batch."""
         found, layout = views(batch, self.tokens_per_event), batch.sequences
         # One gather for each view, since a view names a row once: then its gradient is a gather too.
