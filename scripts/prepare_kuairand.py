@@ -17,10 +17,10 @@ included.
   --evaluation-history live they reach up to each request; then GAUC means little, since the history of a
   user's second candidate holds the outcome of the first (the same model: clicks at .54 instead of .62).
 - Counters say what was known of a candidate's video and author before its day: `item_impressions` (to anybody
-  in the log) and, for each binary label, `item_<label>_lift`, the log-odds of its smoothed rate minus those of
-  all videos (0: as others, or unknown; the formula is in prepare_counters.py); `author_...` likewise. Nothing
-  of the same day or later is counted. In validation and test they stand still where the split begins, as
-  histories do (with --evaluation-history live: where the day begins). --no-counters leaves them out.
+  in the log) and, for each binary label, `item_<label>_lift`, the log-odds of its smoothed rate minus those
+  of all videos (0: as others, or unknown; prepare_counters.py has the formula); `author_...` likewise.
+  Nothing of the same day or later is counted. In validation and test they stand still where the split
+  begins, as histories do (with --evaluation-history live: where the day begins). --no-counters: none.
 - Vocabularies hold the ids of at least --min-count training impressions; others, and empty values, share the
   row of unknown ids: a model learns rarer ones by heart. Ids themselves stay as they are.
 - Features of users are one snapshot for the whole month, as published.
@@ -107,7 +107,7 @@ ABOUT = {
 }
 ABOUT_COUNTERS = {
     "columns": [one.name for one in COUNTERS],
-    "counted": "impressions of earlier days; in validation and test those before the split (live: the day) began",
+    "counted": "impressions of earlier days; in validation and test those before the split (live: the day)",
     "lift": "logit((s + m) / (n + m / p)) - logit(p): n impressions, s with the label, p its share among all",
     "m": PRIOR_POSITIVES,
 }

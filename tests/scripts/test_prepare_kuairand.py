@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import math
 import shutil
 from collections import Counter
 from datetime import datetime, timedelta, timezone
@@ -60,15 +61,19 @@ def split_of(line):
     return "test" if day >= "2022-05-07" else "validation" if day >= "2022-05-05" else "train"
 
 
+def distinct_lines():
+    """Lines of the log without copies, the first of each, with their number as `number`."""
+    found = {}
+    for number, line in enumerate(read(LOG)):
+        found.setdefault(tuple(line[name] for name in prepare_kuairand.LOG), line | {"number": number})
+    return list(found.values())
+
+
 def brute_force_requests(*, gap_ms=60_000, max_candidates=10, max_history=5, live=False):
     """Request id -> (split, history, candidates), lines of the log, by the rules at the head of the tool."""
-    seen, users = set(), {}
-    for number, line in enumerate(read(LOG)):
-        line["number"] = number
-        identity = tuple(value for name, value in line.items() if name in prepare_kuairand.LOG)
-        if identity not in seen:
-            seen.add(identity)
-            users.setdefault(int(line["user_id"]), []).append(line)
+    users = {}
+    for line in distinct_lines():
+        users.setdefault(int(line["user_id"]), []).append(line)
     requests = {}
     for lines in users.values():
         lines.sort(key=lambda line: int(line["time_ms"]))
@@ -95,6 +100,33 @@ def brute_force_requests(*, gap_ms=60_000, max_candidates=10, max_history=5, liv
             history = [line for line in history if split_of(line) != split]
         made[number] = (split, history[-max_history:], request)
     return made
+
+
+def logit(share):
+    return math.log(share / (1 - share))
+
+
+def expected_counters(candidates, *, live=False):
+    """Column -> values, by a loop over the log for each candidate: what was known before its day or split."""
+    videos = {line["video_id"]: line for line in read("video_features_basic_pure.csv")}
+    begin = {"validation": "2022-05-05", "test": "2022-05-07"}
+    columns = {}
+    for candidate in candidates:
+        until = beijing_day(candidate) if live else begin.get(split_of(candidate), beijing_day(candidate))
+        earlier = [line for line in distinct_lines() if beijing_day(line) < until]
+        for key, what in (("item", "video_id"), ("author", "author_id")):
+            wanted = videos[candidate["video_id"]][what]
+            same = [line for line in earlier if videos[line["video_id"]][what] == wanted]
+            columns.setdefault(f"candidate_{key}_impressions", []).append(len(same))
+            for label in ("is_click", "long_view", "is_like"):
+                positives = sum(line[label] == "1" for line in earlier)
+                lift = 0.0
+                if 0 < positives < len(earlier):
+                    share = positives / len(earlier)
+                    rate = (sum(line[label] == "1" for line in same) + 5) / (len(same) + 5 / share)
+                    lift = logit(rate) - logit(share)
+                columns.setdefault(f"candidate_{key}_{label}_lift", []).append(lift)
+    return {name: pytest.approx(values, rel=1e-5, abs=1e-6) for name, values in columns.items()}
 
 
 def expected_row(history, candidates):
@@ -139,7 +171,7 @@ def test_every_row_is_what_a_loop_over_the_log_says(prepared):
             found += 1
             wanted_split, history, candidates = expected[row["request_id"]]
             assert wanted_split == split
-            wanted = expected_row(history, candidates)
+            wanted = expected_row(history, candidates) | expected_counters(candidates)
             assert set(row) == set(wanted)
             for name, value in wanted.items():
                 got = str(row[name]) if isinstance(value, str) else row[name]
@@ -158,6 +190,72 @@ def test_live_histories_reach_up_to_each_request(tmp_path):
             assert row["uih_item_id"] == items
             differ += items != [int(line["video_id"]) for line in frozen[row["request_id"]][1]]
     assert differ > 10
+
+
+def counters(row):
+    return {name: row[name] for name in row if name.endswith(("_impressions", "_lift"))}
+
+
+def test_live_counters_reach_up_to_each_day(tmp_path):
+    # On the second day of the split they know its first day.
+    arguments = ("--min-count", "1", "--evaluation-history", "live")
+    assert prepare(ORIGINAL, tmp_path / "made", *arguments) == 0
+    requests = brute_force_requests(live=True)
+    differ = 0
+    for row in pq.read_table(tmp_path / "made" / "test.parquet").to_pylist():
+        candidates = requests[row["request_id"]][2]
+        assert counters(row) == expected_counters(candidates, live=True)
+        differ += counters(row) != expected_counters(candidates)
+    assert differ > 5
+
+
+def test_no_counter_knows_a_label_of_its_own_day_or_of_a_later_one(copy, prepared, tmp_path):
+    days = sorted({beijing_day(line) for line in read(LOG)})
+    middle = days[4]
+    lines = read(LOG)
+    for line in lines:
+        if beijing_day(line) >= middle:
+            line |= {name: str(1 - int(line[name])) for name in ("is_click", "long_view", "is_like")}
+    with open(copy / LOG, "w", newline="") as file:
+        writer = csv.DictWriter(file, lines[0])
+        writer.writeheader()
+        writer.writerows(lines)
+    arguments = ("--max-history", "5", "--min-count", "1")
+    assert prepare(copy, tmp_path / "made", *arguments) == 0
+    before, after = (
+        {row["request_id"]: row for row in pq.read_table(folder / "train.parquet").to_pylist()}
+        for folder in (prepared, tmp_path / "made")
+    )
+    day = {number: beijing_day(request[0]) for number, (_, _, request) in brute_force_requests().items()}
+    compared = changed = 0
+    for number, row in before.items():
+        same = counters(row) == counters(after[number])
+        if day[number] <= middle:
+            assert same
+            compared += 1
+        else:
+            changed += not same
+    assert compared > 20 and changed > 20
+
+
+def test_counters_are_numbers_of_the_schema_and_can_be_left_out(prepared, tmp_path):
+    names = {
+        f"{key}_{rest}"
+        for key in ("item", "author")
+        for rest in ("impressions", "is_click_lift", "long_view_lift", "is_like_lift")
+    }
+    schema = json.loads((prepared / "schema.json").read_text())
+    found = {one["name"]: one for one in schema["features"]}
+    assert names <= set(found) and set(schema["counters"]["columns"]) == names
+    assert all(found[name]["sides"] == ["CANDIDATE"] and found[name]["kind"] == "number" for name in names)
+    arguments = ("--max-history", "5", "--min-count", "1", "--no-counters")
+    assert prepare(ORIGINAL, tmp_path / "made", *arguments) == 0
+    assert "counters" not in json.loads((tmp_path / "made" / "schema.json").read_text())
+    for split in ("train", "validation", "test"):
+        table = pq.read_table(tmp_path / "made" / f"{split}.parquet")
+        full = pq.read_table(prepared / f"{split}.parquet")
+        assert set(full.column_names) - set(table.column_names) == {f"candidate_{name}" for name in names}
+        assert table.equals(full.select(table.column_names))
 
 
 def test_rows_stand_in_the_order_of_time_and_histories_end_before_the_request(prepared):
