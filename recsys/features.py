@@ -55,7 +55,7 @@ def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
     for feature in pipeline.features:
         for one in sorted(set(feature.sides)):
             if side is None or one == side:
-                found.append(_column(feature, one, pipeline.model.embedding_dim))
+                found.append(_column(feature, one))
     return found
 
 
@@ -109,12 +109,11 @@ def table_rows(feature: pb.Feature) -> int:
     return feature.id.vocabulary.size + 1
 
 
-def _column(feature: pb.Feature, side: int, embedding_dim: int) -> Column:
+def _column(feature: pb.Feature, side: int) -> Column:
     name = PREFIX[side] + feature.name
     if feature.HasField("id"):
-        width = feature.id.embedding_dim or embedding_dim
-        return Column(name, side, feature, feature.id.table or feature.name, width, feature.id.multi_valued)
+        id = feature.id
+        return Column(name, side, feature, id.table, id.embedding_dim, id.multi_valued)
     if feature.numeric.HasField("bucketize"):
-        width = feature.numeric.bucketize.embedding_dim or embedding_dim
-        return Column(name, side, feature, feature.name, width, False)
+        return Column(name, side, feature, feature.name, feature.numeric.bucketize.embedding_dim, False)
     return Column(name, side, feature, None, 1, False)

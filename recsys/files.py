@@ -12,16 +12,19 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 MANIFEST = "manifest.json"
 
 
-def sha256(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes."""
+def sha256(file: Path | BinaryIO) -> str:
+    """Hex SHA-256 of the bytes of a file, or of what is left of an open one."""
+    if isinstance(file, Path):
+        with file.open("rb") as opened:
+            return sha256(opened)
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    while block := file.read(1 << 20):
+        digest.update(block)
     return digest.hexdigest()
 
 

@@ -7,7 +7,6 @@ import argparse
 import csv
 import difflib
 import gzip
-import hashlib
 import os
 import shlex
 import shutil
@@ -23,6 +22,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from recsys.errors import ConfigError, DataError, RecsysError
+from recsys.files import sha256
 from recsys.flags import Parser
 
 INTEGER, NUMBER, TEXT = "an integer", "a number", "text"
@@ -126,14 +126,7 @@ def find_files(folder: Path, pattern: str, what: str) -> list[Path]:
 
 def fingerprints(files: list[Path]) -> list[dict[str, str | int]]:
     """Name, bytes and SHA-256 of the files that data was made from."""
-    found = []
-    for path in files:
-        with open(path, "rb") as file:
-            digest = hashlib.sha256()
-            while block := file.read(1 << 20):
-                digest.update(block)
-        found.append({"name": path.name, "bytes": path.stat().st_size, "sha256": digest.hexdigest()})
-    return found
+    return [{"name": p.name, "bytes": p.stat().st_size, "sha256": sha256(p)} for p in files]
 
 
 def check_columns(wanted: list[str], present: list[str], where: str) -> None:

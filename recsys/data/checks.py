@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.checks import loss_kind
+from recsys.data.arrow import is_text, one_array
 from recsys.data.contract import Field, Kind
 from recsys.data.hashing import combine, hash_text
 from recsys.errors import DataError
@@ -162,7 +163,7 @@ def check_values(findings: Findings, cells: Cells) -> None:
         )
     if field.kind is Kind.LABEL:
         check_label(findings, cells)
-    elif field.kind is not Kind.NUMBER and not _is_text(values.type):
+    elif field.kind is not Kind.NUMBER and not is_text(values.type):
         _check_range(findings, cells)
 
 
@@ -280,16 +281,6 @@ def integers(values: pa.Array) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
 
 
-def one_array(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array, dictionaries decoded."""
-    array = (
-        column.chunk(0)
-        if column.num_chunks == 1
-        else pa.concat_arrays(column.chunks or [pa.array([], column.type)])
-    )
-    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
-
-
 def _check_range(findings: Findings, cells: Cells) -> None:
     values = cells.values
     if pa.types.is_floating(values.type):
@@ -327,10 +318,6 @@ def floats(values: pa.Array) -> np.ndarray:
 def _not_finite(values: pa.Array) -> np.ndarray:
     # A null is not a NaN: it was reported, or has a value to take.
     return _true(pc.invert(pc.is_finite(values)))
-
-
-def _is_text(given: pa.DataType) -> bool:
-    return pa.types.is_string(given) or pa.types.is_large_string(given)
 
 
 def _true(mask: pa.Array) -> np.ndarray:

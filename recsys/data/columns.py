@@ -14,8 +14,9 @@ import pyarrow.compute as pc
 from recsys import features
 from recsys import protos as pb
 from recsys.data import checks
+from recsys.data.arrow import one_array
 from recsys.data.block import Block, Flat, offsets_of, pick, places
-from recsys.data.checks import Cells, Findings, Lists, one_array
+from recsys.data.checks import Cells, Findings, Lists
 from recsys.data.contract import Field, Kind, Mode, fields, group_column, key_columns
 from recsys.data.hashing import combine, draw_places, hash_text
 from recsys.data.layout_rule import LayoutRule

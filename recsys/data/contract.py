@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from recsys import features
 from recsys import protos as pb
+from recsys.data.arrow import is_text
 from recsys.data.vocabulary import id_type
 from recsys.errors import DataError
 
@@ -86,29 +87,19 @@ def fields(pipeline: pb.Pipeline, mode: Mode) -> list[Field]:
     if mode != "predict":
         for task in pipeline.model.ranker.tasks:
             kind = Kind.LABEL_BITS if task.label_bits else Kind.LABEL
-            found.append(Field(label_column(task), pb.CANDIDATE, kind, task=task))
+            found.append(Field(task.label, pb.CANDIDATE, kind, task=task))
     return found
-
-
-def label_column(task: pb.Task) -> str:
-    """Column of a task's labels, or of the mask that they are bits of."""
-    return task.label or features.PREFIX[pb.CANDIDATE] + (features.ACTIONS if task.label_bits else task.name)
 
 
 def key_columns(pipeline: pb.Pipeline) -> list[str]:
     """Columns that identify a row and group rows, read as they stand."""
-    return list(
-        dict.fromkeys(
-            [*pipeline.data.key_columns, *([group_column(pipeline)] if group_column(pipeline) else [])]
-        )
-    )
+    group = group_column(pipeline)
+    return list(dict.fromkeys([*pipeline.data.key_columns, *([group] if group else [])]))
 
 
 def group_column(pipeline: pb.Pipeline) -> str | None:
     """Column that groups rows for per-user metrics; None when the config names no key at all."""
-    if pipeline.data.group_column:
-        return pipeline.data.group_column
-    return pipeline.data.key_columns[0] if pipeline.data.key_columns else None
+    return pipeline.data.group_column or None
 
 
 def needed_columns(pipeline: pb.Pipeline, mode: Mode, schema: pa.Schema) -> list[str]:
@@ -209,14 +200,10 @@ def _allowed(field: Field):
         return "number", _is_number
     mapping = field.feature.id
     if mapping.HasField("hash"):
-        return "int64 or string", lambda t: pa.types.is_integer(t) or _is_text(t)
-    if _is_text(id_type(mapping.vocabulary.file)):
-        return f"string, as the ids in {mapping.vocabulary.file} are", _is_text
+        return "int64 or string", lambda t: pa.types.is_integer(t) or is_text(t)
+    if is_text(id_type(mapping.vocabulary.file)):
+        return f"string, as the ids in {mapping.vocabulary.file} are", is_text
     return f"int64, as the ids in {mapping.vocabulary.file} are", pa.types.is_integer
-
-
-def _is_text(given: pa.DataType) -> bool:
-    return pa.types.is_string(given) or pa.types.is_large_string(given)
 
 
 def _is_number(given: pa.DataType) -> bool:

@@ -11,8 +11,9 @@ import torch
 
 from recsys import features
 from recsys import protos as pb
+from recsys.data.arrow import one_array
 from recsys.data.block import Block
-from recsys.data.checks import Lists, one_array
+from recsys.data.checks import Lists
 from recsys.data.vocabulary import Vocabulary
 from recsys.errors import ConfigError
 

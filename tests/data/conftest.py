@@ -5,6 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 from google.protobuf import text_format
 
+from recsys import config
 from recsys import protos as pb
 
 RANKER = """
@@ -87,11 +88,17 @@ class Sample:
         (folder / "vocabulary").mkdir()
         ids = pa.table({"id": ITEM_IDS, "count": list(range(6, 0, -1))})
         pq.write_table(ids, folder / "vocabulary" / "item.parquet")
-        self.pipeline = text_format.Parse(RANKER % {"folder": folder}, pb.Pipeline())
+        parsed = text_format.Parse(RANKER % {"folder": folder}, pb.Pipeline())
+        self.pipeline = config.resolve(parsed, read_files=False).pipeline
 
     row = staticmethod(row)
     schema = SCHEMA
     vocabulary = ITEM_IDS
+
+    def set_keys(self, *names: str) -> None:
+        """Other key columns, of which the first one groups rows."""
+        self.pipeline.data.key_columns[:] = names
+        self.pipeline.data.group_column = names[0] if names else ""
 
     def rows(self, count: int) -> list[dict]:
         """Good rows with lengths that differ, among them empty histories and rows without candidates."""

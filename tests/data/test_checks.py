@@ -274,7 +274,8 @@ def test_every_row_bad(sample, converter):
     rows = good_rows(sample)
     for row in rows:
         row["age"] = None
-    arrays = Packer(sample.pipeline, LayoutRule(), "train").pack(converter().block(sample.table(rows), ORIGIN))
+    packer = Packer(sample.pipeline, LayoutRule(), "train")
+    arrays = packer.pack(converter().block(sample.table(rows), ORIGIN))
     assert arrays.counts["null"] == 8 and not arrays.sample_weight.any()
 
 
@@ -287,7 +288,8 @@ def test_equal_times_and_an_event_at_the_request_are_fine(sample, converter):
 def test_a_filled_number_may_be_null_but_not_nan(sample, converter):
     rows = good_rows(sample)
     rows[BAD]["candidate_duration"][0] = None
-    arrays = Packer(sample.pipeline, LayoutRule(), "train").pack(converter().block(sample.table(rows), ORIGIN))
+    packer = Packer(sample.pipeline, LayoutRule(), "train")
+    arrays = packer.pack(converter().block(sample.table(rows), ORIGIN))
     assert arrays.numbers["candidate_duration"][2 * BAD] == (2 - 2) / 4
     rows[BAD]["candidate_duration"][0] = math.nan
     with pytest.raises(DataError, match=r"candidate_duration\[0\] is nan"):
@@ -303,7 +305,9 @@ def test_the_same_key_at_another_time_is_another_request(sample, converter):
 def test_a_bad_row_of_a_multi_valued_user_feature(sample, converter):
     sample.pipeline.data.bad_rows.policy = pb.BadRows.SKIP
     sample.pipeline.features.add(
-        name="groups", sides=[pb.USER], id=pb.IdFeature(hash=pb.HashBuckets(num_buckets=5), multi_valued=True)
+        name="groups",
+        sides=[pb.USER],
+        id=pb.IdFeature(hash=pb.HashBuckets(num_buckets=5), multi_valued=True, table="groups"),
     )
     groups = [[1, 2], [], None, [3], [4, -4], [0], [], [1, 1, 1]]
     table = sample.table(good_rows(sample)).append_column("groups", pa.array(groups, pa.list_(pa.int64())))

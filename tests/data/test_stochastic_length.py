@@ -5,6 +5,7 @@ import pyarrow as pa
 import pytest
 
 from recsys import protos as pb
+from recsys.config import resolve
 from recsys.data.columns import Converter, Origin
 from recsys.data.hashing import combine
 from recsys.data.layout_rule import LayoutRule
@@ -106,7 +107,7 @@ def pipeline() -> pb.Pipeline:
     found.model.max_seq_len = 64
     task = found.model.ranker.tasks.add(name="is_click")
     task.loss.binary_cross_entropy.SetInParent()
-    return found
+    return resolve(found, read_files=False).pipeline
 
 
 def table(count: int) -> pa.Table:

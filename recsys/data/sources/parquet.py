@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys import protos as pb
+from recsys.data.arrow import first_line, open_parquet
 from recsys.data.lru import Lru
 from recsys.data.sources.base import File, Source, find_files
 from recsys.errors import DataError
@@ -48,7 +49,7 @@ class ParquetSource(Source):
             return opened.read_row_group(row_group, columns=columns, use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise DataError(
-                f"{path}, row group {row_group}: cannot be read ({_first_line(error)}). "
+                f"{path}, row group {row_group}: cannot be read ({first_line(error)}). "
                 "The file is damaged; copy or make it anew."
             ) from error
 
@@ -72,14 +73,9 @@ def _describe(path: str) -> File:
 
 def _open_parquet(path: str) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(_stream(path) if "://" in path else path, page_checksum_verification=True)
+        return open_parquet(path, "It may be cut off; copy or make it anew.")
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file.") from error
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path}: not a complete parquet file ({_first_line(error)}). "
-            "It may be cut off; copy or make it anew."
-        ) from error
 
 
 def _footer_hash(path: str) -> str:
@@ -98,7 +94,3 @@ def _size(path: str) -> int:
 
 def _stream(path: str) -> BinaryIO:
     return fsspec.open(path, "rb").open()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]

@@ -103,7 +103,8 @@ class SyntheticSource(Source):
         uniform = random.random(count)
         rank = (1 - uniform * (1 - most ** (1 - _POWER))) ** (1 / (1 - _POWER))
         rows = np.clip(rank.astype(np.int64), 1, most)
-        return mapping.original(rows) if isinstance(mapping, Vocabulary) else pa.array(rows)
+        # A vocabulary has its most frequent ids first, wherever their rows are.
+        return mapping.ids.take(pa.array(rows - 1)) if isinstance(mapping, Vocabulary) else pa.array(rows)
 
 
 def _lists(values: pa.Array, counts: np.ndarray) -> pa.Array:

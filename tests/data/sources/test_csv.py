@@ -39,7 +39,7 @@ def csv(path, **settings):
 @pytest.mark.parametrize(("delimiter", "between"), [(",", "|"), ("\t", ";")])
 def test_the_same_batches_as_from_parquet(plain, delimiter, between):
     # A feature of a CSV file is text, and so is a key that is one: its groups would have other numbers.
-    plain.pipeline.data.key_columns[:] = ["request_time"]
+    plain.set_keys("request_time")
     plain.write(plain.rows(20))
     path = write_csv(plain.folder / "rows.csv", plain.plain_rows, delimiter, between)
     source = csv(path, delimiter=delimiter, list_delimiter=between)
@@ -84,7 +84,7 @@ def test_empty_fields(plain):
 
 @pytest.mark.parametrize(("keys", "expected"), [([], ""), (["user_id"], None)])
 def test_an_empty_text_is_an_unknown_id_but_no_key(plain, keys, expected):
-    plain.pipeline.data.key_columns[:] = keys
+    plain.set_keys(*keys)
     plain.plain_rows[1]["user_id"] = None
     found = open_source(csv(write_csv(plain.folder / "rows.csv", plain.plain_rows[:2])), plain.pipeline)
     assert found.read(0, 0, ["user_id"])["user_id"].to_pylist() == ["0", expected]
