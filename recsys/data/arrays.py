@@ -215,10 +215,8 @@ def _labels(task: pb.Task, values: np.ndarray) -> np.ndarray:
 
 
 def _count(block: Block) -> Counter[str]:
-    codes, times = np.unique(block.codes, return_counts=True)
-    counts = Counter(
-        {REASONS[code - 1]: n for code, n in zip(codes.tolist(), times.tolist(), strict=True) if code}
-    )
+    by_code = np.bincount(block.codes, minlength=len(REASONS) + 1)[1:].tolist()
+    counts = Counter(dict(zip(REASONS, by_code, strict=True)))
     counts[TRUNCATED_HISTORY] = int(block.cut[pb.HISTORY].sum())
     counts[TRUNCATED_CANDIDATES] = int(block.cut[pb.CANDIDATE].sum())
     return +counts

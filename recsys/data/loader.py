@@ -6,11 +6,7 @@ decided in `plan` and depends on neither ranks nor readers; a loader only decide
 
 from collections.abc import Iterator
 
-import torch
-from torch.utils.data import DataLoader
-
 from recsys import protos as pb
-from recsys.data import reader_processes
 from recsys.data.arrays import Arrays
 from recsys.data.batch import Batch, LayoutRule, Position
 from recsys.data.collate import Collator
@@ -18,10 +14,10 @@ from recsys.data.contract import Mode
 from recsys.data.counts import Account
 from recsys.data.plan import Order
 from recsys.data.reader import Reader
-from recsys.data.slots import SlotReader
+from recsys.data.reader_pool import ReaderPool
 from recsys.data.sources import Source, open_source
 from recsys.data.unknown import UnknownIds
-from recsys.errors import DataError, RecsysError
+from recsys.errors import DataError
 
 
 class Loader:
@@ -63,16 +59,8 @@ class Loader:
             raise ValueError(f"rank is {rank}, world_size {world_size}; ranks are 0 to world_size - 1")
         data = pipeline.data
         mode = mode or ("train" if split == "train" else "evaluate")
-        if isinstance(split, str) and not data.HasField(split):
-            raise DataError(
-                f"data.{split} is not set. Give it a source, e.g. {split} {{ parquet {{ paths: 'FILE' }} }}."
-            )
-        self.source: Source = open_source(getattr(data, split) if isinstance(split, str) else split, pipeline)
-        if mode != "predict" and self.source.num_rows == 0:
-            raise DataError(
-                f"{', '.join(file.path for file in self.source.files) or split}: there are no rows."
-            )
-        self.batch_size = data.batch_size if mode == "train" else data.eval_batch_size or data.batch_size
+        self.source = _open(pipeline, split, may_be_empty=mode == "predict")
+        self.batch_size = data.batch_size if mode == "train" else data.eval_batch_size
         name = split if isinstance(split, str) else "predicted"
         rank_name = f", rank {rank}" if world_size > 1 else ""
         self.account = Account(name, rank_name, by_epoch=mode == "train")
@@ -146,35 +134,20 @@ class Loader:
             self._reader.begin(epoch)
             yield from (self._reader.read(*place) for place in places)
             return
-        results = iter(
-            DataLoader(
-                self._reader,
-                sampler=places,
-                batch_size=None,
-                num_workers=num_workers,
-                collate_fn=reader_processes.unchanged,
-                worker_init_fn=reader_processes.ignore_interrupt,
-                prefetch_factor=self._prefetch,
-                multiprocessing_context=reader_processes.context(),
-                # Its own generator: the DataLoader draws a seed, and must not move the one that dropout draws
-                # from.
-                generator=torch.Generator(),
-            )
-        )
-        slots = SlotReader()
+        pool = ReaderPool(self._reader, places, num_workers, ahead=self._prefetch)
         try:
-            for result in results:
-                if isinstance(result, RecsysError):
-                    raise result
-                yield result.arrays(slots)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise RecsysError(
-                f"a reader process died ({str(error).splitlines()[0]}). Out of memory is the usual cause: "
-                "lower data.num_workers, data.prefetch_batches or data.shuffle_row_groups."
-            ) from None
+            yield from pool
         finally:
-            # Ends the processes now, also when the caller stops in the middle.
-            del results
-            slots.close()
+            # Also when the caller stops in the middle.
+            pool.close()
+
+
+def _open(pipeline: pb.Pipeline, split: str | pb.Source, *, may_be_empty: bool) -> Source:
+    if isinstance(split, str) and not pipeline.data.HasField(split):
+        raise DataError(
+            f"data.{split} is not set. Give it a source, e.g. {split} {{ parquet {{ paths: 'FILE' }} }}."
+        )
+    source = open_source(getattr(pipeline.data, split) if isinstance(split, str) else split, pipeline)
+    if source.num_rows == 0 and not may_be_empty:
+        raise DataError(f"{', '.join(file.path for file in source.files) or split}: there are no rows.")
+    return source

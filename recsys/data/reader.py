@@ -1,6 +1,6 @@
 """What runs in a reader process: plan -> row groups -> blocks -> arrays of a batch.
 
-A map-style dataset for torch's DataLoader. A known error is handed back as a value, so that the user sees it
+A known error is handed back as a value, so that the user sees it
 and not the traceback of a process that they did not know of.
 """
 

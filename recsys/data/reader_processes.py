@@ -1,18 +1,15 @@
 """Where reader processes come from: forks of a server that has done their imports.
 
-A reader wants torch, pyarrow and `data.reader`, but neither TorchRec nor models. Nothing here imports any of
-it, so that a command can start the server first and do its own imports beside it.
+A reader wants pyarrow and `data.reader`, but neither torch nor models. Nothing here imports any of it, so
+that a command can start the server first and do its own imports beside it.
 """
 
 import multiprocessing
 import signal
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
-from typing import TypeVar
 
-Value = TypeVar("Value")
-
-_IMPORTS = ["torch.utils.data", "recsys.data.reader"]
+_IMPORTS = ["recsys.data.reader_pool"]
 
 
 def context() -> BaseContext:
@@ -37,13 +34,3 @@ def start_server() -> None:
             forkserver.ensure_running()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def ignore_interrupt(_worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; whoever reads batches decides when the reading ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def unchanged(value: Value) -> Value:
-    """What a reader hands over, for a loader that would otherwise convert it."""
-    return value

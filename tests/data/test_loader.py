@@ -268,7 +268,7 @@ def test_a_file_that_changed_under_way(sample):
 
 
 def readers() -> list[int]:
-    """Processes that run DataLoader workers for this one: forked from its server."""
+    """Reader processes of this one: forked from its server."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit():
