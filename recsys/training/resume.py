@@ -14,6 +14,7 @@ from google.protobuf.message import Message
 from recsys import protos as pb
 from recsys.data.sources.base import FileMark
 from recsys.errors import ConfigError, DataError
+from recsys.training.schedules import factor
 from recsys.training.state import Inputs, SavedState
 
 MAY_CHANGE = (
@@ -34,8 +35,9 @@ MAY_CHANGE = (
     "export",
     "predict",
 )
-"""Fields that a resumed run may set to something else: nothing that was learned or read so far depends on
-them. Files may move: what is in them is compared, `require_same_inputs`.
+"""Fields that a resumed run may set to something else. Nothing that was read so far depends on them, and of
+what was learned only the learning rate of a schedule that ends with the run, see `changed_schedule`. Files
+may move: what is in them is compared, `require_same_inputs`.
 """
 
 
@@ -118,6 +120,23 @@ def differences(saved: SavedState, versions: dict[str, str], world_size: int) ->
             "digits from those of a run that was never stopped"
         )
     return found
+
+
+def changed_schedule(schedule: pb.Schedule, step: int, before: int, now: int) -> str | None:
+    """A sentence when the learning rate would jump, since the run has another length than when it was saved.
+
+    Args:
+        schedule: resolved.
+        step: steps done.
+        before, now: steps of the whole run.
+    """
+    was, becomes = factor(step, schedule, before), factor(step, schedule, now)
+    if was == becomes:
+        return None
+    return (
+        f"train.schedule: the run had {before} steps when it was saved and has {now} now, so the next step's "
+        f"learning rate is {becomes:.3g} of its peak instead of {was:.3g}. A run that may grow wants constant"
+    )
 
 
 def _leaves(message: Message, prefix: str = "") -> dict[str, Any]:

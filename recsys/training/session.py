@@ -27,7 +27,12 @@ from recsys.training import checkpoint
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.distributed import Processes, gather, on_main, shard
 from recsys.training.optimizers import ScheduledOptimizer
-from recsys.training.resume import differences, require_same_config, require_same_inputs
+from recsys.training.resume import (
+    changed_schedule,
+    differences,
+    require_same_config,
+    require_same_inputs,
+)
 from recsys.training.state import (
     Inputs,
     Progress,
@@ -159,8 +164,9 @@ def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> S
     checkpoints = Checkpoints(folder / CHECKPOINTS, pipeline.train.checkpoint.keep)
     saved = checkpoints.newest()
     state = checkpoint.read_state(saved) if saved else None
+    earlier = text_format.Parse(state.config, pb.Pipeline()) if state else pipeline
     if state:
-        require_same_config(text_format.Parse(state.config, pb.Pipeline()), pipeline, str(folder))
+        require_same_config(earlier, pipeline, str(folder))
     elif on_main(checkpoints.steps):
         raise RecsysError(f"every state in {checkpoints.folder} is damaged; train with another --run-dir")
     session = _build(pipeline, folder, processes, checkpoints, state.progress if state else Progress())
@@ -170,8 +176,17 @@ def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> S
         log.info("going on from %s", saved)
         for line in differences(state, environment.versions(), processes.world_size):
             log.warning("%s", line)
+        _warn_of_schedule(session, earlier.train)
     on_main(lambda: files.write_text(folder / config.FILE_NAME, config.to_text(pipeline)))
     return session
+
+
+def _warn_of_schedule(session: Session, earlier: pb.Train) -> None:
+    before = _total_steps(earlier, session.train, session.progress)
+    now, done = session.total_steps, session.progress.step
+    line = changed_schedule(session.pipeline.train.schedule, done, before, now)
+    if line and session.processes.is_main:
+        log.warning("%s", line)
 
 
 def _build(

@@ -122,6 +122,17 @@ def test_a_finished_run_says_so(uninterrupted, caplog):
     assert (uninterrupted / NAME).read_text() == lines
 
 
+def test_a_longer_run_warns_of_the_learning_rate_that_jumps(tmp_path, caplog):
+    short = ("train.schedule={linear {}}", "train.evaluation.every_steps=9")
+    assert train(tmp_path, "train.num_steps=2", *short) == 0
+    assert train(tmp_path, "train.num_steps=3", *short, "train.log_every_steps=2") == 0
+    warned = [message for message in caplog.messages if message.startswith("train.schedule")]
+    assert warned == [
+        "train.schedule: the run had 2 steps when it was saved and has 3 now, so the next step's learning "
+        "rate is 0.333 of its peak instead of 0. A run that may grow wants constant"
+    ]
+
+
 def test_another_config_is_not_continued(uninterrupted, capsys):
     assert train(uninterrupted, "model.embedding_dim=32", "data.batch_size=8") == 2
     shown = capsys.readouterr().err

@@ -8,7 +8,13 @@ from google.protobuf import text_format
 from recsys import protos as pb
 from recsys.data.sources.base import FileMark
 from recsys.errors import ConfigError, DataError
-from recsys.training.resume import MAY_CHANGE, differences, require_same_config, require_same_inputs
+from recsys.training.resume import (
+    MAY_CHANGE,
+    changed_schedule,
+    differences,
+    require_same_config,
+    require_same_inputs,
+)
 from recsys.training.state import Inputs, Progress, SavedState
 
 TEXT = """
@@ -68,6 +74,17 @@ def test_another_mixer_is_a_difference():
     found = faults(TEXT, TEXT.replace("hstu { num_layers: 2 }", "sasrec { num_layers: 2 }"))
     assert any(line.startswith("model.ranker.mixer.hstu") and line.endswith("absent now") for line in found)
     assert any(line.startswith("model.ranker.mixer.sasrec") for line in found)
+
+
+def test_a_longer_run_whose_learning_rate_jumps_is_told_so():
+    cosine, constant = pb.Schedule(cosine={}), pb.Schedule(constant={})
+    line = changed_schedule(cosine, 20, 20, 40)
+    # 20 of 20 steps: cos(pi) makes 0. 20 of 40: cos(pi / 2) makes one half.
+    assert line.startswith("train.schedule: the run had 20 steps when it was saved and has 40 now, ")
+    assert "learning rate is 0.5 of its peak instead of 0." in line
+    assert changed_schedule(cosine, 20, 40, 40) is None
+    assert changed_schedule(constant, 20, 20, 40) is None
+    assert changed_schedule(pb.Schedule(warmup_steps=30, cosine={}), 20, 35, 40) is None
 
 
 def test_lengths_logging_and_evaluation_may_change():
