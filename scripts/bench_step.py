@@ -1,0 +1,298 @@
+#!/usr/bin/env python3
+"""Time, memory and useful TFLOP/s of a training step on long histories, by kind of attention.
+
+    python scripts/bench_step.py [--history 8192] [--batch 8] [--variant NAME ...] [--record FILE]
+    python scripts/bench_step.py --config configs/ml_1m_ranking.config --history 2048 [--set PATH=VALUE ...]
+
+The model is that of a ranking config (default: bench_step.config beside this file), its stack in these
+variants, all with the same number of layers of the same width:
+
+    full                          every layer sees everything
+    semi-local                    every layer has --window and --prefix
+    truncation                    behind --split-layer layers only the newest --tail events go on
+    semi-local truncation         both
+    channels                      two stacks, each on half of the events
+    channels semi-local truncation
+
+Every history has --history made-up events, every row --candidates candidates; id features become hashes, so
+no data is needed. A variant's loss and gradients are compared before it is timed, on rows of at most 512
+events: its backend in the model's precision may be twice as far from the reference backend in float32 as the
+reference in that precision is. Then variants take turns, step by step (forward, loss, backward, AdamW), and
+ratios are medians over pairs. Useful FLOP: three times those of a forward pass over real tokens and visible
+pairs. Memory: the most that a step holds with weights and optimizer state. `--record` writes a list with a
+line a variant.
+
+On CUDA when it is there. Exit code 1 when a variant is wrong or does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from recsys import config, environment
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.data.loader import Loader
+from recsys.errors import RecsysError
+from recsys.flags import Parser
+from recsys.models import Model, build_model, layout_rule
+from scripts.bench_cpu import mean_loss
+from scripts.bench_ops import current_commit
+from scripts.prepare_common import positive
+from scripts.step_variants import BATCHES, VARIANTS, Shape, variant_of
+
+FACTOR = 2.0
+"""How many times the reference's error in the model's precision a backend may have."""
+
+CHECKED_EVENTS = 512
+"""Longest history of the rows that are compared."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One variant; None for what is not known. `speedup` is the time of "full" over this one's."""
+
+    variant: str
+    backend: str
+    device: str
+    precision: str
+    history: int
+    batch: int
+    tokens: int
+    num_layers: int
+    embedding_dim: int
+    ms: float | None
+    speedup: float | None
+    useful_gflop: float
+    tflops: float | None
+    peak_mb: float | None
+    ok: bool
+    commit: str
+
+
+def batches_of(pipeline: pb.Pipeline, device: torch.device) -> list[Batch]:
+    """The batches that a training run would get."""
+    loader = Loader(pipeline, "train", layout_rule(pipeline))
+    return [batch.to(device) for batch in islice(loader.epoch(0), BATCHES)]
+
+
+def error_of(base: pb.Pipeline, name: str, shape: Shape, device: torch.device) -> float:
+    """The largest error of loss and gradients relative to what is allowed; above 1 is wrong."""
+    short = replace(shape, history=min(shape.history, CHECKED_EVENTS), batch=2)
+    pipeline = variant_of(base, name, short)
+    batch = batches_of(pipeline, device)[0]
+    found = []
+    for backend, precision in (
+        (shape.backend, pipeline.model.precision),
+        ("reference", pipeline.model.precision),
+        ("reference", pb.FP32),
+    ):
+        one = variant_of(base, name, replace(short, backend=backend))
+        one.model.precision = precision
+        torch.manual_seed(0)
+        found.append(loss_and_gradients(build_model(one).to(device).eval(), batch))
+    everything = float(torch.cat([part.flatten() for part in found[2]]).norm())
+    worst = 0.0
+    for got, other, right in zip(*found, strict=True):
+        norm = float(right.norm())
+        allowed = FACTOR * float((other - right).norm()) + 1e-3 * norm + 1e-6 * everything
+        error = float((got - right).norm()) / max(allowed, 1e-30)
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def loss_and_gradients(model: Model, batch: Batch) -> list[Tensor]:
+    """Without dropout, in float32."""
+    loss = mean_loss(model.objective(model(batch), batch))
+    gradients = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+    return [loss.detach().float()[None], *(gradient.float() for gradient in gradients)]
+
+
+class Runner:
+    """A variant's model, optimizer and batches on the device.
+
+    Attributes:
+        flop: useful FLOP of a step, the mean over batches. tokens: likewise.
+        peak_bytes: the most that a step holds; None on a CPU.
+        times: ms of the steps that count.
+    """
+
+    def __init__(self, pipeline: pb.Pipeline, device: torch.device):
+        self.device = device
+        held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        self.batches = batches_of(pipeline, device)
+        torch.manual_seed(0)
+        self.model = build_model(pipeline).to(device).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.flop = statistics.mean(3 * self.model.flops(batch) for batch in self.batches)
+        self.tokens = round(statistics.mean(batch.sequences.total_len for batch in self.batches))
+        self.times: list[float] = []
+        self.peak_bytes = None
+        self.step(0)  # kernels are compiled; the optimizer makes its state
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.step(1)
+            self.peak_bytes = torch.cuda.max_memory_allocated(device) - held
+
+    def step(self, number: int) -> float:
+        """Milliseconds of a training step."""
+        batch = self.batches[number % len(self.batches)]
+        self._wait()
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        mean_loss(self.model.objective(self.model(batch), batch)).backward()
+        self.optimizer.step()
+        self._wait()
+        return 1e3 * (time.perf_counter() - start)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def build(base: pb.Pipeline, name: str, shape: Shape, device: torch.device) -> Runner | None:
+    """A variant that is ready to be timed; None, with a line on stderr, where it is wrong or too large."""
+    try:
+        error = error_of(base, name, shape, device)
+        if not error <= 1:
+            print(f"{name}: {error:.2f} times the allowed error", file=sys.stderr)
+            return None
+        return Runner(variant_of(base, name, shape), device)
+    except torch.OutOfMemoryError as full:
+        print(f"{name}: {str(full).splitlines()[0]}", file=sys.stderr)
+    return None
+
+
+def bench(
+    base: pb.Pipeline, names: Sequence[str], shape: Shape, device: torch.device, repeats: int
+) -> dict[str, Runner | None]:
+    """Times the variants in turn."""
+    runners = {name: build(base, name, shape, device) for name in names}
+    ready = [runner for runner in runners.values() if runner is not None]
+    for number in range(repeats):
+        for runner in ready:
+            runner.times.append(runner.step(number))
+    return runners
+
+
+def record_of(
+    name: str, runner: Runner | None, full: Runner | None, pipeline: pb.Pipeline, shape: Shape, commit: str
+) -> Record:
+    """What was found out about a variant."""
+    stacks = [one.hstu for one in pipeline.model.ranker.mixer.mixture.stacks]
+    stack = (stacks or [pipeline.model.ranker.mixer.hstu])[0]
+    ms = statistics.median(runner.times) if runner else None
+    speedup = None
+    if runner and full:
+        speedup = statistics.median(slow / own for slow, own in zip(full.times, runner.times, strict=True))
+    return Record(
+        variant=name,
+        backend=shape.backend,
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        precision=pb.Precision.Name(pipeline.model.precision).lower(),
+        history=shape.history,
+        batch=shape.batch,
+        tokens=runner.tokens if runner else 0,
+        num_layers=sum(group.num_layers for group in stack.layer_groups),
+        embedding_dim=pipeline.model.embedding_dim,
+        ms=ms,
+        speedup=speedup,
+        useful_gflop=runner.flop / 1e9 if runner else 0.0,
+        tflops=runner.flop / ms / 1e9 if runner and ms else None,
+        peak_mb=runner.peak_bytes / 2**20 if runner and runner.peak_bytes is not None else None,
+        ok=runner is not None,
+        commit=commit,
+    )
+
+
+def table(records: Sequence[Record]) -> str:
+    """One line a variant."""
+    columns = (("ms", 1), ("speedup", 2), ("useful_gflop", 1), ("tflops", 2), ("peak_mb", 0))
+    width = max(len(record.variant) for record in records)
+    lines = [f"{'':<{width}}" + "".join(f"{name:>14}" for name, _ in columns)]
+    for record in records:
+        values = [(getattr(record, name), digits) for name, digits in columns]
+        numbers = "".join(
+            f"{'-' if value is None else format(value, f',.{digits}f'):>14}" for value, digits in values
+        )
+        lines.append(f"{record.variant:<{width}}{numbers}{'' if record.ok else '  FAILED'}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Benches the variants; see the head of this file."""
+    options = _options(arguments)
+    environment.import_torchrec_quietly()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend = options.backend or ("triton" if device.type == "cuda" else "reference")
+    names = list(dict.fromkeys(options.variant or VARIANTS))
+    shape = Shape(
+        options.history,
+        options.batch,
+        options.candidates,
+        options.window,
+        options.prefix,
+        options.tail,
+        options.split_layer,
+        backend,
+    )
+    try:
+        base = config.load(options.config, options.overrides)
+        pipelines = {name: variant_of(base, name, shape) for name in names}
+    except RecsysError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    runners = bench(base, names, shape, device, options.repeats)
+    commit = options.commit or current_commit()
+    full = runners.get("full")
+    records = [record_of(name, runners[name], full, pipelines[name], shape, commit) for name in names]
+    print(
+        f"{device.type}, {backend}, {records[0].precision}, {records[0].num_layers} layers of width "
+        f"{records[0].embedding_dim}, {shape.batch} rows of {shape.history:,} events and "
+        f"{shape.candidates} candidates, window {shape.window}, prefix {shape.prefix}, tail {shape.tail}"
+    )
+    print(table(records))
+    if options.record is not None:
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        options.record.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+    return 0 if all(record.ok for record in records) else 1
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--config", type=Path, default=Path(__file__).with_suffix(".config"))
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE")
+    for name, value, what in (
+        ("history", 8192, "events of each row"),
+        ("batch", 8, "rows of a batch"),
+        ("candidates", 32, "candidates of each row"),
+        ("window", 256, "events that a history token looks back"),
+        ("prefix", 64, "first events that stay visible"),
+        ("tail", 1024, "newest events behind a truncation"),
+        ("repeats", 10, "steps of each variant that count"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
+    parser.add_argument("--split-layer", type=positive, help="layers in front of a truncation; default: half")
+    parser.add_argument("--backend", help="of attention; default: triton on CUDA, else reference")
+    parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="default: all; repeatable")
+    parser.add_argument("--record", type=Path, help="file for the list of results")
+    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
