@@ -3,21 +3,13 @@
 All in this process; the program is captured and not compiled, which `test_export_predict` does.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
-from torch.fx.experimental import _config as symbolic
 
 from recsys import config
-from recsys.data.loader import Loader
 from recsys.inference.predictor import Predictor
-from recsys.models import build_model, layout_rule
-from recsys.models.scoring import ScoringGraph, flatten, scoring_signature
-from recsys.training import checkpoint
-from recsys.training.session import CHECKPOINTS
+from tests.integration import parity
 from tests.integration.runs import CONFIG, records, train
 
 CONTEXTUAL = "model.ranker.preprocessor.contextual"
@@ -41,16 +33,6 @@ CHANNELS = (
 FORMS = {"interleaved with every encoder": (INTERLEAVED, 47), "two channels": (CHANNELS, None)}
 
 
-def captured(graph, pipeline, batch):
-    """The program that a package is compiled from."""
-    specs = scoring_signature(pipeline)
-    dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims}
-    shapes = tuple({axis: dims[name] for axis, name in enumerate(spec.dims)} for spec in specs)
-    with symbolic.patch(backed_size_oblivious=True), torch.no_grad():
-        program = torch.export.export(graph, flatten(batch), dynamic_shapes=(shapes,), strict=False)
-    return program.module()
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_trains_and_predicts_what_evaluation_says(tmp_path, form):
     given, longest = FORMS[form]
@@ -69,27 +51,7 @@ def test_trains_and_predicts_what_evaluation_says(tmp_path, form):
     pipeline = config.resolve(config.read(CONFIG, changes).pipeline).pipeline
     assert longest in (None, pipeline.model.max_seq_len)
 
-    model = build_model(pipeline).eval()
-    checkpoint.load_weights(checkpoint.find(tmp_path / "run" / CHECKPOINTS, "newest"), model)
-    batches = list(Loader(pipeline, "test", layout_rule(pipeline), mode="evaluate").epoch(0))
-    program = captured(ScoringGraph(model), pipeline, batches[0])
-    expected = {}
-    with torch.no_grad():
-        for batch in batches:
-            scores = model.score(batch)
-            torch.testing.assert_close(program(*flatten(batch)), scores, rtol=1e-4, atol=1e-5)
-            parts = scores.split(batch.num_candidates.tolist())
-            expected |= dict(zip(batch.rows.row.tolist(), parts, strict=True))
-
-    package = SimpleNamespace(
-        pipeline=pipeline,
-        items=None,
-        description=SimpleNamespace(outputs=[task.name for task in pipeline.model.ranker.tasks]),
-        run=lambda batch: program(*flatten(batch)).detach(),
-    )
-    found = Predictor(package).table(rows)
-    assert len(expected) == len(found)
-    for row, answer in enumerate(found.to_pylist()):
-        # Evaluation keeps 5 candidates of a row.
-        predicted = torch.tensor([answer["is_click"][:5], answer["watch_time"][:5]]).T
-        torch.testing.assert_close(predicted, expected[row], rtol=1e-4, atol=1e-5)
+    model = parity.trained_model(tmp_path / "run", pipeline)
+    batches = parity.evaluated_batches(pipeline)
+    package = parity.captured_package(model, batches)
+    parity.assert_predicted(model, batches, rows, Predictor(package).table(rows))

@@ -10,15 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.fx.experimental import _config as symbolic
 
 from recsys import config
 from recsys import export as export_command
 from recsys import predict as predict_command
 from recsys.data.loader import Loader
 from recsys.models import build_model, layout_rule
-from recsys.models.scoring import ScoringGraph, flatten, scoring_signature
+from recsys.models.scoring import flatten
 from recsys.training import checkpoint
+from tests.integration import parity
 from tests.integration.runs import CONFIG, evaluate, train
 
 ROWS = 300
@@ -91,17 +91,12 @@ def check(found: dict[str, np.ndarray], metrics: dict[str, float]) -> None:
 
 def test_the_captured_graph_predicts_with_the_evaluated_quality(trained):
     pipeline = config.prepare(CONFIG, trained.overrides).pipeline
-    model = build_model(pipeline)
+    model = build_model(pipeline).eval()
     checkpoint.load_weights(checkpoint.find(trained.run / "checkpoints", "best"), model)
     loader = Loader(pipeline, "validation", layout_rule(pipeline), mode="predict")
-    batches = [flatten(batch) for batch in loader.epoch()]
-    specs = scoring_signature(pipeline)
-    dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims}
-    shapes = tuple({axis: dims[name] for axis, name in enumerate(spec.dims)} for spec in specs)
-    graph = ScoringGraph(model).eval()
-    with symbolic.patch(backed_size_oblivious=True), torch.no_grad():
-        captured = torch.export.export(graph, batches[0], dynamic_shapes=(shapes,), strict=False).module()
-        scores = torch.cat([captured(*batch) for batch in batches]).numpy()
+    batches = list(loader.epoch())
+    program = parity.captured(model, batches[0])
+    scores = torch.cat([program(*flatten(batch)) for batch in batches]).detach().numpy()
     check(dict(zip(("clicked", "liked", "watch_time"), scores.T, strict=True)), trained.metrics)
 
 

@@ -1,0 +1,126 @@
+"""Predictions of a trained run beside what evaluation says about the same rows, with nothing compiled.
+
+The program of a package is captured as the exporter does and runs in this process: all of a package but
+AOTInductor, in seconds.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config as symbolic
+
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.data.loader import Loader
+from recsys.data.vocabulary import mappings
+from recsys.inference import exporter
+from recsys.models import Model, build_model, layout_rule
+from recsys.models.scoring import ScoringGraph, flatten, scoring_signature
+from recsys.training import checkpoint
+from recsys.training.session import CHECKPOINTS
+
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def trained_model(run: Path, pipeline: pb.Pipeline) -> Model:
+    """The newest weights of a run, to evaluate."""
+    model = build_model(pipeline).eval()
+    checkpoint.load_weights(checkpoint.find(run / CHECKPOINTS, "newest"), model)
+    return model
+
+
+def evaluated_batches(pipeline: pb.Pipeline) -> list[Batch]:
+    """The rows of `data.test` as evaluation reads them."""
+    return list(Loader(pipeline, "test", layout_rule(pipeline), mode="evaluate").epoch(0))
+
+
+def captured(model: Model, batch: Batch) -> Callable[..., Tensor]:
+    """The program that a package is compiled from."""
+    specs = scoring_signature(model.pipeline)
+    dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims}
+    shapes = tuple({axis: dims[name] for axis, name in enumerate(spec.dims)} for spec in specs)
+    graph = ScoringGraph(model).eval()
+    with symbolic.patch(backed_size_oblivious=True), torch.no_grad():
+        return torch.export.export(graph, flatten(batch), dynamic_shapes=(shapes,), strict=False).module()
+
+
+def captured_package(model: Model, batches: list[Batch]) -> SimpleNamespace:
+    """What a `Predictor` asks of a package; its program was captured from the first batch, and agrees with
+    the model on all of them."""
+    pipeline = model.pipeline
+    program = captured(model, batches[0])
+    with torch.no_grad():
+        for batch in batches:
+            torch.testing.assert_close(program(*flatten(batch)), model.score(batch), **CLOSE)
+    ranker = pipeline.model.HasField("ranker")
+    return SimpleNamespace(
+        pipeline=pipeline,
+        items=None if ranker else exporter.catalogue(model, batches[0], pipeline),
+        description=SimpleNamespace(outputs=[task.name for task in pipeline.model.ranker.tasks]),
+        run=lambda batch: program(*flatten(batch)).detach(),
+    )
+
+
+def assert_predicted(model: Model, batches: list[Batch], rows: pa.Table, answers: pa.Table) -> None:
+    """Answers to the rows of the test split are what the model says of its batches."""
+    ranker = model.pipeline.model.HasField("ranker")
+    with torch.no_grad():
+        found = {
+            row: output
+            for batch in batches
+            for row, output in zip(batch.rows.row.tolist(), per_row(model, batch), strict=True)
+        }
+    assert len(rows) == len(answers) == len(found) > 0
+    items = None if ranker else Items(model, batches[0])
+    for row, (given, answer) in enumerate(zip(rows.to_pylist(), answers.to_pylist(), strict=True)):
+        for column in model.pipeline.data.key_columns:
+            assert given[column] == answer[column]
+        if items is None:
+            assert_scores(model.pipeline, found[row], given, answer)
+        else:
+            items.assert_best(found[row], given, answer)
+
+
+def per_row(model: Model, batch: Batch) -> list[Tensor]:
+    """Predictions of a row's candidates, or its query."""
+    scores = model.score(batch)
+    ranker = model.pipeline.model.HasField("ranker")
+    return list(scores.split(batch.num_candidates.tolist()) if ranker else scores)
+
+
+def assert_scores(pipeline: pb.Pipeline, expected: Tensor, given: dict, answer: dict) -> None:
+    """Every candidate is scored; evaluation keeps the first ones of a row."""
+    names = [task.name for task in pipeline.model.ranker.tasks]
+    assert {len(answer[name]) for name in names} == {len(given["candidate_item_id"])}
+    kept = pipeline.data.max_candidates
+    predicted = torch.tensor([answer[name][:kept] for name in names]).T
+    torch.testing.assert_close(predicted.reshape(-1, len(names)), expected, **CLOSE)
+
+
+class Items:
+    """The vectors of all items by their original ids."""
+
+    def __init__(self, model: Model, batch: Batch):
+        self.item = model.pipeline.model.retriever.item_feature
+        self.top_k = model.pipeline.predict.top_k
+        vocabulary = mappings(model.pipeline)[self.item]
+        self.ids = vocabulary.ids.to_pylist()
+        # Row 0 of the table stands for unknown items and is no vector.
+        places = torch.from_numpy(vocabulary.map(vocabulary.ids)) - 1
+        with torch.no_grad():
+            self.vectors = model.item_vectors(batch)[places].double().numpy()
+
+    def assert_best(self, query: Tensor, given: dict, answer: dict) -> None:
+        """The best of all that the row has not seen, with their scores."""
+        seen = set(given[f"uih_{self.item}"])
+        scores = dict(zip(self.ids, self.vectors @ query.double().numpy(), strict=True))
+        best = sorted((score for one, score in scores.items() if one not in seen), reverse=True)[: self.top_k]
+        assert len(set(answer[self.item]) - seen) == len(answer[self.item]) == self.top_k
+        np.testing.assert_allclose(answer["score"], best, **CLOSE)
+        np.testing.assert_allclose([scores[one] for one in answer[self.item]], best, **CLOSE)

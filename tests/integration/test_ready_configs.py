@@ -1,0 +1,136 @@
+"""Every file of `configs/`: trained for some steps on bundled rows, exported, predicted, equal to evaluation.
+
+The model, the features and the training are those of the file; the rows and their number are not. Nothing is
+compiled here but with `--slow`.
+"""
+
+import csv
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from recsys import cli, config
+from recsys import export as export_command
+from recsys import predict as predict_command
+from recsys import protos as pb
+from recsys import train as train_command
+from recsys.inference.predictor import Predictor
+from scripts import prepare_common, prepare_kuairand, prepare_movielens
+from tests.integration import parity
+from tests.integration.runs import records
+
+CONFIGS = sorted(path.name for path in Path("configs").glob("*.config"))
+ROWS = {"train": 96, "validation": 20, "test": 48}
+STEPS = 4
+SHORT = (
+    "data.num_workers=0",
+    "data.batch_size=16",
+    "data.eval_batch_size=16",
+    "train.num_epochs=",
+    f"train.num_steps={STEPS}",
+    "train.schedule={constant {}}",
+    "train.evaluation={}",
+    "train.log_every_steps=1",
+)
+
+
+def movielens_ranking(folder: Path) -> Path:
+    """The bundled ratings, with users (whom the small releases do not have), made ready for ranking."""
+    release, data = folder / "release", folder / "data"
+    release.mkdir()
+    lines = {}
+    for name in ("ratings", "movies"):
+        text = Path(f"tests/data/movielens/original/{name}.csv").read_text(encoding="utf-8")
+        lines[name] = list(csv.reader(text.splitlines()))[1:]
+    users = sorted({line[0] for line in lines["ratings"]})
+    lines["users"] = [[user, "FM"[n % 2], f"{18 + n}", f"{n % 21}", "0"] for n, user in enumerate(users)]
+    for name, found in lines.items():
+        text = "\n".join("::".join(line) for line in found) + "\n"
+        (release / f"{name}.dat").write_text(text, encoding="latin-1", errors="replace")
+    flags = ["--task", "ranking", "--min-count", "1", "--input", str(release), "--output", str(data)]
+    assert prepare_common.run(prepare_movielens.main, flags) == 0
+    return data
+
+
+def kuairand(folder: Path) -> Path:
+    """The bundled part of the log made ready, with all that the preparation makes of it today."""
+    data = folder / "data"
+    flags = ["--min-count", "1", "--input", "tests/data/kuairand/original", "--output", str(data)]
+    assert prepare_common.run(prepare_kuairand.main, flags) == 0
+    return data
+
+
+def bundled(name: str) -> Callable[[Path], Path]:
+    return lambda _: Path("tests/data") / name
+
+
+DATA = {
+    "kuairand_ranking.config": kuairand,
+    "kuairand_ultra_hstu.config": kuairand,
+    "ml_1m_hstu.config": bundled("movielens"),
+    "ml_1m_ranking.config": movielens_ranking,
+    "ml_1m_sasrec.config": bundled("movielens"),
+    "movielens_small_retrieval.config": bundled("movielens"),
+    "quickstart.config": bundled("kuairand"),
+}
+"""By config: from an empty folder to one with its splits and vocabularies."""
+
+
+class Trained(NamedTuple):
+    """A run of a config, what it was made with, and its test rows."""
+
+    run: Path
+    pipeline: pb.Pipeline
+    rows: pa.Table
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def trained(request, tmp_path_factory) -> Trained:
+    folder = tmp_path_factory.mktemp("ready")
+    data = DATA[request.param](folder)
+    overrides = [*SHORT, f'data.vocabulary_dir="{data}/vocabulary"']
+    for split, count in ROWS.items():
+        path = folder / f"{split}.parquet"
+        pq.write_table(pq.read_table(data / f"{split}.parquet").slice(0, count), path)
+        overrides.append(f'data.{split}={{parquet {{paths: "{path}"}}}}')
+    path = Path("configs") / request.param
+    flags = ["--config", str(path), "--run-dir", str(folder / "run")]
+    for override in overrides:
+        flags += ["--set", override]
+    assert cli.main("train", train_command.run, flags) == 0
+    pipeline = config.resolve(config.read(path, overrides).pipeline).pipeline
+    rows = pq.read_table(folder / "test.parquet")
+    assert len(set(pc.list_value_length(rows["uih_item_id"]).to_pylist())) > 3, "histories of several lengths"
+    return Trained(folder / "run", pipeline, rows)
+
+
+def test_a_config_learns_and_predicts_what_evaluation_says(trained):
+    losses = [record["loss"] for record in records(trained.run).values()]
+    assert len(losses) == STEPS and all(0 < loss < 100 for loss in losses)
+    model = parity.trained_model(trained.run, trained.pipeline)
+    batches = parity.evaluated_batches(trained.pipeline)
+    package = parity.captured_package(model, batches)
+    parity.assert_predicted(model, batches, trained.rows, Predictor(package).table(trained.rows))
+
+
+@pytest.mark.slow
+def test_the_package_of_a_config_predicts_what_evaluation_says(trained, tmp_path, monkeypatch):
+    def call(command, *flags: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["recsys", *map(str, flags)])
+        assert command.main() == 0
+
+    call(export_command, "--run-dir", trained.run, "--output", tmp_path / "package")
+    call(predict_command, "--package", tmp_path / "package", "--output", tmp_path / "predictions")
+    model = parity.trained_model(trained.run, trained.pipeline)
+    answers = pq.read_table(tmp_path / "predictions")
+    parity.assert_predicted(model, parity.evaluated_batches(trained.pipeline), trained.rows, answers)
+
+
+def test_every_config_has_rows_to_be_tried_on():
+    assert set(DATA) == set(CONFIGS)
