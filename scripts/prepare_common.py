@@ -8,7 +8,6 @@ import csv
 import difflib
 import gzip
 import os
-import shlex
 import shutil
 import sys
 import zlib
@@ -24,6 +23,7 @@ import pyarrow.csv
 from recsys.errors import ConfigError, DataError, RecsysError
 from recsys.files import sha256
 from recsys.flags import Parser
+from scripts.prepare_config import train_command
 
 INTEGER, NUMBER, TEXT = "an integer", "a number", "text"
 """Kinds of columns that `typed` knows, as they stand in its messages."""
@@ -77,8 +77,7 @@ def positive(text: str) -> int:
 
 def print_next(output: Path) -> None:
     """The last line of a tool: what to type next."""
-    config, run = shlex.quote(f"{output}/starter.config"), shlex.quote(f"runs/{output.name}")
-    print(f"next: python -m recsys.train --config {config} --run-dir {run}")
+    print(f"next: {train_command(output)}")
 
 
 @contextmanager

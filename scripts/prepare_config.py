@@ -3,6 +3,7 @@
 It is text rather than a printed message so that users find comments in it.
 """
 
+import shlex
 from pathlib import Path
 
 
@@ -29,11 +30,17 @@ def starter_config(schema: dict, address: str) -> str:
     return "\n".join(parts)
 
 
+def train_command(folder: Path) -> str:
+    """What to type to train on the data that stands in `folder`: its run has the folder's name."""
+    config, run = shlex.quote(f"{folder.as_posix()}/starter.config"), shlex.quote(f"runs/{folder.name}")
+    return f"python -m recsys.train --config {config} --run-dir {run}"
+
+
 def _head(schema: dict, address: str) -> str:
     lines = [
         f"# A first {schema['task']} model on {address}, to change as you like.",
         "# configs/REFERENCE.md explains every field.",
-        f"#   python -m recsys.train --config {address}/starter.config --run-dir runs/starter",
+        f"#   {train_command(Path(address))}",
     ]
     if schema["task"] == "retrieval":
         lines.append("# Other features of items stand in the files too; add them under `features`.")

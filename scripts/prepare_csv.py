@@ -7,7 +7,7 @@
         --label click=clicked --label seconds=dwell:regression --action click=clicked --item-feature brand
 
 --input is a .csv, .tsv (also .gz) or .parquet file, or a folder of them. Then train with
-`python -m recsys.train --config <output>/starter.config --run-dir runs/first`.
+`python -m recsys.train --config <output>/starter.config --run-dir runs/<name>`.
 
 - Ids stay as they are: int64 when every one is a whole number, else text.
 - Every line is an event. Events are ordered by user and time, equal times in the order of the input.

@@ -42,6 +42,7 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys.errors import ConfigError, DataError
@@ -129,7 +130,8 @@ def main(arguments: list[str] | None = None) -> None:
             )
         else:
             schema = _write_retrieval(folder, events, release.movies, options, about)
-        release.movies.select(id="movieId", name="title").write_parquet(folder / "names.parquet")
+        names = release.movies.select(id="movieId", name="title").to_arrow()
+        pq.write_table(names, folder / "names.parquet", compression="zstd", write_page_checksum=True)
         write_config(schema, folder, options.output)
     users, movies = events["user_id"].n_unique(), release.movies.height
     print(f"{users} users, {events.height} ratings, {movies} movies in the release")

@@ -242,15 +242,15 @@ def test_ids_that_are_not_all_whole_numbers_stay_text(tmp_path):
 
 def test_the_same_input_gives_the_same_bytes(tmp_path):
     source = write(tmp_path / "log.csv")
-    for target in ("a", "b"):
-        assert prepare(source, tmp_path / target, *RANKING, "--part-rows", "40") == 0
-    files = [path for path in sorted((tmp_path / "a").rglob("*")) if path.is_file()]
+    first, second = tmp_path / "a" / "made", tmp_path / "b" / "made"
+    for target in (first, second):
+        target.parent.mkdir()
+        assert prepare(source, target, *RANKING, "--part-rows", "40") == 0
+    files = [path for path in sorted(first.rglob("*")) if path.is_file()]
     assert len(files) > 10
     for path in files:
-        other = tmp_path / "b" / path.relative_to(tmp_path / "a")
-        assert path.read_bytes().replace(bytes(tmp_path / "a"), b"") == other.read_bytes().replace(
-            bytes(tmp_path / "b"), b""
-        )
+        other = second / path.relative_to(first)
+        assert path.read_bytes().replace(bytes(first), b"") == other.read_bytes().replace(bytes(second), b"")
 
 
 @pytest.mark.parametrize("arguments", [RANKING, RETRIEVAL])
@@ -314,6 +314,8 @@ def test_blank_lines_behind_the_last_event_are_no_events(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"next: python -m recsys.train --config '{tmp_path}/a b/starter.config' --run-dir 'runs/a b'"
     )
+    told = f"#   python -m recsys.train --config '{tmp_path}/a b/starter.config' --run-dir 'runs/a b'"
+    assert told in (tmp_path / "a b" / "starter.config").read_text().splitlines()
     log.write_text(log.read_text() + "\n\n")
     assert prepare(log, tmp_path / "b", *RETRIEVAL) == 0
     assert rows(tmp_path / "b", "train") == rows(tmp_path / "a b", "train")

@@ -119,6 +119,19 @@ def test_ml_1m_format_ties_in_file_order_and_short_users(tmp_path):
     assert names == {"id": [1, 2, 3, 4, 5], "name": [line.split("::")[1] for line in MOVIES]}
 
 
+def test_the_bytes_of_every_file_are_checked_by_its_reader(tmp_path):
+    target = tmp_path / "made"
+    assert prepare(write_dat(tmp_path / "in"), target) == 0
+    for path in target.rglob("*.parquet"):
+        column = pq.ParquetFile(path).metadata.row_group(0).column(0)
+        begin = column.dictionary_page_offset or column.data_page_offset
+        damaged = bytearray(path.read_bytes())
+        damaged[begin + column.total_compressed_size - 1] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(OSError, match="checksum|CRC"):
+            pq.read_table(path, page_checksum_verification=True)
+
+
 def test_a_zip_file_gives_what_its_folder_gives(tmp_path):
     folder = write_dat(tmp_path / "ml-1m")
     with zipfile.ZipFile(tmp_path / "ml-1m.zip", "w") as archive:
