@@ -6,6 +6,7 @@ bias). A config that makes no sense is resolved as far as it goes; `checks` says
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -296,7 +297,12 @@ def _together(findings: list[Finding], vocabularies: int, folder: str) -> list[F
     what = (
         f"none of {vocabularies} vocabularies is in {folder}; prepare the data first, with a tool of scripts/"
     )
-    return [Finding("data.vocabulary_dir", what)]
+    return [Finding("data.vocabulary_dir", what + _from_here(folder))]
+
+
+def _from_here(path: str) -> str:
+    """What a relative path counts from, which may be the fault."""
+    return "" if "://" in path or Path(path).is_absolute() else f". Relative paths count from {Path.cwd()}"
 
 
 def _count_ids(file: str) -> int | str:
@@ -312,7 +318,7 @@ def _count_ids(file: str) -> int | str:
             parquet = pq.ParquetFile(opened)
             schema, count = parquet.schema_arrow, parquet.metadata.num_rows
     except FileNotFoundError:
-        return f"{_NO_FILE} {file}; {advice}"
+        return f"{_NO_FILE} {file}; {advice}{_from_here(file)}"
     except (OSError, pa.ArrowInvalid, ValueError, ImportError) as error:
         return f"{file} cannot be read as parquet: {str(error).splitlines()[0] if str(error) else error!r}"
     kinds = [schema.field("id").type] if schema.names.count("id") == 1 else []

@@ -212,16 +212,19 @@ class TestVocabularies:
         (found,) = findings(config.prepare, write(RETRIEVER))
         assert "x.config:8: features[0].id.vocabulary.file: no file vocabulary/movies.parquet" in found
 
-    def test_data_that_is_not_prepared_is_one_finding(self, write, vocabulary):
+    def test_data_that_is_not_prepared_is_one_finding(self, write, vocabulary, tmp_path):
         second = 'features { name: "brand" sides: HISTORY id { vocabulary {} } }\n'
         text = RETRIEVER.replace("size: 10", "") + second
         (found,) = findings(config.prepare, write(text.replace('"vocabulary/"', '"nowhere"')))
         assert found == (
             "x.config:5: data.vocabulary_dir: none of 2 vocabularies is in nowhere; "
-            "prepare the data first, with a tool of scripts/"
+            f"prepare the data first, with a tool of scripts/. Relative paths count from {tmp_path}"
         )
+        (found,) = findings(config.prepare, write(text.replace('"vocabulary/"', f'"{tmp_path}/nowhere"')))
+        assert found.endswith("prepare the data first, with a tool of scripts/")
         (found,) = findings(config.prepare, write(text))
         assert "features[1].id.vocabulary.file: no file vocabulary/brand.parquet" in found
+        assert found.endswith(f"Relative paths count from {tmp_path}")
 
 
 def at(message, path):
