@@ -9,7 +9,7 @@ it in that module's `RULES`. `effects` holds warnings.
 from collections.abc import Collection
 
 from recsys import protos as pb
-from recsys.checks import channels, data, effects, model, preprocessor, train, values
+from recsys.checks import channels, data, effects, model, preprocessor, retriever, train, values
 from recsys.checks.model import loss_kind, metric_names
 from recsys.checks.sequence import num_contextual, tokens_per_event
 from recsys.checks.walk import Finding, children, join, lines
@@ -24,11 +24,20 @@ __all__ = [
     "loss_kind",
     "metric_names",
     "num_contextual",
+    "retriever_findings",
     "tokens_per_event",
     "warnings",
 ]
 
-RULES = (*values.RULES, *data.RULES, *model.RULES, *preprocessor.RULES, *channels.RULES, *train.RULES)
+RULES = (
+    *values.RULES,
+    *data.RULES,
+    *model.RULES,
+    *retriever.RULES,
+    *preprocessor.RULES,
+    *channels.RULES,
+    *train.RULES,
+)
 
 
 def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Finding]:
@@ -39,6 +48,12 @@ def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Findi
     """
     numbers = [finding for finding in values.numbers(pipeline) if finding.path not in derived]
     return numbers + [finding for rule in RULES for finding in rule(pipeline)]
+
+
+def retriever_findings(pipeline: pb.Pipeline) -> list[Finding]:
+    """Why the retriever of a resolved config cannot be trained."""
+    rules = (model.fits_preprocessor, *retriever.RULES)
+    return [finding for rule in rules for finding in rule(pipeline)]
 
 
 def warnings(pipeline: pb.Pipeline) -> list[Finding]:

@@ -79,7 +79,8 @@ def _named(metrics: Sequence[pb.Metric], path: str, prefix: str) -> list[MetricN
     return found
 
 
-def _preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
+def fits_preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Whether the model can take the sequences that its preprocessor makes."""
     kind = pipeline.model.WhichOneof("model")
     if kind is None:
         return
@@ -111,58 +112,6 @@ def _ranker(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding(
             "model.ranker.tasks", "every weight is 0: nothing would be learned; give one task a weight"
         )
-
-
-def _retriever(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    if not pipeline.model.HasField("retriever"):
-        return
-    name = pipeline.model.retriever.item_feature
-    known = {feature.name: (index, feature) for index, feature in enumerate(pipeline.features)}
-    if name and name not in known:
-        hint = did_you_mean(name, known)
-        yield Finding("model.retriever.item_feature", f"no feature is called {name!r}. {hint}")
-    if name not in known:
-        return
-    index, item = known[name]
-    path = f"features[{index}]"
-    if not item.id.HasField("vocabulary"):
-        yield Finding(
-            path, "it is the item of the retriever, whose catalogue is a vocabulary; use id { vocabulary {} }"
-        )
-    if item.HasField("id") and item.id.embedding_dim != pipeline.model.embedding_dim:
-        what = f"{item.id.embedding_dim} is given; items are compared with queries of model.embedding_dim"
-        yield Finding(f"{path}.id.embedding_dim", f"{what}, which is {pipeline.model.embedding_dim}")
-    if item.id.multi_valued:
-        yield Finding(f"{path}.id.multi_valued", "it is the item of the retriever: one id an event")
-    if pb.USER in item.sides:
-        yield Finding(f"{path}.sides", "it is the item of the retriever: USER does not fit")
-    if pb.HISTORY not in item.sides:
-        yield Finding(f"{path}.sides", "it is the item of the retriever: HISTORY is needed")
-    evaluated = [split for split in ("validation", "test") if pipeline.data.HasField(split)]
-    if pb.CANDIDATE not in item.sides and evaluated:
-        yield Finding(
-            f"{path}.sides", f"CANDIDATE is needed to evaluate on data.{evaluated[0]}: the item to be found"
-        )
-    for other, feature in enumerate(pipeline.features):
-        if pb.USER in feature.sides:
-            what = "USER features have no place in the history of a retriever; drop the side"
-            yield Finding(f"features[{other}].sides", what)
-
-
-def _no_leak(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Next-item training: a position must see nothing of what comes after it."""
-    if not pipeline.model.HasField("retriever"):
-        return
-    for message, path in descend(pipeline.model.retriever, "model.retriever"):
-        if isinstance(message, pb.PositionalEncoder) and message.origin == pb.PositionalEncoder.END:
-            what = "END tells each position how many events follow; next-item training needs START"
-            yield Finding(f"{path}.origin", what)
-        if isinstance(message, pb.PositionalEncoder) and message.num_time_buckets:
-            what = "the age at the request tells how much history follows; use 0, and the mixer's bias"
-            yield Finding(f"{path}.num_time_buckets", what)
-        if isinstance(message, pb.AttentionMask) and message.contextual_reads_history:
-            what = "next-item training would see the future through contextual tokens; set it to false"
-            yield Finding(f"{path}.contextual_reads_history", what)
 
 
 def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -235,8 +184,6 @@ def _layer_groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
             if not group.HasField("tail_len"):
                 continue
             place = f"{path}.layer_groups[{index}].tail_len"
-            if pipeline.model.HasField("retriever"):
-                yield Finding(place, "next-item training makes every event a query: none can be left out")
             if shortest is not None and group.tail_len > shortest:
                 what = (
                     f"{group.tail_len} tokens are given; an earlier group leaves {shortest}, so at most that"
@@ -273,10 +220,8 @@ def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 RULES = (
-    _preprocessor,
+    fits_preprocessor,
     _ranker,
-    _retriever,
-    _no_leak,
     _losses,
     _metrics,
     _groups,

@@ -1,22 +1,22 @@
 """`Retriever`: the next item of a history, out of the whole catalogue.
 
 Every position of a history is a query for the item behind it, so one row trains as many predictions as it
-has events. For that no token may know what comes later: mask, position origin and times are checked here.
+has events. For that no token may know what comes later: `checks.retriever` refuses masks, positions and times
+that would tell it.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
 
-from recsys import features
+from recsys import checks, features
 from recsys import protos as pb
 from recsys.data.batch import Batch
-from recsys.models.base import Losses, MetricRows, Model, build_postprocessor, layout_rule
+from recsys.models.base import Losses, MetricRows, Model, build_postprocessor
 from recsys.models.catalogue import rank_targets
 from recsys.modules.flops import linear_flops
 from recsys.modules.losses.softmax import IGNORED
@@ -51,15 +51,15 @@ class Retriever(Model):
         pipeline: resolved.
 
     Raises:
-        ValueError: the item feature or a part of the model cannot be used for next-item training.
+        ValueError: every finding of `checks.retriever_findings`.
     """
 
     def __init__(self, config: pb.Retriever, *, pipeline: pb.Pipeline):
+        if findings := checks.retriever_findings(pipeline):
+            raise ValueError("\n".join(checks.lines(findings, {})))
         super().__init__(pipeline)
         self.width = width = pipeline.model.embedding_dim
         preprocessor, mixer = pick(config.preprocessor), pick(config.mixer)
-        _check_item(config, pipeline)
-        _check_future(preprocessor.config, mixer.config, pipeline)
         self.history = features.PREFIX[pb.HISTORY] + config.item_feature
         self.candidates = features.PREFIX[pb.CANDIDATE] + config.item_feature
         self.preprocess = preprocessor.cls(preprocessor.config, pipeline=pipeline)
@@ -195,49 +195,3 @@ def last_of_each(values: Tensor, lengths: Tensor) -> Tensor:
     nothing = values.shape[0]
     with_zeros = torch.cat([values, values.new_zeros(1, values.shape[1])])
     return with_zeros.index_select(0, torch.where(lengths > 0, lengths.cumsum(0) - 1, nothing))
-
-
-def _check_item(config: pb.Retriever, pipeline: pb.Pipeline) -> None:
-    item = next((f for f in pipeline.features if f.name == config.item_feature), None)
-    if item is None or not item.HasField("id") or item.id.multi_valued or pb.HISTORY not in item.sides:
-        names = ", ".join(f.name for f in pipeline.features if f.HasField("id") and not f.id.multi_valued)
-        raise ValueError(
-            f"model.retriever.item_feature: {config.item_feature!r} is given; it must be a single-valued "
-            f"id feature with the side HISTORY ({names})"
-        )
-    width, expected = item.id.embedding_dim or pipeline.model.embedding_dim, pipeline.model.embedding_dim
-    if width != expected:
-        raise ValueError(
-            f"features {item.name!r}: id.embedding_dim is {width}, but items are compared with queries of "
-            f"model.embedding_dim = {expected}; leave it out"
-        )
-
-
-def _check_future(preprocessor: Any, mixer: Any, pipeline: pb.Pipeline) -> None:
-    """Refuses what lets a position know of later ones."""
-    rule = layout_rule(pipeline)
-    if rule.targets:
-        name = preprocessor.DESCRIPTOR.name
-        raise ValueError(f"model.retriever.preprocessor: {name} makes tokens of candidates; choose `uih`")
-    masks = [group.mask for group in mixer.layer_groups] or [mixer.mask]
-    if rule.num_contextual and any(mask.contextual_reads_history for mask in masks):
-        raise ValueError(
-            "model.retriever.mixer: mask.contextual_reads_history must be false: the past would see "
-            "the future through the contextual tokens"
-        )
-    if any(group.HasField("tail_len") for group in mixer.layer_groups):
-        raise ValueError(
-            "model.retriever.mixer: layer_groups.tail_len must be absent: every event is a query, so none "
-            "can be left out"
-        )
-    positional = preprocessor.positional
-    if preprocessor.HasField("positional") and positional.origin != pb.PositionalEncoder.START:
-        raise ValueError(
-            "model.retriever.preprocessor: positional.origin must be START: counted from the end, "
-            "a position tells how many events follow"
-        )
-    if positional.num_time_buckets:
-        raise ValueError(
-            "model.retriever.preprocessor: positional.num_time_buckets must be 0: an event's age at "
-            "request time tells how long the history goes on; use the time table of the mixer's bias"
-        )

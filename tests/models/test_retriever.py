@@ -192,22 +192,22 @@ def test_ranks_and_metrics_follow_from_scores_by_hand(model, pipeline):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ('model { retriever { item_feature: "shop" } }', "item_feature: 'shop' is given"),
+        ('model { retriever { item_feature: "shop" } }', "item_feature: no feature is called 'shop'"),
         (
             "model { retriever { preprocessor { contextual {} } } }",
-            "makes tokens of candidates; choose `uih`",
+            "preprocessor.contextual: does not fit a retriever; use uih",
         ),
         (
             "model { retriever { preprocessor { uih { positional { origin: END } } } } }",
-            "origin must be START",
+            "positional.origin: END tells each position how many events follow",
         ),
         (
             "model { retriever { preprocessor { uih { positional { num_time_buckets: 4 } } } } }",
-            "num_time_buckets must be 0",
+            "positional.num_time_buckets: the age at the request tells how much history follows; use 0",
         ),
         (
             "model { retriever { mixer { hstu { layer_groups { tail_len: 3 } } } } }",
-            "layer_groups.tail_len must be absent: every event is a query",
+            r"layer_groups\[0\].tail_len: next-item training makes every event a query",
         ),
     ],
 )
@@ -219,5 +219,5 @@ def test_what_cannot_train_is_refused(change, message):
 def test_items_must_be_as_wide_as_queries():
     pipeline = pipeline_of(RETRIEVER)
     pipeline.features[0].id.embedding_dim = 4
-    with pytest.raises(ValueError, match="id.embedding_dim is 4, but items are compared with queries of"):
+    with pytest.raises(ValueError, match="id.embedding_dim: 4 is given; items are compared with queries of"):
         build_model(pipeline)
