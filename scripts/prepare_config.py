@@ -154,7 +154,6 @@ def _retriever(schema: dict) -> str:
         mask {{ contextual_reads_history: false }}
       }}
     }}
-    postprocessor {{ l2_norm {{}} }}
     loss {{ softmax {{ temperature: 0.05 full {{}} }} }}
     metrics {{ ndcg {{ k: 10 }} }}
     metrics {{ hit_rate {{ k: 10 }} }}

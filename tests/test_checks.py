@@ -424,6 +424,18 @@ WARNINGS = [
     ),
     (RANKER, ["features[1].id.pooling=MEAN"], "features[1].id.pooling: without effect"),
     (RANKER, ["features[1].id.pooling=MEAN", "features[1].id.multi_valued=true"], None),
+    (RANKER, [f"{ITEM}.id.vocabulary.unknown_rate=0"], f"{ITEM}.id.vocabulary.unknown_rate: 0 is given: the"),
+    (RANKER, [f"{ITEM}.id.vocabulary.unknown_rate=1e-6"], None),
+    (
+        RETRIEVER,
+        ["model.retriever.postprocessor={l2_norm {}}"],
+        "model.retriever.postprocessor.l2_norm: without effect: l2_normalize",
+    ),
+    (
+        RETRIEVER,
+        ["model.retriever.postprocessor={l2_norm {}}", "model.retriever.l2_normalize=false"],
+        None,
+    ),
     (RANKER, ["train.num_steps=5"], "train.schedule.warmup_steps: 5 is given and the run has 5 steps"),
     (RANKER, ["train.num_steps=6"], None),
     (RANKER, ["train.num_epochs=1"], None),

@@ -73,6 +73,20 @@ def _single_valued(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"features[{index}].id.pooling", "without effect: the feature is not multi_valued")
 
 
+def _untrained_row(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for index, feature in enumerate(pipeline.features):
+        if feature.id.HasField("vocabulary") and feature.id.vocabulary.unknown_rate == 0:
+            what = "0 is given: the row of ids that are not in the vocabulary is never trained, so such an id"
+            yield Finding(f"features[{index}].id.vocabulary.unknown_rate", f"{what} counts as a random one")
+
+
+def _twice_normalised(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    retriever = pipeline.model.retriever
+    if retriever.postprocessor.HasField("l2_norm") and retriever.l2_normalize:
+        what = "without effect: l2_normalize gives queries and items unit length in any case"
+        yield Finding("model.retriever.postprocessor.l2_norm", what)
+
+
 def _row_losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """Losses that compare the candidates of a row."""
     for message, path in descend(pipeline.model, "model"):
@@ -91,4 +105,15 @@ def _unevaluated(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding("data.validation", "not set: the model will not be evaluated")
 
 
-RULES = (_replicated, _accumulation, _warmup, _masks, _tails, _single_valued, _row_losses, _unevaluated)
+RULES = (
+    _replicated,
+    _accumulation,
+    _warmup,
+    _masks,
+    _tails,
+    _single_valued,
+    _untrained_row,
+    _twice_normalised,
+    _row_losses,
+    _unevaluated,
+)
