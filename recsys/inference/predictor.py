@@ -26,7 +26,14 @@ from recsys.data.sources import Source
 from recsys.data.unknown import UnknownIds
 from recsys.errors import RecsysError
 from recsys.inference.package import Package
-from recsys.inference.rows import Histories, in_pieces, item_column, runs, whole_histories
+from recsys.inference.rows import (
+    Histories,
+    in_pieces,
+    item_column,
+    piece_size,
+    runs,
+    whole_histories,
+)
 from recsys.inference.topk import top_k
 from recsys.models.base import layout_rule
 
@@ -100,7 +107,8 @@ class Predictor:
     def _rank(self, block: Block, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         names = self.package.description.outputs
         scores = [np.zeros((0, len(names)), np.float32)]
-        pieces = in_pieces(block, max(self.package.pipeline.data.max_candidates, PIECE))
+        least = max(self.package.pipeline.data.max_candidates, PIECE)
+        pieces = in_pieces(block, piece_size(self.pipeline, least))
         for rows in runs(len(pieces.row), self.settings.batch_size):
             scores.append(self.package.run(self._batch(pieces.select(rows))).numpy())
         flat = np.concatenate(scores)

@@ -2,6 +2,7 @@
 beside.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +12,7 @@ import torch
 
 from recsys import features
 from recsys import protos as pb
+from recsys.checks.walk import descend
 from recsys.data.arrow import one_array
 from recsys.data.block import Block
 from recsys.data.checks import Lists
@@ -34,11 +36,18 @@ class Histories:
         return torch.from_numpy(self.items[start:stop]), torch.from_numpy(self.lengths[rows])
 
 
+def piece_size(pipeline: pb.Pipeline, least: int) -> int:
+    """Candidates of a piece: `least`, or the next number that cuts no target group of any layer."""
+    masks = (message for message, _ in descend(pipeline.model) if isinstance(message, pb.AttentionMask))
+    group = math.lcm(*(mask.target_group_size for mask in masks))
+    return -(-least // group) * group
+
+
 def in_pieces(block: Block, most: int) -> Block:
     """The rows of a block, one after the other, those with more than `most` candidates as several rows.
 
-    A candidate's score depends neither on the other candidates nor on their number, so the scores are those
-    of the whole rows, in the same order.
+    A candidate's score depends on no candidate but those of its target group, so with a `piece_size` the
+    scores are those of the whole rows, in the same order.
     """
     lengths = block.lengths[pb.CANDIDATE]
     count = np.maximum(-(-lengths // most), 1)
