@@ -5,7 +5,7 @@ inside the graph and scores it. All sizes follow from the shapes of the inputs, 
 depends on the values in them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from recsys.ops import SequenceLayout, offsets_from_lengths
 ROWS, EVENTS, CANDIDATES, LONGEST = "rows", "events", "candidates", "longest"
 """Named sizes: rows B, history events U, candidates N, length of `steps`."""
 
-_SHORTEST = 2
+SHORTEST = 2
 """Tokens that there is always room for: a compiler treats a size that may be 0 or 1 as a case of its own."""
 
 _SIZE = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
@@ -117,8 +117,12 @@ def flatten(batch: Batch) -> tuple[Tensor, ...]:
             found += [events, batch.channel_lengths[name]]
     if not retriever:
         found += [batch.num_candidates, batch.candidate_timestamps]
-    longest = max(batch.layout.max_len - _SHORTEST, 0)
-    return (*found, torch.arange(longest, device=batch.request_time.device))
+    return (*found, steps(batch.layout.max_len, batch.request_time.device))
+
+
+def steps(longest: int, device: torch.device) -> Tensor:
+    """A tensor whose shape tells a graph the length of the longest sequence."""
+    return torch.arange(max(longest - SHORTEST, 0), device=device)
 
 
 class ScoringGraph(nn.Module):
@@ -131,36 +135,50 @@ class ScoringGraph(nn.Module):
     def __init__(self, model: Model):
         super().__init__()
         self.model = model
-        pipeline = model.pipeline
-        self.names = [spec.name for spec in scoring_signature(pipeline)]
+        self.names = [spec.name for spec in scoring_signature(model.pipeline)]
+        self.assemble = Assemble(model.pipeline)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """Tensors as `scoring_signature` lists them."""
+        return self.model.score(self.assemble(dict(zip(self.names, tensors, strict=True))))
+
+
+class Assemble:
+    """Makes a batch of named tensors again, less what no score depends on.
+
+    Tensors of one side may be left out: users and events, or candidates. Then the batch has its rows without
+    them, and contextual tokens only with users.
+    """
+
+    def __init__(self, pipeline: pb.Pipeline):
         self.columns = features.columns(pipeline)
         self.rule = layout_rule(pipeline)
         self.retriever = pipeline.model.HasField("retriever")
 
-    def forward(self, *tensors: Tensor) -> Tensor:
-        """Tensors as `scoring_signature` lists them."""
-        return self.model.score(self.batch(dict(zip(self.names, tensors, strict=True))))
-
-    def batch(self, inputs: dict[str, Tensor]) -> Batch:
-        """The batch that `flatten` took apart, less what no score depends on."""
-        request_time, uih_lengths = inputs["request_time"], inputs["uih_lengths"]
-        nothing = request_time.new_zeros(0)
-        num_candidates = inputs.get("num_candidates", torch.zeros_like(uih_lengths))
+    def __call__(self, inputs: dict[str, Tensor]) -> Batch:
+        """The batch; `inputs` are named as in `scoring_signature`."""
+        users = "request_time" in inputs
+        none = torch.zeros_like(inputs["request_time" if users else "num_candidates"])  # one a row
+        nothing = none.new_zeros(0)
+        rule = self.rule if users else replace(self.rule, num_contextual=0)
+        uih_lengths = inputs.get("uih_lengths", none)
+        num_candidates = inputs.get("num_candidates", none)
+        uih_timestamps = inputs.get("uih_timestamps", nothing)
         candidate_timestamps = inputs.get("candidate_timestamps", nothing)
-        sizes = {pb.USER: torch.ones_like(uih_lengths), pb.HISTORY: uih_lengths, pb.CANDIDATE: num_candidates}
+        sizes = {
+            pb.USER: torch.ones_like(none) if users else none,
+            pb.HISTORY: uih_lengths,
+            pb.CANDIDATE: num_candidates,
+        }
         counts = {c.name: inputs.get(f"{c.name}.counts", nothing) for c in self.columns if c.multi_valued}
-        events = {one.name: inputs[f"channel.{one.name}.events"] for one in self.rule.channels}
-        lengths = {one.name: inputs[f"channel.{one.name}.lengths"] for one in self.rule.channels}
-        layout = partial(
-            _layout,
-            self.rule,
-            num_candidates,
-            candidate_timestamps,
-            max_len=inputs["steps"].shape[0] + _SHORTEST,
-        )
+        events = {one.name: inputs.get(f"channel.{one.name}.events", nothing) for one in rule.channels}
+        lengths = {one.name: inputs.get(f"channel.{one.name}.lengths", none) for one in rule.channels}
+        max_len = inputs["steps"].shape[0] + SHORTEST
+        layout = partial(_layout, rule, num_candidates, candidate_timestamps, max_len=max_len)
         parts = [layout(lengths[name], events[name]) for name in events]
+        real = nothing.to(torch.float32)
         return Batch(
-            layout=layout(uih_lengths, inputs["uih_timestamps"]),
+            layout=layout(uih_lengths, uih_timestamps),
             channel_layout=SequenceLayout.join(parts) if parts else None,
             channel_events=events,
             channel_lengths=lengths,
@@ -168,17 +186,15 @@ class ScoringGraph(nn.Module):
             num_candidates=num_candidates,
             ids=self._ids(inputs, sizes, counts),
             value_counts=counts,
-            numbers={
-                c.name: inputs.get(c.name, nothing.to(torch.float32)) for c in self.columns if c.table is None
-            },
-            request_time=request_time,
-            uih_timestamps=inputs["uih_timestamps"],
-            uih_actions=inputs["uih_actions"],
-            uih_watch_time=inputs["uih_watch_time"],
+            numbers={c.name: inputs.get(c.name, real) for c in self.columns if c.table is None},
+            request_time=inputs.get("request_time", none),
+            uih_timestamps=uih_timestamps,
+            uih_actions=inputs.get("uih_actions", nothing),
+            uih_watch_time=inputs.get("uih_watch_time", real),
             candidate_timestamps=candidate_timestamps,
             labels={},
-            sample_weight=torch.ones_like(request_time, dtype=torch.float32),
-            group=torch.zeros_like(request_time),
+            sample_weight=torch.ones_like(none, dtype=torch.float32),
+            group=none,
         )
 
     def _ids(

@@ -39,7 +39,7 @@ class CacheStage:
     def append(self, other: "CacheStage") -> "CacheStage":
         """Each sample's tokens with those of `other` behind them, which are history; same layers."""
         layout, index = _behind(self.layout, other.layout)
-        old, new = self._tensors(), other._tensors()
+        old, new = self.tensors, other.tensors
         joined = iter([torch.cat(pair).index_select(0, index) for pair in zip(old, new, strict=True)])
         return self.map(lambda _: next(joined), layout)
 
@@ -49,7 +49,7 @@ class CacheStage:
         return self.map(lambda tensor: tensor.index_select(0, index), layout)
 
     def map(self, change: Callable[[Tensor], Tensor], layout: SequenceLayout) -> "CacheStage":
-        """All tensors of tokens changed alike, under another layout."""
+        """All `tensors`, in their order, changed alike, under another layout."""
         return CacheStage(
             layout,
             None if self.timestamps is None else change(self.timestamps),
@@ -70,10 +70,11 @@ class CacheStage:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors of tokens."""
-        return sum(tensor.nbytes for tensor in self._tensors())
+        return sum(tensor.nbytes for tensor in self.tensors)
 
-    def _tensors(self) -> tuple[Tensor, ...]:
-        """In the order of `map`."""
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Times if there are any, keys of each layer, values of each layer."""
         times = () if self.timestamps is None else (self.timestamps,)
         return (*times, *self.keys, *self.values)
 

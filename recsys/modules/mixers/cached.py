@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from recsys.modules.cache import CacheStage
@@ -41,10 +42,9 @@ def prefill(stacks: Sequence[HstuMixer], sequence: JaggedSequence) -> tuple[Cach
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
         halves = project(layers, parts)
         if number == 0 or rule.tail_len is not None:
-            # Copies, here and below: views would keep all that was computed together.
-            times = sequence.timestamps.contiguous() if first.biases else None
+            times = _copy(sequence.timestamps) if first.biases else None
             stages.append(CacheStage(sequence.layout, times))
-        stages[-1] = stages[-1].with_layer(halves.k.contiguous(), halves.v.contiguous())
+        stages[-1] = stages[-1].with_layer(_copy(halves.k), _copy(halves.v))
         if number + 1 < len(first.rules):
             q, k, v = halves.q, halves.k, halves.v
             bias = first.biases[number](sequence) if first.biases else None
@@ -151,6 +151,11 @@ def require_extendable(mixer: HstuMixer, stages: Sequence[CacheStage], new: Sequ
                 f"{int(grown.max())} tokens of a history would reach layer {number}, whose tail_len is "
                 f"{rule.tail_len}; {instead}"
             )
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A tensor of its own: a view would keep all that was computed together."""
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _layers(stages: Sequence[CacheStage]) -> Iterator[tuple[CacheStage, int]]:

@@ -38,6 +38,7 @@ class HstuMixer(nn.Module):
     def __init__(self, config: pb.HstuMixer, *, embedding_dim: int):
         super().__init__()
         self.rules = layer_rules(config)
+        self.num_heads, self.qk_dim, self.v_dim = config.num_heads, config.qk_dim, config.v_dim
         self.layers = nn.ModuleList(_layer(config, embedding_dim) for _ in self.rules)
         self.biases = nn.ModuleList()
         if config.HasField("bias"):
