@@ -6,10 +6,11 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from recsys import checks, config
 from recsys import protos as pb
+from recsys.checks import export as export_rules
 from recsys.checks import model as model_rules
 from recsys.checks import values
 from recsys.errors import ConfigError
-from recsys.modules import losses, metrics  # noqa: F401  they register themselves
+from recsys.modules import losses, metrics, mixers  # noqa: F401  they register themselves
 from recsys.ops.hstu_attention import OP
 from recsys.registry import registered
 from tests.config_texts import RANKER, RETRIEVER
@@ -514,6 +515,20 @@ def test_required_fields_exist():
 
 def test_backends_are_those_of_the_op():
     assert set(model_rules.BACKENDS["hstu"]) == {"auto", *OP.backends}
+
+
+def test_only_rankers_with_a_mixer_that_keeps_one_score_with_a_cache(tmp_path):
+    asked = "export.cached_scoring=true"
+    assert config.check(load(RANKER, [asked], tmp_path).pipeline) == []
+    (found,) = config.check(load(RETRIEVER, [asked], tmp_path).pipeline)
+    assert found.endswith("a retriever scores no candidates of a row, so there is nothing to cache; drop it")
+    (found,) = config.check(load(RANKER, [asked, "model.ranker.mixer={sasrec {}}"], tmp_path).pipeline)
+    assert "export.cached_scoring: mixer.sasrec keeps no cache; drop it, or use hstu or mixture" in found
+
+
+def test_caching_mixers_are_those_that_can():
+    can = {name for name, found in registered(pb.Mixer).items() if hasattr(found.cls, "prefill")}
+    assert can == set(export_rules.CACHING_MIXERS)
 
 
 def test_kinds_of_losses_are_those_of_their_classes():

@@ -1,5 +1,5 @@
 """Rules of a config: `values` of single fields, and what `data`, `model`,
-`preprocessor` and `train` say across fields.
+`preprocessor`, `train` and `export` say across fields.
 
 Below `config`. A rule is a function from a resolved Pipeline to findings; it must also stand a config that
 makes no sense elsewhere, since all findings are reported at once. To add one, write it in its module and name
@@ -9,7 +9,7 @@ it in that module's `RULES`. `effects` holds warnings.
 from collections.abc import Collection
 
 from recsys import protos as pb
-from recsys.checks import channels, data, effects, model, preprocessor, retriever, train, values
+from recsys.checks import channels, data, effects, export, model, preprocessor, retriever, train, values
 from recsys.checks.model import loss_kind, metric_names
 from recsys.checks.sequence import num_contextual, tokens_per_event
 from recsys.checks.walk import Finding, children, join, lines
@@ -37,6 +37,7 @@ RULES = (
     *preprocessor.RULES,
     *channels.RULES,
     *train.RULES,
+    *export.RULES,
 )
 
 

@@ -51,7 +51,7 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     },
     pb.BadRows: {"limit": NOT_NEGATIVE},
     pb.Export: {"parity_rows": COUNT, "parity_tolerance": POSITIVE, "max_batch_size": COUNT},
-    pb.Predict: {"top_k": COUNT, "batch_size": COUNT},
+    pb.Predict: {"top_k": COUNT, "batch_size": COUNT, "candidates_per_microbatch": COUNT},
     pb.IdFeature: {"embedding_dim": COUNT},
     pb.Vocabulary: {"size": COUNT, "unknown_rate": BELOW_ONE},
     pb.HashBuckets: {"num_buckets": COUNT},
