@@ -20,7 +20,7 @@ model {
   ranker {
     head { fusion { mlp { hidden: 8 } } }
     tasks { name: "click"  loss { binary_cross_entropy {} } }
-    tasks { name: "seconds"  loss { mean_squared_error { log1p: true } } }
+    tasks { name: "stars"  loss { mean_squared_error {} } }
   }
 }
 """
@@ -81,6 +81,7 @@ FURTHER = {
     "positional": {
         "from the end": "positional { num_time_buckets: 8 }",
         "from the start": "positional { origin: START num_time_buckets: 6 time_scale: LOG time_unit: 2.5 }",
+        "from the start, without ages": "positional { origin: START  num_positions: 7 }",
         "short table": "positional { num_positions: 4 }",
         "no positions": "",
     },

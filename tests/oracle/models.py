@@ -63,6 +63,18 @@ def batch(pipeline: pb.Pipeline, rows: Sequence[Row]) -> Batch:
     return dataclasses.replace(found, numbers={name: x.double() for name, x in found.numbers.items()})
 
 
+def predictions(pipeline: pb.Pipeline, found: Tensor) -> Tensor:
+    """What logits [N, tasks] mean: a probability, or a value in the unit of the label."""
+    columns = []
+    for task, column in zip(pipeline.model.ranker.tasks, found.unbind(1), strict=True):
+        if task.loss.HasField("binary_cross_entropy"):
+            column = 1 / (1 + torch.exp(-column))
+        elif task.loss.mean_squared_error.log1p:
+            column = torch.clamp(torch.exp(column) - 1, min=0)
+        columns.append(column)
+    return torch.stack(columns, dim=1)
+
+
 def logits(model: Model, pipeline: pb.Pipeline, rows: Sequence[Row]) -> Tensor:
     """[N, tasks], float64."""
     return model(batch(pipeline, rows)).logits

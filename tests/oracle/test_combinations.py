@@ -3,7 +3,9 @@
 The default suite runs a part of the product in which any three values come together, `--slow` all of it.
 """
 
+import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -19,16 +21,61 @@ from tests.oracle.ranker import BruteForceRanker
 
 PRODUCT = product()
 COVERING = covering(PRODUCT, 3)
-FORMS: dict[str, Callable[[Model, pb.Pipeline, list[Row]], Tensor]] = {"full": models.logits}
-"""Ways from a model and rows to logits of their candidates."""
 
 
-def compare(written: pb.Pipeline, form: str, rows: list[Row], tolerance: float = 1e-9) -> None:
+def whole(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
+    """Contextual tokens, history and candidates at once."""
+    return model.score(models.batch(written, rows))
+
+
+def cached(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
+    """Contextual tokens and history first, then all candidates."""
+    batch = models.batch(written, rows)
+    return model.score_cached(batch, model.prefill(batch))
+
+
+def in_microbatches(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
+    """The same with two candidates of a row at a time, which is a target group."""
+    batch = models.batch(written, rows)
+    return model.score_in_microbatches(batch, model.prefill(batch), 2)
+
+
+def extended(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
+    """A part of the history at an earlier time, the rest of it later, then all candidates."""
+    middle = [(2 * len(row.uih_timestamps) + 2) // 3 for row in rows]
+    before = [row.with_events(range(n)) for row, n in zip(rows, middle, strict=True)]
+    before = [row.changed(request_time=row.request_time - 700) for row in before]
+    since = [row.with_events(range(n, len(row.uih_timestamps))) for row, n in zip(rows, middle, strict=True)]
+    cache = model.prefill(models.batch(written, before))
+    cache = model.extend(models.batch(written, since), cache)
+    return model.score_cached(models.batch(written, rows), cache)
+
+
+Form = Callable[[Model, pb.Pipeline, list[Row]], Tensor]
+"""A way from a model and rows to predictions [N, tasks] for their candidates."""
+
+FORMS: tuple[Form, ...] = (whole, cached, in_microbatches)
+
+GROWING = {"reads": "contextual reads not", "biases": "positions only"}
+GROWING_POSITIONS = ("no positions", "from the start, without ages")
+"""With these a cache can be extended: nothing that is known of old tokens changes."""
+
+
+def compare(written: pb.Pipeline, rows: list[Row], *forms: Form, tolerance: float = 1e-9) -> None:
+    """The model in these forms (all when none is given) against the brute-force one, both in float64."""
     model = models.build(written)
     with torch.no_grad():
-        found = FORMS[form](model, written, rows)
-        expected = BruteForceRanker(written, model.state_dict())(rows)
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        found = {form.__name__: form(model, written, rows) for form in forms or FORMS}
+        logits = BruteForceRanker(written, model.state_dict())(rows)
+        expected = models.predictions(written, logits)
+        close = {"rtol": tolerance, "atol": tolerance}
+        torch.testing.assert_close(models.logits(model, written, rows), logits, **close)
+        for form, predicted in found.items():
+            torch.testing.assert_close(predicted, expected, **close, msg=partial(_named, form))
+
+
+def _named(form: str, message: str) -> str:
+    return f"{form}: {message}"
 
 
 def rows_of(written: pb.Pipeline, sizes: str = "targets", seed: int = 0) -> list[Row]:
@@ -39,36 +86,55 @@ def rows_of(written: pb.Pipeline, sizes: str = "targets", seed: int = 0) -> list
     ]
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("combination", COVERING, ids=name)
-def test_a_combination_is_what_the_specification_says(combination: Combination, form: str):
+def test_a_combination_is_what_the_specification_says(combination: Combination):
     written = pipeline(combination)
-    compare(written, form, rows_of(written))
+    compare(written, rows_of(written))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("form", FORMS)
-def test_every_combination_is_what_the_specification_says(form: str, sizes: str):
+def test_every_combination_is_what_the_specification_says(sizes: str):
     for number, combination in enumerate(PRODUCT):
         written = pipeline(combination)
-        compare(written, form, rows_of(written, sizes, seed=number))
+        compare(written, rows_of(written, sizes, seed=number))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("combination", COVERING[:4], ids=name)
-def test_no_targets_have_no_logits(combination: Combination, form: str):
+def test_no_targets_have_no_logits(combination: Combination):
     written = pipeline(combination)
-    compare(written, form, rows_of(written, "no targets"))
+    compare(written, rows_of(written, "no targets"))
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("ranker", RANKERS)
-def test_other_encoders_are_what_the_specification_says(ranker: str, form: str):
+def test_other_encoders_are_what_the_specification_says(ranker: str):
     written = models.written(*RANKERS[ranker])
     rows = random_rows(models.resolved(written), [(3, 2), (0, 1), (6, 4), (2, 0), (1, 3), (0, 0)])
     # The angle of the timestamp postprocessor is float32.
-    compare(written, form, rows, tolerance=1e-6 if ranker == "all" else 1e-9)
+    compare(written, rows, tolerance=1e-6 if ranker == "all" else 1e-9)
+
+
+@pytest.mark.parametrize("place", range(len(COVERING)), ids=[name(one) for one in COVERING])
+def test_a_cache_of_a_history_that_grew_is_that_of_the_whole(place: int):
+    written = pipeline(COVERING[place] | GROWING | {"positional": GROWING_POSITIONS[place % 2]})
+    for channel in written.model.ranker.preprocessor.contextual.channels:
+        # The reader's matter: a new event can push an old one out.
+        channel.ClearField("max_events")
+    compare(written, rows_of(written), extended)
+
+
+def test_a_cache_that_cannot_grow_says_so():
+    refused = 0
+    for combination in COVERING:
+        written = pipeline(combination)
+        for channel in written.model.ranker.preprocessor.contextual.channels:
+            channel.ClearField("max_events")
+        try:
+            compare(written, rows_of(written), extended)
+        except ValueError as error:
+            assert re.search(r"^(a cache|events) cannot be (extended|appended)", str(error))
+            refused += 1
+    assert 0 < refused < len(COVERING)
 
 
 @pytest.mark.parametrize("combination", COVERING[:6], ids=name)
