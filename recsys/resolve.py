@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from recsys import checks
 from recsys import protos as pb
-from recsys.checks import Finding
+from recsys.checks import Finding, choices
 from recsys.checks.walk import descend
 from recsys.errors import ConfigError
 from recsys.features import ACTIONS, PREFIX
@@ -171,19 +171,21 @@ def _model(pipeline: pb.Pipeline) -> Iterator[_Choice]:
         origin = f"contextual tokens + {history} + data.max_candidates"
         yield _Choice(model, "model", "max_seq_len", total, origin)
     body, path = getattr(model, kind), f"model.{kind}"
-    yield from _mixer(body.mixer, f"{path}.mixer", model, kind)
-    preprocessor = body.preprocessor.WhichOneof("preprocessor")
-    if preprocessor is None:
+    mixer, preprocessor = (choices.part(body, name) for name in ("mixer", "preprocessor"))
+    if mixer is not None:
+        yield from _mixer(mixer, f"{path}.mixer", model, kind)
+    chosen = choices.chosen(preprocessor) if preprocessor is not None else None
+    if chosen is None:
         return
-    encoders = getattr(body.preprocessor, preprocessor)
-    if encoders.HasField("positional"):
-        place = f"{path}.preprocessor.{preprocessor}.positional"
+    positional = choices.part(getattr(preprocessor, chosen.name), "positional")
+    if positional is not None:
+        place = f"{path}.preprocessor.{chosen.name}.positional"
         if model.HasField("max_seq_len"):
             rows = model.max_seq_len + 1
-            yield _Choice(encoders.positional, place, "num_positions", rows, "model.max_seq_len + 1")
+            yield _Choice(positional, place, "num_positions", rows, "model.max_seq_len + 1")
         if kind == "retriever":
             start = pb.PositionalEncoder.START
-            yield _Choice(encoders.positional, place, "origin", start, "next-item training")
+            yield _Choice(positional, place, "origin", start, "next-item training")
 
 
 def _mixer(mixer: pb.Mixer, path: str, model: pb.Model, kind: str) -> Iterator[_Choice]:

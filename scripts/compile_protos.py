@@ -7,7 +7,7 @@
 The files of `protos/` are mapped to the virtual folder `recsys/protos/`, so they import each other as
 `import "recsys/protos/feature.proto";` and the generated Python imports resolve inside the package. Beside
 each `x_pb2.py` comes an `x_pb2.pyi` for editors and type checkers, and `__init__.py` re-exports every
-message and enum:
+message, enum and option:
 
     from recsys import protos as pb
     pb.HstuMixer(num_heads=4)
@@ -64,7 +64,7 @@ def _run_protoc(root: Path, sources: list[Path], out: Path) -> None:
 
 
 def _init_text(descriptors: bytes) -> str:
-    """The `__init__.py` that re-exports each file's top-level messages, enums and enum values."""
+    """The `__init__.py` that re-exports each file's top-level messages, enums, enum values and options."""
     from google.protobuf.descriptor_pb2 import FileDescriptorSet
 
     imports, exported = "", []
@@ -72,6 +72,7 @@ def _init_text(descriptors: bytes) -> str:
         names = [message.name for message in file.message_type]
         for enum in file.enum_type:
             names += [enum.name, *(value.name for value in enum.value)]
+        names += [option.name for option in file.extension]
         if names:
             lines = "".join(f"    {name},\n" for name in names)
             imports += f"from recsys.protos.{Path(file.name).stem}_pb2 import (\n{lines})\n"

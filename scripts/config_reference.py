@@ -43,7 +43,7 @@ _TYPES = {
     pb2.FieldDescriptorProto.TYPE_STRING: "string",
 }
 # Numbers of fields in descriptor.proto, of which a location's path is made.
-_FILE_MESSAGE, _FILE_ENUM = 4, 5
+_FILE_MESSAGE, _FILE_ENUM, _FILE_OPTION = 4, 5, 7
 _MESSAGE_FIELD, _MESSAGE_ENUM = 2, 4
 _ENUM_VALUE = 2
 
@@ -108,7 +108,7 @@ def _comments(file: pb2.FileDescriptorProto) -> dict[tuple[int, ...], str]:
 
 
 def without_comment(sources: list[Commented]) -> list[str]:
-    """Full names of messages, fields, enums and enum values that no comment explains."""
+    """Full names of messages, fields, enums, enum values and options that no comment explains."""
     found = []
     for file, comments in sources:
         for name, path in _elements(file):
@@ -128,7 +128,7 @@ def _elements(file: pb2.FileDescriptorProto) -> list[tuple[str, tuple[int, ...]]
             found += _enum_elements(enum, f"{message.name}.{enum.name}", (*place, _MESSAGE_ENUM, index))
     for number, enum in enumerate(file.enum_type):
         found += _enum_elements(enum, enum.name, (_FILE_ENUM, number))
-    return found
+    return found + [(option.name, (_FILE_OPTION, n)) for n, option in enumerate(file.extension)]
 
 
 def _enum_elements(
@@ -148,6 +148,8 @@ def reference(sources: list[Commented]) -> str:
         "`--set train.num_steps=100` overrides one. Of the fields of one *choice*, one is set.",
     ]
     for source in sources:
+        if not source.file.message_type:
+            continue  # what the schema says of itself is no setting
         parts.append(f"## {Path(source.file.name).stem}.proto")
         for number, message in enumerate(source.file.message_type):
             parts += _message(source, message, (_FILE_MESSAGE, number))

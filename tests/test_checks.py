@@ -6,9 +6,9 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from recsys import checks, config
 from recsys import protos as pb
+from recsys.checks import choices, values
 from recsys.checks import export as export_rules
 from recsys.checks import model as model_rules
-from recsys.checks import values
 from recsys.errors import ConfigError
 from recsys.modules import losses, metrics, mixers  # noqa: F401  they register themselves
 from recsys.ops.hstu_attention import OP
@@ -532,8 +532,8 @@ def test_caching_mixers_are_those_that_can():
 
 
 def test_kinds_of_losses_are_those_of_their_classes():
-    kinds = {name: component.cls.kind for name, component in registered(pb.Loss).items()}
-    assert model_rules.LOSSES == kinds
+    kinds = {name: [component.cls.kind] for name, component in registered(pb.Loss).items()}
+    assert {field.name: choices.labels(field) for field in pb.Loss.DESCRIPTOR.fields} == kinds
 
 
 @pytest.mark.parametrize("part", ["", "binary_cross_entropy {}", "mean_squared_error {}"])
@@ -551,4 +551,16 @@ def test_names_and_directions_of_metrics_are_those_of_their_classes():
         built[metric.name] = metric.higher_is_better is not None
         getattr(pipeline.model.retriever.metrics.add(), name).SetInParent()
     assert {metric.name: metric.directed for metric in checks.metric_names(pipeline)} == built
-    assert set(model_rules.METRICS) == set(registered(pb.Metric))
+
+
+@pytest.mark.parametrize("choice", [pb.Loss, pb.Metric])
+def test_the_schema_says_of_every_loss_and_metric_which_labels_it_is_for(choice):
+    for field in choice.DESCRIPTOR.fields:
+        assert choices.labels(field), f"protos: {field.full_name} has no (labels)"
+        assert set(choices.labels(field)) <= {"binary", "regression", "retrieval"}
+
+
+def test_the_schema_says_of_every_preprocessor_which_model_it_is_for():
+    for field in pb.Preprocessor.DESCRIPTOR.fields:
+        assert choices.models(field), f"protos: {field.full_name} has no (models)"
+        assert set(choices.models(field)) <= {model.name for model in pb.Model.DESCRIPTOR.oneofs[0].fields}

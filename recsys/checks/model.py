@@ -1,40 +1,20 @@
 """Rules of models, losses and metrics."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
 from recsys import protos as pb
+from recsys.checks import choices
 from recsys.checks.sequence import num_contextual, tokens_per_event
 from recsys.checks.walk import Finding, descend
 from recsys.textproto import did_you_mean
 
 BACKENDS = {"hstu": ("auto", "triton", "reference")}
 """By mixer, the attention backends that a config may name."""
-
-LOSSES = {
-    "binary_cross_entropy": "binary",
-    "focal": "binary",
-    "mean_squared_error": "regression",
-    "softmax": "retrieval",
-    "jrc": "binary",
-    "pairwise": "binary",
-}
-"""By loss, what its labels are; a pairwise loss takes the kind of its pointwise part, see `loss_kind`."""
-METRICS = {
-    "auc": {"binary"},
-    "gauc": {"binary"},
-    "log_loss": {"binary"},
-    "normalized_entropy": {"binary"},
-    "calibration": {"binary", "regression"},
-    "mse": {"binary", "regression"},
-    "mae": {"binary", "regression"},
-    "hit_rate": {"retrieval"},
-    "ndcg": {"retrieval"},
-    "mrr": {"retrieval"},
-}
-"""By metric, the kinds of task that it fits."""
-_PREPROCESSOR = {"ranker": "contextual", "retriever": "uih"}
 
 
 class MetricName(NamedTuple):
@@ -61,21 +41,26 @@ def metric_names(pipeline: pb.Pipeline) -> list[MetricName]:
 
 
 def loss_kind(loss: pb.Loss) -> str | None:
-    """What the labels of a task with this loss are: binary, regression or retrieval; None for no loss."""
-    name = loss.WhichOneof("loss")
-    if name == "pairwise":
-        name = loss.pairwise.WhichOneof("pointwise") or name
-    return LOSSES[name] if name else None
+    """What the labels of a task with this loss are: binary, regression or retrieval.
+
+    None for no loss, and for one of which the schema does not say it (`_losses` has a finding then).
+    """
+    field = choices.chosen(loss)
+    if field is None:
+        return None
+    # A loss around another one takes the labels of that one.
+    around = [choices.labels(inner) for inner, _ in getattr(loss, field.name).ListFields()]
+    return next((kinds[0] for kinds in (*around, choices.labels(field)) if kinds), None)
 
 
 def _named(metrics: Sequence[pb.Metric], path: str, prefix: str) -> list[MetricName]:
     found = []
     for index, metric in enumerate(metrics):
-        kind = metric.WhichOneof("metric")
-        if kind is not None:
-            config = getattr(metric, kind)
-            name = f"{kind}@{config.k}" if "k" in config.DESCRIPTOR.fields_by_name else kind
-            found.append(MetricName(f"{prefix}{name}", f"{path}.metrics[{index}]", kind != "calibration"))
+        field = choices.chosen(metric)
+        if field is not None:
+            config = getattr(metric, field.name)
+            name = f"{field.name}@{config.k}" if "k" in config.DESCRIPTOR.fields_by_name else field.name
+            found.append(MetricName(f"{prefix}{name}", f"{path}.metrics[{index}]", choices.directed(field)))
     return found
 
 
@@ -84,10 +69,12 @@ def fits_preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
     kind = pipeline.model.WhichOneof("model")
     if kind is None:
         return
-    given = getattr(pipeline.model, kind).preprocessor.WhichOneof("preprocessor")
-    if given not in (None, _PREPROCESSOR[kind]):
-        path = f"model.{kind}.preprocessor.{given}"
-        yield Finding(path, f"does not fit a {kind}; use {_PREPROCESSOR[kind]}")
+    body = getattr(pipeline.model, kind)
+    given = choices.part(body, "preprocessor")
+    field = choices.chosen(given) if given is not None else None
+    if field is not None and kind not in choices.models(field):
+        fitting = " or ".join(_fitting(pb.Preprocessor, choices.models, {kind}))
+        yield Finding(f"model.{kind}.preprocessor.{field.name}", f"does not fit a {kind}; use {fitting}")
 
 
 def _ranker(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -121,10 +108,19 @@ def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _fits(loss: pb.Loss, path: str, kinds: set[str]) -> Iterator[Finding]:
-    name = loss.WhichOneof("loss")
-    if name is not None and loss_kind(loss) not in kinds:
-        allowed = ", ".join(other for other, kind in LOSSES.items() if kind in kinds)
-        yield Finding(f"{path}.{name}", f"is a loss of {loss_kind(loss)}; use one of {allowed}")
+    field, kind = choices.chosen(loss), loss_kind(loss)
+    if field is None or kind in kinds:
+        return
+    what = f"is a loss of {kind}" if kind else "protos/loss.proto does not say which labels it is for"
+    allowed = ", ".join(_fitting(pb.Loss, choices.labels, kinds))
+    yield Finding(f"{path}.{field.name}", f"{what}; use one of {allowed}")
+
+
+def _fitting(
+    choice: type[Message], fits: Callable[[FieldDescriptor], list[str]], kinds: set[str]
+) -> list[str]:
+    """Names of the choices that fit one of some kinds."""
+    return [field.name for field in choice.DESCRIPTOR.fields if kinds & set(fits(field))]
 
 
 def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -143,11 +139,11 @@ def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _fit(metrics: Sequence[pb.Metric], path: str, kind: str) -> Iterator[Finding]:
     for index, metric in enumerate(metrics):
-        name = metric.WhichOneof("metric")
-        if name is not None and kind not in METRICS[name]:
-            allowed = ", ".join(other for other, kinds in METRICS.items() if kind in kinds)
+        field = choices.chosen(metric)
+        if field is not None and kind not in choices.labels(field):
+            allowed = ", ".join(_fitting(pb.Metric, choices.labels, {kind}))
             yield Finding(
-                f"{path}.metrics[{index}].{name}", f"does not fit a {kind} task; use one of {allowed}"
+                f"{path}.metrics[{index}].{field.name}", f"does not fit a {kind} task; use one of {allowed}"
             )
 
 

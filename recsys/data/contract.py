@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from recsys import features
 from recsys import protos as pb
+from recsys.checks import choices
 from recsys.data.arrow import is_text
 from recsys.data.vocabulary import id_type
 from recsys.errors import DataError
@@ -152,8 +153,9 @@ def check_same_schema(
 def action_encoder(model: pb.Model) -> pb.ActionEncoder:
     """The message that says which actions a model's preprocessor looks at; empty when it looks at none."""
     holder = model.ranker if model.HasField("ranker") else model.retriever
-    kind = holder.preprocessor.WhichOneof("preprocessor")
-    return getattr(holder.preprocessor, kind).action if kind else pb.ActionEncoder()
+    chosen = choices.chosen(holder.preprocessor)
+    config = getattr(holder.preprocessor, chosen.name) if chosen else pb.UihPreprocessor()
+    return choices.part(config, "action") or pb.ActionEncoder()
 
 
 def _presence(schema: pa.Schema, name: str, required: bool) -> list[str]:

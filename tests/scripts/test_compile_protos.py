@@ -47,6 +47,19 @@ def test_messages_of_every_file_are_in_the_package(root):
     assert (root / "recsys" / "protos" / "pipeline_pb2.pyi").exists()
 
 
+def test_options_of_fields_are_in_the_package(root):
+    (root / "protos" / "options.proto").write_text(
+        'edition = "2023"; package recsys; import "google/protobuf/descriptor.proto";\n'
+        "extend google.protobuf.FieldOptions { string unit = 50001; }\n"
+    )
+    feature = FEATURE.replace("[default = 3]", '[default = 3, (unit) = "rows"]')
+    feature = feature.replace("enum Side", 'import "recsys/protos/options.proto";\nenum Side')
+    (root / "protos" / "feature.proto").write_text(feature)
+    compile_protos(root)
+    asked = "print(pb.Feature.DESCRIPTOR.fields_by_name['dim'].GetOptions().Extensions[pb.unit])"
+    assert evaluate(root, asked) == "rows"
+
+
 def test_only_what_changed_is_written(root):
     assert len(compile_protos(root)) == 5
     assert compile_protos(root) == []

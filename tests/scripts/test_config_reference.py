@@ -27,6 +27,18 @@ message Data {
 }
 message Source {}
 """
+OPTIONS = """
+edition = "2023";
+package recsys;
+
+import "google/protobuf/descriptor.proto";
+
+extend google.protobuf.FieldOptions {
+  // Which.
+  repeated string labels = 50001;
+  bool undirected = 50002;
+}
+"""
 
 
 def test_the_page_is_up_to_date(capsys):
@@ -55,6 +67,13 @@ def test_names_without_a_comment_are_found(sources):
         "Data.Kind.KIND_UNSPECIFIED",
         "Source",
     ]
+
+
+def test_options_of_the_schema_want_a_comment_and_are_no_settings(tmp_path):
+    (tmp_path / "options.proto").write_text(OPTIONS, encoding="utf-8")
+    sources = config_reference.read_protos(tmp_path)
+    assert config_reference.without_comment(sources) == ["undirected"]
+    assert "##" not in config_reference.reference(sources)
 
 
 def test_a_row_shows_type_default_and_choice(sources):

@@ -1,0 +1,37 @@
+"""What the schema says of a choice, such as which labels a loss wants: the options of `protos/options.proto`.
+
+So a component that is added to a oneof needs no table anywhere else.
+"""
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from recsys import protos as pb
+
+
+def chosen(choice: Message) -> FieldDescriptor | None:
+    """The field that is set in a message with a single oneof, such as `pb.Loss`; None when none is."""
+    (oneof,) = choice.DESCRIPTOR.oneofs
+    name = choice.WhichOneof(oneof.name)
+    return choice.DESCRIPTOR.fields_by_name[name] if name else None
+
+
+def labels(field: FieldDescriptor) -> list[str]:
+    """Kinds of labels that a choice of loss or metric is for; empty when the schema does not say."""
+    return list(field.GetOptions().Extensions[pb.labels])
+
+
+def models(field: FieldDescriptor) -> list[str]:
+    """Models that take the sequences of a choice of preprocessor; empty when the schema does not say."""
+    return list(field.GetOptions().Extensions[pb.models])
+
+
+def directed(field: FieldDescriptor) -> bool:
+    """Whether more of a metric is better, or less is; False when the best value lies in between."""
+    return not field.GetOptions().Extensions[pb.undirected]
+
+
+def part(message: Message, name: str) -> Message | None:
+    """The message in a field that is set; None when it is not, or when there is no such field."""
+    known = name in message.DESCRIPTOR.fields_by_name
+    return getattr(message, name) if known and message.HasField(name) else None
