@@ -60,7 +60,10 @@ def _sample(layout: SequenceLayout, row: int) -> SequenceLayout:
 def _draw(sequence: _Sequence) -> list[str]:
     layout, origin = sequence.layout, torch.arange(sequence.layout.total_len)
     lines, first = [f"{sequence.name}: {_counts(layout)}"], 1
-    for stage in _stages(sequence.stack.rules):
+    rules = getattr(sequence.stack, "rules", None)
+    if rules is None:
+        return [*lines, f"  {type(sequence.stack).__name__} says no rules of its layers"]
+    for stage in _stages(rules):
         if stage.tail_len is not None:
             before = layout.total_len
             layout, index = layout.truncate(stage.tail_len)
