@@ -66,6 +66,8 @@ class Console(Hook):
 
     def evaluated(self, record: Evaluated) -> None:
         """All metrics, a row a task."""
+        if self._bar is not None:
+            self._bar.evaluated(record)
         best = ", the best so far" if record.best else ""
         log.info("evaluation after step %d, %.1f s%s", record.step, record.seconds, best)
         for line in metric_table(record.metrics):
@@ -97,7 +99,7 @@ class Lines(NamedTuple):
 
 
 class Bar:
-    """The last lines of a terminal: how far the run is, and below it speed and losses; logs scroll above."""
+    """The last lines of a terminal; logs scroll above. How far the run is, speed, losses, last metrics."""
 
     def __init__(self, run: Run, console: RichConsole):
         self._progress = Progress(
@@ -105,6 +107,8 @@ class Bar:
         )
         self._task = self._progress.add_task("", total=run.total_steps, completed=run.first_step)
         self._total_steps = run.total_steps
+        self._speed: list[str] = []
+        self._metrics: list[str] = []
         self._live = Live(self._progress, console=console, transient=True, refresh_per_second=4)
         self._live.start()
 
@@ -115,11 +119,23 @@ class Bar:
     def show(self, record: Trained) -> None:
         """The newest record."""
         shown = columns(record, self._total_steps)
-        parts = [f"{head} {shown[head]}" for head in shown if head not in ("step", "left")]
-        texts = ["  ".join(parts)]
+        parts = {head: f"{head} {text}" for head, text in shown.items() if head not in ("step", "left")}
+        # Two lines, so that 80 columns show all of it.
+        second = [parts.pop(head) for head in ("data wait", "memory")]
+        self._speed = ["  ".join(parts.values()), "  ".join(second)]
         if len(record.losses) > 1:
-            texts.append("  ".join(f"{name} {_number(value)}" for name, value in record.losses.items()))
-        below = (Text(text, no_wrap=True, overflow="ellipsis") for text in texts)
+            self._speed.append(f"losses: {_named(record.losses)}")
+        self._refresh()
+
+    def evaluated(self, record: Evaluated) -> None:
+        """The newest evaluation; what it says of losses stands in the log."""
+        found = {name: value for name, value in record.metrics.items() if name.partition("/")[0] != LOSS}
+        best = ", the best so far" if record.best else ""
+        self._metrics = [f"step {record.step}{best}: {_named(found)}"] if found else []
+        self._refresh()
+
+    def _refresh(self) -> None:
+        below = (Text(text) for text in (*self._speed, *self._metrics))
         self._live.update(Group(self._progress, *below), refresh=True)
 
     def stop(self) -> None:
@@ -216,6 +232,10 @@ def _table(rows: list[list[str]]) -> list[str]:
             cells[0] = f"{row[0]:<{sizes[0]}}"
         found.append("  ".join(cells).rstrip())
     return found
+
+
+def _named(values: Mapping[str, float]) -> str:
+    return "  ".join(f"{name} {_number(value)}" for name, value in values.items())
 
 
 def _number(value: float) -> str:

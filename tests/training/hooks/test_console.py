@@ -81,17 +81,22 @@ def test_the_head_comes_first_and_after_each_evaluation(told):
     ]
 
 
-def test_the_bar_shows_what_the_row_shows_and_leaves_nothing_behind():
-    terminal = RichConsole(file=io.StringIO(), force_terminal=True, color_system=None, width=100)
+def test_the_bar_shows_what_the_row_shows_and_the_last_metrics_in_80_columns():
+    terminal = RichConsole(file=io.StringIO(), force_terminal=True, color_system=None, width=80)
     bar = Bar(RUN, terminal)
     bar.move(50)
-    bar.show(record(Rates(2, 1234.5, 98765.4, data_wait=0.07, flop_per_s=3.214e9)))
+    bar.show(record(Rates(2, 1234.5, 98765.4, data_wait=0.07, flop_per_s=3.214e9, mfu=0.42)))
+    bar.evaluated(Evaluated(50, {"click/auc": 0.625, "time/mae": math.nan, "loss": 0.5}, True, 2.0))
     shown = terminal.file.getvalue()
     assert " 50/200 " in shown
-    assert (
-        "loss 1.2500  samples/s 1,234  tokens/s 98,765  FLOP/s 3.21 G  data wait 7 %  memory 850 MiB" in shown
-    )
-    assert "click 0.7000  time 2.0000" in shown
+    lines = [line.strip() for line in shown.splitlines()]
+    for expected in (
+        "loss 1.2500  samples/s 1,234  tokens/s 98,765  FLOP/s 3.21 G  MFU 42 %",
+        "data wait 7 %  memory 850 MiB",
+        "losses: click 0.7000  time 2.0000",
+        "step 50, the best so far: click/auc 0.6250  time/mae -",
+    ):
+        assert expected in lines
     bar.stop()
     assert terminal.file.getvalue().endswith("\x1b[2K")  # the last line is erased
 
