@@ -1,8 +1,8 @@
 """From a checkpoint to a package that gives the same answers.
 
 The scoring graph is captured by `torch.export` with every size dynamic, compiled ahead of time by
-AOTInductor, loaded in a fresh process and compared with the evaluated model on real rows. Only a package that
-agrees gets its name.
+AOTInductor, loaded in a fresh process and compared with the evaluated model on real rows; so are, if asked
+for, the programs that score with a cache. Only a package that agrees gets its name.
 """
 
 import json
@@ -11,14 +11,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental import _config as symbolic
 
 from recsys import config, environment, features, files
@@ -27,7 +27,8 @@ from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.data.row_order import RowOrder, dealt_out
 from recsys.errors import InstallationError, RecsysError
-from recsys.inference import package
+from recsys.inference import cached_programs, package
+from recsys.inference.cached_programs import CachedDescription
 from recsys.models.base import Model, layout_rule
 from recsys.models.kernels import check_kernels
 from recsys.models.retriever import Retriever
@@ -94,13 +95,7 @@ def export(source: Source, folder: Path) -> Exported:
     expected = [_score(graph, batch) for batch in source.batches]
     with files.whole_folder(Path(folder)) as aside:
         log.info("capturing and compiling the scoring graph")
-        compile_graph(
-            graph,
-            scoring_signature(source.pipeline),
-            _example(source.batches),
-            aside / package.MODEL,
-            source.pipeline,
-        )
+        _compile_programs(source, graph, aside)
         _write_sides(source, aside, expected[0])
         files.write_manifest(aside)
         log.info("loading the package in a fresh process and comparing it on real rows")
@@ -141,12 +136,29 @@ def require_compiler() -> None:
         )
 
 
+def _compile_programs(source: Source, graph: ScoringGraph, folder: Path) -> None:
+    """The program of the whole model, and with `export.cached_scoring` those of `cached_programs`."""
+    pipeline, example = source.pipeline, _example(source.batches)
+    cached = pipeline.export.cached_scoring
+    weights: dict[str, Tensor] | None = {} if cached else None
+
+    def compile_to(graph: nn.Module, specs: list[TensorSpec], inputs: tuple[Tensor, ...], name: str) -> None:
+        compile_graph(graph, specs, inputs, folder / name, pipeline, weights)
+
+    compile_to(graph, scoring_signature(pipeline), flatten(example), package.MODEL)
+    if cached:
+        log.info("capturing and compiling the programs that score with a cache")
+        cached_programs.compile_programs(source.model, example, compile_to)
+        package.write_tensors(folder / cached_programs.WEIGHTS, weights)
+
+
 def compile_graph(
-    graph: ScoringGraph,
+    graph: nn.Module,
     specs: list[TensorSpec],
     example: tuple[Tensor, ...],
     path: Path,
     pipeline: pb.Pipeline,
+    weights: dict[str, Tensor] | None = None,
 ) -> None:
     """Captures a graph with every named dim dynamic and compiles it to an AOTInductor package.
 
@@ -156,6 +168,8 @@ def compile_graph(
         example: inputs with at least 2 rows, events and candidates each, all of different sizes.
         path: of the `.pt2` file.
         pipeline: for `export.march`.
+        weights: None to put weights into the file. Else it is without, and they are added here, by the names
+            that `Program` looks for.
     """
     dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims if not name.isdigit()}
     shapes = tuple(
@@ -172,8 +186,18 @@ def compile_graph(
     if example[0].device.type == "cpu":
         # Named instead of "native": the package runs on other machines than the one that made it.
         settings |= {"cpp.march": pipeline.export.march, "cpp.simdlen": 256}
+    if weights is not None:
+        settings["aot_inductor.package_constants_in_so"] = False
+        weights |= {name: _on_host(weight) for name, weight in captured.state_dict.items()}
+        # Not of the model: each graph has its own.
+        lifted = {name: own for name, own in captured.constants.items() if isinstance(own, Tensor)}
+        weights |= {f"{path.stem}/{name}": _on_host(own) for name, own in lifted.items()}
     with environment.quiet_export():
         torch._inductor.aoti_compile_and_package(captured, package_path=str(path), inductor_configs=settings)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _score(graph: ScoringGraph, batch: Batch) -> Tensor:
@@ -196,11 +220,11 @@ def catalogue(model: Retriever, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
     return rows[torch.from_numpy(order.rows(np.arange(len(rows))) - 1)]
 
 
-def _example(batches: list[Batch]) -> tuple[Tensor, ...]:
+def _example(batches: list[Batch]) -> Batch:
     for batch in batches:
         sizes = (len(batch.uih_lengths), len(batch.uih_timestamps))
         if min(sizes) >= 2 and len(set(sizes)) == len(sizes):
-            return flatten(batch)
+            return batch
     raise RecsysError(
         "the rows to compare on have too little history to capture the graph with: at least one batch with "
         "2 rows and more events than rows is needed"
@@ -239,6 +263,8 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
         max_batch_size=pipeline.export.max_batch_size,
         tolerance=pipeline.export.parity_tolerance,
     )
+    if pipeline.export.cached_scoring:
+        description.cached = asdict(CachedDescription.of(model))
     package.write_description(folder, description)
     package.write_tensors(folder / package.GOLDEN, package.golden_tensors(flatten(source.batches[0]), golden))
 
@@ -268,25 +294,31 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
         )
     differences = json.loads(done.stdout.strip().splitlines()[-1])
     shutil.rmtree(trial)
-    difference, allowed = max(differences), source.pipeline.export.parity_tolerance
-    if not difference <= allowed:
-        raise ParityError(
-            f"the package's answers differ from the evaluated model's by {difference:.2e} on real rows; "
-            f"export.parity_tolerance allows {allowed:.0e}. Nothing was exported."
-        )
+    allowed, report = source.pipeline.export.parity_tolerance, {}
+    ways = zip(
+        ("largest_difference", "largest_difference_cached"), zip(*differences, strict=True), strict=False
+    )
+    for name, found in ways:
+        report[name] = max(found)
+        if not report[name] <= allowed:
+            how = ", when it scores with a cache," if name.endswith("cached") else ""
+            raise ParityError(
+                f"the package's answers{how} differ from the evaluated model's by {report[name]:.2e} on real "
+                f"rows; export.parity_tolerance allows {allowed:.0e}. Nothing was exported."
+            )
+    difference = max(report.values())
     rows = sum(len(batch.uih_lengths) for batch in source.batches)
-    report = {"rows": rows, "batches": len(differences), "largest_difference": difference, "allowed": allowed}
+    report = {"rows": rows, "batches": len(differences), **report, "allowed": allowed}
     (folder / "parity.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     files.write_manifest(folder)
     return difference
 
 
-def _trial(folder: Path) -> Iterator[float]:
-    """In the fresh process: the difference of each batch of the trial."""
+def _trial(folder: Path) -> Iterator[list[float]]:
+    """In the fresh process: the differences of each batch of the trial."""
     loaded = package.Package(folder, check_golden=False)
     for path in sorted((folder / ".trial").iterdir()):
-        stored = load_file(path)
-        yield package.largest_difference(loaded.run_flat(package.golden_inputs(stored)), stored["output"])
+        yield loaded.differences(load_file(path))
 
 
 if __name__ == "__main__":

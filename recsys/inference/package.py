@@ -9,13 +9,10 @@
     golden.safetensors  a few real rows with the evaluated model's answers, compared at every load
     parity.json         how close the package came to the evaluated model on real rows
 
-The compiled graph does not check its inputs: a wrong dtype or a strided tensor would give wrong scores
-without a word. `Package.run` checks them.
+With `export.cached_scoring` there are also the files of `cached_programs`.
 """
 
 import json
-import logging
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -26,15 +23,13 @@ from torch import Tensor
 from recsys import config, environment, files
 from recsys import protos as pb
 from recsys.data.batch import Batch
-from recsys.errors import RecsysError
+from recsys.inference.cached_programs import WEIGHTS, CachedDescription, CachedPrograms
+from recsys.inference.program import PackageError, Program
+from recsys.models.cached import RankerCache
 from recsys.models.scoring import TensorSpec, flatten
 
 FORMAT = 2
 MODEL, ITEMS, GOLDEN, VOCABULARY = "model.pt2", "items.safetensors", "golden.safetensors", "vocabulary"
-
-
-class PackageError(RecsysError):
-    """A package that is damaged, of another format, or does not compute what it computed when it was made."""
 
 
 @dataclass
@@ -50,6 +45,7 @@ class Description:
         max_batch_size: rows that one call may have.
         tolerance: largest allowed |a - b| / max(1, |b|) of golden rows.
         op_libraries: Python modules that register operators of the graph; imported before it is loaded.
+        cached: the programs that score with a cache, `CachedDescription`; None without them.
     """
 
     kind: str
@@ -62,6 +58,7 @@ class Description:
     tolerance: float
     op_libraries: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=environment.versions)
+    cached: dict | None = None
     format: int = FORMAT
 
 
@@ -72,6 +69,7 @@ class Package:
         description: what it is.
         pipeline: the resolved config, its vocabulary files pointing into the package.
         items: retrieval: [V, E] float32 vector of every item, in the order of the vocabulary; else None.
+        cached: the programs that score with a cache; None when it was exported without.
 
     Raises:
         PackageError: see the class.
@@ -92,8 +90,14 @@ class Package:
         self.description = _read_description(folder)
         self.pipeline = _read_config(folder)
         self.items = load_file(folder / ITEMS)["items"] if self.description.kind == "retriever" else None
-        self._inputs = [TensorSpec.from_json(entry) for entry in self.description.inputs]
-        self._runner = load_graph(folder / MODEL, self.description.op_libraries)
+        specs = [TensorSpec.from_json(entry) for entry in self.description.inputs]
+        device, libraries = torch.device(self.description.device), self.description.op_libraries
+        self.cached, weights = None, None
+        if self.description.cached is not None:
+            entry = CachedDescription(**self.description.cached)
+            weights = load_file(folder / WEIGHTS, device=str(device))
+            self.cached = CachedPrograms.load(folder, entry, self.pipeline, device, libraries, weights)
+        self._program = Program(folder / MODEL, specs, device, libraries, weights)
         if check_golden:
             self._check_golden()
 
@@ -103,77 +107,67 @@ class Package:
         Raises:
             PackageError: more rows than the package accepts.
         """
+        self._check_rows(batch)
+        return self.run_flat(flatten(batch))
+
+    def prefill(self, batch: Batch) -> RankerCache:
+        """What candidates look at of each row's user and history; see `CachedPrograms`.
+
+        Raises:
+            PackageError: more rows than the package accepts, or it has no programs for it.
+        """
+        self._check_rows(batch)
+        return self._cached_programs().prefill(batch)
+
+    def score(self, batch: Batch, cache: RankerCache) -> Tensor:
+        """As `run`, of the candidates of a batch whose users are those of the cache.
+
+        Raises:
+            PackageError: more rows than the package accepts, or it has no programs for it.
+        """
+        self._check_rows(batch)
+        return self._cached_programs().score(batch, cache)
+
+    def _cached_programs(self) -> CachedPrograms:
+        if self.cached is None:
+            raise PackageError(
+                f"{self.folder}: it has no programs that score with a cache; export it with "
+                "export.cached_scoring = true"
+            )
+        return self.cached
+
+    def _check_rows(self, batch: Batch) -> None:
         rows = len(batch.uih_lengths)
         if rows > self.description.max_batch_size:
             raise PackageError(
                 f"{rows} rows in one call; the package was exported for export.max_batch_size = "
                 f"{self.description.max_batch_size}: make predict.batch_size smaller"
             )
-        return self.run_flat(flatten(batch))
 
     def run_flat(self, inputs: tuple[Tensor, ...]) -> Tensor:
         """As `run`, from the flat inputs of `models.scoring`, in the order of `description.inputs`."""
-        device = torch.device(self.description.device)
-        inputs = check_inputs(tuple(tensor.to(device) for tensor in inputs), self._inputs)
-        (output,) = self._runner(*inputs)
-        return output.detach().float().cpu()
+        (output,) = self._program(inputs)
+        return output.float().cpu()
+
+    def differences(self, stored: dict[str, Tensor]) -> list[float]:
+        """How far each way to score is from a stored answer: the whole model's program, then with a cache if
+        the package can.
+
+        Args:
+            stored: as `golden_tensors` makes it.
+        """
+        ways = [self.run_flat] if self.cached is None else [self.run_flat, self.cached.run_flat]
+        return [largest_difference(run(golden_inputs(stored)), stored["output"]) for run in ways]
 
     def _check_golden(self) -> None:
         stored = load_file(self.folder / GOLDEN)
-        difference = largest_difference(self.run_flat(golden_inputs(stored)), stored["output"])
+        difference = max(self.differences(stored))
         if not difference <= self.description.tolerance:
             raise PackageError(
                 f"{self.folder}: the golden rows differ by {difference:.2e} from what they were when the "
                 f"package was made, {self.description.tolerance:.0e} is allowed: this machine computes "
                 "something else. Export the package on a machine like this one."
             )
-
-
-def load_graph(path: Path, op_libraries: list[str]):
-    """The compiled graph as a callable of flat tensors; imports the libraries that register its operators
-    first.
-    """
-    for name in op_libraries:
-        __import__(name)
-    # The runtime reads this switch once, before the first call: it then refuses tensors of a wrong type or
-    # shape.
-    os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
-    loader = logging.getLogger("torch.export.pt2_archive._package")
-    loader.addFilter(_is_not_target_warning)
-    try:
-        compiled = torch._inductor.aoti_load_package(str(path))
-    finally:
-        loader.removeFilter(_is_not_target_warning)
-
-    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            output = compiled(*inputs)
-        return tuple(output) if isinstance(output, list | tuple) else (output,)
-
-    return run
-
-
-def check_inputs(inputs: tuple[Tensor, ...], specs: list[TensorSpec]) -> tuple[Tensor, ...]:
-    """The inputs, contiguous, after checking number, dtypes and that equally named dims are equal.
-
-    Raises:
-        PackageError: naming the input.
-    """
-    if len(inputs) != len(specs):
-        raise PackageError(f"{len(inputs)} inputs given, the package has {len(specs)}")
-    sizes: dict[str, int] = {}
-    for spec, tensor in zip(specs, inputs, strict=True):
-        if tensor.dtype != spec.dtype or tensor.dim() != len(spec.dims):
-            given = f"{tensor.dtype} with {tensor.dim()} dims"
-            raise PackageError(
-                f"input {spec.name} is {given}; the package takes {spec.dtype} with {len(spec.dims)}"
-            )
-        for name, size in zip(spec.dims, tensor.shape, strict=True):
-            if sizes.setdefault(name, size) != size:
-                raise PackageError(
-                    f"input {spec.name}: dim {name} is {size}, {sizes[name]} in an input before it"
-                )
-    return tuple(tensor.contiguous() for tensor in inputs)
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
@@ -207,12 +201,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def write_description(folder: Path, description: Description) -> None:
     """Writes `package.json`."""
     (folder / "package.json").write_text(json.dumps(asdict(description), indent=1) + "\n", encoding="utf-8")
-
-
-def _is_not_target_warning(record: logging.LogRecord) -> bool:
-    # A package is compiled for `export.march`, older than most machines on purpose; an instruction set that a
-    # machine lacks shows in the golden rows at the latest.
-    return "Device information mismatch" not in record.getMessage()
 
 
 def _read_description(folder: Path) -> Description:

@@ -28,12 +28,14 @@ from recsys.errors import RecsysError
 from recsys.inference.package import Package
 from recsys.inference.rows import (
     Histories,
+    group_size,
     in_pieces,
     item_column,
     piece_size,
     runs,
     whole_histories,
 )
+from recsys.inference.shared_prefill import score_with_cache
 from recsys.inference.topk import top_k
 from recsys.models.base import layout_rule
 
@@ -106,16 +108,31 @@ class Predictor:
 
     def _rank(self, block: Block, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         names = self.package.description.outputs
-        scores = [np.zeros((0, len(names)), np.float32)]
-        least = max(self.package.pipeline.data.max_candidates, PIECE)
-        pieces = in_pieces(block, piece_size(self.pipeline, least))
-        for rows in runs(len(pieces.row), self.settings.batch_size):
-            scores.append(self.package.run(self._batch(pieces.select(rows))).numpy())
-        flat = np.concatenate(scores)
+        flat = (self._score_whole_rows if self.package.cached is None else self._score_with_cache)(block)
         lengths = _lengths(block.lengths[pb.CANDIDATE], block)
         item = item_column(self.pipeline)
         found = {item: table[item]} if item else {}
         return found | {name: _lists(pa.array(flat[:, i]), lengths) for i, name in enumerate(names)}
+
+    def _score_whole_rows(self, block: Block) -> np.ndarray:
+        """float32 [N, tasks]."""
+        scores = [np.zeros((0, len(self.package.description.outputs)), np.float32)]
+        least = max(self.package.pipeline.data.max_candidates, PIECE)
+        pieces = in_pieces(block, piece_size(self.pipeline, least))
+        for rows in runs(len(pieces.row), self.settings.batch_size):
+            scores.append(self.package.run(self._batch(pieces.select(rows))).numpy())
+        return np.concatenate(scores)
+
+    def _score_with_cache(self, block: Block) -> np.ndarray:
+        """float32 [N, tasks]."""
+        return score_with_cache(
+            self.package,
+            block,
+            self._batch,
+            users=self.settings.batch_size,
+            most=piece_size(self.pipeline, self.settings.candidates_per_microbatch),
+            group_size=group_size(self.pipeline),
+        )
 
     def _retrieve(self, block: Block, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         k = self.settings.top_k

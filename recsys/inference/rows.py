@@ -5,6 +5,7 @@ beside.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -38,9 +39,14 @@ class Histories:
 
 def piece_size(pipeline: pb.Pipeline, least: int) -> int:
     """Candidates of a piece: `least`, or the next number that cuts no target group of any layer."""
-    masks = (message for message, _ in descend(pipeline.model) if isinstance(message, pb.AttentionMask))
-    group = math.lcm(*(mask.target_group_size for mask in masks))
+    group = group_size(pipeline)
     return -(-least // group) * group
+
+
+def group_size(pipeline: pb.Pipeline) -> int:
+    """Candidates that are scored together or not at all, by the target groups of all layers."""
+    masks = (message for message, _ in descend(pipeline.model) if isinstance(message, pb.AttentionMask))
+    return math.lcm(*(mask.target_group_size for mask in masks))
 
 
 def in_pieces(block: Block, most: int) -> Block:
@@ -50,18 +56,30 @@ def in_pieces(block: Block, most: int) -> Block:
     scores are those of the whole rows, in the same order.
     """
     lengths = block.lengths[pb.CANDIDATE]
-    count = np.maximum(-(-lengths // most), 1)
-    if (count == 1).all():
+    row, cut = cut_into_pieces(lengths, most)
+    if len(row) == len(lengths):
         return block
-    row = np.repeat(np.arange(len(lengths)), count)
-    skipped = most * (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count))
     # Pieces repeat the row and its history; candidates stay where they are and are only counted anew.
     candidates = {name: column for name, column in block.flat.items() if column.side == pb.CANDIDATE}
     others = {name: column for name, column in block.flat.items() if column.side != pb.CANDIDATE}
     nothing = {**block.lengths, pb.CANDIDATE: np.zeros_like(lengths)}
     pieces = replace(block, flat=others, lengths=nothing).select(row)
-    cut = np.minimum(lengths[row] - skipped, most)
     return replace(pieces, flat={**pieces.flat, **candidates}, lengths={**pieces.lengths, pb.CANDIDATE: cut})
+
+
+class Pieces(NamedTuple):
+    """int64 [pieces], the row that each piece is of, and its candidates."""
+
+    row: np.ndarray
+    lengths: np.ndarray
+
+
+def cut_into_pieces(lengths: np.ndarray, most: int) -> Pieces:
+    """Rows with `lengths` candidates, cut so that no piece has more than `most`; each row has a piece."""
+    count = np.maximum(-(-lengths // most), 1)
+    row = np.repeat(np.arange(len(lengths)), count)
+    skipped = most * (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count))
+    return Pieces(row, np.minimum(lengths[row] - skipped, most))
 
 
 def whole_histories(table: pa.Table, block: Block, column: str, vocabulary: Vocabulary) -> Histories:

@@ -49,7 +49,7 @@ def test_a_row_in_pieces_has_the_scores_of_the_whole_row(group, monkeypatch):
             return graph(*flatten(batch))
 
     outputs = SimpleNamespace(outputs=[task.name for task in resolved.model.ranker.tasks])
-    package = SimpleNamespace(pipeline=resolved, items=None, description=outputs, run=run)
+    package = SimpleNamespace(pipeline=resolved, items=None, description=outputs, run=run, cached=None)
     table = pq.read_table("tests/data/kuairand/test.parquet")
     lists = [name for name in table.column_names if name.startswith("candidate_")]
     row = next(row for row in table.to_pylist() if len(row["uih_item_id"]) >= 10)

@@ -1,0 +1,152 @@
+"""The two programs of a package that score with a cache, compiled and loaded.
+
+    prefill.pt2          users and events to a cache, as flat tensors
+    cached.pt2           candidates and such tensors to scores
+    weights.safetensors  of all programs of the package, the whole model's too: held once, in files and memory
+
+Between two calls a cache is a `RankerCache`, which can be cut into users and moved.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.inference.program import Program
+from recsys.models.cached import RankerCache
+from recsys.models.cached_scoring import (
+    CachedGraph,
+    CacheForm,
+    PrefillGraph,
+    cached_inputs,
+    cached_signature,
+    prefill_signature,
+)
+from recsys.models.ranker import Ranker
+from recsys.models.scoring import TensorSpec, flatten, scoring_signature
+
+PREFILL, CACHED, WEIGHTS = "prefill.pt2", "cached.pt2", "weights.safetensors"
+
+Compile = Callable[[torch.nn.Module, list[TensorSpec], tuple[Tensor, ...], str], None]
+"""Compiles a graph, given its inputs and an example of them, to a file of this name."""
+
+
+Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
+"""A program."""
+
+
+@dataclass
+class CachedDescription:
+    """What `package.json` says of them.
+
+    Attributes:
+        prefill: name, dtype and named dims of every input of `prefill.pt2`, in order.
+        cached: those of `cached.pt2`.
+        form: of the cache, `CacheForm.to_json`.
+    """
+
+    prefill: list[dict]
+    cached: list[dict]
+    form: dict
+
+    @classmethod
+    def of(cls, model: Ranker) -> "CachedDescription":
+        """That of a model's programs."""
+        form = CacheForm.of(model)
+        return cls(
+            prefill=[spec.to_json() for spec in prefill_signature(model.pipeline)],
+            cached=[spec.to_json() for spec in cached_signature(model.pipeline, form)],
+            form=form.to_json(),
+        )
+
+
+class CachedPrograms:
+    """Both programs, ready to run.
+
+    Args:
+        pipeline: resolved config of the package.
+        form: of the cache.
+        prefill, cached: the programs, from flat inputs to flat outputs.
+    """
+
+    def __init__(self, pipeline: pb.Pipeline, form: CacheForm, prefill: Run, cached: Run):
+        self._pipeline, self._form = pipeline, form
+        self._run_prefill, self._run_cached = prefill, cached
+        self._names = [spec.name for spec in scoring_signature(pipeline)]
+        self._prefill_names = [spec.name for spec in prefill_signature(pipeline)]
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        description: CachedDescription,
+        pipeline: pb.Pipeline,
+        device: torch.device,
+        op_libraries: Sequence[str],
+        weights: Mapping[str, Tensor],
+    ) -> "CachedPrograms":
+        """Those of a package.
+
+        Args:
+            description: its entry in `package.json`.
+            device: that it was compiled for.
+            op_libraries: modules that register operators.
+            weights: of all programs.
+        """
+
+        def program(name: str, entries: list[dict]) -> Program:
+            specs = [TensorSpec.from_json(entry) for entry in entries]
+            return Program(folder / name, specs, device, op_libraries, weights)
+
+        form = CacheForm.from_json(description.form)
+        programs = program(PREFILL, description.prefill), program(CACHED, description.cached)
+        return cls(pipeline, form, *programs)
+
+    def prefill(self, batch: Batch) -> RankerCache:
+        """What candidates look at of each row, on the package's device; candidates of the batch are left
+        alone.
+        """
+        return self._fill(self._named(batch))
+
+    def score(self, batch: Batch, cache: RankerCache) -> Tensor:
+        """float32 [N, tasks] on the host: row b has candidates of user b of the cache; nothing else of the
+        batch is looked at.
+        """
+        return self._score(self._named(batch), cache)
+
+    def run_flat(self, inputs: Sequence[Tensor]) -> Tensor:
+        """One after the other, from the inputs of the whole model's program."""
+        named = dict(zip(self._names, inputs, strict=True))
+        return self._score(named, self._fill(named))
+
+    def _named(self, batch: Batch) -> dict[str, Tensor]:
+        return dict(zip(self._names, flatten(batch), strict=True))
+
+    def _fill(self, named: Mapping[str, Tensor]) -> RankerCache:
+        tensors = self._run_prefill([named[name] for name in self._prefill_names])
+        specs = self._form.specs()
+        return self._form.cache({spec.name: one for spec, one in zip(specs, tensors, strict=True)})
+
+    def _score(self, named: Mapping[str, Tensor], cache: RankerCache) -> Tensor:
+        (output,) = self._run_cached(cached_inputs(self._pipeline, self._form, named, cache))
+        return output.float().cpu()
+
+
+def compile_programs(model: Ranker, example: Batch, compile_to: Compile) -> None:
+    """Compiles both programs of a model in evaluation mode.
+
+    Args:
+        example: at least 2 rows, events and candidates each.
+    """
+    pipeline, form = model.pipeline, CacheForm.of(model)
+    names = [spec.name for spec in scoring_signature(pipeline)]
+    named = dict(zip(names, flatten(example), strict=True))
+    prefill = prefill_signature(pipeline)
+    compile_to(PrefillGraph(model), prefill, tuple(named[spec.name] for spec in prefill), PREFILL)
+    with torch.no_grad():
+        inputs = cached_inputs(pipeline, form, named, model.prefill(example))
+    compile_to(CachedGraph(model), cached_signature(pipeline, form), inputs, CACHED)

@@ -1,0 +1,205 @@
+"""Rows of one user, request and history share a prefill: the scores of whole rows, in the same order."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from recsys import config
+from recsys import protos as pb
+from recsys.data.columns import Origin
+from recsys.inference.predictor import Predictor
+from recsys.inference.rows import cut_into_pieces
+from recsys.inference.shared_prefill import merge, packed, same_as_before, without
+from recsys.models import build_model
+
+HSTU = "model.ranker.mixer.hstu"
+TABLE = pq.read_table("tests/data/kuairand/test.parquet")
+CANDIDATES = [name for name in TABLE.column_names if name.startswith("candidate_")]
+
+
+def pipeline_of(*overrides: str) -> pb.Pipeline:
+    return config.prepare("tests/integration/tiny.config", overrides).pipeline
+
+
+class Watched(SimpleNamespace):
+    """What a predictor asks of a package, computed by the model; it notes what was asked."""
+
+    def __init__(self, pipeline: pb.Pipeline, *, cached: bool):
+        torch.manual_seed(0)
+        self.model = build_model(pipeline).eval()
+        for name, parameter in self.model.named_parameters():
+            if not name.startswith("embed"):
+                torch.nn.init.normal_(parameter, std=0.3)
+        outputs = [task.name for task in pipeline.model.ranker.tasks]
+        super().__init__(
+            pipeline=pipeline,
+            items=None,
+            description=SimpleNamespace(outputs=outputs),
+            cached=self if cached else None,
+            prefilled=[],
+            scored=[],
+        )
+
+    @torch.no_grad()
+    def run(self, batch):
+        return self.model.score(batch)
+
+    @torch.no_grad()
+    def prefill(self, batch):
+        assert batch.layout.total_targets == len(batch.candidate_timestamps) == 0
+        self.prefilled.append(len(batch.uih_lengths))
+        return self.model.prefill(batch)
+
+    @torch.no_grad()
+    def score(self, batch, cache):
+        assert len(batch.uih_timestamps) == 0
+        self.scored.append(batch.num_candidates.tolist())
+        return self.model.score_cached(batch, cache)
+
+
+def split(row: dict, *counts: int) -> list[dict]:
+    """The row as several, each with the next candidates."""
+    starts = np.cumsum([0, *counts]).tolist()
+    return [
+        row | {name: row[name][start:stop] for name in CANDIDATES}
+        for start, stop in zip(starts[:-1], starts[1:], strict=True)
+    ]
+
+
+def table_of(rows: list[dict]) -> pa.Table:
+    """Each row is a request of its own."""
+    return pa.Table.from_pylist([row | {"request_id": n} for n, row in enumerate(rows)], TABLE.schema)
+
+
+def long_row(number: int, count: int) -> dict:
+    """A row with as many candidates, at several times."""
+    row, pool = TABLE.slice(number, 1).to_pylist()[0], TABLE.slice(0, 60).to_pylist()
+    for name in CANDIDATES:
+        row[name] = [value for other in pool for value in other[name]][:count]
+    row["candidate_timestamps"] = [row["request_time"] + i % 3 for i in range(count)]
+    return row
+
+
+def rows_with_much_in_common() -> pa.Table:
+    first, second, third = (long_row(number, count) for number, count in ((0, 30), (7, 11), (12, 3)))
+    alone = TABLE.slice(20, 3).to_pylist()
+    rows = [
+        *split(first, 12, 0, 6, 12),
+        alone[0],
+        *split(second, 11),
+        *split(second | {"hour": second["hour"] + 1}, 5, 6),  # another user feature
+        *split(third | {name: third[name][1:] for name in third if name.startswith("uih_")}, 3),
+        *split(third, 1, 2),
+        alone[1] | {name: [] for name in CANDIDATES},
+        alone[2] | {name: [] for name in alone[2] if name.startswith("uih_")},
+        *split(first, 30),  # like the first ones, but not behind them
+    ]
+    return table_of(rows)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize(("users", "most"), [(256, 1024), (2, 9), (3, 1)])
+def test_scores_are_those_of_whole_rows(group, users, most):
+    pipeline = pipeline_of(
+        f"{HSTU}.mask.target_group_size={group}",
+        f"predict.batch_size={users}",
+        f"predict.candidates_per_microbatch={most}",
+    )
+    table = rows_with_much_in_common()
+    package = Watched(pipeline, cached=True)
+    found = Predictor(package).table(table)
+    expected = Predictor(Watched(pipeline, cached=False)).table(table)
+    assert found.schema == expected.schema
+    for name in expected.column_names:
+        one, two = found[name].combine_chunks(), expected[name].combine_chunks()
+        if name not in package.description.outputs:
+            assert one.equals(two)
+            continue
+        assert one.value_lengths().equals(two.value_lengths())
+        np.testing.assert_allclose(one.flatten().to_numpy(), two.flatten().to_numpy(), rtol=1e-5, atol=1e-5)
+    # 14 rows, 2 of them without candidates; runs of 4, 2 and 2 share a prefill, where groups of 3 let them:
+    # not behind 5 candidates or 1.
+    assert sum(package.prefilled) == (8 if group == 1 else 10)
+    assert max(package.prefilled) <= users
+    size = -(-most // group) * group
+    assert all(len(counts) * max(counts) <= size for counts in package.scored)
+
+
+def test_without_the_programs_nothing_changes():
+    package = Watched(pipeline_of(), cached=False)
+    Predictor(package).table(TABLE.slice(0, 5))
+    assert package.prefilled == []
+
+
+def test_bad_rows_have_no_scores():
+    rows = TABLE.slice(0, 3).to_pylist()
+    rows[1]["uih_item_id"] = [*rows[1]["uih_item_id"], 7]
+    pipeline = pipeline_of("data.bad_rows={policy: SKIP}")
+    found = Predictor(Watched(pipeline, cached=True)).table(pa.Table.from_pylist(rows, TABLE.schema))
+    assert [scores is None for scores in found["is_click"].to_pylist()] == [False, True, False]
+    none = Predictor(Watched(pipeline, cached=True)).table(TABLE.slice(0, 0))
+    assert len(none) == 0
+
+
+def block_of(table: pa.Table):
+    return Predictor(Watched(pipeline_of(), cached=True)).converter.block(table, Origin())
+
+
+CHANGES = {
+    "hour": lambda hour: hour + 1,
+    "request_time": lambda time: time + 1,
+    "uih_item_id": lambda items: [items[1], *items[1:]],
+    "uih_timestamps": lambda times: [times[0] - 1, *times[1:]],
+    "uih_tag": lambda tags: [[], *tags[1:]],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_any_difference_of_user_or_history_is_seen(name):
+    row = next(row for row in TABLE.to_pylist() if len(set(row["uih_item_id"])) >= 3)
+    other = row | {name: CHANGES[name](row[name])}
+    same = same_as_before(block_of(table_of([row, row, other, other, row])))
+    assert same.tolist() == [False, True, False, True, False]
+
+
+def test_one_event_less_is_a_difference():
+    row = next(row for row in TABLE.to_pylist() if len(row["uih_item_id"]) == 4)
+    less = row | {name: row[name][1:] for name in row if name.startswith("uih_")}
+    same = same_as_before(block_of(table_of([row, less, less])))
+    assert same.tolist() == [False, False, True]
+
+
+def test_lists_of_lists_are_compared_value_by_value():
+    row = next(row for row in TABLE.to_pylist() if len(row["uih_tag"]) >= 3)
+    one, two = 12, 60
+    rows = [row | {"uih_tag": [*tags, *row["uih_tag"][2:]]} for tags in ([[one], [two]], [[one, two], []])]
+    rows += [row | {"uih_tag": [[one], [one], *row["uih_tag"][2:]]}]
+    same = same_as_before(block_of(table_of([rows[0], *rows])))
+    assert same.tolist() == [False, True, False, False]
+
+
+def test_merged_rows_keep_all_candidates():
+    block = block_of(table_of(split(long_row(0, 12), 4, 0, 8)))
+    merged = merge(block, 1)
+    assert merged.lengths[pb.CANDIDATE].tolist() == [12] and len(merged.row) == 1
+    column = merged.flat["candidate_item_id"].values
+    assert np.array_equal(column, block.flat["candidate_item_id"].values)
+    assert merge(block, 4).lengths[pb.CANDIDATE].tolist() == [12]
+    assert merge(block, 3).lengths[pb.CANDIDATE].tolist() == [4, 8]
+    bare = without(merged, pb.HISTORY)
+    assert bare.lengths[pb.HISTORY].tolist() == [0] and len(bare.flat["uih_tag"].values) == 0
+    assert len(merged.flat["uih_tag"].values) > 0
+
+
+def test_pieces_are_packed_by_their_padded_size():
+    assert cut_into_pieces(np.array([5, 0, 4, 9]), 4).row.tolist() == [0, 0, 1, 2, 3, 3, 3]
+    assert cut_into_pieces(np.array([5, 0, 4, 9]), 4).lengths.tolist() == [4, 1, 0, 4, 4, 4, 1]
+    assert list(packed([], 4)) == []
+    assert list(packed([1, 1, 1, 1, 1], 4)) == [slice(0, 4), slice(4, 5)]
+    # 2 x 2, since 3 x 2 are too many; 3 alone; 1, 1.
+    assert list(packed([1, 2, 2, 3, 1, 1], 4)) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 6)]
+    assert list(packed([9, 1], 4)) == [slice(0, 1), slice(1, 2)]
