@@ -19,6 +19,7 @@ from recsys import config, environment
 from recsys import protos as pb
 from recsys.errors import ConfigError, InstallationError, RecsysError
 from recsys.flags import Parser
+from recsys.logs import is_for_console
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +96,9 @@ def _share_cores() -> None:
     """Has OpenMP's threads sleep, not spin, while they wait for each other.
 
     Where reader processes or other programs want the same cores, spinning threads keep those that they wait
-    for from running: 60 small steps took 34 s so on two busy cores, and 2 s with sleeping threads. OpenMP
-    reads it when torch is imported, which is later; what the user has set stays.
+    for from running: 60 small steps took 91 s so on two busy cores, and 4 s with sleeping threads
+    (experiments/2026-11-22-small-figures). OpenMP reads it when torch is imported, which is later; what the
+    user has set stays.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -283,6 +285,7 @@ def _log_to_stderr(level: str) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     chosen = level.upper() if _is_first_process() else "WARNING"
     handler.setLevel(chosen)
+    handler.addFilter(is_for_console)
     with _handler(handler, chosen):
         yield
 

@@ -15,7 +15,8 @@ included.
   the rest training. A history reaches into earlier splits; labels do not.
 - Histories of validation and test end where the split begins, as for scores computed the night before. With
   --evaluation-history live they reach up to each request; then GAUC means little, since the history of a
-  user's second candidate holds the outcome of the first (the same model: clicks at .54 instead of .62).
+  user's second candidate holds the outcome of the first (the same model: GAUC of clicks .571 instead of .619,
+  experiments/2026-11-22-small-figures).
 - Counters say what was known of a candidate's video and author before its day: `item_impressions` (to anybody
   in the log) and, for each binary label, `item_<label>_lift`, the log-odds of its smoothed rate minus those
   of all videos (0: as others, or unknown; prepare_counters.py has the formula); `author_...` likewise.
