@@ -12,7 +12,7 @@ PACKAGE = ROOT / "recsys"
 
 # Each layer may import itself and what stands before it.
 LAYERS = (
-    {"errors", "environment", "files", "protos"},
+    {"errors", "environment", "files", "logs", "protos"},
     {"config", "resolve", "checks", "registry", "features", "textproto"},
     {"ops"},
     {"modules", "data"},

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from recsys import cli, config, environment, errors
+from recsys import cli, config, environment, errors, logs
 from tests.config_texts import RANKER, RETRIEVER
 
 HASHED = RANKER.replace("vocabulary {}", "hash { num_buckets: 50 }")
@@ -226,6 +226,7 @@ def test_the_log_goes_to_stderr_and_the_run_folder(folder, capsys):
     def run(call):
         logging.getLogger("recsys.somewhere").info("step 1")
         logging.getLogger("recsys.somewhere").debug("hidden")
+        logging.getLogger("recsys.somewhere").info("under the bar", extra=logs.FILE_ONLY)
         raise errors.DataError("row 3")
 
     before = logging.getLogger().handlers[:]
@@ -233,9 +234,9 @@ def test_the_log_goes_to_stderr_and_the_run_folder(folder, capsys):
         cli.main("train", run, ["--config", "x.config", "--run-dir", "here"])
     shown = capsys.readouterr().err
     assert shown.count("step 1") == shown.count("row 3") == 2
-    assert "hidden" not in shown
+    assert "hidden" not in shown and "under the bar" not in shown
     text = (folder / "here" / "log.txt").read_text(encoding="utf-8")
-    assert text.count("step 1") == text.count("row 3") == 2
+    assert text.count("step 1") == text.count("row 3") == text.count("under the bar") == 2
     assert logging.getLogger().handlers == before
 
 

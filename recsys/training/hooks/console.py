@@ -1,7 +1,8 @@
 """The run on the console: a progress bar on a terminal, else a line every `log_every_steps` steps; then what
 to type.
 
-Lines go through the log, so `log.txt` has them as well; with the time in front they fit 100 columns.
+Lines go through the log, so `log.txt` has them as well, also those that the bar shows in place of the
+console; with the time in front they fit 100 columns.
 """
 
 import logging
@@ -18,6 +19,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from recsys.logs import FILE_ONLY
 from recsys.training.evaluator import LOSS
 from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, Trained
 
@@ -57,12 +59,12 @@ class Console(Hook):
             raise ValueError("Console.started has not been called")
         if self._bar is not None:
             self._bar.show(record)
-        level = logging.INFO if self._bar is None else logging.DEBUG
+        extra = None if self._bar is None else FILE_ONLY
         head, row = lines(columns(record, self._run.total_steps))
         if self._needs_head:
-            log.log(level, "%s", head)
+            log.info("%s", head, extra=extra)
             self._needs_head = False
-        log.log(level, "%s", row)
+        log.info("%s", row, extra=extra)
 
     def evaluated(self, record: Evaluated) -> None:
         """All metrics, a row a task."""

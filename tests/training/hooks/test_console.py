@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
+from recsys.logs import is_for_console
 from recsys.training.hooks import Evaluated, Outcome, Run, Trained
 from recsys.training.hooks.console import WIDTH, Bar, Console, columns, lines, metric_table, next_lines
 from recsys.training.state import Best
@@ -16,6 +17,7 @@ from recsys.training.throughput import Rates
 RUN = Run(Path("runs/my run"), "", 0, 200)
 
 
+Quiet = RichConsole(file=io.StringIO(), force_terminal=True)
 LOSSES = {"click": 0.7, "time": 2.0}
 
 
@@ -79,6 +81,19 @@ def test_the_head_comes_first_and_after_each_evaluation(told):
         head,
         row,
     ]
+
+
+def test_on_a_terminal_the_rows_go_to_the_file(monkeypatch, caplog):
+    caplog.set_level("INFO", "recsys")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("recsys.training.hooks.console.RichConsole", lambda stderr: Quiet)
+    hook = Console()
+    hook.started(RUN)
+    hook.trained(record(Rates(2, 10.0, 20.0, 0.5)))
+    hook.close()
+    head, row = caplog.records
+    assert row.message.startswith(" 50/200") and row.levelname == "INFO"
+    assert not is_for_console(head) and not is_for_console(row)
 
 
 def test_the_bar_shows_what_the_row_shows_and_the_last_metrics_in_80_columns():
