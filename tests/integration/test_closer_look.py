@@ -72,8 +72,8 @@ def test_a_best_state_that_is_gone_is_named_and_the_run_ends_well(tmp_path, monk
     assert "the last state, step 8" in (tmp_path / "report.html").read_text()
 
 
-def prune_best(checkpoints, best_step):
+def prune_best(checkpoints, best):
     """What someone who tidies up might do."""
     for path in checkpoints.steps()[:-1]:
-        if path.name == f"step-{best_step:08d}":
+        if path.name == f"step-{best.step:08d}":
             path.rename(path.with_name("taken-away"))
