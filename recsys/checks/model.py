@@ -13,7 +13,7 @@ from recsys.checks.sequence import num_contextual, tokens_per_event
 from recsys.checks.walk import Finding, descend
 from recsys.textproto import did_you_mean
 
-BACKENDS = {"hstu": ("auto", "triton", "reference")}
+BACKENDS = {"hstu": ("auto", "sm90", "triton", "reference")}
 """By mixer, the attention backends that a config may name."""
 
 

@@ -120,7 +120,7 @@ def test_the_facts_of_a_real_op():
     q, v = torch.zeros(5, 2, 3, requires_grad=True), torch.zeros(5, 2, 4)
     layout = SequenceLayout(torch.tensor([5]))
     rows = explain("hstu_attention", q, q, v, layout, scale_len=1, backend="auto").rows
-    assert [name for name, _ in rows] == ["triton", "reference"]
+    assert [name for name, _ in rows] == ["sm90", "triton", "reference"]
     assert dict(rows)["reference"] == SUPPORTED
     with pytest.raises(ValueError, match="v has 5 rows, the layout total_len = 4"):
         explain("hstu_attention", q[:4], q[:4], v, SequenceLayout(torch.tensor([4])), scale_len=1)

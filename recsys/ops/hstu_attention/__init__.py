@@ -99,4 +99,4 @@ def _facts(
     return attention_facts(q, k, v, mask, bias, deterministic)
 
 
-OP = Op("hstu_attention", __name__, backends=("triton", "reference"), facts=_facts)
+OP = Op("hstu_attention", __name__, backends=("sm90", "triton", "reference"), facts=_facts)

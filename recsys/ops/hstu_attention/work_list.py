@@ -59,9 +59,17 @@ class Tiles(NamedTuple):
     sample: Tensor  # int64 [n], which one; of a tile that is none, any
 
 
-def row_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
-    """int64 [n, NUM_COLUMNS]: tiles of `tile` rows, each with the blocks of `block` keys that it sees."""
-    return layout.memo(("row_work", mask, tile, block), lambda: _row_work(mask, layout, tile, block))
+def row_work(
+    mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, section: int | None = None
+) -> Tensor:
+    """int64 [n, NUM_COLUMNS]: tiles of `tile` rows, each with the blocks of `block` keys that it sees.
+
+    `section`: so many tokens of keys and values fit into a cache. The samples, longest first, are then worked
+    through in sections of about so many, and only within a section the longest tile comes first.
+    """
+    return layout.memo(
+        ("row_work", mask, tile, block, section), lambda: _row_work(mask, layout, tile, block, section)
+    )
 
 
 def key_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
@@ -80,11 +88,26 @@ def cached_work(
     )
 
 
-def _row_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
+def _row_work(
+    mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, section: int | None
+) -> Tensor:
     tiles = _tiles(layout, tile)
     seen = _seen(mask, tiles, torch.zeros_like(tiles.first), layout.num_contextual)
     runs = _runs(tiles, _hulls(seen), _unmasked(seen), block)
-    return _sorted([*tiles[:4], *runs.columns], runs.work)
+    work = runs.work
+    if section is not None and layout.batch_size > 0:
+        number = _sections(layout.lengths, section).index_select(0, tiles.sample)
+        most = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits more blocks
+        work = torch.where(tiles.length > 0, (layout.total_len - number) * most + work, 0)
+    return _sorted([*tiles[:4], *runs.columns], work)
+
+
+def _sections(lengths: Tensor, section: int) -> Tensor:
+    """int64 [B]: which section each sample is in; `section` tokens each, the longest samples first."""
+    order = torch.argsort(lengths, descending=True, stable=True)
+    ordered = lengths.index_select(0, order)
+    number = (ordered.cumsum(0) - ordered) // section
+    return torch.empty_like(number).scatter_(0, order, number)
 
 
 def _cached_work(

@@ -1,0 +1,89 @@
+"""The Hopper backend of `hstu_attention`: a forward scheduled by hand, gradients by the Triton kernels.
+
+This module itself needs no Triton. The kernel is in `sm90_forward`, `sm90_launch` starts it and `sm90_ops` makes
+it differentiable. It is written in Gluon, a part of Triton that changes from one version to the next.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from recsys import environment
+from recsys.ops import triton_backend
+from recsys.ops.attention_args import AttentionFacts
+from recsys.ops.dispatch import Support
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
+from recsys.ops.relative_bias import RelativeBias
+
+WIDTHS = (64, 128, 256)
+"""Of the heads: what there are sizes for in `sm90_launch`."""
+
+GLUON = "3.6"
+"""The Triton whose Gluon the kernel is written in."""
+
+_OPS = f"{__name__.rpartition('.')[0]}.sm90_ops"
+
+if (environment.installed_version("triton") or "").startswith(f"{GLUON}."):
+    triton_backend.preload(_OPS)
+
+
+def supports(facts: AttentionFacts) -> Support:
+    """Heads of equal widths in 16 bits without bias, on a Hopper GPU."""
+    able = triton_backend.support(facts.device, facts.dtype)
+    if not able.ok or facts.device != "cuda":
+        return able._replace(ok=False, reason=able.reason or "it needs CUDA tensors", auto=False)
+    for missing in (_missing_from_the_machine(), _missing_from_the_call(facts)):
+        if missing:
+            return able._replace(ok=False, reason=missing)
+    return able
+
+
+def _missing_from_the_call(facts: AttentionFacts) -> str:
+    if facts.has_bias:
+        return "it has no relative bias"
+    if facts.dtype.itemsize != 2:
+        return f"it takes bfloat16 and float16, not {facts.dtype}"
+    if facts.qk_dim != facts.v_dim or facts.qk_dim not in WIDTHS:
+        return f"it takes heads of {WIDTHS} for q, k and v alike, not {facts.qk_dim} and {facts.v_dim}"
+    if torch.compiler.is_exporting():
+        return "a package cannot embed it"
+    return ""
+
+
+@torch.compiler.assume_constant_result
+@lru_cache(maxsize=1)
+def _missing_from_the_machine() -> str:
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "it needs a Hopper GPU"
+    version = environment.installed_version("triton") or ""
+    if not version.startswith(f"{GLUON}."):
+        return f"it needs Triton {GLUON}, this is {version}"
+    environment.prefer_packaged_ptxas()
+    path = environment.find_ptxas()
+    if path is None or environment.version_numbers(environment.tool_version(path)) < environment.MINIMAL_PTXAS:
+        return "it needs ptxas 13.3 or later; type: pip install 'nvidia-cuda-nvcc>=13.3'"
+    return ""
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    mask: AttentionMask,
+    *,
+    alpha: float,
+    scale_len: float,
+    bias: RelativeBias | None,
+    deterministic: bool,
+) -> Tensor:
+    """Scores and sums in float32, weights rounded to the type of v."""
+    ops = triton_backend.load(_OPS)
+    problem = ops.Problem(layout, mask, alpha, scale_len, bias)
+    if torch.compiler.is_compiling():
+        return ops.call_op(q, k, v, problem, deterministic)
+    return ops.HstuAttention.apply(q, k, v, None, None, problem, deterministic)

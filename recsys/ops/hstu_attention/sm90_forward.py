@@ -1,0 +1,465 @@
+"""The forward kernel for Hopper, scheduled by hand (Gluon): one warp loads, two or three warp groups compute.
+
+A program works through tiles of rows, each with the blocks of keys that it sees. A tile is cut into strips of
+64 rows, one a warp group. The loading warp runs ahead through tensor descriptors into `STAGES` buffers for
+keys and as many for values; barriers in shared memory say what is full and what is free. A warp group keeps
+its weights in registers, as the left operand of the second product, and computes them for one block of keys
+while the tensor cores work on the values of the block before.
+
+The descriptors are ragged (`sm90_launch`): rows past the end of a sample are read as zeros, whose weight is
+silu(0) = 0, and are not written.
+
+Numbers that belong together travel as tuples, as in `triton_tile`, whose mask this is:
+
+    tile      first row in [T], length and first target of the sample; the tile's first token
+    runs      the blocks that the tile visits
+    buffers   q, k, v and out in shared memory; two slots for numbers of tiles
+    barriers  full and free of q, k and v
+    SIZES     D, BLOCK_N, STAGES, STRIPS
+
+What is in flight never crosses the end of a loop's body: ptxas (13.5) would put a wait behind every product.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from recsys.ops.hstu_attention import triton_tile, work_list
+
+STRIP = gl.constexpr(64)
+"""Rows of a warp group: those of one matrix instruction."""
+
+RAGGED_ROWS = gl.constexpr(2**30)
+"""Rows that a ragged descriptor claims to have: see `sm90_launch.ragged_descriptor`."""
+
+NUM_COLUMNS = gl.constexpr(work_list.NUM_COLUMNS)
+UNMASKED_START = gl.constexpr(work_list.UNMASKED_START)
+FIRST_TURN = gl.constexpr(8)
+"""Hardware barriers from this number on pass the turn from strip to strip; the compiler takes the first ones."""
+
+load_tile = gluon.jit(triton_tile.load_tile.fn)
+load_runs = gluon.jit(triton_tile.load_runs.fn)
+num_masked = gluon.jit(triton_tile.num_masked.fn)
+masked_block = gluon.jit(triton_tile.masked_block.fn)
+visible = gluon.jit(triton_tile.visible.fn)
+
+
+@gluon.jit
+def tanh(x):
+    """One instruction, to about 11 bits: enough for weights of 16 bits."""
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def wait_for_turn(strip, num_threads):
+    """Until the strip before this one has passed the turn."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, 0;",
+        "=r,r,r",
+        [FIRST_TURN + strip, num_threads],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def pass_turn(strip, num_threads):
+    """To `strip`, without waiting for it."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.u32 $0, 0;",
+        "=r,r,r",
+        [FIRST_TURN + strip, num_threads],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def next_stage(cursor, STAGES: gl.constexpr):
+    """The buffer after this one, and the parity that its barriers have then."""
+    stage, parity = cursor
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
+
+
+@gluon.jit
+def fetch(items, place, num_heads):
+    """A tile, its runs, the first of its blocks that need no mask, its head."""
+    item = items + (place // num_heads).to(gl.int64) * NUM_COLUMNS
+    unmasked = gl.load(item + UNMASKED_START).to(gl.int32)
+    return load_tile(item), load_runs(item), unmasked, place % num_heads
+
+
+@gluon.jit
+def tell(place, slot):
+    """Writes the number of a tile where `hear` finds it."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot.store(gl.full([1], place, gl.int32, one))
+
+
+@gluon.jit
+def hear(slot):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(slot.load(one), 0)
+
+
+@gluon.jit
+def num_blocks(runs):
+    return runs[0] + runs[2] + runs[4]
+
+
+@gluon.jit
+def block_at(number, runs, unmasked):
+    """The block visited as number `number`: those that need the mask first, backward, then the others."""
+    masked = num_masked(runs)
+    return gl.where(number < masked, masked_block(masked - 1 - number, runs), unmasked + number - masked)
+
+
+@gluon.jit
+def blocks_past(strip, tile, runs, num_contextual, BLOCK_N: gl.constexpr, CONTEXTUAL_READS: gl.constexpr):
+    """How many blocks, the first in order, lie behind all that the strip sees: all of them for a strip past
+    the end of the sample.
+
+    A row sees nothing behind itself, but for contextual rows that read the history. Blocks between the end of
+    the strip and the end of the tile hold rows of the tile, which see themselves: all of them are visited.
+    """
+    length, history_end, first = tile[1], tile[2], tile[3]
+    row = first + strip * STRIP
+    end = gl.minimum(row + STRIP, length)
+    if CONTEXTUAL_READS:
+        end = gl.where(row < num_contextual, gl.maximum(end, history_end), end)
+    masked = num_masked(runs)
+    last = masked_block(masked - 1, runs)
+    past = gl.minimum(gl.maximum(last + 1 - (end + BLOCK_N - 1) // BLOCK_N, 0), masked)
+    return gl.where(row < length, past, num_blocks(runs))
+
+
+@gluon.jit
+def load_rows(descriptor, tile, first, column, full, buffer):
+    """Tokens from `first` on of the tile's sample, into `buffer`; `full` is told."""
+    start, length = tile[0], tile[1]
+    mbarrier.expect(full, descriptor.block_type.nbytes)
+    rows = RAGGED_ROWS - length + first
+    end = start.to(gl.int32) + length
+    tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, end, rows, column], full, buffer)
+
+
+@gluon.jit
+def loading_warp(
+    q_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles in the order of the list, the next one whenever it is done, and loads what they need."""
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    q_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[4]
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
+    stride_q, stride_k, stride_v = strides
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    turn = gl.to_tensor(0)
+    place = gl.program_id(0)
+    while place < num_places:
+        tile, runs, unmasked, head = fetch(items, place, num_heads)
+        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        count = num_blocks(runs)
+        if count > 0:
+            tell(place, slots.index(turn % 2))
+            first = block_at(0, runs, unmasked) * BLOCK_N
+            mbarrier.wait(k_free.index(cursor[0]), cursor[1])
+            load_rows(
+                k_desc, tile, first, head * stride_k, k_full.index(cursor[0]), k_buffer.index(cursor[0])
+            )
+            for strip in gl.static_range(STRIPS):
+                mbarrier.wait(q_free.index(strip), turn % 2 ^ 1)
+                row = tile[3] + strip * STRIP
+                load_rows(q_desc, tile, row, head * stride_q, q_full.index(strip), q_buffer.index(strip))
+            turn += 1
+            for number in range(1, count):  # keys are needed, and free again, before the values of a block
+                stage, parity = next_stage(cursor, STAGES)
+                further = block_at(number, runs, unmasked) * BLOCK_N
+                mbarrier.wait(k_free.index(stage), parity)
+                load_rows(k_desc, tile, further, head * stride_k, k_full.index(stage), k_buffer.index(stage))
+                mbarrier.wait(v_free.index(cursor[0]), cursor[1])
+                load_rows(
+                    v_desc, tile, first, head * stride_v, v_full.index(cursor[0]), v_buffer.index(cursor[0])
+                )
+                cursor = (stage, parity)
+                first = further
+            mbarrier.wait(v_free.index(cursor[0]), cursor[1])
+            load_rows(
+                v_desc, tile, first, head * stride_v, v_full.index(cursor[0]), v_buffer.index(cursor[0])
+            )
+            cursor = next_stage(cursor, STAGES)
+        place = following
+    tell(place, slots.index(turn % 2))
+    for strip in gl.static_range(STRIPS):
+        mbarrier.wait(q_free.index(strip), turn % 2 ^ 1)
+        mbarrier.arrive(q_full.index(strip))
+
+
+@gluon.jit
+def weigh(score, half_alpha):
+    """silu(2 x) = x + x tanh(x) for x = score * half_alpha."""
+    x = score * half_alpha
+    return x * tanh(x) + x
+
+
+@gluon.jit
+def hide(score, i, first, tile, rule, RULE: gl.constexpr):
+    """The scores, zero where the row `i` does not see the key: silu(0) is 0. `first` is the block's first key."""
+    keys: gl.constexpr = gl.SliceLayout(0, score.type.layout)
+    j = first + gl.arange(0, score.shape[1], keys)
+    seen = visible(gl.expand_dims(i, 1), gl.expand_dims(j, 0), tile[2], rule, RULE)
+    return gl.where(seen, score, 0.0)
+
+
+@gluon.jit
+def step(
+    total, weight, q, following, cursor, buffers, barriers, strip, nothing,
+    SIZES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """Starts the scores of the block at `following` and adds the values of the block at `cursor`; returns
+    while the latter is under way: the scores, and the sum to wait for."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    k = buffers[1].index(following[0]).reshape([BLOCK_N, D]).permute((1, 0))
+    v = buffers[2].index(cursor[0]).reshape([BLOCK_N, D])
+    mbarrier.wait(barriers[2].index(following[0]), following[1])
+    if TURNS:
+        wait_for_turn(strip, 256)
+    score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    total = warpgroup_mma(weight, v, total, is_async=True)
+    if TURNS:
+        pass_turn((strip + 1) % STRIPS, 256)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    mbarrier.arrive(barriers[3].index(following[0]))
+    return score, total
+
+
+@gluon.jit
+def settle(total, weight, following, cursor, barriers):
+    """Waits for the sum, and for the values of the next block. `weight` is there so that it is computed
+    before, in the shadow of the product: the assembler would sink it behind the wait."""
+    mbarrier.wait(barriers[4].index(following[0]), following[1])
+    total, weight = warpgroup_mma_wait(0, deps=(total, weight))
+    mbarrier.arrive(barriers[5].index(cursor[0]))
+    return total, weight
+
+
+@gluon.jit
+def skip_blocks(count, cursor, barriers, strip, SIZES: gl.constexpr, TURNS: gl.constexpr):
+    """Frees the buffers of so many blocks without a look at them."""
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
+    for _number in range(count):
+        stage, parity = cursor
+        mbarrier.wait(k_full.index(stage), parity)
+        if TURNS:
+            wait_for_turn(strip, 256)
+            pass_turn((strip + 1) % STRIPS, 256)
+        mbarrier.arrive(k_free.index(stage))
+        mbarrier.wait(v_full.index(stage), parity)
+        mbarrier.arrive(v_free.index(stage))
+        cursor = next_stage(cursor, STAGES)
+    return cursor
+
+
+@gluon.jit
+def attend(
+    q, cursor, buffers, barriers, strip, tile, runs, unmasked, past, half_alpha, rule,
+    SIZES: gl.constexpr, RULE: gl.constexpr, TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+):  # fmt: skip
+    """float32 [STRIP, D], the sum over all blocks but the first `past`, of which there is at least one; the
+    cursor behind the last."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    dtype: gl.constexpr = q.dtype
+    k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
+    i = tile[3] + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, scores))
+    nothing = gl.zeros([STRIP, BLOCK_N], gl.float32, scores)
+    total = gl.zeros([STRIP, D], gl.float32, sums)
+    count = num_blocks(runs)
+    masked = num_masked(runs)
+
+    stage, parity = cursor
+    k = buffers[1].index(stage).reshape([BLOCK_N, D]).permute((1, 0))
+    mbarrier.wait(k_full.index(stage), parity)
+    if TURNS:
+        wait_for_turn(strip, 256)
+    score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    if TURNS:
+        pass_turn((strip + 1) % STRIPS, 256)
+    score = warpgroup_mma_wait(0, deps=(score,))
+    mbarrier.arrive(k_free.index(stage))
+    first = block_at(past, runs, unmasked) * BLOCK_N
+    weight = weigh(hide(score, i, first, tile, rule, RULE), half_alpha)
+    weight = gl.convert_layout(weight.to(dtype), operand)
+    mbarrier.wait(v_full.index(stage), parity)
+    for number in range(past + 1, masked):
+        following = next_stage(cursor, STAGES)
+        score, total = step(
+            total, weight, q, following, cursor, buffers, barriers, strip, nothing, SIZES, TURNS
+        )
+        first = block_at(number, runs, unmasked) * BLOCK_N
+        new = weigh(hide(score, i, first, tile, rule, RULE), half_alpha)
+        new = gl.convert_layout(new.to(dtype), operand)
+        total, weight = settle(total, new, following, cursor, barriers)
+        cursor = following
+    for _number in range(gl.maximum(past + 1, masked), count):
+        following = next_stage(cursor, STAGES)
+        score, total = step(
+            total, weight, q, following, cursor, buffers, barriers, strip, nothing, SIZES, TURNS
+        )
+        new = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
+        total, weight = settle(total, new, following, cursor, barriers)
+        cursor = following
+    if not OUT_IN_Q:
+        mbarrier.arrive(barriers[1].index(strip))
+    stage = cursor[0]
+    total = warpgroup_mma(weight, buffers[2].index(stage).reshape([BLOCK_N, D]), total, is_async=True)
+    total = warpgroup_mma_wait(0, deps=(total,))
+    mbarrier.arrive(v_free.index(stage))
+    return total, next_stage(cursor, STAGES)
+
+
+@gluon.jit
+def computing_group(
+    strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+    SIZES: gl.constexpr, RULE: gl.constexpr, TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+):  # fmt: skip
+    """One strip of each tile that the loading warp tells of."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    q_buffer, out_buffer, slots = buffers[0], buffers[3], buffers[4]
+    q_full, q_free = barriers[0], barriers[1]
+    cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    if TURNS and strip == STRIPS - 1:
+        pass_turn(0, 256)
+    mbarrier.wait(q_full.index(strip), 0)
+    place = hear(slots.index(0))
+    while place < num_places:
+        tile, runs, unmasked, head = fetch(items, place, num_heads)  # as the loading warp did before
+        past = blocks_past(strip, tile, runs, rule[0], BLOCK_N, RULE[3])
+        cursor = skip_blocks(past, cursor, barriers, strip, SIZES, TURNS)
+        if past < num_blocks(runs):
+            q = q_buffer.index(strip).reshape([STRIP, D])
+            total, cursor = attend(
+                q, cursor, buffers, barriers, strip, tile, runs, unmasked, past, half_alpha, rule,
+                SIZES, RULE, TURNS, OUT_IN_Q,
+            )  # fmt: skip
+            out = (total * inverse_scale).to(q_buffer.dtype)
+            buffer = out_buffer.index(strip)
+            if not OUT_IN_Q:
+                tma.store_wait(0)  # the rows of the tile before have left the buffer
+            buffer.reshape([STRIP, D]).store(out)
+            fence_async_shared()
+            rows = RAGGED_ROWS - tile[1] + tile[3] + strip * STRIP
+            end = tile[0].to(gl.int32) + tile[1]
+            tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, end, rows, head * D], buffer)
+            if OUT_IN_Q:
+                tma.store_wait(0)
+                mbarrier.arrive(q_free.index(strip))
+        else:
+            mbarrier.arrive(q_free.index(strip))
+        turn += 1
+        mbarrier.wait(q_full.index(strip), turn % 2)
+        place = hear(slots.index(turn % 2))
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"],
+)
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, items, counter, num_items, num_heads, stride_q, stride_k, stride_v,
+    half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
+    GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
+    TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out [T, H, D] contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
+    SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS)
+    RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
+    dtype: gl.constexpr = q_desc.dtype
+    rule = (num_contextual, window, prefix, group_size)
+    q_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + q_desc.block_shape, q_desc.layout)
+    k_buffer = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
+    out_buffer = q_buffer
+    if not OUT_IN_Q:
+        out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + o_desc.block_shape, o_desc.layout)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for strip in gl.static_range(STRIPS):
+        mbarrier.init(q_full.index(strip), count=1)
+        mbarrier.init(q_free.index(strip), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=STRIPS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=STRIPS)
+    fence_async_shared()
+    buffers = (q_buffer, k_buffer, v_buffer, out_buffer, slots)
+    barriers = (q_full, q_free, k_full, k_free, v_full, v_free)
+    num_places = num_items * num_heads
+    loading = (
+        q_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
+        (stride_q, stride_k, stride_v), SIZES,
+    )  # fmt: skip
+    gl.static_assert(STRIPS == 2 or STRIPS == 3)
+    first = (
+        0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+        SIZES, RULE, TURNS, OUT_IN_Q,
+    )  # fmt: skip
+    second = (
+        1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+        SIZES, RULE, TURNS, OUT_IN_Q,
+    )  # fmt: skip
+    third = (
+        2, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+        SIZES, RULE, TURNS, OUT_IN_Q,
+    )  # fmt: skip
+    if STRIPS == 2:
+        gl.warp_specialize(
+            [(computing_group, first), (computing_group, second), (loading_warp, loading)],
+            [4, 1],
+            [COMPUTING_REGISTERS, LOADING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (computing_group, first),
+                (computing_group, second),
+                (computing_group, third),
+                (loading_warp, loading),
+            ],
+            [4, 4, 1],
+            [COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS],
+        )

@@ -1,0 +1,89 @@
+"""The Hopper kernel on a GPU: from one tile to random layouts; sizes in any order; neighbours with NaN."""
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from recsys.ops import AttentionMask, explain
+from tests.ops.cases import MASKS
+from tests.ops.hstu_attention.test_triton_gpu import assert_near, case, results
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = (64, 128, 256)
+
+
+@pytest.fixture(autouse=True)
+def usable():
+    layout, q, k, v, _ = case([(5, 0)], 0, 64, 64, 1, torch.bfloat16)
+    support = dict(explain("hstu_attention", q, k, v, layout, scale_len=1).rows)["sm90"]
+    if not support.ok:
+        pytest.skip(support.reason)
+
+
+def check(shapes, contextual, dim, mask, *, heads=2, dtype=torch.bfloat16):
+    arguments = case(shapes, contextual, dim, dim, heads, dtype)
+    assert_near(results(*arguments, mask, "sm90"), arguments, mask)
+
+
+@pytest.mark.parametrize("length", [64, 1, 65, 128, 129, 300, 1000, 4097])
+@pytest.mark.parametrize("dim", WIDTHS)
+def test_one_causal_sample(dim, length):
+    check([(length, 0)], 0, dim, AttentionMask(), heads=1)
+
+
+@pytest.mark.parametrize("mask", [*MASKS, AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)])
+def test_masks(mask):
+    check([(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)], 3, 64, mask)
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(data=st.data())
+def test_random_layouts(data):
+    shapes = data.draw(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 150)), min_size=1, max_size=6))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    mask = data.draw(st.sampled_from([*MASKS, AttentionMask(130, 70, True, 5), AttentionMask(window=200)]))
+    contextual = data.draw(st.sampled_from([0, 1, 6, 130]))
+    check(shapes, contextual, data.draw(st.sampled_from(WIDTHS)), mask, dtype=dtype)
+
+
+@pytest.mark.parametrize("dim", WIDTHS)
+def test_other_sizes_in_any_order_use_one_artefact_and_give_the_same_bits(dim):
+    from recsys.ops.hstu_attention.sm90_forward import forward_kernel
+
+    sizes = [[(n, 0)] for n in (1, 7, 512, 2048, 4097)] + [[(700, 3), (0, 1), (33, 0)] * 20]
+    batches = [case(shapes, 0, dim, dim, 2, torch.bfloat16) for shapes in sizes]
+    expected = [results(*batch, AttentionMask(), "sm90")[0] for batch in batches]
+    for batch, got in zip(batches, expected, strict=True):
+        assert_near([got], batch, AttentionMask())
+    before = sum(len(cache[0]) for cache in forward_kernel.device_caches.values())
+    rapid = [(i, results(*batches[i], AttentionMask(), "sm90")[0]) for n in range(40) for i in (5, n % 5, 0, 4, 1)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(got, expected[i]) for i, got in rapid)
+    assert sum(len(cache[0]) for cache in forward_kernel.device_caches.values()) == before
+
+
+@pytest.mark.parametrize("dim", WIDTHS)
+def test_a_sample_of_nan_leaves_its_neighbours_alone(dim):
+    shapes = [(130, 3), (70, 2), (200, 0)]
+    layout, *tensors, bias = case(shapes, 2, dim, dim, 2, torch.bfloat16)
+    clean = results(layout, *tensors, bias, AttentionMask(), "sm90")
+    start, end = (int(layout.offsets[i]) for i in (1, 2))
+    for tensor in tensors:
+        tensor.detach()[start:end] = float("nan")
+    dirty = results(layout, *tensors, bias, AttentionMask(), "sm90")
+    for one, other in zip(clean, dirty, strict=True):
+        assert torch.equal(one[:start], other[:start]) and torch.equal(one[end:], other[end:])
+
+
+def test_parts_of_one_projection_and_odd_strides():
+    layout, q, k, v, _ = case([(300, 9), (65, 1)], 2, 64, 64, 3, torch.bfloat16)
+    whole = torch.cat([t.detach().reshape(t.shape[0], -1) for t in (v, q, k)], 1)
+    parts = [part.view(-1, 3, 64).requires_grad_() for part in whole.split(192, 1)]
+    odd = [torch.nn.functional.pad(t.detach(), (0, 1))[..., :64].requires_grad_() for t in (q, k, v)]
+    turned = [t.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for t in (q, k, v)]
+    want = results(layout, q, k, v, None, AttentionMask(), "sm90")
+    for given in ([parts[1], parts[2], parts[0]], odd, turned):
+        got = results(layout, *given, None, AttentionMask(), "sm90")
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
