@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Which sizes make the Hopper forward fastest: compiles and checks them all side by side, then times them.
+
+    python scripts/tune_sm90.py [--dim 64 128 256] [--shape L4096] [--section 0 12 24 48] [--seconds 120]
+
+Each choice is compiled and compared with the reference in a process of its own, which may take `--seconds`: a
+deadlock or an illegal access spoils one choice, not the rest. Those that pass are timed one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from recsys import environment  # noqa: E402
+
+environment.prefer_packaged_ptxas()
+from recsys.ops import AttentionMask, SequenceLayout  # noqa: E402
+from recsys.ops.hstu_attention import reference  # noqa: E402
+from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
+
+CHOICES = {
+    # (keys, stages, strips, out_in_q, registers of a computing thread, of a loading one)
+    64: [
+        (128, 3, 2, False, 240, 24),
+        (128, 2, 2, False, 240, 24),
+        (64, 4, 2, False, 240, 24),
+        (64, 4, 3, False, 160, 32),
+        (128, 3, 3, False, 160, 32),
+    ],
+    128: [(128, 2, 2, False, 240, 24), (64, 4, 2, False, 240, 24), (64, 4, 3, False, 160, 32)],
+    256: [(64, 2, 2, True, 232, 40), (64, 2, 2, True, 240, 24), (32, 4, 2, True, 240, 24)],
+}
+"""By width of the heads; each is tried with turns and without."""
+
+
+def sizes_of(dim: int, number: int):
+    """The choice number `number`; odd ones take turns."""
+    from recsys.ops.hstu_attention.sm90_launch import Sizes
+
+    return Sizes(*CHOICES[dim][number // 2], turns=number % 2 == 1)
+
+
+def inputs(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0):
+    """The layout on the GPU, and q, k, v as parts of one projection."""
+    from recsys.ops.hstu_attention.triton_launch import Problem
+
+    layout = SequenceLayout(lengths).to("cuda")
+    torch.manual_seed(seed)
+    whole = torch.randn(layout.total_len, 3 * heads * dim, device="cuda", dtype=torch.bfloat16)
+    parts = [part.view(-1, heads, dim) for part in whole.split(heads * dim, 1)]
+    return Problem(layout, AttentionMask(), dim**-0.5, 4096.0, None), parts
+
+
+def check(dim: int, number: int) -> float:
+    """The error of a choice on a ragged batch, relative to what is allowed; above 1 is wrong."""
+    from recsys.ops.hstu_attention import sm90_launch
+
+    problem, parts = inputs(torch.tensor([1, 64, 700, 129, 1000, 33]), dim, 2)
+    out = sm90_launch.forward(*parts, problem, sizes_of(dim, number)).double()
+    rest = {"alpha": problem.alpha, "scale_len": problem.scale_len, "bias": None, "deterministic": False}
+    want = reference.run(*(part.double() for part in parts), problem.layout, problem.mask, **rest)
+    theirs = reference.run(*parts, problem.layout, problem.mask, **rest).double()
+    found = float((out - want).norm() / (2 * (theirs - want).norm() + 1e-3 * want.norm()))
+    return found if found == found else float("inf")
+
+
+def median_ms(run, repeats: int = 15) -> float:
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 3)]
+    for i, (start, end) in enumerate(events):
+        start.record()
+        run(i)
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in events[3:])[repeats // 2]
+
+
+def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
+    """One line a choice and size of the sections, the fastest last."""
+    from recsys.ops.hstu_attention import sm90_launch
+
+    sets = [inputs(shape.lengths, shape.dim, shape.heads, seed) for seed in range(2)]
+    flop, lines = useful_flop(shape), []
+    for number, section in itertools.product(numbers, sections):
+        sm90_launch.CACHED_BYTES = section * 2**20 if section else 2**60
+        sizes = sizes_of(shape.dim, number)
+
+        def run(i: int, sizes=sizes) -> None:
+            problem, parts = sets[i % 2]
+            sm90_launch.forward(*parts, problem, sizes)
+
+        ms = median_ms(run)
+        lines.append(
+            (
+                flop / ms / 1e9,
+                f"{ms:8.3f} ms {flop / ms / 1e9:6.0f} TFLOP/s  section {section:3d} MB  {sizes}",
+            )
+        )
+    print(shape.shape)
+    for _, line in sorted(lines):
+        print(line, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Times the sizes of the Hopper forward.")
+    parser.add_argument("--dim", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--shape", action="append", help="only shapes whose name contains this")
+    parser.add_argument("--section", type=int, nargs="+", default=[24], help="MB; 0 for no sections")
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--check", type=int, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.check:
+        found = check(*options.check)
+        print(f"{found:.2f} of the allowed error")
+        return 0 if found <= 1 else 1
+    choices = [(dim, number) for dim in options.dim for number in range(2 * len(CHOICES[dim]))]
+    command = [sys.executable, __file__, "--check"]
+    running = [
+        (
+            dim,
+            number,
+            subprocess.Popen(
+                [*command, str(dim), str(number)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            ),
+        )
+        for dim, number in choices
+    ]
+    end, passed = time.monotonic() + options.seconds, []
+    for dim, number, process in running:
+        try:
+            text = process.communicate(timeout=max(1.0, end - time.monotonic()))[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            text = "took too long: a deadlock?"
+        if process.returncode == 0:
+            passed.append((dim, number))
+        else:
+            print(
+                f"D{dim} {sizes_of(dim, number)}: NO: {' | '.join(text.strip().splitlines()[-2:])}",
+                flush=True,
+            )
+    for shape in cases()[:8]:
+        numbers = [number for dim, number in passed if dim == shape.dim]
+        if numbers and (not options.shape or any(name in shape.shape for name in options.shape)):
+            time_choices(shape, numbers, options.section)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
