@@ -4,8 +4,9 @@
     python scripts/find_wrong_tile.py --backend sm90 --dim 64 --lengths 64 [--targets 0] [--contextual 0]
         [--window 128] [--prefix 0] [--target-window] [--group 1] [--heads 1] [--strip 64] [--keys 128]
 
-Prints one line a sample, head and strip of rows with its error, then takes the first wrong one apart: for each
-block of keys the values of all other keys are zeroed, so that the output is what this block alone contributes.
+Prints one line a sample, head and strip of rows with its error, then takes the first wrong one apart: for
+each block of keys the values of all other keys are zeroed, so that the output is what this block alone
+contributes.
 A block whose contribution is that of another block, missing, doubled or unmasked is named as such.
 """
 

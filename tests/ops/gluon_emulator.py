@@ -1,10 +1,10 @@
 """Runs a warp-specialised Gluon kernel for Hopper on a CPU, to test its logic: not layouts, not speed.
 
-The functions of the kernel run as plain Python, each partition in a thread of its own, with stand-ins for what
-Gluon offers: barriers with phases, copies that arrive late, products that happen when they are waited for. It
-is an unfriendly machine. Shared memory is NaN from the start of a copy until its end, the numbers that a product
-or a copy reads must not change between its start and its end, and what was stored must be fenced before a
-descriptor reads it. A wait that takes long is a deadlock.
+The functions of the kernel run as plain Python, each partition in a thread of its own, with stand-ins for
+what Gluon offers: barriers with phases, copies that arrive late, products that happen when they are waited
+for. It is an unfriendly machine. Shared memory is NaN from the start of a copy until its end, the numbers
+that a product or a copy reads must not change between its start and its end, and what was stored must be
+fenced before a descriptor reads it. A wait that takes long is a deadlock.
 
 Only what `recsys/ops/hstu_attention/sm90_*.py` use is there.
 """
@@ -323,7 +323,7 @@ class Machine:
                 function(*arguments)
                 assert not self.local.products, "products that nothing waits for"
                 assert not self.local.stores, "copies that nothing waits for"
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - handed to the thread that waits
                 with self.changed:
                     if not isinstance(error, Aborted) and self.failure is None:
                         self.failure = error
@@ -352,7 +352,9 @@ def _extreme(pick: Any, name: str) -> Any:
     def apply(one: Any, other: Any) -> Any:
         if isinstance(one, Block) or isinstance(other, Block):
             block = one if isinstance(one, Block) else other
-            return Block(getattr(torch, name)(*map(torch.as_tensor, (raw(one), raw(other)))), block.type.layout)
+            return Block(
+                getattr(torch, name)(*map(torch.as_tensor, (raw(one), raw(other)))), block.type.layout
+            )
         return Number(pick(raw(one), raw(other)))
 
     return apply
@@ -363,7 +365,11 @@ def language(machine: Machine) -> SimpleNamespace:
     machine.memories: list[Memory] = []
 
     def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
-        data = torch.full(shape, float("nan")).to(dtype) if dtype.is_floating_point else torch.full(shape, -1, dtype=dtype)
+        data = (
+            torch.full(shape, float("nan")).to(dtype)
+            if dtype.is_floating_point
+            else torch.full(shape, -1, dtype=dtype)
+        )
         barriers = [Barrier() for _ in range(shape[0])] if dtype == torch.int64 else None
         machine.memories.append(Memory(data, None, barriers))
         return machine.memories[-1]
@@ -420,7 +426,11 @@ def stand_ins(machine: Machine) -> dict[str, Any]:
         "gl": spoken,
         "tl": spoken,
         "mbarrier": SimpleNamespace(
-            init=machine.init, wait=machine.wait, expect=machine.expect, arrive=machine.arrive, MBarrierLayout=lambda: None
+            init=machine.init,
+            wait=machine.wait,
+            expect=machine.expect,
+            arrive=machine.arrive,
+            MBarrierLayout=lambda: None,
         ),
         "tma": SimpleNamespace(
             async_copy_global_to_shared=machine.copy_in,

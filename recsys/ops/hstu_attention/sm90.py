@@ -1,7 +1,7 @@
 """The Hopper backend of `hstu_attention`: a forward scheduled by hand, gradients by the Triton kernels.
 
-This module itself needs no Triton. The kernel is in `sm90_forward`, `sm90_launch` starts it and `sm90_ops` makes
-it differentiable. It is written in Gluon, a part of Triton that changes from one version to the next.
+This module itself needs no Triton. The kernel is in `sm90_forward`, `sm90_launch` starts it and `sm90_ops`
+makes it differentiable. It is written in Gluon, a part of Triton that changes from one version to the next.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def _missing_from_the_machine() -> str:
         return f"it needs Triton {GLUON}, this is {version}"
     environment.prefer_packaged_ptxas()
     path = environment.find_ptxas()
-    if path is None or environment.version_numbers(environment.tool_version(path)) < environment.MINIMAL_PTXAS:
+    if (
+        path is None
+        or environment.version_numbers(environment.tool_version(path)) < environment.MINIMAL_PTXAS
+    ):
         return "it needs ptxas 13.3 or later; type: pip install 'nvidia-cuda-nvcc>=13.3'"
     return ""
 

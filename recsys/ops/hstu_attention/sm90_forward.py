@@ -41,7 +41,7 @@ RAGGED_ROWS = gl.constexpr(2**30)
 NUM_COLUMNS = gl.constexpr(work_list.NUM_COLUMNS)
 UNMASKED_START = gl.constexpr(work_list.UNMASKED_START)
 FIRST_TURN = gl.constexpr(8)
-"""Hardware barriers from this number on pass the turn from strip to strip; the compiler takes the first ones."""
+"""Hardware barriers from this number on pass the turn from strip to strip; the compiler takes the first."""
 
 load_tile = gluon.jit(triton_tile.load_tile.fn)
 load_runs = gluon.jit(triton_tile.load_runs.fn)
@@ -217,7 +217,7 @@ def weigh(score, half_alpha):
 
 @gluon.jit
 def hide(score, i, first, tile, rule, RULE: gl.constexpr):
-    """The scores, zero where the row `i` does not see the key: silu(0) is 0. `first` is the block's first key."""
+    """The scores, zero where row `i` does not see the key: silu(0) is 0. `first` is the block's first key."""
     keys: gl.constexpr = gl.SliceLayout(0, score.type.layout)
     j = first + gl.arange(0, score.shape[1], keys)
     seen = visible(gl.expand_dims(i, 1), gl.expand_dims(j, 0), tile[2], rule, RULE)

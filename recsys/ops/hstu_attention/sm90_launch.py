@@ -21,8 +21,8 @@ WARPS = 4
 """Of a warp group."""
 
 CACHED_BYTES = 24 * 2**20
-"""Keys and values that programs work on at a time: what stays in the second-level cache of an H100 or H200 (50
-and 60 MB, in two halves that may hold the same lines twice)."""
+"""Keys and values that programs work on at a time: what stays in the second-level cache of an H100 or H200
+(50 and 60 MB, in two halves that may hold the same lines twice)."""
 
 
 class Sizes(NamedTuple):
@@ -109,9 +109,9 @@ def ragged_descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Boxes of `rows` rows of one head of [T, H, D], cut off at the end of a sample.
 
     A box at (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of the sample
-    from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read as zeros,
-    not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows, modulo 2^64
-    bytes. Source: `triton.tools.ragged_tma`.
+    from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read as
+    zeros, not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows,
+    modulo 2^64 bytes. Source: `triton.tools.ragged_tma`.
     """
     row, head, _ = tensor.stride()
     width = (tensor.shape[1] - 1) * head + tensor.shape[2]

@@ -283,7 +283,11 @@ WRONG = [
         ValueError,
         "bias.position_table is on meta, q on cpu",
     ),
-    ({"backend": "cuda"}, ValueError, "hstu_attention has no backend 'cuda'; it has auto, sm90, triton, reference"),
+    (
+        {"backend": "cuda"},
+        ValueError,
+        "hstu_attention has no backend 'cuda'; it has auto, sm90, triton, reference",
+    ),
 ]
 
 

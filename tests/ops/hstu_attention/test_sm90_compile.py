@@ -20,14 +20,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if not triton.__version__.startswith("3.6."):
     pytest.skip("the kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
-from recsys.ops.hstu_attention import sm90_launch
-from recsys.ops.hstu_attention.sm90_launch import SIZES
+from recsys.ops.hstu_attention import sm90_launch  # noqa: E402
+from recsys.ops.hstu_attention.sm90_launch import SIZES  # noqa: E402
 
 SPILLED = 128
 """Bytes that may be: numbers of a tile, far from the loops over blocks."""
 
 OTHER_SIZES = [
-    pytest.param(64, SIZES[64]._replace(keys=64, stages=4, strips=3, computing_registers=160, loading_registers=32)),
+    pytest.param(
+        64, SIZES[64]._replace(keys=64, stages=4, strips=3, computing_registers=160, loading_registers=32)
+    ),
     pytest.param(64, SIZES[64]._replace(turns=True)),
     pytest.param(128, SIZES[128]._replace(turns=True)),
     pytest.param(128, SIZES[128]._replace(keys=64, stages=4)),
@@ -36,7 +38,10 @@ OTHER_SIZES = [
 MASKS = {"causal": (False, False, False, True), "everything": (True, True, True, True)}
 CASES = [
     *(pytest.param(dim, sizes, "causal", id=f"{dim}") for dim, sizes in SIZES.items()),
-    *(pytest.param(dim, SIZES[dim], "everything", id=f"{dim}-masks", marks=pytest.mark.slow) for dim in SIZES),
+    *(
+        pytest.param(dim, SIZES[dim], "everything", id=f"{dim}-masks", marks=pytest.mark.slow)
+        for dim in SIZES
+    ),
     *(
         pytest.param(*case.values, "causal", id=f"{case.values[0]}-other-{i}", marks=pytest.mark.slow)
         for i, case in enumerate(OTHER_SIZES)
@@ -82,7 +87,9 @@ def compiled(dim, sizes, mask, folder: Path) -> Made:
     rows = {"q_desc": 64, "o_desc": 64, "k_desc": sizes.keys, "v_desc": sizes.keys}
     types = {name: f"tensordesc<bf16[1,1,{n},{dim}],{layout!r}>" for name, n in rows.items()}
     types |= {"items": "*i64", "counter": "*i32", "half_alpha": "fp32", "inverse_scale": "fp32"}
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names
+    }
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(function.arg_names)
@@ -107,7 +114,10 @@ def test_it_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
     assert "serializ" not in made.report, made.report
     registers = sizes.strips * sizes.computing_registers + sizes.loading_registers
     assert registers * 128 <= 65536
-    if environment.version_numbers(environment.tool_version(environment.find_ptxas())) >= environment.MINIMAL_PTXAS:
+    if (
+        environment.version_numbers(environment.tool_version(environment.find_ptxas()))
+        >= environment.MINIMAL_PTXAS
+    ):
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", made.report)
         assert max(map(int, spilled.groups())) <= SPILLED, made.report
     assert "UTMALDG.4D" in made.sass and "UTMASTG.4D" in made.sass
@@ -115,7 +125,9 @@ def test_it_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
     assert len(loops) == 2 * sizes.strips, "a loop with and one without a mask, for each strip"
     for loop in loops:
         check_loop(loop, dim, sizes.keys)
-    assert sum("FSEL" in " ".join(loop) for loop in loops) == sizes.strips, "only the loops with a mask select"
+    assert sum("FSEL" in " ".join(loop) for loop in loops) == sizes.strips, (
+        "only the loops with a mask select"
+    )
 
 
 def check_loop(loop, dim, keys):

@@ -1,11 +1,11 @@
-"""The Hopper kernel's logic on a CPU: masks, barriers, buffers, by emulation (`tests/ops/gluon_emulator.py`)."""
+"""The Hopper kernel's logic on a CPU: masks, barriers, buffers, by `tests/ops/gluon_emulator.py`."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops import AttentionMask, SequenceLayout
+from recsys.ops import AttentionMask
 from recsys.ops.hstu_attention import reference, sm90_launch
 from recsys.ops.hstu_attention.triton_launch import Problem
 from tests.ops.cases import MASKS, layout_of, samples
@@ -42,7 +42,9 @@ def test_one_causal_sample(shape):
 
 
 @pytest.mark.parametrize("contextual", [0, 3, 70])
-@pytest.mark.parametrize("mask", [*MASKS[::5], AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)])
+@pytest.mark.parametrize(
+    "mask", [*MASKS[::5], AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)]
+)
 def test_masks(mask, contextual):
     shapes = [(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)]
     check(layout_of(samples(contextual, shapes)), mask, heads=1)

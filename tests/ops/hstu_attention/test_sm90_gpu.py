@@ -33,7 +33,9 @@ def test_one_causal_sample(dim, length):
     check([(length, 0)], 0, dim, AttentionMask(), heads=1)
 
 
-@pytest.mark.parametrize("mask", [*MASKS, AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)])
+@pytest.mark.parametrize(
+    "mask", [*MASKS, AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)]
+)
 def test_masks(mask):
     check([(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)], 3, 64, mask)
 
@@ -58,7 +60,9 @@ def test_other_sizes_in_any_order_use_one_artefact_and_give_the_same_bits(dim):
     for batch, got in zip(batches, expected, strict=True):
         assert_near([got], batch, AttentionMask())
     before = sum(len(cache[0]) for cache in forward_kernel.device_caches.values())
-    rapid = [(i, results(*batches[i], AttentionMask(), "sm90")[0]) for n in range(40) for i in (5, n % 5, 0, 4, 1)]
+    rapid = [
+        (i, results(*batches[i], AttentionMask(), "sm90")[0]) for n in range(40) for i in (5, n % 5, 0, 4, 1)
+    ]
     torch.cuda.synchronize()
     assert all(torch.equal(got, expected[i]) for i, got in rapid)
     assert sum(len(cache[0]) for cache in forward_kernel.device_caches.values()) == before
