@@ -4,7 +4,6 @@ Three mappings, one a table: `Vocabulary` (ids counted in advance), `HashBuckets
 by limits). `mappings` builds them for a resolved config. All work on whole arrays.
 """
 
-import hashlib
 from typing import NamedTuple
 
 import fsspec
@@ -13,7 +12,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from recsys import files
 from recsys import protos as pb
+from recsys.data.arrow import is_text, one_array, open_parquet
 from recsys.data.hashing import buckets, hash_text, mix
 from recsys.data.row_order import RowOrder, dealt_out
 from recsys.errors import DataError
@@ -40,7 +41,7 @@ class Vocabulary:
         """
         if pa.types.is_integer(ids.type) or pa.types.is_null(ids.type):
             ids = ids.cast(pa.int64())
-        elif pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type):
+        elif is_text(ids.type):
             ids = ids.cast(pa.large_string())
         else:
             raise DataError(f"{name}: `id` is {ids.type}; allowed are int64 and string. {_REMEDY}")
@@ -72,7 +73,7 @@ class Vocabulary:
                 f"{path}: it has {len(column)} ids, the config says {size} (vocabulary.size). "
                 "Leave `size` out to take the file's, or use the vocabulary that the config was made for."
             )
-        return cls(_one_array(column), name=path, table=table)
+        return cls(one_array(column), name=path, table=table)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -155,13 +156,13 @@ def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buck
     """
     found: dict[str, Vocabulary | HashBuckets | Buckets] = {}
     for feature in pipeline.features:
-        table = feature.id.table or feature.name
+        table = feature.id.table if feature.HasField("id") else feature.name
         if table in found:
             continue
         if feature.HasField("id") and feature.id.HasField("vocabulary"):
             vocabulary = feature.id.vocabulary
-            size = vocabulary.size if vocabulary.HasField("size") else None
-            found[table] = Vocabulary.read(vocabulary.file, size, table=dealt_out(pipeline, table))
+            order = dealt_out(pipeline, table)
+            found[table] = Vocabulary.read(vocabulary.file, vocabulary.size, table=order)
         elif feature.HasField("id"):
             found[table] = HashBuckets(feature.id.hash.num_buckets)
         elif feature.numeric.HasField("bucketize"):
@@ -188,15 +189,14 @@ def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
     found: dict[str, str] = {}
     for feature in pipeline.features:
         if feature.HasField("id") and feature.id.HasField("vocabulary") and feature.id.table not in found:
-            path, digest = feature.id.vocabulary.file, hashlib.sha256()
+            path = feature.id.vocabulary.file
             try:
                 with fsspec.open(path, "rb") as file:
-                    while block := file.read(1 << 20):
-                        digest.update(block)
+                    digest = files.sha256(file)
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
             order = "dealt out " if dealt_out(pipeline, feature.id.table) else ""
-            found[feature.id.table] = order + digest.hexdigest()
+            found[feature.id.table] = order + digest
     return found
 
 
@@ -229,9 +229,11 @@ class _Sorted:
         return rows
 
     def _slots(self, keys: np.ndarray) -> np.ndarray:
-        return (mix(keys) >> np.uint64(64 - self._bits)).view(np.int64)
+        # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): one product spreads well enough.
+        return ((keys.view(np.uint64) * _GOLDEN) >> np.uint64(64 - self._bits)).view(np.int64)
 
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FRONT_BITS = 22
 """Most places of the table in front, as a power of 2: 16 MiB."""
 
@@ -278,10 +280,6 @@ def _int64(values: pa.Array) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
 
 
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-
-
 def _schema(path: str) -> pa.Schema:
     with _open(path) as file:
         return file.schema_arrow
@@ -301,11 +299,9 @@ def _open(path: str) -> pq.ParquetFile:
             "a vocabulary has no file. Set data.vocabulary_dir, or `vocabulary { file: ... }` of the feature."
         )
     try:
-        file = pq.ParquetFile(fsspec.open(path, "rb").open(), page_checksum_verification=True)
+        file = open_parquet(path, _REMEDY)
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such vocabulary file. {_REMEDY}") from error
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise DataError(f"{path}: not a complete parquet file ({error}). {_REMEDY}") from error
     if "id" not in file.schema_arrow.names:
         raise DataError(
             f"{path}: it has no column `id`, only {', '.join(file.schema_arrow.names)}. {_REMEDY}"
