@@ -72,8 +72,9 @@ def test_the_facts_are_those_of_the_models_calls(file, op, precision, monkeypatc
 
 def test_the_description_says_what_was_chosen_and_why_nothing_else(resolved):
     (said,) = describe_kernels(resolved(RANKER), "cpu")
-    head, triton, reference = said.splitlines()
+    head, hopper, triton, reference = said.splitlines()
     assert head == f"kernel of hstu_attention: reference (cpu, float32, {HSTU_PATH}.backend: auto)"
+    assert hopper.split()[:2] == ["sm90", "no:"] and "CUDA" in hopper
     assert triton.split()[:2] == ["triton", "no:"] and "CUDA" in triton
     assert reference.split() == ["reference", "usable"]
     (said,) = describe_kernels(resolved(RETRIEVER, "model.precision=BF16"), "cpu")
