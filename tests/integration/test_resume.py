@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from recsys import files
+from recsys import environment, files
 from recsys.training.hooks.metrics_file import NAME
 from tests.integration.runs import evaluate, finish, records, start, train, wait_for
 
@@ -47,8 +47,9 @@ def assert_same_so_far(folder: Path, reference: Path) -> None:
     assert all(record == expected[step] for step, record in records(folder).items())
 
 
-def test_killed_at_a_random_step_and_while_saving(tmp_path, uninterrupted):
-    kill_at_step(tmp_path, random.Random(5).randint(3, 7))
+@pytest.mark.parametrize("seed", [5, 7])
+def test_killed_at_a_random_step_and_while_saving(tmp_path, uninterrupted, seed):
+    kill_at_step(tmp_path, random.Random(seed).randint(3, 7))
     assert_same_so_far(tmp_path, uninterrupted)
     kill_while_saving(tmp_path, after=9)
     assert_same_so_far(tmp_path, uninterrupted)
@@ -73,6 +74,17 @@ def test_files_may_move_but_a_vocabulary_may_not_change(tmp_path, capsys):
     assert evaluate("--run-dir", str(tmp_path / "run"), "--split", "validation") == 3
     said = capsys.readouterr().err
     assert said.count("the vocabulary of item_id is not the one that the model was trained with") == 2
+
+
+def test_other_versions_than_those_that_saved_are_a_warning(tmp_path, monkeypatch, caplog):
+    short = ("train.schedule.warmup_steps=0", "train.evaluation.every_steps=2")
+    assert train(tmp_path, *short, "train.num_steps=2") == 0
+    then = environment.versions()
+    monkeypatch.setattr(environment, "versions", lambda: then | {"torch": "9.9.0"})
+    caplog.clear()
+    assert train(tmp_path, *short, "train.num_steps=3") == 0
+    assert f"it was saved with other versions (torch {then['torch']} then, 9.9.0 now); losses" in caplog.text
+    assert [r.levelname for r in caplog.records if "other versions" in r.message] == ["WARNING"]
 
 
 def test_a_folder_in_which_another_process_trains_is_left_alone(tmp_path, capsys):
