@@ -27,13 +27,16 @@ from recsys.models.cached_scoring import (
     prefill_signature,
 )
 from recsys.models.ranker import Ranker
-from recsys.models.scoring import TensorSpec, flatten, scoring_signature
+from recsys.models.scoring import CANDIDATES, LONGEST, ROWS, TensorSpec, flatten, scoring_signature
 
 PREFILL, CACHED, WEIGHTS = "prefill.pt2", "cached.pt2", "weights.safetensors"
 
 Compile = Callable[[torch.nn.Module, list[TensorSpec], tuple[Tensor, ...], str], None]
 """Compiles a graph, given its inputs and an example of them, to a file of this name."""
 
+
+_USUAL, _MANY = {ROWS: 40, CANDIDATES: 1000, LONGEST: 200}, 4000
+"""Sizes by which a compiler judges what is worth running on several threads."""
 
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 """A program."""
@@ -136,17 +139,26 @@ class CachedPrograms:
         return output.float().cpu()
 
 
-def compile_programs(model: Ranker, example: Batch, compile_to: Compile) -> None:
-    """Compiles both programs of a model in evaluation mode.
-
-    Args:
-        example: at least 2 rows, events and candidates each.
-    """
+def compile_programs(model: Ranker, compile_to: Compile) -> None:
+    """Compiles both programs of a model in evaluation mode, for the device that it is on."""
     pipeline, form = model.pipeline, CacheForm.of(model)
-    names = [spec.name for spec in scoring_signature(pipeline)]
-    named = dict(zip(names, flatten(example), strict=True))
-    prefill = prefill_signature(pipeline)
-    compile_to(PrefillGraph(model), prefill, tuple(named[spec.name] for spec in prefill), PREFILL)
-    with torch.no_grad():
-        inputs = cached_inputs(pipeline, form, named, model.prefill(example))
-    compile_to(CachedGraph(model), cached_signature(pipeline, form), inputs, CACHED)
+    device = next(model.parameters()).device
+    for graph, specs, name in (
+        (PrefillGraph(model), prefill_signature(pipeline), PREFILL),
+        (CachedGraph(model), cached_signature(pipeline, form), CACHED),
+    ):
+        compile_to(graph, specs, example_inputs(specs, device), name)
+
+
+def example_inputs(specs: Sequence[TensorSpec], device: torch.device) -> tuple[Tensor, ...]:
+    """Tensors of zeros, of which a capture sees the sizes only: a usual one for each dim, no two alike.
+
+    Real rows could have an empty list or a channel without events, and a compiler would take their size for
+    the only one.
+    """
+    names = sorted({name for spec in specs for name in spec.dims if not name.isdigit()})
+    sizes = {name: _USUAL.get(name, _MANY) + place for place, name in enumerate(names)}
+    return tuple(
+        torch.zeros([sizes.get(name) or int(name) for name in spec.dims], dtype=spec.dtype, device=device)
+        for spec in specs
+    )

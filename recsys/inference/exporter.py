@@ -148,7 +148,7 @@ def _compile_programs(source: Source, graph: ScoringGraph, folder: Path) -> None
     compile_to(graph, scoring_signature(pipeline), flatten(example), package.MODEL)
     if cached:
         log.info("capturing and compiling the programs that score with a cache")
-        cached_programs.compile_programs(source.model, example, compile_to)
+        cached_programs.compile_programs(source.model, compile_to)
         package.write_tensors(folder / cached_programs.WEIGHTS, weights)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch.fx.experimental import _config as symbolic
 
 from recsys import protos as pb
+from recsys.inference.cached_programs import example_inputs
 from recsys.models import build_model
 from recsys.models.cached_scoring import (
     CachedGraph,
@@ -17,7 +18,7 @@ from recsys.models.cached_scoring import (
     prefill_signature,
 )
 from recsys.models.scoring import flatten, scoring_signature
-from tests.models.test_scoring import BF16, EXAMPLE, SIZES, TRUNCATED
+from tests.models.test_scoring import BF16, SIZES, TRUNCATED
 from tests.modules.pipelines import RANKER, RANKERS, batch_of, pipeline_of, random_rows
 
 MODELS = {
@@ -66,15 +67,12 @@ def captured(graph, specs, example):
 
 
 def programs(model):
-    pipeline, form = model.pipeline, CacheForm.of(model)
-    batch = batch_of(pipeline, random_rows(pipeline, EXAMPLE))
-    with torch.no_grad():
-        cache = model.prefill(batch)
-    example = cached_inputs(pipeline, form, named(pipeline, batch), cache)
-    return (
-        captured(PrefillGraph(model), prefill_signature(pipeline), prefill_inputs(pipeline, batch)),
-        captured(CachedGraph(model), cached_signature(pipeline, form), example),
-    )
+    form = CacheForm.of(model)
+    signatures = prefill_signature(model.pipeline), cached_signature(model.pipeline, form)
+    return [
+        captured(graph(model), specs, example_inputs(specs, torch.device("cpu")))
+        for graph, specs in zip((PrefillGraph, CachedGraph), signatures, strict=True)
+    ]
 
 
 def batches(pipeline):
