@@ -36,6 +36,9 @@ __all__ = [
     "offsets_from_lengths",
 ]
 
+_Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From lengths and num_targets, both [B], to those of a derived layout, wherever the tensors are."""
+
 
 class Selection(NamedTuple):
     """Some tokens of a jagged tensor: their own layout, and the row of the source each of them comes from."""
@@ -93,15 +96,15 @@ class SequenceLayout(LayoutFacts):
         """Keeps the contextual tokens, the newest `tail_len` history tokens and all targets of every sample.
 
         The new sizes follow from the host copy of the lengths. A trusted layout has none and reads them off
-        the tensor: one synchronisation on a device, unbacked sizes in an exported graph.
+        the tensor: one synchronisation on a device, unbacked sizes in an exported graph. Parts of a joined
+        layout are read together, and one bound holds for all: a compiler cannot tell the larger of two
+        unbacked sizes.
 
         Raises:
             ValueError: a negative `tail_len`.
         """
         if tail_len < 0:
             raise ValueError(f"tail_len must be >= 0, got {tail_len}")
-        if self.parts:
-            return self.memo(("truncate", tail_len), lambda: self._of_parts(lambda p: p.truncate(tail_len)))
         return self.memo(("truncate", tail_len), lambda: self._truncate(tail_len))
 
     def _truncate(self, tail_len: int) -> Selection:
@@ -109,7 +112,19 @@ class SequenceLayout(LayoutFacts):
             num_uih = lengths - num_targets - self.num_contextual
             return lengths - (num_uih - tail_len).clamp(min=0), num_targets
 
-        layout = self._derive(kept, self.num_contextual, total_len=None, total_targets=self.total_targets)
+        parts = self.parts or (self,)
+        totals, max_len = [None] * len(parts), None
+        if any(part._host is None for part in parts):
+            totals, max_len = _read_sizes([kept(part.lengths, part.num_targets)[0] for part in parts])
+        remaining = iter(totals)
+
+        def newest(part: SequenceLayout) -> Selection:
+            return part._newest(kept, next(remaining), max_len)
+
+        return self._of_parts(newest) if self.parts else newest(self)
+
+    def _newest(self, kept: _Rule, total_len: int | None, max_len: int | None) -> Selection:
+        layout = self._derive(kept, self.num_contextual, total_len, self.total_targets, max_len)
         dropped = layout._per_token(self.lengths - layout.lengths)
         index = self._source_rows(layout, torch.zeros_like(self.lengths))
         return Selection(layout, index + torch.where(layout.positions() >= self.num_contextual, dropped, 0))
@@ -233,15 +248,17 @@ class SequenceLayout(LayoutFacts):
 
     def _derive(
         self,
-        rule: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+        rule: _Rule,
         num_contextual: int,
         total_len: int | None,
         total_targets: int | None,
+        max_len: int | None = None,
     ) -> SequenceLayout:
         """The layout with `rule(lengths, num_targets)`, applied on the device and to the host copy.
 
         Args:
             total_len, total_targets: None when it depends on the lengths themselves.
+            max_len: a bound that is known beside `total_len`; None: that of this layout.
         """
         lengths, num_targets = rule(self.lengths, self.num_targets)
         host = None if self._host is None else HostCopy(*rule(*self._host))
@@ -249,9 +266,9 @@ class SequenceLayout(LayoutFacts):
             max_len = max_or_zero(host.lengths)
             total_len = int(host.lengths.sum()) if total_len is None else total_len
         elif total_len is not None:
-            max_len = self.max_len
+            max_len = self.max_len if max_len is None else max_len
         else:
-            total_len, max_len = _read_sizes(lengths)
+            (total_len,), max_len = _read_sizes([lengths])
         if total_targets is None:
             total_targets = int((num_targets if host is None else host.num_targets).sum())
         derived = SequenceLayout.trusted(
@@ -267,13 +284,13 @@ class SequenceLayout(LayoutFacts):
         return derived
 
 
-def _read_sizes(lengths: Tensor) -> tuple[int, int]:
-    """Sum of lengths that only a device or a traced graph knows, and a bound of them: waits for it, once.
+def _read_sizes(parts: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Sums of lengths that only a device or a traced graph knows, and a bound of all: waits for it, once.
 
     The bound is the maximum, but at least 2: a compiler makes cases of their own of sizes 0 and 1.
     """
-    longest = torch.cat([lengths, lengths.new_full((1,), 2)]).max()
-    sizes = torch.stack([lengths.sum(), longest]).cpu()
-    total_len, max_len = sizes[0].item(), sizes[1].item()
-    torch._check(max_len >= 2)
-    return total_len, max_len
+    longest = torch.cat([*parts, parts[0].new_full((1,), 2)]).max()
+    *totals, max_len = torch.stack([*(lengths.sum() for lengths in parts), longest]).cpu().unbind()
+    bound = max_len.item()
+    torch._check(bound >= 2)
+    return [total.item() for total in totals], bound

@@ -20,6 +20,13 @@ TRUNCATED = """model { ranker {
     layer_groups { num_layers: 2  tail_len: 2  tail_unit: EVENTS  mask { target_group_size: 2 } }
   } }
 } }"""
+STACK = """hstu { num_heads: 2  qk_dim: 4  layer_groups { num_layers: 1 } layer_groups {
+  num_layers: 1  tail_len: 2  mask { window: 2  prefix: 1 }
+} }"""
+TRUNCATED_CHANNELS = f"""model {{ ranker {{
+  preprocessor {{ contextual {{ channels {{ name: "click"  bits: 0 }} channels {{ name: "all" }} }} }}
+  mixer {{ mixture {{ stacks {{ channel: "click" {STACK} }} stacks {{ channel: "all" {STACK} }} }} }}
+}} }}"""
 TASK_OF_TWO_LOGITS = "tasks { name: 'like' loss { jrc {} } }"
 RANKER_MMOE = f"model {{ ranker {{ head {{ mmoe {{ expert_dim: 8 }} }} {TASK_OF_TWO_LOGITS} }} }}"
 RANKER_PLE = f"model {{ ranker {{ head {{ ple {{ num_levels: 2 }} }} {TASK_OF_TWO_LOGITS} }} }}"
@@ -33,6 +40,7 @@ MODELS = {
     "ranker all encoders": RANKERS["all"],
     "ranker channels": RANKERS["channels"],
     "ranker interleaved channels": RANKERS["interleaved channels"],
+    "ranker truncated channels": (RANKER, TRUNCATED_CHANNELS),
     "ranker mmoe": (RANKER, RANKER_MMOE),
     "ranker ple": (RANKER, RANKER_PLE),
     "retriever hstu": (RETRIEVER,),

@@ -170,6 +170,19 @@ def test_only_samples_that_are_there_can_be_selected():
             layout_of(0, [(3, 1), (1, 1)]).select([0, sample])
 
 
+def test_parts_without_host_copies_are_truncated_to_one_bound():
+    """Two bounds would meet as their larger one, which a compiler of an exported graph cannot size."""
+    parts = [[(6, 2), (0, 1)], [(1, 1), (3, 0)]]
+    joined = SequenceLayout.join([without_host_copy(layout_of(2, shapes)) for shapes in parts])
+    kept, index = joined.truncate(4)
+    assert [part.max_len for part in kept.parts] == [8, 8]
+    assert (kept.max_len, kept.total_len, len(index)) == (8, 20, 20)
+    left = [[(4, 2), (0, 1)], [(1, 1), (3, 0)]]
+    assert_layout(kept, 2, sum(left, []))
+    for part, shapes in zip(kept.parts, left, strict=True):
+        assert_layout(part, 2, shapes, exact_max=False)
+
+
 def test_what_is_derived_from_a_joined_layout_is_joined():
     shapes = ([(5, 2), (0, 1)], [(1, 2), (4, 1)])
     joined = SequenceLayout.join([layout_of(2, own) for own in shapes])
