@@ -2,6 +2,7 @@
 
 import pytest
 
+from recsys import config
 from recsys.errors import ConfigError
 
 RANKER = """
@@ -59,3 +60,10 @@ def findings(load, *arguments) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(*arguments)
     return caught.value.findings
+
+
+def load(text: str, overrides: list[str], tmp_path) -> config.Loaded:
+    """A text with overrides, as if it were read from x.config."""
+    path = tmp_path / "x.config"
+    path.write_text(text, encoding="utf-8")
+    return config.read(path, overrides)

@@ -96,7 +96,9 @@ class SumOverRanks(nn.Module):
         if world_size > 1:
             dist.all_reduce(packed)
         tasks = len(losses.names)
-        sums, targets, (samples, tokens, flop, *others) = _split(packed.tolist(), tasks)
+        packed = packed.tolist()
+        sums, targets = packed[:tasks], packed[tasks : 2 * tasks]
+        samples, tokens, flop, *others = packed[2 * tasks :]
         means = {n: s / (c or 1.0) for n, s, c in zip(losses.names, sums, targets, strict=True)}
         _require_finite(means)
         scale = torch.tensor(
@@ -115,10 +117,6 @@ class SumOverRanks(nn.Module):
             counts=Counts(*map(int, others[: len(counts)])),
         )
         return (losses.sums * scale).sum(), result
-
-
-def _split(values: list[float], tasks: int) -> tuple[list[float], list[float], list[float]]:
-    return values[:tasks], values[tasks : 2 * tasks], values[2 * tasks :]
 
 
 def _require_finite(means: dict[str, float]) -> None:

@@ -3,8 +3,9 @@
 import pytest
 
 from recsys import config
-from tests.config_texts import RANKER
-from tests.test_checks import CHANNELS, load
+from tests.config_texts import RANKER, load
+
+CHANNELS = "model.ranker.preprocessor.contextual.channels"
 
 TWO_CHANNELS = [
     (["name: 'a' bits: 0", "name: 'b'"], ["a", "b"], None),
