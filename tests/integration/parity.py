@@ -4,7 +4,7 @@ The program of a package is captured as the exporter does and runs in this proce
 AOTInductor, in seconds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental import _config as symbolic
 
 from recsys import protos as pb
@@ -20,8 +20,10 @@ from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.data.vocabulary import mappings
 from recsys.inference import exporter
-from recsys.models import Model, build_model, layout_rule
-from recsys.models.scoring import ScoringGraph, flatten, scoring_signature
+from recsys.inference.cached_programs import CachedPrograms, compile_programs
+from recsys.models import Model, Ranker, build_model, layout_rule
+from recsys.models.cached_scoring import CacheForm
+from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
 from recsys.training import checkpoint
 from recsys.training.session import CHECKPOINTS
 
@@ -42,12 +44,34 @@ def evaluated_batches(pipeline: pb.Pipeline) -> list[Batch]:
 
 def captured(model: Model, batch: Batch) -> Callable[..., Tensor]:
     """The program that a package is compiled from."""
-    specs = scoring_signature(model.pipeline)
-    dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims}
-    shapes = tuple({axis: dims[name] for axis, name in enumerate(spec.dims)} for spec in specs)
-    graph = ScoringGraph(model).eval()
+    return capture(ScoringGraph(model).eval(), scoring_signature(model.pipeline), flatten(batch))
+
+
+def capture(graph: nn.Module, specs: Sequence[TensorSpec], example: tuple[Tensor, ...]) -> Callable[..., Any]:
+    """A graph with every named size dynamic."""
+    dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims if not name.isdigit()}
+    shapes = tuple(
+        {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
+    )
     with symbolic.patch(backed_size_oblivious=True), torch.no_grad():
-        return torch.export.export(graph, flatten(batch), dynamic_shapes=(shapes,), strict=False).module()
+        return torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False).module()
+
+
+def with_captured_cache(package: SimpleNamespace, model: Ranker) -> SimpleNamespace:
+    """The same package as if it were exported with `export.cached_scoring`."""
+    runs = []
+
+    def compile_to(graph, specs, example, name):
+        program = capture(graph, specs, example)
+        runs.append(lambda inputs: as_tuple(program(*inputs)))
+
+    compile_programs(model, compile_to)
+    cached = CachedPrograms(model.pipeline, CacheForm.of(model), *runs)
+    return SimpleNamespace(**{**vars(package), "cached": cached}, prefill=cached.prefill, score=cached.score)
+
+
+def as_tuple(output: Any) -> tuple[Tensor, ...]:
+    return tuple(one.detach() for one in (output if isinstance(output, list | tuple) else (output,)))
 
 
 def captured_package(model: Model, batches: list[Batch]) -> SimpleNamespace:

@@ -308,3 +308,40 @@ def test_a_missing_compiler_is_named_with_its_remedy(ranker, tmp_path):
     said = command("export", "--run-dir", ranker.run, "--output", tmp_path / "e", code=5, CXX="/no/such/g++")
     assert "C++ compiler" in said and "apt-get install" in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_with_a_cache_predictions_are_the_same(ranker, tmp_path):
+    """Compiled, with rows that share a prefill, and a list of candidates that is cut into microbatches."""
+    package = tmp_path / "alone" / "export"
+    package.parent.mkdir()
+    flags = ("--run-dir", ranker.run, "--output", package, "--set", "export.cached_scoring=true")
+    said = command("export", *flags).strip().splitlines()
+    assert all(" INFO " in line for line in said), said
+    report = json.loads((package / "parity.json").read_text())
+    assert report["largest_difference_cached"] <= report["allowed"]
+    described = json.loads((package / "package.json").read_text())
+    assert {"prefill", "cached", "form"} == set(described["cached"])
+
+    rows = pq.read_table(ranker.rows)
+    lists = [name for name in rows.column_names if name.startswith("candidate_")]
+    long, pool = rows.slice(3, 1).to_pylist()[0], rows.slice(0, 1000).to_pylist()
+    for name in lists:
+        long[name] = [value for other in pool for value in other[name]]
+    long["candidate_timestamps"] = [long["request_time"]] * len(long["candidate_item_id"])
+    parts = [
+        long | {name: long[name][n : n + 7] for name in lists} | {"request_id": n} for n in range(0, 70, 7)
+    ]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([*rows.slice(0, 50).to_pylist(), *parts, long], rows.schema), path)
+    few = ("--set", "predict.candidates_per_microbatch=128", "--set", "predict.batch_size=16")
+    found = predict(package, path, tmp_path / "cached", *few)
+    expected = predict(ranker.package, path, tmp_path / "whole")
+    for name in expected.column_names:
+        for one, two in zip(found[name].to_pylist(), expected[name].to_pylist(), strict=True):
+            assert one == (pytest.approx(two, abs=1e-5) if name in ("is_click", "watch_time") else two)
+    damaged = bytearray((package / "weights.safetensors").read_bytes())
+    damaged[-1] ^= 1
+    (package / "weights.safetensors").write_bytes(damaged)
+    flags = ("--package", package, "--input", path, "--output", tmp_path / "o")
+    assert "weights.safetensors: its bytes differ" in command("predict", *flags, code=1)

@@ -55,3 +55,5 @@ def test_trains_and_predicts_what_evaluation_says(tmp_path, form):
     batches = parity.evaluated_batches(pipeline)
     package = parity.captured_package(model, batches)
     parity.assert_predicted(model, batches, rows, Predictor(package).table(rows))
+    cached = parity.with_captured_cache(package, model)
+    parity.assert_predicted(model, batches, rows, Predictor(cached).table(rows))

@@ -1,0 +1,388 @@
+#!/usr/bin/env python3
+"""Speed of scoring many candidates on long histories, with a cache and without.
+
+    python scripts/bench_serving.py [--history 4096] [--candidates 2048] [--microbatch 256] [--rows 8]
+    python scripts/bench_serving.py --config configs/ml_1m_ranking.config [--set PATH=VALUE ...]
+
+The model is that of a ranking config (default: bench_step.config beside this file), its stack in the variants
+of bench_step.py; id features become hashes, so no data is needed. Each of --rows rows has --history made-up
+events and --candidates candidates. What is timed, in turns, from a batch on the device to scores there:
+
+    uncached   pieces of --microbatch candidates of each row, each piece with the whole history
+    one pass   all candidates in one call, with the memory that this takes
+    prefill    what is kept of users and histories, once
+    cached     prefill, then pieces of --microbatch candidates of each row against it
+
+`ratio` is uncached over cached, the median over pairs. The scores are compared first: on rows of at most 512
+events cached ones may be twice as far from those of the reference backend in float32 as uncached ones are,
+and at full size, in float32, they may differ from uncached ones by 1e-5. `--record` writes a list with a line
+a variant.
+
+On CUDA when it is there. Exit code 1 when a variant is wrong or does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from recsys import config, environment, features
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.data.loader import Loader
+from recsys.errors import ConfigError, RecsysError
+from recsys.flags import Parser
+from recsys.models import Ranker, build_model, layout_rule
+from recsys.ops import SequenceLayout
+from scripts.bench_ops import current_commit
+from scripts.prepare_common import positive
+from scripts.step_variants import VARIANTS, Shape, variant_of
+
+FACTOR = 2.0
+"""How many times the error of uncached scoring cached scoring may have."""
+
+CLOSE = 1e-5
+"""Largest difference between both in float32, |a - b| / max(1, |b|)."""
+
+CHECKED_EVENTS = 512
+"""Longest history of the rows that are compared with float32."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One variant; None for what is not known.
+
+    Attributes:
+        uncached_ms, one_pass_ms, prefill_ms, cached_ms: medians.
+        ratio: uncached over cached.
+        candidates_per_second: cached.
+        cache_mb: of all rows.
+        difference: largest |cached - uncached| / max(1, |uncached|) at full size.
+    """
+
+    variant: str
+    backend: str
+    device: str
+    precision: str
+    rows: int
+    history: int
+    candidates: int
+    microbatch: int
+    num_layers: int
+    embedding_dim: int
+    uncached_ms: float | None
+    one_pass_ms: float | None
+    prefill_ms: float | None
+    cached_ms: float | None
+    ratio: float | None
+    candidates_per_second: float | None
+    cache_mb: float | None
+    difference: float | None
+    ok: bool
+    commit: str
+
+
+class Scoring:
+    """A model and one batch, scored in several ways.
+
+    Raises:
+        ConfigError: a candidate feature is multi-valued.
+    """
+
+    def __init__(self, pipeline: pb.Pipeline, microbatch: int, device: torch.device):
+        torch.manual_seed(0)
+        self.model: Ranker = build_model(pipeline).eval()
+        draw_weights(self.model)
+        self.model.to(device)
+        loader = Loader(pipeline, "train", layout_rule(pipeline))
+        batch = next(iter(loader.epoch(0)))
+        self.batch, self.microbatch = batch.to(device), microbatch
+        starts = range(0, int(batch.num_candidates.max()), microbatch)
+        self.pieces = [piece(pipeline, batch, start, start + microbatch).to(device) for start in starts]
+
+    def uncached(self) -> Tensor:
+        """[N, tasks], history after history."""
+        rows = [self.model.score(one).unflatten(0, (self.rows, -1)) for one in self.pieces]
+        return torch.cat(rows, dim=1).flatten(0, 1)
+
+    def one_pass(self) -> Tensor:
+        """[N, tasks]."""
+        return self.model.score(self.batch)
+
+    def prefill(self) -> object:
+        """The cache."""
+        return self.model.prefill(self.batch)
+
+    def cached(self) -> Tensor:
+        """[N, tasks]."""
+        cache = self.model.prefill(self.batch)
+        return self.model.score_in_microbatches(self.batch, cache, self.microbatch)
+
+    @property
+    def rows(self) -> int:
+        return self.batch.num_candidates.shape[0]
+
+
+def draw_weights(model: Ranker) -> None:
+    """Weights by which scores differ from each other and depend on the history as if they were learned: those
+    of an untrained model are nearly all alike, and so would wrong ones be.
+    """
+    width = model.pipeline.model.embedding_dim
+    for table in model.embed.parameters():
+        torch.nn.init.normal_(table, std=width**-0.5)  # tokens are these times sqrt(E)
+    for part in (*model.preprocess.modules(), *model.head.modules()):
+        if isinstance(part, torch.nn.Linear):
+            torch.nn.init.normal_(part.weight, std=part.in_features**-0.5)
+    first = next(part for part in model.head.modules() if isinstance(part, torch.nn.Linear))
+    with torch.no_grad():
+        first.weight *= width**0.5
+
+
+def piece(pipeline: pb.Pipeline, batch: Batch, start: int, stop: int) -> Batch:
+    """Candidates number `start` to `stop - 1` of each row; all rows have equally many."""
+    columns = {column.name: column for column in features.columns(pipeline)}
+    counts = batch.num_candidates
+    total = int(counts[0])
+    kept = min(stop, total) - start
+
+    def cut(values: Tensor) -> Tensor:
+        return values.view(len(counts), total)[:, start : start + kept].flatten()
+
+    def layout(whole: SequenceLayout) -> SequenceLayout:
+        if whole.parts:
+            return SequenceLayout.join([layout(part) for part in whole.parts])
+        dropped = total - kept
+        return SequenceLayout(
+            whole.lengths - dropped, whole.num_targets - dropped, num_contextual=whole.num_contextual
+        )
+
+    values, lengths, sizes = [], [], []
+    for key in batch.ids.keys():
+        own, own_lengths = batch.ids[key].values(), batch.ids[key].lengths()
+        if columns[key].side == pb.CANDIDATE:
+            if columns[key].multi_valued:
+                raise ConfigError(f"features: {key} is multi-valued; no such candidate feature is benched")
+            own, own_lengths = cut(own), own_lengths - (total - kept)
+        values.append(own)
+        lengths.append(own_lengths)
+        sizes.append(len(own))
+    numbers = {
+        name: cut(own) if columns[name].side == pb.CANDIDATE else own for name, own in batch.numbers.items()
+    }
+    return replace(
+        batch,
+        layout=layout(batch.layout),
+        channel_layout=batch.channel_layout and layout(batch.channel_layout),
+        num_candidates=torch.full_like(counts, kept),
+        ids=KeyedJaggedTensor(
+            batch.ids.keys(), torch.cat(values), lengths=torch.cat(lengths), length_per_key=sizes
+        ),
+        numbers=numbers,
+        candidate_timestamps=cut(batch.candidate_timestamps),
+        labels={name: cut(own) for name, own in batch.labels.items()},
+    )
+
+
+def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device: torch.device) -> float:
+    """The largest error of cached scores relative to what is allowed; above 1 is wrong."""
+    short = replace(shape, history=min(shape.history, CHECKED_EVENTS), batch=2)
+    pipeline = variant_of(base, name, short)
+    exact = variant_of(base, name, replace(short, backend="reference"))
+    exact.model.precision = pb.FP32
+    right = Scoring(exact, microbatch, device).one_pass()
+    scoring = Scoring(pipeline, microbatch, device)
+    uncached = (scoring.uncached() - right).abs().max()
+    allowed = FACTOR * uncached + CLOSE * right.abs().max().clamp(min=1)
+    error = float((scoring.cached() - right).abs().max() / allowed)
+    return error if error == error else float("inf")
+
+
+def difference_of(scoring: Scoring) -> float:
+    """Between both ways at full size."""
+    cached, uncached = scoring.cached(), scoring.uncached()
+    return float(((cached - uncached).abs() / uncached.abs().clamp(min=1)).max())
+
+
+def build(
+    base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device: torch.device
+) -> tuple[Scoring, float] | None:
+    """A variant that is ready to be timed, and its difference; None, with a line on stderr, where it is
+    wrong or too large.
+    """
+    try:
+        error = error_of(base, name, shape, microbatch, device)
+        if not error <= 1:
+            print(f"{name}: {error:.2f} times the allowed error", file=sys.stderr)
+            return None
+        pipeline = variant_of(base, name, shape)
+        scoring = Scoring(pipeline, microbatch, device)
+        difference = difference_of(scoring)
+        if pipeline.model.precision == pb.FP32 and not difference <= CLOSE:
+            print(f"{name}: cached and uncached scores differ by {difference:.1e}", file=sys.stderr)
+            return None
+        return scoring, difference
+    except torch.OutOfMemoryError as full:
+        print(f"{name}: {str(full).splitlines()[0]}", file=sys.stderr)
+    return None
+
+
+def times_of(scoring: Scoring, repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each way, in turns."""
+    ways = ("uncached", "one_pass", "prefill", "cached")
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(repeats):
+        for way in ways:
+            found[way].append(_milliseconds(getattr(scoring, way), device))
+    return found
+
+
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def record_of(
+    name: str,
+    scoring: Scoring | None,
+    difference: float | None,
+    times: dict[str, list[float]],
+    pipeline: pb.Pipeline,
+    shape: Shape,
+    microbatch: int,
+    commit: str,
+) -> Record:
+    """What was found out about a variant."""
+    stacks = [one.hstu for one in pipeline.model.ranker.mixer.mixture.stacks]
+    stack = (stacks or [pipeline.model.ranker.mixer.hstu])[0]
+    middle = {way: statistics.median(own) for way, own in times.items()}
+    pairs = zip(times.get("uncached", ()), times.get("cached", ()), strict=True)
+    total = shape.batch * shape.candidates
+    return Record(
+        variant=name,
+        backend=shape.backend,
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        precision=pb.Precision.Name(pipeline.model.precision).lower(),
+        rows=shape.batch,
+        history=shape.history,
+        candidates=shape.candidates,
+        microbatch=microbatch,
+        num_layers=sum(group.num_layers for group in stack.layer_groups),
+        embedding_dim=pipeline.model.embedding_dim,
+        uncached_ms=middle.get("uncached"),
+        one_pass_ms=middle.get("one_pass"),
+        prefill_ms=middle.get("prefill"),
+        cached_ms=middle.get("cached"),
+        ratio=statistics.median(slow / own for slow, own in pairs) if times else None,
+        candidates_per_second=1e3 * total / middle["cached"] if times else None,
+        cache_mb=scoring.model.prefill(scoring.batch).num_bytes / 2**20 if scoring else None,
+        difference=difference,
+        ok=scoring is not None,
+        commit=commit,
+    )
+
+
+def table(records: Sequence[Record]) -> str:
+    """One line a variant."""
+    columns = {
+        "uncached_ms": ",.1f",
+        "one_pass_ms": ",.1f",
+        "prefill_ms": ",.1f",
+        "cached_ms": ",.1f",
+        "ratio": ".2f",
+        "candidates_per_second": ",.0f",
+        "cache_mb": ",.1f",
+        "difference": ".1e",
+    }
+    width = max(len(record.variant) for record in records)
+    lines = [f"{'':<{width}}" + "".join(f"{name.split('_per')[0]:>13}" for name in columns)]
+    for record in records:
+        cells = [(getattr(record, name), form) for name, form in columns.items()]
+        numbers = "".join(f"{'-' if value is None else format(value, form):>13}" for value, form in cells)
+        lines.append(f"{record.variant:<{width}}{numbers}{'' if record.ok else '  FAILED'}")
+    return "\n".join(lines)
+
+
+@torch.no_grad()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Benches the variants; see the head of this file."""
+    options = _options(arguments)
+    environment.import_torchrec_quietly()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend = options.backend or ("triton" if device.type == "cuda" else "reference")
+    shape = Shape(
+        options.history,
+        options.rows,
+        options.candidates,
+        options.window,
+        options.prefix,
+        options.tail,
+        None,
+        backend,
+    )
+    commit, records = options.commit or current_commit(), []
+    try:
+        base = config.load(options.config, options.overrides)
+        for name in dict.fromkeys(options.variant or ("full", "semi-local truncation")):
+            pipeline = variant_of(base, name, shape)
+            scoring, difference = build(base, name, shape, options.microbatch, device) or (None, None)
+            times = times_of(scoring, options.repeats, device) if scoring else {}
+            records.append(
+                record_of(name, scoring, difference, times, pipeline, shape, options.microbatch, commit)
+            )
+    except RecsysError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    print(
+        f"{device.type}, {backend}, {records[0].precision}, {records[0].num_layers} layers of width "
+        f"{records[0].embedding_dim}, {shape.batch} rows of {shape.history:,} events and "
+        f"{shape.candidates:,} candidates, {options.microbatch} at a time"
+    )
+    print(table(records))
+    if options.record is not None:
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        options.record.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+    return 0 if all(record.ok for record in records) else 1
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    default = Path(__file__).with_name("bench_step.config")
+    parser.add_argument("--config", type=Path, default=default)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="PATH=VALUE")
+    for name, value, what in (
+        ("history", 4096, "events of each row"),
+        ("rows", 8, "rows that are scored together"),
+        ("candidates", 2048, "candidates of each row"),
+        ("microbatch", 256, "candidates of each row that are scored together"),
+        ("window", 256, "events that a history token looks back"),
+        ("prefix", 64, "first events that stay visible"),
+        ("tail", 1024, "newest events behind a truncation"),
+        ("repeats", 10, "times that each way counts"),
+    ):
+        parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
+    parser.add_argument("--backend", help="of attention; default: triton on CUDA, else reference")
+    parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="repeatable")
+    parser.add_argument("--record", type=Path, help="file for the list of results")
+    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
