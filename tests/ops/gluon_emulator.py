@@ -106,8 +106,8 @@ class Pointer:
 class Memory:
     """A buffer in shared memory, or a view of one."""
 
-    def __init__(self, data: torch.Tensor, root: dict[str, Any] | None = None, barriers: Any = None) -> None:
-        self.data, self.root, self.barriers = data, root if root is not None else {"stored": False}, barriers
+    def __init__(self, machine: Machine, data: torch.Tensor, barriers: Any = None) -> None:
+        self.machine, self.data, self.barriers = machine, data, barriers
 
     @property
     def dtype(self) -> torch.dtype:
@@ -116,22 +116,39 @@ class Memory:
     def index(self, i: Any) -> Memory:
         i = int(raw(i))
         assert 0 <= i < self.data.shape[0]
-        barriers = None if self.barriers is None else [self.barriers[i]]
-        return Memory(self.data[i], self.root, barriers)
+        return Memory(self.machine, self.data[i], None if self.barriers is None else [self.barriers[i]])
+
+    def slice(self, start: int, length: int, dim: int) -> Memory:
+        return Memory(self.machine, self.data.narrow(dim, start, length))
 
     def reshape(self, shape: list[int]) -> Memory:
-        return Memory(self.data.view(shape), self.root)
+        return Memory(self.machine, self.data.view(shape))
 
     def permute(self, order: tuple[int, ...]) -> Memory:
-        return Memory(self.data.permute(order), self.root)
+        return Memory(self.machine, self.data.permute(order))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
+        return Memory(self.machine, self.data.view(dtype).view(shape))
+
+    def addresses(self) -> tuple[int, int]:
+        extent = sum((n - 1) * s for n, s in zip(self.data.shape, self.data.stride(), strict=True)) + 1
+        start = self.data.data_ptr()
+        return start, start + extent * self.data.element_size()
 
     def store(self, block: Block) -> None:
-        self.root["stored"] = True
         assert self.data.shape == block.data.shape and self.data.dtype == block.data.dtype
-        self.data.copy_(block.data)
+        with self.machine.changed:
+            self.machine.unfenced.append((threading.get_ident(), *self.addresses()))
+            self.data.copy_(block.data)
 
     def load(self, layout: Any) -> Block:
         return Block(self.data.clone(), layout)
+
+    def must_be_fenced(self) -> None:
+        start, end = self.addresses()
+        with self.machine.changed:
+            stored = any(start < high and low < end for _, low, high in self.machine.unfenced)
+        assert not stored, "no fence between a store and what reads it through a descriptor"
 
 
 class Barrier:
@@ -165,6 +182,7 @@ class Machine:
         self.failure: BaseException | None = None
         self.copies: list[Any] = []
         self.named: dict[int, int] = {}
+        self.unfenced: list[tuple[int, int, int]] = []
         self.program = self.programs = 0
         self.running = 0
 
@@ -252,18 +270,23 @@ class Machine:
 
             self.copies.append(land)
 
-    def copy_out(self, descriptor: Any, coordinates: list[Any], memory: Memory) -> None:
+    def copy_out(self, descriptor: Any, coordinates: list[Any], memory: Memory, adds: bool = False) -> None:
         offset, inside = self.box(descriptor, coordinates)
-        assert not memory.root["stored"], "no fence between a store and the copy that reads it"
+        memory.must_be_fenced()
         flat = torch.as_strided(descriptor.base, (descriptor.elements,), (1,))
         before = memory.data.clone()
+        assert before.shape == offset.shape and before.dtype == flat.dtype
 
         def land() -> None:
             assert torch.equal(before, memory.data), "overwritten before the copy had read it"
             assert (offset[inside] >= 0).all() and (offset[inside] < descriptor.elements).all()
-            flat[offset[inside]] = memory.data[inside]
+            old = flat[offset[inside]] if adds else 0
+            flat[offset[inside]] = memory.data[inside] + old
 
         self.local.stores.append(land)
+
+    def copy_add(self, descriptor: Any, coordinates: list[Any], memory: Memory) -> None:
+        self.copy_out(descriptor, coordinates, memory, adds=True)
 
     def store_wait(self, pendings: int) -> None:
         with self.changed:
@@ -271,12 +294,15 @@ class Machine:
                 self.local.stores.pop(0)()
 
     def fence(self) -> None:
-        for memory in self.memories:
-            memory.root["stored"] = False
+        with self.changed:
+            self.unfenced = [stored for stored in self.unfenced if stored[0] != threading.get_ident()]
 
     # Products
 
     def product(self, a: Any, b: Memory, acc: Any, *, use_acc: bool = True, is_async: bool = False) -> Any:
+        for operand in (a, b):
+            if isinstance(operand, Memory):
+                operand.must_be_fenced()
         reads = [x.data.clone() if isinstance(x, Memory) else x.data for x in (a, b)]
         assert all(torch.isfinite(x).all() for x in reads), "an operand that was not loaded, or is infinite"
 
@@ -362,7 +388,6 @@ def _extreme(pick: Any, name: str) -> Any:
 
 def language(machine: Machine) -> SimpleNamespace:
     """What stands in for the modules `gluon.language` and `triton.language`."""
-    machine.memories: list[Memory] = []
 
     def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
         data = (
@@ -371,8 +396,7 @@ def language(machine: Machine) -> SimpleNamespace:
             else torch.full(shape, -1, dtype=dtype)
         )
         barriers = [Barrier() for _ in range(shape[0])] if dtype == torch.int64 else None
-        machine.memories.append(Memory(data, None, barriers))
-        return machine.memories[-1]
+        return Memory(machine, data, barriers)
 
     def inline(asm: str, constraints: str, args: list[Any], **rest: Any) -> Any:
         if asm.startswith("tanh"):
@@ -395,6 +419,7 @@ def language(machine: Machine) -> SimpleNamespace:
         convert_layout=lambda x, layout: Block(x.data, layout),
         expand_dims=lambda x, axis: Block(x.data.unsqueeze(axis), x.type.layout),
         float32=torch.float32,
+        NVMMASharedLayout=lambda **rest: None,
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, raw(value), dtype=dtype), layout),
         inline_asm_elementwise=inline,
         int32=torch.int32,
@@ -437,6 +462,7 @@ def stand_ins(machine: Machine) -> dict[str, Any]:
             async_copy_shared_to_global=machine.copy_out,
             store_wait=machine.store_wait,
         ),
+        "async_add_to_global": machine.copy_add,
         "fence_async_shared": machine.fence,
         "warpgroup_mma": machine.product,
         "warpgroup_mma_wait": machine.product_wait,

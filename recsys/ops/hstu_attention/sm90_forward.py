@@ -59,7 +59,7 @@ def tanh(x):
 
 
 @gluon.jit
-def wait_for_turn(strip, num_threads):
+def wait_for_turn(strip: gl.constexpr, num_threads):
     """Until the strip before this one has passed the turn."""
     gl.inline_asm_elementwise(
         "bar.sync $1, $2; mov.u32 $0, 0;",
@@ -72,7 +72,7 @@ def wait_for_turn(strip, num_threads):
 
 
 @gluon.jit
-def pass_turn(strip, num_threads):
+def pass_turn(strip: gl.constexpr, num_threads):
     """To `strip`, without waiting for it."""
     gl.inline_asm_elementwise(
         "bar.arrive $1, $2; mov.u32 $0, 0;",
@@ -126,7 +126,9 @@ def block_at(number, runs, unmasked):
 
 
 @gluon.jit
-def blocks_past(strip, tile, runs, num_contextual, BLOCK_N: gl.constexpr, CONTEXTUAL_READS: gl.constexpr):
+def blocks_past(
+    strip: gl.constexpr, tile, runs, num_contextual, BLOCK_N: gl.constexpr, CONTEXTUAL_READS: gl.constexpr
+):
     """How many blocks, the first in order, lie behind all that the strip sees: all of them for a strip past
     the end of the sample.
 
@@ -226,7 +228,7 @@ def hide(score, i, first, tile, rule, RULE: gl.constexpr):
 
 @gluon.jit
 def step(
-    total, weight, q, following, cursor, buffers, barriers, strip, nothing,
+    total, weight, q, following, cursor, buffers, barriers, strip: gl.constexpr, nothing,
     SIZES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Starts the scores of the block at `following` and adds the values of the block at `cursor`; returns
@@ -259,7 +261,7 @@ def settle(total, weight, following, cursor, barriers):
 
 
 @gluon.jit
-def skip_blocks(count, cursor, barriers, strip, SIZES: gl.constexpr, TURNS: gl.constexpr):
+def skip_blocks(count, cursor, barriers, strip: gl.constexpr, SIZES: gl.constexpr, TURNS: gl.constexpr):
     """Frees the buffers of so many blocks without a look at them."""
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
@@ -279,7 +281,7 @@ def skip_blocks(count, cursor, barriers, strip, SIZES: gl.constexpr, TURNS: gl.c
 
 @gluon.jit
 def attend(
-    q, cursor, buffers, barriers, strip, tile, runs, unmasked, past, half_alpha, rule,
+    q, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """float32 [STRIP, D], the sum over all blocks but the first `past`, of which there is at least one; the
@@ -342,7 +344,7 @@ def attend(
 
 @gluon.jit
 def computing_group(
-    strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+    strip: gl.constexpr, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """One strip of each tile that the loading warp tells of."""
@@ -434,32 +436,32 @@ def forward_kernel(
         (stride_q, stride_k, stride_v), SIZES,
     )  # fmt: skip
     gl.static_assert(STRIPS == 2 or STRIPS == 3)
-    first = (
-        0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-        SIZES, RULE, TURNS, OUT_IN_Q,
-    )  # fmt: skip
-    second = (
-        1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-        SIZES, RULE, TURNS, OUT_IN_Q,
-    )  # fmt: skip
-    third = (
-        2, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-        SIZES, RULE, TURNS, OUT_IN_Q,
-    )  # fmt: skip
+    # A tuple that had a name would lose what its members know at compile time.
     if STRIPS == 2:
-        gl.warp_specialize(
-            [(computing_group, first), (computing_group, second), (loading_warp, loading)],
-            [4, 1],
-            [COMPUTING_REGISTERS, LOADING_REGISTERS],
-        )
+        gl.warp_specialize([
+            (computing_group, (
+                0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+                SIZES, RULE, TURNS, OUT_IN_Q,
+            )),
+            (computing_group, (
+                1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+                SIZES, RULE, TURNS, OUT_IN_Q,
+            )),
+            (loading_warp, loading),
+        ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (computing_group, first),
-                (computing_group, second),
-                (computing_group, third),
-                (loading_warp, loading),
-            ],
-            [4, 4, 1],
-            [COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS],
-        )
+        gl.warp_specialize([
+            (computing_group, (
+                0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+                SIZES, RULE, TURNS, OUT_IN_Q,
+            )),
+            (computing_group, (
+                1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+                SIZES, RULE, TURNS, OUT_IN_Q,
+            )),
+            (computing_group, (
+                2, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+                SIZES, RULE, TURNS, OUT_IN_Q,
+            )),
+            (loading_warp, loading),
+        ], [4, 4, 1], [COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention import sm90_launch, triton_ops
-from recsys.ops.hstu_attention.triton_launch import Problem
+from recsys.ops.hstu_attention import sm90_launch, triton_launch, triton_ops
+from recsys.ops.hstu_attention.triton_launch import Gradients, Problem
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 
@@ -41,6 +41,21 @@ class HstuAttention(triton_ops.HstuAttention):
         ctx.save_for_backward(q, k, v)
         ctx.problem, ctx.deterministic = problem, deterministic
         return sm90_launch.forward(q, k, v, problem)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _gradients(grad_out, *ctx.saved_tensors, ctx.problem, ctx.deterministic)
+        return (*gradients, None, None)
+
+
+def _gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem, deterministic: bool
+) -> Gradients:
+    """By the Hopper kernel where it can: it adds up dQ in any order."""
+    if deterministic or q.shape[2] not in sm90_launch.BACKWARD_SIZES:
+        return triton_launch.backward(grad_out, q, k, v, problem, tables=False, deterministic=deterministic)
+    return sm90_launch.backward(grad_out, q, k, v, problem)
 
 
 def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem, deterministic: bool) -> Tensor:

@@ -72,9 +72,14 @@ def row_work(
     )
 
 
-def key_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
-    """int64 [n, NUM_COLUMNS]: tiles of `tile` keys, each with the blocks of `block` rows that see it."""
-    return layout.memo(("key_work", mask, tile, block), lambda: _key_work(mask, layout, tile, block))
+def key_work(
+    mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, section: int | None = None
+) -> Tensor:
+    """int64 [n, NUM_COLUMNS]: tiles of `tile` keys, each with the blocks of `block` rows that see it, in
+    sections as those of `row_work`."""
+    return layout.memo(
+        ("key_work", mask, tile, block, section), lambda: _key_work(mask, layout, tile, block, section)
+    )
 
 
 def cached_work(
@@ -94,12 +99,18 @@ def _row_work(
     tiles = _tiles(layout, tile)
     seen = _seen(mask, tiles, torch.zeros_like(tiles.first), layout.num_contextual)
     runs = _runs(tiles, _hulls(seen), _unmasked(seen), block)
-    work = runs.work
-    if section is not None and layout.batch_size > 0:
-        number = _sections(layout.lengths, section).index_select(0, tiles.sample)
-        most = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits more blocks
-        work = torch.where(tiles.length > 0, (layout.total_len - number) * most + work, 0)
-    return _sorted([*tiles[:4], *runs.columns], work)
+    return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
+
+
+def _in_sections(
+    work: Tensor, layout: SequenceLayout, tiles: Tiles, block: int, section: int | None
+) -> Tensor:
+    """int64 [n]: what to sort by, the largest first, for sections of the samples."""
+    if section is None or layout.batch_size == 0:
+        return work
+    number = _sections(layout.lengths, section).index_select(0, tiles.sample)
+    most = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits more blocks
+    return torch.where(tiles.length > 0, (layout.total_len - number) * most + work, 0)
 
 
 def _sections(lengths: Tensor, section: int) -> Tensor:
@@ -163,7 +174,9 @@ def _part(interval: Interval, low: Tensor, high: Tensor) -> Interval:
     return Interval(torch.where(end > start, start, 0), torch.where(end > start, end, 0))
 
 
-def _key_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> Tensor:
+def _key_work(
+    mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, section: int | None
+) -> Tensor:
     tiles = _tiles(layout, tile)
     contextual, always = layout.num_contextual, layout.num_contextual + mask.prefix
     outside = tiles.history_end - (mask.window or 0)  # the first key of the last target's window
@@ -182,7 +195,7 @@ def _key_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int
     # Rows past the end of a sample are loaded as zeros and add nothing: its last block may be a full one.
     rounded = torch.where(unmasked.end == tiles.length, unmasked.end + block - 1, unmasked.end)
     runs = _runs(tiles, kinds, [Interval(unmasked.start, rounded)], block)
-    return _sorted([*tiles[:4], *runs.columns], runs.work)
+    return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
 
 
 def _tiles(layout: SequenceLayout, tile: int) -> Tiles:

@@ -11,10 +11,13 @@ from recsys.ops.hstu_attention.triton_launch import Problem
 from tests.ops.cases import MASKS, layout_of, samples
 from tests.ops.gluon_emulator import Emulated
 
+DTYPES = (torch.float64, torch.bfloat16)
+
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    monkeypatch.setattr(sm90_launch, "forward_kernel", Emulated(sm90_launch.forward_kernel))
+    for kernel in ("forward_kernel", "backward_kernel"):
+        monkeypatch.setattr(sm90_launch, kernel, Emulated(getattr(sm90_launch, kernel)))
     monkeypatch.setattr(sm90_launch, "num_processors", lambda device: 3)
 
 
@@ -27,13 +30,23 @@ def inputs(total_len, dim=64, heads=2, seed=0):
 
 def check(layout, mask, dim=64, heads=2, sizes=None, seed=0):
     q, k, v = inputs(layout.total_len, dim, heads, seed)
-    out = sm90_launch.forward(q, k, v, Problem(layout, mask, dim**-0.5, 50.0, None), sizes)
-    rest = {"alpha": dim**-0.5, "scale_len": 50.0, "bias": None, "deterministic": False}
-    want = reference.run(*(t.double() for t in (q, k, v)), layout, mask, **rest)
-    theirs = reference.run(q, k, v, layout, mask, **rest)
-    error = (out.double() - want).norm() / want.norm().clamp(min=1e-30)
-    allowed = 2 * (theirs.double() - want).norm() / want.norm().clamp(min=1e-30) + 1e-3
-    assert out.isfinite().all() and error <= allowed, (float(error), float(allowed))
+    problem = Problem(layout, mask, dim**-0.5, 50.0, None)
+    got = [sm90_launch.forward(q, k, v, problem, sizes)]
+    cotangent = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed + 1)).to(q)
+    if dim in sm90_launch.BACKWARD_SIZES:
+        got += sm90_launch.backward(cotangent, q, k, v, problem)[:3]
+    want, theirs = (results(layout, mask, *(t.to(dtype) for t in (cotangent, q, k, v))) for dtype in DTYPES)
+    for name, ours, exact, other in zip("oqkv", got, want, theirs, strict=False):
+        norm = exact.norm().clamp(min=1e-30)
+        error, allowed = ((t.double() - exact).norm() / norm for t in (ours, other))
+        assert ours.isfinite().all() and error <= 2 * allowed + 1e-3, (name, float(error), float(allowed))
+
+
+def results(layout, mask, cotangent, *tensors):
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    rest = {"alpha": leaves[0].shape[2] ** -0.5, "scale_len": 50.0, "bias": None, "deterministic": False}
+    out = reference.run(*leaves, layout, mask, **rest)
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
 
 
 @pytest.mark.parametrize("shape", [(64, 0), (1, 0), (63, 0), (65, 0), (128, 0), (129, 0), (300, 0)])

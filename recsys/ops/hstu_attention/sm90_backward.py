@@ -1,0 +1,337 @@
+"""The backward kernel for Hopper, scheduled by hand (Gluon): all three gradients in one pass.
+
+With S, the scores, dO, the gradient of the output, x = alpha S / 2 and t = tanh x:
+
+    silu(alpha S) = x (1 + t), its slope is (1 + t) (1 + x (1 - t)) / 2
+    dV = silu(alpha S)^T dO / scale_len
+    dS = (dO V^T) * 2 slope                                  zero where the mask is
+    dK = dS^T Q alpha / (2 scale_len),    dQ = dS K alpha / (2 scale_len)
+
+A program owns tiles of keys, a strip of 64 a warp group, and sums their dK and dV over the blocks of rows that
+see them. Scores are [keys, rows], so that their weights and dS are left operands in registers. dS also goes to
+shared memory: each warp group multiplies that of all strips with its part of the columns of the keys, a block
+later, and the descriptor of dQ, float32, adds the product to what other programs have added: in any order, so that the last
+bits vary. Names and the order of the work are those of `sm90_forward`.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from recsys.ops.hstu_attention.sm90_forward import (
+    RAGGED_ROWS,
+    STRIP,
+    block_at,
+    fetch,
+    hear,
+    load_rows,
+    next_stage,
+    num_blocks,
+    num_masked,
+    tanh,
+    tell,
+    visible,
+)
+
+
+@builtin
+def async_add_to_global(tensor_desc, coord, src, _semantic=None):
+    """What `tma` lacks: adds a box in shared memory to one of a descriptor; `tma.store_wait` waits for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
+    )
+
+
+@gluon.jit
+def loading_warp(
+    q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles of keys in the order of the list; rows run ahead in `STAGES` buffers."""
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[6]
+    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
+    k_full, v_full, keys_free = barriers[4], barriers[5], barriers[6]
+    stride_q, stride_g, stride_k, stride_v = strides
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))
+    turn = gl.to_tensor(0)
+    place = gl.program_id(0)
+    while place < num_places:
+        tile, runs, unmasked, head = fetch(items, place, num_heads)
+        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        count = num_blocks(runs)
+        if count > 0:
+            tell(place, slots.index(turn % 2))
+            for number in range(count):
+                stage, parity = cursor
+                first = block_at(number, runs, unmasked) * BLOCK_M
+                mbarrier.wait(q_free.index(stage), parity)
+                load_rows(q_desc, tile, first, head * stride_q, q_full.index(stage), q_buffer.index(stage))
+                if number == 0:
+                    mbarrier.wait(keys_free.index(0), turn % 2 ^ 1)
+                    load_rows(k_desc, tile, tile[3], head * stride_k, k_full.index(0), k_buffer.index(0))
+                    load_rows(v_desc, tile, tile[3], head * stride_v, v_full.index(0), v_buffer.index(0))
+                mbarrier.wait(g_free.index(stage), parity)
+                load_rows(g_desc, tile, first, head * stride_g, g_full.index(stage), g_buffer.index(stage))
+                cursor = next_stage(cursor, STAGES)
+            turn += 1
+        place = following
+    tell(place, slots.index(turn % 2))
+    mbarrier.wait(keys_free.index(0), turn % 2 ^ 1)
+    mbarrier.arrive(k_full.index(0))
+
+
+@gluon.jit
+def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
+    """Which of the scores [keys, rows] are of pairs that the mask lets through; the first key and row."""
+    i = row + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
+    j = key + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
+    return visible(gl.expand_dims(i, 0), gl.expand_dims(j, 1), tile[2], rule, RULE)
+
+
+@gluon.jit
+def start_part(block, buffers, barriers, strip: gl.constexpr, SIZES: gl.constexpr):
+    """dS K of block number `block` of this program, for the strip's part of the columns, under way."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    PART: gl.constexpr = D // STRIPS
+    parts: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    keys = buffers[2].index(0).reshape([STRIPS * STRIP, D]).slice(strip * PART, PART, 1)
+    ds = buffers[4].index(block % 2).permute((1, 0))
+    nothing = gl.zeros([BLOCK_M, PART], gl.float32, parts)
+    mbarrier.wait(barriers[7].index(block % 2), block // 2 % 2)
+    return warpgroup_mma(ds, keys, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def store_part(part, block, row, column, dq_desc, buffers, barriers, strip: gl.constexpr, tile):
+    """Adds the product of `start_part` to dQ, from row `row` of the sample on."""
+    mbarrier.arrive(barriers[8].index(block % 2))
+    tma.store_wait(0)  # the part before has left the buffer
+    buffer = buffers[5].index(strip)
+    buffer.reshape([part.shape[0], part.shape[1]]).store(part)
+    fence_async_shared()
+    end = tile[0].to(gl.int32) + tile[1]
+    async_add_to_global(dq_desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile[1] + row, column], buffer)
+
+
+@gluon.jit
+def add_rows(
+    sums, block, row, row_before, cursor, buffers, barriers, strip: gl.constexpr, tile, dq_desc, column,
+    half_alpha, rule,
+    SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """`sums`, dK and dV of a strip of keys, plus what the rows from `row` on contribute, block number `block`
+    of this program. dQ gets the part of the block before, of the rows from `row_before` on: so no strip waits
+    for another's dS. With FIRST there is none. Nothing is under way when it returns, but for the copy of that
+    part."""
+    grad_k, grad_v = sums
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, grad_k.type.layout, 2)
+    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
+    stage, parity = cursor
+    q = buffers[0].index(stage).reshape([BLOCK_M, D])
+    g = buffers[1].index(stage).reshape([BLOCK_M, D])
+    k = buffers[2].index(0).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    v = buffers[3].index(0).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    dtype: gl.constexpr = q.dtype
+    nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
+
+    mbarrier.wait(q_full.index(stage), parity)
+    score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(g_full.index(stage), parity)
+    grad = warpgroup_mma(v, g.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    x = score * half_alpha
+    if MASKED:
+        seen = seen_by(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
+        x = gl.where(seen, x, 0.0)
+    t = tanh(x)
+    u = t + 1.0
+    slope = u * (x - x * t) + u
+    if MASKED:
+        slope = gl.where(seen, slope, 0.0)
+    weight = gl.convert_layout((x * u).to(dtype), operand)
+    grad_v = warpgroup_mma(weight, g, grad_v, is_async=True)
+    grad = warpgroup_mma_wait(1, deps=(grad,))
+    rounded = (grad * slope).to(dtype)
+    mbarrier.wait(barriers[8].index(block % 2), block // 2 % 2 ^ 1)
+    buffers[4].index(block % 2).slice(strip * STRIP, STRIP, 0).store(rounded)
+    fence_async_shared()
+    mbarrier.arrive(barriers[7].index(block % 2))
+    rounded = gl.convert_layout(rounded, operand)
+    if FIRST:
+        grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
+        grad_v = warpgroup_mma_wait(1, deps=(grad_v,))
+        mbarrier.arrive(g_free.index(stage))
+    else:
+        part = start_part(block - 1, buffers, barriers, strip, SIZES)
+        grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
+        grad_v = warpgroup_mma_wait(2, deps=(grad_v,))
+        mbarrier.arrive(g_free.index(stage))
+        part = warpgroup_mma_wait(1, deps=(part,))
+        store_part(part, block - 1, row_before, column, dq_desc, buffers, barriers, strip, tile)
+    grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
+    mbarrier.arrive(q_free.index(stage))
+    return grad_k, grad_v
+
+
+@gluon.jit
+def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.constexpr):
+    """Writes rows of dK or dV; waits until they have left the buffer."""
+    tma.store_wait(0)
+    rounded = buffer._reinterpret(desc.dtype, [1, 1, STRIP, D], desc.layout)
+    rounded.reshape([STRIP, D]).store(grad.to(desc.dtype))
+    fence_async_shared()
+    rows = RAGGED_ROWS - tile[1] + tile[3] + strip * STRIP
+    end = tile[0].to(gl.int32) + tile[1]
+    tma.async_copy_shared_to_global(desc, [RAGGED_ROWS, end, rows, column], rounded)
+
+
+@gluon.jit
+def computing_group(
+    strip: gl.constexpr, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads,
+    half_alpha, inverse_scale, rule, SIZES: gl.constexpr, RULE: gl.constexpr,
+):  # fmt: skip
+    """One strip of each tile of keys that the loading warp tells of."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    k_full, v_full, keys_free = barriers[4], barriers[5], barriers[6]
+    part_buffer, slots = buffers[5].index(strip), buffers[6]
+    cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    block = gl.to_tensor(0)
+    mbarrier.wait(k_full.index(0), 0)
+    place = hear(slots.index(0))
+    while place < num_places:
+        tile, runs, unmasked, head = fetch(items, place, num_heads)
+        count = num_blocks(runs)
+        masked = num_masked(runs)
+        column = head * D + strip * (D // STRIPS)
+        grad_k = gl.zeros([STRIP, D], gl.float32, sums)
+        grad_v = gl.zeros([STRIP, D], gl.float32, sums)
+        mbarrier.wait(v_full.index(0), turn % 2)
+        row = block_at(0, runs, unmasked) * BLOCK_M
+        grad_k, grad_v = add_rows(
+            (grad_k, grad_v), block, row, row, cursor, buffers, barriers, strip, tile, dq_desc, column,
+            half_alpha, rule, SIZES, RULE, True, True,
+        )  # fmt: skip
+        cursor = next_stage(cursor, STAGES)
+        for number in range(1, masked):
+            row_before = row
+            row = block_at(number, runs, unmasked) * BLOCK_M
+            grad_k, grad_v = add_rows(
+                (grad_k, grad_v), block + number, row, row_before, cursor, buffers, barriers, strip, tile,
+                dq_desc, column, half_alpha, rule, SIZES, RULE, True, False,
+            )  # fmt: skip
+            cursor = next_stage(cursor, STAGES)
+        for number in range(gl.maximum(masked, 1), count):
+            row_before = row
+            row = (unmasked + number - masked) * BLOCK_M
+            grad_k, grad_v = add_rows(
+                (grad_k, grad_v), block + number, row, row_before, cursor, buffers, barriers, strip, tile,
+                dq_desc, column, half_alpha, rule, SIZES, RULE, False, False,
+            )  # fmt: skip
+            cursor = next_stage(cursor, STAGES)
+        block += count
+        part = start_part(block - 1, buffers, barriers, strip, SIZES)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        store_part(part, block - 1, row, column, dq_desc, buffers, barriers, strip, tile)
+        mbarrier.arrive(keys_free.index(0))
+        store_strip(grad_v * inverse_scale, dv_desc, part_buffer, tile, strip, head * D, D)
+        store_strip(grad_k * (half_alpha * inverse_scale), dk_desc, part_buffer, tile, strip, head * D, D)
+        turn += 1
+        mbarrier.wait(k_full.index(0), turn % 2)
+        place = hear(slots.index(turn % 2))
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"],
+)
+def backward_kernel(
+    q_desc, g_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, items, counter, num_items, num_heads,
+    stride_q, stride_g, stride_k, stride_v,
+    half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
+    GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dQ [T, H, D] in float32, zeros to be added to, less the factor alpha / (2 scale_len); dK and dV [T, H, D];
+    all contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
+    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS)
+    RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
+    gl.static_assert(STRIPS == 2)
+    dtype: gl.constexpr = q_desc.dtype
+    rule = (num_contextual, window, prefix, group_size)
+    q_buffer = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
+    g_buffer = gl.allocate_shared_memory(dtype, [STAGES] + g_desc.block_shape, g_desc.layout)
+    k_buffer = gl.allocate_shared_memory(dtype, [1] + k_desc.block_shape, k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [1] + v_desc.block_shape, v_desc.layout)
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ds_buffer = gl.allocate_shared_memory(dtype, [2, STRIPS * STRIP, BLOCK_M], flat)
+    part_buffer = gl.allocate_shared_memory(gl.float32, [STRIPS] + dq_desc.block_shape, dq_desc.layout)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    g_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    keys_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(q_free.index(stage), count=STRIPS)
+        mbarrier.init(g_full.index(stage), count=1)
+        mbarrier.init(g_free.index(stage), count=STRIPS)
+    mbarrier.init(k_full.index(0), count=1)
+    mbarrier.init(v_full.index(0), count=1)
+    mbarrier.init(keys_free.index(0), count=STRIPS)
+    for slot in gl.static_range(2):
+        mbarrier.init(ds_full.index(slot), count=STRIPS)
+        mbarrier.init(ds_free.index(slot), count=STRIPS)
+    fence_async_shared()
+    buffers = (q_buffer, g_buffer, k_buffer, v_buffer, ds_buffer, part_buffer, slots)
+    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, keys_free, ds_full, ds_free)
+    num_places = num_items * num_heads
+    loading = (
+        q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
+        (stride_q, stride_g, stride_k, stride_v), SIZES,
+    )  # fmt: skip
+    # A tuple that had a name would lose what its members know at compile time.
+    gl.warp_specialize(
+        [
+            (computing_group, (
+                0, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads,
+                half_alpha, inverse_scale, rule, SIZES, RULE,
+            )),
+            (computing_group, (
+                1, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads,
+                half_alpha, inverse_scale, rule, SIZES, RULE,
+            )),
+            (loading_warp, loading),
+        ],
+        [4, 1],
+        [COMPUTING_REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip
