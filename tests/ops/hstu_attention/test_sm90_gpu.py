@@ -24,7 +24,8 @@ def usable():
 
 def check(shapes, contextual, dim, mask, *, heads=2, dtype=torch.bfloat16):
     arguments = case(shapes, contextual, dim, dim, heads, dtype)
-    assert_near(results(*arguments, mask, "sm90"), arguments, mask)
+    for deterministic in (False, True):
+        assert_near(results(*arguments, mask, "sm90", deterministic), arguments, mask)
 
 
 @pytest.mark.parametrize("length", [64, 1, 65, 128, 129, 300, 1000, 4097])

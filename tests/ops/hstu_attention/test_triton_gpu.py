@@ -54,10 +54,13 @@ def reference(arguments, mask, to=None):
 def assert_near(got, arguments, mask):
     """Not further from float64 than twice the reference in the same type."""
     theirs, want = reference(arguments, mask), reference(arguments, mask, to=torch.float64)
-    for ours, other, exact in zip(got, theirs, want, strict=True):
-        assert torch.isfinite(ours).all()
+    for i, (ours, other, exact) in enumerate(zip(got, theirs, want, strict=True)):
+        assert torch.isfinite(ours).all(), f"result {i} is not finite"
         norm = exact.norm()
-        assert (ours.double() - exact).norm() <= 2 * (other.double() - exact).norm() + 1e-5 * norm + 1e-12
+        error, allowed = ((tensor.double() - exact).norm() for tensor in (ours, other))
+        assert error <= 2 * allowed + 1e-5 * norm + 1e-12, (
+            f"result {i}: {error / norm:.2e} off, reference {allowed / norm:.2e}"
+        )
 
 
 @hypothesis.settings(max_examples=150)
