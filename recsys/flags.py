@@ -21,3 +21,10 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(given.partition("=")[0], known, n=1)
             hints += [f"Did you mean {near[0]}? "] if near and given.startswith("-") else []
         self.exit(2, f"{self.prog}: {message}. {''.join(hints)}--help lists the flags.\n")
+
+
+def positive(text: str) -> int:
+    """The `type` of an argument that must be an integer above 0."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
+    return int(text)

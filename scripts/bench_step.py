@@ -46,11 +46,10 @@ from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.errors import RecsysError
-from recsys.flags import Parser
+from recsys.flags import Parser, positive
 from recsys.models import Model, build_model, layout_rule
 from scripts.bench_cpu import mean_loss
 from scripts.bench_ops import current_commit
-from scripts.prepare_common import positive
 from scripts.step_variants import BATCHES, VARIANTS, Shape, variant_of
 
 FACTOR = 2.0

@@ -22,7 +22,7 @@ import pyarrow.csv
 
 from recsys.errors import ConfigError, DataError, RecsysError
 from recsys.files import sha256
-from recsys.flags import Parser
+from recsys.flags import Parser, positive
 from scripts.prepare_config import train_command
 
 INTEGER, NUMBER, TEXT = "an integer", "a number", "text"
@@ -66,13 +66,6 @@ def add_evaluation_history(made: argparse.ArgumentParser) -> None:
         default="frozen",
         help="histories of validation and test: up to the split's begin (default), or up to each request",
     )
-
-
-def positive(text: str) -> int:
-    """An argument that must be an integer above 0."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
-    return int(text)
 
 
 def print_next(output: Path) -> None:

@@ -37,6 +37,7 @@ import polars as pl
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys.errors import ConfigError, DataError
+from recsys.flags import positive
 from scripts import prepare_common as common
 from scripts.prepare_config import write_config
 from scripts.prepare_events import Log, LogColumns, cut_log
@@ -278,19 +279,15 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
                 help=f"{what} of the {side}",
             )
     parser.add_argument(
-        "--session-gap", type=common.positive, default=60, help="longest pause in a request, seconds"
+        "--session-gap", type=positive, default=60, help="longest pause in a request, seconds"
     )
-    parser.add_argument(
-        "--max-candidates", type=common.positive, default=10, help="most candidates of a request"
-    )
-    parser.add_argument("--max-history", type=common.positive, default=200, help="newest events of a history")
+    parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates of a request")
+    parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
     parser.add_argument("--validation-share", type=_share, default=0.1)
     parser.add_argument("--test-share", type=_share, default=0.1)
     common.add_evaluation_history(parser)
-    parser.add_argument("--min-count", type=common.positive, default=1, help="training events of a known id")
-    parser.add_argument(
-        "--part-rows", type=common.positive, default=2_000_000, help="events in memory at a time"
-    )
+    parser.add_argument("--min-count", type=positive, default=1, help="training events of a known id")
+    parser.add_argument("--part-rows", type=positive, default=2_000_000, help="events in memory at a time")
     return parser.parse_args(arguments)
 
 

@@ -39,6 +39,7 @@ import polars as pl
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys.errors import ConfigError, DataError
+from recsys.flags import positive
 from scripts import prepare_common as common
 from scripts.prepare_config import write_config
 from scripts.prepare_counters import PRIOR_POSITIVES, count_before, counter_names
@@ -290,21 +291,17 @@ def _beijing_day(time_ms: pl.Series) -> pl.Series:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = common.parser(__doc__)
     parser.add_argument(
-        "--request-gap", type=common.positive, default=60, help="longest pause in a request, seconds"
+        "--request-gap", type=positive, default=60, help="longest pause in a request, seconds"
     )
-    parser.add_argument(
-        "--max-candidates", type=common.positive, default=10, help="most candidates of a request"
-    )
-    parser.add_argument("--max-history", type=common.positive, default=200, help="newest events of a history")
-    parser.add_argument("--validation-days", type=common.positive, default=2)
-    parser.add_argument("--test-days", type=common.positive, default=2)
+    parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates of a request")
+    parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
+    parser.add_argument("--validation-days", type=positive, default=2)
+    parser.add_argument("--test-days", type=positive, default=2)
     common.add_evaluation_history(parser)
     parser.add_argument(
-        "--min-count", type=common.positive, default=5, help="training impressions that make an id known"
+        "--min-count", type=positive, default=5, help="training impressions that make an id known"
     )
-    parser.add_argument(
-        "--user-modulus", type=common.positive, default=1, help="keep users whose id it divides"
-    )
+    parser.add_argument("--user-modulus", type=positive, default=1, help="keep users whose id it divides")
     parser.add_argument(
         "--no-counters", dest="counters", action="store_false", help="no counters of videos and authors"
     )

@@ -46,6 +46,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys.errors import ConfigError, DataError
+from recsys.flags import positive
 from scripts import prepare_common as common
 from scripts.prepare_config import write_config
 from scripts.prepare_ratings import RatingSettings, write_ranking
@@ -283,9 +284,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     usual = RatingSettings()
     parser = common.parser(__doc__)
     parser.add_argument("--task", choices=("retrieval", "ranking"), default="retrieval")
-    parser.add_argument(
-        "--max-history", type=common.positive, help="newest movies of a history; default: all"
-    )
+    parser.add_argument("--max-history", type=positive, help="newest movies of a history; default: all")
     for name, what in (
         ("request-gap", "longest pause in a row, seconds"),
         ("max-candidates", "most candidates of a row"),
@@ -295,7 +294,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         ("user-modulus", "keep users whose id it divides"),
     ):
         value = getattr(usual, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=common.positive, help=f"ranking: {what}; default: {value}")
+        parser.add_argument(f"--{name}", type=positive, help=f"ranking: {what}; default: {value}")
     common.add_evaluation_history(parser)
     parser.set_defaults(evaluation_history=None)
     options = parser.parse_args(arguments)

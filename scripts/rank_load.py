@@ -21,9 +21,9 @@ from recsys import config, features
 from recsys import protos as pb
 from recsys.data.loader import Loader
 from recsys.data.row_order import RowOrder
-from recsys.flags import Parser
+from recsys.flags import Parser, positive
 from recsys.models import layout_rule
-from scripts.prepare_common import positive, run
+from scripts.prepare_common import run
 
 
 class Load(NamedTuple):

@@ -85,7 +85,7 @@ def _cut(
 ) -> PaddedChunks:
     """The samples in this `order`, cut at `ends`. `lengths` and `order` are on the host."""
     longest = [int(part.max()) if len(part) else 0 for part in lengths[order].tensor_split(ends[:-1])]
-    order = order.to(layout.device)
+    order = order.to(layout.device, non_blocking=True)
     sorted_lengths, sorted_ends = layout.lengths[order], layout.history_end[order]
     starts = layout.offsets[:-1][order]
     chunks, indices, begin = [], [], 0

@@ -25,6 +25,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
+_MODULES: dict[str, ModuleType] = {}
+"""Of kernels, by name: a traced call finds them here and imports nothing."""
+
 
 def support(device: str, dtype: torch.dtype) -> Support:
     """CUDA, 16 or 32 bits. On a CPU only for tests of the kernels, by interpretation."""
@@ -45,14 +48,16 @@ def preload(module: str) -> None:
     """Imports a module of kernels where they can run: a traced call could not import it."""
     if _INSTALLED and torch.version.cuda is not None:
         environment.prefer_packaged_ptxas()
-        importlib.import_module(module)
+        _MODULES[module] = importlib.import_module(module)
 
 
 def load(module: str) -> ModuleType:
     """A module of kernels, to run one of them."""
     if not torch.compiler.is_compiling():
         _warn_about_assembler()
-    return importlib.import_module(module)
+    if module not in _MODULES:
+        _MODULES[module] = importlib.import_module(module)
+    return _MODULES[module]
 
 
 def num_processors(device: torch.device) -> int:
