@@ -150,9 +150,10 @@ def _seen(mask: AttentionMask, tiles: Tiles, before: Tensor, contextual: int) ->
     """What the rows of each tile see that bound what all its rows see, [n, edges, 3]; `before`, int64 [n]:
     tokens of the sample in front of those that the tiles count."""
     # The ends of the intervals are constant or increasing over the rows of one kind: the first and the last
-    # row of each kind have the extremes.
-    history_end = tiles.history_end
+    # row of each kind have the extremes. Rows of the prefix are a kind: they have no window of their own.
+    history_end, always = tiles.history_end, contextual + mask.prefix
     edges = [tiles.first, tiles.last, contextual - before - 1, contextual - before]
+    edges += [always - before - 1, always - before]
     position = _clamped([*edges, history_end - 1, history_end], tiles) + before.unsqueeze(1)
     return row_intervals(mask, position, (history_end + before).unsqueeze(1), contextual)
 

@@ -57,7 +57,7 @@ SOME_MASKS = [*MASKS[::2], *MASKS[1::6], *MORE_MASKS]
 def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mask, contextual):
     batch = samples(contextual, SHAPES)
     layout = layout_of(batch)
-    for (tile, block), by_rows in itertools.product([(8, 4), (4, 8)], [True, False]):
+    for (tile, block), by_rows in itertools.product([(8, 4), (4, 8), (16, 2)], [True, False]):
         items = (row_work if by_rows else key_work)(mask, layout, tile, block).tolist()
         covered = Counter()
         for item in items:
@@ -84,8 +84,9 @@ def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mas
 @pytest.mark.parametrize("contextual", [0, 5])
 @pytest.mark.parametrize("mask", SOME_MASKS, ids=str)
 def test_with_a_cache_new_rows_visit_the_keys_of_both(mask, contextual):
-    batch, tile, block = samples(contextual, SHAPES), 8, 4
-    for num_cached in ([5, 0, 0, 20, 2, 11], [0] * 6, [99] * 6):
+    batch = samples(contextual, SHAPES)
+    kept_of_all = ([5, 0, 0, 20, 2, 11], [0] * 6, [99] * 6)
+    for (tile, block), num_cached in itertools.product([(8, 4), (16, 2)], kept_of_all):
         parts = cut(batch, num_cached)
         starts = parts.layout.offsets.tolist()
         covered = Counter()
