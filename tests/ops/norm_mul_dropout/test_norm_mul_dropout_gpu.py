@@ -37,8 +37,9 @@ def assert_near(given, **options):
     want = results(given, "reference", to=torch.float64, **options)
     for ours, other, exact in zip(got, theirs, want, strict=True):
         assert torch.isfinite(ours).all()
-        # A row of one number is all zeros in the reference: an error has nothing there to be relative to.
-        allowed = 2 * (other.double() - exact).norm() + 1e-5 * (exact.norm() + exact.numel() ** 0.5)
+        # The norm of a single number is 0, with a slope of 1 / sqrt(eps) = 1000: rounding shows.
+        floor = 1e-3 if given[0].shape[1] == options.get("num_groups", 1) else 1e-5
+        allowed = 2 * (other.double() - exact).norm() + floor * (exact.norm() + exact.numel() ** 0.5)
         assert (ours.double() - exact).norm() <= allowed
 
 
