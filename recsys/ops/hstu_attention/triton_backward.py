@@ -19,14 +19,17 @@ from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
     UNMASKED_START,
+    UNSEEN,
     bias_of,
+    block_at,
     load_block,
     load_runs,
     load_tile,
     masked_block,
+    num_blocks,
     num_masked,
     relative_position,
-    sigmoid,
+    silu_and_slope,
     store_block,
     visible,
 )
@@ -34,10 +37,10 @@ from recsys.ops.hstu_attention.triton_tile import (
 
 @triton.jit
 def _add_rows(
-    sums, keys, block, sample, columns, rule, tables,
-    SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr,
+    sums, keys, block, masked, sample, columns, rule, tables,
+    SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """`sums`, dK and dV of a tile of keys, plus what one block of rows contributes."""
+    """`sums`, dK and dV of a tile of keys, plus what one block of rows contributes; the mask if `masked`."""
     grad_k, grad_v = sums
     k_tile, v_tile = keys
     q, grad_out, grad_q, stride_q, stride_o, stride_g, next_timestamps, length, history_end, alpha, scale = (
@@ -61,15 +64,12 @@ def _add_rows(
         elapsed = tl.load(next_timestamps + tl.minimum(i, length - 1)) - time
         bias, _ = bias_of(distance, elapsed, tables, length > 0, SIZES[3], BLOCK_M)
         score += bias
-    sigma = sigmoid(score, MODE[1])
-    weight = score * sigma
+    if masked:
+        score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
+    weight, slope = silu_and_slope(score, not BIASED, MODE[1])
     grad_block = load_block(grad_out, first, length, stride_o, V, BLOCK_M, BLOCK_V, False)
     grad_weight = tl.dot(v_tile, tl.trans(grad_block), input_precision=PRECISION)
-    grad_score = grad_weight * (sigma + weight * (1.0 - sigma))
-    if MASKED:
-        seen = visible(i, j, history_end, rule, RULE)
-        weight = tl.where(seen, weight, 0.0)
-        grad_score = tl.where(seen, grad_score, 0.0)
+    grad_score = grad_weight * slope
     grad_v = tl.dot(weight.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
     rounded = grad_score.to(q_block.dtype)
     grad_k = tl.dot(rounded, q_block, grad_k, input_precision=PRECISION)
@@ -104,7 +104,7 @@ def keys_kernel(
     MODE: tl.constexpr = (BIASED, FAST, PRECISION, ADD_TO_GRAD_Q)
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
-    alpha = tl.full([1, 1], alpha, tl.float32)
+    alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     tables = (
         position_table + head * position_stride,
@@ -136,16 +136,23 @@ def keys_kernel(
         keys = (k_tile, v_tile)
         sum_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         sum_v = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-        for place in range(num_masked(runs)):
-            block = masked_block(place, runs)
-            sum_k, sum_v = _add_rows(
-                (sum_k, sum_v), keys, block, sample, columns, rule, tables, SIZES, RULE, MODE, True
-            )
-        unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
-        for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
-            sum_k, sum_v = _add_rows(
-                (sum_k, sum_v), keys, block, sample, columns, rule, tables, SIZES, RULE, MODE, False
-            )
+        if BIASED:
+            for place in range(num_masked(runs)):
+                block = masked_block(place, runs)
+                sum_k, sum_v = _add_rows(
+                    (sum_k, sum_v), keys, block, True, sample, columns, rule, tables, SIZES, RULE, MODE
+                )
+            unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
+            for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
+                sum_k, sum_v = _add_rows(
+                    (sum_k, sum_v), keys, block, False, sample, columns, rule, tables, SIZES, RULE, MODE
+                )
+        else:  # one loop: its pipeline is filled and emptied once
+            for place in range(num_blocks(runs)):
+                block, masked = block_at(place, runs)
+                sum_k, sum_v = _add_rows(
+                    (sum_k, sum_v), keys, block, masked, sample, columns, rule, tables, SIZES, RULE, MODE
+                )
         sum_k = sum_k * (alpha * inverse_scale)
         store_block(grad_k + token * D, first, length, num_heads * D, sum_k, D, BLOCK_N, BLOCK_D)
         sum_v = sum_v * inverse_scale
@@ -175,10 +182,11 @@ def _add_by_distance(partial, grad_score, reach, first_key, lines, BLOCK_N: tl.c
 
 @triton.jit
 def _add_keys(
-    sums, tiles, block, sample, rows, rule, tables,
-    SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr,
+    sums, tiles, block, masked, sample, rows, rule, tables,
+    SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """`sums`, dQ of a tile of rows and the sums of time buckets, plus what one block of keys contributes."""
+    """`sums`, dQ of a tile of rows and the sums of time buckets, plus what one block of keys contributes; the
+    mask if `masked`."""
     grad_q, by_bucket = sums
     q_tile, grad_tile = tiles
     k, v, stride_k, stride_v, timestamps, length, history_end, alpha, partial, lines = sample
@@ -194,23 +202,22 @@ def _add_keys(
     BUCKETS: tl.constexpr = MODE[4]
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)[None, :]
-    k_block = load_block(k, first, length, stride_k, D, BLOCK_N, BLOCK_D, not MASKED)
+    k_block = load_block(k, first, length, stride_k, D, BLOCK_N, BLOCK_D, INSIDE)
     score = tl.dot(q_tile, tl.trans(k_block), input_precision=PRECISION) * alpha
     if BIASED:
         distance = relative_i - relative_position(j, history_end, rule[3], RULE)
         elapsed = next_time - tl.load(timestamps + tl.minimum(j, length - 1))
         bias, bucket = bias_of(distance, elapsed, tables, length > 0, SIZES[2], BLOCK_N)
         score += bias
-    sigma = sigmoid(score, MODE[1])
-    v_block = load_block(v, first, length, stride_v, V, BLOCK_N, BLOCK_V, not MASKED)
-    grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION)
-    grad_score = grad_score * (sigma + score * sigma * (1.0 - sigma))
-    if MASKED:
+    if masked:
         seen = visible(i, j, history_end, rule, RULE)
-        grad_score = tl.where(seen, grad_score, 0.0)
+        score = tl.where(seen, score, UNSEEN)
+    _, slope = silu_and_slope(score, not BIASED, MODE[1])
+    v_block = load_block(v, first, length, stride_v, V, BLOCK_N, BLOCK_V, INSIDE)
+    grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION) * slope
     grad_q = tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
     if TABLES:
-        if MASKED:
+        if masked:
             is_target = j >= history_end
             from_history = tl.where(is_target, 0.0, grad_score)
             _add_by_distance(partial, from_history, relative_i, first, lines, BLOCK_N)
@@ -256,7 +263,7 @@ def rows_kernel(
     rule = (num_contextual, window, prefix, group_size)
     program = tl.program_id(0).to(tl.int64)
     head = program % num_heads
-    alpha = tl.full([1, 1], alpha, tl.float32)
+    alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     tables = (
         position_table + head * position_stride,
@@ -289,16 +296,25 @@ def rows_kernel(
         rows = (i, relative_i, next_time)
         tiles = (q_tile, grad_tile)
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for place in range(num_masked(runs)):
-            block = masked_block(place, runs)
-            total, by_bucket = _add_keys(
-                (total, by_bucket), tiles, block, sample, rows, rule, tables, SIZES, RULE, MODE, True
-            )
-        unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
-        for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
-            total, by_bucket = _add_keys(
-                (total, by_bucket), tiles, block, sample, rows, rule, tables, SIZES, RULE, MODE, False
-            )
+        sums = (total, by_bucket)
+        if BIASED:
+            for place in range(num_masked(runs)):
+                block = masked_block(place, runs)
+                sums = _add_keys(
+                    sums, tiles, block, True, sample, rows, rule, tables, SIZES, RULE, MODE, False
+                )
+            unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
+            for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
+                sums = _add_keys(
+                    sums, tiles, block, False, sample, rows, rule, tables, SIZES, RULE, MODE, True
+                )
+        else:  # one loop: its pipeline is filled and emptied once
+            for place in range(num_blocks(runs)):
+                block, masked = block_at(place, runs)
+                sums = _add_keys(
+                    sums, tiles, block, masked, sample, rows, rule, tables, SIZES, RULE, MODE, False
+                )
+        total, by_bucket = sums
         head_q = grad_q + (start * num_heads + head) * D
         total = total * (alpha * inverse_scale)
         store_block(head_q, first, length, num_heads * D, total, D, BLOCK_M, BLOCK_D)

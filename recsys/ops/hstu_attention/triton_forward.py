@@ -12,14 +12,17 @@ from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
     UNMASKED_START,
+    UNSEEN,
     bias_of,
+    block_at,
     load_block,
     load_runs,
     load_tile,
     masked_block,
+    num_blocks,
     num_masked,
     relative_position,
-    sigmoid,
+    silu,
     store_block,
     visible,
 )
@@ -27,10 +30,13 @@ from recsys.ops.hstu_attention.triton_tile import (
 
 @triton.jit
 def _add_block(
-    total, q_block, block, keys, sample, rows, rule, tables,
-    SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr,
+    total, q_block, block, masked, keys, sample, rows, rule, tables,
+    SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """`total` [BLOCK_M, BLOCK_V] plus what one block of keys contributes."""
+    """`total` [BLOCK_M, BLOCK_V] plus what one block of keys contributes, the mask applied if `masked`.
+
+    INSIDE: all keys are known to be of the sample.
+    """
     k, v, stride_k, stride_v, timestamps, length, before = keys
     history_end, alpha = sample
     i, relative_i, next_time = rows
@@ -43,17 +49,17 @@ def _add_block(
     first = block * BLOCK_N
     at = first + tl.arange(0, BLOCK_N)[None, :]
     j = at + before
-    k_block = load_block(k, first, length, stride_k, D, BLOCK_N, BLOCK_D, not MASKED)
+    k_block = load_block(k, first, length, stride_k, D, BLOCK_N, BLOCK_D, INSIDE)
     score = tl.dot(q_block, tl.trans(k_block), input_precision=MODE[2]) * alpha
     if BIASED:
         distance = relative_i - relative_position(j, history_end, rule[3], RULE)
         elapsed = next_time - tl.load(timestamps + tl.minimum(at, length - 1))
         bias, _ = bias_of(distance, elapsed, tables, length > 0, SIZES[2], BLOCK_N)
         score += bias
-    weight = score * sigmoid(score, MODE[1])
-    if MASKED:
-        weight = tl.where(visible(i, j, history_end, rule, RULE), weight, 0.0)
-    v_block = load_block(v, first, length, stride_v, V, BLOCK_N, BLOCK_V, not MASKED)
+    if masked:
+        score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
+    weight = silu(score, not BIASED, MODE[1])
+    v_block = load_block(v, first, length, stride_v, V, BLOCK_N, BLOCK_V, INSIDE)
     return tl.dot(weight.to(v_block.dtype), v_block, total, input_precision=MODE[2])
 
 
@@ -65,16 +71,27 @@ def add_blocks(
     """`total` [BLOCK_M, BLOCK_V] plus what the blocks of keys contribute that `item` lists.
 
     keys    k, v, stride_k, stride_v, timestamps, length; how many tokens of the sample come before them
-    sample  history_end, alpha
+    sample  history_end, alpha, which is halved if there is no bias
     rows    positions in the sample and in the bias, times of the tokens after them
     """
     runs = load_runs(item)
-    for place in range(num_masked(runs)):
-        block = masked_block(place, runs)
-        total = _add_block(total, q_block, block, keys, sample, rows, rule, tables, SIZES, RULE, MODE, True)
-    unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
-    for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
-        total = _add_block(total, q_block, block, keys, sample, rows, rule, tables, SIZES, RULE, MODE, False)
+    if MODE[0]:
+        for place in range(num_masked(runs)):
+            block = masked_block(place, runs)
+            total = _add_block(
+                total, q_block, block, True, keys, sample, rows, rule, tables, SIZES, RULE, MODE, False
+            )
+        unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
+        for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
+            total = _add_block(
+                total, q_block, block, False, keys, sample, rows, rule, tables, SIZES, RULE, MODE, True
+            )
+    else:  # one loop: its pipeline is filled and emptied once
+        for place in range(num_blocks(runs)):
+            block, masked = block_at(place, runs)
+            total = _add_block(
+                total, q_block, block, masked, keys, sample, rows, rule, tables, SIZES, RULE, MODE, False
+            )
     return total
 
 
@@ -97,7 +114,7 @@ def forward_kernel(
     MODE: tl.constexpr = (BIASED, FAST, PRECISION)
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
-    alpha = tl.full([1, 1], alpha, tl.float32)
+    alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     tables = (
         position_table + head * position_stride,

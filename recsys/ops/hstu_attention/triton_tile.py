@@ -38,6 +38,9 @@ NUM_CACHED_COLUMNS = tl.constexpr(work_list.NUM_CACHED_COLUMNS)
 BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / LOG_BUCKET)
 """Time buckets that a factor of two spans."""
 
+UNSEEN = tl.constexpr(-(2.0**20))
+"""A score so low that its sigmoid, SiLU and its slope are exactly 0: of pairs that do not count."""
+
 
 @triton.jit
 def load_tile(item):
@@ -79,6 +82,23 @@ def masked_block(number, runs):
     in_b = number - count_a + start_b
     in_c = number - count_a - count_b + start_c
     return tl.where(number < count_a, number, tl.where(number < count_a + count_b, in_b, in_c))
+
+
+@triton.jit
+def num_blocks(runs):
+    """How many blocks there are, with the mask and without."""
+    count_a, _, count_b, _, count_c, _, _ = runs
+    return count_a + count_b + count_c
+
+
+@triton.jit
+def block_at(number, runs):
+    """The block number `number` of all, in ascending order, and whether it needs the mask."""
+    count_a, start_b, count_b, start_c, _, unmasked_at, unmasked_count = runs
+    in_b = number - count_a + start_b
+    in_c = number - count_a - count_b + start_c
+    block = tl.where(number < count_a, number, tl.where(number < count_a + count_b, in_b, in_c))
+    return block, (number < unmasked_at) | (number >= unmasked_at + unmasked_count)
 
 
 @triton.jit
@@ -187,12 +207,44 @@ def bias_of(distance, elapsed, tables, used, ROWS: tl.constexpr, COLUMNS: tl.con
 
 
 @triton.jit
+def tanh(x):
+    """To about 11 bits, enough for operands of 16 bits: one instruction."""
+    return tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def sigmoid(x, FAST: tl.constexpr):
-    """1 / (1 + exp(-x)); FAST: one instruction, to about 11 bits, enough for operands of 16 bits."""
+    """1 / (1 + exp(-x))."""
     if FAST:
-        half = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return 0.5 * half + 0.5
+        return 0.5 * tanh(0.5 * x) + 0.5
     else:
         return tl.sigmoid(x)
+
+
+@triton.jit
+def silu(score, HALVED: tl.constexpr, FAST: tl.constexpr):
+    """x sigmoid(x) of a score x; HALVED: `score` is x / 2, as the form with tanh takes it."""
+    if HALVED and FAST:
+        return score * tanh(score) + score
+    elif HALVED:
+        return 2.0 * score * tl.sigmoid(2.0 * score)
+    else:
+        return score * sigmoid(score, FAST)
+
+
+@triton.jit
+def silu_and_slope(score, HALVED: tl.constexpr, FAST: tl.constexpr):
+    """`silu` and its derivative; HALVED: twice that, u (1 + x (2 - u) / 2) with u = 2 sigmoid(x)."""
+    if HALVED:
+        if FAST:
+            doubled = tanh(score) + 1.0
+        else:
+            doubled = 2.0 * tl.sigmoid(2.0 * score)
+        weight = score * doubled
+        return weight, doubled + weight * (2.0 - doubled)
+    else:
+        sigma = sigmoid(score, FAST)
+        weight = score * sigma
+        return weight, sigma + weight * (1.0 - sigma)

@@ -40,7 +40,7 @@ def cached_kernel(
     MODE: tl.constexpr = (BIASED, FAST, PRECISION)
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
-    alpha = tl.full([1, 1], alpha, tl.float32)
+    alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     tables = (
         position_table + head * position_stride,
