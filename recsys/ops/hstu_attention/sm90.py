@@ -1,7 +1,8 @@
-"""The Hopper backend of `hstu_attention`: a forward scheduled by hand, gradients by the Triton kernels.
+"""The Hopper backend of `hstu_attention`: kernels scheduled by hand; gradients they have none for by Triton.
 
-This module itself needs no Triton. The kernel is in `sm90_forward`, `sm90_launch` starts it and `sm90_ops`
-makes it differentiable. It is written in Gluon, a part of Triton that changes from one version to the next.
+This module itself needs no Triton. The kernels are in `sm90_forward` and `sm90_backward`, `sm90_launch` and
+`sm90_start` start them and `sm90_ops` makes them differentiable. They are written in Gluon, a part of Triton
+that changes from one version to the next.
 """
 
 from __future__ import annotations
@@ -89,4 +90,6 @@ def run(
     problem = ops.Problem(layout, mask, alpha, scale_len, bias)
     if torch.compiler.is_compiling():
         return ops.call_op(q, k, v, problem, deterministic)
-    return ops.HstuAttention.apply(q, k, v, None, None, problem, deterministic)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return ops.HstuAttention.apply(q, k, v, None, None, problem, deterministic)
+    return ops.forward(q, k, v, problem)

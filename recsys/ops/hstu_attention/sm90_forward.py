@@ -390,8 +390,11 @@ def computing_group(
 
 
 @gluon.jit(
-    do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"],
-)
+    do_not_specialize=[
+        "num_items", "num_heads", "stride_q", "stride_k", "stride_v",
+        "num_contextual", "window", "prefix", "group_size",
+    ],
+)  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc, items, counter, num_items, num_heads, stride_q, stride_k, stride_v,
     half_alpha, inverse_scale, num_contextual, window, prefix, group_size,

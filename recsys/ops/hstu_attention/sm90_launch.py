@@ -1,4 +1,4 @@
-"""From tensors to the launch of the Hopper kernel: tensor descriptors, sizes, the order of the work."""
+"""From tensors to the launch of the Hopper kernels: their sizes, the order of the work."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from recsys.ops.hstu_attention.sm90_backward import backward_kernel
-from recsys.ops.hstu_attention.sm90_forward import RAGGED_ROWS, STRIP, forward_kernel
+from recsys.ops.hstu_attention.sm90_forward import STRIP, forward_kernel
+from recsys.ops.hstu_attention.sm90_start import (
+    Boxes,
+    ragged_descriptor,  # noqa: F401 - for the kernels that take two passes
+    start,
+    with_loadable_rows,
+    zero_counter,
+)
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem
 from recsys.ops.hstu_attention.work_list import key_work, row_work
-from recsys.ops.triton_backend import num_processors
-
-ANY_ROWS = 0x7FFF0000
-"""More than any coordinate, and a size that a tensor map may have."""
+from recsys.ops.mask import AttentionMask
 
 WARPS = 4
 """Of a warp group."""
@@ -67,48 +69,45 @@ BACKWARD_SIZES = {64: BackwardSizes(64, 2, 240, 24), 128: BackwardSizes(64, 2, 2
 """By width of the heads; wider ones take the Triton kernels."""
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, sizes: Sizes | None = None) -> Tensor:
-    """`hstu_attention` [T, H, D], 16 bits, no bias; the arguments have been validated. `sizes` for tests."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, sizes: Sizes | None = None, *, captured: bool = True
+) -> Tensor:
+    """`hstu_attention` [T, H, D], 16 bits, no bias; the arguments have been validated. `sizes` for tests.
+    `captured`: a compiler may be looking on, who must know of all memory that is kept."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     total_len, num_heads, dim = q.shape
     if total_len == 0:
         return out
     sizes = sizes or SIZES[dim]
     mask = problem.mask
-    q, k, v = map(with_loadable_rows, (q, k, v))
-    section = max(1, CACHED_BYTES // (2 * num_heads * dim * q.element_size()))
-    items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section)
-    forward_kernel[(min(num_processors(q.device), items.shape[0] * num_heads),)](
-        ragged_descriptor(q, STRIP.value, dim),
-        ragged_descriptor(k, sizes.keys, dim),
-        ragged_descriptor(v, sizes.keys, dim),
-        ragged_descriptor(out, STRIP.value, dim),
-        items,
-        torch.zeros(1, dtype=torch.int32, device=q.device),
-        items.shape[0],
-        num_heads,
-        q.stride(1),
-        k.stride(1),
-        v.stride(1),
-        0.5 * problem.alpha,
-        1.0 / problem.scale_len,
-        problem.num_contextual,
-        mask.window or 0,
-        mask.prefix,
-        mask.target_group_size,
-        D=dim,
-        BLOCK_N=sizes.keys,
-        STAGES=sizes.stages,
-        STRIPS=sizes.strips,
-        WINDOWED=mask.window is not None,
-        TARGET_WINDOW=mask.target_window,
-        GROUPED=mask.target_group_size > 1,
-        CONTEXTUAL_READS=mask.contextual_reads_history,
-        TURNS=sizes.turns,
-        OUT_IN_Q=sizes.out_in_q,
-        COMPUTING_REGISTERS=sizes.computing_registers,
-        LOADING_REGISTERS=sizes.loading_registers,
-        num_warps=WARPS,
+    q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
+    items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section_of(num_heads * dim * 4, mask))
+    zero = torch.zeros(1, dtype=torch.int32, device=q.device) if captured else zero_counter(q.device)
+    num_items = items.shape[0]
+    start(
+        forward_kernel,
+        (q.dtype, dim, mask, sizes),
+        num_items * num_heads,
+        (
+            Boxes(q, STRIP.value, dim),
+            Boxes(k, sizes.keys, dim),
+            Boxes(v, sizes.keys, dim),
+            Boxes(out, STRIP.value, dim),
+        ),
+        (items, zero),
+        (num_items, num_heads, q.stride(1), k.stride(1), v.stride(1), *scalars(problem)),
+        lambda: {
+            "D": dim,
+            "BLOCK_N": sizes.keys,
+            "STAGES": sizes.stages,
+            "STRIPS": sizes.strips,
+            "TURNS": sizes.turns,
+            "OUT_IN_Q": sizes.out_in_q,
+            "COMPUTING_REGISTERS": sizes.computing_registers,
+            "LOADING_REGISTERS": sizes.loading_registers,
+            "num_warps": WARPS,
+            **rules(mask),
+        },
     )
     return out
 
@@ -118,78 +117,74 @@ def backward(
 ) -> Gradients:
     """Gradients of q, k and v, [T, H, D]; those of q are sums in any order. `sizes` for tests."""
     total_len, num_heads, dim = q.shape
-    made = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v)]
+    made = torch.empty(3, *q.shape, dtype=q.dtype, device=q.device).unbind(0)
     if total_len == 0:
         return Gradients(*made, None, None)
     sizes = sizes or BACKWARD_SIZES[dim]
     mask = problem.mask
     keys = STRIP.value * BACKWARD_STRIPS
     q, k, v, grad_out = map(with_loadable_rows, (q, k, v, grad_out))
-    sums = torch.zeros(total_len, num_heads, dim, dtype=torch.float32, device=q.device)
-    section = max(1, CACHED_BYTES // (num_heads * dim * (2 * q.element_size() + sums.element_size())))
-    items = key_work(mask, problem.layout, keys, sizes.rows, section)
-    backward_kernel[(min(num_processors(q.device), items.shape[0] * num_heads),)](
-        ragged_descriptor(q, sizes.rows, dim),
-        ragged_descriptor(grad_out, sizes.rows, dim),
-        ragged_descriptor(k, keys, dim),
-        ragged_descriptor(v, keys, dim),
-        ragged_descriptor(sums, sizes.rows, dim // BACKWARD_STRIPS),
-        ragged_descriptor(made[1], STRIP.value, dim),
-        ragged_descriptor(made[2], STRIP.value, dim),
-        items,
-        torch.zeros(1, dtype=torch.int32, device=q.device),
-        items.shape[0],
-        num_heads,
-        q.stride(1),
-        grad_out.stride(1),
-        k.stride(1),
-        v.stride(1),
-        0.5 * problem.alpha,
-        1.0 / problem.scale_len,
-        problem.num_contextual,
-        mask.window or 0,
-        mask.prefix,
-        mask.target_group_size,
-        D=dim,
-        BLOCK_M=sizes.rows,
-        STAGES=sizes.stages,
-        STRIPS=BACKWARD_STRIPS,
-        WINDOWED=mask.window is not None,
-        TARGET_WINDOW=mask.target_window,
-        GROUPED=mask.target_group_size > 1,
-        CONTEXTUAL_READS=mask.contextual_reads_history,
-        COMPUTING_REGISTERS=sizes.computing_registers,
-        LOADING_REGISTERS=sizes.loading_registers,
-        num_warps=WARPS,
+    zeros = torch.zeros(total_len * num_heads * dim + 4, dtype=torch.float32, device=q.device)
+    sums = zeros[:-4].view(q.shape)
+    items = key_work(mask, problem.layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask))
+    num_items = items.shape[0]
+    start(
+        backward_kernel,
+        (q.dtype, dim, mask, sizes),
+        num_items * num_heads,
+        (
+            Boxes(q, sizes.rows, dim),
+            Boxes(grad_out, sizes.rows, dim),
+            Boxes(k, keys, dim),
+            Boxes(v, keys, dim),
+            Boxes(sums, sizes.rows, dim // BACKWARD_STRIPS),
+            Boxes(made[1], STRIP.value, dim),
+            Boxes(made[2], STRIP.value, dim),
+        ),
+        (items, zeros[-4:].view(torch.int32)),
+        (num_items, num_heads, q.stride(1), grad_out.stride(1), k.stride(1), v.stride(1), *scalars(problem)),
+        lambda: {
+            "D": dim,
+            "BLOCK_M": sizes.rows,
+            "STAGES": sizes.stages,
+            "STRIPS": BACKWARD_STRIPS,
+            "COMPUTING_REGISTERS": sizes.computing_registers,
+            "LOADING_REGISTERS": sizes.loading_registers,
+            "num_warps": WARPS,
+            **rules(mask),
+        },
     )
     torch.mul(sums, 0.5 * problem.alpha / problem.scale_len, out=made[0])
     return Gradients(*made, None, None)
 
 
-def with_loadable_rows(tensor: Tensor) -> Tensor:
-    """[T, H, D] as a tensor map can describe it: 16-byte steps, heads side by side within a row."""
-    row, head, last = tensor.stride()
-    width = (tensor.shape[1] - 1) * head + tensor.shape[2]
-    step = 16 // tensor.element_size()
-    aligned = row % step == 0 and head % step == 0 and tensor.data_ptr() % 16 == 0
-    return tensor if last == 1 and aligned and head >= 0 and width <= row else tensor.contiguous()
+def section_of(token_bytes: int, mask: AttentionMask) -> int | None:
+    """How many tokens a section has, of so many bytes each.
 
-
-def ragged_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Boxes of `rows` rows and `columns` columns of [T, H, D], cut off at the end of a sample.
-
-    A box at (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of the sample
-    from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read as zeros,
-    not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows, modulo 2^64
-    bytes. Source: `triton.tools.ragged_tma`.
+    Within a window neighbours in the list share their operands anyway, and few tiles, those of the prefix,
+    have far more blocks than the rest: they must not be put off to the section of their sample.
     """
-    row, head, _ = tensor.stride()
-    width = (tensor.shape[1] - 1) * head + tensor.shape[2]
-    bits = 8 * tensor.element_size()
-    return TensorDescriptor(
-        tensor,
-        shape=[ANY_ROWS, ANY_ROWS, RAGGED_ROWS.value, width],
-        strides=[2**34 - row, row, row, 1],
-        block_shape=[1, 1, rows, columns],
-        layout=gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=4),
+    return None if mask.window is not None else max(1, CACHED_BYTES // token_bytes)
+
+
+def scalars(problem: Problem) -> tuple[int | float, ...]:
+    """The numbers of a problem, from `half_alpha` to `group_size`."""
+    mask = problem.mask
+    return (
+        0.5 * problem.alpha,
+        1.0 / problem.scale_len,
+        problem.layout.num_contextual,
+        mask.window or 0,
+        mask.prefix,
+        mask.target_group_size,
     )
+
+
+def rules(mask: AttentionMask) -> dict[str, bool]:
+    """Which parts of the mask there are, by the names of the kernels' parameters."""
+    return {
+        "WINDOWED": mask.window is not None,
+        "TARGET_WINDOW": mask.target_window,
+        "GROUPED": mask.target_group_size > 1,
+        "CONTEXTUAL_READS": mask.contextual_reads_history,
+    }

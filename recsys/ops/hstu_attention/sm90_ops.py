@@ -12,7 +12,7 @@ from recsys.ops.hstu_attention.triton_launch import Gradients, Problem
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 
-__all__ = ["HstuAttention", "Problem", "call_op"]
+__all__ = ["HstuAttention", "Problem", "call_op", "forward"]
 
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor offsets, Tensor num_targets, int num_contextual, "
@@ -22,6 +22,11 @@ _SCHEMA = (
 _NAME = "recsys::hstu_attention_sm90"
 
 torch.library.define(_NAME, _SCHEMA)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
+    """In eager mode; records no gradients."""
+    return sm90_launch.forward(q, k, v, problem, captured=False)
 
 
 class HstuAttention(triton_ops.HstuAttention):
@@ -40,7 +45,7 @@ class HstuAttention(triton_ops.HstuAttention):
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.problem, ctx.deterministic = problem, deterministic
-        return sm90_launch.forward(q, k, v, problem)
+        return forward(q, k, v, problem)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

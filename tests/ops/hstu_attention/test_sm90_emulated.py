@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops import AttentionMask
-from recsys.ops.hstu_attention import reference, sm90_launch
+from recsys.ops.hstu_attention import reference, sm90_launch, sm90_start
 from recsys.ops.hstu_attention.triton_launch import Problem
 from tests.ops.cases import MASKS, layout_of, samples
 from tests.ops.gluon_emulator import Emulated
@@ -18,7 +18,7 @@ DTYPES = (torch.float64, torch.bfloat16)
 def emulated(monkeypatch):
     for kernel in ("forward_kernel", "backward_kernel"):
         monkeypatch.setattr(sm90_launch, kernel, Emulated(getattr(sm90_launch, kernel)))
-    monkeypatch.setattr(sm90_launch, "num_processors", lambda device: 3)
+    monkeypatch.setattr(sm90_start, "num_processors", lambda device: 3)
 
 
 def inputs(total_len, dim=64, heads=2, seed=0):

@@ -1,0 +1,250 @@
+"""Starts the Hopper kernels with little work on the host.
+
+Triton looks at every argument of a launch to find the compiled kernel again, and describes every tensor map
+anew: over 100 us where four tensors have descriptors. Here it does so for the first launch of its kind only.
+What the code of a kernel depends on is the key of `start`; later launches with that key encode their tensor
+maps and call the C function that Triton built for the kernel. Triton's own way remains for the first launch,
+for another Triton than this was written for, where a profiler has put hooks around launches, for an argument
+that is not aligned as it was when the kernel was compiled, and for a number that needs 64 bits.
+
+A change of Triton's settings after the first launch of a kind (TRITON_DEBUG and the like) is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.driver import driver
+
+from recsys.ops.hstu_attention.sm90_forward import RAGGED_ROWS
+
+LAUNCHED_BY = "3.6."
+"""The Triton whose launchers take the arguments that `_start_again` gives them."""
+
+ANY_ROWS = 0x7FFF0000
+"""More than any coordinate, and a size that a tensor map may have."""
+
+_ROWS = RAGGED_ROWS.value
+_BACK = 2**34
+"""Elements: so far, 2^30 times, is no way at all, modulo 2^64 bytes."""
+
+ALIGNMENT = 16
+"""Bytes: of addresses that Triton compiles special code for."""
+
+
+class Boxes(NamedTuple):
+    """What a ragged descriptor of a tensor [T, H, D] shows at a time."""
+
+    tensor: Tensor
+    rows: int
+    columns: int
+
+
+class _Encoding(NamedTuple):
+    """Of a tensor map, as the compiler chose it."""
+
+    swizzle: int
+    elem_size: int
+    elem_type: int
+    block_size: tuple[int, ...]
+
+
+class _Compiled(NamedTuple):
+    """A kernel for one device, and what its C launcher wants to know of it."""
+
+    kernel: Any  # the source: its address is part of the key, so it must live as long
+    launch: Callable[..., None]
+    function: int
+    metadata: Any
+    encodings: tuple[_Encoding, ...]
+    encode: Callable[..., Any]
+    num_processors: int
+    constants: tuple[None, ...]  # in their places, unread
+
+
+_FOUND: dict[Hashable, _Compiled] = {}
+
+STOCK = 256
+_COUNTERS: dict[tuple[int, int], list[Tensor]] = {}
+"""By device and stream."""
+
+
+def start(
+    kernel: Any,
+    key: Hashable,
+    programs: int,
+    boxes: tuple[Boxes, ...],
+    pointers: tuple[Tensor, ...],
+    numbers: tuple[int | float, ...],
+    constants: Callable[[], dict[str, Any]],
+) -> None:
+    """`kernel[(programs,)](*boxes, *pointers, *numbers, **constants())` on the current stream.
+
+    Args:
+        key: with the kernel and the device all that the code depends on: what `constants` gives, the types of
+            tensors and the sizes of boxes. The kernel must not be specialised on any of `numbers`.
+        programs: at most; no more are started than there are processors.
+    """
+    device = boxes[0].tensor.device
+    found = _FOUND.get((id(kernel), device.index, key))
+    if found is not None and _start_again(found, device, programs, boxes, pointers, numbers):
+        return
+    programs = min(programs, num_processors(device))
+    descriptors = [ragged_descriptor(*box) for box in boxes]
+    made = kernel[(programs,)](*descriptors, *pointers, *numbers, **constants())
+    if found is None and isinstance(kernel, triton.JITFunction) and _aligned(pointers):
+        found = _compiled(kernel, made, device)
+        if found is not None:
+            _FOUND[(id(kernel), device.index, key)] = found
+
+
+def num_processors(device: torch.device) -> int:
+    """How many programs run at a time: one a processor."""
+    if device.type != "cuda":
+        return 4  # in the emulator: few programs, so that one of them has several tiles
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def zero_counter(device: torch.device) -> Tensor:
+    """int32 [4], zeros that no other launch has seen, good for one on the current stream. Not for code that a
+    compiler captures, which must know of all memory that is kept.
+
+    From a stock for each stream, which one call in `STOCK` fills. A captured graph gets zeros of its own, that
+    it makes anew in each replay.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    place = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    while True:
+        try:
+            return _COUNTERS[place].pop()
+        except (KeyError, IndexError):
+            zeros = torch.zeros(STOCK, 4, dtype=torch.int32, device=device)
+            _COUNTERS[place] = list(zeros.unbind(0))
+
+
+def _start_again(
+    found: _Compiled,
+    device: torch.device,
+    programs: int,
+    boxes: tuple[Boxes, ...],
+    pointers: tuple[Tensor, ...],
+    numbers: tuple[int | float, ...],
+) -> bool:
+    """Whether the short way could be taken; if so, the kernel has been started."""
+    hooks = knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or found.kernel.pre_run_hooks:
+        return False
+    index = device.index
+    if torch.cuda.current_device() != index:
+        return False
+    arguments, encode = [], found.encode
+    for (tensor, _, _), (swizzle, elem_size, elem_type, block_size) in zip(
+        boxes, found.encodings, strict=True
+    ):
+        shape, strides = _ragged(tensor)
+        arguments.append(
+            encode(tensor.data_ptr(), swizzle, elem_size, elem_type, block_size, shape, strides, 0)
+        )
+        arguments += shape
+        arguments += strides
+    for pointer in pointers:
+        address = pointer.data_ptr()
+        if address % ALIGNMENT:
+            return False
+        arguments.append(address)
+    try:
+        found.launch(
+            programs if programs < found.num_processors else found.num_processors,
+            1,
+            1,
+            torch._C._cuda_getCurrentRawStream(index),
+            found.function,
+            False,
+            False,
+            None,
+            None,
+            found.metadata,
+            None,
+            None,
+            None,
+            *arguments,
+            *numbers,
+            *found.constants,
+        )
+    except OverflowError:  # a number past 32 bits, for which there is other code
+        return False
+    return True
+
+
+def _aligned(pointers: tuple[Tensor, ...]) -> bool:
+    return all(pointer.data_ptr() % ALIGNMENT == 0 for pointer in pointers)
+
+
+def _compiled(kernel: Any, made: Any, device: torch.device) -> _Compiled | None:
+    """What `_start_again` needs, if this is a kernel and a Triton that it knows how to start."""
+    if not triton.__version__.startswith(LAUNCHED_BY) or torch.cuda.current_device() != device.index:
+        return None
+    launcher = getattr(made, "run", None)
+    if not isinstance(launcher, CudaLauncher):
+        return None
+    scratch = launcher.global_scratch_size + launcher.profile_scratch_size
+    if scratch or launcher.launch_cooperative_grid or launcher.launch_pdl or launcher.num_ctas != 1:
+        return None
+    found = dict(zip(launcher.launch.__code__.co_freevars, launcher.launch.__closure__ or (), strict=True))
+    encodings = tuple(
+        _Encoding(
+            one["swizzle"], one["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]], one["block_size"]
+        )
+        for one in made.metadata.tensordesc_meta
+        if not one["fp4_padded"]
+    )
+    return _Compiled(
+        kernel=kernel,
+        launch=found["launcher"].cell_contents,
+        function=made.function,
+        metadata=made.packed_metadata,
+        encodings=encodings,
+        encode=driver.active.utils.fill_tma_descriptor,
+        num_processors=num_processors(device),
+        constants=(None,) * len(kernel.constexprs),
+    )
+
+
+def with_loadable_rows(tensor: Tensor) -> Tensor:
+    """[T, H, D] as a tensor map can describe it: 16-byte steps, heads side by side within a row."""
+    row, head, last = tensor.stride()
+    _, num_heads, dim = tensor.shape
+    size = tensor.element_size()
+    aligned = (row * size | head * size | tensor.data_ptr()) % 16 == 0
+    inside = head >= 0 and (num_heads - 1) * head + dim <= row
+    return tensor if last == 1 and aligned and inside else tensor.contiguous()
+
+
+def _ragged(tensor: Tensor) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
+    """Shape and strides of the descriptor of [T, H, D] that `ragged_descriptor` documents."""
+    row, head, _ = tensor.stride()
+    _, num_heads, dim = tensor.shape
+    width = (num_heads - 1) * head + dim
+    return (ANY_ROWS, ANY_ROWS, _ROWS, width), (_BACK - row, row, row, 1)
+
+
+def ragged_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Boxes of `rows` rows and `columns` columns of [T, H, D], cut off at the end of a sample.
+
+    A box at (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of the sample
+    from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read as zeros,
+    not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows, modulo 2^64
+    bytes. Source: `triton.tools.ragged_tma`.
+    """
+    shape, strides = _ragged(tensor)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.element_size(), rank=4)
+    return TensorDescriptor(tensor, list(shape), list(strides), [1, 1, rows, columns], layout)
