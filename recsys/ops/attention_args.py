@@ -37,7 +37,12 @@ def attention_facts(
     deterministic: bool | None,
 ) -> AttentionFacts:
     """The facts of one call. `deterministic=None` follows `torch.use_deterministic_algorithms`."""
-    tensors = (q, k, v) if bias is None else (q, k, v, bias.position_table, bias.time_table)
+    needs_grad = torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and (bias.position_table.requires_grad or bias.time_table.requires_grad))
+    )
     return AttentionFacts(
         device=q.device.type,
         dtype=q.dtype,
@@ -46,7 +51,7 @@ def attention_facts(
         v_dim=v.shape[2],
         mask=mask,
         has_bias=bias is not None,
-        needs_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
+        needs_grad=needs_grad,
         deterministic=torch.are_deterministic_algorithms_enabled()
         if deterministic is None
         else deterministic,
@@ -59,6 +64,8 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mas
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is allowed.
     """
+    if not torch.compiler.is_compiling() and _are_alike(q, k, v, layout, mask):
+        return
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"layout must be a SequenceLayout, got {type(layout).__name__}")
     if not isinstance(mask, AttentionMask):
@@ -83,6 +90,25 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mas
             )
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"k must have the head dimension of q, {q.shape[2]}, got {k.shape[2]}")
+
+
+def _are_alike(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask) -> bool:
+    """Whether q, k and v are of one shape and nothing is wrong with them: the common case, seen quickly."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return False
+    if not (isinstance(layout, SequenceLayout) and isinstance(mask, AttentionMask)):
+        return False
+    shape = q.shape
+    return (
+        len(shape) == 3
+        and shape == k.shape == v.shape
+        and shape[0] == layout.total_len
+        and shape[1] > 0
+        and shape[2] > 0
+        and q.dtype == k.dtype == v.dtype
+        and q.is_floating_point()
+        and q.device == k.device == v.device == layout.device
+    )
 
 
 def check_bias(bias: RelativeBias, q: Tensor) -> None:
