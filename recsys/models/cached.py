@@ -73,9 +73,14 @@ def microbatches(layout: SequenceLayout, size: int, group_size: int) -> Iterator
     size = max(size // group_size, 1) * group_size
     first = layout.parts[0] if layout.parts else layout
     counts = first.on_host().num_targets.tolist()
+    previous, layout_of_rows = None, None
     for start in range(0, max(counts, default=0), size):
         rows = [row for row, count in enumerate(counts) if count > start]
+        kept = [min(counts[row] - start, size) for row in rows]
         # Rows that are left out have no tokens in the slice, so its index stays.
         among_all, index = layout.targets_between(start, start + size)
-        places = first.targets_between(start, start + size).index
-        yield Microbatch(rows, Selection(among_all.select(rows).layout, index), places)
+        places = first.targets_between(start, start + size).index if layout.parts else index
+        if layout_of_rows is None or previous != (rows, kept):
+            # Slices of equal sizes have one layout, and with it what layers work out from it.
+            previous, layout_of_rows = (rows, kept), among_all.select(rows).layout
+        yield Microbatch(rows, Selection(layout_of_rows, index), places)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from recsys.modules.norm import HeadNorm, LayerNorm
 from recsys.modules.recompute import Watch, rebuilt_in_backward
 from recsys.modules.sequence import JaggedSequence
-from recsys.ops import RelativeBias
+from recsys.ops import RelativeBias, norm_mul_dropout
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]."""
@@ -146,10 +146,17 @@ class STULayer(nn.Module):
         return [joined, *self._split(joined)]
 
     def _gate_and_project(self, u: Tensor, attended: Tensor) -> Tensor:
-        gated = u * self.norm(attended)
-        if self.form.gate == "concat":
-            gated = torch.cat([u, attended, gated], dim=1)
-        return self.output(self.dropout(gated))
+        gated = norm_mul_dropout(
+            attended.to(u.dtype),
+            u,
+            self.norm.weight,
+            self.norm.bias,
+            num_groups=1 if self.form.norm == "layer" else self.num_heads,
+            eps=self.norm.eps,
+            gate=self.form.gate,
+            dropout=self.dropout.p if self.training else 0.0,
+        )
+        return self.output(gated)
 
 
 class Projected(NamedTuple):

@@ -40,8 +40,7 @@ def support(device: str, dtype: torch.dtype) -> Support:
         return Support(False, "Triton is not installed; type: pip install triton")
     if dtype not in DTYPES:
         return Support(False, f"it takes bfloat16, float16 and float32, not {dtype}")
-    # Only for those who name it: its tests have passed in the interpreter, not yet on a GPU.
-    return Support(True, auto=False)
+    return Support(True, auto=device == "cuda")  # in the interpreter only for those who name it
 
 
 def preload(module: str) -> None:

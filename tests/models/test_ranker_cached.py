@@ -200,6 +200,15 @@ def test_slices_of_candidates():
         list(microbatches(layout, 0, 1))
 
 
+def test_slices_of_equal_sizes_share_what_layers_work_out():
+    counts = torch.tensor([6, 6])
+    slices = list(microbatches(SequenceLayout(counts, counts), 2, 1))
+    assert len({id(part.targets.layout) for part in slices}) == 1
+    counts = torch.tensor([6, 5])
+    slices = list(microbatches(SequenceLayout(counts, counts), 2, 1))
+    assert len({id(part.targets.layout) for part in slices}) == 2
+
+
 # What lets a cache grow: positions from the start, no ages, and a stack that allows it.
 BLIND = HSTU.format("bias { num_time_buckets: 0 }  mask { contextual_reads_history: false }")
 PLACED = contextual("positional { origin: START  num_time_buckets: 0 }")

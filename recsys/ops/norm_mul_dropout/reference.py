@@ -30,12 +30,17 @@ def run(
     """One operation after the other, in the wider type; rounded once, at the end."""
     wide = torch.promote_types(attended.dtype, weight.dtype)
     a, factor = attended.to(wide), u.to(wide)
-    groups = a.unflatten(1, (num_groups, a.shape[1] // num_groups))
-    normed = F.layer_norm(groups, groups.shape[2:], eps=eps).flatten(1) * weight + bias
-    out = factor * normed
+    out = factor * _norm(a, weight.to(wide), bias.to(wide), num_groups, eps)
     if concat:
         out = torch.cat([factor, a, out], dim=1)
     if seed is not None:
         keep = counter.kept(seed, out.shape[0], out.shape[1], dropout)
         out = torch.where(keep, out / (1 - dropout), 0)
     return out.to(attended.dtype)
+
+
+def _norm(a: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float) -> Tensor:
+    if num_groups == 1:  # keeps less for backward
+        return F.layer_norm(a, a.shape[1:], weight, bias, eps)
+    groups = a.unflatten(1, (num_groups, a.shape[1] // num_groups))
+    return F.layer_norm(groups, groups.shape[2:], eps=eps).flatten(1) * weight + bias
