@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     environment.import_torchrec_quietly()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = options.backend or ("triton" if device.type == "cuda" else "reference")
+    backend = options.backend or ("auto" if device.type == "cuda" else "reference")
     shape = Shape(
         options.history,
         options.rows,
@@ -376,7 +376,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("repeats", 10, "times that each way counts"),
     ):
         parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
-    parser.add_argument("--backend", help="of attention; default: triton on CUDA, else reference")
+    parser.add_argument("--backend", help="of attention; default: auto on CUDA, else reference")
     parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="repeatable")
     parser.add_argument("--record", type=Path, help="file for the list of results")
     parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")

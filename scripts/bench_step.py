@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     environment.import_torchrec_quietly()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = options.backend or ("triton" if device.type == "cuda" else "reference")
+    backend = options.backend or ("auto" if device.type == "cuda" else "reference")
     names = list(dict.fromkeys(options.variant or VARIANTS))
     shape = Shape(
         options.history,
@@ -286,7 +286,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
     parser.add_argument("--split-layer", type=positive, help="layers in front of a truncation; default: half")
-    parser.add_argument("--backend", help="of attention; default: triton on CUDA, else reference")
+    parser.add_argument("--backend", help="of attention; default: auto on CUDA, else reference")
     parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="default: all; repeatable")
     parser.add_argument("--record", type=Path, help="file for the list of results")
     parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
