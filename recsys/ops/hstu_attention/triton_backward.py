@@ -17,11 +17,13 @@ import triton.language as tl
 
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
+    RAGGED_ROWS,
     UNMASKED_COUNT,
     UNMASKED_START,
     UNSEEN,
     bias_of,
     block_at,
+    head_of,
     load_block,
     load_runs,
     load_tile,
@@ -43,9 +45,7 @@ def _add_rows(
     """`sums`, dK and dV of a tile of keys, plus what one block of rows contributes; the mask if `masked`."""
     grad_k, grad_v = sums
     k_tile, v_tile = keys
-    q, grad_out, grad_q, stride_q, stride_o, stride_g, next_timestamps, length, history_end, alpha, scale = (
-        sample
-    )
+    q, grad_out, grad_q, stride_g, next_timestamps, length, history_end, alpha, scale = sample
     j, relative_j, time = columns
     D: tl.constexpr = SIZES[0]
     V: tl.constexpr = SIZES[1]
@@ -57,7 +57,7 @@ def _add_rows(
     ADD_TO_GRAD_Q: tl.constexpr = MODE[3]
     first = block * BLOCK_M
     i = first + tl.arange(0, BLOCK_M)[None, :]
-    q_block = load_block(q, first, length, stride_q, D, BLOCK_M, BLOCK_D, False)
+    q_block = load_block(q, first, length, D, BLOCK_M, BLOCK_D, False, MODE[4])
     score = tl.dot(k_tile, tl.trans(q_block), input_precision=PRECISION) * alpha
     if BIASED:
         distance = relative_position(i, history_end, rule[3], RULE) - relative_j
@@ -67,17 +67,22 @@ def _add_rows(
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
     weight, slope = silu_and_slope(score, not BIASED, MODE[1])
-    grad_block = load_block(grad_out, first, length, stride_o, V, BLOCK_M, BLOCK_V, False)
+    grad_block = load_block(grad_out, first, length, V, BLOCK_M, BLOCK_V, False, MODE[4])
     grad_weight = tl.dot(v_tile, tl.trans(grad_block), input_precision=PRECISION)
     grad_score = grad_weight * slope
     grad_v = tl.dot(weight.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
     rounded = grad_score.to(q_block.dtype)
     grad_k = tl.dot(rounded, q_block, grad_k, input_precision=PRECISION)
-    if ADD_TO_GRAD_Q:
+    if ADD_TO_GRAD_Q and MODE[4]:
+        part = tl.dot(tl.trans(k_tile), rounded, input_precision=PRECISION) * scale  # [BLOCK_D, BLOCK_M]
+        desc, end, column = grad_q
+        box = tl.trans(part).reshape([1, 1, BLOCK_M, BLOCK_D])
+        desc.atomic_add([RAGGED_ROWS, end, RAGGED_ROWS - length + first, column], box)
+    elif ADD_TO_GRAD_Q:
         part = tl.dot(tl.trans(k_tile), rounded, input_precision=PRECISION) * scale  # [BLOCK_D, BLOCK_M]
         place = tl.arange(0, BLOCK_D)[:, None]
         row = tl.arange(0, BLOCK_M)[None, :]
-        pointer = grad_q + tl.cast(first, tl.int64) * stride_g + row * stride_g + place
+        pointer = grad_q[0] + tl.cast(first, tl.int64) * stride_g + row * stride_g + place
         inside = i < length
         if D != BLOCK_D:
             inside = inside & (place < D)
@@ -97,11 +102,16 @@ def keys_kernel(
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ADD_TO_GRAD_Q: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """grad_k [T, H, D], grad_v [T, H, V], and with ADD_TO_GRAD_Q grad_q [T, H, D] in float32: contiguous."""
+    """grad_k [T, H, D], grad_v [T, H, V], and with ADD_TO_GRAD_Q grad_q [T, H, D] in float32: contiguous.
+
+    A program for each item and head; heads fastest. DESCRIBED: q, k, v, grad_out and with ADD_TO_GRAD_Q
+    grad_q are descriptors, see `triton_launch.ragged_descriptor`.
+    """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION, ADD_TO_GRAD_Q)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, ADD_TO_GRAD_Q, DESCRIBED)
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
@@ -113,19 +123,21 @@ def keys_kernel(
         time_edges,
         num_buckets,
     )
-    for number in range(tl.program_id(0) // num_heads, num_items, tl.num_programs(0) // num_heads):
+    own = tl.program_id(0) // num_heads
+    for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
         runs = load_runs(item)
-        k_head = k + start * stride_kt + head * stride_kh
-        v_head = v + start * stride_vt + head * stride_vh
-        k_tile = load_block(k_head, first, length, stride_kt, D, BLOCK_N, BLOCK_D, False)
-        v_tile = load_block(v_head, first, length, stride_vt, V, BLOCK_N, BLOCK_V, False)
-        q_head = q + start * stride_qt + head * stride_qh
-        o_head = grad_out + start * stride_ot + head * stride_oh
+        k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
+        v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
+        k_tile = load_block(k_head, first, length, D, BLOCK_N, BLOCK_D, False, DESCRIBED)
+        v_tile = load_block(v_head, first, length, V, BLOCK_N, BLOCK_V, False, DESCRIBED)
+        q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
+        o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh), DESCRIBED)
         token = (start * num_heads + head).to(tl.int64)
+        dq_head = head_of(grad_q, start, length, head, (num_heads * D, D), DESCRIBED and ADD_TO_GRAD_Q)
         sample = (
-            q_head, o_head, grad_q + token * D, stride_qt, stride_ot, num_heads * D,
+            q_head, o_head, dq_head, num_heads * D,
             next_timestamps + start, length, history_end, alpha, alpha * inverse_scale,
         )  # fmt: skip
         j = first + tl.arange(0, BLOCK_N)[:, None]
@@ -189,7 +201,7 @@ def _add_keys(
     mask if `masked`."""
     grad_q, by_bucket = sums
     q_tile, grad_tile = tiles
-    k, v, stride_k, stride_v, timestamps, length, history_end, alpha, partial, lines = sample
+    k, v, timestamps, length, history_end, alpha, partial, lines = sample
     i, relative_i, next_time = rows
     D: tl.constexpr = SIZES[0]
     V: tl.constexpr = SIZES[1]
@@ -202,7 +214,7 @@ def _add_keys(
     BUCKETS: tl.constexpr = MODE[4]
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)[None, :]
-    k_block = load_block(k, first, length, stride_k, D, BLOCK_N, BLOCK_D, INSIDE)
+    k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE, MODE[5])
     score = tl.dot(q_tile, tl.trans(k_block), input_precision=PRECISION) * alpha
     if BIASED:
         distance = relative_i - relative_position(j, history_end, rule[3], RULE)
@@ -213,7 +225,7 @@ def _add_keys(
         seen = visible(i, j, history_end, rule, RULE)
         score = tl.where(seen, score, UNSEEN)
     _, slope = silu_and_slope(score, not BIASED, MODE[1])
-    v_block = load_block(v, first, length, stride_v, V, BLOCK_N, BLOCK_V, INSIDE)
+    v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE, MODE[5])
     grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION) * slope
     grad_q = tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
     if TABLES:
@@ -250,16 +262,18 @@ def rows_kernel(
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, TABLES: tl.constexpr,
-    BUCKETS: tl.constexpr,
+    BUCKETS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """grad_q [T, H, D] contiguous, and the tables' gradients less 1 / scale_len, one part a program.
 
+    A program for each item and head, with TABLES some workers for each head; heads fastest.
+    DESCRIBED: q, k, v and grad_out are descriptors, see `triton_launch.ragged_descriptor`.
     position_partial: float32 [programs, (lines + 2) * BLOCK_N], zeros: see `_add_by_distance`.
     time_partial: float32 [programs, BUCKETS], BUCKETS a power of two >= num_buckets.
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION, TABLES, BUCKETS)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, TABLES, BUCKETS, DESCRIBED)
     rule = (num_contextual, window, prefix, group_size)
     program = tl.program_id(0).to(tl.int64)
     head = program % num_heads
@@ -274,18 +288,21 @@ def rows_kernel(
     )
     partial = position_partial + program * ((lines + 2) * BLOCK_N)
     by_bucket = tl.zeros([BUCKETS], tl.float32)
-    for number in range(tl.program_id(0) // num_heads, num_items, tl.num_programs(0) // num_heads):
+    own, end, step = tl.program_id(0) // num_heads, num_items, tl.num_programs(0) // num_heads
+    if not TABLES:
+        end, step = own + 1, 1
+    for number in range(own, end, step):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
         runs = load_runs(item)
-        q_head = q + start * stride_qt + head * stride_qh
-        o_head = grad_out + start * stride_ot + head * stride_oh
-        q_tile = load_block(q_head, first, length, stride_qt, D, BLOCK_M, BLOCK_D, False)
-        grad_tile = load_block(o_head, first, length, stride_ot, V, BLOCK_M, BLOCK_V, False)
-        k_head = k + start * stride_kt + head * stride_kh
-        v_head = v + start * stride_vt + head * stride_vh
+        q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
+        o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh), DESCRIBED)
+        q_tile = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False, DESCRIBED)
+        grad_tile = load_block(o_head, first, length, V, BLOCK_M, BLOCK_V, False, DESCRIBED)
+        k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
+        v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
         sample = (
-            k_head, v_head, stride_kt, stride_vt,
+            k_head, v_head,
             timestamps + start, length, history_end, alpha, partial, lines,
         )  # fmt: skip
         i = first + tl.arange(0, BLOCK_M)[:, None]

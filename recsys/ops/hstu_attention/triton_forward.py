@@ -15,6 +15,7 @@ from recsys.ops.hstu_attention.triton_tile import (
     UNSEEN,
     bias_of,
     block_at,
+    head_of,
     load_block,
     load_runs,
     load_tile,
@@ -37,7 +38,7 @@ def _add_block(
 
     INSIDE: all keys are known to be of the sample.
     """
-    k, v, stride_k, stride_v, timestamps, length, before = keys
+    k, v, timestamps, length, before = keys
     history_end, alpha = sample
     i, relative_i, next_time = rows
     D: tl.constexpr = SIZES[0]
@@ -49,7 +50,7 @@ def _add_block(
     first = block * BLOCK_N
     at = first + tl.arange(0, BLOCK_N)[None, :]
     j = at + before
-    k_block = load_block(k, first, length, stride_k, D, BLOCK_N, BLOCK_D, INSIDE)
+    k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE, MODE[3])
     score = tl.dot(q_block, tl.trans(k_block), input_precision=MODE[2]) * alpha
     if BIASED:
         distance = relative_i - relative_position(j, history_end, rule[3], RULE)
@@ -59,7 +60,7 @@ def _add_block(
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
     weight = silu(score, not BIASED, MODE[1])
-    v_block = load_block(v, first, length, stride_v, V, BLOCK_N, BLOCK_V, INSIDE)
+    v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE, MODE[3])
     return tl.dot(weight.to(v_block.dtype), v_block, total, input_precision=MODE[2])
 
 
@@ -70,7 +71,7 @@ def add_blocks(
 ):  # fmt: skip
     """`total` [BLOCK_M, BLOCK_V] plus what the blocks of keys contribute that `item` lists.
 
-    keys    k, v, stride_k, stride_v, timestamps, length; how many tokens of the sample come before them
+    keys    k, v (see `head_of`), timestamps, length; how many tokens of the sample come before them
     sample  history_end, alpha, which is halved if there is no bias
     rows    positions in the sample and in the bias, times of the tokens after them
     """
@@ -106,12 +107,15 @@ def forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
-    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H, V] contiguous. Some workers for each head, each a program; heads fastest."""
+    """out [T, H, V] contiguous. A program for each item and head; heads fastest.
+
+    DESCRIBED: q, k and v are descriptors, see `triton_launch.ragged_descriptor`.
+    """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, DESCRIBED)
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
@@ -123,14 +127,15 @@ def forward_kernel(
         time_edges,
         num_buckets,
     )
-    for number in range(tl.program_id(0) // num_heads, num_items, tl.num_programs(0) // num_heads):
+    own = tl.program_id(0) // num_heads
+    for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
-        q_head = q + start * stride_qt + head * stride_qh
-        k_head = k + start * stride_kt + head * stride_kh
-        v_head = v + start * stride_vt + head * stride_vh
-        keys = (k_head, v_head, stride_kt, stride_vt, timestamps + start, length, 0)
-        q_block = load_block(q_head, first, length, stride_qt, D, BLOCK_M, BLOCK_D, False)
+        q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
+        k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
+        v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
+        keys = (k_head, v_head, timestamps + start, length, 0)
+        q_block = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False, DESCRIBED)
         i = first + tl.arange(0, BLOCK_M)[:, None]
         next_time = i
         if BIASED:

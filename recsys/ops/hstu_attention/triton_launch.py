@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from recsys.ops.hstu_attention.blocks import Blocks, blocks_of, padded_dim
 from recsys.ops.hstu_attention.triton_backward import keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.triton_forward import forward_kernel
+from recsys.ops.hstu_attention.triton_tile import RAGGED_ROWS
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
@@ -26,6 +28,12 @@ from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
 from recsys.ops.triton_backend import num_processors
 
 Wrap = Callable[[Any], Any]
+
+ANY_ROWS = 0x7FFF0000
+"""More than any coordinate, and a size that a descriptor may have."""
+
+DESCRIPTORS = True
+"""Whether descriptors are used where they can be; for tests."""
 
 MAX_EDGE = 2**62
 """No difference of two times in seconds comes near it."""
@@ -61,7 +69,12 @@ PROGRAMS_PER_PROCESSOR = 2
 """Of `rows_kernel` when it sums table gradients, which need memory for each program."""
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = lambda kernel: kernel) -> Tensor:
+def unwrapped(kernel: Any) -> Any:
+    """Around a kernel in eager mode."""
+    return kernel
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwrapped) -> Tensor:
     """`hstu_attention` [T, H, V]; the arguments have been validated."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if q.shape[0] == 0:
@@ -70,10 +83,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = lamb
     blocks = blocks_of("forward", q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
+    described = can_describe(problem, wrap, q, k, v)
     wrap(forward_kernel)[(items.shape[0] * num_heads,)](
-        q,
-        k,
-        v,
+        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)),
         out,
         items,
         items.shape[0],
@@ -81,6 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = lamb
         *strides(q, k, v),
         *scalars(problem),
         *bias_arguments(problem, items),
+        DESCRIBED=described,
         **constants(problem, q, v, blocks),
     )
     return out
@@ -95,7 +108,7 @@ def backward(
     *,
     tables: bool,
     deterministic: bool,
-    wrap: Wrap = lambda kernel: kernel,
+    wrap: Wrap = unwrapped,
 ) -> Gradients:
     """All gradients; those of the bias's tables if `tables`.
 
@@ -140,12 +153,10 @@ def _launch_keys(
     blocks = blocks_of(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
+    described = can_describe(problem, wrap, q, k, v, grad_out)
     wrap(keys_kernel)[(items.shape[0] * num_heads,)](
-        q,
-        k,
-        v,
-        grad_out,
-        out.q,
+        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
+        *operands(described and atomics, (out.q, blocks.rows)),
         out.k,
         out.v,
         items,
@@ -155,6 +166,7 @@ def _launch_keys(
         *scalars(problem),
         *bias_arguments(problem, items),
         ADD_TO_GRAD_Q=atomics,
+        DESCRIBED=described,
         **constants(problem, q, v, blocks),
     )
 
@@ -181,11 +193,9 @@ def _launch_rows(
         buckets = padded_dim(int(bias.time_table.shape[-1]))
         positions = q.new_zeros(workers, num_heads, (lines + 2) * blocks.keys, dtype=torch.float32)
         times = q.new_empty(workers, num_heads, buckets, dtype=torch.float32)
+    described = can_describe(problem, wrap, q, k, v, grad_out)
     wrap(rows_kernel)[(workers * num_heads,)](
-        q,
-        k,
-        v,
-        grad_out,
+        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
         out.q,
         items,
         items.shape[0],
@@ -198,6 +208,7 @@ def _launch_rows(
         lines,
         TABLES=bias is not None,
         BUCKETS=buckets,
+        DESCRIBED=described,
         **constants(problem, q, v, blocks),
     )
     if bias is None:
@@ -227,6 +238,60 @@ def _like_table(sums: Tensor, table: Tensor) -> Tensor:
 def with_dense_rows(tensor: Tensor) -> Tensor:
     """The kernels take any strides but that of the last dimension."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def can_describe(problem: Problem, wrap: Wrap, *tensors: Tensor) -> bool:
+    """Whether the copy engine of Hopper and later can fetch blocks of all these tensors [T, H, D].
+
+    Rows of 16-byte steps, heads side by side within a row, no columns to cut off. Graphs do without: they
+    would have to make the descriptors.
+    """
+    if (
+        not DESCRIPTORS
+        or problem.bias is not None
+        or wrap is not unwrapped
+        or tensors[0].device.type != "cuda"
+    ):
+        return False
+    return has_copy_engine(tensors[0].device) and all(map(_is_describable, tensors))
+
+
+@lru_cache(maxsize=16)
+def has_copy_engine(device: torch.device) -> bool:
+    """Compute capability 9 and later."""
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _is_describable(tensor: Tensor) -> bool:
+    row, head, _ = tensor.stride()
+    _, num_heads, dim = tensor.shape
+    step = 16 // tensor.element_size()
+    aligned = row % step == 0 and head % step == 0 and tensor.data_ptr() % 16 == 0
+    whole = dim == max(64, padded_dim(dim)) and tensor.element_size() == 2
+    return aligned and whole and 0 <= head and (num_heads - 1) * head + dim <= row
+
+
+def operands(described: bool, *tensors: tuple[Tensor, int]) -> list[Tensor | TensorDescriptor]:
+    """Tensors as they are, or as descriptors of blocks of so many rows."""
+    return [ragged_descriptor(tensor, rows) if described else tensor for tensor, rows in tensors]
+
+
+def ragged_descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Blocks of `rows` rows of one head of [T, H, D], cut off at the end of a sample.
+
+    A block at (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of the
+    sample from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read
+    as zeros, not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows,
+    modulo 2^64 bytes. Source: `triton.tools.ragged_tma`.
+    """
+    row, head, _ = tensor.stride()
+    _, num_heads, dim = tensor.shape
+    return TensorDescriptor(
+        tensor,
+        shape=[ANY_ROWS, ANY_ROWS, RAGGED_ROWS.value, (num_heads - 1) * head + dim],
+        strides=[2**34 - row, row, row, 1],
+        block_shape=[1, 1, rows, dim],
+    )
 
 
 def strides(*tensors: Tensor) -> list[int]:

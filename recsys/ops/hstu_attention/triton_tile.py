@@ -38,6 +38,9 @@ NUM_CACHED_COLUMNS = tl.constexpr(work_list.NUM_CACHED_COLUMNS)
 BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / LOG_BUCKET)
 """Time buckets that a factor of two spans."""
 
+RAGGED_ROWS = tl.constexpr(2**30)
+"""No batch has as many tokens."""
+
 UNSEEN = tl.constexpr(-(2.0**20))
 """A score so low that its sigmoid, SiLU and its slope are exactly 0: of pairs that do not count."""
 
@@ -102,14 +105,38 @@ def block_at(number, runs):
 
 
 @triton.jit
+def head_of(tensor, start, length, head, strides, DESCRIBED: tl.constexpr):
+    """One head of a sample, for `load_block`. DESCRIBED: `tensor` is a descriptor of `ragged_descriptor`."""
+    if DESCRIBED:
+        return tensor, (start + length).to(tl.int32), (head * strides[1]).to(tl.int32)
+    else:
+        return tensor + start * strides[0] + head * strides[1], strides[0], 0
+
+
+@triton.jit
 def load_block(
-    base, first, length, stride,
+    rows, first, length,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr,
+    DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
     """[ROWS, COLUMNS]: tokens from `first` on; zero from token `length` and from column WIDTH on.
 
-    INSIDE: all tokens are known to lie before `length`.
+    rows: what `head_of` returns. INSIDE: all tokens are known to lie before `length`.
     """
+    if DESCRIBED:
+        desc, end, column = rows
+        box = desc.load([RAGGED_ROWS, end, RAGGED_ROWS - length + first, column])
+        return box.reshape([ROWS, COLUMNS])
+    else:
+        return _load_pointers(rows, first, length, WIDTH, ROWS, COLUMNS, INSIDE)
+
+
+@triton.jit
+def _load_pointers(
+    rows, first, length,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr,
+):  # fmt: skip
+    base, stride, _ = rows
     token = tl.arange(0, ROWS)[:, None]
     place = tl.arange(0, COLUMNS)[None, :]
     pointer = base + tl.cast(first, tl.int64) * stride + token * stride + place

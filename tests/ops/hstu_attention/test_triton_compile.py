@@ -73,7 +73,7 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3"):
     constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys, "BIASED": biased, "FAST": itemsize == 2}
     constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
     constants |= {"PRECISION": precision, "ADD_TO_GRAD_Q": kernel == "keys_and_rows"}
-    constants |= {"TABLES": biased, "BUCKETS": 64}
+    constants |= {"TABLES": biased, "BUCKETS": 64, "DESCRIBED": False}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature, aligned = {}, {}
     for index, name in enumerate(function.arg_names):

@@ -13,6 +13,7 @@ from recsys.ops.hstu_attention.triton_tile import (
     CACHE_START,
     NEW,
     NUM_CACHED_COLUMNS,
+    head_of,
     load_block,
     load_tile,
     relative_position,
@@ -37,7 +38,7 @@ def cached_kernel(
     """out [T, H, V] contiguous, of the new tokens. Heads fastest."""
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, False)
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
@@ -54,8 +55,8 @@ def cached_kernel(
         start, length, history_end, first = load_tile(item)
         cache_start = tl.load(item + CACHE_START)
         cache_length = tl.load(item + CACHE_LENGTH).to(tl.int32)
-        q_head = q + start * stride_qt + head * stride_qh
-        q_block = load_block(q_head, first, length, stride_qt, D, BLOCK_M, BLOCK_D, False)
+        q_head = head_of(q, start, length, head, (stride_qt, stride_qh), False)
+        q_block = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False)
         at = first + tl.arange(0, BLOCK_M)[:, None]
         i = at + cache_length
         next_time = i
@@ -69,11 +70,11 @@ def cached_kernel(
             key_start = tl.where(is_new, start, cache_start)
             stride_k = tl.where(is_new, stride_kt, stride_ckt)
             stride_v = tl.where(is_new, stride_vt, stride_cvt)
+            key_head = tl.where(is_new, k + head * stride_kh, cache_k + head * stride_ckh)
+            value_head = tl.where(is_new, v + head * stride_vh, cache_v + head * stride_cvh)
             keys = (
-                tl.where(is_new, k + head * stride_kh, cache_k + head * stride_ckh) + key_start * stride_k,
-                tl.where(is_new, v + head * stride_vh, cache_v + head * stride_cvh) + key_start * stride_v,
-                stride_k,
-                stride_v,
+                (key_head + key_start * stride_k, stride_k, 0),
+                (value_head + key_start * stride_v, stride_v, 0),
                 tl.where(is_new, timestamps, cache_timestamps) + key_start,
                 tl.where(is_new, length, cache_length),
                 tl.where(is_new, cache_length, 0),

@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Which block sizes make the Triton kernels of attention fastest: compiles and checks them all side by side,
+then times them.
+
+    python scripts/tune_triton.py [--kernel forward keys] [--dim 64 128 256] [--shape L4096] [--seconds 120]
+
+Each choice is compiled and compared with the reference in a process of its own, and all must be done after
+`--seconds`: a deadlock or an illegal access spoils one choice, not the rest. Those that pass are timed one
+after the other, with pointers and, where there are any, with descriptors. Without bias, in bfloat16. The best
+go into `blocks.py`, if they do not spill with every kind of mask: `tests/ops/hstu_attention`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from recsys import environment  # noqa: E402
+
+environment.prefer_packaged_ptxas()
+from recsys.ops import AttentionMask, SequenceLayout  # noqa: E402
+from recsys.ops.hstu_attention import reference, triton_launch  # noqa: E402
+from recsys.ops.hstu_attention.blocks import Blocks  # noqa: E402
+from recsys.ops.hstu_attention.triton_launch import Gradients, Problem, unwrapped  # noqa: E402
+from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
+
+PRODUCTS = {"forward": 2, "keys": 4, "keys_and_rows": 5, "rows": 3}
+
+CHOICES = {
+    # (kernel, width of the heads): rows, keys, num_warps, num_stages
+    ("forward", 64): [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)],
+    ("forward", 128): [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)],
+    ("forward", 256): [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2)],
+    ("keys", 64): [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
+    ("keys", 128): [(64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 64, 4, 2)],
+    ("keys", 256): [(32, 64, 8, 2), (64, 64, 8, 2), (16, 64, 8, 3)],
+    ("keys_and_rows", 64): [(64, 128, 8, 2), (64, 64, 4, 2)],
+    ("keys_and_rows", 128): [(32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 2)],
+    ("keys_and_rows", 256): [(32, 64, 8, 2)],
+    ("rows", 64): [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)],
+    ("rows", 128): [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)],
+    ("rows", 256): [(64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 3)],
+}
+
+
+class Choice(NamedTuple):
+    """One thing to try."""
+
+    kernel: str
+    dim: int
+    blocks: Blocks
+    described: bool
+
+    def __str__(self) -> str:
+        rows, keys, warps, stages = self.blocks
+        how = "descriptors" if self.described else "pointers"
+        return f"{self.kernel:<13} D{self.dim:<3} {rows:>3} x {keys:<3} {warps} warps {stages} stages {how}"
+
+
+class Batch(NamedTuple):
+    """What the kernels take and where they write."""
+
+    problem: Problem
+    inputs: tuple[torch.Tensor, ...]  # q, k, v, grad_out
+    out: Gradients
+
+
+def batch_of(lengths: torch.Tensor, dim: int, heads: int, kernel: str, seed: int = 0) -> Batch:
+    """On the GPU: q, k, v as parts of one projection."""
+    layout = SequenceLayout(lengths).to("cuda")
+    torch.manual_seed(seed)
+    whole = torch.randn(layout.total_len, 4 * heads * dim, device="cuda", dtype=torch.bfloat16)
+    parts = [part.view(-1, heads, dim) for part in whole.split(heads * dim, 1)]
+    sums = torch.float32 if kernel == "keys_and_rows" else torch.bfloat16
+    made = [
+        torch.zeros(parts[0].shape, device="cuda", dtype=dtype) for dtype in (sums, *2 * [torch.bfloat16])
+    ]
+    problem = Problem(layout, AttentionMask(), dim**-0.5, 4096.0, None)
+    return Batch(problem, tuple(parts), Gradients(*made, None, None))
+
+
+def launch(choice: Choice, batch: Batch) -> list[torch.Tensor]:
+    """What the kernel makes."""
+    triton_launch.DESCRIPTORS = choice.described
+    triton_launch.blocks_of = lambda *_, **__: choice.blocks
+    problem, (q, k, v, grad_out), out = batch
+    if choice.kernel == "forward":
+        return [triton_launch.forward(q, k, v, problem)]
+    if choice.kernel == "rows":
+        triton_launch._launch_rows(q, k, v, grad_out, out, problem, None, unwrapped)
+        return [out.q]
+    atomics = choice.kernel == "keys_and_rows"
+    triton_launch._launch_keys(q, k, v, grad_out, out, problem, atomics, unwrapped)
+    return [out.k, out.v] + ([out.q] if atomics else [])
+
+
+def check(choice: Choice) -> float:
+    """The error of a choice on a ragged batch, relative to what is allowed; above 1 is wrong."""
+    batch = batch_of(torch.tensor([1, 64, 700, 129, 1000, 33]), choice.dim, 2, choice.kernel)
+    for tensor in batch.out[:3]:
+        tensor.fill_(0 if choice.kernel == "keys_and_rows" and tensor is batch.out.q else float("nan"))
+    ours = launch(choice, batch)
+    problem, (*qkv, grad_out), _ = batch
+    rest = {"alpha": problem.alpha, "scale_len": problem.scale_len, "bias": None, "deterministic": False}
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in qkv]
+        out = reference.run(*leaves, problem.layout, problem.mask, **rest)
+        q, k, v = torch.autograd.grad(out, leaves, grad_out.to(dtype))
+        results.append({"forward": [out], "rows": [q], "keys": [k, v]}.get(choice.kernel, [k, v, q]))
+    worst = 0.0
+    for got, other, want in zip(ours, *results, strict=True):
+        other, want = other.detach().double(), want.detach()
+        found = float((got.double() - want).norm() / (2 * (other - want).norm() + 1e-3 * want.norm()))
+        worst = max(worst, found if found == found else float("inf"))
+    return worst
+
+
+def median_ms(run, repeats: int = 12) -> float:
+    """Of `run(i)`, after three calls that do not count."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 3)]
+    for i, (start, end) in enumerate(events):
+        start.record()
+        run(i)
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(start.elapsed_time(end) for start, end in events[3:])[repeats // 2]
+
+
+def time_choices(shape: Case, choices: list[Choice], results) -> None:
+    """One line a choice, the fastest of each kernel last: useful FLOP of all its products."""
+    lines = []
+    for kernel in PRODUCTS:
+        of_kernel = [choice for choice in choices if choice.kernel == kernel]
+        sets = [batch_of(shape.lengths, shape.dim, shape.heads, kernel, seed) for seed in range(2)]
+        flop = useful_flop(shape) * PRODUCTS[kernel] / 2
+        timed = []
+        for choice in of_kernel:
+            ms = median_ms(lambda i, choice=choice: launch(choice, sets[i % 2]))  # noqa: B023
+            timed.append((ms, f"{ms:8.3f} ms {flop / ms / 1e9:5.0f} TFLOP/s  {choice}"))
+        lines += [line for _, line in sorted(timed, reverse=True)]
+    results.put("\n".join([shape.shape, *lines]))
+
+
+def in_process(target, *arguments):
+    """Runs `target(*arguments, queue)` in a process of its own; the process and the queue."""
+    context = multiprocessing.get_context("fork")  # what was imported need not be imported again
+    queue = context.SimpleQueue()
+    process = context.Process(target=target, args=(*arguments, queue), daemon=True)
+    process.start()
+    return process, queue
+
+
+def _check(choice: Choice, results) -> None:
+    try:
+        results.put(check(choice))
+    except Exception as error:  # noqa: BLE001
+        results.put(f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:150]}")
+
+
+def passing(choices: list[Choice], seconds: float, at_a_time: int) -> list[Choice]:
+    """Those that are right."""
+    end, waiting, running, passed = time.monotonic() + seconds, list(choices), [], []
+    while waiting or running:
+        while waiting and len(running) < at_a_time:
+            choice = waiting.pop(0)
+            running.append((choice, *in_process(_check, choice)))
+        time.sleep(0.02)
+        late = time.monotonic() > end
+        for entry in list(running):
+            choice, process, queue = entry
+            if process.is_alive() and queue.empty() and not late:
+                continue
+            found = "took too long, or died" if queue.empty() else queue.get()
+            running.remove(entry)
+            process.kill() if late else process.join(20)
+            if isinstance(found, float) and found <= 1:
+                passed.append(choice)
+            else:
+                print(f"{choice}: NO: {found}", flush=True)
+        if late:
+            waiting = []
+    return [choice for choice in choices if choice in passed]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Times block sizes of the Triton kernels of attention.")
+    parser.add_argument("--kernel", nargs="+", default=list(PRODUCTS))
+    parser.add_argument("--dim", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--shape", action="append", help="only shapes whose name contains this")
+    parser.add_argument("--seconds", type=float, default=120, help="for all checks")
+    parser.add_argument("--processes", type=int, default=16)
+    options = parser.parse_args()
+    choices = [
+        Choice(kernel, dim, Blocks(*sizes), described)
+        for (kernel, dim), found in CHOICES.items()
+        for sizes in found
+        for described in (False, True)
+        if kernel in options.kernel and dim in options.dim
+    ]
+    begun = time.monotonic()
+    passed = passing(choices, options.seconds, options.processes)
+    print(f"{len(passed)} of {len(choices)} are right, {time.monotonic() - begun:.0f} s", flush=True)
+    for shape in cases()[:8]:
+        fitting = [choice for choice in passed if choice.dim == shape.dim]
+        if fitting and (not options.shape or any(name in shape.shape for name in options.shape)):
+            process, queue = in_process(time_choices, shape, fitting)
+            process.join(60)
+            print("no times" if queue.empty() else queue.get(), flush=True)
+    print(f"{time.monotonic() - begun:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
