@@ -7,11 +7,12 @@ With S, the scores, dO, the gradient of the output, x = alpha S / 2 and t = tanh
     dS = (dO V^T) * 2 slope                                  zero where the mask is
     dK = dS^T Q alpha / (2 scale_len),    dQ = dS K alpha / (2 scale_len)
 
-A program owns tiles of keys, a strip of 64 a warp group, and sums their dK and dV over the blocks of rows that
-see them. Scores are [keys, rows], so that their weights and dS are left operands in registers. dS also goes to
-shared memory: each warp group multiplies that of all strips with its part of the columns of the keys, a block
-later, and the descriptor of dQ, float32, adds the product to what other programs have added: in any order, so that the last
-bits vary. Names and the order of the work are those of `sm90_forward`.
+A program owns tiles of keys, a strip of 64 a warp group, and sums their dK and dV over the blocks of rows
+that see them. Scores are [keys, rows], so that their weights and dS are left operands in registers. dS also
+goes to shared memory: each warp group multiplies that of all strips with its part of the columns of the keys,
+a block later, and the descriptor of dQ, float32, adds the product to what other programs have added: in any
+order, so that the last bits vary. Keys, and where there is room values, arrive while the tile before is still
+being computed. Names and the order of the work are those of `sm90_forward`.
 """
 
 from triton._C.libtriton import ir
@@ -93,6 +94,59 @@ def loading_warp(
 
 
 @gluon.jit
+def loading_ahead(
+    q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles of keys in the order of the list; rows run ahead in `STAGES` buffers, keys and values of the
+    next tile as far as theirs allow."""
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    V_STAGES: gl.constexpr = SIZES[4]
+    q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[6]
+    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
+    k_full, v_full, k_free, v_free = barriers[4], barriers[5], barriers[6], barriers[9]
+    stride_q, stride_g, stride_k, stride_v = strides
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))
+    v_cursor = (gl.to_tensor(0), gl.to_tensor(1))
+    turn = gl.to_tensor(0)
+    place = gl.program_id(0)
+    while place < num_places:
+        tile, runs, unmasked, head = fetch(items, place, num_heads)
+        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        count = num_blocks(runs)
+        if count > 0:
+            slot = turn % 2
+            for number in range(count):
+                stage, parity = cursor
+                first = block_at(number, runs, unmasked) * BLOCK_M
+                mbarrier.wait(q_free.index(stage), parity)
+                load_rows(q_desc, tile, first, head * stride_q, q_full.index(stage), q_buffer.index(stage))
+                if number == 0:
+                    mbarrier.wait(k_free.index(slot), turn // 2 % 2 ^ 1)
+                    tell(place, slots.index(slot))  # the tile two before has been heard
+                    load_rows(
+                        k_desc, tile, tile[3], head * stride_k, k_full.index(slot), k_buffer.index(slot)
+                    )
+                mbarrier.wait(g_free.index(stage), parity)
+                load_rows(g_desc, tile, first, head * stride_g, g_full.index(stage), g_buffer.index(stage))
+                if number == 0:
+                    v_stage, v_parity = v_cursor
+                    mbarrier.wait(v_free.index(v_stage), v_parity)
+                    load_rows(
+                        v_desc, tile, tile[3], head * stride_v, v_full.index(v_stage), v_buffer.index(v_stage)
+                    )
+                cursor = next_stage(cursor, STAGES)
+            v_cursor = next_stage(v_cursor, V_STAGES)
+            turn += 1
+        place = following
+    slot = turn % 2
+    mbarrier.wait(k_free.index(slot), turn // 2 % 2 ^ 1)
+    tell(place, slots.index(slot))
+    mbarrier.arrive(k_full.index(slot))
+
+
+@gluon.jit
 def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
     """Which of the scores [keys, rows] are of pairs that the mask lets through; the first key and row."""
     i = row + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
@@ -101,14 +155,15 @@ def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
 
 
 @gluon.jit
-def start_part(block, buffers, barriers, strip: gl.constexpr, SIZES: gl.constexpr):
-    """dS K of block number `block` of this program, for the strip's part of the columns, under way."""
+def start_part(block, slot, buffers, barriers, strip: gl.constexpr, SIZES: gl.constexpr):
+    """dS K of block number `block` of this program, for the strip's part of the columns, under way; `slot`: of
+    the keys."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     STRIPS: gl.constexpr = SIZES[3]
     PART: gl.constexpr = D // STRIPS
     parts: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    keys = buffers[2].index(0).reshape([STRIPS * STRIP, D]).slice(strip * PART, PART, 1)
+    keys = buffers[2].index(slot).reshape([STRIPS * STRIP, D]).slice(strip * PART, PART, 1)
     ds = buffers[4].index(block % 2).permute((1, 0))
     nothing = gl.zeros([BLOCK_M, PART], gl.float32, parts)
     mbarrier.wait(barriers[7].index(block % 2), block // 2 % 2)
@@ -129,14 +184,14 @@ def store_part(part, block, row, column, dq_desc, buffers, barriers, strip: gl.c
 
 @gluon.jit
 def add_rows(
-    sums, block, row, row_before, cursor, buffers, barriers, strip: gl.constexpr, tile, dq_desc, column,
+    sums, block, row, row_before, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, dq_desc, column,
     half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """`sums`, dK and dV of a strip of keys, plus what the rows from `row` on contribute, block number `block`
     of this program. dQ gets the part of the block before, of the rows from `row_before` on: so no strip waits
     for another's dS. With FIRST there is none. Nothing is under way when it returns, but for the copy of that
-    part."""
+    part. `slots`: of the keys and of the values, and the parity of the latter."""
     grad_k, grad_v = sums
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
@@ -147,14 +202,16 @@ def add_rows(
     stage, parity = cursor
     q = buffers[0].index(stage).reshape([BLOCK_M, D])
     g = buffers[1].index(stage).reshape([BLOCK_M, D])
-    k = buffers[2].index(0).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
-    v = buffers[3].index(0).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    k = buffers[2].index(slots[0]).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    v = buffers[3].index(slots[1]).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
     dtype: gl.constexpr = q.dtype
     nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
 
     mbarrier.wait(q_full.index(stage), parity)
     score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(g_full.index(stage), parity)
+    if FIRST:
+        mbarrier.wait(barriers[5].index(slots[1]), slots[2])
     grad = warpgroup_mma(v, g.permute((1, 0)), nothing, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     x = score * half_alpha
@@ -180,7 +237,7 @@ def add_rows(
         grad_v = warpgroup_mma_wait(1, deps=(grad_v,))
         mbarrier.arrive(g_free.index(stage))
     else:
-        part = start_part(block - 1, buffers, barriers, strip, SIZES)
+        part = start_part(block - 1, slots[0], buffers, barriers, strip, SIZES)
         grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
         grad_v = warpgroup_mma_wait(2, deps=(grad_v,))
         mbarrier.arrive(g_free.index(stage))
@@ -192,9 +249,10 @@ def add_rows(
 
 
 @gluon.jit
-def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.constexpr):
-    """Writes rows of dK or dV; waits until they have left the buffer."""
-    tma.store_wait(0)
+def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.constexpr, WAITS: gl.constexpr):
+    """Writes rows of dK or dV; WAITS: until what was in the buffer has left it."""
+    if WAITS:
+        tma.store_wait(0)
     rounded = buffer._reinterpret(desc.dtype, [1, 1, STRIP, D], desc.layout)
     rounded.reshape([STRIP, D]).store(grad.to(desc.dtype))
     fence_async_shared()
@@ -213,25 +271,28 @@ def computing_group(
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
+    V_STAGES: gl.constexpr = SIZES[4]
+    APART: gl.constexpr = SIZES[5]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    k_full, v_full, keys_free = barriers[4], barriers[5], barriers[6]
-    part_buffer, slots = buffers[5].index(strip), buffers[6]
+    k_full, k_free, v_free = barriers[4], barriers[6], barriers[9]
+    out_buffer, told = buffers[7], buffers[6]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     block = gl.to_tensor(0)
     mbarrier.wait(k_full.index(0), 0)
-    place = hear(slots.index(0))
+    place = hear(told.index(0))
+    tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     while place < num_places:
-        tile, runs, unmasked, head = fetch(items, place, num_heads)
         count = num_blocks(runs)
         masked = num_masked(runs)
         column = head * D + strip * (D // STRIPS)
+        slots = (turn % 2, v_cursor[0], v_cursor[1])
         grad_k = gl.zeros([STRIP, D], gl.float32, sums)
         grad_v = gl.zeros([STRIP, D], gl.float32, sums)
-        mbarrier.wait(v_full.index(0), turn % 2)
         row = block_at(0, runs, unmasked) * BLOCK_M
         grad_k, grad_v = add_rows(
-            (grad_k, grad_v), block, row, row, cursor, buffers, barriers, strip, tile, dq_desc, column,
+            (grad_k, grad_v), block, row, row, cursor, slots, buffers, barriers, strip, tile, dq_desc, column,
             half_alpha, rule, SIZES, RULE, True, True,
         )  # fmt: skip
         cursor = next_stage(cursor, STAGES)
@@ -239,7 +300,7 @@ def computing_group(
             row_before = row
             row = block_at(number, runs, unmasked) * BLOCK_M
             grad_k, grad_v = add_rows(
-                (grad_k, grad_v), block + number, row, row_before, cursor, buffers, barriers, strip, tile,
+                (grad_k, grad_v), block + number, row, row_before, cursor, slots, buffers, barriers, strip, tile,
                 dq_desc, column, half_alpha, rule, SIZES, RULE, True, False,
             )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
@@ -247,20 +308,29 @@ def computing_group(
             row_before = row
             row = (unmasked + number - masked) * BLOCK_M
             grad_k, grad_v = add_rows(
-                (grad_k, grad_v), block + number, row, row_before, cursor, buffers, barriers, strip, tile,
+                (grad_k, grad_v), block + number, row, row_before, cursor, slots, buffers, barriers, strip, tile,
                 dq_desc, column, half_alpha, rule, SIZES, RULE, False, False,
             )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
+        mbarrier.arrive(v_free.index(slots[1]))
         block += count
-        part = start_part(block - 1, buffers, barriers, strip, SIZES)
+        part = start_part(block - 1, slots[0], buffers, barriers, strip, SIZES)
         part = warpgroup_mma_wait(0, deps=(part,))
         store_part(part, block - 1, row, column, dq_desc, buffers, barriers, strip, tile)
-        mbarrier.arrive(keys_free.index(0))
-        store_strip(grad_v * inverse_scale, dv_desc, part_buffer, tile, strip, head * D, D)
-        store_strip(grad_k * (half_alpha * inverse_scale), dk_desc, part_buffer, tile, strip, head * D, D)
+        mbarrier.arrive(k_free.index(slots[0]))
         turn += 1
-        mbarrier.wait(k_full.index(0), turn % 2)
-        place = hear(slots.index(turn % 2))
+        v_cursor = next_stage(v_cursor, V_STAGES)
+        mbarrier.wait(k_full.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
+        place = hear(told.index(turn % 2))
+        done, done_head = tile, head
+        tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+        store_strip(
+            grad_v * inverse_scale, dv_desc, out_buffer.index(strip), done, strip, done_head * D, D, not APART
+        )
+        store_strip(
+            grad_k * (half_alpha * inverse_scale), dk_desc, out_buffer.index(strip + STRIPS * APART), done,
+            strip, done_head * D, D, not APART,
+        )  # fmt: skip
     tma.store_wait(0)
 
 
@@ -275,32 +345,38 @@ def backward_kernel(
     stride_q, stride_g, stride_k, stride_v,
     half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
     D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    V_STAGES: gl.constexpr, APART: gl.constexpr,
     WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dQ [T, H, D] in float32, zeros to be added to, less the factor alpha / (2 scale_len); dK and dV [T, H, D];
-    all contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
-    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS)
+    all contiguous. One program a processor; `counter` is 0; the strides are those of a head. APART: dK and dV
+    leave through buffers of their own, not through those of the parts of dQ."""
+    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, APART)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     gl.static_assert(STRIPS == 2)
     dtype: gl.constexpr = q_desc.dtype
     rule = (num_contextual, window, prefix, group_size)
     q_buffer = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
     g_buffer = gl.allocate_shared_memory(dtype, [STAGES] + g_desc.block_shape, g_desc.layout)
-    k_buffer = gl.allocate_shared_memory(dtype, [1] + k_desc.block_shape, k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, [1] + v_desc.block_shape, v_desc.layout)
+    k_buffer = gl.allocate_shared_memory(dtype, [2] + k_desc.block_shape, k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [V_STAGES] + v_desc.block_shape, v_desc.layout)
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     ds_buffer = gl.allocate_shared_memory(dtype, [2, STRIPS * STRIP, BLOCK_M], flat)
     part_buffer = gl.allocate_shared_memory(gl.float32, [STRIPS] + dq_desc.block_shape, dq_desc.layout)
+    out_buffer = part_buffer
+    if APART:
+        out_buffer = gl.allocate_shared_memory(dtype, [2 * STRIPS] + dk_desc.block_shape, dk_desc.layout)
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     g_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    keys_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -308,15 +384,17 @@ def backward_kernel(
         mbarrier.init(q_free.index(stage), count=STRIPS)
         mbarrier.init(g_full.index(stage), count=1)
         mbarrier.init(g_free.index(stage), count=STRIPS)
-    mbarrier.init(k_full.index(0), count=1)
-    mbarrier.init(v_full.index(0), count=1)
-    mbarrier.init(keys_free.index(0), count=STRIPS)
+    for stage in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=STRIPS)
     for slot in gl.static_range(2):
+        mbarrier.init(k_full.index(slot), count=1)
+        mbarrier.init(k_free.index(slot), count=STRIPS)
         mbarrier.init(ds_full.index(slot), count=STRIPS)
         mbarrier.init(ds_free.index(slot), count=STRIPS)
     fence_async_shared()
-    buffers = (q_buffer, g_buffer, k_buffer, v_buffer, ds_buffer, part_buffer, slots)
-    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, keys_free, ds_full, ds_free)
+    buffers = (q_buffer, g_buffer, k_buffer, v_buffer, ds_buffer, part_buffer, slots, out_buffer)
+    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, ds_full, ds_free, v_free)
     num_places = num_items * num_heads
     loading = (
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
@@ -333,7 +411,7 @@ def backward_kernel(
                 1, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads,
                 half_alpha, inverse_scale, rule, SIZES, RULE,
             )),
-            (loading_warp, loading),
+            (loading_ahead, loading),
         ],
         [4, 1],
         [COMPUTING_REGISTERS, LOADING_REGISTERS],

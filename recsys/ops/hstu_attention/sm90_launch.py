@@ -58,6 +58,8 @@ class BackwardSizes(NamedTuple):
 
     rows: int  # BLOCK_M
     stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
+    v_stages: int  # buffers for tiles of values; those of keys have two
+    apart: bool  # whether dK and dV leave through buffers of their own, not those of the parts of dQ
     computing_registers: int
     loading_registers: int
 
@@ -65,7 +67,10 @@ class BackwardSizes(NamedTuple):
 BACKWARD_STRIPS = 2
 """Of 64 keys a tile."""
 
-BACKWARD_SIZES = {64: BackwardSizes(64, 2, 240, 24), 128: BackwardSizes(64, 2, 240, 24)}
+BACKWARD_SIZES = {
+    64: BackwardSizes(64, 3, 2, True, 240, 24),
+    128: BackwardSizes(64, 2, 1, False, 240, 24),
+}
 """By width of the heads; wider ones take the Triton kernels."""
 
 
@@ -148,6 +153,8 @@ def backward(
             "BLOCK_M": sizes.rows,
             "STAGES": sizes.stages,
             "STRIPS": BACKWARD_STRIPS,
+            "V_STAGES": sizes.v_stages,
+            "APART": sizes.apart,
             "COMPUTING_REGISTERS": sizes.computing_registers,
             "LOADING_REGISTERS": sizes.loading_registers,
             "num_warps": WARPS,
