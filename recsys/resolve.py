@@ -27,6 +27,7 @@ _IMPLIED = {
     pb.DenseOptimizer: ("adamw",),
     pb.SparseOptimizer: ("row_wise_adagrad",),
     pb.Schedule: ("constant",),
+    pb.WeightAveraging: ("ema",),
     pb.ContextualPreprocessor: ("content",),
     pb.JoinedContextualTokens: ("mlp",),
     pb.ConcatenatedActions: ("mlp",),

@@ -37,6 +37,23 @@ def warmup_too_long(train: pb.Train, steps: int) -> str:
     )
 
 
+def _averaging(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    train = pipeline.train
+    if train.HasField("num_steps") and (what := never_averaged(train, train.num_steps)):
+        yield Finding("train.weight_averaging", what)
+
+
+def never_averaged(train: pb.Train, steps: int) -> str | None:
+    """What to say when a run of `steps` ends before any weights were averaged."""
+    averaging = train.weight_averaging
+    swa = averaging.HasField("swa")
+    first = averaging.swa.start_step if swa else averaging.ema.every_steps
+    if not train.HasField("weight_averaging") or steps >= first:
+        return None
+    name = "swa.start_step" if swa else "ema.every_steps"
+    return f"without effect: {name} is {first} and the run has {steps} steps"
+
+
 def _masks(pipeline: pb.Pipeline) -> Iterator[Finding]:
     retrieval = pipeline.model.HasField("retriever")
     for message, path in descend(pipeline.model, "model"):
@@ -109,6 +126,7 @@ RULES = (
     _replicated,
     _accumulation,
     _warmup,
+    _averaging,
     _masks,
     _tails,
     _single_valued,

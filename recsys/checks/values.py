@@ -138,6 +138,8 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "accumulate_batches": COUNT,
         "log_every_steps": COUNT,
     },
+    pb.Ema: {"decay": BELOW_ONE, "every_steps": COUNT},
+    pb.Swa: {"start_step": COUNT, "every_steps": COUNT},
     pb.Evaluation: {"every_steps": COUNT, "max_batches": COUNT, "patience": COUNT},
     pb.Checkpoint: {
         "every_steps": COUNT,
@@ -162,6 +164,7 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.HistoryChannel: ("name",),
     pb.MixtureMixer: ("stacks",),
     pb.ChannelStack: ("channel", "hstu"),
+    pb.Swa: ("start_step",),
 }
 """Fields that must be set, and not to an empty string or list."""
 

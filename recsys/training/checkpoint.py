@@ -31,6 +31,9 @@ STATE = "state.json"
 MODEL = "model."
 """Prefix of the weights among the tensors; the rest of a name is the one in `Model.state_dict()`."""
 
+AVERAGE = "average."
+"""Prefix of averages of the weights (`averaging`), otherwise named like the weights."""
+
 Tensors = Mapping[str, Tensor | ShardedTensor]
 
 log = logging.getLogger(__name__)
@@ -176,26 +179,61 @@ def load(path: Path, tensors: Tensors, prefix: str = "") -> None:
 
 def load_weights(path: Path, model: nn.Module) -> None:
     """Fills a plain model (no process group, nothing sharded) with the weights of a saved state, whoever
-    wrote it.
+    wrote it: their averages, where it has some.
 
     Raises:
         RecsysError: the state is damaged, or a weight is missing, unknown or has another shape or type.
     """
     _require_whole(path)
-    _load(path, {MODEL + name: tensor for name, tensor in model.state_dict().items()}, MODEL, alone=True)
+    weights = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
+    _load_evaluated(path, weights, alone=True)
+
+
+def load_evaluated(path: Path, weights: Tensors) -> None:
+    """Fills a model with the weights of a saved state that evaluation and export use: their averages, where
+    it has some. Collective.
+
+    Args:
+        path: folder of the state.
+        weights: by name behind `MODEL`.
+
+    Raises:
+        RecsysError: names, shapes or types differ from the saved ones, either way.
+    """
+    _load_evaluated(path, weights, alone=False)
 
 
 def local_bytes(tensors: Tensors) -> int:
     """Bytes of what this rank holds."""
-    total = 0
+    return sum(part.numel() * part.element_size() for part in local_parts(tensors))
+
+
+def local_parts(tensors: Tensors) -> list[Tensor]:
+    """What this rank holds: plain tensors, and its shards of the others."""
+    found: list[Tensor] = []
     for tensor in tensors.values():
-        parts = [s.tensor for s in tensor.local_shards()] if isinstance(tensor, ShardedTensor) else [tensor]
-        total += sum(part.numel() * part.element_size() for part in parts)
-    return total
+        sharded = isinstance(tensor, ShardedTensor)
+        found += [shard.tensor for shard in tensor.local_shards()] if sharded else [tensor]
+    return found
+
+
+def _load_evaluated(path: Path, weights: Tensors, alone: bool) -> None:
+    entries = read_metadata(path).state_dict_metadata
+    averaged = {MODEL + name.removeprefix(AVERAGE) for name in entries if name.startswith(AVERAGE)}
+    prefixed = {n: x for n, x in entries.items() if n.startswith((MODEL, AVERAGE)) and n not in averaged}
+    wanted = {
+        AVERAGE + name.removeprefix(MODEL) if name in averaged else name: tensor
+        for name, tensor in weights.items()
+    }
+    _fill(path, wanted, prefixed, alone)
 
 
 def _load(path: Path, tensors: Tensors, prefix: str, alone: bool) -> None:
     stored = {n: x for n, x in read_metadata(path).state_dict_metadata.items() if n.startswith(prefix)}
+    _fill(path, tensors, stored, alone)
+
+
+def _fill(path: Path, tensors: Tensors, stored: Mapping[str, Any], alone: bool) -> None:
     with _without_advice():
         _require_equal(path, tensors, stored)
         dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)

@@ -9,6 +9,8 @@ from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.inspect import as_table, describe_sample
 from recsys.models.kernels import check_kernels, describe_kernels
+from recsys.training import averaging
+from recsys.training.averaging import WeightAverage
 from recsys.training.checkpoint import local_bytes
 from recsys.training.distributed import Processes
 from recsys.training.drawing import draw_stages
@@ -53,6 +55,7 @@ def _sizes(session: Session, batch: Batch) -> list[str]:
     layout, steps, parts = batch.sequences, session.total_steps, session.parameters
     states = local_bytes(session.optimizer.tensors())
     weights = local_bytes(session.wrapped.state_dict())
+    averages = [] if session.average is None else [_average(session, session.average)]
     return [
         f"batch: {len(batch.uih_lengths)} rows, {layout.total_len:,} tokens, "
         f"at most {layout.max_len} a sequence",
@@ -60,5 +63,12 @@ def _sizes(session: Session, batch: Batch) -> list[str]:
         f"parameters: {sum(parts.values()):,}: "
         + ", ".join(f"{name} {n:,}" for name, n in parts.items() if n),
         f"this process: {weights / _MEBI:.1f} MiB of weights, {states / _MEBI:.1f} MiB of optimizer state",
+        *averages,
         f"memory: {peak_memory(session.processes.device) / _MEBI:,.0f} MiB at most so far",
     ]
+
+
+def _average(session: Session, average: WeightAverage) -> str:
+    kept = local_bytes(average.tensors(session.progress.step))
+    what = averaging.describe(session.pipeline.train.weight_averaging)
+    return f"averaged weights: {what}; {kept / _MEBI:.1f} MiB more in this process, and as much on disk"

@@ -15,7 +15,7 @@ from recsys.data.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import build_model, layout_rule
 from recsys.models.kernels import check_kernels
-from recsys.training import checkpoint, evaluator
+from recsys.training import averaging, checkpoint, evaluator
 from recsys.training.distributed import Processes, on_main, shard
 from recsys.training.hooks import Hook, Outcome, Run
 from recsys.training.hooks.console import Console, next_lines
@@ -94,7 +94,8 @@ def _hooks(session: Session) -> list[Hook]:
 
 def describe(session: Session) -> Run:
     """What hooks are told when training starts."""
-    processes = session.processes
+    processes, train = session.processes, session.pipeline.train
+    averaged = {"evaluated": averaging.describe(train.weight_averaging)} if session.average else {}
     return Run(
         folder=session.folder,
         config_text=config.to_text(session.pipeline),
@@ -104,7 +105,8 @@ def describe(session: Session) -> Run:
             "device": f"{processes.device}, {processes.world_size} process(es), "
             f"{torch.get_num_threads()} thread(s) each",
             "parameters": f"{sum(session.parameters.values()):,}",
-        },
+        }
+        | averaged,
         hyperparameters=hyperparameters(session.pipeline),
         splits=tuple(name for name in ("validation", "test") if session.pipeline.data.HasField(name)),
     )
@@ -143,7 +145,7 @@ def evaluate(
     require_same_vocabularies(checkpoint.read_state(path).inputs, fingerprints(pipeline))
     step = TrainStep(build_model(pipeline))
     wrapped = shard(step, pipeline, processes)
-    checkpoint.load(path, wrapped.state_dict(), checkpoint.MODEL)
+    checkpoint.load_evaluated(path, wrapped.state_dict())
     loader = Loader(
         pipeline,
         split,

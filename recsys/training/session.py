@@ -7,7 +7,7 @@ together; `trainer` then only moves them.
 
 import logging
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -17,13 +17,14 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys import config, environment, files
 from recsys import protos as pb
-from recsys.checks.effects import warmup_too_long
+from recsys.checks.effects import never_averaged, warmup_too_long
 from recsys.data.batch import Batch, Position
 from recsys.data.loader import Loader
 from recsys.data.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import Model, build_model, layout_rule
 from recsys.training import checkpoint
+from recsys.training.averaging import WeightAverage
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.distributed import Processes, gather, on_main, shard
 from recsys.training.optimizers import ScheduledOptimizer
@@ -62,6 +63,7 @@ class Session:
         total_steps: where it ends.
         inputs: training files and vocabularies.
         parameters: numbers that are learned, of all ranks together, by part of the model.
+        average: of the weights; None when they are used as they are.
     """
 
     pipeline: pb.Pipeline
@@ -77,6 +79,7 @@ class Session:
     total_steps: int
     inputs: Inputs
     parameters: dict[str, int]
+    average: WeightAverage | None
 
     @property
     def model(self) -> Model:
@@ -138,19 +141,39 @@ class Session:
         else:
             seed_everything(_seed(self.pipeline, rank, self.progress.step))
 
+    def moved(self) -> None:
+        """Call when `progress` has come to the end of a step."""
+        self.progress.step += 1
+        if self.average is not None:
+            self.average.update(self.progress.step)
+
+    def as_evaluated(self) -> AbstractContextManager[None]:
+        """Meanwhile the model has the weights that are evaluated: the average, where there is one."""
+        return nullcontext() if self.average is None else self.average.in_place(self.progress.step)
+
+    def end(self) -> None:
+        """From here on the model has the weights that are evaluated, and is neither trained nor saved."""
+        if self.average is not None:
+            self.average.take_over(self.progress.step)
+            self.average = None
+
     def load_weights(self, step: int) -> None:
-        """Fills the model with the saved state of a step; optimizers and progress stay. Collective.
+        """Fills the model with what is evaluated of the saved state of a step; optimizers and progress stay.
+        Collective.
 
         Raises:
             RecsysError: there is none, or it is damaged.
         """
         path = on_main(lambda: checkpoint.find(self.checkpoints.folder, str(step)))
-        checkpoint.load(path, self.wrapped.state_dict(), checkpoint.MODEL)
+        checkpoint.load_evaluated(path, self.wrapped.state_dict())
 
     def _tensors(self) -> checkpoint.Tensors:
-        """Weights by their names in the model behind `model.`, optimizer states behind `optimizer.`."""
+        """Weights by their names in the model behind `model.`, their averages behind `average.`, optimizer
+        states behind `optimizer.`.
+        """
         moved = {"optimizer." + name: tensor for name, tensor in self.optimizer.tensors().items()}
-        return dict(self.wrapped.state_dict()) | moved
+        averages = {} if self.average is None else self.average.tensors(self.progress.step)
+        return dict(self.wrapped.state_dict()) | averages | moved
 
 
 def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Session:
@@ -207,6 +230,8 @@ def _build(
     total_steps = _total_steps(train, reader, progress)
     if train.HasField("num_epochs") and train.schedule.warmup_steps >= total_steps and processes.is_main:
         log.warning("train.schedule.warmup_steps: %s", warmup_too_long(train, total_steps))
+    if train.HasField("num_epochs") and processes.is_main and (what := never_averaged(train, total_steps)):
+        log.warning("train.weight_averaging: %s", what)
     step = TrainStep(model)
     wrapped = shard(step, pipeline, processes)
     optimizer = ScheduledOptimizer(wrapped, train, total_steps)
@@ -225,7 +250,15 @@ def _build(
         total_steps=total_steps,
         inputs=Inputs(reader.source.marks(), fingerprints(pipeline)),
         parameters=parameters,
+        average=_average(wrapped, train),
     )
+
+
+def _average(wrapped: DistributedModelParallel, train: pb.Train) -> WeightAverage | None:
+    if not train.HasField("weight_averaging"):
+        return None
+    constants = {name for name, _ in wrapped.named_buffers()}
+    return WeightAverage(wrapped.state_dict(), constants, train.weight_averaging)
 
 
 def _seed(pipeline: pb.Pipeline, rank: int, step: int) -> int:

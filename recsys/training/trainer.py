@@ -76,6 +76,7 @@ class Trainer:
                 self._maybe_log(result)
                 evaluated = self._maybe_evaluate()
                 self._maybe_save(evaluated)
+            self._session.end()
             self._maybe_look_at_best()
         return self._outcome()
 
@@ -103,7 +104,7 @@ class Trainer:
             self._meter.add(result.samples, result.tokens, result.flop)
             self._history_lengths.append(result.history_lengths)
             session.advance(result.position)
-        progress.step += 1
+        session.moved()
         self._signal = next((number for number, times in result.signals.items() if times), 0)
         for hook in self._hooks:
             hook.stepped(progress.step)
@@ -151,7 +152,8 @@ class Trainer:
         with self._meter.paused():
             if isinstance(self._pipeline, TrainPipelineSparseDist):
                 self._pipeline.detach()
-            metrics, findings = self._evaluate(session.validation, closely=self._is_last_evaluation())
+            with session.as_evaluated():
+                metrics, findings = self._evaluate(session.validation, closely=self._is_last_evaluation())
         value = metrics[self._goal.metric]
         best = self._goal.reached(value, progress.best)
         progress.evaluations_without_gain = 0 if best else progress.evaluations_without_gain + 1

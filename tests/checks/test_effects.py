@@ -55,6 +55,18 @@ WARNINGS = [
     ),
     (RANKER, ["train.num_steps=5"], "train.schedule.warmup_steps: 5 is given and the run has 5 steps"),
     (RANKER, ["train.num_steps=6"], None),
+    (
+        RANKER,
+        ["train.num_steps=8", "train.weight_averaging={swa {start_step: 9}}"],
+        "train.weight_averaging: without effect: swa.start_step is 9 and the run has 8 steps",
+    ),
+    (RANKER, ["train.num_steps=9", "train.weight_averaging={swa {start_step: 9}}"], None),
+    (
+        RANKER,
+        ["train.num_steps=8", "train.weight_averaging={ema {every_steps: 9}}"],
+        "train.weight_averaging: without effect: ema.every_steps is 9 and the run has 8 steps",
+    ),
+    (RANKER, ["train.num_steps=8", "train.weight_averaging={}"], None),
     (RANKER, ["train.num_epochs=1"], None),
     (
         RANKER,

@@ -8,10 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
+
 from recsys import cli
 from recsys import evaluate as evaluate_command
 from recsys import train as train_command
 from recsys.training.hooks.metrics_file import NAME, read_metrics
+from recsys.training.safe_reader import SafeReader, read_metadata
 
 CONFIG = "tests/integration/tiny.config"
 
@@ -76,6 +80,14 @@ def records(folder: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
     found = [r for r in read_metrics(path) if r["kind"] == kind] if path.exists() else []
     timed = {"samples_per_s", "tokens_per_s", "tflop_per_s", "mfu", "data_wait", "memory_bytes", "seconds"}
     return {r["step"]: {key: value for key, value in r.items() if key not in timed} for r in found}
+
+
+def tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Everything in a saved state, whole."""
+    entries = read_metadata(path).state_dict_metadata
+    found = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in entries.items()}
+    dcp.load(found, storage_reader=SafeReader(path), no_dist=True)
+    return found
 
 
 def one_thread() -> dict[str, str]:

@@ -8,13 +8,11 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from recsys.training import checkpoint
 from recsys.training.distributed import process_group
-from recsys.training.safe_reader import SafeReader, read_metadata
 from tests.integration import ranks
-from tests.integration.runs import finish, flags, records, torchrun, train, wait_for
+from tests.integration.runs import finish, flags, records, tensors, torchrun, train, wait_for
 
 STILL = (
     "model.ranker.preprocessor.contextual.dropout=0",
@@ -28,10 +26,17 @@ STILL = (
 
 HALF = ("data.batch_size=8", "data.eval_batch_size=32")
 LONGER = ("train.num_steps=12", "train.checkpoint.keep=9")
+AVERAGED = ("train.weight_averaging={ema {decay: 0.7}}",)
 VARIANTS = {
     "replicated": ("model.embedding.placement=REPLICATED",),
     "table_wise": ("train.sharding.kind=TABLE_WISE",),
     "accumulated": ("train.accumulate_batches=2",),
+    "averaged": AVERAGED,
+    "averaged_replicated": (
+        "model.embedding.placement=REPLICATED",
+        "train.weight_averaging={swa {start_step: 2 every_steps: 1}}",
+    ),
+    "averaged_table_wise": ("train.sharding.kind=TABLE_WISE", "train.weight_averaging={ema {decay: 0.9}}"),
 }
 
 OVER_ROWS = (
@@ -67,14 +72,14 @@ def jobs(folder, uneven) -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def two_ranks(folder, jobs) -> Path:
     """All jobs on two ranks with half the batch, below `two`; and those that only two ranks can do."""
-    grown = [*STILL, *LONGER]
-    assert train(folder / "one" / "grown", *STILL) == 0
+    grown = [*STILL, *AVERAGED, *LONGER]
+    assert train(folder / "one" / "grown", *STILL, *AVERAGED) == 0
     listed = [
         {"folder": str(folder / "two" / name), "overrides": [*overrides, *HALF]}
         for name, overrides in jobs.items()
     ]
     listed += [
-        {"folder": str(folder / "two" / "shrunk"), "overrides": [*STILL, *HALF]},
+        {"folder": str(folder / "two" / "shrunk"), "overrides": [*STILL, *AVERAGED, *HALF]},
         {
             "folder": str(folder / "one" / "grown"),
             "overrides": grown,
@@ -87,14 +92,6 @@ def two_ranks(folder, jobs) -> Path:
     path.write_text(json.dumps(listed))
     finish(torchrun(2, "-m", ranks.__name__, str(path)))
     return folder / "two"
-
-
-def tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Everything in a saved state, whole."""
-    entries = read_metadata(path).state_dict_metadata
-    found = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in entries.items()}
-    dcp.load(found, storage_reader=SafeReader(path), no_dist=True)
-    return found
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -149,14 +146,14 @@ def test_a_run_goes_on_with_more_ranks(folder, two_ranks):
 
 def test_a_run_goes_on_with_fewer_ranks(folder, two_ranks):
     run = two_ranks / "shrunk"
-    pipeline = ranks.config.prepare(ranks.CONFIG, [*STILL, *HALF, *LONGER]).pipeline
+    pipeline = ranks.config.prepare(ranks.CONFIG, [*STILL, *AVERAGED, *HALF, *LONGER]).pipeline
     with process_group() as processes:
         session = ranks.open_session(pipeline, run, processes)
         session.checkpoints = ranks.Checkpoints(folder / "shrunk")
         session.save()
         del session
     assert_same_tensors(run / "checkpoints" / "step-00000008", folder / "shrunk" / "step-00000008")
-    assert train(run, *STILL, *HALF, *LONGER) == 0
+    assert train(run, *STILL, *AVERAGED, *HALF, *LONGER) == 0
     assert sorted(records(run)) == list(range(1, 13))
     progress = checkpoint.read_state(run / "checkpoints" / "step-00000012").progress
     assert progress.next_batch == 8 * 2 + 4 * 1

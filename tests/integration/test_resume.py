@@ -1,5 +1,6 @@
 """Killed, stopped, damaged: a run that is started again continues as if nothing had happened, bit for bit."""
 
+import json
 import random
 import shutil
 import signal
@@ -7,10 +8,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from recsys import environment, files
 from recsys.training.hooks.metrics_file import NAME
-from tests.integration.runs import evaluate, finish, records, start, train, wait_for
+from tests.integration.runs import evaluate, finish, records, start, tensors, train, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,36 @@ def test_killed_at_a_random_step_and_while_saving(tmp_path, uninterrupted, seed)
     assert train(tmp_path) == 0
     assert_same_run(tmp_path, uninterrupted)
     assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("average", ["ema {decay: 0.8}", "swa {start_step: 5 every_steps: 3}"])
+def test_averages_survive_a_kill_and_leave_the_training_curve_alone(tmp_path, uninterrupted, average):
+    """Killed before and behind an evaluation, for which the weights are exchanged."""
+    averaged = f"train.weight_averaging={{{average}}}"
+    assert train(tmp_path / "whole", averaged) == 0
+    process = start(tmp_path / "killed", averaged)
+    wait_for(lambda: max(records(tmp_path / "killed"), default=0) >= 7, process)
+    process.kill()
+    process.communicate()
+    assert train(tmp_path / "killed", averaged) == 0
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+    assert records(tmp_path / "whole") == records(uninterrupted)
+    assert records(tmp_path / "whole", "evaluation") != records(uninterrupted, "evaluation")
+    last = [tensors(tmp_path / name / "checkpoints" / "step-00000016") for name in ("whole", "killed")]
+    plain = tensors(uninterrupted / "checkpoints" / "step-00000016")
+    assert all(torch.equal(last[1][name], tensor) for name, tensor in last[0].items())
+    assert all(torch.equal(last[0][name], tensor) for name, tensor in plain.items())
+    parameters = {name.removeprefix("model.") for name in plain if name.startswith("model.")}
+    assert last[0].keys() - plain.keys() == {f"average.{name}" for name in parameters}
+
+
+def test_evaluation_of_a_saved_state_uses_its_averages(tmp_path):
+    """Without `max_batches`, so that the command reads what training's evaluation reads."""
+    averaged = ("train.weight_averaging={ema {decay: 0.8}}", "train.evaluation={every_steps: 6}")
+    assert train(tmp_path, *averaged) == 0
+    assert evaluate("--run-dir", str(tmp_path), "--split", "validation", "--checkpoint", "newest") == 0
+    found = json.loads((tmp_path / "validation_metrics.json").read_text())["metrics"]
+    assert found == records(tmp_path, "evaluation")[16]["metrics"]
 
 
 def test_files_may_move_but_a_vocabulary_may_not_change(tmp_path, capsys):
