@@ -99,8 +99,31 @@ class Pointer:
     def __init__(self, tensor: torch.Tensor, offset: int = 0) -> None:
         self.flat, self.offset = tensor.view(-1), offset
 
-    def __add__(self, other: Any) -> Pointer:
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.flat.dtype)
+
+    def __add__(self, other: Any) -> Pointer | Pointers:
+        if isinstance(other, Block):
+            return Pointers(self.flat, self.offset + other.data)
         return Pointer(self.flat, self.offset + int(raw(other)))
+
+
+class Pointers:
+    """A block of them."""
+
+    def __init__(self, flat: torch.Tensor, offset: torch.Tensor) -> None:
+        self.flat, self.offset = flat, offset
+
+    def load(self, mask: Block, other: float) -> Block:
+        assert (self.offset[mask.data] >= 0).all() and (self.offset[mask.data] < len(self.flat)).all()
+        found = self.flat[self.offset.clamp(0, len(self.flat) - 1)]
+        return Block(torch.where(mask.data, found, torch.full_like(found, other)), None)
+
+    def store(self, value: Block, mask: Block) -> None:
+        assert value.data.dtype == self.flat.dtype
+        assert (self.offset[mask.data] >= 0).all() and (self.offset[mask.data] < len(self.flat)).all()
+        self.flat[self.offset[mask.data]] = value.data[mask.data]
 
 
 class Memory:
@@ -399,11 +422,23 @@ def language(machine: Machine) -> SimpleNamespace:
         return Memory(machine, data, barriers)
 
     def inline(asm: str, constraints: str, args: list[Any], **rest: Any) -> Any:
+        if asm.startswith("cp.async.bulk.wait_group 0"):
+            machine.store_wait(0)
+            return Number(0)
+        if asm.startswith("fence.proxy.async"):
+            return Number(0)
         if asm.startswith("tanh"):
             return Block(torch.tanh(args[0].data), args[0].type.layout)
+        if asm.startswith("mov"):
+            return Number(raw(args[0]))
         number, threads = (int(raw(argument)) for argument in args)
         machine.named_barrier(number, threads, waits=asm.startswith("bar.sync"))
         return Number(0)
+
+    def load(pointer: Any, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Any:
+        if isinstance(pointer, Pointers):
+            return pointer.load(mask, other)
+        return Number(int(pointer.flat[pointer.offset]))
 
     def atomic_add(pointer: Pointer, value: int, sem: str) -> Number:
         before = int(pointer.flat[pointer.offset])
@@ -418,13 +453,16 @@ def language(machine: Machine) -> SimpleNamespace:
         constexpr=lambda x: x,
         convert_layout=lambda x, layout: Block(x.data, layout),
         expand_dims=lambda x, axis: Block(x.data.unsqueeze(axis), x.type.layout),
+        float16=torch.float16,
         float32=torch.float32,
         NVMMASharedLayout=lambda **rest: None,
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, raw(value), dtype=dtype), layout),
         inline_asm_elementwise=inline,
         int32=torch.int32,
         int64=torch.int64,
-        load=lambda pointer: Number(int(pointer.flat[pointer.offset])),
+        load=load,
+        store=lambda pointer, value, mask: pointer.store(value, mask),
+        thread_barrier=lambda: None,
         max=lambda x, axis: Number(x.data.max().item()),
         maximum=_extreme(max, "maximum"),
         minimum=_extreme(min, "minimum"),

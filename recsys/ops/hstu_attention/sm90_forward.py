@@ -132,14 +132,17 @@ def blocks_past(
     """How many blocks, the first in order, lie behind all that the strip sees: all of them for a strip past
     the end of the sample.
 
-    A row sees nothing behind itself, but for contextual rows that read the history. Blocks between the end of
-    the strip and the end of the tile hold rows of the tile, which see themselves: all of them are visited.
+    A row sees nothing behind itself, but for contextual rows: they see one another, and the history if they read
+    it. Blocks between the end of the strip and the end of the tile hold rows of the tile, which see themselves:
+    all of them are visited.
     """
     length, history_end, first = tile[1], tile[2], tile[3]
     row = first + strip * STRIP
     end = gl.minimum(row + STRIP, length)
+    seen_by_contextual = num_contextual
     if CONTEXTUAL_READS:
-        end = gl.where(row < num_contextual, gl.maximum(end, history_end), end)
+        seen_by_contextual = history_end
+    end = gl.where(row < num_contextual, gl.maximum(end, seen_by_contextual), end)
     masked = num_masked(runs)
     last = masked_block(masked - 1, runs)
     past = gl.minimum(gl.maximum(last + 1 - (end + BLOCK_N - 1) // BLOCK_N, 0), masked)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention import sm90_launch, triton_launch, triton_ops
+from recsys.ops.hstu_attention import sm90_launch, sm90_two_pass, triton_launch, triton_ops
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
@@ -57,8 +57,11 @@ class HstuAttention(triton_ops.HstuAttention):
 def _gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem, deterministic: bool
 ) -> Gradients:
-    """By the Hopper kernel where it can: it adds up dQ in any order."""
-    if deterministic or q.shape[2] not in sm90_launch.BACKWARD_SIZES:
+    """By the Hopper kernels where they can: the one for narrow heads adds up dQ in any order."""
+    dim = q.shape[2]
+    if dim in sm90_two_pass.SIZES:
+        return sm90_two_pass.backward(grad_out, q, k, v, problem)
+    if deterministic or dim not in sm90_launch.BACKWARD_SIZES:
         return triton_launch.backward(grad_out, q, k, v, problem, tables=False, deterministic=deterministic)
     return sm90_launch.backward(grad_out, q, k, v, problem)
 

@@ -63,10 +63,6 @@ class Made:
 
 
 def compiled(dim, sizes, mask, folder: Path) -> Made:
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
     function = sm90_launch.forward_kernel
     windowed, target_window, grouped, reads = MASKS[mask]
     constants = {
@@ -83,9 +79,18 @@ def compiled(dim, sizes, mask, folder: Path) -> Made:
         "COMPUTING_REGISTERS": sizes.computing_registers,
         "LOADING_REGISTERS": sizes.loading_registers,
     }
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     rows = {"q_desc": 64, "o_desc": 64, "k_desc": sizes.keys, "v_desc": sizes.keys}
-    types = {name: f"tensordesc<bf16[1,1,{n},{dim}],{layout!r}>" for name, n in rows.items()}
+    return assembled(function, constants, rows, folder)
+
+
+def assembled(function, constants, rows, folder: Path) -> Made:
+    """`rows`: of the boxes of each descriptor, which have all columns of a head."""
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    types = {name: f"tensordesc<bf16[1,1,{n},{constants['D']}],{layout!r}>" for name, n in rows.items()}
     types |= {"items": "*i64", "counter": "*i32", "half_alpha": "fp32", "inverse_scale": "fp32"}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names
@@ -110,9 +115,21 @@ def compiled(dim, sizes, mask, folder: Path) -> Made:
 def test_it_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
     environment.prefer_packaged_ptxas()
     made = compiled(dim, sizes, mask, tmp_path)
+    registers = sizes.strips * sizes.computing_registers + sizes.loading_registers
+    check_resources(made, registers)
+    loops = product_loops(made.sass)
+    assert len(loops) == 2 * sizes.strips, "a loop with and one without a mask, for each strip"
+    for loop in loops:
+        check_loop(loop, dim, sizes.keys)
+    assert sum("FSEL" in " ".join(loop) for loop in loops) == sizes.strips, (
+        "only the loops with a mask select"
+    )
+
+
+def check_resources(made, registers):
+    """`registers`: of one thread of each warp group, added up."""
     assert made.shared <= 227 * 1024
     assert "serializ" not in made.report, made.report
-    registers = sizes.strips * sizes.computing_registers + sizes.loading_registers
     assert registers * 128 <= 65536
     if (
         environment.version_numbers(environment.tool_version(environment.find_ptxas()))
@@ -121,13 +138,11 @@ def test_it_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", made.report)
         assert max(map(int, spilled.groups())) <= SPILLED, made.report
     assert "UTMALDG.4D" in made.sass and "UTMASTG.4D" in made.sass
-    loops = [loop for loop in inner_loops(made.sass) if any("HGMMA" in line for line in loop)]
-    assert len(loops) == 2 * sizes.strips, "a loop with and one without a mask, for each strip"
-    for loop in loops:
-        check_loop(loop, dim, sizes.keys)
-    assert sum("FSEL" in " ".join(loop) for loop in loops) == sizes.strips, (
-        "only the loops with a mask select"
-    )
+
+
+def product_loops(sass):
+    """The innermost loops with matrix instructions."""
+    return [loop for loop in inner_loops(sass) if any("HGMMA" in line for line in loop)]
 
 
 def check_loop(loop, dim, keys):

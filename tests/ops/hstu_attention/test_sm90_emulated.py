@@ -76,3 +76,9 @@ def test_sizes(strips, keys, stages, turns):
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_widths(dim):
     check(layout_of(samples(1, [(200, 7), (90, 0)])), AttentionMask(), dim)
+
+
+@pytest.mark.parametrize(("dim", "contextual"), [(64, 130), (256, 70)])
+def test_contextual_rows_see_those_in_blocks_behind_their_strip(dim, contextual):
+    mask = AttentionMask(contextual_reads_history=False)
+    check(layout_of(samples(contextual, [(60, 3), (0, 0)])), mask, dim, heads=1)
