@@ -6,7 +6,7 @@ in as a function, so the layer is the same with any mask, bias or kernel.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -54,6 +54,11 @@ class STULayer(nn.Module):
             "normed_x" (norm(x)), "uvqk" (the projection, also behind its activation), "gated" (norm(a), gate
             and dropout). Attention itself never runs again, and gradients are the same. A traced graph
             ignores it: compilers decide for themselves.
+        compiled: whether `torch.compile` makes fewer kernels of what stands in front of attention. One graph
+            serves all layers of a form and all numbers of tokens.
+
+    Raises:
+        ValueError: `compiled` with "normed_x" or "uvqk" in `recompute`.
     """
 
     def __init__(
@@ -66,8 +71,15 @@ class STULayer(nn.Module):
         form: STUForm = STUForm(),
         dropout: float = 0.0,
         recompute: Collection[Literal["normed_x", "uvqk", "gated"]] = (),
+        compiled: bool = False,
     ):
         super().__init__()
+        if compiled and {"normed_x", "uvqk"} & set(recompute):
+            raise ValueError(
+                "compile: what is compiled is not computed again: set compile to false, or leave NORMED_X and "
+                "UVQK out of recompute"
+            )
+        self.compiled = compiled
         self.num_heads = num_heads
         self.form = form
         self.recompute = frozenset(recompute)
@@ -86,16 +98,18 @@ class STULayer(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
         """[T, E] -> [T, E]; `scale` [T, 1] is a factor of what is added to x."""
-        joined = self._join(x)
         if "uvqk" not in self._recomputed():
-            u, q, k, v = self._divide(joined)
+            u, q, k, v = self.project(x)
             return self.finish(x, u, attend(q, k, v), scale)
+        joined = self._join(x)
         with rebuilt_in_backward(partial(self._all_projected, x.detach()), x.device.type) as watch:
             u, q, k, v = self._divide(joined, watch)
             return self.finish(x, u, attend(q, k, v), scale)
 
     def project(self, x: Tensor) -> "Projected":
         """The first half of `forward`, for layers that share one attention; keeps u, q, k and v."""
+        if self.compiled and x.shape[0] > 1 and not torch.compiler.is_compiling():
+            return self._heads(*_compiled_front()(self, x))
         return self._divide(self._join(x))
 
     def finish(self, x: Tensor, u: Tensor, attended: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -131,6 +145,9 @@ class STULayer(nn.Module):
         u, v, q, k = self._split(joined)
         if watch is not None:
             watch([joined, u, v, q, k])
+        return self._heads(u, v, q, k)
+
+    def _heads(self, u: Tensor, v: Tensor, q: Tensor, k: Tensor) -> "Projected":
         return Projected(u, *(part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v)))
 
     def _split(self, joined: Tensor) -> list[Tensor]:
@@ -157,6 +174,17 @@ class STULayer(nn.Module):
             dropout=self.dropout.p if self.training else 0.0,
         )
         return self.output(gated)
+
+
+@lru_cache(maxsize=1)
+def _compiled_front() -> Callable[["STULayer", Tensor], list[Tensor]]:
+    """`_front` of any layer: compiled once for a form, not for a layer or a number of tokens."""
+    return torch.compile(_front, dynamic=True)
+
+
+def _front(layer: "STULayer", x: Tensor) -> list[Tensor]:
+    """u, v, q and k behind their activation, [T, H * its width]."""
+    return layer._split(layer._project(x))
 
 
 class Projected(NamedTuple):

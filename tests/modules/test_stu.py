@@ -195,6 +195,27 @@ def test_what_is_recomputed_is_not_kept(form, choice):
         gc.enable()
 
 
+def test_one_compiled_graph_serves_layers_and_sizes():
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    for seed, rows in enumerate([50, 7, 1, 0, 33]):
+        torch.manual_seed(seed)
+        layer = random_layer(("u", "layer", "concat"))
+        x = torch.randn(rows, EMBEDDING, dtype=torch.float64, requires_grad=True)
+        found = []
+        for layer.compiled in (True, False):
+            found.append(gradients(layer, x, Readers.apply))
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want)
+    assert counters["unique_graphs"] == 1
+
+
+def test_what_is_compiled_is_not_recomputed():
+    with pytest.raises(ValueError, match="compile: what is compiled is not computed again"):
+        random_layer(("u", "layer", "concat"), recompute=["uvqk"], compiled=True)
+
+
 def test_nothing_is_recomputed_without_gradients():
     layer = random_layer(("u", "layer", "concat"), recompute=PARTS)
     x = torch.randn(4, EMBEDDING, dtype=torch.float64)

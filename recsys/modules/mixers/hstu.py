@@ -140,4 +140,5 @@ def _layer(config: pb.HstuMixer, embedding_dim: int) -> STULayer:
         form=STUForm(_ACTIVATION[config.activation], _NORM[config.norm], _GATE[config.gate]),
         dropout=config.dropout,
         recompute=[_RECOMPUTE[choice] for choice in config.recompute],
+        compiled=config.compile,
     )
