@@ -9,6 +9,7 @@ from recsys.ops.hstu_attention import hstu_attention
 from recsys.ops.hstu_attention.cached import hstu_attention_cached
 from recsys.ops.jagged import gather_rows, segment_sum
 from recsys.ops.layout import PaddedIndex, Selection, SequenceLayout, offsets_from_lengths
+from recsys.ops.linear_logp import LinearLogp, linear_logp, linear_lse
 from recsys.ops.mask import AttentionMask
 from recsys.ops.norm_mul_dropout import norm_mul_dropout
 from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
@@ -17,6 +18,7 @@ from recsys.ops.softmax_attention import softmax_attention
 __all__ = [
     "AttentionMask",
     "CachedRelativeBias",
+    "LinearLogp",
     "PaddedIndex",
     "RelativeBias",
     "Selection",
@@ -26,6 +28,8 @@ __all__ = [
     "hstu_attention",
     "hstu_attention_cached",
     "last_backend",
+    "linear_logp",
+    "linear_lse",
     "norm_mul_dropout",
     "offsets_from_lengths",
     "segment_sum",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from recsys import protos as pb
-from recsys.modules.losses import softmax
 from recsys.modules.losses.softmax import IGNORED, SoftmaxLoss
+from recsys.ops.linear_logp import reference
 
 TEMPERATURE = 0.3
 
@@ -151,7 +151,7 @@ def test_blocks_change_nothing_but_the_memory(monkeypatch, form):
     whole = make()(queries, items, targets, **more)
     expected = torch.autograd.grad(whole, leaves, upstream)
 
-    monkeypatch.setitem(softmax.BLOCK_SCORES, "cpu", 2 * len(items))
+    monkeypatch.setitem(reference.BLOCK_SCORES, "cpu", 2 * len(items))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
         blocks = make()(queries, items, targets, **more)
@@ -175,10 +175,12 @@ def test_no_queries():
 
 
 @pytest.mark.parametrize("target", [-2, 9])
-def test_a_target_outside_names_its_query(target):
+def test_a_target_outside_names_its_row(target):
     queries, items, targets = full_problem()
     targets[3] = target
-    with pytest.raises(ValueError, match=f"query 3: target {target} is no row of the 9 items"):
+    with pytest.raises(
+        ValueError, match=f"target of row 3 is {target}, which is no row of weight: allowed are 0 to 8"
+    ):
         make()(queries, items, targets)
 
 

@@ -1,0 +1,231 @@
+"""`linear_logp`: log-probabilities of a softmax over a large linear layer, which never holds all its scores.
+
+`linear_lse` is the same without a true class, for a positive that is no row of the weight;
+`parallel.linear_logp_sharded` has the rows of the weight spread over the ranks of a process group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.attention_args import check_number
+from recsys.ops.dispatch import Op
+from recsys.ops.linear_logp.recompute import Softmax
+
+__all__ = ["OP", "LinearLogp", "linear_logp", "linear_lse"]
+
+
+@dataclass(frozen=True)
+class LogpFacts:
+    """All that a backend may know when it says whether it can run."""
+
+    device: str
+    dtype: torch.dtype
+    width: int
+
+
+class LinearLogp(NamedTuple):
+    """Of each row, float32 (float64 for float64 inputs)."""
+
+    logp: Tensor
+    """[N], log of the probability of its target."""
+    lse: Tensor
+    """[N], log of the sum of the exponentials of its scores."""
+
+
+def linear_logp(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    candidate_ids: Tensor | None = None,
+    target_ids: Tensor | None = None,
+    ignore_index: int = -100,
+    backend: str = "auto",
+) -> LinearLogp:
+    """`log_softmax((hidden weight^T + bias) / temperature)[i, target[i]]` and the log-sum-exp of each row.
+
+    The scores are computed block by block, and again in backward, which keeps two numbers a row. With ids, a
+    row's sum leaves out the rows of the weight that have the id of its target (accidental hits among drawn
+    negatives), but never the target itself.
+
+    Args:
+        hidden: [N, D] floating point.
+        weight: [V, D], dtype and device of `hidden`.
+        target: [N] int64, rows of `weight`, or `ignore_index`.
+        bias: [V] floating point; for drawn candidates -log of their frequency (logQ correction). -inf leaves
+            a candidate out.
+        temperature: above 0; a tensor of one number may require a gradient.
+        candidate_ids, target_ids: [V] and [N] int64, both or neither.
+        ignore_index: the target of rows that do not count: their logp is 0, and neither of their outputs has
+            a gradient.
+        backend: "auto" takes the first usable one; a named one runs or raises.
+
+    Returns:
+        logp and lse, differentiable in hidden, weight, bias and temperature; all is bitwise repeatable.
+        Any other target outside [0, V) is an error where ids are on the host; on a device, where looking at
+        them would wait, its logp is NaN and it has no gradient.
+
+    Raises:
+        TypeError, ValueError: naming the argument, and the row of a wrong target.
+
+    Source: the online normaliser of Milakov and Gimelshein, arXiv 1805.02867; logQ correction and accidental
+    hits: Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019.
+    """
+    facts = _facts(
+        hidden,
+        weight,
+        target,
+        bias=bias,
+        temperature=temperature,
+        candidate_ids=candidate_ids,
+        target_ids=target_ids,
+        ignore_index=ignore_index,
+    )
+    rows = rows_of(target, weight.shape[0], ignore_index)
+    scale = inverse_of(temperature, hidden)
+    pieces = OP.select(facts, backend).PIECES
+    options = (pieces, None, 0)
+    logp, lse = Softmax.apply(hidden, weight, bias, scale, rows, candidate_ids, target_ids, *options)
+    return LinearLogp(with_wrong_shown(logp, target, rows, ignore_index), lse)
+
+
+def linear_lse(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    candidate_ids: Tensor | None = None,
+    target_ids: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """[N], the `lse` of `linear_logp` where no row has its target in `weight`: no accidental hit counts.
+
+    -inf, without a gradient, where nothing remains. Arguments and errors as of `linear_logp`.
+    """
+    facts = _facts(
+        hidden,
+        weight,
+        None,
+        bias=bias,
+        temperature=temperature,
+        candidate_ids=candidate_ids,
+        target_ids=target_ids,
+    )
+    pieces, scale = OP.select(facts, backend).PIECES, inverse_of(temperature, hidden)
+    options = (pieces, None, 0)
+    return Softmax.apply(hidden, weight, bias, scale, None, candidate_ids, target_ids, *options)[1]
+
+
+def rows_of(target: Tensor, num_rows: int, ignore_index: int) -> Tensor:
+    """`target` with -1 for all that is no row of the weight.
+
+    Raises:
+        ValueError: one that is not `ignore_index` either, where one can see it without waiting for a device.
+    """
+    wrong = (target < 0) | (target >= num_rows)
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        refused = wrong & (target != ignore_index)
+        if refused.any():
+            row = int(refused.nonzero()[0])
+            raise ValueError(
+                f"target of row {row} is {int(target[row])}, which is no row of weight: allowed are 0 to "
+                f"{num_rows - 1}, or ignore_index = {ignore_index} for a row without a target"
+            )
+    return torch.where(wrong | (target == ignore_index), -1, target)
+
+
+def with_wrong_shown(logp: Tensor, target: Tensor, rows: Tensor, ignore_index: int) -> Tensor:
+    """NaN for targets that could not be refused when `rows_of` saw them."""
+    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+        return logp
+    return logp.masked_fill((rows < 0) & (target != ignore_index), torch.nan)
+
+
+def inverse_of(temperature: float | Tensor, hidden: Tensor) -> Tensor:
+    """1 / temperature as a tensor [1] of the type that sums have."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if isinstance(temperature, Tensor):
+        return temperature.to(wide).reshape(1).reciprocal()
+    return torch.full((1,), 1 / temperature, dtype=wide, device=hidden.device)
+
+
+def _facts(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    candidate_ids: Tensor | None = None,
+    target_ids: Tensor | None = None,
+    ignore_index: int = -100,
+) -> LogpFacts:
+    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    for name, tensor in (("hidden", hidden), ("weight", weight)):
+        _check_float(name, tensor, hidden)
+        if tensor.dim() != 2 or tensor.shape[1] == 0:
+            raise ValueError(f"{name} must have shape [rows, width], width > 0, got {tuple(tensor.shape)}")
+    if weight.shape[1] != hidden.shape[1]:
+        raise ValueError(f"weight must have the width of hidden, {hidden.shape[1]}, got {weight.shape[1]}")
+    if weight.dtype != hidden.dtype:
+        raise TypeError(f"weight must have the dtype of hidden, {hidden.dtype}, got {weight.dtype}")
+    if bias is not None:
+        _check_float("bias", bias, hidden)
+        _check_length("bias", bias, weight.shape[0], "rows of weight")
+    _check_temperature(temperature, hidden)
+    if (candidate_ids is None) != (target_ids is None):
+        raise ValueError("candidate_ids and target_ids belong together: give both, or neither")
+    of_rows, of_weight = (hidden.shape[0], "rows of hidden"), (weight.shape[0], "rows of weight")
+    ids = (("target", target, of_rows), ("target_ids", target_ids, of_rows))
+    for name, tensor, length in (*ids, ("candidate_ids", candidate_ids, of_weight)):
+        if tensor is not None:
+            _check_ids(name, tensor, hidden)
+            _check_length(name, tensor, *length)
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+    return LogpFacts(hidden.device.type, hidden.dtype, int(hidden.shape[1]))
+
+
+def _check_float(name: str, tensor: object, hidden: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise TypeError(f"{name} must be a floating point tensor, got {_kind(tensor)}")
+    if tensor.device != hidden.device:
+        raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}")
+
+
+def _check_ids(name: str, tensor: object, hidden: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.int64:
+        raise TypeError(f"{name} must be an int64 tensor, got {_kind(tensor)}")
+    if tensor.device != hidden.device:
+        raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}")
+
+
+def _check_length(name: str, tensor: Tensor, length: int, of: str) -> None:
+    if tensor.dim() != 1 or tensor.shape[0] != length:
+        raise ValueError(f"{name} must have shape [{length}], the {of}, got {tuple(tensor.shape)}")
+
+
+def _check_temperature(temperature: float | Tensor, hidden: Tensor) -> None:
+    if not isinstance(temperature, Tensor):
+        check_number("temperature", temperature, positive=True)
+        return
+    _check_float("temperature", temperature, hidden)
+    if temperature.numel() != 1:
+        raise ValueError(f"temperature must hold one number, got shape {tuple(temperature.shape)}")
+    if temperature.device.type == "cpu" and not torch.compiler.is_compiling() and not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature.item()}")
+
+
+def _kind(given: object) -> str:
+    return f"a tensor of {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
+
+
+OP = Op("linear_logp", __name__, backends=("reference",), facts=_facts)

@@ -1,0 +1,152 @@
+"""Blocks of rows in plain PyTorch: the definition of correct, on any device and in any type.
+
+All scores of a block are held at once, in float32 at least; backward computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.linear_logp.recompute import (
+    Gradients,
+    Operands,
+    Parts,
+    Pieces,
+    Upstream,
+    Wanted,
+    fake_gradients,
+)
+
+BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
+"""Most scores held at once, by device: 2 MiB of float32 stay in a CPU's cache; a GPU wants large blocks."""
+
+
+def supports(facts: object) -> Support:
+    """Everything."""
+    return SUPPORTED
+
+
+def forward(operands: Operands) -> Parts:
+    """Maximum, sum and the target's score of each row."""
+    hidden, weight, bias = _wide(operands)
+    maximum, total, score = (hidden.new_empty(hidden.shape[0]) for _ in range(3))
+    with torch.autocast(hidden.device.type, enabled=False):
+        for block in _blocks(operands):
+            scores = _scores(operands, block, hidden[block], weight, bias)
+            if operands.target is not None:
+                score[block] = scores.gather(1, operands.target[block, None].clamp(min=0))[:, 0]
+            best = torch.amax(scores, 1, out=maximum[block])
+            finite = torch.where(best == -torch.inf, 0, best)
+            torch.sum(scores.sub_(finite[:, None]).exp_(), 1, out=total[block])
+    return Parts(maximum, total, score)
+
+
+def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradients:
+    """Products of the gradient of the scores."""
+    hidden, weight, bias = _wide(operands)
+    grad_hidden = torch.empty_like(hidden) if wanted.hidden else None
+    grad_weight = torch.zeros_like(weight) if wanted.weight else None
+    grad_bias = weight.new_zeros(weight.shape[0]) if wanted.bias else None
+    with torch.autocast(hidden.device.type, enabled=False):
+        for block in _blocks(operands):
+            scores = _scores(operands, block, hidden[block], weight, bias)
+            grad = scores.sub_(upstream.maximum[block, None]).exp_().mul_(upstream.factor[block, None])
+            if operands.target is not None:
+                place = operands.target[block, None].clamp(min=0)
+                grad.scatter_(1, place, grad.gather(1, place) + upstream.of_target[block, None])
+            if grad_hidden is not None:
+                torch.mm(grad, weight, out=grad_hidden[block])
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.T, hidden[block])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+    if grad_hidden is not None:
+        grad_hidden *= operands.scale
+    if grad_bias is not None:
+        grad_bias *= operands.scale
+    return Gradients(grad_hidden, _rounded(grad_weight, operands.weight.dtype), grad_bias)
+
+
+@torch.library.custom_op("recsys::linear_logp_forward", mutates_args=())
+def forward_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    target: Tensor | None,
+    candidate_ids: Tensor | None,
+    target_ids: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`forward` as one node of a traced graph, whatever the number of blocks."""
+    return forward(Operands(hidden, weight, bias, scale, target, candidate_ids, target_ids))
+
+
+@forward_op.register_fake
+def _(hidden, weight, bias, scale, target, candidate_ids, target_ids):
+    return tuple(scale.new_empty(hidden.shape[0]) for _ in range(3))
+
+
+@torch.library.custom_op("recsys::linear_logp_backward", mutates_args=())
+def backward_op(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    target: Tensor | None,
+    candidate_ids: Tensor | None,
+    target_ids: Tensor | None,
+    maximum: Tensor,
+    factor: Tensor,
+    of_target: Tensor,
+    wanted: list[bool],
+) -> list[Tensor]:
+    """`backward` as one node: the gradients that are `wanted`."""
+    operands = Operands(hidden, weight, bias, scale, target, candidate_ids, target_ids)
+    found = backward(operands, Upstream(maximum, factor, of_target), Wanted(*wanted))
+    return [gradient for gradient in found if gradient is not None]
+
+
+@backward_op.register_fake
+def _(hidden, weight, bias, scale, target, candidate_ids, target_ids, maximum, factor, of_target, wanted):
+    return fake_gradients(hidden, weight, scale, wanted)
+
+
+PIECES = Pieces(forward, backward, forward_op, backward_op)
+
+
+def _wide(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
+    """hidden and bias, both times the scale, and weight, in the type of the scale."""
+    hidden, weight, bias, scale = operands[:4]
+    scaled_bias = None if bias is None else bias.to(scale.dtype) * scale
+    return hidden.to(scale.dtype) * scale, weight.to(scale.dtype), scaled_bias
+
+
+def _blocks(operands: Operands) -> Iterator[slice]:
+    rows, candidates = operands.hidden.shape[0], operands.weight.shape[0]
+    most = BLOCK_SCORES.get(operands.hidden.device.type, BLOCK_SCORES["cuda"])
+    size = max(1, most // candidates)
+    for start in range(0, rows, size):
+        yield slice(start, start + size)
+
+
+def _scores(operands: Operands, block: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[rows of the block, V], -inf for accidental hits."""
+    scores = hidden @ weight.T
+    if bias is not None:
+        scores += bias
+    if operands.candidate_ids is not None and operands.target_ids is not None:
+        hit = operands.target_ids[block, None] == operands.candidate_ids
+        if operands.target is not None:
+            place = operands.target[block, None]
+            first = place.clamp(min=0)
+            hit.scatter_(1, first, hit.gather(1, first) & (place < 0))
+        scores.masked_fill_(hit, -torch.inf)
+    return scores
+
+
+def _rounded(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
