@@ -63,6 +63,15 @@ class Model(nn.Module):
         """The model's outputs, a dataclass that `objective` and `update_metrics` take."""
         raise NotImplementedError
 
+    def forward_again(self, batch: Batch, before: Any) -> Any:
+        """As `forward`, for another batch of one evaluation.
+
+        Args:
+            batch: as it was read.
+            before: outputs of an earlier batch; what is the same for all of them need not be computed again.
+        """
+        return self(batch)
+
     def score(self, batch: Batch) -> Tensor:
         """float32, the one tensor that an exported model returns."""
         raise NotImplementedError

@@ -52,6 +52,17 @@ class Halves:
         )
 
 
+def without_catalogue(batch: Batch, pipeline: pb.Pipeline) -> Batch:
+    """A retriever's batch without the items that its queries are compared with; its rows stay as they are."""
+    kept = {column.name for column in features.columns(pipeline)}
+    return replace(
+        batch,
+        ids=_ids(batch.ids, kept),
+        value_counts=_only(batch.value_counts, kept),
+        numbers=_only(batch.numbers, kept),
+    )
+
+
 def _no_candidates(batch: Batch) -> dict[str, object]:
     return {
         "num_candidates": torch.zeros_like(batch.num_candidates),

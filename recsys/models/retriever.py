@@ -6,7 +6,7 @@ that would tell it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows, Model, build_postprocessor
 from recsys.models.catalogue import rank_targets
+from recsys.models.halves import without_catalogue
 from recsys.modules.flops import linear_flops
 from recsys.modules.losses.softmax import IGNORED
 from recsys.modules.sequence import JaggedSequence, following
@@ -76,6 +77,10 @@ class Retriever(Model):
             prepared = self.preprocess(embeddings, batch)
             mixed = self.mix(prepared.sequence)
             return self.compare(mixed, embeddings)
+
+    def forward_again(self, batch: Batch, before: RetrieverOutputs) -> RetrieverOutputs:
+        """As `forward`, of a batch whose negatives are the same: they are not looked up again."""
+        return replace(self(without_catalogue(batch, self.pipeline)), items=before.items)
 
     def query(self, batch: Batch) -> Tensor:
         """float32 [B, E], what each row expects next; zeros for a row without history."""

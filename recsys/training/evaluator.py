@@ -69,10 +69,13 @@ def evaluate(
     with _aside(model, device):
         metrics = {name: metric.to(device) for name, metric in model.metrics().items()}
         totals: Losses | None = None
+        first = None
         for batch in islice(loader.epoch(0), max_batches):
             batch = batch.to(device)
             with diagnostics.watching(batch) if diagnostics else nullcontext():
-                outputs = model(batch)
+                # A retriever's catalogue is encoded once.
+                outputs = model(batch) if first is None else model.forward_again(batch, first)
+            first = outputs if first is None else first
             rows = model.metric_rows(outputs, batch)
             add_rows(metrics, rows)
             if diagnostics:

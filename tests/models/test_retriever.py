@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch.nn.functional import normalize
 
 from recsys.models import Retriever, build_model
 from recsys.models.retriever import last_of_each
+from recsys.training.evaluator import evaluate
 from tests.modules.pipelines import RETRIEVER, batch_of, pipeline_of, random_row, random_rows
 
 SIZES = [(3, 1), (0, 1), (6, 2), (2, 0), (1, 1)]
@@ -187,6 +189,25 @@ def test_ranks_and_metrics_follow_from_scores_by_hand(model, pipeline):
     model.update_metrics(metrics, outputs, batch)
     reciprocal = sum(w / rank for w, rank in zip(weights, expected, strict=True)) / sum(weights)
     assert metrics["mrr"].compute().item() == pytest.approx(reciprocal)
+
+
+@pytest.mark.parametrize("change", ["", UNIFORM])
+def test_an_evaluation_looks_the_catalogue_up_once(change):
+    pipeline = pipeline_of(RETRIEVER, change)
+    model = build(pipeline)
+    batches = [batch_of(pipeline, random_rows(pipeline, SIZES[:n])) for n in (3, 1, 5)]
+    expected = [model(batch) for batch in batches]
+    ranks = torch.cat([model.ranks(one, batch) for one, batch in zip(expected, batches, strict=True)])
+    losses = [model.objective(one, batch) for one, batch in zip(expected, batches, strict=True)]
+    looked_up = []
+    model.embed.register_forward_pre_hook(
+        lambda _, given: looked_up.append(given[0].ids["negatives"].values().tolist())
+    )
+    found = evaluate(model, SimpleNamespace(epoch=lambda _: iter(batches)), torch.device("cpu"))
+    assert looked_up == [batches[0].ids["negatives"].values().tolist(), [], []]
+    assert found["mrr"] == pytest.approx((1 / ranks).mean().item())
+    sums, counts = (sum(getattr(one, name).item() for one in losses) for name in ("sums", "counts"))
+    assert found["loss"] == pytest.approx(sums / counts)
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,10 @@ class Model(nn.Module):
         torch.rand(3)
         return self.dropout(batch.values)
 
+    def forward_again(self, batch, before):
+        assert before.tolist() == [1.0]
+        return self(batch)
+
     def metrics(self):
         return {"auc": SimpleNamespace(higher_is_better=True, to=lambda _: Mean())}
 
