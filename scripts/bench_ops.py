@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Speed of attention on a GPU, and only of what is right: each case is compared before it is timed.
 
-    python scripts/bench_ops.py [--backend triton] [--case NAME ...] [--record FILE] [--quick]
+    python scripts/bench_ops.py [--backend sm90 ...] [--case NAME ...] [--record FILE] [--quick]
 
 A case runs its backend in bfloat16 against float64 on the same inputs, for some samples of the batch, output
 and all gradients; it may be twice as far off as the reference backend in bfloat16. Then it is timed over
 several sets of inputs with CUDA events (medians): `fwd`, and `bwd` alone. Useful FLOP are those of visible
 pairs: 2 (D + V) a pair and head forward, 2.5 times that backward. Cases with a cache are of
-`hstu_attention_cached`: forward only, compared with whole samples of `hstu_attention`. `--record` writes a
-list of `{op, backend, shape, pass, ms, tflops, peak_mb, ok, commit}`; a case that is wrong has no time.
+`hstu_attention_cached`: forward only, compared with whole samples of `hstu_attention`. What a backend does
+not do is passed over, with the reason. `--record` writes a list of `{op, backend, shape, pass, ms, tflops,
+peak_mb, ok, commit}`; a case that is wrong has no time.
 The cases are those of `bench_cases.py`.
 
 On a CPU it runs tiny shapes, to test itself. Exit code 1 when a case was wrong.
@@ -17,6 +18,7 @@ On a CPU it runs tiny shapes, to test itself. Exit code 1 when a case was wrong.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -36,6 +38,7 @@ from recsys.ops import (  # noqa: E402
     CachedRelativeBias,
     RelativeBias,
     SequenceLayout,
+    explain,
     hstu_attention,
     hstu_attention_cached,
     last_backend,
@@ -230,6 +233,25 @@ def median_ms(run: Callable[[int], object], device: str, repeats: int) -> float:
     return statistics.median(start_event.elapsed_time(end_event) for start_event, end_event in events)
 
 
+def missing(case: Case, device: str, backend: str) -> str:
+    """Why the backend cannot run the case; empty when it can."""
+    small = replace(
+        case, lengths=case.lengths[:1], num_cached=None if case.num_cached is None else case.num_cached[:1]
+    )
+    layout = small.layout().to(device)
+    inputs = make_inputs(small, layout, seed=0)
+    rest = {"scale_len": 1.0, "bias": inputs.bias}
+    if case.num_cached is None:
+        answers = explain(OP, inputs.q, inputs.k, inputs.v, layout, case.mask, **rest)
+    else:
+        given = cut(small, inputs, layout)
+        answers = explain(CACHED_OP, *given.arguments, case.mask, **{**rest, "bias": given.bias})
+    support = dict(answers.rows).get(backend)
+    if support is None:
+        return f"{case.op} has no such backend"
+    return "" if support.ok else support.reason
+
+
 def bench(case: Case, device: str, backend: str, commit: str, repeats: int) -> list[Record]:
     """A record for each pass, forward and backward; without times when the case is wrong."""
     try:
@@ -286,19 +308,20 @@ def current_commit() -> str:
 def table(records: Sequence[Record]) -> str:
     """One line a record."""
     width = max((len(record.shape) for record in records), default=5)
-    lines = [f"{'shape':<{width}}  pass        ms  TFLOP/s  peak MB  ok"]
+    lines = [f"{'shape':<{width}}  backend    pass        ms  TFLOP/s  peak MB  ok"]
     for record in records:
         numbers = "".join(
             f"{'-' if value is None else format(value, f'.{digits}f'):>9}"
             for value, digits in ((record.ms, 3), (record.tflops, 0), (record.peak_mb, 0))
         )
-        lines.append(f"{record.shape:<{width}}  {record.direction} {numbers}  {'yes' if record.ok else 'NO'}")
+        ok = "yes" if record.ok else "NO"
+        lines.append(f"{record.shape:<{width}}  {record.backend:<9}  {record.direction} {numbers}  {ok}")
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Correctness-gated speed of attention.")
-    parser.add_argument("--backend", default="triton" if torch.cuda.is_available() else "reference")
+    parser.add_argument("--backend", action="append", help="repeatable; default: sm90 and triton, on CUDA")
     parser.add_argument(
         "--case", action="append", help="only cases whose name contains this; may be repeated"
     )
@@ -311,14 +334,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = cases(options.quick) if device == "cuda" else tiny_cases()
     if options.case:
         chosen = [case for case in chosen if any(name in case.shape for name in options.case)]
+    backends = options.backend or (["sm90", "triton"] if device == "cuda" else ["reference"])
     records: list[Record] = []
-    for case in chosen:
-        made = bench(case, device, options.backend, options.commit or current_commit(), options.repeats)
+    for case, backend in itertools.product(chosen, backends):
+        reason = missing(case, device, backend)
+        if reason:
+            print(f"{case.shape}: {backend} is passed over: {reason}", flush=True)
+            continue
+        made = bench(case, device, backend, options.commit or current_commit(), options.repeats)
         print(table(made).split("\n", 1)[1], flush=True)
         records += made
         if options.record is not None:  # after each case: a time limit may end this process
             options.record.parent.mkdir(parents=True, exist_ok=True)
             options.record.write_text(json.dumps([record.as_json() for record in records], indent=1))
+    if not records:
+        print("nothing was benched", file=sys.stderr)
+        return 1
     print("\n" + table(records))
     return 0 if all(record.ok for record in records) else 1
 

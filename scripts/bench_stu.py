@@ -1,0 +1,143 @@
+#!/usr/bin/env python3
+"""Speed of one STU layer on a GPU: a training step of the whole layer, and only where it is right.
+
+    python scripts/bench_stu.py [--lengths 1024 2048 4099 8192] [--batch 32] [--record FILE]
+
+Width 1024, 4 heads of 256, gate u * norm(a), bfloat16 by autocast on float32 tokens, every sample equally
+long. First output and gradients of a small batch: they may be twice as far from float64 as the reference
+backends in bfloat16 are. Then forward and backward are timed with CUDA events (medians), with the front of
+the layer compiled and not. Useful FLOP: three times those of the forward, 2 x rows x weights and 4 x width a
+visible pair. `--record` adds lines like those of `bench_ops.py` to a file, which may be there.
+
+On a CPU it runs tiny shapes, to test itself. Exit code 1 when the layer was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from recsys.flags import Parser, positive  # noqa: E402
+from recsys.modules.flops import attention_flops, linear_flops  # noqa: E402
+from recsys.modules.stu import STUForm, STULayer  # noqa: E402
+from recsys.ops import AttentionMask, SequenceLayout, hstu_attention, last_backend  # noqa: E402
+from scripts.bench_ops import FACTOR, Record, current_commit, median_ms, table  # noqa: E402
+
+OP = "stu_layer"
+
+
+def layer_of(width: int, heads: int, device: str) -> STULayer:
+    """In training, without dropout."""
+    torch.manual_seed(0)
+    form = STUForm(gate="ugn")
+    layer = STULayer(width, num_heads=heads, qk_dim=width // heads, v_dim=width // heads, form=form)
+    return layer.to(device)
+
+
+def tokens(rows: int, width: int, device: str, seed: int) -> Tensor:
+    """float32 [rows, width], a leaf."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, width, generator=generator).to(device).requires_grad_()
+
+
+def forward(layer: STULayer, x: Tensor, layout: SequenceLayout, backend: str, bf16: bool) -> Tensor:
+    """The layer's output; attention by the backend."""
+    attend = partial(hstu_attention, layout=layout, scale_len=float(layout.max_len), backend=backend)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=bf16):
+        return layer(x, attend)
+
+
+def results(layer: STULayer, x: Tensor, layout: SequenceLayout, backend: str, bf16: bool) -> list[Tensor]:
+    """Output and all gradients, in float64."""
+    out = forward(layer, x, layout, backend, bf16)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    found = torch.autograd.grad(out, [x, *layer.parameters()], cotangent)
+    return [tensor.detach().double() for tensor in (out, *found)]
+
+
+def widest_error(width: int, heads: int, device: str, backend: str) -> float:
+    """The largest error of a tensor relative to what is allowed; above 1 is wrong."""
+    layer, layout = layer_of(width, heads, device), SequenceLayout(torch.tensor([300, 1, 77])).to(device)
+    x = tokens(layout.total_len, width, device, seed=1)
+    ours, theirs = (results(layer, x, layout, name, bf16=True) for name in (backend, "reference"))
+    right = results(layer.double(), x.detach().double().requires_grad_(), layout, "reference", bf16=False)
+    worst = 0.0
+    for got, other, exact in zip(ours, theirs, right, strict=True):
+        norm = exact.norm().clamp(min=1e-12)
+        allowed = FACTOR * (other - exact).norm() / norm + 1e-3
+        error = float((got - exact).norm() / norm / allowed)
+        worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def bench(
+    batch: int, length: int, width: int, heads: int, device: str, commit: str, compiled: bool
+) -> Record:
+    """Times a step."""
+    layer, layout = layer_of(width, heads, device), SequenceLayout(torch.full((batch,), length)).to(device)
+    layer.compiled = compiled
+    sets = [tokens(layout.total_len, width, device, seed) for seed in range(2)]
+    cotangent = torch.randn_like(sets[0])
+    leaves = list(layer.parameters())
+
+    def step(i: int) -> None:
+        x = sets[i % 2]
+        torch.autograd.grad(forward(layer, x, layout, "auto", bf16=True), [x, *leaves], cotangent)
+
+    flop = 3 * (linear_flops(layer, layout.total_len) + attention_flops(AttentionMask(), layout, 2 * width))
+    step(0)
+    before = 0
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    ms = median_ms(step, device, repeats=10)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if device == "cuda" else None
+    shape = f"B{batch} L{length} E{width} H{heads}{' compiled' if compiled else ''}"
+    backend = last_backend("hstu_attention") or "reference"
+    return Record(OP, backend, shape, "fwd+bwd", ms, flop / ms / 1e9, peak, True, commit)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks, then times."""
+    on_gpu = torch.cuda.is_available()
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    sizes = (32, 1024, 4, [1024, 2048, 4099, 8192]) if on_gpu else (2, 16, 2, [9])
+    parser.add_argument("--batch", type=positive, default=sizes[0], help="samples")
+    parser.add_argument("--width", type=positive, default=sizes[1], help="of a token")
+    parser.add_argument("--heads", type=positive, default=sizes[2])
+    parser.add_argument("--lengths", type=positive, nargs="+", default=sizes[3], help="tokens of a sample")
+    parser.add_argument("--record", type=Path, help="file whose list of records grows")
+    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    options = parser.parse_args(arguments)
+    device = "cuda" if on_gpu else "cpu"
+    error = widest_error(options.width, options.heads, device, "auto")
+    if not error <= 1:
+        print(f"the layer is wrong: {error:.2f} times the allowed error", file=sys.stderr)
+        return 1
+    commit = options.commit or current_commit()
+    records = [
+        bench(options.batch, length, options.width, options.heads, device, commit, compiled)
+        for length in options.lengths
+        for compiled in (False, True)
+    ]
+    print(table(records))
+    if options.record is not None:
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        known = json.loads(options.record.read_text()) if options.record.exists() else []
+        options.record.write_text(json.dumps(known + [record.as_json() for record in records], indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
