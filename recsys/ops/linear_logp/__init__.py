@@ -228,4 +228,4 @@ def _kind(given: object) -> str:
     return f"a tensor of {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
 
 
-OP = Op("linear_logp", __name__, backends=("reference",), facts=_facts)
+OP = Op("linear_logp", __name__, backends=("triton", "reference"), facts=_facts)

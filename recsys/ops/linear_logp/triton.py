@@ -1,0 +1,48 @@
+"""The Triton backend: tiles over rows and candidates, and no memory but a few numbers a row.
+
+The modules of kernels are imported when one of them runs, so that this one can be asked without Triton.
+"""
+
+from __future__ import annotations
+
+from recsys.ops import triton_backend
+from recsys.ops.dispatch import Support
+from recsys.ops.linear_logp import LogpFacts
+from recsys.ops.linear_logp.recompute import Gradients, Operands, Parts, Pieces, Upstream, Wanted
+
+MAX_WIDTH = 512
+
+_OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
+
+triton_backend.preload(_OPS)
+
+
+def supports(facts: LogpFacts) -> Support:
+    """What any Triton backend can do, up to a width of 512: a program holds whole rows of its operand."""
+    able = triton_backend.support(facts.device, facts.dtype)
+    if able.ok and facts.width > MAX_WIDTH:
+        return able._replace(ok=False, reason=f"hidden has {facts.width} columns, it takes up to {MAX_WIDTH}")
+    return able
+
+
+def forward(operands: Operands) -> Parts:
+    """Maximum, sum and the target's score of each row."""
+    return triton_backend.load(_OPS).launch_forward(operands)
+
+
+def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradients:
+    """Products of the gradient of the scores; each tile of an output has one owner."""
+    return triton_backend.load(_OPS).launch_backward(operands, upstream, wanted)
+
+
+def forward_op(*arguments):
+    """`forward` in a traced graph."""
+    return triton_backend.load(_OPS).forward_op(*arguments)
+
+
+def backward_op(*arguments):
+    """`backward` in a traced graph."""
+    return triton_backend.load(_OPS).backward_op(*arguments)
+
+
+PIECES = Pieces(forward, backward, forward_op, backward_op)
