@@ -32,7 +32,11 @@ class Sizes(NamedTuple):
     loading_registers: int
 
 
-SIZES = {256: Sizes(64, 2, 64, 2, 1, 232, 40)}
+SIZES = {
+    64: Sizes(128, 3, 128, 3, 3, 240, 24),
+    128: Sizes(128, 2, 128, 2, 2, 240, 24),
+    256: Sizes(64, 2, 64, 2, 1, 232, 40),
+}
 """By width of the heads."""
 
 

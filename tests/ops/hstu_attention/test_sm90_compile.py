@@ -170,7 +170,7 @@ def inner_loops(sass):
         if target := re.search(r"BRA.*`\((\.L_x_\d+)\)", instruction):
             jumps.append((labels[target.group(1)], i))
     # The cold second half of a wait is at the end of the program and jumps back over everything: no loop.
-    back = [(start, end) for start, end in jumps if start <= end and end - start < 1500]
+    back = [(start, end) for start, end in jumps if start <= end and end - start < 2500]
     return [
         program[start : end + 1]
         for start, end in back

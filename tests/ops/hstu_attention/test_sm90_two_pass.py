@@ -53,8 +53,10 @@ def test_masks(emulated, mask, contextual):
     check([(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)], contextual, mask)
 
 
-def test_heads_and_many_tiles(emulated):
-    check([(200, 7), (90, 3), (330, 0), (1, 0)], 2, AttentionMask(), heads=2)
+@pytest.mark.parametrize("dim", SIZES)
+def test_heads_and_many_tiles(emulated, dim):
+    check([(200, 7), (90, 3), (330, 0), (1, 0)], 2, AttentionMask(), dim, heads=2)
+    check([(300, 150), (0, 2), (20, 20)], 70, EVERYTHING, dim)
 
 
 def test_nothing(emulated):
@@ -71,8 +73,8 @@ def constants(dim, mask, **rest):
     return {"D": dim, **rest, **dict(zip(names, compiling.MASKS[mask], strict=True))}
 
 
-def check_assembled(made, dim, num_loops, num_masked):
-    """No spills in loops, no wait that the assembler put in, the mask only where it is needed."""
+def check_assembled(made, dim, block, num_loops, num_masked):
+    """No spills in loops, the mask only where it is needed. Returns products and waits of each loop."""
     sizes = SIZES[dim]
     compiling.check_resources(made, 2 * sizes.computing_registers + sizes.loading_registers)
     loops = compiling.product_loops(made.sass)
@@ -81,7 +83,7 @@ def check_assembled(made, dim, num_loops, num_masked):
     assert sum("FSEL" in loop for loop in names) == num_masked
     for loop in names:
         assert not any(name.startswith(("STL", "LDL")) for name in loop)
-        assert loop.count("MUFU.TANH") in (0, 32)
+        assert loop.count("MUFU.TANH") in (0, 64 * block // 128)
     return [[name for name in loop if name.startswith(("HGMMA", "WARPGROUP.DEPBAR"))] for loop in names]
 
 
@@ -100,7 +102,7 @@ def test_tiles_of_keys_assembled(assembler, dim, mask):
     boxes = {"q_desc": sizes.rows, "g_desc": sizes.rows} | dict.fromkeys(("k_desc", "v_desc"), 64)
     boxes |= dict.fromkeys(("dk_desc", "dv_desc"), 64)
     made = compiling.assembled(sm90_two_pass.wide_keys_kernel, chosen, boxes, assembler)
-    for loop in check_assembled(made, dim, num_loops=3, num_masked=1):
+    for loop in check_assembled(made, dim, sizes.rows, num_loops=3, num_masked=1):
         waits = [i for i, name in enumerate(loop) if name.startswith("WARP")]
         assert waits == [dim // 16, dim // 16 + 1 + sizes.rows // 16], "one wait for each of the two products"
 
@@ -115,7 +117,7 @@ def test_tiles_of_rows_assembled(assembler, dim, mask):
     )
     made = compiling.assembled(sm90_two_pass.rows_kernel, chosen, boxes, assembler)
     both = 2 * dim // 16
-    for loop in check_assembled(made, dim, num_loops=4, num_masked=2):
+    for loop in check_assembled(made, dim, sizes.keys, num_loops=4, num_masked=2):
         waits = [i for i, name in enumerate(loop) if name.startswith("WARP")]
         assert waits == [both, both + 1, both + 2 + sizes.keys // 16], "the first two products start together"
     assert "MUFU.TANH" in made.sass
