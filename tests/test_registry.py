@@ -57,6 +57,7 @@ def test_one_class_a_message(classes):
     ("choice", "package"),
     [
         (pb.Model, "recsys.models"),
+        (pb.ItemIndex, "recsys.inference.search"),
         (pb.Mixer, "recsys.modules.mixers"),
         (pb.Preprocessor, "recsys.modules.preprocessors"),
         (pb.Postprocessor, "recsys.modules.postprocessors"),

@@ -117,6 +117,11 @@ def _row_losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"{path}.pointwise_share", what)
 
 
+def _index(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if pipeline.predict.HasField("index") and pipeline.model.HasField("ranker"):
+        yield Finding("predict.index", "without effect: a ranker scores the candidates of its rows")
+
+
 def _unevaluated(pipeline: pb.Pipeline) -> Iterator[Finding]:
     if not pipeline.data.HasField("validation") and not pipeline.data.HasField("test"):
         yield Finding("data.validation", "not set: the model will not be evaluated")
@@ -133,5 +138,6 @@ RULES = (
     _untrained_row,
     _twice_normalised,
     _row_losses,
+    _index,
     _unevaluated,
 )

@@ -52,6 +52,7 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     pb.BadRows: {"limit": NOT_NEGATIVE},
     pb.Export: {"parity_rows": COUNT, "parity_tolerance": POSITIVE, "max_batch_size": COUNT},
     pb.Predict: {"top_k": COUNT, "batch_size": COUNT, "candidates_per_microbatch": COUNT},
+    pb.FaissIndex: {"recall_rows": NOT_NEGATIVE},
     pb.IdFeature: {"embedding_dim": COUNT},
     pb.Vocabulary: {"size": COUNT, "unknown_rate": BELOW_ONE},
     pb.HashBuckets: {"num_buckets": COUNT},
@@ -165,6 +166,7 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.MixtureMixer: ("stacks",),
     pb.ChannelStack: ("channel", "hstu"),
     pb.Swa: ("start_step",),
+    pb.FaissIndex: ("factory",),
 }
 """Fields that must be set, and not to an empty string or list."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 
 from recsys import features, files
 from recsys import protos as pb
@@ -35,11 +36,11 @@ from recsys.inference.rows import (
     runs,
     whole_histories,
 )
+from recsys.inference.search import Recall, open_search
 from recsys.inference.shared_prefill import score_with_cache
-from recsys.inference.topk import top_k
 from recsys.models.base import layout_rule
 
-JOB, SUCCESS = "_job.json", "_SUCCESS"
+JOB, SUCCESS, INDEX = "_job.json", "_SUCCESS", "_index.json"
 
 LEFT_OUT = "left_out"
 """Entry of a part's schema metadata: how many of its rows were bad and have null scores."""
@@ -88,6 +89,8 @@ class Predictor:
         if package.items is not None:
             self.item = self.pipeline.model.retriever.item_feature
             self.vocabulary = self.converter.mappings[_table(self.pipeline, self.item)]
+            device = torch.device(package.description.device)
+            self.search = open_search(self.settings, package.items, device)
 
     def table(self, table: pa.Table, origin: Origin = ORIGIN) -> pa.Table:
         """Scores the rows of one table; row i of the answer belongs to row i.
@@ -105,6 +108,10 @@ class Predictor:
         for name, column in found.items():
             answer = answer.append_column(name, column)
         return answer.replace_schema_metadata({LEFT_OUT: str(int((block.codes != 0).sum()))})
+
+    def recall(self) -> Recall | None:
+        """How much an index found of what there was to find so far; None without one."""
+        return None if self.package.items is None else self.search.recall()
 
     def _rank(self, block: Block, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         names = self.package.description.outputs
@@ -146,7 +153,7 @@ class Predictor:
             removed, removed_lengths = seen.of(rows)
             queries = self.package.run(self._batch(block.select(rows)))
             # An unknown item is at place -1, which is passed over.
-            best = top_k(queries, self.package.items, k, removed=removed, removed_lengths=removed_lengths)
+            best = self.search.best(queries, k, removed=removed, removed_lengths=removed_lengths)
             items.append(best.items.numpy())
             scores.append(best.scores.numpy())
         found = np.concatenate(items)
@@ -188,8 +195,22 @@ def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
                 )
             left_out += int((written.schema_arrow.metadata or {})[LEFT_OUT.encode()])
             rows += group.num_rows
+    _say_recall(predictor.recall(), output)
     files.write_text(output / SUCCESS, json.dumps({"rows": rows, "left_out": left_out}) + "\n")
     return Predicted(output, rows, left_out)
+
+
+def _say_recall(recall: Recall | None, output: Path) -> None:
+    if recall is None or recall.recall is None:
+        return
+    log.info(
+        "index %s found %.2f %% of the exact top %d of %d rows",
+        recall.factory,
+        100 * recall.recall,
+        recall.k,
+        recall.rows,
+    )
+    files.write_text(output / INDEX, json.dumps(asdict(recall), indent=1) + "\n")
 
 
 def _begin(predictor: Predictor, source: Source, output: Path) -> None:

@@ -67,6 +67,8 @@ WARNINGS = [
         "train.weight_averaging: without effect: ema.every_steps is 9 and the run has 8 steps",
     ),
     (RANKER, ["train.num_steps=8", "train.weight_averaging={}"], None),
+    (RANKER, ["predict.index={faiss {}}"], "predict.index: without effect: a ranker scores the candidates"),
+    (RETRIEVER, ["predict.index={faiss {}}"], None),
     (RANKER, ["train.num_epochs=1"], None),
     (
         RANKER,

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recsys import protos as pb
 from recsys.data.vocabulary import mappings
 from recsys.inference.exporter import catalogue
 from recsys.inference.predictor import Predictor
@@ -45,7 +46,7 @@ def retriever(request, tmp_path):
     package = SimpleNamespace(
         pipeline=pipeline,
         items=catalogue(model, batch_of(pipeline, [random_row(pipeline, 2, 1)]), pipeline),
-        description=SimpleNamespace(outputs=["query"]),
+        description=SimpleNamespace(outputs=["query"], device="cpu"),
         run=run,
     )
     unit = vectors / vectors.norm(dim=1, keepdim=True)
@@ -82,6 +83,23 @@ def test_recommendations_are_the_best_of_all_ids(retriever):
         assert row["score"] == sorted(row["score"], reverse=True)
     # Nothing is known of this user: all scores are 0, and the most frequent items come first.
     assert found[1]["item_id"] == IDS[:TOP]
+
+
+def test_an_index_that_looks_everywhere_recommends_the_same(retriever):
+    pytest.importorskip("faiss")
+    histories = table([3, 905], [], [29, 7, 7, 123456], [4, 11, 90, 555, 640, 19, 2, 31, 500, 77])
+    pipeline = pb.Pipeline()
+    pipeline.CopyFrom(retriever.package.pipeline)
+    pipeline.predict.index.faiss.factory = "Flat"
+    pipeline.predict.index.faiss.recall_rows = 2
+    exact, indexed = Predictor(retriever.package), Predictor(retriever.package, pipeline)
+    expected, found = exact.table(histories), indexed.table(histories)
+    assert found["item_id"].to_pylist() == expected["item_id"].to_pylist()
+    for ours, theirs in zip(found["score"].to_pylist(), expected["score"].to_pylist(), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+    assert exact.recall() is None
+    # The user without a history is none of the rows that the index serves.
+    assert (indexed.recall().recall, indexed.recall().rows) == (1.0, 2)
 
 
 def test_the_order_of_rows_in_a_table_changes_no_score(retriever):

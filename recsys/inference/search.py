@@ -1,0 +1,240 @@
+"""Finds the best items for queries: exactly, or with an index of faiss.
+
+Between the item vectors of a package and `predictor`. A search is opened once and asked batch after batch;
+`predict.index` chooses it.
+"""
+
+import logging
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.errors import ConfigError, InstallationError
+from recsys.inference.topk import TopK, top_k
+from recsys.registry import pick, register
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recall:
+    """How much of the truth an index finds.
+
+    Attributes:
+        factory, search: of `pb.FaissIndex`.
+        k: items of a row.
+        rows: that were answered by the index and searched exactly too.
+        recall: share of the exactly found items that the index found; None without any.
+    """
+
+    factory: str
+    search: str
+    k: int
+    rows: int
+    recall: float | None
+
+
+class Search(Protocol):
+    """What `open_search` gives."""
+
+    def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
+        """As `topk.top_k`; everything lies on the host."""
+        ...
+
+    def recall(self) -> Recall | None:
+        """Over the rows so far; None of an exact search."""
+        ...
+
+
+def open_search(settings: pb.Predict, items: Tensor, device: torch.device) -> Search:
+    """The search that a resolved config asks for.
+
+    Args:
+        items: float32 [V, E] on the host.
+        device: for an exact search.
+
+    Raises:
+        InstallationError: the index's library is not installed.
+        ConfigError: the library cannot build such an index.
+    """
+    if not settings.HasField("index"):
+        return ExactSearch(items, device)
+    index = pick(settings.index)
+    return index.cls(index.config, items=items)
+
+
+class ExactSearch:
+    """All items, which stay on the device."""
+
+    def __init__(self, items: Tensor, device: torch.device):
+        self._items = items.to(device)
+
+    def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
+        """See `Search`."""
+        queries = queries.to(self._items.device)
+        found = top_k(queries, self._items, k, removed=removed, removed_lengths=removed_lengths)
+        return TopK(found.scores.cpu(), found.items.cpu())
+
+    def recall(self) -> None:
+        """See `Search`."""
+        return None
+
+
+@register(pb.FaissIndex)
+class FaissIndex:
+    """An index of faiss over all items, built here.
+
+    Args:
+        config: resolved.
+        items: float32 [V, E] on the host.
+
+    Raises:
+        InstallationError: faiss is not installed.
+        ConfigError: faiss cannot build what `config` says of these items.
+    """
+
+    def __init__(self, config: pb.FaissIndex, *, items: Tensor):
+        self._config = config
+        self._vectors = items.numpy()
+        self._exact = ExactSearch(items, torch.device("cpu"))
+        self._index = _build(_faiss(), config, self._vectors)
+        self._k = self._rows = self._wanted = self._hits = 0
+
+    def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
+        """See `Search`. Scores are exact; rows that the index cannot serve are searched exactly."""
+        asked, gone = queries.numpy(), _Removed.of(removed, removed_lengths, len(self._vectors))
+        answer = self._ordered(asked, self._look_up(asked, k, gone))
+        left = np.minimum(k, len(self._vectors) - gone.counts)
+        enough = (answer.items.numpy() >= 0).sum(axis=1) >= left
+        # Every item is as good as another for a query of zeros: the order of the catalogue decides.
+        served = enough & asked.any(axis=1)
+        measured = np.flatnonzero(served)[: max(self._config.recall_rows - self._rows, 0)]
+        again = np.concatenate([np.flatnonzero(~served), measured])
+        chosen, places = gone.select(again), torch.from_numpy(again)
+        truth = self._exact.best(
+            queries[places],
+            k,
+            removed=torch.from_numpy(chosen.items),
+            removed_lengths=torch.from_numpy(chosen.counts),
+        )
+        self._compare(answer.items[places], truth.items, len(again) - len(measured))
+        self._rows, self._k = self._rows + len(measured), k
+        unserved = places[: len(again) - len(measured)]
+        answer.items[unserved] = truth.items[: len(unserved)]
+        answer.scores[unserved] = truth.scores[: len(unserved)]
+        return answer
+
+    def recall(self) -> Recall:
+        """See `Search`."""
+        share = self._hits / self._wanted if self._wanted else None
+        return Recall(self._config.factory, self._config.search, self._k, self._rows, share)
+
+    def _look_up(self, queries: np.ndarray, k: int, gone: "_Removed") -> np.ndarray:
+        """int64 [B, k] items of the index that are not removed, -1 where it found too few."""
+        found = np.full((len(queries), k), -1, np.int64)
+        # Rows with about as much to remove are asked together, so that few are asked for more than they need.
+        classes = np.ceil(np.log2(gone.counts + 1)).astype(np.int64)
+        for one in np.unique(classes):
+            rows = np.flatnonzero(classes == one)
+            found[rows] = self._fetch(queries[rows], k, gone.select(rows))
+        return found
+
+    def _fetch(self, queries: np.ndarray, k: int, gone: "_Removed") -> np.ndarray:
+        fetched = min(k + int(gone.counts.max()), len(self._vectors))
+        found = np.full((len(queries), k), -1, np.int64)
+        if not fetched:
+            return found
+        items = self._index.search(np.ascontiguousarray(queries), fetched)[1]
+        struck = (items < 0) | gone.among(items)
+        order = struck.argsort(axis=1, kind="stable")[:, :k]
+        best = np.where(np.take_along_axis(struck, order, 1), -1, np.take_along_axis(items, order, 1))
+        found[:, : best.shape[1]] = best
+        return found
+
+    def _ordered(self, queries: np.ndarray, items: np.ndarray) -> TopK:
+        """Found items with their exact scores, as `top_k` orders them."""
+        scores = np.full(items.shape, -np.inf, np.float32)
+        row, place = np.nonzero(items >= 0)
+        scores[row, place] = np.einsum("ne,ne->n", queries[row], self._vectors[items[row, place]])
+        order = np.lexsort((items, -scores), axis=1)
+        return TopK(*(torch.from_numpy(np.take_along_axis(one, order, 1)) for one in (scores, items)))
+
+    def _compare(self, found: Tensor, truth: Tensor, first: int) -> None:
+        """Counts how many of the true items of the rows from `first` on were found."""
+        for ours, theirs in zip(found[first:].numpy(), truth[first:].numpy(), strict=True):
+            wanted = theirs[theirs >= 0]
+            self._wanted += len(wanted)
+            self._hits += int(np.isin(wanted, ours).sum())
+
+
+@dataclass(frozen=True)
+class _Removed:
+    """What each row must not find, once.
+
+    Attributes:
+        items: int64, row after row.
+        counts: int64 [B], items of each row.
+        num_items: of the catalogue.
+    """
+
+    items: np.ndarray
+    counts: np.ndarray
+    num_items: int
+
+    @classmethod
+    def of(cls, removed: Tensor, removed_lengths: Tensor, num_items: int) -> "_Removed":
+        """From what `top_k` takes; items that are not in the catalogue are left out."""
+        items, rows = removed.numpy(), _rows(removed_lengths.numpy())
+        known = (items >= 0) & (items < num_items)
+        pairs = np.unique(np.stack([rows[known], items[known]]), axis=1)
+        return cls(pairs[1], np.bincount(pairs[0], minlength=len(removed_lengths)), num_items)
+
+    def select(self, rows: np.ndarray) -> "_Removed":
+        """Those of some rows, in that order."""
+        parts = np.split(self.items, np.cumsum(self.counts)[:-1]) if len(self.counts) else []
+        chosen = [parts[row] for row in rows]
+        items = np.concatenate(chosen) if chosen else self.items[:0]
+        return _Removed(items, self.counts[rows], self.num_items)
+
+    def among(self, items: np.ndarray) -> np.ndarray:
+        """bool [B, n], which of some items of each row are removed."""
+        keys = _rows(self.counts) * self.num_items + self.items
+        return np.isin(np.arange(len(items))[:, None] * self.num_items + items, keys)
+
+
+def _rows(lengths: np.ndarray) -> np.ndarray:
+    return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def _faiss() -> ModuleType:
+    try:
+        import faiss
+    except ImportError as error:
+        raise InstallationError(
+            f"predict.index.faiss: faiss is not installed ({error}); type: python -m pip install faiss-cpu"
+        ) from error
+    return faiss
+
+
+def _build(faiss: ModuleType, config: pb.FaissIndex, vectors: np.ndarray) -> Any:
+    """faiss tells what it cannot do by a RuntimeError that begins with a place in its source."""
+    log.info("building index %s of %d items", config.factory, len(vectors))
+    try:
+        index = faiss.index_factory(vectors.shape[1], config.factory, faiss.METRIC_INNER_PRODUCT)
+        if config.search:
+            faiss.ParameterSpace().set_index_parameters(index, config.search)
+        index.train(vectors)
+        index.add(vectors)
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()[-1]
+        given = f"factory {config.factory!r}" + (f" and search {config.search!r}" if config.search else "")
+        raise ConfigError(
+            f"predict.index.faiss: faiss cannot build {given} of {len(vectors)} items with "
+            f"{vectors.shape[1]} numbers: {said}"
+        ) from error
+    return index
