@@ -547,9 +547,9 @@ class Emulated:
 
 def _argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return Pointer(value)
+        return Pointer(value.detach())
     if hasattr(value, "block_shape"):
-        tensor = value.base
+        tensor = value.base.detach()
         elements = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         itemsize = tensor.element_size()
         nbytes = itemsize * torch.Size(value.block_shape).numel()

@@ -94,12 +94,12 @@ def loading_warp(
 
 
 @gluon.jit
-def loading_ahead(
-    q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
+def load_tile_of_keys(
+    place, state, q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, num_heads, strides,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles of keys in the order of the list; rows run ahead in `STAGES` buffers, keys and values of the
-    next tile as far as theirs allow."""
+    """Loads a tile of keys and the rows that see it; `state`: the cursors of rows and values, and the tile's
+    number in this program."""
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     V_STAGES: gl.constexpr = SIZES[4]
@@ -107,43 +107,64 @@ def loading_ahead(
     q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
     k_full, v_full, k_free, v_free = barriers[4], barriers[5], barriers[6], barriers[9]
     stride_q, stride_g, stride_k, stride_v = strides
-    cursor = (gl.to_tensor(0), gl.to_tensor(1))
-    v_cursor = (gl.to_tensor(0), gl.to_tensor(1))
-    turn = gl.to_tensor(0)
-    place = gl.program_id(0)
-    while place < num_places:
-        tile, runs, unmasked, head = fetch(items, place, num_heads)
+    cursor, v_cursor, turn = state
+    tile, runs, unmasked, head = fetch(items, place, num_heads)
+    count = num_blocks(runs)
+    if count > 0:
+        slot = turn % 2
+        for number in range(count):
+            stage, parity = cursor
+            first = block_at(number, runs, unmasked) * BLOCK_M
+            mbarrier.wait(q_free.index(stage), parity)
+            load_rows(q_desc, tile, first, head * stride_q, q_full.index(stage), q_buffer.index(stage))
+            if number == 0:
+                mbarrier.wait(k_free.index(slot), turn // 2 % 2 ^ 1)
+                tell(place, slots.index(slot))  # the tile two before has been heard
+                load_rows(k_desc, tile, tile[3], head * stride_k, k_full.index(slot), k_buffer.index(slot))
+            mbarrier.wait(g_free.index(stage), parity)
+            load_rows(g_desc, tile, first, head * stride_g, g_full.index(stage), g_buffer.index(stage))
+            if number == 0:
+                at, v_parity = v_cursor
+                mbarrier.wait(v_free.index(at), v_parity)
+                load_rows(v_desc, tile, tile[3], head * stride_v, v_full.index(at), v_buffer.index(at))
+            cursor = next_stage(cursor, STAGES)
+        v_cursor = next_stage(v_cursor, V_STAGES)
+        turn += 1
+    return cursor, v_cursor, turn
+
+
+@gluon.jit
+def loading_ahead(
+    q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, samples, num_places, num_units,
+    num_heads, strides, SIZES: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles of keys in the order of the list, or with WHOLE samples and all their tiles; rows run ahead
+    in `STAGES` buffers, keys and values of the next tile as far as theirs allow."""
+    WHOLE: gl.constexpr = SIZES[6]
+    state = ((gl.to_tensor(0), gl.to_tensor(1)), (gl.to_tensor(0), gl.to_tensor(1)), gl.to_tensor(0))
+    unit = gl.program_id(0)
+    while unit < num_units:
         following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        count = num_blocks(runs)
-        if count > 0:
-            slot = turn % 2
-            for number in range(count):
-                stage, parity = cursor
-                first = block_at(number, runs, unmasked) * BLOCK_M
-                mbarrier.wait(q_free.index(stage), parity)
-                load_rows(q_desc, tile, first, head * stride_q, q_full.index(stage), q_buffer.index(stage))
-                if number == 0:
-                    mbarrier.wait(k_free.index(slot), turn // 2 % 2 ^ 1)
-                    tell(place, slots.index(slot))  # the tile two before has been heard
-                    load_rows(
-                        k_desc, tile, tile[3], head * stride_k, k_full.index(slot), k_buffer.index(slot)
-                    )
-                mbarrier.wait(g_free.index(stage), parity)
-                load_rows(g_desc, tile, first, head * stride_g, g_full.index(stage), g_buffer.index(stage))
-                if number == 0:
-                    v_stage, v_parity = v_cursor
-                    mbarrier.wait(v_free.index(v_stage), v_parity)
-                    load_rows(
-                        v_desc, tile, tile[3], head * stride_v, v_full.index(v_stage), v_buffer.index(v_stage)
-                    )
-                cursor = next_stage(cursor, STAGES)
-            v_cursor = next_stage(v_cursor, V_STAGES)
-            turn += 1
-        place = following
-    slot = turn % 2
-    mbarrier.wait(k_free.index(slot), turn // 2 % 2 ^ 1)
-    tell(place, slots.index(slot))
-    mbarrier.arrive(k_full.index(slot))
+        if WHOLE:
+            sample = samples + (unit // num_heads).to(gl.int64) * 2
+            place = gl.load(sample).to(gl.int32) * num_heads + unit % num_heads
+            for _tile in range(gl.load(sample + 1).to(gl.int32)):
+                state = load_tile_of_keys(
+                    place, state, q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, num_heads,
+                    strides, SIZES,
+                )  # fmt: skip
+                place += num_heads
+        else:
+            state = load_tile_of_keys(
+                unit, state, q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, num_heads, strides,
+                SIZES,
+            )  # fmt: skip
+        unit = following
+    turn = state[2]
+    slots, k_full, k_free = buffers[6], barriers[4], barriers[6]
+    mbarrier.wait(k_free.index(turn % 2), turn // 2 % 2 ^ 1)
+    tell(num_places, slots.index(turn % 2))
+    mbarrier.arrive(k_full.index(turn % 2))
 
 
 @gluon.jit
@@ -156,8 +177,8 @@ def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
 
 @gluon.jit
 def start_part(block, slot, buffers, barriers, strip: gl.constexpr, SIZES: gl.constexpr):
-    """dS K of block number `block` of this program, for the strip's part of the columns, under way; `slot`: of
-    the keys."""
+    """dS K of block number `block` of this program, for the strip's part of the columns, under way; `slot`:
+    of the keys."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     STRIPS: gl.constexpr = SIZES[3]
@@ -171,20 +192,70 @@ def start_part(block, slot, buffers, barriers, strip: gl.constexpr, SIZES: gl.co
 
 
 @gluon.jit
-def store_part(part, block, row, column, dq_desc, buffers, barriers, strip: gl.constexpr, tile):
-    """Adds the product of `start_part` to dQ, from row `row` of the sample on."""
+def store_part(part, block, row, place, dq_desc, buffers, barriers, strip: gl.constexpr, tile):
+    """Adds the product of `start_part` to the sums, from row `row` of the sample on; `place`: where they
+    start for the sample, row and column."""
     mbarrier.arrive(barriers[8].index(block % 2))
     tma.store_wait(0)  # the part before has left the buffer
     buffer = buffers[5].index(strip)
     buffer.reshape([part.shape[0], part.shape[1]]).store(part)
     fence_async_shared()
-    end = tile[0].to(gl.int32) + tile[1]
-    async_add_to_global(dq_desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile[1] + row, column], buffer)
+    end = place[0] + tile[1]
+    async_add_to_global(dq_desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile[1] + row, place[1]], buffer)
+
+
+@gluon.jit
+def wait_for_sums(anything):
+    """Until all that this warp group has added is in memory."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
+        "=r,r",
+        [anything],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    gl.thread_barrier()
+
+
+@gluon.jit
+def fence_sums(anything):
+    """What this warp group has stored comes before what it adds from now on."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async; mov.u32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
+    )
+    gl.thread_barrier()
+
+
+@gluon.jit
+def round_sums(
+    sums, grad_q, tile, head, num_heads, first_row, factor, strip: gl.constexpr, SIZES: gl.constexpr
+):
+    """dQ of a whole sample in the strip's columns, to which no other warp group has added; the sums, this
+    program's from row `first_row` on, are zero afterwards."""
+    D: gl.constexpr = SIZES[0]
+    PART: gl.constexpr = D // SIZES[3]
+    ROWS: gl.constexpr = 8192 // PART  # 64 numbers a thread
+    wide: gl.constexpr = gl.BlockedLayout([1, 4], [128 // PART, PART // 4], [4, 1], [1, 0])
+    wait_for_sums(tile[1])
+    i = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, wide)), 1)
+    column = strip * PART + gl.expand_dims(gl.arange(0, PART, gl.SliceLayout(0, wide)), 0)
+    from_row = sums + first_row.to(gl.int64) * D
+    to_row = grad_q + tile[0] * num_heads * D + head * D
+    for first in range(0, tile[1], ROWS):
+        row = first + i
+        inside = (row < tile[1]) & (column >= 0)
+        place = from_row + (row * D + column)
+        value = gl.load(place, mask=inside, other=0.0, cache_modifier=".cg")  # past the first-level cache
+        gl.store(place, gl.zeros([ROWS, PART], gl.float32, wide), mask=inside)
+        rounded = (value * factor).to(grad_q.dtype.element_ty)
+        gl.store(to_row + (row * (num_heads * D) + column), rounded, mask=inside)
+    fence_sums(tile[1])
 
 
 @gluon.jit
 def add_rows(
-    sums, block, row, row_before, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, dq_desc, column,
+    sums, block, row, row_before, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, dq_desc, place,
     half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
@@ -242,7 +313,7 @@ def add_rows(
         grad_v = warpgroup_mma_wait(2, deps=(grad_v,))
         mbarrier.arrive(g_free.index(stage))
         part = warpgroup_mma_wait(1, deps=(part,))
-        store_part(part, block - 1, row_before, column, dq_desc, buffers, barriers, strip, tile)
+        store_part(part, block - 1, row_before, place, dq_desc, buffers, barriers, strip, tile)
     grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
     mbarrier.arrive(q_free.index(stage))
     return grad_k, grad_v
@@ -263,8 +334,8 @@ def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.con
 
 @gluon.jit
 def computing_group(
-    strip: gl.constexpr, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads,
-    half_alpha, inverse_scale, rule, SIZES: gl.constexpr, RULE: gl.constexpr,
+    strip: gl.constexpr, dq_desc, dk_desc, dv_desc, buffers, barriers, items, sums, grad_q, num_places,
+    num_heads, room, half_alpha, inverse_scale, rule, SIZES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
     """One strip of each tile of keys that the loading warp tells of."""
     D: gl.constexpr = SIZES[0]
@@ -273,7 +344,8 @@ def computing_group(
     STRIPS: gl.constexpr = SIZES[3]
     V_STAGES: gl.constexpr = SIZES[4]
     APART: gl.constexpr = SIZES[5]
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WHOLE: gl.constexpr = SIZES[6]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     k_full, k_free, v_free = barriers[4], barriers[6], barriers[9]
     out_buffer, told = buffers[7], buffers[6]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
@@ -286,37 +358,39 @@ def computing_group(
     while place < num_places:
         count = num_blocks(runs)
         masked = num_masked(runs)
-        column = head * D + strip * (D // STRIPS)
+        part_place = (tile[0].to(gl.int32), head * D + strip * (D // STRIPS))
+        if WHOLE:
+            part_place = (gl.program_id(0) * room, gl.to_tensor(strip * (D // STRIPS)))
         slots = (turn % 2, v_cursor[0], v_cursor[1])
-        grad_k = gl.zeros([STRIP, D], gl.float32, sums)
-        grad_v = gl.zeros([STRIP, D], gl.float32, sums)
+        grad_k = gl.zeros([STRIP, D], gl.float32, layout)
+        grad_v = gl.zeros([STRIP, D], gl.float32, layout)
         row = block_at(0, runs, unmasked) * BLOCK_M
         grad_k, grad_v = add_rows(
-            (grad_k, grad_v), block, row, row, cursor, slots, buffers, barriers, strip, tile, dq_desc, column,
-            half_alpha, rule, SIZES, RULE, True, True,
+            (grad_k, grad_v), block, row, row, cursor, slots, buffers, barriers, strip, tile, dq_desc,
+            part_place, half_alpha, rule, SIZES, RULE, True, True,
         )  # fmt: skip
         cursor = next_stage(cursor, STAGES)
         for number in range(1, masked):
             row_before = row
             row = block_at(number, runs, unmasked) * BLOCK_M
             grad_k, grad_v = add_rows(
-                (grad_k, grad_v), block + number, row, row_before, cursor, slots, buffers, barriers, strip, tile,
-                dq_desc, column, half_alpha, rule, SIZES, RULE, True, False,
+                (grad_k, grad_v), block + number, row, row_before, cursor, slots, buffers, barriers, strip,
+                tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, True, False,
             )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
         for number in range(gl.maximum(masked, 1), count):
             row_before = row
             row = (unmasked + number - masked) * BLOCK_M
             grad_k, grad_v = add_rows(
-                (grad_k, grad_v), block + number, row, row_before, cursor, slots, buffers, barriers, strip, tile,
-                dq_desc, column, half_alpha, rule, SIZES, RULE, False, False,
+                (grad_k, grad_v), block + number, row, row_before, cursor, slots, buffers, barriers, strip,
+                tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, False, False,
             )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
         mbarrier.arrive(v_free.index(slots[1]))
         block += count
         part = start_part(block - 1, slots[0], buffers, barriers, strip, SIZES)
         part = warpgroup_mma_wait(0, deps=(part,))
-        store_part(part, block - 1, row, column, dq_desc, buffers, barriers, strip, tile)
+        store_part(part, block - 1, row, part_place, dq_desc, buffers, barriers, strip, tile)
         mbarrier.arrive(k_free.index(slots[0]))
         turn += 1
         v_cursor = next_stage(v_cursor, V_STAGES)
@@ -331,29 +405,40 @@ def computing_group(
             grad_k * (half_alpha * inverse_scale), dk_desc, out_buffer.index(strip + STRIPS * APART), done,
             strip, done_head * D, D, not APART,
         )  # fmt: skip
+        if WHOLE:
+            if done[3] + STRIPS * STRIP >= done[1]:
+                round_sums(
+                    sums, grad_q, done, done_head, num_heads, part_place[0], half_alpha * inverse_scale,
+                    strip, SIZES,
+                )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v",
+        "num_items", "num_samples", "num_heads", "room", "stride_q", "stride_g", "stride_k", "stride_v",
         "num_contextual", "window", "prefix", "group_size",
     ],
 )  # fmt: skip
 def backward_kernel(
-    q_desc, g_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, items, counter, num_items, num_heads,
-    stride_q, stride_g, stride_k, stride_v,
+    q_desc, g_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, items, counter, samples, sums, grad_q,
+    num_items, num_samples, num_heads, room, stride_q, stride_g, stride_k, stride_v,
     half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
     D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
-    V_STAGES: gl.constexpr, APART: gl.constexpr,
+    V_STAGES: gl.constexpr, APART: gl.constexpr, WHOLE: gl.constexpr,
     WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dQ [T, H, D] in float32, zeros to be added to, less the factor alpha / (2 scale_len); dK and dV [T, H, D];
-    all contiguous. One program a processor; `counter` is 0; the strides are those of a head. APART: dK and dV
-    leave through buffers of their own, not through those of the parts of dQ."""
-    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, APART)
+    """dK and dV [T, H, D], contiguous, and dQ. One program a processor; `counter` is 0; the strides are those
+    of a head. APART: dK and dV leave through buffers of their own, not through those of the parts of dQ.
+
+    `dq_desc` is of `sums`, float32, zeros to be added to: [T, H, D], which become dQ less the factor
+    alpha / (2 scale_len). With WHOLE a program computes all tiles of a sample's head, one after the other;
+    its sums are [room, D] of its own, which fit into a cache, and from them it makes `grad_q` itself,
+    [T, H, D] contiguous. `samples`: of each, int64, the first item and how many there are.
+    """
+    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, APART, WHOLE)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     gl.static_assert(STRIPS == 2)
     dtype: gl.constexpr = q_desc.dtype
@@ -397,19 +482,19 @@ def backward_kernel(
     barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, ds_full, ds_free, v_free)
     num_places = num_items * num_heads
     loading = (
-        q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
-        (stride_q, stride_g, stride_k, stride_v), SIZES,
+        q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, samples, num_places,
+        num_samples * num_heads, num_heads, (stride_q, stride_g, stride_k, stride_v), SIZES,
     )  # fmt: skip
     # A tuple that had a name would lose what its members know at compile time.
     gl.warp_specialize(
         [
             (computing_group, (
-                0, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads,
-                half_alpha, inverse_scale, rule, SIZES, RULE,
+                0, dq_desc, dk_desc, dv_desc, buffers, barriers, items, sums, grad_q, num_places,
+                num_heads, room, half_alpha, inverse_scale, rule, SIZES, RULE,
             )),
             (computing_group, (
-                1, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads,
-                half_alpha, inverse_scale, rule, SIZES, RULE,
+                1, dq_desc, dk_desc, dv_desc, buffers, barriers, items, sums, grad_q, num_places,
+                num_heads, room, half_alpha, inverse_scale, rule, SIZES, RULE,
             )),
             (loading_ahead, loading),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -9,23 +10,26 @@ from torch import Tensor
 
 from recsys.ops.hstu_attention.sm90_backward import backward_kernel
 from recsys.ops.hstu_attention.sm90_forward import STRIP, forward_kernel
+from recsys.ops.hstu_attention.sm90_round import LINE, round_kernel
 from recsys.ops.hstu_attention.sm90_start import (
     Boxes,
+    programs_for,
     ragged_descriptor,  # noqa: F401 - for the kernels that take two passes
     start,
     with_loadable_rows,
     zero_counter,
 )
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem
-from recsys.ops.hstu_attention.work_list import key_work, row_work
+from recsys.ops.hstu_attention.work_list import key_work, row_work, sample_work
+from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 
 WARPS = 4
 """Of a warp group."""
 
 CACHED_BYTES = 24 * 2**20
-"""What programs work on at a time, in sections of the samples: it stays in the second-level cache of an H100 or
-H200 (50 and 60 MB, in two halves that may hold the same lines twice)."""
+"""What programs work on at a time, in sections of the samples: it stays in the second-level cache of an H100
+or H200 (50 and 60 MB, in two halves that may hold the same lines twice)."""
 
 
 class Sizes(NamedTuple):
@@ -71,7 +75,17 @@ BACKWARD_SIZES = {
     64: BackwardSizes(64, 3, 2, True, 240, 24),
     128: BackwardSizes(64, 2, 1, False, 240, 24),
 }
-"""By width of the heads; wider ones take the Triton kernels."""
+"""By width of the heads."""
+
+WHOLE_BYTES = 40 * 2**20
+"""Of the sums that all programs together may have for samples of their own: they stay in the cache."""
+
+SAMPLES_A_PROGRAM = math.inf
+"""On average, as long as the longest one, from which on programs take whole samples; about 3.5 would do for
+them to end together. Infinite as long as nobody has run it on a GPU."""
+
+ROUNDED_LINES = 64
+"""Of a program that rounds."""
 
 
 def forward(
@@ -87,19 +101,18 @@ def forward(
     mask = problem.mask
     q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
     items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section_of(num_heads * dim * 4, mask))
-    zero = torch.zeros(1, dtype=torch.int32, device=q.device) if captured else zero_counter(q.device)
     num_items = items.shape[0]
     start(
         forward_kernel,
         (q.dtype, dim, mask, sizes),
-        num_items * num_heads,
+        programs_for(q.device, num_items * num_heads),
         (
             Boxes(q, STRIP.value, dim),
             Boxes(k, sizes.keys, dim),
             Boxes(v, sizes.keys, dim),
             Boxes(out, STRIP.value, dim),
         ),
-        (items, zero),
+        (items, counter_for(q.device, captured)),
         (num_items, num_heads, q.stride(1), k.stride(1), v.stride(1), *scalars(problem)),
         lambda: {
             "D": dim,
@@ -118,25 +131,38 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem, sizes: BackwardSizes | None = None
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    sizes: BackwardSizes | None = None,
+    *,
+    captured: bool = True,
 ) -> Gradients:
-    """Gradients of q, k and v, [T, H, D]; those of q are sums in any order. `sizes` for tests."""
+    """Gradients of q, k and v, [T, H, D]; those of q are sums in any order. The rest as in `forward`."""
     total_len, num_heads, dim = q.shape
     made = torch.empty(3, *q.shape, dtype=q.dtype, device=q.device).unbind(0)
     if total_len == 0:
         return Gradients(*made, None, None)
     sizes = sizes or BACKWARD_SIZES[dim]
-    mask = problem.mask
+    mask, layout, device = problem.mask, problem.layout, q.device
     keys = STRIP.value * BACKWARD_STRIPS
     q, k, v, grad_out = map(with_loadable_rows, (q, k, v, grad_out))
-    zeros = torch.zeros(total_len * num_heads * dim + 4, dtype=torch.float32, device=q.device)
-    sums = zeros[:-4].view(q.shape)
-    items = key_work(mask, problem.layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask))
-    num_items = items.shape[0]
+    programs = programs_for(device, layout.batch_size * num_heads)
+    room = -(-layout.max_len // sizes.rows) * sizes.rows
+    whole = has_many_samples(layout, num_heads, programs) and 4 * programs * room * dim <= WHOLE_BYTES
+    if whole:
+        items, samples = sample_work(mask, layout, keys, sizes.rows)
+        sums = torch.zeros(programs * room, 1, dim, dtype=torch.float32, device=device)
+    else:
+        items = samples = key_work(mask, layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask))
+        sums = torch.zeros(total_len, num_heads, dim, dtype=torch.float32, device=device)
+        programs = programs_for(device, items.shape[0] * num_heads)
     start(
         backward_kernel,
-        (q.dtype, dim, mask, sizes),
-        num_items * num_heads,
+        (q.dtype, dim, mask, sizes, whole),
+        programs,
         (
             Boxes(q, sizes.rows, dim),
             Boxes(grad_out, sizes.rows, dim),
@@ -146,23 +172,65 @@ def backward(
             Boxes(made[1], STRIP.value, dim),
             Boxes(made[2], STRIP.value, dim),
         ),
-        (items, zeros[-4:].view(torch.int32)),
-        (num_items, num_heads, q.stride(1), grad_out.stride(1), k.stride(1), v.stride(1), *scalars(problem)),
-        lambda: {
-            "D": dim,
-            "BLOCK_M": sizes.rows,
-            "STAGES": sizes.stages,
-            "STRIPS": BACKWARD_STRIPS,
-            "V_STAGES": sizes.v_stages,
-            "APART": sizes.apart,
-            "COMPUTING_REGISTERS": sizes.computing_registers,
-            "LOADING_REGISTERS": sizes.loading_registers,
-            "num_warps": WARPS,
-            **rules(mask),
-        },
+        (items, counter_for(device, captured), samples, sums, made[0]),
+        (
+            items.shape[0],
+            samples.shape[0],
+            num_heads,
+            room,
+            q.stride(1),
+            grad_out.stride(1),
+            k.stride(1),
+            v.stride(1),
+            *scalars(problem),
+        ),
+        lambda: {**constants_of(sizes, mask), "D": dim, "WHOLE": whole},
     )
-    torch.mul(sums, 0.5 * problem.alpha / problem.scale_len, out=made[0])
+    if not whole:
+        round_to(made[0], sums, 0.5 * problem.alpha / problem.scale_len)
     return Gradients(*made, None, None)
+
+
+def has_many_samples(layout: SequenceLayout, num_heads: int, programs: int) -> bool:
+    """Whether programs that each take whole samples, one after the other, will end at about the same time."""
+    return layout.total_len * num_heads >= SAMPLES_A_PROGRAM * programs * layout.max_len
+
+
+def counter_for(device: torch.device, captured: bool) -> Tensor:
+    """One zero or more, int32, for a launch to count in."""
+    return torch.zeros(4, dtype=torch.int32, device=device) if captured else zero_counter(device)
+
+
+def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | bool]:
+    """What the backward kernel is compiled for beside the width, by the names of its parameters."""
+    return {
+        "BLOCK_M": sizes.rows,
+        "STAGES": sizes.stages,
+        "STRIPS": BACKWARD_STRIPS,
+        "V_STAGES": sizes.v_stages,
+        "APART": sizes.apart,
+        "COMPUTING_REGISTERS": sizes.computing_registers,
+        "LOADING_REGISTERS": sizes.loading_registers,
+        "num_warps": WARPS,
+        **rules(mask),
+    }
+
+
+def round_to(rounded: Tensor, sums: Tensor, factor: float) -> None:
+    """`rounded = sums * factor`; both contiguous, of one shape, the last dimension a multiple of 64."""
+    if sums.device.type != "cuda":  # in the emulator
+        torch.mul(sums, factor, out=rounded)
+        return
+    num_lines = sums.numel() // LINE
+    start(
+        round_kernel,
+        rounded.dtype,
+        -(-num_lines // ROUNDED_LINES),
+        (),
+        (sums, rounded),
+        (num_lines, factor),
+        lambda: {"LINES": ROUNDED_LINES, "LINE": LINE, "num_warps": WARPS},
+    )
 
 
 def section_of(token_bytes: int, mask: AttentionMask) -> int | None:

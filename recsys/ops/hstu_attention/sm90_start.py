@@ -13,6 +13,7 @@ A change of Triton's settings after the first launch of a kind (TRITON_DEBUG and
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -66,7 +67,6 @@ class _Compiled(NamedTuple):
     metadata: Any
     encodings: tuple[_Encoding, ...]
     encode: Callable[..., Any]
-    num_processors: int
     constants: tuple[None, ...]  # in their places, unread
 
 
@@ -91,13 +91,11 @@ def start(
     Args:
         key: with the kernel and the device all that the code depends on: what `constants` gives, the types of
             tensors and the sizes of boxes. The kernel must not be specialised on any of `numbers`.
-        programs: at most; no more are started than there are processors.
     """
-    device = boxes[0].tensor.device
+    device = pointers[0].device
     found = _FOUND.get((id(kernel), device.index, key))
     if found is not None and _start_again(found, device, programs, boxes, pointers, numbers):
         return
-    programs = min(programs, num_processors(device))
     descriptors = [ragged_descriptor(*box) for box in boxes]
     made = kernel[(programs,)](*descriptors, *pointers, *numbers, **constants())
     if found is None and isinstance(kernel, triton.JITFunction) and _aligned(pointers):
@@ -106,6 +104,7 @@ def start(
             _FOUND[(id(kernel), device.index, key)] = found
 
 
+@lru_cache(maxsize=64)
 def num_processors(device: torch.device) -> int:
     """How many programs run at a time: one a processor."""
     if device.type != "cuda":
@@ -113,12 +112,17 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def programs_for(device: torch.device, units: int) -> int:
+    """How many to start where each takes one unit of work after the other."""
+    return min(num_processors(device), units)
+
+
 def zero_counter(device: torch.device) -> Tensor:
     """int32 [4], zeros that no other launch has seen, good for one on the current stream. Not for code that a
     compiler captures, which must know of all memory that is kept.
 
-    From a stock for each stream, which one call in `STOCK` fills. A captured graph gets zeros of its own, that
-    it makes anew in each replay.
+    From a stock for each stream, which one call in `STOCK` fills. A captured graph gets zeros of its own,
+    that it makes anew in each replay.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
@@ -163,7 +167,7 @@ def _start_again(
         arguments.append(address)
     try:
         found.launch(
-            programs if programs < found.num_processors else found.num_processors,
+            programs,
             1,
             1,
             torch._C._cuda_getCurrentRawStream(index),
@@ -199,22 +203,23 @@ def _compiled(kernel: Any, made: Any, device: torch.device) -> _Compiled | None:
     scratch = launcher.global_scratch_size + launcher.profile_scratch_size
     if scratch or launcher.launch_cooperative_grid or launcher.launch_pdl or launcher.num_ctas != 1:
         return None
-    found = dict(zip(launcher.launch.__code__.co_freevars, launcher.launch.__closure__ or (), strict=True))
+    launch = launcher.launch
+    if descriptors := getattr(made.metadata, "tensordesc_meta", None) or ():
+        inside = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
+        launch = inside["launcher"].cell_contents
     encodings = tuple(
         _Encoding(
             one["swizzle"], one["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]], one["block_size"]
         )
-        for one in made.metadata.tensordesc_meta
-        if not one["fp4_padded"]
+        for one in descriptors
     )
     return _Compiled(
         kernel=kernel,
-        launch=found["launcher"].cell_contents,
+        launch=launch,
         function=made.function,
         metadata=made.packed_metadata,
         encodings=encodings,
         encode=driver.active.utils.fill_tma_descriptor,
-        num_processors=num_processors(device),
         constants=(None,) * len(kernel.constexprs),
     )
 
@@ -241,9 +246,9 @@ def ragged_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescript
     """Boxes of `rows` rows and `columns` columns of [T, H, D], cut off at the end of a sample.
 
     A box at (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of the sample
-    from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read as zeros,
-    not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows, modulo 2^64
-    bytes. Source: `triton.tools.ragged_tma`.
+    from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read as
+    zeros, not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows,
+    modulo 2^64 bytes. Source: `triton.tools.ragged_tma`.
     """
     shape, strides = _ragged(tensor)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.element_size(), rank=4)
