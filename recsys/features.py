@@ -8,14 +8,23 @@ from dataclasses import dataclass
 
 from recsys import protos as pb
 
-PREFIX = {pb.USER: "", pb.HISTORY: "uih_", pb.CANDIDATE: "candidate_"}
-"""What stands before a feature's name in the column of each side."""
+PREFIX = {pb.USER: "", pb.HISTORY: "uih_", pb.CANDIDATE: "candidate_", pb.ITEM: "catalogue_"}
+"""What stands before a feature's name in the column of each side. Columns of ITEM are those of a batch; in
+`data.item_file` they have the feature's name."""
 
 TIMESTAMPS = "timestamps"
 ACTIONS = "actions"
 WATCH_TIME = "watch_time"
 REQUEST_TIME = "request_time"
 NEGATIVES = "negatives"
+"""Items of a batch, as rows of the item table, that queries are compared with."""
+
+BATCH_ITEMS = "batch_items"
+"""The distinct items of a batch's histories, ascending, when its negatives are sampled."""
+
+LOG_WEIGHTS = "log_weights"
+"""What is added to the scores of `NEGATIVES` and, behind them, `BATCH_ITEMS`: the correction for how often an item
+is drawn."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Column:
 
     Attributes:
         name: column in the file and key in the batch, e.g. `uih_item_id`.
-        side: pb.USER, pb.HISTORY or pb.CANDIDATE.
+        side: pb.USER, pb.HISTORY, pb.CANDIDATE or pb.ITEM.
         feature: its message.
         table: embedding table, or None for a number that is used as it is.
         width: columns of its embedding, 1 for a number.
@@ -50,11 +59,16 @@ class Table:
 
 
 def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
-    """Columns in the config's order of features, then USER, HISTORY, CANDIDATE; of one side if given."""
+    """Columns of the event files in the config's order of features, then USER, HISTORY, CANDIDATE.
+
+    Args:
+        pipeline: resolved.
+        side: columns of this side only; pb.ITEM for those of the catalogue, which are in no event file.
+    """
     found = []
     for feature in pipeline.features:
         for one in sorted(set(feature.sides)):
-            if side is None or one == side:
+            if one == side or (side is None and one != pb.ITEM):
                 found.append(_column(feature, one))
     return found
 
@@ -72,13 +86,13 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
     """Embedding tables in order of first use, with the number of rows of the resolved config.
 
     Row 0 of a vocabulary table stands for unknown ids, so it has `vocabulary.size` + 1 rows. The table of a
-    retriever's items is also read by the column `negatives`.
+    retriever's items is also read by the column `negatives`, and by `batch_items` where negatives are sampled.
 
     Raises:
         ValueError: the config has a retriever and no id feature of the name that it gives as its item.
     """
     found: dict[str, Table] = {}
-    for column in columns(pipeline):
+    for column in [*columns(pipeline), *columns(pipeline, pb.ITEM)]:
         if column.table is None:
             continue
         known = found.get(column.table)
@@ -89,8 +103,19 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
         if table is None:
             name = pipeline.model.retriever.item_feature
             raise ValueError(f"model.retriever.item_feature: {name!r} is given; no id feature has this name")
-        found[table.name] = Table(table.name, table.rows, table.width, (*table.columns, NEGATIVES))
+        names = (*table.columns, *shared_columns(pipeline))
+        found[table.name] = Table(table.name, table.rows, table.width, names)
     return list(found.values())
+
+
+def shared_columns(pipeline: pb.Pipeline) -> list[str]:
+    """Columns of a retriever's batches that belong to no row: items of all rows, as rows of the item table."""
+    return [NEGATIVES, BATCH_ITEMS] if samples_negatives(pipeline) else [NEGATIVES]
+
+
+def samples_negatives(pipeline: pb.Pipeline) -> bool:
+    """Whether a retriever is trained on some items of the catalogue at a time."""
+    return pipeline.model.retriever.loss.softmax.WhichOneof("negatives") in ("uniform", "in_batch")
 
 
 def _item_table(pipeline: pb.Pipeline) -> str:

@@ -69,6 +69,7 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     pb.PairwiseLoss: {"pointwise_share": SHARE},
     pb.SoftmaxLoss: {"temperature": POSITIVE},
     pb.UniformNegatives: {"num_negatives": COUNT},
+    pb.InBatchNegatives: {"num_uniform": NOT_NEGATIVE},
     pb.LogLoss: {"eps": Range(lambda x: 0 < x < 0.5, "between 0 and 0.5")},
     pb.NormalizedEntropy: {"eps": Range(lambda x: 0 < x < 0.5, "between 0 and 0.5")},
     pb.HitRate: {"k": COUNT},

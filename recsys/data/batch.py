@@ -59,10 +59,12 @@ class Batch(Pipelineable):
         channel_lengths: by channel, [B] int64 events of each row in it.
         uih_lengths: [B] int64 events of each row.
         num_candidates: [B] int64 candidates of each row.
-        ids: every embedded column, keys by `features.columns` (plus `negatives`: item rows shared by the
-            batch, all in row 0); values are rows of the tables, lengths count ids of each row.
-        value_counts: for multi-valued columns, int64 ids of each row / event / candidate.
-        numbers: for plain numeric columns, float32 one a row / event / candidate, transformed.
+        ids: every embedded column, keys by `features.columns`; values are rows of the tables, lengths count
+            ids of each row. A retriever's also has `features.shared_columns`, items that all rows share, and
+            the columns of side ITEM, what is known of these items, in that order; all lie in row 0.
+        value_counts: for multi-valued columns, int64 ids of each row / event / candidate / shared item.
+        numbers: for plain numeric columns, float32 one a row / event / candidate / shared item, transformed;
+            and perhaps `log_weights` of the shared items.
         request_time: [B] int64 seconds.
         uih_timestamps: [U] int64 seconds.
         uih_actions: [U] int64 bitmask; zeros when no action encoder looks at it.

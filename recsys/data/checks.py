@@ -58,17 +58,19 @@ class Findings:
         if self._first is None or rows[0] < self._first[0]:
             self._first = (int(rows[0]), sentence(0))
 
-    def raise_first(self, file: str, first_row: int) -> None:
-        """Raises DataError for the first bad row, if there is one. Rows count from 0 within the file."""
+    def raise_first(self, file: str, first_row: int, *, skippable: bool = True) -> None:
+        """Raises DataError for the first bad row, if there is one. Rows count from 0 within the file.
+
+        `skippable`: `data.bad_rows` could leave it out.
+        """
         if self._first is None:
             return
         row, sentence = self._first
         more = int(np.count_nonzero(self.codes)) - 1
         others = f" ({more} more bad row{'s' * (more > 1)} in this row group.)" if more else ""
-        raise DataError(
-            f"{file}, row {first_row + row}: {sentence}{others} Correct the file, or leave such rows out "
-            "and count them: data.bad_rows { policy: SKIP }."
-        )
+        or_skip = ", or leave such rows out and count them: data.bad_rows { policy: SKIP }"
+        remedy = f"Correct the file{or_skip if skippable else ''}."
+        raise DataError(f"{file}, row {first_row + row}: {sentence}{others} {remedy}")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""From arrays that a reader sent to a `Batch`, in the training process: tensors, layout, shared negatives,
+"""From arrays that a reader sent to a `Batch`, in the training process: tensors, layout, shared items,
 position."""
 
 import numpy as np
@@ -12,11 +12,8 @@ from recsys.data.arrays import Arrays
 from recsys.data.batch import Batch, LayoutRule, Position, Rows
 from recsys.data.contract import Mode
 from recsys.data.counts import Counts
-from recsys.data.hashing import buckets, combine
+from recsys.data.shared_items import SharedColumns, SharedItems
 from recsys.ops import SequenceLayout
-
-_NEGATIVES = 4
-"""Stream of the hash that draws negatives; 1 to 3 are the plan's and the converter's."""
 
 
 class Collator:
@@ -25,7 +22,7 @@ class Collator:
     def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule, mode: Mode) -> None:
         self._rule = rule
         self._keys = [column.name for column in features.columns(pipeline) if column.table]
-        self._negatives = Negatives(pipeline, mode) if pipeline.model.HasField("retriever") else None
+        self._shared = SharedItems(pipeline, mode) if pipeline.model.HasField("retriever") else None
 
     def collate(self, arrays: Arrays, position: Position, index: int) -> Batch:
         """The batch of some arrays.
@@ -38,6 +35,9 @@ class Collator:
         events = torch.from_numpy(arrays.uih_lengths)
         in_channels = _tensors(arrays.channel_lengths)
         channels = [self._layout(lengths, candidates) for lengths in in_channels.values()]
+        shared = SharedColumns({}, {}, {})
+        if self._shared is not None:
+            shared = self._shared.of(arrays, position.epoch, index)
         return Batch(
             layout=self._layout(events, candidates),
             channel_layout=SequenceLayout.join(channels) if channels else None,
@@ -45,9 +45,9 @@ class Collator:
             channel_lengths=in_channels,
             uih_lengths=events,
             num_candidates=candidates,
-            ids=self._ids(arrays, position.epoch, index),
-            value_counts=_tensors(arrays.value_counts),
-            numbers=_tensors(arrays.numbers),
+            ids=self._ids(arrays, shared.ids),
+            value_counts=_tensors(arrays.value_counts | shared.value_counts),
+            numbers=_tensors(arrays.numbers | shared.numbers),
             request_time=torch.from_numpy(arrays.request_time),
             uih_timestamps=torch.from_numpy(arrays.uih_timestamps),
             uih_actions=torch.from_numpy(arrays.uih_actions),
@@ -71,14 +71,15 @@ class Collator:
         lengths = rule.num_contextual + rule.tokens_per_event * events + targets
         return SequenceLayout(lengths, targets, rule.num_contextual)
 
-    def _ids(self, arrays: Arrays, epoch: int, index: int) -> KeyedJaggedTensor:
+    def _ids(self, arrays: Arrays, shared: dict[str, np.ndarray]) -> KeyedJaggedTensor:
         num_rows = len(arrays.row)
-        keys, values, lengths = list(self._keys), arrays.id_values, arrays.id_lengths
-        if self._negatives is not None:
-            drawn = self._negatives.draw(epoch, index)
-            keys.append(features.NEGATIVES)
-            values = np.concatenate([values, drawn])
-            lengths = np.concatenate([lengths, [len(drawn)], np.zeros(num_rows - 1, np.int64)])
+        keys, values, lengths = [*self._keys, *shared], arrays.id_values, arrays.id_lengths
+        if shared:
+            of_keys = np.zeros((len(shared), num_rows), np.int64)
+            # A row has to hold them.
+            of_keys[:, 0] = [len(own) for own in shared.values()]
+            values = np.concatenate([values, *shared.values()])
+            lengths = np.concatenate([lengths, of_keys.reshape(-1)])
         return KeyedJaggedTensor(
             keys=keys,
             values=torch.from_numpy(values),
@@ -87,29 +88,6 @@ class Collator:
             # Known here, so that nobody has to ask the device.
             length_per_key=lengths.reshape(len(keys), num_rows).sum(1).tolist(),
         )
-
-
-class Negatives:
-    """Item rows that a batch's queries are compared with; row 0 is no item, so negative k of the catalogue is
-    row k + 1."""
-
-    def __init__(self, pipeline: pb.Pipeline, mode: Mode) -> None:
-        retriever = pipeline.model.retriever
-        item = next(feature for feature in pipeline.features if feature.name == retriever.item_feature)
-        self._rows = features.table_rows(item)
-        self._seed = pipeline.train.seed
-        softmax = retriever.loss.softmax
-        drawn = mode == "train" and softmax.HasField("uniform")
-        self._count = softmax.uniform.num_negatives if drawn else None
-        self._catalogue = None if drawn else np.arange(1, self._rows)
-
-    def draw(self, epoch: int, index: int) -> np.ndarray:
-        """The whole catalogue, or for training with uniform negatives a draw (with repetition) that depends
-        on nothing else."""
-        if self._catalogue is not None:
-            return self._catalogue
-        hashes = combine(self._seed, epoch, _NEGATIVES, index, np.arange(self._count))
-        return buckets(hashes, self._rows - 1) + 1
 
 
 def _tensors(arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:

@@ -21,13 +21,16 @@ from recsys.data.contract import Field, Kind, Mode, fields, group_column, key_co
 from recsys.data.hashing import combine, draw_places, hash_text
 from recsys.data.layout_rule import LayoutRule
 from recsys.data.stochastic_length import thin_out
-from recsys.data.vocabulary import mappings, normalize
+from recsys.data.vocabulary import Buckets, HashBuckets, Vocabulary, mappings, normalize
 
 REQUEST_TIME = features.REQUEST_TIME
 UIH_TIMESTAMPS = features.PREFIX[pb.HISTORY] + features.TIMESTAMPS
 UIH_ACTIONS = features.PREFIX[pb.HISTORY] + features.ACTIONS
 UIH_WATCH_TIME = features.PREFIX[pb.HISTORY] + features.WATCH_TIME
 CANDIDATE_TIMESTAMPS = features.PREFIX[pb.CANDIDATE] + features.TIMESTAMPS
+
+Mapping = Vocabulary | HashBuckets | Buckets
+"""From original values to rows of a table."""
 
 _UNKNOWN, _LENGTH = 3, 5
 """Streams of the hash that draw what is shown as unknown and what is thinned out; the plan has 1 and 2, the
@@ -103,7 +106,7 @@ class Converter:
         if not good.all():
             left = table.filter(pa.array(good))
             cells = self._cells(left)
-        flat = {name: self._flat(one) for name, one in cells.items()}
+        flat = {name: to_flat(one, self._mapping(name)) for name, one in cells.items()}
         if self._unknown_rates:
             self._show_unknown(flat, cells, origin, np.flatnonzero(good))
         spans = self._spans(cells, left.num_rows)
@@ -130,13 +133,8 @@ class Converter:
     def _cells(self, table: pa.Table) -> dict[str, Cells]:
         found = {}
         for field in self._fields:
-            if field.column not in table.column_names:
-                continue
-            column, lists = one_array(table[field.column]), ()
-            for _ in range(field.depth):
-                lists = (*lists, Lists.of(column))
-                column = lists[-1].values
-            found[field.column] = Cells(field, lists, _plain(column))
+            if field.column in table.column_names:
+                found[field.column] = cells_of(table, field)
         return found
 
     def _check(self, table: pa.Table, cells: dict[str, Cells]) -> Findings:
@@ -207,22 +205,8 @@ class Converter:
             pb.CANDIDATE: _Spans(candidates.offsets[:-1], kept, kept < candidates.lengths),
         }
 
-    def _flat(self, cells: Cells) -> Flat:
-        field, values = cells.field, cells.values
-        offsets = cells.lists[-1].offsets if field.multi_valued else None
-        if field.kind is Kind.ID:
-            return Flat(field.side, self.mappings[self._tables[field.column]].map(values), offsets)
-        if field.kind in (Kind.LABEL, Kind.WATCH_TIME):
-            return Flat(field.side, checks.floats(values).astype(np.float32))
-        if field.kind is not Kind.NUMBER:
-            return Flat(field.side, checks.integers(values))
-        numeric = field.feature.numeric
-        numbers = checks.floats(values)
-        if values.null_count:
-            numbers = np.where(pc.is_null(values).to_numpy(zero_copy_only=False), numeric.fill, numbers)
-        if numeric.HasField("bucketize"):
-            return Flat(field.side, self.mappings[field.feature.name].map(numbers))
-        return Flat(field.side, normalize(numbers, numeric.normalize))
+    def _mapping(self, column: str) -> Mapping | None:
+        return self.mappings.get(self._tables.get(column))
 
     def _show_unknown(
         self, flat: dict[str, Flat], cells: dict[str, Cells], origin: Origin, rows: np.ndarray
@@ -259,6 +243,39 @@ class Converter:
         if name is None:
             return np.zeros(table.num_rows, np.int64)
         return checks.key_hash(one_array(table[name]))
+
+
+def cells_of(table: pa.Table, field: Field) -> Cells:
+    """The values of one column of a table, with the lists around them."""
+    column, lists = one_array(table[field.column]), ()
+    for _ in range(field.depth):
+        lists = (*lists, Lists.of(column))
+        column = lists[-1].values
+    return Cells(field, lists, _plain(column))
+
+
+def to_flat(cells: Cells, mapping: Mapping | None) -> Flat:
+    """Checked values as numpy arrays: ids as rows of their table, numbers scaled.
+
+    Args:
+        cells: of one column.
+        mapping: of its table; None for a column without one.
+    """
+    field, values = cells.field, cells.values
+    offsets = cells.lists[-1].offsets if field.multi_valued else None
+    if field.kind is Kind.ID:
+        return Flat(field.side, mapping.map(values), offsets)
+    if field.kind in (Kind.LABEL, Kind.WATCH_TIME):
+        return Flat(field.side, checks.floats(values).astype(np.float32))
+    if field.kind is not Kind.NUMBER:
+        return Flat(field.side, checks.integers(values))
+    numeric = field.feature.numeric
+    numbers = checks.floats(values)
+    if values.null_count:
+        numbers = np.where(pc.is_null(values).to_numpy(zero_copy_only=False), numeric.fill, numbers)
+    if numeric.HasField("bucketize"):
+        return Flat(field.side, mapping.map(numbers))
+    return Flat(field.side, normalize(numbers, numeric.normalize))
 
 
 def _unknown_rates(fields_read: list[Field]) -> dict[str, float]:

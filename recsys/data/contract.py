@@ -119,11 +119,25 @@ def check_schema(schema: pa.Schema, pipeline: pb.Pipeline, mode: Mode, path: str
     findings = []
     for name in key_columns(pipeline):
         findings += _presence(schema, name, required=True) or _key_type(schema.field(name).type, name)
-    for field in fields(pipeline, mode):
+    _raise(findings + _findings(schema, fields(pipeline, mode)), schema, path)
+
+
+def check_fields(schema: pa.Schema, wanted: list[Field], path: str) -> None:
+    """`check_schema` of a file with other columns than events have."""
+    _raise(_findings(schema, wanted), schema, path)
+
+
+def _findings(schema: pa.Schema, wanted: list[Field]) -> list[str]:
+    findings = []
+    for field in wanted:
         problems = _presence(schema, field.column, field.required)
         findings += problems
         if not problems and field.column in schema.names:
             findings += _type(schema.field(field.column).type, field)
+    return findings
+
+
+def _raise(findings: list[str], schema: pa.Schema, path: str) -> None:
     if findings:
         lines = [f"{path}: {finding}" for finding in dict.fromkeys(findings)]
         raise DataError("\n".join([*lines, f"{path} has the columns {', '.join(schema.names)}."]))

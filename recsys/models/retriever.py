@@ -3,15 +3,19 @@
 Every position of a history is a query for the item behind it, so one row trains as many predictions as it
 has events. For that no token may know what comes later: `checks.retriever` refuses masks, positions and times
 that would tell it.
+
+With an item encoder it is a two-tower model: the user tower is the history up to its last position, the item
+tower the encoder. Without one an item is its embedding.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
+from torchrec import KeyedJaggedTensor
 
 from recsys import checks, features
 from recsys import protos as pb
@@ -20,7 +24,9 @@ from recsys.models.base import Losses, MetricRows, Model, build_postprocessor
 from recsys.models.catalogue import rank_targets
 from recsys.models.halves import without_catalogue
 from recsys.modules.flops import linear_flops
+from recsys.modules.item_encoder import ItemEncoder
 from recsys.modules.losses.softmax import IGNORED
+from recsys.modules.preprocessors.preprocessed import inputs_of
 from recsys.modules.sequence import JaggedSequence, following
 from recsys.registry import pick, register
 
@@ -35,12 +41,31 @@ class RetrieverOutputs:
     Attributes:
         queries: [U, E], what each event of each history expects next.
         items: [V, E], the batch's negatives: drawn ones, or the whole catalogue.
-        events: [U, E], the items of the histories themselves.
+        batch_items: [D, E], the distinct items of the histories, when negatives are drawn; else none.
     """
 
     queries: Tensor
     items: Tensor
-    events: Tensor
+    batch_items: Tensor
+
+
+class Items(NamedTuple):
+    """Items without rows, named and described as a batch's shared items are; for the item tower alone.
+
+    Attributes:
+        ids, value_counts, numbers: as in `Batch`, with nothing in the columns of rows.
+    """
+
+    ids: KeyedJaggedTensor
+    value_counts: dict[str, Tensor]
+    numbers: dict[str, Tensor]
+
+
+class SharedVectors(NamedTuple):
+    """Items that all rows of a batch share: float32 [V, E] negatives and [D, E] those of its histories."""
+
+    items: Tensor
+    batch_items: Tensor
 
 
 @register(pb.Retriever)
@@ -65,9 +90,14 @@ class Retriever(Model):
         self.candidates = features.PREFIX[pb.CANDIDATE] + config.item_feature
         self.preprocess = preprocessor.cls(preprocessor.config, pipeline=pipeline)
         self.mix = mixer.cls(mixer.config, embedding_dim=width)
-        postprocess = build_postprocessor(config, width)
-        self.compare = ComparableVectors(postprocess, self.history, l2_normalize=config.l2_normalize)
-        self.objective = NextItemLoss(config.loss, self.history)
+        self.compare = ComparableVectors(
+            build_postprocessor(config, width),
+            ItemEncoder(config.item_encoder, pipeline=pipeline) if config.HasField("item_encoder") else None,
+            features.shared_columns(pipeline),
+            l2_normalize=config.l2_normalize,
+        )
+        (item,) = (one for one in pipeline.features if one.name == config.item_feature)
+        self.objective = NextItemLoss(config.loss, self.history, num_items=features.table_rows(item) - 1)
         self.metric_choices = list(config.metrics)
 
     def forward(self, batch: Batch) -> RetrieverOutputs:
@@ -76,7 +106,7 @@ class Retriever(Model):
             embeddings = self.embed(batch)
             prepared = self.preprocess(embeddings, batch)
             mixed = self.mix(prepared.sequence)
-            return self.compare(mixed, embeddings)
+            return self.compare(mixed, embeddings, batch)
 
     def forward_again(self, batch: Batch, before: RetrieverOutputs) -> RetrieverOutputs:
         """As `forward`, of a batch whose negatives are the same: they are not looked up again."""
@@ -84,11 +114,15 @@ class Retriever(Model):
 
     def query(self, batch: Batch) -> Tensor:
         """float32 [B, E], what each row expects next; zeros for a row without history."""
-        return last_of_each(self(batch).queries, batch.uih_lengths)
+        with self.autocast():
+            prepared = self.preprocess(self.embed(batch), batch)
+            queries = self.compare.queries(self.mix(prepared.sequence))
+        return last_of_each(queries, batch.uih_lengths)
 
-    def item_vectors(self, batch: Batch) -> Tensor:
+    def item_vectors(self, batch: Batch | Items) -> Tensor:
         """float32 [V, E] of the batch's negatives; of the whole catalogue row k is row k + 1 of the table."""
-        return self.compare.items(self.embed(batch)[features.NEGATIVES])
+        with self.autocast():
+            return self.compare.shared(self.embed(batch), batch).items
 
     def score(self, batch: Batch) -> Tensor:
         """`query`: an exported retriever answers with vectors, and a search finds the items."""
@@ -97,8 +131,12 @@ class Retriever(Model):
     def flops(self, batch: Batch) -> int:
         """Preprocessor, mixer, postprocessor, and the score of each event's query with each negative."""
         events = batch.uih_timestamps.shape[0]
-        negatives = dict(zip(batch.ids.keys(), batch.ids.length_per_key(), strict=True))[features.NEGATIVES]
-        queries = linear_flops(self.compare, events) + 2 * events * negatives * self.width
+        sizes = dict(zip(batch.ids.keys(), batch.ids.length_per_key(), strict=True))
+        shared = sum(sizes[name] for name in self.compare.shared_columns)
+        compared = shared if self.objective.in_batch else sizes[features.NEGATIVES]
+        queries = linear_flops(self.compare.postprocess, events) + 2 * events * compared * self.width
+        if self.compare.encode is not None:
+            queries += self.compare.encode.flops(shared)
         return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + queries
 
     def metrics(self) -> dict[str, Metric]:
@@ -136,25 +174,43 @@ class ComparableVectors(nn.Module):
 
     Args:
         postprocess: applied to queries.
-        history: column of the histories' items.
+        encode: the item tower; None leaves an item its embedding.
+        shared_columns: `features.shared_columns`.
         l2_normalize: make all of unit length.
     """
 
-    def __init__(self, postprocess: nn.Module, history: str, *, l2_normalize: bool):
+    def __init__(
+        self,
+        postprocess: nn.Module,
+        encode: ItemEncoder | None,
+        shared_columns: list[str],
+        *,
+        l2_normalize: bool,
+    ):
         super().__init__()
         self.postprocess = postprocess
-        self.history = history
+        self.encode = encode
+        self.shared_columns = shared_columns
         self.l2_normalize = l2_normalize
 
-    def forward(self, mixed: JaggedSequence, embeddings: Mapping[str, Tensor]) -> RetrieverOutputs:
+    def forward(self, mixed: JaggedSequence, embeddings: dict[str, Tensor], batch: Batch) -> RetrieverOutputs:
         """From mixed tokens and looked-up columns."""
-        return RetrieverOutputs(
-            queries=self.items(self.postprocess(mixed.history(), mixed.history_times())),
-            items=self.items(embeddings[features.NEGATIVES]),
-            events=self.items(embeddings[self.history]),
-        )
+        return RetrieverOutputs(self.queries(mixed), *self.shared(embeddings, batch))
 
-    def items(self, vectors: Tensor) -> Tensor:
+    def queries(self, mixed: JaggedSequence) -> Tensor:
+        """[U, E], one an event."""
+        return self._comparable(self.postprocess(mixed.history(), mixed.history_times()))
+
+    def shared(self, embeddings: dict[str, Tensor], batch: Batch | Items) -> SharedVectors:
+        """Of the items that are named once for all rows."""
+        vectors = torch.cat([embeddings[name] for name in self.shared_columns])
+        if self.encode is not None:
+            vectors = self.encode(vectors, inputs_of(embeddings, batch))
+        vectors = self._comparable(vectors)
+        negatives = embeddings[features.NEGATIVES].shape[0]
+        return SharedVectors(vectors[:negatives], vectors[negatives:])
+
+    def _comparable(self, vectors: Tensor) -> Tensor:
         """[n, E] of any float type -> at least float32 [n, E]."""
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
         return F.normalize(vectors, dim=1, eps=1e-6) if self.l2_normalize else vectors
@@ -163,17 +219,24 @@ class ComparableVectors(nn.Module):
 class NextItemLoss(nn.Module):
     """The objective of a retriever: each position's loss against the item behind it, in the same row.
 
-    The last position of a row and those before an unknown item have no target.
+    The last position of a row and those before an unknown item have no target. Where the batch's negatives
+    are the whole catalogue, as in evaluation, it is the full softmax, whatever training draws.
+
+    Args:
+        config: the softmax.
+        history: column of the histories' items.
+        num_items: of the catalogue.
     """
 
     name = "next_item"
 
-    def __init__(self, config: pb.Loss, history: str):
+    def __init__(self, config: pb.Loss, history: str, *, num_items: int):
         super().__init__()
         loss = pick(config)
         self.loss = loss.cls(loss.config)
         self.history = history
-        self.sampled = config.softmax.WhichOneof("negatives") == "uniform"
+        self.num_items = num_items
+        self.in_batch = config.softmax.HasField("in_batch")
 
     def forward(self, outputs: RetrieverOutputs, batch: Batch) -> Losses:
         """Sums and counts over the positions of this rank that have a target."""
@@ -181,18 +244,29 @@ class NextItemLoss(nn.Module):
         nothing = torch.zeros_like(batch.uih_lengths)
         target = following(items, batch.uih_lengths, last=nothing)
         has_target = target > 0
-        if self.sampled:
-            wanted = torch.where(has_target, target, IGNORED)
-            after = torch.cat([outputs.events, outputs.events.new_zeros(1, outputs.events.shape[1])])[1:]
-            ids = batch.ids[features.NEGATIVES].values()
-            found = self.loss(outputs.queries, outputs.items, wanted, positives=after, item_ids=ids)
-        else:
+        if len(outputs.items) == self.num_items and not len(outputs.batch_items):
             # The catalogue is the table without row 0, which stands for unknown items.
             found = self.loss(outputs.queries, outputs.items, torch.where(has_target, target - 1, IGNORED))
+        else:
+            found = self._sampled(outputs, batch, torch.where(has_target, target, IGNORED))
         count = items.shape[0]
         weights = torch.repeat_interleave(batch.sample_weight, batch.uih_lengths, output_size=count)
         weights = weights * has_target
         return Losses((self.name,), (found * weights).sum()[None], weights.sum()[None], (1.0,))
+
+    def _sampled(self, outputs: RetrieverOutputs, batch: Batch, target: Tensor) -> Tensor:
+        """[U], against the batch's negatives; every target is among the batch's items."""
+        known = batch.ids[features.BATCH_ITEMS].values()
+        negatives, ids = outputs.items, batch.ids[features.NEGATIVES].values()
+        # Behind the items stands what a position without a target is compared with, which no one looks at.
+        others = torch.cat([outputs.batch_items, outputs.batch_items.new_zeros(1, negatives.shape[1])])
+        positives = others[torch.searchsorted(known, target)]
+        if self.in_batch:
+            negatives, ids = torch.cat([negatives, outputs.batch_items]), torch.cat([ids, known])
+        log_weights = batch.numbers.get(features.LOG_WEIGHTS)
+        return self.loss(
+            outputs.queries, negatives, target, positives=positives, item_ids=ids, log_weights=log_weights
+        )
 
 
 def last_of_each(values: Tensor, lengths: Tensor) -> Tensor:

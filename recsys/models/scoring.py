@@ -92,11 +92,11 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
 def flatten(batch: Batch) -> tuple[Tensor, ...]:
     """The inputs of the scoring graph for a batch, in the order of `scoring_signature`."""
     retriever = features.NEGATIVES in batch.ids.keys()
+    of_items = (features.NEGATIVES, features.BATCH_ITEMS, features.LOG_WEIGHTS)
 
     def used(name: str) -> bool:
-        return name != features.NEGATIVES and not (
-            retriever and name.startswith(features.PREFIX[pb.CANDIDATE])
-        )
+        prefixes = (features.PREFIX[pb.CANDIDATE], features.PREFIX[pb.ITEM])
+        return not (retriever and (name in of_items or name.startswith(prefixes)))
 
     found = []
     for name in filter(used, batch.ids.keys()):
@@ -152,8 +152,9 @@ class Assemble:
 
     def __init__(self, pipeline: pb.Pipeline):
         self.columns = features.columns(pipeline)
+        self.catalogue = features.columns(pipeline, pb.ITEM)
         self.rule = layout_rule(pipeline)
-        self.retriever = pipeline.model.HasField("retriever")
+        self.shared = features.shared_columns(pipeline) if pipeline.model.HasField("retriever") else []
 
     def __call__(self, inputs: dict[str, Tensor]) -> Batch:
         """The batch; `inputs` are named as in `scoring_signature`."""
@@ -170,7 +171,8 @@ class Assemble:
             pb.HISTORY: uih_lengths,
             pb.CANDIDATE: num_candidates,
         }
-        counts = {c.name: inputs.get(f"{c.name}.counts", nothing) for c in self.columns if c.multi_valued}
+        own = [*self.columns, *self.catalogue]
+        counts = {c.name: inputs.get(f"{c.name}.counts", nothing) for c in own if c.multi_valued}
         events = {one.name: inputs.get(f"channel.{one.name}.events", nothing) for one in rule.channels}
         lengths = {one.name: inputs.get(f"channel.{one.name}.lengths", none) for one in rule.channels}
         max_len = inputs["steps"].shape[0] + SHORTEST
@@ -186,7 +188,7 @@ class Assemble:
             num_candidates=num_candidates,
             ids=self._ids(inputs, sizes, counts),
             value_counts=counts,
-            numbers={c.name: inputs.get(c.name, real) for c in self.columns if c.table is None},
+            numbers={c.name: inputs.get(c.name, real) for c in own if c.table is None},
             request_time=inputs.get("request_time", none),
             uih_timestamps=uih_timestamps,
             uih_actions=inputs.get("uih_actions", nothing),
@@ -210,9 +212,9 @@ class Assemble:
                 if column.multi_valued:
                     length = _sum_by_row(counts[column.name], length)
                 lengths[column.name] = length
-        if self.retriever:
-            values[features.NEGATIVES] = sizes[pb.USER].new_zeros(0)
-            lengths[features.NEGATIVES] = torch.zeros_like(sizes[pb.USER])
+        for name in [*self.shared, *(c.name for c in self.catalogue if c.table is not None)]:
+            values[name] = sizes[pb.USER].new_zeros(0)
+            lengths[name] = torch.zeros_like(sizes[pb.USER])
         return KeyedJaggedTensor(
             keys=list(values),
             values=torch.cat(list(values.values())),

@@ -47,7 +47,7 @@ class EmbeddingGroup(nn.Module):
         self.pool = PoolValues(pipeline)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Column -> float32 [n, width], n as in the batch: rows, events, candidates or negatives."""
+        """Column -> float32 [n, width], n as in the batch: rows, events, candidates or shared items."""
         looked_up = [tables(batch.ids) for tables in self.tables.values()]
         return self.pool(looked_up, batch.value_counts)
 
@@ -59,7 +59,7 @@ class PoolValues(nn.Module):
         super().__init__()
         self.poolings = {
             column.name: column.feature.id.pooling
-            for column in features.columns(pipeline)
+            for column in [*features.columns(pipeline), *features.columns(pipeline, pb.ITEM)]
             if column.multi_valued
         }
 

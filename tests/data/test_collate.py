@@ -11,7 +11,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from recsys import features
 from recsys import protos as pb
 from recsys.data.batch import LayoutRule
-from recsys.data.collate import Negatives
+from recsys.data.shared_items import Negatives
 from recsys.data.loader import Loader
 
 RULE = LayoutRule(num_contextual=0, targets=False)

@@ -6,7 +6,7 @@ over it; `batch_of` puts rows together the slow way.
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,15 +180,7 @@ class Row:
 def random_row(pipeline: pb.Pipeline, num_events: int, num_candidates: int, seed: int = 0) -> Row:
     """A row drawn from a seed; ids are at least 1, so that none is unknown."""
     draw = random.Random(seed)
-    rows = {table.name: table.rows for table in features.tables(pipeline)}
-
-    def value(column: features.Column) -> Any:
-        if column.table is None:
-            return draw.gauss(0, 1)
-        if column.multi_valued:
-            return [draw.randrange(rows[column.table]) for _ in range(draw.randrange(4))]
-        return draw.randrange(1, rows[column.table])
-
+    value = _draw_value(pipeline, draw)
     counts = {pb.HISTORY: num_events, pb.CANDIDATE: num_candidates}
     values = {}
     for column in features.columns(pipeline):
@@ -206,6 +198,20 @@ def random_row(pipeline: pb.Pipeline, num_events: int, num_candidates: int, seed
         labels={task: [float(draw.randrange(2)) for _ in range(num_candidates)] for task in tasks},
         group=seed,
     )
+
+
+def _draw_value(pipeline: pb.Pipeline, draw: random.Random) -> Callable[[features.Column], Any]:
+    """A function from a column to a value of it."""
+    rows = {table.name: table.rows for table in features.tables(pipeline)}
+
+    def value(column: features.Column) -> Any:
+        if column.table is None:
+            return draw.gauss(0, 1)
+        if column.multi_valued:
+            return [draw.randrange(rows[column.table]) for _ in range(draw.randrange(4))]
+        return draw.randrange(1, rows[column.table])
+
+    return value
 
 
 def random_rows(pipeline: pb.Pipeline, sizes: Sequence[tuple[int, int]], seed: int = 0) -> list[Row]:
@@ -248,10 +254,25 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
         channel_lengths[channel.name] = _ints([len(own) for own in members])
     if pipeline.model.HasField("retriever"):
         (items,) = (table for table in features.tables(pipeline) if features.NEGATIVES in table.columns)
-        drawn = list(range(1, items.rows)) if negatives is None else list(negatives)
-        keys.append(features.NEGATIVES)
-        values += drawn
-        lengths += [len(drawn)] + [0] * (len(rows) - 1)
+        shared = {features.NEGATIVES: list(range(1, items.rows)) if negatives is None else list(negatives)}
+        if features.samples_negatives(pipeline):
+            history = f"uih_{pipeline.model.retriever.item_feature}"
+            seen = {one for row in rows for one in row.values[history] if one > 0}
+            shared[features.BATCH_ITEMS] = sorted(seen) if negatives is not None else []
+        known = [catalogue_item(pipeline, item) for own in shared.values() for item in own]
+        for column in features.columns(pipeline, pb.ITEM):
+            entries = [item[column.name] for item in known]
+            if column.table is None:
+                numbers[column.name] = torch.tensor(entries, dtype=torch.float32)
+                continue
+            if column.multi_valued:
+                counts[column.name] = _ints([len(entry) for entry in entries])
+                entries = sum(entries, [])
+            shared[column.name] = entries
+        for name, own in shared.items():
+            keys.append(name)
+            values += own
+            lengths += [len(own)] + [0] * (len(rows) - 1)
     return Batch(
         layout=layout(uih_lengths),
         channel_layout=SequenceLayout.join([layout(n) for n in channel_lengths.values()])
@@ -276,6 +297,12 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
         sample_weight=torch.tensor([row.weight for row in rows]),
         group=_ints([row.group for row in rows]),
     )
+
+
+def catalogue_item(pipeline: pb.Pipeline, row: int) -> dict[str, Any]:
+    """What is known of the item in a row of the item table: by column of side ITEM."""
+    value = _draw_value(pipeline, random.Random(row))
+    return {column.name: value(column) for column in features.columns(pipeline, pb.ITEM)}
 
 
 def _members(channel: Channel, row: Row) -> list[int]:

@@ -36,6 +36,7 @@ class SoftmaxLoss(nn.Module):
         *,
         positives: Tensor | None = None,
         item_ids: Tensor | None = None,
+        log_weights: Tensor | None = None,
     ) -> Tensor:
         """Loss of each query.
 
@@ -50,6 +51,8 @@ class SoftmaxLoss(nn.Module):
             targets: [M] int64, rows of `items` or ids; IGNORED where a query has no target.
             positives: [M, E]; any finite value where the target is IGNORED.
             item_ids: [V] int64.
+            log_weights: [V], added to similarity / temperature of each item, not of the positive; the
+                correction for how often an item is drawn. None: zeros. For shared negatives.
 
         Returns:
             [M] float32 (float64 for float64 queries), 0 where the target is IGNORED.
@@ -69,7 +72,13 @@ class SoftmaxLoss(nn.Module):
                 queries, items, targets, temperature=self.temperature, ignore_index=IGNORED
             ).logp
         negatives = linear_lse(
-            queries, items, temperature=self.temperature, candidate_ids=item_ids, target_ids=targets
+            queries,
+            items,
+            # The op divides it by the temperature, like the product.
+            bias=None if log_weights is None else log_weights * self.temperature,
+            temperature=self.temperature,
+            candidate_ids=item_ids,
+            target_ids=targets,
         )
         positive = (queries * widen(positives)).sum(1) / self.temperature
         # log(exp positive + exp negatives) - positive, which keeps the digits of a sure target.

@@ -1,0 +1,85 @@
+"""A retriever's item tower as a function of flat tensors, beside `scoring`, which has its user tower.
+
+`flatten_items` takes a batch's negatives apart in the order of `item_signature`; `ItemTower` encodes them.
+"""
+
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.models.retriever import Items, Retriever
+from recsys.models.scoring import TensorSpec
+
+ITEMS = "items"
+"""Named size: how many."""
+
+
+def item_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
+    """Inputs of the item tower of a resolved pipeline, in order: the items as rows of their table (0 for one
+    that training did not know), then each column of side ITEM, and behind a multi-valued one
+    `<column>.counts`, its values of each item.
+    """
+    found = [TensorSpec(features.NEGATIVES, torch.int64, (ITEMS,))]
+    for number, column in enumerate(features.columns(pipeline, pb.ITEM)):
+        size = f"values_{number}" if column.multi_valued else ITEMS
+        dtype = torch.float32 if column.table is None else torch.int64
+        found.append(TensorSpec(column.name, dtype, (size,)))
+        if column.multi_valued:
+            found.append(TensorSpec(f"{column.name}.counts", torch.int64, (ITEMS,)))
+    return found
+
+
+def flatten_items(batch: Batch, pipeline: pb.Pipeline) -> tuple[Tensor, ...]:
+    """The inputs of the item tower for the negatives of a batch that was read for evaluation."""
+    found = []
+    for spec in item_signature(pipeline):
+        column = spec.name.removesuffix(".counts")
+        if column != spec.name:
+            found.append(batch.value_counts[column])
+        elif spec.dtype == torch.float32:
+            found.append(batch.numbers[column])
+        else:
+            # A copy: a column is a slice, and compiled code wants tensors that begin at an aligned address.
+            found.append(batch.ids[column].values().clone())
+    return tuple(found)
+
+
+class ItemTower(nn.Module):
+    """float32 [n, E], the vectors that queries are compared with, from flat tensors.
+
+    Args:
+        model: in evaluation mode.
+    """
+
+    def __init__(self, model: Retriever):
+        super().__init__()
+        self.model = model
+        pipeline = model.pipeline
+        self.names = [spec.name for spec in item_signature(pipeline)]
+        columns = [*features.columns(pipeline), *features.columns(pipeline, pb.ITEM)]
+        embedded = [column.name for column in columns if column.table is not None]
+        self.keys = [*embedded, *features.shared_columns(pipeline)]
+        self.multi_valued = [column.name for column in columns if column.multi_valued]
+        self.numbers = [column.name for column in columns if column.table is None]
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """Tensors as `item_signature` lists them."""
+        given = dict(zip(self.names, tensors, strict=True))
+        nothing = given[features.NEGATIVES].new_zeros(0)
+        values = [given.get(key, nothing) for key in self.keys]
+        sizes = [one.shape[0] for one in values]
+        ids = KeyedJaggedTensor(
+            keys=self.keys,
+            values=torch.cat(values),
+            lengths=torch.cat(
+                [torch.full((1,), size, dtype=torch.int64, device=nothing.device) for size in sizes]
+            ),
+            stride=1,
+            length_per_key=sizes,
+        )
+        counts = {name: given.get(f"{name}.counts", nothing) for name in self.multi_valued}
+        real = nothing.to(torch.float32)
+        return self.model.item_vectors(Items(ids, counts, {n: given.get(n, real) for n in self.numbers}))
