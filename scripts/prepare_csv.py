@@ -6,7 +6,12 @@
         --user-column uid --item-column sku --time-column when --time-unit iso \\
         --label click=clicked --label seconds=dwell:regression --action click=clicked --item-feature brand
 
---input is a .csv, .tsv (also .gz) or .parquet file, or a folder of them. Then train with
+    python scripts/prepare_csv.py --input Beauty.txt --sequence-times Beauty_times.txt --output data/beauty \\
+        --task retrieval --sequences --min-user-events 5 --min-item-events 5
+
+--input is a .csv, .tsv (also .gz) or .parquet file, or a folder of them. With --sequences it is a text file
+with a line a user, `user item item ...`, oldest first; --sequence-times names a file of the same form with
+the times, and without it the events of a user are numbered, as if a second lay between them. Then train with
 `python -m recsys.train --config <output>/starter.config --run-dir runs/<name>`.
 
 - Ids stay as they are: int64 when every one is a whole number, else text.
@@ -18,7 +23,10 @@
   history of a second candidate holds the outcome of the first). Vocabularies count training only.
 - retrieval: leave-one-out. The last item of a user is the test target, the one before it the validation
   target. The catalogue is every item of the log. Users with one or two events only train. The folder
-  `latest` has the whole history of every user, to make recommendations from.
+  `latest` has the whole history of every user, to make recommendations from. --min-user-events and
+  --min-item-events leave out users and items with fewer events, again and again until all have as many
+  (a k-core). With features of items `items.parquet` has those of the whole catalogue, each as in the item's
+  last event, for `retriever { item_encoder }`.
 - An empty cell of a feature is the unknown id; an empty user, item, time or number is an error.
 
 Memory: the log is cut by user into parts of at most about --part-rows events, worked on one at a time;
@@ -41,6 +49,7 @@ from recsys.flags import positive
 from scripts import prepare_common as common
 from scripts.prepare_config import write_config
 from scripts.prepare_events import Log, LogColumns, cut_log
+from scripts.prepare_items import items_of, join_items, write_items
 from scripts.prepare_rows import (
     TEST,
     TRAIN,
@@ -53,6 +62,7 @@ from scripts.prepare_rows import (
     plain_table,
     request_slices,
 )
+from scripts.prepare_sequences import ITEM, TIME, USER
 
 SECOND = 1_000_000
 """Times are kept in microseconds until rows are cut."""
@@ -69,6 +79,8 @@ def main(arguments: list[str] | None = None) -> None:
     with common.output_folder(options.output, overwrite=options.overwrite) as folder:
         with tempfile.TemporaryDirectory(prefix=".parts-", dir=folder) as parts:
             log = cut_log(options.input, columns, Path(parts), part_rows=options.part_rows)
+            if max(options.min_user_events, options.min_item_events) > 1:
+                log.keep_core(options.min_user_events, options.min_item_events)
             writer = DatasetWriter(folder, contents, rows_per_group=options.rows_per_group)
             catalogue = []
             bounds = log.time_quantiles(
@@ -76,17 +88,21 @@ def main(arguments: list[str] | None = None) -> None:
             )
             for number in range(len(log.parts)):
                 events = log.part(number)
+                if not events.height:
+                    continue
                 if options.task == "ranking":
                     _write_ranking(writer, events, number, bounds, options)
                 else:
                     _write_retrieval(writer, events, number, log.last_time // SECOND, options)
-                    catalogue.append(events.group_by("item_id").agg(pl.col("order").min()))
+                    catalogue.append(items_of(events, [one.name for one in contents.features[1:]]))
         for split in (TRAIN, VALIDATION, TEST):
             if split not in writer.splits:
                 raise DataError(f"{options.input}: no rows for the {split} split; {_remedy(options.task)}")
-        items = pl.concat(catalogue).sort("order")["item_id"] if catalogue else None
+        items = join_items(catalogue) if catalogue else None
+        if items is not None and items.width > 1:
+            write_items(folder, items)
         sizes = writer.write_vocabularies(
-            min_count=options.min_count, catalogue=None if items is None else {"item_id": items}
+            min_count=options.min_count, catalogue=None if items is None else {"item_id": items["item_id"]}
         )
         schema = writer.write_schema(_about(options, columns, log), sizes)
         write_config(schema, folder, options.output)
@@ -176,6 +192,16 @@ def _columns(options: argparse.Namespace) -> LogColumns:
         raise ConfigError(
             "--task retrieval predicts the next item and takes no --label; --action can carry feedback"
         )
+    named = {"--user-column": options.user_column, "--item-column": options.item_column}
+    named["--time-column"] = options.time_column
+    if options.sequences:
+        return _sequences(options, named)
+    if options.sequence_times:
+        raise ConfigError("--sequence-times belongs to --sequences; a log has its times in --time-column")
+    if missing := [flag for flag, column in named.items() if not column]:
+        raise ConfigError(f"{', '.join(missing)}: not given; name the column, or use --sequences")
+    if options.task == "ranking" and max(options.min_user_events, options.min_item_events) > 1:
+        raise ConfigError("--min-user-events and --min-item-events are for --task retrieval")
     return LogColumns(
         user=options.user_column,
         item=options.item_column,
@@ -189,6 +215,26 @@ def _columns(options: argparse.Namespace) -> LogColumns:
         actions=dict(options.action),
         watch_time=options.watch_time_column,
         watch_time_scale=0.001 if options.watch_time_unit == "ms" else 1.0,
+    )
+
+
+def _sequences(options: argparse.Namespace, named: dict[str, str | None]) -> LogColumns:
+    """Columns of a file with a line a user."""
+    if options.task != "retrieval":
+        raise ConfigError(
+            "--sequences is for --task retrieval: such a file says what came next and nothing else"
+        )
+    columns = options.item_feature + options.user_feature + options.item_number + options.user_number
+    columns += [column for _, column in options.action] + [options.watch_time_column, options.delimiter]
+    if given := [flag for flag, column in named.items() if column] or [one for one in columns if one]:
+        raise ConfigError(f"{given[0]} does not go with --sequences: such a file has no columns")
+    return LogColumns(
+        USER,
+        ITEM,
+        TIME,
+        time_unit=options.time_unit if options.sequence_times else "s",
+        sequences=True,
+        sequence_times=options.sequence_times,
     )
 
 
@@ -232,7 +278,8 @@ def _contents(options: argparse.Namespace, columns: LogColumns) -> Contents:
 
 def _about(options: argparse.Namespace, columns: LogColumns, log: Log) -> dict:
     shown = ("task", "session_gap", "max_candidates", "max_history", "validation_share", "test_share")
-    shown += ("evaluation_history", "min_count", "part_rows")
+    shown += ("evaluation_history", "min_count", "part_rows", "sequences", "min_user_events")
+    shown += ("min_item_events",)
     return {
         "source": "a log of one's own",
         "licence": "",
@@ -254,9 +301,10 @@ def _about(options: argparse.Namespace, columns: LogColumns, log: Log) -> dict:
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = common.parser(__doc__)
     parser.add_argument("--task", choices=("ranking", "retrieval"), required=True)
-    parser.add_argument("--user-column", required=True)
-    parser.add_argument("--item-column", required=True)
-    parser.add_argument("--time-column", required=True)
+    for side in ("user", "item", "time"):
+        parser.add_argument(f"--{side}-column", help="needed unless --sequences is given")
+    parser.add_argument("--sequences", action="store_true", help="a line of --input is a user with all items")
+    parser.add_argument("--sequence-times", type=Path, metavar="FILE", help="the times of --sequences")
     parser.add_argument("--time-unit", choices=("s", "ms", "us", "iso"), default="s")
     parser.add_argument("--delimiter", type=_delimiter, help=r"of a text file; default: , and \t for .tsv")
     parser.add_argument(
@@ -287,6 +335,13 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--test-share", type=_share, default=0.1)
     common.add_evaluation_history(parser)
     parser.add_argument("--min-count", type=positive, default=1, help="training events of a known id")
+    for side in ("user", "item"):
+        parser.add_argument(
+            f"--min-{side}-events",
+            type=positive,
+            default=1,
+            help=f"leave out a {side} with fewer (retrieval)",
+        )
     parser.add_argument("--part-rows", type=positive, default=2_000_000, help="events in memory at a time")
     return parser.parse_args(arguments)
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from recsys.errors import DataError
 from scripts import prepare_common as common
+from scripts.prepare_sequences import sequence_pieces
 
 NUM_BUCKETS = 256
 HISTOGRAM_BINS = 1 << 20
@@ -40,6 +41,7 @@ class LogColumns:
         labels: name -> column. regression: names of labels that may be any number, the others are 0 or 1.
         actions: name of bit 0, 1, ... -> column that sets it where above 0.
         watch_time: column, or None. watch_time_scale: seconds of its unit.
+        sequences: a line is a user with all items, see `prepare_sequences`. sequence_times: their times.
     """
 
     user: str
@@ -54,6 +56,8 @@ class LogColumns:
     actions: Mapping[str, str] = field(default_factory=dict)
     watch_time: str | None = None
     watch_time_scale: float = 1.0
+    sequences: bool = False
+    sequence_times: Path | None = None
 
     def all(self) -> list[str]:
         """Every column to read, once."""
@@ -69,6 +73,8 @@ class Log:
     Attributes:
         files: what it was read from.
         num_rows: events of all parts.
+        min_user_events: events of a user in what `part` gives, at least.
+        items: column `id`, text: the items of events that `part` gives; None: all.
     """
 
     files: list[Path]
@@ -77,6 +83,8 @@ class Log:
     integer_ids: dict[str, bool]
     first_time: int
     last_time: int
+    min_user_events: int = 1
+    items: pl.DataFrame | None = None
 
     def part(self, number: int) -> pl.DataFrame:
         """Events of one part by user and time, ties in the order of the input.
@@ -84,13 +92,48 @@ class Log:
         Columns: user_id, item_id (int64 or text), time_us, timestamps (s), order (row of the input), features
         under their names, label_<name>, actions, watch_time.
         """
-        tables = [pa.ipc.open_stream(pa.memory_map(str(path))).read_all() for path in self.parts[number]]
-        frame = pl.DataFrame(pl.from_arrow(pa.concat_tables(tables)))
+        frame = self._kept(number)
         numbers = [name for name, integer in self.integer_ids.items() if integer]
         frame = frame.with_columns(
             *(pl.col(name).cast(pl.Int64) for name in numbers), timestamps=pl.col("time_us") // 1_000_000
         )
         return frame.sort("user_id", "time_us", "order")
+
+    def keep_core(self, min_user_events: int, min_item_events: int) -> None:
+        """Leaves out users and items with fewer events than these, again and again, until all have as many.
+
+        Raises:
+            DataError: nothing is left.
+        """
+        self.min_user_events = min_user_events
+        while True:
+            counts = pl.concat(
+                self._kept(number).group_by(id="item_id").agg(count=pl.len())
+                for number in range(len(self.parts))
+            )
+            counts = counts.group_by("id").agg(pl.col("count").sum())
+            found = counts.filter(pl.col("count") >= min_item_events)
+            self.num_rows = int(counts["count"].sum())
+            self.items = found.select("id")
+            if not found.height:
+                raise DataError(
+                    f"no item is left that has {min_item_events} events of users with {min_user_events}; lower "
+                    "--min-item-events or --min-user-events"
+                )
+            if found.height == counts.height:
+                return
+
+    def _kept(self, number: int) -> pl.DataFrame:
+        """Events of one part in the order of the input, with ids as text, less what `keep_core` left out."""
+        tables = [pa.ipc.open_stream(pa.memory_map(str(path))).read_all() for path in self.parts[number]]
+        frame = pl.DataFrame(pl.from_arrow(pa.concat_tables(tables)))
+        if self.items is not None:
+            frame = frame.join(
+                self.items, left_on="item_id", right_on="id", how="semi", maintain_order="left"
+            )
+        if self.min_user_events > 1:
+            frame = frame.filter(pl.len().over("user_id") >= self.min_user_events)
+        return frame
 
     def time_quantiles(self, *shares: float) -> list[int]:
         """Moments (microseconds) before which these shares of events lie, to a millionth of the span."""
@@ -105,13 +148,17 @@ class Log:
 
 
 class Piece(NamedTuple):
-    """Some lines of one file, as text, and what errors call the file, its lines and the first of them."""
+    """Some lines of one file, as text, and what errors call the file, its lines and the first of them.
+
+    `lines` are those of the events where a line is not one event.
+    """
 
     texts: pl.DataFrame
     where: str
     first: int
     word: str
     time_unit: str
+    lines: np.ndarray | None = None
 
 
 def cut_log(source: Path, columns: LogColumns, folder: Path, *, part_rows: int) -> Log:
@@ -120,7 +167,7 @@ def cut_log(source: Path, columns: LogColumns, folder: Path, *, part_rows: int) 
     Raises:
         DataError: no file, no column, a value that does not parse; with file and line.
     """
-    files = _files(source)
+    files = [source] if columns.sequences else _files(source)
     integer_ids = dict.fromkeys(("user_id", "item_id", *columns.ids), True)
     rows = np.zeros(NUM_BUCKETS, dtype=np.int64)
     first_time, last_time = LATEST, 0
@@ -141,6 +188,8 @@ def cut_log(source: Path, columns: LogColumns, folder: Path, *, part_rows: int) 
     if not rows.sum():
         raise DataError(f"{source}: no events")
     parts = [[_bucket_file(folder, bucket) for bucket in part] for part in _parts(rows, part_rows)]
+    if columns.sequence_times:
+        files = [*files, columns.sequence_times]
     return Log(files, int(rows.sum()), parts, integer_ids, first_time, last_time)
 
 
@@ -257,12 +306,17 @@ def _refuse(piece: Piece, name: str, bad: pl.Series, expected: str) -> None:
     found = bad.arg_true()
     if len(found):
         value = piece.texts[name][found[0]]
-        where = f"{piece.where}, {piece.word} {piece.first + found[0]}"
+        line = piece.first + found[0] if piece.lines is None else piece.lines[found[0]]
+        where = f"{piece.where}, {piece.word} {line}"
         raise DataError(f"{where}: {name} is {value!r}, expected {expected}")
 
 
 def _pieces(path: Path, columns: LogColumns) -> Iterator[Piece]:
     """A file's columns as text, some 100,000 lines at a time."""
+    if columns.sequences:
+        for texts, lines in sequence_pieces(path, columns.sequence_times):
+            yield Piece(texts, str(path), 0, "line", columns.time_unit, lines)
+        return
     if path.suffix != ".parquet":
         delimiter = columns.delimiter or ("\t" if ".tsv" in path.suffixes else ",")
         for line, texts in common.text_batches(path, columns.all(), delimiter=delimiter):

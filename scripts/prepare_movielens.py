@@ -49,6 +49,7 @@ from recsys.errors import ConfigError, DataError
 from recsys.flags import positive
 from scripts import prepare_common as common
 from scripts.prepare_config import write_config
+from scripts.prepare_items import write_items
 from scripts.prepare_ratings import RatingSettings, write_ranking
 from scripts.prepare_rows import (
     TEST,
@@ -165,6 +166,8 @@ def _write_retrieval(
     sizes = writer.write_vocabularies(
         min_count=1, catalogue={"item_id": movies["movieId"], "genres": _genres(movies).explode()}
     )
+    years = _years(movies).cast(pl.Int64, strict=False)
+    write_items(folder, movies.select(item_id="movieId", genres=_genres(movies), year=years))
     more = {
         "settings": {"max_history": options.max_history},
         "dropped": {"users_with_one_rating": _count_short(user)},
