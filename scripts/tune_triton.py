@@ -6,8 +6,8 @@ then times them.
 
 Each choice is compiled and compared with the reference in a process of its own, and all must be done after
 `--seconds`: a deadlock or an illegal access spoils one choice, not the rest. Those that pass are timed one
-after the other, with pointers and, where there are any, with descriptors. Without bias, in bfloat16. The best
-go into `blocks.py`, if they do not spill with every kind of mask: `tests/ops/hstu_attention`.
+after the other. Without bias, in bfloat16. The best go into `blocks.py`, if they do not spill with every kind
+of mask: `tests/ops/hstu_attention/test_triton_compile.py`.
 """
 
 from __future__ import annotations
@@ -32,22 +32,24 @@ from recsys.ops.hstu_attention.blocks import Blocks  # noqa: E402
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem, unwrapped  # noqa: E402
 from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
 
-PRODUCTS = {"forward": 2, "keys": 4, "keys_and_rows": 5, "rows": 3}
+PRODUCTS = {"forward": 2, "described": 2, "keys": 4, "grad_k": 3, "grad_v": 2, "rows": 3}
 
 CHOICES = {
     # (kernel, width of the heads): rows, keys, num_warps, num_stages
-    ("forward", 64): [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)],
-    ("forward", 128): [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)],
-    ("forward", 256): [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2)],
-    ("keys", 64): [(64, 128, 8, 2), (64, 128, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)],
-    ("keys", 128): [(64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 64, 4, 2)],
-    ("keys", 256): [(32, 64, 8, 2), (64, 64, 8, 2), (16, 64, 8, 3)],
-    ("keys_and_rows", 64): [(64, 128, 8, 2), (64, 64, 4, 2)],
-    ("keys_and_rows", 128): [(32, 128, 8, 3), (64, 128, 8, 2), (64, 64, 4, 2)],
-    ("keys_and_rows", 256): [(32, 64, 8, 2)],
-    ("rows", 64): [(128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)],
-    ("rows", 128): [(128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)],
-    ("rows", 256): [(64, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 3)],
+    ("forward", 64): [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3)],
+    ("forward", 128): [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 32, 4, 3)],
+    ("forward", 256): [(128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4)],
+    ("described", 64): [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3)],
+    ("described", 128): [(128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3), (64, 32, 4, 3)],
+    ("described", 256): [(128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4)],
+    ("keys", 64): [(64, 128, 8, 3), (64, 64, 4, 3), (64, 64, 4, 4), (32, 64, 4, 4)],
+    ("keys", 128): [(64, 128, 8, 3), (32, 128, 8, 4), (64, 64, 4, 3)],
+    ("keys", 256): [(32, 64, 8, 2), (32, 64, 8, 3)],
+    ("grad_k", 256): [(32, 128, 8, 2), (64, 64, 8, 2)],
+    ("grad_v", 256): [(32, 128, 8, 3), (32, 128, 8, 4), (64, 128, 8, 2)],
+    ("rows", 64): [(64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 32, 4, 4)],
+    ("rows", 128): [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 8, 4)],
+    ("rows", 256): [(128, 32, 8, 2), (128, 16, 8, 3)],
 }
 
 
@@ -57,12 +59,10 @@ class Choice(NamedTuple):
     kernel: str
     dim: int
     blocks: Blocks
-    described: bool
 
     def __str__(self) -> str:
         rows, keys, warps, stages = self.blocks
-        how = "descriptors" if self.described else "pointers"
-        return f"{self.kernel:<13} D{self.dim:<3} {rows:>3} x {keys:<3} {warps} warps {stages} stages {how}"
+        return f"{self.kernel:<9} D{self.dim:<3} {rows:>3} x {keys:<3} {warps} warps {stages} stages"
 
 
 class Batch(NamedTuple):
@@ -73,40 +73,34 @@ class Batch(NamedTuple):
     out: Gradients
 
 
-def batch_of(lengths: torch.Tensor, dim: int, heads: int, kernel: str, seed: int = 0) -> Batch:
+def batch_of(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0) -> Batch:
     """On the GPU: q, k, v as parts of one projection."""
     layout = SequenceLayout(lengths).to("cuda")
     torch.manual_seed(seed)
     whole = torch.randn(layout.total_len, 4 * heads * dim, device="cuda", dtype=torch.bfloat16)
     parts = [part.view(-1, heads, dim) for part in whole.split(heads * dim, 1)]
-    sums = torch.float32 if kernel == "keys_and_rows" else torch.bfloat16
-    made = [
-        torch.zeros(parts[0].shape, device="cuda", dtype=dtype) for dtype in (sums, *2 * [torch.bfloat16])
-    ]
+    made = [torch.full_like(part, torch.nan, memory_format=torch.contiguous_format) for part in parts[:3]]
     problem = Problem(layout, AttentionMask(), dim**-0.5, 4096.0, None)
     return Batch(problem, tuple(parts), Gradients(*made, None, None))
 
 
 def launch(choice: Choice, batch: Batch) -> list[torch.Tensor]:
     """What the kernel makes."""
-    triton_launch.DESCRIPTORS = choice.described
+    triton_launch.DESCRIPTORS = choice.kernel == "described"
     triton_launch.blocks_of = lambda *_, **__: choice.blocks
     problem, (q, k, v, grad_out), out = batch
-    if choice.kernel == "forward":
+    if choice.kernel in ("forward", "described"):
         return [triton_launch.forward(q, k, v, problem)]
     if choice.kernel == "rows":
         triton_launch._launch_rows(q, k, v, grad_out, out, problem, None, unwrapped)
         return [out.q]
-    atomics = choice.kernel == "keys_and_rows"
-    triton_launch._launch_keys(q, k, v, grad_out, out, problem, atomics, unwrapped)
-    return [out.k, out.v] + ([out.q] if atomics else [])
+    triton_launch._launch_keys(choice.kernel, q, k, v, grad_out, out, problem, unwrapped)
+    return {"keys": [out.k, out.v], "grad_k": [out.k], "grad_v": [out.v]}[choice.kernel]
 
 
 def check(choice: Choice) -> float:
     """The error of a choice on a ragged batch, relative to what is allowed; above 1 is wrong."""
-    batch = batch_of(torch.tensor([1, 64, 700, 129, 1000, 33]), choice.dim, 2, choice.kernel)
-    for tensor in batch.out[:3]:
-        tensor.fill_(0 if choice.kernel == "keys_and_rows" and tensor is batch.out.q else float("nan"))
+    batch = batch_of(torch.tensor([1, 64, 700, 129, 1000, 33]), choice.dim, 2)
     ours = launch(choice, batch)
     problem, (*qkv, grad_out), _ = batch
     rest = {"alpha": problem.alpha, "scale_len": problem.scale_len, "bias": None, "deterministic": False}
@@ -115,7 +109,8 @@ def check(choice: Choice) -> float:
         leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in qkv]
         out = reference.run(*leaves, problem.layout, problem.mask, **rest)
         q, k, v = torch.autograd.grad(out, leaves, grad_out.to(dtype))
-        results.append({"forward": [out], "rows": [q], "keys": [k, v]}.get(choice.kernel, [k, v, q]))
+        made = {"rows": [q], "keys": [k, v], "grad_k": [k], "grad_v": [v]}
+        results.append(made.get(choice.kernel, [out]))
     worst = 0.0
     for got, other, want in zip(ours, *results, strict=True):
         other, want = other.detach().double(), want.detach()
@@ -138,13 +133,13 @@ def median_ms(run, repeats: int = 12) -> float:
 def time_choices(shape: Case, choices: list[Choice], results) -> None:
     """One line a choice, the fastest of each kernel last: useful FLOP of all its products."""
     lines = []
+    sets = [batch_of(shape.lengths, shape.dim, shape.heads, seed) for seed in range(2)]
     for kernel in PRODUCTS:
         of_kernel = [choice for choice in choices if choice.kernel == kernel]
-        sets = [batch_of(shape.lengths, shape.dim, shape.heads, kernel, seed) for seed in range(2)]
         flop = useful_flop(shape) * PRODUCTS[kernel] / 2
         timed = []
         for choice in of_kernel:
-            ms = median_ms(lambda i, choice=choice: launch(choice, sets[i % 2]))  # noqa: B023
+            ms = median_ms(lambda i, choice=choice: launch(choice, sets[i % 2]))
             timed.append((ms, f"{ms:8.3f} ms {flop / ms / 1e9:5.0f} TFLOP/s  {choice}"))
         lines += [line for _, line in sorted(timed, reverse=True)]
     results.put("\n".join([shape.shape, *lines]))
@@ -200,10 +195,9 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=16)
     options = parser.parse_args()
     choices = [
-        Choice(kernel, dim, Blocks(*sizes), described)
+        Choice(kernel, dim, Blocks(*sizes))
         for (kernel, dim), found in CHOICES.items()
         for sizes in found
-        for described in (False, True)
         if kernel in options.kernel and dim in options.dim
     ]
     begun = time.monotonic()

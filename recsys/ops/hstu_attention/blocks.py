@@ -1,8 +1,10 @@
-"""How the Triton kernels cut their work up: sizes found by compiling for sm_90a, none of which spills there.
+"""How the Triton kernels cut their work up: sizes that do not spill when compiled for sm_90a.
 
 A test compiles every entry again (`tests/ops/hstu_attention/test_triton_compile.py`); the widest heads in
-float32 are the exception that it lists. What is fastest among those that fit is for `scripts/bench_ops.py` to
-say, on a GPU.
+float32 are the exception that it lists. Those for 16 bits without bias are the fastest on an H200 of those
+that `scripts/tune_triton.py` has tried: `experiments/2026-11-22-gpu-triton`. Two lessons: three stages, since
+with two a block is waited for right after it was asked for; and tiles of 64 rows where four programs then fit
+into a multiprocessor, which hide one another's waits.
 """
 
 from __future__ import annotations
@@ -27,12 +29,18 @@ class Blocks(NamedTuple):
 BLOCKS = {
     # (kernel, biased): {(width of the heads, bytes of an element): sizes}
     ("forward", False): {
-        (64, 2): Blocks(128, 64, 8, 3),
+        (64, 2): Blocks(64, 64, 4, 3),
         (128, 2): Blocks(128, 64, 8, 3),
-        (256, 2): Blocks(64, 32, 8, 2),
+        (256, 2): Blocks(128, 32, 8, 3),
         (64, 4): Blocks(32, 32, 8, 1),
         (128, 4): Blocks(32, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
+    },
+    # forward, by descriptors
+    ("described", False): {
+        (64, 2): Blocks(64, 64, 4, 2),
+        (128, 2): Blocks(128, 64, 8, 3),
+        (256, 2): Blocks(128, 32, 8, 3),
     },
     ("forward", True): {
         (64, 2): Blocks(128, 32, 8, 3),
@@ -43,9 +51,8 @@ BLOCKS = {
         (256, 4): Blocks(16, 16, 8, 1),
     },
     ("keys", False): {
-        (64, 2): Blocks(32, 128, 8, 2),
-        (128, 2): Blocks(32, 64, 8, 2),
-        (256, 2): Blocks(32, 32, 8, 2),
+        (64, 2): Blocks(64, 64, 4, 3),
+        (128, 2): Blocks(64, 128, 8, 3),
         (64, 4): Blocks(32, 32, 8, 1),
         (128, 4): Blocks(16, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
@@ -58,15 +65,12 @@ BLOCKS = {
         (128, 4): Blocks(16, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
     },
-    ("keys_and_rows", False): {
-        (64, 2): Blocks(32, 128, 8, 2),
-        (128, 2): Blocks(32, 64, 8, 2),
-        (256, 2): Blocks(16, 32, 8, 2),
-    },
+    ("grad_k", False): {(256, 2): Blocks(32, 128, 8, 2)},
+    ("grad_v", False): {(256, 2): Blocks(32, 128, 8, 3)},
     ("rows", False): {
-        (64, 2): Blocks(128, 64, 8, 2),
-        (128, 2): Blocks(64, 64, 8, 2),
-        (256, 2): Blocks(32, 32, 8, 2),
+        (64, 2): Blocks(64, 64, 4, 3),
+        (128, 2): Blocks(128, 64, 8, 3),
+        (256, 2): Blocks(128, 32, 8, 2),
         (64, 4): Blocks(32, 32, 8, 1),
         (128, 4): Blocks(16, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
@@ -83,9 +87,47 @@ BLOCKS = {
 """The width is the larger of the two head dimensions, at least 64, padded to a power of two."""
 
 
-def blocks_of(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool) -> Blocks:
-    """The sizes for a kernel: forward (with a cache too), keys, keys_and_rows (16 bits, no bias) or rows."""
-    return BLOCKS[kernel, biased][max(64, padded_dim(qk_dim), padded_dim(v_dim)), dtype.itemsize]
+ROOMY = 200 * 1024
+"""Bytes of shared memory for one program that Hopper and its successors in data centres have, others not."""
+
+SMALL_BLOCKS = {
+    ("forward", False): {
+        (64, 2): Blocks(64, 64, 4, 3),
+        (128, 2): Blocks(128, 32, 8, 2),
+        (256, 2): Blocks(64, 32, 8, 2),
+    },
+    ("keys", False): {(64, 2): Blocks(32, 128, 8, 3), (128, 2): Blocks(32, 64, 8, 2)},
+    ("grad_k", False): {(256, 2): Blocks(32, 64, 8, 1)},
+    ("grad_v", False): {(256, 2): Blocks(32, 64, 8, 2)},
+    ("rows", False): {
+        (64, 2): Blocks(64, 32, 4, 3),
+        (128, 2): Blocks(64, 32, 8, 2),
+        (256, 2): Blocks(32, 32, 8, 1),
+    },
+}
+"""For other GPUs, instead of those of `BLOCKS`: within 99 KB, no spills on sm_80 and sm_89. Not timed."""
+
+
+def blocks_of(
+    kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool, roomy: bool = True
+) -> Blocks:
+    """The sizes for a kernel, with at least `ROOMY` bytes of shared memory or with fewer.
+
+    Kernels: forward (with a cache too), described (forward, by descriptors), rows, those of `keys_kernels`.
+    """
+    key = _width(qk_dim, v_dim), dtype.itemsize
+    found = BLOCKS[kernel, biased][key]
+    return found if roomy else SMALL_BLOCKS.get((kernel, biased), {}).get(key, found)
+
+
+def keys_kernels(dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool) -> tuple[str, ...]:
+    """Which kernels make dK and dV: one both, or one each."""
+    one = (_width(qk_dim, v_dim), dtype.itemsize) in BLOCKS["keys", biased]
+    return ("keys",) if one else ("grad_v", "grad_k")
+
+
+def _width(qk_dim: int, v_dim: int) -> int:
+    return max(64, padded_dim(qk_dim), padded_dim(v_dim))
 
 
 def padded_dim(dim: int) -> int:

@@ -5,8 +5,10 @@
     dK = alpha dS^T Q,    dQ = alpha dS K,    and each entry of a bias table gets the sum of its dS
 
 `keys_kernel` owns a tile of keys and sums dK and dV over rows; `rows_kernel` owns a tile of rows and sums dQ
-and the gradients of the tables over keys. Both recompute S, so that each sum has one owner and one order. Or
-`keys_kernel` adds to dQ as it goes, with atomics: less arithmetic, but the order of the sums varies.
+and the gradients of the tables over keys. Both recompute S, so that each sum has one owner and one order. That
+is seven products instead of five, but no program adds to what another has written: adding up dQ with atomics
+in the first kernel took 4 to 57 % longer on an H200. Where both sums of `keys_kernel` do not fit into the
+registers it runs twice, once for each.
 
 Scores are [keys, rows] in `keys_kernel`, computed as K Q^T: Triton mistranslates the product of a transposed
 accumulator on Hopper (seen up to 3.7). Factors common to a whole sum are applied at its end.
@@ -17,7 +19,6 @@ import triton.language as tl
 
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
-    RAGGED_ROWS,
     UNMASKED_COUNT,
     UNMASKED_START,
     UNSEEN,
@@ -45,7 +46,7 @@ def _add_rows(
     """`sums`, dK and dV of a tile of keys, plus what one block of rows contributes; the mask if `masked`."""
     grad_k, grad_v = sums
     k_tile, v_tile = keys
-    q, grad_out, grad_q, stride_g, next_timestamps, length, history_end, alpha, scale = sample
+    q, grad_out, next_timestamps, length, history_end, alpha = sample
     j, relative_j, time = columns
     D: tl.constexpr = SIZES[0]
     V: tl.constexpr = SIZES[1]
@@ -54,10 +55,11 @@ def _add_rows(
     BLOCK_V: tl.constexpr = SIZES[5]
     BIASED: tl.constexpr = MODE[0]
     PRECISION: tl.constexpr = MODE[2]
-    ADD_TO_GRAD_Q: tl.constexpr = MODE[3]
+    GRAD_K: tl.constexpr = MODE[3]
+    GRAD_V: tl.constexpr = MODE[4]
     first = block * BLOCK_M
     i = first + tl.arange(0, BLOCK_M)[None, :]
-    q_block = load_block(q, first, length, D, BLOCK_M, BLOCK_D, False, MODE[4])
+    q_block = load_block(q, first, length, D, BLOCK_M, BLOCK_D, False)
     score = tl.dot(k_tile, tl.trans(q_block), input_precision=PRECISION) * alpha
     if BIASED:
         distance = relative_position(i, history_end, rule[3], RULE) - relative_j
@@ -67,32 +69,20 @@ def _add_rows(
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
     weight, slope = silu_and_slope(score, not BIASED, MODE[1])
-    grad_block = load_block(grad_out, first, length, V, BLOCK_M, BLOCK_V, False, MODE[4])
-    grad_weight = tl.dot(v_tile, tl.trans(grad_block), input_precision=PRECISION)
-    grad_score = grad_weight * slope
-    grad_v = tl.dot(weight.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
-    rounded = grad_score.to(q_block.dtype)
-    grad_k = tl.dot(rounded, q_block, grad_k, input_precision=PRECISION)
-    if ADD_TO_GRAD_Q and MODE[4]:
-        part = tl.dot(tl.trans(k_tile), rounded, input_precision=PRECISION) * scale  # [BLOCK_D, BLOCK_M]
-        desc, end, column = grad_q
-        box = tl.trans(part).reshape([1, 1, BLOCK_M, BLOCK_D])
-        desc.atomic_add([RAGGED_ROWS, end, RAGGED_ROWS - length + first, column], box)
-    elif ADD_TO_GRAD_Q:
-        part = tl.dot(tl.trans(k_tile), rounded, input_precision=PRECISION) * scale  # [BLOCK_D, BLOCK_M]
-        place = tl.arange(0, BLOCK_D)[:, None]
-        row = tl.arange(0, BLOCK_M)[None, :]
-        pointer = grad_q[0] + tl.cast(first, tl.int64) * stride_g + row * stride_g + place
-        inside = i < length
-        if D != BLOCK_D:
-            inside = inside & (place < D)
-        tl.atomic_add(pointer, part, mask=inside, sem="relaxed")
+    grad_block = load_block(grad_out, first, length, V, BLOCK_M, BLOCK_V, False)
+    if GRAD_K:
+        grad_weight = tl.dot(v_tile, tl.trans(grad_block), input_precision=PRECISION)
+        grad_score = grad_weight * slope
+    if GRAD_V:
+        grad_v = tl.dot(weight.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
+    if GRAD_K:
+        grad_k = tl.dot(grad_score.to(q_block.dtype), q_block, grad_k, input_precision=PRECISION)
     return grad_k, grad_v
 
 
 @triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"])
 def keys_kernel(
-    q, k, v, grad_out, grad_q, grad_k, grad_v, items, num_items, num_heads,
+    q, k, v, grad_out, grad_k, grad_v, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     alpha, inverse_scale, num_contextual, window, prefix, group_size,
     position_table, time_table, time_edges, timestamps, next_timestamps,
@@ -101,17 +91,16 @@ def keys_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
-    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, ADD_TO_GRAD_Q: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    GRAD_K: tl.constexpr, GRAD_V: tl.constexpr,
 ):  # fmt: skip
-    """grad_k [T, H, D], grad_v [T, H, V], and with ADD_TO_GRAD_Q grad_q [T, H, D] in float32: contiguous.
+    """With GRAD_K grad_k [T, H, D], with GRAD_V grad_v [T, H, V], both contiguous.
 
-    A program for each item and head; heads fastest. DESCRIBED: q, k, v, grad_out and with ADD_TO_GRAD_Q
-    grad_q are descriptors, see `triton_launch.ragged_descriptor`.
+    A program for each item and head; heads fastest.
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION, ADD_TO_GRAD_Q, DESCRIBED)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, GRAD_K, GRAD_V)
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
@@ -128,18 +117,14 @@ def keys_kernel(
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
         runs = load_runs(item)
-        k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
-        v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
-        k_tile = load_block(k_head, first, length, D, BLOCK_N, BLOCK_D, False, DESCRIBED)
-        v_tile = load_block(v_head, first, length, V, BLOCK_N, BLOCK_V, False, DESCRIBED)
-        q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
-        o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh), DESCRIBED)
+        k_head = head_of(k, start, length, head, (stride_kt, stride_kh))
+        v_head = head_of(v, start, length, head, (stride_vt, stride_vh))
+        k_tile = load_block(k_head, first, length, D, BLOCK_N, BLOCK_D, False)
+        v_tile = load_block(v_head, first, length, V, BLOCK_N, BLOCK_V, False)
+        q_head = head_of(q, start, length, head, (stride_qt, stride_qh))
+        o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh))
         token = (start * num_heads + head).to(tl.int64)
-        dq_head = head_of(grad_q, start, length, head, (num_heads * D, D), DESCRIBED and ADD_TO_GRAD_Q)
-        sample = (
-            q_head, o_head, dq_head, num_heads * D,
-            next_timestamps + start, length, history_end, alpha, alpha * inverse_scale,
-        )  # fmt: skip
+        sample = (q_head, o_head, next_timestamps + start, length, history_end, alpha)
         j = first + tl.arange(0, BLOCK_N)[:, None]
         time = j
         if BIASED:
@@ -165,10 +150,12 @@ def keys_kernel(
                 sum_k, sum_v = _add_rows(
                     (sum_k, sum_v), keys, block, masked, sample, columns, rule, tables, SIZES, RULE, MODE
                 )
-        sum_k = sum_k * (alpha * inverse_scale)
-        store_block(grad_k + token * D, first, length, num_heads * D, sum_k, D, BLOCK_N, BLOCK_D)
-        sum_v = sum_v * inverse_scale
-        store_block(grad_v + token * V, first, length, num_heads * V, sum_v, V, BLOCK_N, BLOCK_V)
+        if GRAD_K:
+            sum_k = sum_k * (alpha * inverse_scale)
+            store_block(grad_k + token * D, first, length, num_heads * D, sum_k, D, BLOCK_N, BLOCK_D)
+        if GRAD_V:
+            sum_v = sum_v * inverse_scale
+            store_block(grad_v + token * V, first, length, num_heads * V, sum_v, V, BLOCK_N, BLOCK_V)
 
 
 @triton.jit
@@ -214,7 +201,7 @@ def _add_keys(
     BUCKETS: tl.constexpr = MODE[4]
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)[None, :]
-    k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE, MODE[5])
+    k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE)
     score = tl.dot(q_tile, tl.trans(k_block), input_precision=PRECISION) * alpha
     if BIASED:
         distance = relative_i - relative_position(j, history_end, rule[3], RULE)
@@ -225,7 +212,7 @@ def _add_keys(
         seen = visible(i, j, history_end, rule, RULE)
         score = tl.where(seen, score, UNSEEN)
     _, slope = silu_and_slope(score, not BIASED, MODE[1])
-    v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE, MODE[5])
+    v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE)
     grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION) * slope
     grad_q = tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
     if TABLES:
@@ -262,18 +249,18 @@ def rows_kernel(
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, TABLES: tl.constexpr,
-    BUCKETS: tl.constexpr, DESCRIBED: tl.constexpr,
+    BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """grad_q [T, H, D] contiguous, and the tables' gradients less 1 / scale_len, one part a program.
 
     A program for each item and head, with TABLES some workers for each head; heads fastest.
-    DESCRIBED: q, k, v and grad_out are descriptors, see `triton_launch.ragged_descriptor`.
+
     position_partial: float32 [programs, (lines + 2) * BLOCK_N], zeros: see `_add_by_distance`.
     time_partial: float32 [programs, BUCKETS], BUCKETS a power of two >= num_buckets.
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION, TABLES, BUCKETS, DESCRIBED)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, TABLES, BUCKETS)
     rule = (num_contextual, window, prefix, group_size)
     program = tl.program_id(0).to(tl.int64)
     head = program % num_heads
@@ -295,12 +282,12 @@ def rows_kernel(
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
         runs = load_runs(item)
-        q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
-        o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh), DESCRIBED)
-        q_tile = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False, DESCRIBED)
-        grad_tile = load_block(o_head, first, length, V, BLOCK_M, BLOCK_V, False, DESCRIBED)
-        k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
-        v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
+        q_head = head_of(q, start, length, head, (stride_qt, stride_qh))
+        o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh))
+        q_tile = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False)
+        grad_tile = load_block(o_head, first, length, V, BLOCK_M, BLOCK_V, False)
+        k_head = head_of(k, start, length, head, (stride_kt, stride_kh))
+        v_head = head_of(v, start, length, head, (stride_vt, stride_vh))
         sample = (
             k_head, v_head,
             timestamps + start, length, history_end, alpha, partial, lines,

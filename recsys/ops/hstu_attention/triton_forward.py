@@ -66,16 +66,16 @@ def _add_block(
 
 @triton.jit
 def add_blocks(
-    total, q_block, item, keys, sample, rows, rule, tables,
+    total, q_block, item, runs, keys, sample, rows, rule, tables,
     SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
     """`total` [BLOCK_M, BLOCK_V] plus what the blocks of keys contribute that `item` lists.
 
+    runs    those of `item`, see `load_runs`
     keys    k, v (see `head_of`), timestamps, length; how many tokens of the sample come before them
     sample  history_end, alpha, which is halved if there is no bias
     rows    positions in the sample and in the bias, times of the tokens after them
     """
-    runs = load_runs(item)
     if MODE[0]:
         for place in range(num_masked(runs)):
             block = masked_block(place, runs)
@@ -131,6 +131,7 @@ def forward_kernel(
     for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
+        runs = load_runs(item)  # before q is waited for
         q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
         k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
         v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
@@ -143,6 +144,6 @@ def forward_kernel(
         rows = (i, relative_position(i, history_end, group_size, RULE), next_time)
         total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         sample = (history_end, alpha)
-        total = add_blocks(total, q_block, item, keys, sample, rows, rule, tables, SIZES, RULE, MODE)
+        total = add_blocks(total, q_block, item, runs, keys, sample, rows, rule, tables, SIZES, RULE, MODE)
         out_head = out + (start * num_heads + head) * V
         store_block(out_head, first, length, num_heads * V, total * inverse_scale, V, BLOCK_M, BLOCK_V)

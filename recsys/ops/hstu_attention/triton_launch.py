@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from recsys.ops.hstu_attention.blocks import Blocks, blocks_of, padded_dim
+from recsys.ops.hstu_attention.blocks import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
 from recsys.ops.hstu_attention.triton_backward import keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.triton_forward import forward_kernel
 from recsys.ops.hstu_attention.triton_tile import RAGGED_ROWS
@@ -80,10 +80,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
     if q.shape[0] == 0:
         return out
     q, k, v = map(with_dense_rows, (q, k, v))
-    blocks = blocks_of("forward", q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None)
+    described = can_describe(problem, wrap, q, k, v)
+    blocks = blocks_for("described" if described else "forward", q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
-    described = can_describe(problem, wrap, q, k, v)
     wrap(forward_kernel)[(items.shape[0] * num_heads,)](
         *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)),
         out,
@@ -110,53 +110,43 @@ def backward(
     deterministic: bool,
     wrap: Wrap = unwrapped,
 ) -> Gradients:
-    """All gradients; those of the bias's tables if `tables`.
-
-    `deterministic=False` may add up dQ with atomics, in one kernel instead of two: it does for 16 bits
-    without bias. Gradients of tables are always deterministic.
-    """
-    total_len, num_heads, qk_dim = q.shape
+    """All gradients; those of the bias's tables if `tables`. They are deterministic, asked for or not."""
+    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
     grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
     bias = problem.bias if tables else None
-    if total_len == 0:
-        empty = Gradients(torch.empty_like(q), grad_k, grad_v, None, None)
+    out = Gradients(grad_q, grad_k, grad_v, None, None)
+    if q.shape[0] == 0:
         if bias is None:
-            return empty
-        return empty._replace(
+            return out
+        return out._replace(
             position_table=torch.zeros_like(bias.position_table), time_table=torch.zeros_like(bias.time_table)
         )
     q, k, v, grad_out = map(with_dense_rows, (q, k, v, grad_out))
-    atomics = not deterministic and problem.bias is None and q.dtype.itemsize == 2
-    if atomics:
-        grad_q = torch.zeros(total_len, num_heads, qk_dim, dtype=torch.float32, device=q.device)
-    else:
-        grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
-    _launch_keys(q, k, v, grad_out, Gradients(grad_q, grad_k, grad_v, None, None), problem, atomics, wrap)
-    if atomics:
-        return Gradients(grad_q.to(q.dtype), grad_k, grad_v, None, None)
-    return _launch_rows(q, k, v, grad_out, Gradients(grad_q, grad_k, grad_v, None, None), problem, bias, wrap)
+    for kernel in keys_kernels(q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None):
+        _launch_keys(kernel, q, k, v, grad_out, out, problem, wrap)
+    return _launch_rows(q, k, v, grad_out, out, problem, bias, wrap)
 
 
 def _launch_keys(
+    kernel: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     grad_out: Tensor,
     out: Gradients,
     problem: Problem,
-    atomics: bool,
     wrap: Wrap,
 ) -> None:
-    """Fills in dK and dV, with `atomics` dQ too."""
-    kernel = "keys_and_rows" if atomics else "keys"
-    blocks = blocks_of(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None)
+    """Fills in dK and dV, or one of them: see `keys_kernels`."""
+    blocks = blocks_for(kernel, q, v, problem)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
-    described = can_describe(problem, wrap, q, k, v, grad_out)
     wrap(keys_kernel)[(items.shape[0] * num_heads,)](
-        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
-        *operands(described and atomics, (out.q, blocks.rows)),
+        q,
+        k,
+        v,
+        grad_out,
         out.k,
         out.v,
         items,
@@ -165,8 +155,8 @@ def _launch_keys(
         *strides(q, k, v, grad_out),
         *scalars(problem),
         *bias_arguments(problem, items),
-        ADD_TO_GRAD_Q=atomics,
-        DESCRIBED=described,
+        GRAD_K=kernel != "grad_v",
+        GRAD_V=kernel != "grad_k",
         **constants(problem, q, v, blocks),
     )
 
@@ -182,7 +172,7 @@ def _launch_rows(
     wrap: Wrap,
 ) -> Gradients:
     """Fills in dQ; with `bias` also makes the gradients of its tables."""
-    blocks = blocks_of("rows", q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None)
+    blocks = blocks_for("rows", q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
     workers, lines, buckets = items.shape[0], 0, 16
@@ -193,9 +183,11 @@ def _launch_rows(
         buckets = padded_dim(int(bias.time_table.shape[-1]))
         positions = q.new_zeros(workers, num_heads, (lines + 2) * blocks.keys, dtype=torch.float32)
         times = q.new_empty(workers, num_heads, buckets, dtype=torch.float32)
-    described = can_describe(problem, wrap, q, k, v, grad_out)
     wrap(rows_kernel)[(workers * num_heads,)](
-        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
+        q,
+        k,
+        v,
+        grad_out,
         out.q,
         items,
         items.shape[0],
@@ -208,7 +200,6 @@ def _launch_rows(
         lines,
         TABLES=bias is not None,
         BUCKETS=buckets,
-        DESCRIBED=described,
         **constants(problem, q, v, blocks),
     )
     if bias is None:
@@ -233,6 +224,20 @@ def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:
 def _like_table(sums: Tensor, table: Tensor) -> Tensor:
     """[H, buckets] to the table's shape and dtype: a table without heads gets the sum over them."""
     return (sums if table.dim() == 2 else sums.sum(0)).to(table.dtype)
+
+
+def blocks_for(kernel: str, q: Tensor, v: Tensor, problem: Problem) -> Blocks:
+    """The sizes for one kernel of a call."""
+    biased = problem.bias is not None
+    return blocks_of(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]), biased, is_roomy(q.device))
+
+
+@lru_cache(maxsize=16)
+def is_roomy(device: torch.device) -> bool:
+    """Whether the tiles of Hopper fit; also on a CPU, which may only be tracing for a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOMY
 
 
 def with_dense_rows(tensor: Tensor) -> Tensor:

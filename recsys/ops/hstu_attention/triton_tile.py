@@ -105,7 +105,7 @@ def block_at(number, runs):
 
 
 @triton.jit
-def head_of(tensor, start, length, head, strides, DESCRIBED: tl.constexpr):
+def head_of(tensor, start, length, head, strides, DESCRIBED: tl.constexpr = False):
     """One head of a sample, for `load_block`. DESCRIBED: `tensor` is a descriptor of `ragged_descriptor`."""
     if DESCRIBED:
         return tensor, (start + length).to(tl.int32), (head * strides[1]).to(tl.int32)

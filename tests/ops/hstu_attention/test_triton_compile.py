@@ -13,7 +13,7 @@ import torch
 
 from recsys import environment
 from recsys.ops import AttentionMask, CachedRelativeBias, SequenceLayout
-from recsys.ops.hstu_attention.blocks import BLOCKS, CHOSEN_WITH
+from recsys.ops.hstu_attention.blocks import BLOCKS, CHOSEN_WITH, SMALL_BLOCKS
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
@@ -37,20 +37,28 @@ KERNELS = {
     "forward": "forward_kernel",
     "cached": "cached_kernel",
     "keys": "keys_kernel",
-    "keys_and_rows": "keys_kernel",
+    "described": "forward_kernel",
+    "grad_k": "keys_kernel",
+    "grad_v": "keys_kernel",
     "rows": "rows_kernel",
 }
 SIZES = BLOCKS | {("cached", biased): BLOCKS["forward", biased] for biased in (False, True)}
-CASES = [
-    pytest.param(
-        *kernel,
-        *size,
-        marks=[] if size == (128, 2) else pytest.mark.slow,
-        id="-".join(map(str, (*kernel, *size))),
-    )
-    for kernel, sizes in SIZES.items()
-    for size in sizes
-]
+SMALL_SIZES = SMALL_BLOCKS | {("cached", False): SMALL_BLOCKS["forward", False]}
+SMALL_SHARED = 99 * 1024
+
+
+def cases_of(sizes):
+    """The entries of a table; all but a few are slow."""
+    return [
+        pytest.param(
+            *kernel,
+            *size,
+            marks=[] if size == (128, 2) else pytest.mark.slow,
+            id="-".join(map(str, (*kernel, *size))),
+        )
+        for kernel, found in sizes.items()
+        for size in found
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +66,7 @@ def fresh_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def compiled(kernel, biased, width, itemsize, precision="tf32x3"):
+def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, capability=90):
     """The PTX of a kernel with everything that the mask can ask of it."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -66,14 +74,15 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3"):
     from recsys.ops.hstu_attention import triton_backward, triton_forward
     from recsys.ops.hstu_attention.cached import triton_kernel
 
-    module = {"forward": triton_forward, "cached": triton_kernel}.get(kernel, triton_backward)
+    modules = {"forward": triton_forward, "described": triton_forward, "cached": triton_kernel}
+    module = modules.get(kernel, triton_backward)
     function = getattr(module, KERNELS[kernel])
-    blocks = SIZES[kernel, biased][width, itemsize]
+    blocks = sizes[kernel, biased][width, itemsize]
     constants = {"D": width, "V": width, "BLOCK_D": width, "BLOCK_V": width}
     constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys, "BIASED": biased, "FAST": itemsize == 2}
     constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
-    constants |= {"PRECISION": precision, "ADD_TO_GRAD_Q": kernel == "keys_and_rows"}
-    constants |= {"TABLES": biased, "BUCKETS": 64, "DESCRIBED": False}
+    constants |= {"PRECISION": precision, "GRAD_K": kernel != "grad_v", "GRAD_V": kernel != "grad_k"}
+    constants |= {"TABLES": biased, "BUCKETS": 64, "DESCRIBED": kernel == "described"}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature, aligned = {}, {}
     for index, name in enumerate(function.arg_names):
@@ -81,38 +90,53 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3"):
             signature[name] = "constexpr"
         elif name in POINTERS:
             signature[name] = f"*{POINTERS[name]}"
+        elif kernel == "described" and name in ("q", "k", "v"):
+            rows = blocks.rows if name == "q" else blocks.keys
+            signature[name] = f"tensordesc<{TYPES[itemsize][0]}[1, 1, {rows}, {width}]>"
         elif name in OPERANDS:
-            in_float = name == "grad_q" and kernel == "keys_and_rows"
-            signature[name] = "*fp32" if in_float else f"*{TYPES[itemsize][0]}"
+            signature[name] = f"*{TYPES[itemsize][0]}"
         else:
             signature[name] = "fp32" if name in ("alpha", "inverse_scale") else "i32"
         if signature[name].startswith("*") or name.startswith("stride_"):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def assemble(ptx: str, folder: Path) -> str:
+def assemble(ptx: str, folder: Path, target: str = "sm_90a") -> str:
     """What ptxas reports of the kernel."""
     path = folder / "kernel.ptx"
     path.write_text(ptx)
-    command = [environment.find_ptxas(), "-v", "--gpu-name=sm_90a", str(path), "-o", str(folder / "cubin")]
+    command = [environment.find_ptxas(), "-v", f"--gpu-name={target}", str(path), "-o", str(folder / "cubin")]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-@pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), CASES)
+def check_spills(report, width, itemsize):
+    version = environment.version_numbers(environment.tool_version(environment.find_ptxas()))
+    chosen_for = triton.__version__.startswith(CHOSEN_WITH) and version >= environment.MINIMAL_PTXAS
+    if chosen_for and (width, itemsize) != (256, 4):
+        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
+        assert spilled.groups() == ("0", "0"), report
+
+
+@pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SIZES))
 def test_it_fits_into_the_registers_and_the_shared_memory(kernel, biased, width, itemsize, tmp_path):
     environment.prefer_packaged_ptxas()
     made = compiled(kernel, biased, width, itemsize)
     assert made.metadata.shared <= 227 * 1024
     report = assemble(made.asm["ptx"], tmp_path)
     assert "serializ" not in report, report  # of wgmma: each would wait for the one before it
-    version = environment.version_numbers(environment.tool_version(environment.find_ptxas()))
-    chosen_for = triton.__version__.startswith(CHOSEN_WITH) and version >= environment.MINIMAL_PTXAS
-    if chosen_for and (width, itemsize) != (256, 4):
-        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-        assert spilled.groups() == ("0", "0"), report
+    check_spills(report, width, itemsize)
+
+
+@pytest.mark.parametrize("capability", [80, 89])
+@pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SMALL_SIZES))
+def test_it_fits_into_other_gpus(kernel, biased, width, itemsize, capability, tmp_path):
+    environment.prefer_packaged_ptxas()
+    made = compiled(kernel, biased, width, itemsize, sizes=SMALL_SIZES, capability=capability)
+    assert made.metadata.shared <= SMALL_SHARED
+    check_spills(assemble(made.asm["ptx"], tmp_path, f"sm_{capability}"), width, itemsize)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "cached"])

@@ -32,7 +32,7 @@ def small_blocks(monkeypatch):
 
     mend_interpreter(monkeypatch)
     sizes = {"forward": Blocks(16, 8, 4, 1), "keys": Blocks(8, 16, 4, 1), "rows": Blocks(8, 8, 4, 1)}
-    sizes["keys_and_rows"] = sizes["keys"]
+    sizes |= {"grad_k": Blocks(8, 8, 4, 1), "grad_v": sizes["keys"]}
     monkeypatch.setattr(triton_launch, "blocks_of", lambda kernel, *_: sizes[kernel])
 
 
@@ -100,19 +100,20 @@ def test_other_dimensions_and_alphas(dim, v_dim, alpha):
 
 
 @interpreted
-@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("keys_kernels", [("keys",), ("grad_v", "grad_k")], ids=len)
 @pytest.mark.parametrize("mask", [MASKS[0], AttentionMask(5, 4, True, 3)], ids=str)
-def test_float16_with_and_without_atomics(mask, deterministic):
+def test_float16_with_one_kernel_for_keys_and_with_two(mask, keys_kernels, monkeypatch):
     """At most twice as far from float64 as the reference in float16. The interpreter lacks bfloat16."""
+    from recsys.ops.hstu_attention import triton_launch
+
+    monkeypatch.setattr(triton_launch, "keys_kernels", lambda *_: keys_kernels)
     layout = layout_of(samples(3, SHAPES))
     inputs = [t.detach().half().requires_grad_() for t in qkv(layout.total_len, heads=1, dim=16, v_dim=7)]
     cotangent = torch.randn(layout.total_len, 1, 7, dtype=torch.float16)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     results = []
     for backend, leaves in (("triton", inputs), ("reference", inputs), ("reference", exact)):
-        out = hstu_attention(
-            *leaves, layout, mask, scale_len=64, backend=backend, deterministic=deterministic
-        )
+        out = hstu_attention(*leaves, layout, mask, scale_len=64, backend=backend)
         assert out.dtype == leaves[0].dtype
         results.append([out, *torch.autograd.grad(out, leaves, cotangent.to(out.dtype))])
     for ours, theirs, want in zip(*results, strict=True):

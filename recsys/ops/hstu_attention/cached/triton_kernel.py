@@ -15,6 +15,7 @@ from recsys.ops.hstu_attention.triton_tile import (
     NUM_CACHED_COLUMNS,
     head_of,
     load_block,
+    load_runs,
     load_tile,
     relative_position,
     store_block,
@@ -55,7 +56,7 @@ def cached_kernel(
         start, length, history_end, first = load_tile(item)
         cache_start = tl.load(item + CACHE_START)
         cache_length = tl.load(item + CACHE_LENGTH).to(tl.int32)
-        q_head = head_of(q, start, length, head, (stride_qt, stride_qh), False)
+        q_head = head_of(q, start, length, head, (stride_qt, stride_qh))
         q_block = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False)
         at = first + tl.arange(0, BLOCK_M)[:, None]
         i = at + cache_length
@@ -80,6 +81,9 @@ def cached_kernel(
                 tl.where(is_new, cache_length, 0),
             )
             listed = item + source * NEW
-            total = add_blocks(total, q_block, listed, keys, sample, rows, rule, tables, SIZES, RULE, MODE)
+            runs = load_runs(listed)
+            total = add_blocks(
+                total, q_block, listed, runs, keys, sample, rows, rule, tables, SIZES, RULE, MODE
+            )
         out_head = out + (start * num_heads + head) * V
         store_block(out_head, first, length, num_heads * V, total * inverse_scale, V, BLOCK_M, BLOCK_V)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from recsys.ops.hstu_attention.blocks import blocks_of
 from recsys.ops.hstu_attention.cached.triton_kernel import cached_kernel
 from recsys.ops.hstu_attention.triton_launch import (
     Problem,
     Wrap,
     bias_arguments,
+    blocks_for,
     constants,
     scalars,
     strides,
@@ -53,7 +53,7 @@ def forward(
         return out
     tensors = tuple(map(with_dense_rows, (q, k, v, cache_k, cache_v)))
     bias = problem.bias
-    blocks = blocks_of("forward", q.dtype, int(q.shape[2]), int(v.shape[2]), bias is not None)
+    blocks = blocks_for("forward", q, v, problem)
     items = cached_work(problem.mask, problem.layout, problem.cache_layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
     wrap(cached_kernel)[(items.shape[0] * num_heads,)](

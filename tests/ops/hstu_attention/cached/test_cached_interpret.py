@@ -39,7 +39,7 @@ def small_blocks(monkeypatch):
     from recsys.ops.hstu_attention.cached import triton_ops
 
     mend_interpreter(monkeypatch)
-    monkeypatch.setattr(triton_ops, "blocks_of", lambda *_: Blocks(16, 8, 4, 1))
+    monkeypatch.setattr(triton_ops, "blocks_for", lambda *_: Blocks(16, 8, 4, 1))
 
 
 @pytest.fixture(autouse=True)
