@@ -1,0 +1,210 @@
+#!/usr/bin/env python3
+"""Speed of finding the best items of a catalogue: exactly, and with indices of faiss.
+
+    python scripts/bench_topk.py [--items 1000000] [--dim 64] [--queries 256] [--k 10] [--removed 50]
+                                 [--index "HNSW32" --index "IVF4096,Flat nprobe=32" ...] [--record FILE]
+
+Items are made up: unit vectors around 1,000 centres, so that neighbours mean something to an index; queries lie
+around the same centres. --removed items of each query, drawn at random, must not be found. Exact search runs on CUDA
+when it is there, an index on the CPU. The answers are compared first, in float64: a wrong item, a removed one or a
+wrong score is not timed. `recall` is the share of the exact answer that an index found.
+
+Exit code 1 when an answer is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from recsys import protos as pb
+from recsys.flags import Parser, positive
+from recsys.inference.search import Search, open_search
+from recsys.inference.topk import TopK, top_k
+from scripts.bench_ops import current_commit
+
+CENTRES = 1000
+CHECKED = 16
+"""Queries whose answers are compared with all scores in float64."""
+
+CLOSE = 1e-5
+"""Largest difference of a score; scores of unit vectors are at most 1."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is searched: float32 [V, E], float32 [B, E], and what `top_k` takes."""
+
+    items: Tensor
+    queries: Tensor
+    removed: Tensor
+    removed_lengths: Tensor
+    k: int
+
+    def gone(self) -> dict[str, Tensor]:
+        """As arguments."""
+        return {"removed": self.removed, "removed_lengths": self.removed_lengths}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the table; milliseconds, MiB beyond items and queries, seconds of building an index."""
+
+    search: str
+    device: str
+    items: int
+    dim: int
+    queries: int
+    k: int
+    milliseconds: float
+    spread: float
+    extra_mib: float | None
+    build_s: float | None
+    recall: float | None
+    commit: str
+    torch: str
+
+
+def make(items: int, dim: int, queries: int, k: int, removed: int) -> Problem:
+    """A problem, the same for the same numbers, on the host."""
+    draw = torch.Generator().manual_seed(1)
+    centres = F.normalize(torch.randn(CENTRES, dim, generator=draw), dim=1)
+
+    def around(count: int) -> Tensor:
+        chosen = centres[torch.randint(CENTRES, (count,), generator=draw)]
+        return F.normalize(chosen + torch.randn(count, dim, generator=draw) * (0.7 / dim**0.5), dim=1)
+
+    gone = torch.randint(items, (queries * removed,), generator=draw)
+    return Problem(around(items), around(queries), gone, torch.full((queries,), removed), k)
+
+
+def fault(problem: Problem, found: TopK, *, exact: bool) -> str | None:
+    """What is wrong with an answer, looked at for the first queries; None when nothing is."""
+    gone = problem.removed.split(problem.removed_lengths.tolist())
+    for row in range(min(CHECKED, len(problem.queries))):
+        scores = problem.items.double() @ problem.queries[row].double()
+        scores[gone[row]] = -torch.inf
+        items, given = found.items[row].cpu(), found.scores[row].cpu().double()
+        if items.unique().numel() != len(items) or (scores[items] - given).abs().max() > CLOSE:
+            return f"query {row}: items twice or removed, or their scores are not the inner products"
+        best = scores.topk(problem.k).values
+        if exact and (best - given).abs().max() > CLOSE:
+            return f"query {row}: there are better items than those found"
+    return None
+
+
+def times_of(call: Callable[[], object], device: torch.device, repeats: int) -> list[float]:
+    """Milliseconds of each repeat, after one that does not count."""
+    times = []
+    for _ in range(repeats + 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return times[1:]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    options = _options(arguments)
+    commit = options.commit or current_commit()
+    problem = make(options.items, options.dim, options.queries, options.k, options.removed)
+    records: list[Record] = []
+
+    def add(search: str, device: torch.device, times: list[float], **more: float | None) -> None:
+        sizes = (options.items, options.dim, options.queries, options.k)
+        facts = {"extra_mib": None, "build_s": None, "recall": None} | more
+        middle, spread = statistics.median(times), max(times) - min(times)
+        made = Record(
+            search, str(device), *sizes, middle, spread, **facts, commit=commit, torch=torch.__version__
+        )
+        print(_line(made), flush=True)
+        records.append(made)
+
+    wrong = _exact(problem, options.repeats, add) or _indices(problem, options.index, options.repeats, add)
+    if wrong:
+        print(wrong, file=sys.stderr)
+        return 1
+    if options.record is not None:
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        options.record.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+    return 0
+
+
+def _exact(problem: Problem, repeats: int, add: Callable[..., None]) -> str | None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    items, queries = problem.items.to(device), problem.queries.to(device)
+
+    def call() -> TopK:
+        return top_k(queries, items, problem.k, **problem.gone())
+
+    wrong = fault(problem, call(), exact=True)
+    if wrong:
+        return f"exact search: {wrong}"
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    times = times_of(call, device, repeats)
+    extra = (torch.cuda.max_memory_allocated() - before) / 2**20 if device.type == "cuda" else None
+    add("exact", device, times, extra_mib=extra)
+    return None
+
+
+def _indices(problem: Problem, chosen: Sequence[str], repeats: int, add: Callable[..., None]) -> str | None:
+    cpu = torch.device("cpu")
+    for text in chosen:
+        factory, _, search = text.partition(" ")
+        faiss = pb.FaissIndex(factory=factory, search=search, recall_rows=len(problem.queries))
+        began = time.perf_counter()
+        index: Search = open_search(pb.Predict(index=pb.ItemIndex(faiss=faiss)), problem.items, cpu)
+        build_s = time.perf_counter() - began
+
+        def call(index: Search = index) -> TopK:
+            return index.best(problem.queries, problem.k, **problem.gone())
+
+        wrong = fault(problem, call(), exact=False)
+        if wrong:
+            return f"index {text}: {wrong}"
+        recall = index.recall()
+        add(text, cpu, times_of(call, cpu, repeats), build_s=build_s, recall=recall and recall.recall)
+    return None
+
+
+def _line(record: Record) -> str:
+    facts = {"extra": record.extra_mib, "build": record.build_s, "recall": record.recall}
+    units = {"extra": "{:,.0f} MiB", "build": "{:.1f} s", "recall": "{:.4f}"}
+    said = [f"{name} {units[name].format(value)}" for name, value in facts.items() if value is not None]
+    size = f"{record.items:,} x {record.dim}, {record.queries} queries, top {record.k}"
+    time_ = f"{record.milliseconds:,.1f} ms (spread {record.spread:,.1f})"
+    return f"{record.search:<24} {record.device:<5} {size}: {time_}  {'  '.join(said)}"
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    for name, default in (("items", 1_000_000), ("dim", 64), ("queries", 256), ("k", 10), ("repeats", 5)):
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--removed", type=int, default=50)
+    parser.add_argument("--index", action="append", default=[], metavar='"FACTORY [SEARCH]"')
+    parser.add_argument("--commit")
+    parser.add_argument("--record", type=Path)
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
