@@ -4,10 +4,10 @@
     python scripts/bench_topk.py [--items 1000000] [--dim 64] [--queries 256] [--k 10] [--removed 50]
                                  [--index "HNSW32" --index "IVF4096,Flat nprobe=32" ...] [--record FILE]
 
-Items are made up: unit vectors around 1,000 centres, so that neighbours mean something to an index; queries lie
-around the same centres. --removed items of each query, drawn at random, must not be found. Exact search runs on CUDA
-when it is there, an index on the CPU. The answers are compared first, in float64: a wrong item, a removed one or a
-wrong score is not timed. `recall` is the share of the exact answer that an index found.
+Items are made up: unit vectors around 1,000 centres, so that neighbours mean something to an index; queries
+lie around the same centres. --removed items of each query, drawn at random, must not be found. Exact search
+runs on CUDA when it is there, an index on the CPU. The answers are compared first, in float64: a wrong item,
+a removed one or a wrong score is not timed. `recall` is the share of the exact answer that an index found.
 
 Exit code 1 when an answer is wrong.
 """
