@@ -115,17 +115,31 @@ def _read(path: str, wanted: list[str]) -> pa.Table:
         raise DataError(f"{path}: cannot be read ({first_line(error)}). {_REMEDY}") from error
 
 
+def item_ids(table: pa.Table, item: pb.Feature, path: str = "items") -> pa.Array:
+    """Original ids of the items of a table.
+
+    Args:
+        table: with a column under the name of the feature.
+        item: the retriever's item.
+        path: what errors call the table.
+
+    Raises:
+        DataError: no such column, one of another type, or nulls in it.
+    """
+    check_fields(table.schema, [Field(item.name, pb.USER, Kind.ID, feature=item)], path)
+    ids = one_array(table[item.name])
+    if ids.null_count:
+        raise DataError(f"{path}: {item.name} has {ids.null_count} nulls; each row is an item. {_REMEDY}")
+    return ids
+
+
 def _rows_of(table: pa.Table, item: pb.Feature, vocabulary: Vocabulary, path: str) -> np.ndarray:
     """Rows of the item table that the rows of the file are about; 0 for items that are not in the catalogue.
 
     Raises:
         DataError: an item of the catalogue is not there, or twice.
     """
-    check_fields(table.schema, [Field(item.name, pb.USER, Kind.ID, feature=item)], path)
-    ids = one_array(table[item.name])
-    if ids.null_count:
-        raise DataError(f"{path}: {item.name} has {ids.null_count} nulls; each row is an item. {_REMEDY}")
-    rows = vocabulary.map(ids)
+    rows = vocabulary.map(item_ids(table, item, path))
     times = np.bincount(rows, minlength=vocabulary.rows)[1:]
     for places, what in ((np.flatnonzero(times > 1), "twice"), (np.flatnonzero(times == 0), "missing")):
         if len(places):

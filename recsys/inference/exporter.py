@@ -21,21 +21,27 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.fx.experimental import _config as symbolic
 
-from recsys import config, environment, features, files
+from recsys import config, environment, files
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.data.row_order import RowOrder, dealt_out
+from recsys.data.vocabulary import mappings
 from recsys.errors import InstallationError, RecsysError
 from recsys.inference import cached_programs, package
 from recsys.inference.cached_programs import CachedDescription
+from recsys.inference.item_embeddings import write_vectors
 from recsys.models.base import Model, layout_rule
+from recsys.models.item_tower import ItemTower, first_items, flatten_items, item_signature
 from recsys.models.kernels import check_kernels
 from recsys.models.retriever import Retriever
 from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
 
 GOLDEN_ROWS = 8
-"""Rows of the golden batch that a package compares with at every load."""
+"""Rows of the golden batch that a package compares with at every load, and items."""
+
+ITEM_TRIAL = ".trial/items.safetensors"
+HOW = {"cached": ", when it scores with a cache,", "items": " about items"}
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +152,10 @@ def _compile_programs(source: Source, graph: ScoringGraph, folder: Path) -> None
         compile_graph(graph, specs, inputs, folder / name, pipeline, weights)
 
     compile_to(graph, scoring_signature(pipeline), flatten(example), package.MODEL)
+    if isinstance(source.model, Retriever) and source.model.compare.encode is not None:
+        log.info("capturing and compiling the item tower")
+        items = flatten_items(source.batches[0], pipeline)
+        compile_to(ItemTower(source.model).eval(), item_signature(pipeline), items, package.ITEM_TOWER)
     if cached:
         log.info("capturing and compiling the programs that score with a cache")
         cached_programs.compile_programs(source.model, compile_to)
@@ -215,9 +225,13 @@ def catalogue(model: Retriever, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
     """
     with torch.no_grad():
         rows = model.item_vectors(batch).float().cpu()
-    (table,) = (one.name for one in features.tables(pipeline) if features.NEGATIVES in one.columns)
-    order = RowOrder(len(rows), dealt_out(pipeline, table))
+    order = RowOrder(len(rows), dealt_out(pipeline, _item(pipeline).id.table))
     return rows[torch.from_numpy(order.rows(np.arange(len(rows))) - 1)]
+
+
+def _item(pipeline: pb.Pipeline) -> pb.Feature:
+    name = pipeline.model.retriever.item_feature
+    return next(feature for feature in pipeline.features if feature.name == name)
 
 
 def _example(batches: list[Batch]) -> Batch:
@@ -244,11 +258,13 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
                 (folder / name).write_bytes(file.read())
             feature.id.vocabulary.file = name
     (folder / config.FILE_NAME).write_text(config.to_text(stored), encoding="utf-8")
-    ranker = pipeline.model.HasField("ranker")
-    if not ranker:
-        package.write_tensors(
-            folder / package.ITEMS, {"items": catalogue(model, source.batches[0], pipeline)}
-        )
+    ranker, item_inputs = pipeline.model.HasField("ranker"), None
+    if isinstance(model, Retriever):
+        vocabulary = mappings(pipeline)[_item(pipeline).id.table]
+        write_vectors(folder, vocabulary.ids, catalogue(model, source.batches[0], pipeline))
+        if model.compare.encode is not None:
+            item_inputs = [spec.to_json() for spec in item_signature(pipeline)]
+            package.write_tensors(folder / package.GOLDEN_ITEMS, _golden_items(model, source, GOLDEN_ROWS))
     device = next(model.parameters()).device.type
     architecture = (
         "sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else pipeline.export.march
@@ -262,11 +278,21 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
         outputs=[task.name for task in pipeline.model.ranker.tasks] if ranker else ["query"],
         max_batch_size=pipeline.export.max_batch_size,
         tolerance=pipeline.export.parity_tolerance,
+        item_inputs=item_inputs,
     )
     if pipeline.export.cached_scoring:
         description.cached = asdict(CachedDescription.of(model))
     package.write_description(folder, description)
     package.write_tensors(folder / package.GOLDEN, package.golden_tensors(flatten(source.batches[0]), golden))
+
+
+def _golden_items(model: Retriever, source: Source, most: int | None = None) -> dict[str, Tensor]:
+    """The first items of the catalogue, or all, with the model's vectors of them."""
+    batch = source.batches[0]
+    with torch.no_grad():
+        vectors = model.item_vectors(batch)
+    inputs = first_items(flatten_items(batch, source.pipeline), item_signature(source.pipeline), most)
+    return package.golden_tensors(inputs, vectors[:most])
 
 
 def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
@@ -283,6 +309,8 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
     for number, (batch, output) in enumerate(zip(source.batches, expected, strict=True)):
         tensors = package.golden_tensors(flatten(batch), output)
         package.write_tensors(trial / f"{number:04d}.safetensors", tensors)
+    if isinstance(source.model, Retriever) and source.model.compare.encode is not None:
+        package.write_tensors(folder / ITEM_TRIAL, _golden_items(source.model, source))
     command = [sys.executable, "-m", "recsys.inference.exporter", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -295,13 +323,17 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
     differences = json.loads(done.stdout.strip().splitlines()[-1])
     shutil.rmtree(trial)
     allowed, report = source.pipeline.export.parity_tolerance, {}
+    of_items = differences.pop()
     ways = zip(
         ("largest_difference", "largest_difference_cached"), zip(*differences, strict=True), strict=False
     )
     for name, found in ways:
         report[name] = max(found)
+    if of_items:
+        report["largest_difference_items"] = max(of_items)
+    for name in report:
         if not report[name] <= allowed:
-            how = ", when it scores with a cache," if name.endswith("cached") else ""
+            how = HOW.get(name.rpartition("_")[2], "")
             raise ParityError(
                 f"the package's answers{how} differ from the evaluated model's by {report[name]:.2e} on real "
                 f"rows; export.parity_tolerance allows {allowed:.0e}. Nothing was exported."
@@ -315,10 +347,13 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
 
 
 def _trial(folder: Path) -> Iterator[list[float]]:
-    """In the fresh process: the differences of each batch of the trial."""
+    """In the fresh process: the differences of each batch of the trial; then those of the item tower."""
     loaded = package.Package(folder, check_golden=False)
+    items = folder / ITEM_TRIAL
     for path in sorted((folder / ".trial").iterdir()):
-        yield loaded.differences(load_file(path))
+        if path != items:
+            yield loaded.differences(load_file(path))
+    yield [loaded.item_difference(load_file(items))] if items.exists() else []
 
 
 if __name__ == "__main__":

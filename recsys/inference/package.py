@@ -1,13 +1,15 @@
 """A package: the folder that `recsys.export` writes and `recsys.predict` reads.
 
-    package.json        what it is: format, kind, versions, target, inputs with their dims, outputs, limits
-    manifest.json       SHA-256 of every other file
-    model.pt2           AOTInductor package of the scoring graph: native code, as trustworthy as its sender
-    config.resolved     the resolved config it was trained with
-    vocabulary/         original ids of every table
-    items.safetensors   retrieval: the vector of every item, in the order of its vocabulary file
-    golden.safetensors  a few real rows with the evaluated model's answers, compared at every load
-    parity.json         how close the package came to the evaluated model on real rows
+    package.json             what it is: format, kind, versions, target, inputs, outputs, limits
+    manifest.json            SHA-256 of every other file
+    model.pt2                AOTInductor package of the scoring graph: native code, as safe as its sender
+    config.resolved          the resolved config it was trained with
+    vocabulary/              original ids of every table
+    item_embeddings.parquet  retrieval: `id` and `vector` of every item, in the order of its vocabulary file
+    item_tower.pt2           retrieval with an item encoder: the graph from items to vectors
+    golden.safetensors       a few real rows with the evaluated model's answers, compared at every load
+    golden_items.safetensors a few items with their vectors, for the item tower
+    parity.json              how close the package came to the evaluated model on real rows
 
 With `export.cached_scoring` there are also the files of `cached_programs`.
 """
@@ -16,6 +18,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import pyarrow as pa
 import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -24,12 +27,14 @@ from recsys import config, environment, files
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.inference.cached_programs import WEIGHTS, CachedDescription, CachedPrograms
+from recsys.inference.item_embeddings import new_items, read_vectors
 from recsys.inference.program import PackageError, Program
 from recsys.models.cached import RankerCache
 from recsys.models.scoring import TensorSpec, flatten
 
-FORMAT = 2
-MODEL, ITEMS, GOLDEN, VOCABULARY = "model.pt2", "items.safetensors", "golden.safetensors", "vocabulary"
+FORMAT = 3
+MODEL, GOLDEN, VOCABULARY = "model.pt2", "golden.safetensors", "vocabulary"
+ITEM_TOWER, GOLDEN_ITEMS = "item_tower.pt2", "golden_items.safetensors"
 
 
 @dataclass
@@ -46,6 +51,7 @@ class Description:
         tolerance: largest allowed |a - b| / max(1, |b|) of golden rows.
         op_libraries: Python modules that register operators of the graph; imported before it is loaded.
         cached: the programs that score with a cache, `CachedDescription`; None without them.
+        item_inputs: as `inputs`, of the item tower; None without one.
     """
 
     kind: str
@@ -59,6 +65,7 @@ class Description:
     op_libraries: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=environment.versions)
     cached: dict | None = None
+    item_inputs: list[dict] | None = None
     format: int = FORMAT
 
 
@@ -69,6 +76,7 @@ class Package:
         description: what it is.
         pipeline: the resolved config, its vocabulary files pointing into the package.
         items: retrieval: [V, E] float32 vector of every item, in the order of the vocabulary; else None.
+        item_tower: retrieval with an item encoder: the program from items to vectors; else None.
         cached: the programs that score with a cache; None when it was exported without.
 
     Raises:
@@ -89,7 +97,7 @@ class Package:
         self.folder = folder
         self.description = _read_description(folder)
         self.pipeline = _read_config(folder)
-        self.items = load_file(folder / ITEMS)["items"] if self.description.kind == "retriever" else None
+        self.items = read_vectors(folder) if self.description.kind == "retriever" else None
         specs = [TensorSpec.from_json(entry) for entry in self.description.inputs]
         device, libraries = torch.device(self.description.device), self.description.op_libraries
         self.cached, weights = None, None
@@ -98,6 +106,10 @@ class Package:
             weights = load_file(folder / WEIGHTS, device=str(device))
             self.cached = CachedPrograms.load(folder, entry, self.pipeline, device, libraries, weights)
         self._program = Program(folder / MODEL, specs, device, libraries, weights)
+        self.item_tower = None
+        if self.description.item_inputs is not None:
+            of_items = [TensorSpec.from_json(entry) for entry in self.description.item_inputs]
+            self.item_tower = Program(folder / ITEM_TOWER, of_items, device, libraries)
         if check_golden:
             self._check_golden()
 
@@ -127,6 +139,29 @@ class Package:
         """
         self._check_rows(batch)
         return self._cached_programs().score(batch, cache)
+
+    def item_vectors(self, table: pa.Table) -> Tensor:
+        """float32 [n, E] on the host: vectors of any items, also of those that training did not know, to put
+        beside those of `item_embeddings.parquet`.
+
+        Args:
+            table: a row an item, with the columns of `data.item_file`: original ids and features.
+
+        Raises:
+            DataError: a column is missing, or holds what it must not.
+            PackageError: the model has no item encoder.
+        """
+        if self.item_tower is None:
+            raise PackageError(f"{self.folder}: an item is its embedding here; there is no item tower to run")
+        (output,) = self.item_tower(new_items(self.pipeline, table))
+        return output.float().cpu()
+
+    def item_difference(self, stored: dict[str, Tensor]) -> float:
+        """How far the item tower is from stored vectors, as `golden_tensors` makes them."""
+        if self.item_tower is None:
+            raise PackageError(f"{self.folder}: there is no item tower")
+        (output,) = self.item_tower(golden_inputs(stored))
+        return largest_difference(output.float().cpu(), stored["output"])
 
     def _cached_programs(self) -> CachedPrograms:
         if self.cached is None:
@@ -160,8 +195,9 @@ class Package:
         return [largest_difference(run(golden_inputs(stored)), stored["output"]) for run in ways]
 
     def _check_golden(self) -> None:
-        stored = load_file(self.folder / GOLDEN)
-        difference = max(self.differences(stored))
+        difference = max(self.differences(load_file(self.folder / GOLDEN)))
+        if self.item_tower is not None:
+            difference = max(difference, self.item_difference(load_file(self.folder / GOLDEN_ITEMS)))
         if not difference <= self.description.tolerance:
             raise PackageError(
                 f"{self.folder}: the golden rows differ by {difference:.2e} from what they were when the "

@@ -47,6 +47,16 @@ def flatten_items(batch: Batch, pipeline: pb.Pipeline) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
+def first_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec], most: int | None) -> tuple[Tensor, ...]:
+    """Inputs of the item tower for the first `most` items of some."""
+    given = {spec.name: tensor for spec, tensor in zip(specs, inputs, strict=True)}
+    found = []
+    for spec, tensor in zip(specs, inputs, strict=True):
+        counts = given.get(f"{spec.name}.counts")
+        found.append(tensor[:most] if counts is None else tensor[: int(counts[:most].sum())])
+    return tuple(found)
+
+
 class ItemTower(nn.Module):
     """float32 [n, E], the vectors that queries are compared with, from flat tensors.
 

@@ -1,0 +1,62 @@
+"""Vectors of items with their original ids: the file of a package that other systems can read, and items on
+their way into its item tower.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.arrow import one_array
+from recsys.data.catalogue import convert, item_ids
+from recsys.data.vocabulary import mappings
+
+FILE = "item_embeddings.parquet"
+
+
+def write_vectors(folder: Path, ids: pa.Array, vectors: Tensor) -> None:
+    """Writes the file: `id` as it is, and `vector`, a list of E float32.
+
+    Args:
+        folder: of the package.
+        ids: [V], int64 or string.
+        vectors: float32 [V, E] on the host.
+    """
+    values = pa.array(vectors.contiguous().numpy().reshape(-1))
+    columns = {"id": ids, "vector": pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])}
+    # Random digits: compression would cost time and save nothing.
+    pq.write_table(pa.table(columns), folder / FILE, compression="none", use_dictionary=["id"])
+
+
+def read_vectors(folder: Path) -> Tensor:
+    """float32 [V, E], in the order of the file."""
+    column = one_array(pq.read_table(folder / FILE, columns=["vector"])["vector"])
+    values = column.flatten().to_numpy(zero_copy_only=False)
+    return torch.from_numpy(np.array(values, np.float32).reshape(len(column), column.type.list_size))
+
+
+def new_items(pipeline: pb.Pipeline, table: pa.Table) -> tuple[Tensor, ...]:
+    """Inputs of the item tower for the items of a table, in the order of `models.item_tower.item_signature`.
+
+    Args:
+        pipeline: resolved.
+        table: a row an item: its id and its features of side ITEM, under their names.
+
+    Raises:
+        DataError: a column is missing, or holds what it must not.
+    """
+    name, known = pipeline.model.retriever.item_feature, mappings(pipeline)
+    (item,) = (feature for feature in pipeline.features if feature.name == name)
+    described = convert(pipeline, table, known, "items")
+    found = [known[item.id.table].map(item_ids(table, item))]
+    for column in features.columns(pipeline, pb.ITEM):
+        flat = described[column.name]
+        found.append(flat.values)
+        if flat.offsets is not None:
+            found.append(np.diff(flat.offsets))
+    return tuple(torch.from_numpy(np.ascontiguousarray(one)) for one in found)
