@@ -5,10 +5,10 @@
     dK = alpha dS^T Q,    dQ = alpha dS K,    and each entry of a bias table gets the sum of its dS
 
 `keys_kernel` owns a tile of keys and sums dK and dV over rows; `rows_kernel` owns a tile of rows and sums dQ
-and the gradients of the tables over keys. Both recompute S: each sum has one owner and one order. That is seven
-products instead of five, but no program adds to what another has written: adding up dQ with atomics in the
-first kernel took 4 to 57 % longer on an H200. Where both sums of `keys_kernel` do not fit into the registers it
-runs twice, once for each.
+and the gradients of the tables over keys. Both recompute S: each sum has one owner and one order. That makes
+seven products instead of five, but no program adds to what another has written: adding up dQ with atomics in
+the first kernel took 4 to 57 % longer on an H200. Where both sums of `keys_kernel` do not fit into the
+registers it runs twice, once for each.
 
 Scores are [keys, rows] in `keys_kernel`, computed as K Q^T: Triton mistranslates the product of a transposed
 accumulator on Hopper (seen up to 3.7). Factors common to a whole sum are applied at its end.
