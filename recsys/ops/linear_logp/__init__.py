@@ -78,7 +78,7 @@ def linear_logp(
     Source: the online normaliser of Milakov and Gimelshein, arXiv 1805.02867; logQ correction and accidental
     hits: Yi et al., Sampling-Bias-Corrected Neural Modeling, RecSys 2019.
     """
-    facts = _facts(
+    facts = logp_facts(
         hidden,
         weight,
         target,
@@ -110,7 +110,7 @@ def linear_lse(
 
     -inf, without a gradient, where nothing remains. Arguments and errors as of `linear_logp`.
     """
-    facts = _facts(
+    facts = logp_facts(
         hidden,
         weight,
         None,
@@ -157,7 +157,7 @@ def inverse_of(temperature: float | Tensor, hidden: Tensor) -> Tensor:
     return torch.full((1,), 1 / temperature, dtype=wide, device=hidden.device)
 
 
-def _facts(
+def logp_facts(
     hidden: Tensor,
     weight: Tensor,
     target: Tensor | None,
@@ -228,4 +228,4 @@ def _kind(given: object) -> str:
     return f"a tensor of {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
 
 
-OP = Op("linear_logp", __name__, backends=("triton", "reference"), facts=_facts)
+OP = Op("linear_logp", __name__, backends=("triton", "reference"), facts=logp_facts)

@@ -10,7 +10,8 @@ from recsys.ops.dispatch import Support
 from recsys.ops.linear_logp import LogpFacts
 from recsys.ops.linear_logp.recompute import Gradients, Operands, Parts, Pieces, Upstream, Wanted
 
-MAX_WIDTH = 512
+MAX_WIDTH = {2: 512, 4: 128}
+"""By bytes of a number."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
@@ -18,11 +19,12 @@ triton_backend.preload(_OPS)
 
 
 def supports(facts: LogpFacts) -> Support:
-    """What any Triton backend can do, up to a width of 512: a program holds whole rows of its operand."""
+    """What any Triton backend can do, up to some width: a program holds whole rows of its operand."""
     able = triton_backend.support(facts.device, facts.dtype)
-    if able.ok and facts.width > MAX_WIDTH:
-        return able._replace(ok=False, reason=f"hidden has {facts.width} columns, it takes up to {MAX_WIDTH}")
-    return able
+    if not able.ok or facts.width <= (most := MAX_WIDTH[facts.dtype.itemsize]):
+        return able
+    reason = f"hidden has {facts.width} columns, in {facts.dtype} it takes up to {most}"
+    return able._replace(ok=False, reason=reason)
 
 
 def forward(operands: Operands) -> Parts:

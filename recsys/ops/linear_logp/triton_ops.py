@@ -28,33 +28,36 @@ class Blocks(NamedTuple):
 
 
 FORWARD = {
-    64: Blocks(128, 128, 8, 3, programs=2),
-    128: Blocks(128, 128, 8, 2, programs=2),
-    256: Blocks(128, 128, 8, 2),
-    512: Blocks(64, 64, 4, 2),
+    "16 bits": {
+        64: Blocks(128, 128, 8, 3, programs=2),
+        128: Blocks(128, 128, 8, 2, programs=2),
+        256: Blocks(128, 128, 8, 2),
+        512: Blocks(64, 64, 4, 2),
+    },
+    "16 bits, ids": {
+        64: Blocks(128, 64, 8, 3, programs=2),
+        128: Blocks(128, 64, 8, 2, programs=2),
+        256: Blocks(128, 64, 8, 2),
+        512: Blocks(64, 64, 4, 2),
+    },
+    "32 bits": {64: Blocks(128, 64, 8, 2), 128: Blocks(64, 32, 4, 2)},
 }
-"""By width, for 16 bits."""
+"""By kind of call and width: ids of 64 bits take registers, and so do products of float32, three for one."""
 
 BACKWARD = {
-    64: Blocks(128, 128, 8, 3),
-    128: Blocks(128, 64, 8, 3),
-    256: Blocks(128, 64, 8, 2),
-    512: Blocks(64, 64, 8, 2),
-}
-
-WIDE_FORWARD = {
-    64: Blocks(128, 64, 8, 2),
-    128: Blocks(64, 64, 4, 2),
-    256: Blocks(64, 32, 4, 2),
-    512: Blocks(32, 32, 4, 1),
-}
-"""For float32."""
-
-WIDE_BACKWARD = {
-    64: Blocks(64, 64, 8, 2),
-    128: Blocks(64, 32, 8, 2),
-    256: Blocks(64, 32, 8, 1),
-    512: Blocks(32, 16, 8, 1),
+    "16 bits": {
+        64: Blocks(128, 128, 8, 3),
+        128: Blocks(128, 64, 8, 3),
+        256: Blocks(128, 64, 8, 2),
+        512: Blocks(64, 64, 8, 2),
+    },
+    "16 bits, ids": {
+        64: Blocks(128, 64, 8, 3),
+        128: Blocks(128, 32, 8, 3),
+        256: Blocks(64, 64, 8, 2),
+        512: Blocks(64, 32, 8, 2),
+    },
+    "32 bits": {64: Blocks(64, 64, 8, 2), 128: Blocks(64, 16, 8, 2)},
 }
 
 MAX_PARTS = 64
@@ -68,7 +71,7 @@ def launch_forward(operands: Operands, wrap: Wrap = lambda kernel: kernel) -> Pa
     operands = _with_dense_rows(operands)
     hidden, weight, bias, scale, target, candidate_ids, target_ids = operands
     num_rows, num_candidates, width = hidden.shape[0], weight.shape[0], int(hidden.shape[1])
-    blocks = blocks_of(width, hidden.dtype, FORWARD, WIDE_FORWARD)
+    blocks = blocks_of(operands, FORWARD)
     row_tiles, tiles = _tiles(num_rows, blocks.rows), _tiles(num_candidates, blocks.others)
     parts, per_part = parts_of(row_tiles, tiles, blocks, hidden.device, MAX_PARTS)
     maximum, total = (scale.new_empty(parts, num_rows) for _ in range(2))
@@ -101,7 +104,7 @@ def _target_scores(operands: Operands, wrap: Wrap) -> Tensor:
     scores = scale.new_empty(num_rows)
     if target is None:
         return scores.zero_()
-    block = min(64, blocks_of(width, hidden.dtype, FORWARD, WIDE_FORWARD).rows)
+    block = min(64, blocks_of(operands, FORWARD).rows)
     wrap(target_kernel)[(_tiles(num_rows, block),)](
         hidden,
         weight,
@@ -143,7 +146,7 @@ def _launch_side(
     hidden, weight, bias, scale, target, candidate_ids, target_ids = operands
     own, other = (weight, hidden) if of_weight else (hidden, weight)
     num_own, width = own.shape[0], int(own.shape[1])
-    blocks = blocks_of(width, own.dtype, BACKWARD, WIDE_BACKWARD)
+    blocks = blocks_of(operands, BACKWARD)
     own_tiles, tiles = _tiles(num_own, blocks.rows), _tiles(other.shape[0], blocks.others)
     most = min(MAX_PARTS, 1 + PART_NUMBERS // (num_own * width))
     parts, per_part = parts_of(own_tiles, tiles, blocks, own.device, most)
@@ -211,9 +214,12 @@ def parts_of(own_tiles: int, tiles: int, blocks: Blocks, device: torch.device, m
     return (tiles + per_part - 1) // per_part, per_part
 
 
-def blocks_of(width: int, dtype: torch.dtype, narrow: dict[int, Blocks], wide: dict[int, Blocks]) -> Blocks:
-    """The tables by width and type."""
-    return (wide if dtype == torch.float32 else narrow)[max(64, padded_width(width))]
+def blocks_of(operands: Operands, table: dict[str, dict[int, Blocks]]) -> Blocks:
+    """From `FORWARD` or `BACKWARD`."""
+    kind = "16 bits" if operands.candidate_ids is None else "16 bits, ids"
+    if operands.hidden.dtype == torch.float32:
+        kind = "32 bits"
+    return table[kind][max(64, padded_width(int(operands.hidden.shape[1])))]
 
 
 def padded_width(width: int) -> int:

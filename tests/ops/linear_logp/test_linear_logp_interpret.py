@@ -32,8 +32,9 @@ def small_blocks(monkeypatch):
 
     mend_interpreter(monkeypatch)
     small = dict.fromkeys((64, 128, 256, 512), triton_ops.Blocks(32, 16, 4, 1))
-    for table in ("FORWARD", "BACKWARD", "WIDE_FORWARD", "WIDE_BACKWARD"):
-        monkeypatch.setattr(triton_ops, table, small)
+    for table in (triton_ops.FORWARD, triton_ops.BACKWARD):
+        for kind in table:
+            monkeypatch.setitem(table, kind, small)
 
 
 @pytest.fixture(autouse=True)
@@ -204,8 +205,10 @@ def test_auto_stays_with_the_reference_on_a_cpu_and_wide_rows_are_refused():
     linear_logp(**given)
     assert last_backend("linear_logp") == "reference"
     assert dict(explain("linear_logp", **given).rows)["triton"].ok
-    wide = problem(2, 3, 513, dtype=torch.float32)
-    assert "takes up to 512" in dict(explain("linear_logp", **wide).rows)["triton"].reason
+    for dtype, most in ((torch.float32, 128), (torch.float16, 512)):
+        wide = problem(2, 3, most + 1, dtype=dtype)
+        assert f"takes up to {most}" in dict(explain("linear_logp", **wide).rows)["triton"].reason
+        assert dict(explain("linear_logp", **problem(2, 3, most, dtype=dtype)).rows)["triton"].ok
 
 
 @starts_it

@@ -1,0 +1,244 @@
+#!/usr/bin/env python3
+"""Speed and memory of `linear_logp` on a GPU, and only of what is right: each case is compared before it is timed.
+
+    python scripts/bench_logp.py [--backend triton] [--rows 8192] [--case NAME ...] [--record FILE]
+
+The loss of a catalogue, forward and backward, bfloat16, all gradients, random upstream gradients for both outputs;
+beside it chunked PyTorch: `cross_entropy` over as many rows at a time as make 2^28 scores, under `checkpoint`. A
+case may be twice as far from float64 as PyTorch that holds its scores in bfloat16. Memory is what is allocated at
+most beyond inputs and gradients. `--record` writes a list of `{op, backend, shape, pass, ms, tflops, extra_mb, ok,
+commit}`; useful FLOP are 6 N V D: two products backward, one forward. On a CPU it runs tiny shapes, to test
+itself. Exit code 1 when a case was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from recsys.ops import last_backend, linear_logp  # noqa: E402
+from scripts.bench_ops import FACTOR, current_commit, median_ms  # noqa: E402
+
+CHUNK_SCORES = 1 << 28
+"""Scores that chunked PyTorch holds at once: 512 MiB in bfloat16."""
+
+CHECKED = (1024, 20_000)
+"""Rows and candidates of a case that are compared, at most: float64 scores for each pair."""
+
+TEMPERATURE = 0.05
+
+
+class Case(NamedTuple):
+    """One shape."""
+
+    rows: int
+    candidates: int
+    width: int
+
+    @property
+    def shape(self) -> str:
+        return f"N{self.rows} V{self.candidates} D{self.width}"
+
+    @property
+    def flop(self) -> float:
+        return 6.0 * self.rows * self.candidates * self.width
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the record."""
+
+    op: str
+    backend: str
+    shape: str
+    direction: str  # "pass" in the file: a word that Python keeps for itself
+    ms: float | None
+    tflops: float | None
+    extra_mb: float | None
+    ok: bool
+    commit: str
+
+    def as_json(self) -> dict[str, object]:
+        return {("pass" if key == "direction" else key): value for key, value in asdict(self).items()}
+
+
+def cases(rows: int) -> list[Case]:
+    """Catalogues of 16 thousand, 131 thousand and a million."""
+    sizes = (1 << 14, 1 << 17, 1 << 20)
+    return [Case(rows, candidates, width) for candidates in sizes for width in (64, 128, 256, 512)]
+
+
+class Inputs(NamedTuple):
+    """Unit vectors, as retrieval has them."""
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    cotangents: list[Tensor]
+
+    @property
+    def leaves(self) -> tuple[Tensor, Tensor]:
+        return self.hidden, self.weight
+
+
+def make_inputs(case: Case, device: str, seed: int) -> Inputs:
+    """Leaves with gradients; half of the rows are near their target."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def unit(rows: int) -> Tensor:
+        return F.normalize(torch.randn(rows, case.width, generator=generator, device=device), dim=1)
+
+    weight, hidden = unit(case.candidates), unit(case.rows)
+    target = torch.randint(case.candidates, (case.rows,), generator=generator, device=device)
+    hidden[::2] = F.normalize(weight[target[::2]] + 0.5 * hidden[::2], dim=1)
+    cotangents = [torch.randn(case.rows, generator=generator, device=device) for _ in range(2)]
+    hidden, weight = (tensor.bfloat16().requires_grad_() for tensor in (hidden, weight))
+    return Inputs(hidden, weight, target, cotangents)
+
+
+def by_op(inputs: Inputs, backend: str) -> list[Tensor]:
+    """logp and lse."""
+    hidden, weight, target, _ = inputs
+    return list(linear_logp(hidden, weight, target, temperature=TEMPERATURE, backend=backend))
+
+
+def by_scores(inputs: Inputs) -> list[Tensor]:
+    """The same from scores that are held, in the type of the inputs."""
+    scores = inputs.hidden @ inputs.weight.T / TEMPERATURE
+    lse = torch.logsumexp(scores, 1)
+    return [scores.gather(1, inputs.target[:, None])[:, 0] - lse, lse]
+
+
+def by_chunks(inputs: Inputs) -> list[Tensor]:
+    """logp only, as one writes it in PyTorch."""
+    hidden, weight, target, _ = inputs
+
+    def loss(rows: Tensor, wanted: Tensor) -> Tensor:
+        return -F.cross_entropy((rows @ weight.T).float() / TEMPERATURE, wanted, reduction="none")
+
+    size = max(1, CHUNK_SCORES // weight.shape[0])
+    pairs = zip(hidden.split(size), target.split(size), strict=True)
+    return [torch.cat([checkpoint(loss, *pair, use_reentrant=False) for pair in pairs])]
+
+
+def with_gradients(inputs: Inputs, outs: list[Tensor]) -> list[Tensor]:
+    given = [one.to(out.dtype) for one, out in zip(inputs.cotangents, outs, strict=False)]
+    return [*(out.detach() for out in outs), *torch.autograd.grad(outs, inputs.leaves, given)]
+
+
+def widest_error(case: Case, device: str, backend: str) -> float:
+    """Of all outputs and gradients, relative to what is allowed; above 1 is wrong."""
+    small = Case(min(case.rows, CHECKED[0]), min(case.candidates, CHECKED[1]), case.width)
+    inputs = make_inputs(small, device, seed=1)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs.leaves]
+    exact = Inputs(wide[0], wide[1], inputs.target, inputs.cotangents)
+    ours = with_gradients(inputs, by_op(inputs, backend))
+    if last_backend("linear_logp") != backend:
+        raise RuntimeError(f"{backend} was asked for, {last_backend('linear_logp')} ran")
+    theirs, want = with_gradients(inputs, by_scores(inputs)), with_gradients(exact, by_scores(exact))
+    worst = 0.0
+    for got, other, right in zip(ours, theirs, want, strict=True):
+        for size in (torch.linalg.vector_norm, lambda difference: difference.abs().max()):
+            allowed = FACTOR * size(other.double() - right) + 1e-3 * size(right)
+            error = size(got.double() - right) / allowed
+            worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
+    return worst
+
+
+def measure(case: Case, run: Callable[[Inputs], list[Tensor]], device: str, repeats: int) -> list[float]:
+    """ms of forward, ms of forward and backward, MiB beyond inputs and gradients."""
+    inputs = make_inputs(case, device, seed=2)
+
+    def forward(_: int) -> None:
+        with torch.no_grad():
+            run(inputs)
+
+    def both(_: int) -> None:
+        outs = run(inputs)
+        torch.autograd.grad(outs, inputs.leaves, inputs.cotangents[: len(outs)])
+
+    found = [median_ms(forward, device, repeats), median_ms(both, device, repeats)]
+    if device != "cuda":
+        return [*found, float("nan")]
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both(0)
+    gradients = sum(leaf.numel() * leaf.element_size() for leaf in inputs.leaves)
+    return [*found, (torch.cuda.max_memory_allocated() - before - gradients) / 2**20]
+
+
+def bench(case: Case, device: str, backend: str, commit: str, repeats: int) -> list[Record]:
+    """Records of the backend and of chunked PyTorch; without times when the case is wrong."""
+    try:
+        error = widest_error(case, device, backend)
+    except (RuntimeError, ValueError) as failure:
+        print(f"{case.shape}: {type(failure).__name__}: {failure}", file=sys.stderr)
+        error = float("inf")
+    if not error <= 1:
+        print(f"{case.shape}: {error:.2f} times the allowed error", file=sys.stderr)
+        return [Record("linear_logp", backend, case.shape, "fwd+bwd", None, None, None, False, commit)]
+    records = []
+    ways = ((backend, lambda inputs: by_op(inputs, backend), repeats), ("chunked PyTorch", by_chunks, 2))
+    for name, run, times in ways:
+        forward, both, extra = measure(case, run, device, times)
+        for direction, ms, flop in (("fwd", forward, case.flop / 3), ("fwd+bwd", both, case.flop)):
+            memory = extra if direction == "fwd+bwd" and extra == extra else None
+            tflops = flop / ms / 1e9
+            records.append(
+                Record("linear_logp", name, case.shape, direction, ms, tflops, memory, True, commit)
+            )
+    return records
+
+
+def table(records: Sequence[Record]) -> str:
+    """One line a record."""
+    lines = []
+    for record in records:
+        numbers = "".join(
+            f"{'-' if value is None else format(value, f'.{digits}f'):>10}"
+            for value, digits in ((record.ms, 3), (record.tflops, 0), (record.extra_mb, 0))
+        )
+        ok = "" if record.ok else "  WRONG"
+        lines.append(f"{record.shape:<24} {record.backend:<16} {record.direction:<8}{numbers}{ok}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Correctness-gated speed of linear_logp.")
+    parser.add_argument("--backend", default="triton" if torch.cuda.is_available() else "reference")
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--case", action="append", help="only shapes that contain this; may be repeated")
+    parser.add_argument("--record", type=Path, help="where to write the list of records")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = cases(options.rows) if device == "cuda" else [Case(40, 300, 16)]
+    if options.case:
+        chosen = [case for case in chosen if any(name in case.shape for name in options.case)]
+    print(f"{'shape':<24} {'backend':<16} {'pass':<8}{'ms':>10}{'TFLOP/s':>10}{'extra MB':>10}")
+    records: list[Record] = []
+    for case in chosen:
+        made = bench(case, device, options.backend, options.commit or current_commit(), options.repeats)
+        print(table(made), flush=True)
+        records += made
+        if options.record is not None:  # after each case: a time limit may end this process
+            options.record.parent.mkdir(parents=True, exist_ok=True)
+            options.record.write_text(json.dumps([record.as_json() for record in records], indent=1))
+    return 0 if all(record.ok for record in records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

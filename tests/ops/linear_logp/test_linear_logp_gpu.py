@@ -1,0 +1,164 @@
+"""The Triton kernels of `linear_logp` on a GPU: numbers, repeatability, sizes in any order, graphs."""
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from recsys.ops import last_backend, linear_logp
+from tests.ops.linear_logp.problems import IGNORED, gradients, leaves_of, problem
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+def on_device(given):
+    return {name: value.to(DEVICE) for name, value in given.items()}
+
+
+def results(given, backend, dtype=None):
+    """Both outputs and all gradients, for random cotangents."""
+    given = {
+        name: value.detach().to(dtype or value.dtype) if value.is_floating_point() else value
+        for name, value in given.items()
+    }
+    leaves = leaves_of(given)
+    out = linear_logp(**given, backend=backend)
+    assert last_backend("linear_logp") == backend
+    return [*(one.detach() for one in out), *gradients(out, leaves)]
+
+
+def rounded_scores(given):
+    """Outputs and gradients of a loss that holds its scores, in the type of hidden."""
+    given = {name: value.detach() for name, value in given.items()}
+    leaves = leaves_of(given)
+    scores = given["hidden"] @ given["weight"].T
+    scores = (scores + given["bias"] if "bias" in given else scores) / given["temperature"]
+    target = given["target"]
+    if "target_ids" in given:
+        hit = given["target_ids"][:, None] == given["candidate_ids"]
+        hit &= torch.arange(hit.shape[1], device=DEVICE) != target[:, None]
+        scores = scores.masked_fill(hit, -torch.inf)
+    counted = target != IGNORED
+    lse = torch.logsumexp(scores, 1)
+    logp = scores.gather(1, target.clamp(min=0)[:, None])[:, 0] - lse
+    lse = torch.where(counted, lse, lse.detach())
+    out = [torch.where(counted, logp, 0).float(), lse.float()]
+    return [*(one.detach() for one in out), *gradients(out, leaves)]
+
+
+def assert_near(given):
+    """Not further from float64 than twice what PyTorch is that holds its scores in the same type."""
+    got, theirs = results(given, "triton"), rounded_scores(given)
+    want = results(given, "reference", torch.float64)
+    for ours, other, exact in zip(got, theirs, want, strict=True):
+        left = exact.isfinite()
+        assert torch.equal(ours.isfinite(), left)
+        ours, other, exact = (torch.where(left, one.double(), 0) for one in (ours, other, exact))
+        other = torch.where(other.isfinite(), other, exact)
+        allowed = 2 * (other - exact).norm() + 1e-3 * exact.norm() + 1e-4
+        assert (ours - exact).norm() <= allowed
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(data=st.data())
+def test_random_shapes(data):
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    width = data.draw(st.sampled_from([16, 50, 64, 128]))
+    rows, candidates = data.draw(st.integers(1, 3000)), data.draw(st.integers(1, 5000))
+    bias, ids = data.draw(st.booleans()), data.draw(st.booleans())
+    given = problem(rows, candidates, width, dtype=dtype, bias=bias, ids=ids)
+    given["hidden"] = given["hidden"] / width**0.5
+    assert_near(on_device(given))
+
+
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("width", [256, 512])
+def test_wide_rows(width, ids):
+    given = problem(300, 2000, width, dtype=torch.bfloat16, ids=ids)
+    given["hidden"] = given["hidden"] / width**0.5
+    assert_near(on_device(given))
+
+
+def test_sure_targets_keep_their_gradient():
+    """Scores 10 against two of 0: 1 - p = 9.08e-5, which bfloat16 has no place for."""
+    hidden = torch.eye(2, 16, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
+    weight = 10 * torch.eye(3, 16, dtype=torch.bfloat16, device=DEVICE)
+    weight[2] = 0
+    logp = linear_logp(hidden, weight, torch.tensor([0, 1], device=DEVICE), backend="triton").logp
+    (gradient,) = torch.autograd.grad(logp.sum(), hidden)
+    rest = 2 / (torch.tensor(10.0).exp() + 2)
+    torch.testing.assert_close(logp.cpu(), torch.log1p(-rest).expand(2), rtol=1e-3, atol=0)
+    expected = torch.tensor([[1, -0.5], [-0.5, 1]]) * 10 * rest
+    torch.testing.assert_close(gradient[:, :2].float().cpu(), expected, rtol=6e-3, atol=0)
+
+
+def test_wrong_targets_are_nan_and_write_nothing():
+    given = on_device(problem(200, 300, 64, dtype=torch.bfloat16, ids=False))
+    right = results(given, "triton")
+    wrong = given | {"target": given["target"].clone()}
+    ignored = (given["target"] == IGNORED).nonzero()[:, 0]
+    for row, target in zip(ignored.tolist(), (-1, 300, 2**40, -(2**40), 301), strict=False):
+        wrong["target"][row] = target
+    found = results(wrong, "triton")
+    assert torch.equal(found[0].isnan(), wrong["target"] != given["target"])
+    found[0] = torch.where(found[0].isnan(), 0, found[0])
+    assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+
+
+def test_the_same_bits_each_time_for_all_sizes_and_one_artefact():
+    from recsys.ops.linear_logp import triton_kernels
+
+    sizes = [(1, 3), (7, 512), (512, 4097), (2048, 100), (4097, 7)]
+    batches = [on_device(problem(*size, 128, dtype=torch.bfloat16, ids=False)) for size in sizes]
+    expected = [results(given, "triton") for given in batches]
+    names = ("forward_kernel", "backward_kernel", "target_kernel")
+    kernels = [getattr(triton_kernels, name) for name in names]
+    before = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+    rapid = [(i, results(batches[i], "triton")) for n in range(40) for i in (4, n % 4, 0, 3, 1)]
+    torch.cuda.synchronize()
+    for i, got in rapid:
+        assert all(torch.equal(one, other) for one, other in zip(got, expected[i], strict=True))
+    after = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+    assert after == before
+
+
+def test_nothing_waits_for_the_device():
+    given = on_device(problem(500, 900, 64, dtype=torch.bfloat16))
+    results(given, "triton")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        leaves = leaves_of(given)
+        logp, lse = linear_logp(**given, backend="triton")
+        torch.autograd.grad(logp.sum() + lse.sum(), leaves)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory_is_that_of_the_inputs():
+    """Scores of 2048 x 200,000 would be 780 MiB in bfloat16."""
+    hidden = torch.randn(2048, 64, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(200_000, 64, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    target = torch.randint(200_000, (2048,), device=DEVICE)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    linear_logp(hidden, weight, target, backend="triton").logp.sum().backward()
+    beyond = torch.cuda.max_memory_allocated() - before - weight.grad.numel() * 2
+    assert beyond < 64 * 2**20
+
+
+def test_a_compiled_graph_serves_all_sizes():
+    def head(hidden, weight, target, temperature):
+        return linear_logp(hidden, weight, target, temperature=temperature, backend="triton")
+
+    compiled = torch.compile(head, dynamic=True, fullgraph=True)
+    for rows, candidates in ((50, 900), (9, 40), (3000, 333)):
+        given = on_device(problem(rows, candidates, 64, dtype=torch.bfloat16, bias=False, ids=False))
+        leaves = [given[name].requires_grad_() for name in ("hidden", "weight", "temperature")]
+        arguments = [given[name] for name in ("hidden", "weight", "target", "temperature")]
+        got, want = compiled(*arguments), head(*arguments)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)
+        for one, other in zip(gradients(got, leaves), gradients(want, leaves), strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2)
