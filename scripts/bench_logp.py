@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Speed and memory of `linear_logp` on a GPU, and only of what is right: each case is compared before it is timed.
+"""Speed and memory of `linear_logp` on a GPU, and only of what is right: compared before it is timed.
 
     python scripts/bench_logp.py [--backend triton] [--rows 8192] [--case NAME ...] [--record FILE]
 
-The loss of a catalogue, forward and backward, bfloat16, all gradients, random upstream gradients for both outputs;
-beside it chunked PyTorch: `cross_entropy` over as many rows at a time as make 2^28 scores, under `checkpoint`. A
-case may be twice as far from float64 as PyTorch that holds its scores in bfloat16. Memory is what is allocated at
-most beyond inputs and gradients. `--record` writes a list of `{op, backend, shape, pass, ms, tflops, extra_mb, ok,
-commit}`; useful FLOP are 6 N V D: two products backward, one forward. On a CPU it runs tiny shapes, to test
-itself. Exit code 1 when a case was wrong.
+The loss of a catalogue, forward and backward, bfloat16, all gradients, random upstream gradients for both
+outputs; beside it chunked PyTorch: `cross_entropy` over as many rows at a time as make 2^28 scores, under
+`checkpoint`. A case may be twice as far from float64 as PyTorch that holds its scores in bfloat16. Memory is
+what is allocated at most beyond inputs and gradients. `--record` writes a list of `{op, backend, shape, pass,
+ms, tflops, extra_mb, ok, commit}`; useful FLOP are 6 N V D: two products backward, one forward. On a CPU it
+runs a tiny shape, to test itself. Exit code 1 when a case was wrong.
 """
 
 from __future__ import annotations

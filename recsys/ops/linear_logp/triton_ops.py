@@ -70,7 +70,7 @@ def launch_forward(operands: Operands, wrap: Wrap = lambda kernel: kernel) -> Pa
     """The arguments have been validated and are not empty."""
     operands = _with_dense_rows(operands)
     hidden, weight, bias, scale, target, candidate_ids, target_ids = operands
-    num_rows, num_candidates, width = hidden.shape[0], weight.shape[0], int(hidden.shape[1])
+    num_rows, num_candidates = hidden.shape[0], weight.shape[0]
     blocks = blocks_of(operands, FORWARD)
     row_tiles, tiles = _tiles(num_rows, blocks.rows), _tiles(num_candidates, blocks.others)
     parts, per_part = parts_of(row_tiles, tiles, blocks, hidden.device, MAX_PARTS)
