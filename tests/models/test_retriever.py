@@ -8,11 +8,21 @@ from torch.nn.functional import normalize
 from recsys.models import Retriever, build_model
 from recsys.models.retriever import last_of_each
 from recsys.training.evaluator import evaluate
-from tests.modules.pipelines import RETRIEVER, batch_of, pipeline_of, random_row, random_rows
+from tests.modules.pipelines import (
+    RETRIEVER,
+    TWO_TOWER,
+    batch_of,
+    catalogue_item,
+    pipeline_of,
+    random_row,
+    random_rows,
+)
 
 SIZES = [(3, 1), (0, 1), (6, 2), (2, 0), (1, 1)]
 SASREC = "model { retriever { mixer { sasrec { num_heads: 2 } } } }"
 UNIFORM = "model { retriever { loss { softmax { uniform { num_negatives: 5 } } } } }"
+IN_BATCH = "model { retriever { loss { softmax { in_batch { num_uniform: 5 } } } } }"
+NEGATIVES = [5, 9, 7, 7, 20]
 
 
 @pytest.fixture(params=["", SASREC], ids=["hstu", "sasrec"])
@@ -152,11 +162,90 @@ def test_sampled_softmax_over_shared_negatives():
     assert losses.counts.item() == count
 
 
-@pytest.mark.parametrize("change", ["", UNIFORM], ids=["full", "uniform"])
-def test_every_parameter_gets_a_gradient(change):
-    pipeline = pipeline_of(RETRIEVER, change)
-    model = build(pipeline).train()
+def encoded(model, pipeline):
+    """The vector of every item by the formula, from weights and what is known of it; row 0 is no item."""
+    weights, encode = model.state_dict(), model.compare.encode
+    tags = weights["embed.tables.dim_4.embeddings.tags_table.weight"]
+    found = [torch.zeros(8)]
+    for row in range(1, 21):
+        known = catalogue_item(pipeline, row)
+        tag = tags[known["catalogue_tags"]].mean(0) if known["catalogue_tags"] else torch.zeros(4)
+        joined = torch.cat([table(model)[row], tag, torch.tensor([known["catalogue_price"]])])
+        found.append(normalize(encode.layers(joined), dim=0))
+    return torch.stack(found).detach()
+
+
+def test_items_of_a_two_tower_model_are_encoded():
+    pipeline = pipeline_of(TWO_TOWER)
+    model = build(pipeline)
     batch = batch_of(pipeline, random_rows(pipeline, SIZES))
+    torch.testing.assert_close(model.item_vectors(batch), encoded(model, pipeline)[1:])
+    assert torch.equal(model(batch).items, model.item_vectors(batch))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("two_tower", [False, True])
+def test_in_batch_negatives_are_the_drawn_and_the_distinct_items_of_the_batch(weighted, two_tower):
+    pipeline = pipeline_of(TWO_TOWER) if two_tower else pipeline_of(RETRIEVER, IN_BATCH)
+    model, rows = build(pipeline), weighted_rows(pipeline)
+    batch = batch_of(pipeline, rows, NEGATIVES)
+    known = sorted({one for row in rows for one in row.values["uih_item_id"] if one})
+    negatives = [*NEGATIVES, *known]
+    log_weights = torch.randn(len(negatives)) if weighted else torch.zeros(len(negatives))
+    if weighted:
+        batch.numbers["log_weights"] = log_weights
+    outputs = model(batch)
+    losses = model.objective(outputs, batch)
+    vectors = encoded(model, pipeline) if two_tower else normalize(table(model), dim=1)
+    total = count = n = 0
+    for row in rows:
+        ids = row.values["uih_item_id"]
+        for i in range(len(ids)):
+            if i + 1 < len(ids) and ids[i + 1] > 0:
+                query = outputs.queries[n].detach()
+                others = [k for k, item in enumerate(negatives) if item != ids[i + 1]]
+                scores = [float(query @ vectors[negatives[k]]) / 0.05 + float(log_weights[k]) for k in others]
+                own = float(query @ vectors[ids[i + 1]]) / 0.05
+                total += row.weight * (math.log(sum(map(math.exp, [own, *scores]))) - own)
+                count += row.weight
+            n += 1
+    assert losses.sums.item() == pytest.approx(total, rel=1e-4)
+    assert losses.counts.item() == count
+
+
+@pytest.mark.parametrize("change", [UNIFORM, IN_BATCH])
+def test_evaluation_reports_the_full_softmax_whatever_training_draws(change):
+    pipeline = pipeline_of(RETRIEVER, change)
+    model, rows = build(pipeline), weighted_rows(pipeline)
+    batch = batch_of(pipeline, rows)
+    outputs = model(batch)
+    total, _ = next_item_losses(model, rows, outputs.queries.detach())
+    assert model.objective(outputs, batch).sums.item() == pytest.approx(total, rel=1e-4)
+
+
+def test_nothing_but_unknown_items_and_no_drawn_ones_is_a_loss_of_0():
+    pipeline = pipeline_of(
+        TWO_TOWER, "model { retriever { loss { softmax { in_batch { num_uniform: 0 } } } } }"
+    )
+    model = build(pipeline).train()
+    row = random_row(pipeline, 3, 1).changed(uih_item_id=[0, 0, 0])
+    batch = batch_of(pipeline, [row], [])
+    losses = model.objective(model(batch), batch)
+    assert (losses.sums.item(), losses.counts.item()) == (0, 0)
+    losses.sums.sum().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [(RETRIEVER,), (RETRIEVER, UNIFORM), (RETRIEVER, IN_BATCH), (TWO_TOWER,)],
+    ids=["full", "uniform", "in batch", "two tower"],
+)
+def test_every_parameter_gets_a_gradient(texts):
+    pipeline = pipeline_of(*texts)
+    model = build(pipeline).train()
+    negatives = None if len(texts) == 1 and texts[0] is RETRIEVER else NEGATIVES
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES), negatives)
     model.objective(model(batch), batch).sums.sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 

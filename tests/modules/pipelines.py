@@ -72,6 +72,18 @@ model {
 }
 """
 
+# Items are described by a file of their own; 8 + 4 + 1 numbers.
+TWO_TOWER = (
+    RETRIEVER.replace("max_history_len: 6", 'max_history_len: 6  item_file: "items.parquet"')
+    .replace("full {}", "in_batch { num_uniform: 5  log_q: false }")
+    .replace('item_feature: "item_id"', 'item_feature: "item_id"  item_encoder { mlp { hidden: 6 } }')
+    + """
+features { name: "tags"  sides: ITEM
+  id { hash { num_buckets: 7 }  embedding_dim: 4  multi_valued: true  pooling: MEAN } }
+features { name: "price"  sides: ITEM  numeric { normalize {} } }
+"""
+)
+
 # An item of 3 + 4 + 1 numbers instead of 13, which can be filled up to 16.
 NARROW = RANKER.replace("vocabulary { size: 20 } }", "vocabulary { size: 20 } embedding_dim: 3 }")
 
