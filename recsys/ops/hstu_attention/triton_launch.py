@@ -249,22 +249,12 @@ def can_describe(problem: Problem, wrap: Wrap, *tensors: Tensor) -> bool:
     """Whether the copy engine of Hopper and later can fetch blocks of all these tensors [T, H, D].
 
     Rows of 16-byte steps, heads side by side within a row, no columns to cut off. Graphs do without: they
-    would have to make the descriptors.
+    would have to make the descriptors. Every GPU with so much shared memory has a copy engine.
     """
-    if (
-        not DESCRIPTORS
-        or problem.bias is not None
-        or wrap is not unwrapped
-        or tensors[0].device.type != "cuda"
-    ):
+    device = tensors[0].device
+    if not DESCRIPTORS or problem.bias is not None or wrap is not unwrapped or device.type != "cuda":
         return False
-    return has_copy_engine(tensors[0].device) and all(map(_is_describable, tensors))
-
-
-@lru_cache(maxsize=16)
-def has_copy_engine(device: torch.device) -> bool:
-    """Compute capability 9 and later."""
-    return torch.cuda.get_device_capability(device)[0] >= 9
+    return is_roomy(device) and all(map(_is_describable, tensors))
 
 
 def _is_describable(tensor: Tensor) -> bool:
