@@ -39,8 +39,11 @@ from recsys.ops.hstu_attention.sm90_forward import (
     num_masked,
     tanh,
     tell,
-    visible,
 )
+
+
+NO_ROW = gl.constexpr(0x7FFFFFFF)
+"""Behind all rows."""
 
 
 @builtin
@@ -169,10 +172,35 @@ def loading_ahead(
 
 @gluon.jit
 def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
-    """Which of the scores [keys, rows] are of pairs that the mask lets through; the first key and row."""
-    i = row + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
+    """Which of the scores [keys, rows] are of pairs that the mask lets through; the first key and row.
+
+    As `recsys.ops.mask.column_intervals` has it, which rows see a key: a thread has few keys and many rows, so
+    bounds for each row would fill its registers. Rows past the end of the sample may be among them.
+    """
+    num_contextual, window, prefix, group_size = rule
+    history_end = tile[2]
+    i = gl.expand_dims(row + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout)), 0)
     j = key + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
-    return visible(gl.expand_dims(i, 0), gl.expand_dims(j, 1), tile[2], rule, RULE)
+    is_target = j >= history_end
+    own_end = j + 1
+    if RULE[2]:
+        own_end = j - gl.maximum(j - history_end, 0) % group_size + group_size
+    end = gl.where(is_target, own_end, NO_ROW)
+    if RULE[0]:
+        always = j < num_contextual + prefix
+        window_end = gl.minimum(j, history_end - window) + window
+        end = gl.where(is_target, own_end, gl.where(always, NO_ROW, window_end))
+    contextual_end = gl.where(j < num_contextual, num_contextual, 0)
+    if RULE[3]:
+        contextual_end = gl.where(is_target, 0, num_contextual)
+    start = gl.expand_dims(gl.maximum(j, num_contextual), 1)
+    seen = ((i >= start) & (i < gl.expand_dims(end, 1))) | (i < gl.expand_dims(contextual_end, 1))
+    if RULE[0]:
+        target_start = gl.where(is_target, NO_ROW, history_end)
+        if RULE[1]:
+            target_start = gl.where(always | (j >= history_end - window), target_start, NO_ROW)
+        seen = seen | (i >= gl.expand_dims(target_start, 1))
+    return seen
 
 
 @gluon.jit
@@ -286,14 +314,12 @@ def add_rows(
     grad = warpgroup_mma(v, g.permute((1, 0)), nothing, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     x = score * half_alpha
-    if MASKED:
-        seen = seen_by(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
-        x = gl.where(seen, x, 0.0)
     t = tanh(x)
     u = t + 1.0
+    if MASKED:  # once, for the weight and the slope: both have it as a factor
+        seen = seen_by(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
+        u = gl.where(seen, u, 0.0)
     slope = u * (x - x * t) + u
-    if MASKED:
-        slope = gl.where(seen, slope, 0.0)
     weight = gl.convert_layout((x * u).to(dtype), operand)
     grad_v = warpgroup_mma(weight, g, grad_v, is_async=True)
     grad = warpgroup_mma_wait(1, deps=(grad,))

@@ -154,12 +154,13 @@ def _start_again(
     for (tensor, _, _), (swizzle, elem_size, elem_type, block_size) in zip(
         boxes, found.encodings, strict=True
     ):
-        shape, strides = _ragged(tensor)
+        shape, strides, both, _ = _ragged(
+            tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size()
+        )
         arguments.append(
             encode(tensor.data_ptr(), swizzle, elem_size, elem_type, block_size, shape, strides, 0)
         )
-        arguments += shape
-        arguments += strides
+        arguments += both
     for pointer in pointers:
         address = pointer.data_ptr()
         if address % ALIGNMENT:
@@ -226,20 +227,27 @@ def _compiled(kernel: Any, made: Any, device: torch.device) -> _Compiled | None:
 
 def with_loadable_rows(tensor: Tensor) -> Tensor:
     """[T, H, D] as a tensor map can describe it: 16-byte steps, heads side by side within a row."""
-    row, head, last = tensor.stride()
-    _, num_heads, dim = tensor.shape
-    size = tensor.element_size()
-    aligned = (row * size | head * size | tensor.data_ptr()) % 16 == 0
-    inside = head >= 0 and (num_heads - 1) * head + dim <= row
-    return tensor if last == 1 and aligned and inside else tensor.contiguous()
+    described = _ragged(tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size())
+    return tensor if described.loadable and tensor.data_ptr() % ALIGNMENT == 0 else tensor.contiguous()
 
 
-def _ragged(tensor: Tensor) -> tuple[tuple[int, int, int, int], tuple[int, int, int, int]]:
-    """Shape and strides of the descriptor of [T, H, D] that `ragged_descriptor` documents."""
-    row, head, _ = tensor.stride()
-    _, num_heads, dim = tensor.shape
+class _Ragged(NamedTuple):
+    """Shape and strides of the descriptor that `ragged_descriptor` documents."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    both: tuple[int, ...]  # one after the other
+    loadable: bool
+
+
+@lru_cache(maxsize=1024)
+def _ragged(stride: tuple[int, int, int], num_heads: int, dim: int, size: int) -> _Ragged:
+    """Of tensors [T, num_heads, dim], elements of `size` bytes: the same for all batches."""
+    row, head, last = stride
     width = (num_heads - 1) * head + dim
-    return (ANY_ROWS, ANY_ROWS, _ROWS, width), (_BACK - row, row, row, 1)
+    aligned = row * size % ALIGNMENT == 0 and head * size % ALIGNMENT == 0
+    shape, strides = (ANY_ROWS, ANY_ROWS, _ROWS, width), (_BACK - row, row, row, 1)
+    return _Ragged(shape, strides, shape + strides, last == 1 and aligned and head >= 0 and width <= row)
 
 
 def ragged_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -250,6 +258,6 @@ def ragged_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescript
     zeros, not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows,
     modulo 2^64 bytes. Source: `triton.tools.ragged_tma`.
     """
-    shape, strides = _ragged(tensor)
+    shape, strides, _, _ = _ragged(tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size())
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.element_size(), rank=4)
     return TensorDescriptor(tensor, list(shape), list(strides), [1, 1, rows, columns], layout)

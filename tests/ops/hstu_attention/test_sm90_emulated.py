@@ -6,10 +6,11 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops import AttentionMask
-from recsys.ops.hstu_attention import reference, sm90_launch, sm90_start
+from recsys.ops.hstu_attention import reference, sm90_backward, sm90_launch, sm90_start
 from recsys.ops.hstu_attention.triton_launch import Problem
+from recsys.ops.mask import visible_pairs
 from tests.ops.cases import MASKS, layout_of, samples
-from tests.ops.gluon_emulator import Emulated
+from tests.ops.gluon_emulator import Block, Emulated, Machine, Number, as_python, stand_ins
 
 DTYPES = (torch.float64, torch.bfloat16)
 
@@ -94,3 +95,20 @@ def test_gradients_of_many_short_samples_are_summed_sample_by_sample(mask, conte
     monkeypatch.setattr(sm90_launch, "SAMPLES_A_PROGRAM", 0.1)
     monkeypatch.setattr(sm90_launch, "round_to", None)  # what the other way ends with
     check(layout_of(samples(contextual, MANY)), mask, dim, heads=2)
+
+
+@pytest.mark.parametrize("contextual", [0, 3, 70])
+def test_the_mask_by_keys(contextual):
+    """Of all pairs of samples of many kinds, as `visible_pairs` has it."""
+    seen_by = as_python(sm90_backward.seen_by, stand_ins(Machine(0)))
+    masks = [*MASKS, AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)]
+    for mask in masks:
+        rule = [Number(n) for n in (contextual, mask.window or 0, mask.prefix, mask.target_group_size)]
+        flags = tuple(sm90_launch.rules(mask).values())
+        for uih, targets in [(150, 3), (0, 2), (0, 0), (40, 150), (1, 30), (300, 0)]:
+            end, length = contextual + uih, contextual + uih + targets
+            tile = (Number(0), Number(length), Number(end), Number(0))
+            score = Block(torch.zeros(max(length - 5, 0), max(length - 7, 0)))
+            got = seen_by(score, Number(5), Number(7), tile, rule, flags).data
+            want = visible_pairs(mask, torch.tensor([end]), contextual, length)[0].T[5:, 7:]
+            assert torch.equal(got, want), (mask, uih, targets)
