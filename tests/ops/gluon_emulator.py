@@ -151,7 +151,8 @@ class Memory:
         return Memory(self.machine, self.data.permute(order))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Memory:
-        return Memory(self.machine, self.data.view(dtype).view(shape))
+        start = self.data.view(-1).view(dtype)[: torch.Size(shape).numel()]  # it may be larger
+        return Memory(self.machine, start.view(shape))
 
     def addresses(self) -> tuple[int, int]:
         extent = sum((n - 1) * s for n, s in zip(self.data.shape, self.data.stride(), strict=True)) + 1

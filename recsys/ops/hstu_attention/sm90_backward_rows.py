@@ -6,7 +6,7 @@ are started together, the slopes are computed while the tensor cores are at the 
 the other strip, and dS is the left operand of dQ += dS K in registers. dQ leaves through the buffer of q.
 
     buffers   q, g (dO), k, v, slots for numbers of tiles
-    barriers  rows full and free, k full and free, v full and free
+    barriers  rows full and free, k full and free, v full and free, told
     SIZES     D, BLOCK_N, stages of k, stages of v
 """
 
@@ -57,7 +57,7 @@ def loading_warp(
     """Takes tiles in the order of the list, the next one whenever it is done, and loads what they need."""
     BLOCK_N: gl.constexpr = SIZES[1]
     q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers
-    rows_full, rows_free, k_full, k_free, v_full, v_free = barriers
+    rows_full, rows_free, k_full, k_free, v_full, v_free, told = barriers
     stride_q, stride_g, stride_k, stride_v = strides
     k_cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
     v_cursor = (gl.to_tensor(0), gl.to_tensor(1))
@@ -68,7 +68,10 @@ def loading_warp(
         following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         count = num_blocks(runs)
         if count > 0:
-            tell(place, slots.index(turn % 2))
+            tell(
+                place, slots.index(turn % 2)
+            )  # the tile two before has been heard of: its stores were waited for
+            mbarrier.arrive(told.index(turn % 2))
             for number in range(count):
                 first = block_at(number, runs, unmasked) * BLOCK_N
                 stage, parity = k_cursor
@@ -88,9 +91,7 @@ def loading_warp(
             turn += 1
         place = following
     tell(place, slots.index(turn % 2))
-    for strip in gl.static_range(STRIPS):
-        mbarrier.wait(rows_free.index(strip), turn % 2 ^ 1)
-        mbarrier.arrive(rows_full.index(strip), count=2)
+    mbarrier.arrive(told.index(turn % 2))
 
 
 @gluon.jit
@@ -160,19 +161,20 @@ def computing_group(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     buffer, slots = buffers[0].index(strip), buffers[4]
-    full, free = barriers[0].index(strip), barriers[1].index(strip)
+    full, free, told = barriers[0].index(strip), barriers[1].index(strip), barriers[6]
     k_cursor = (gl.to_tensor(0), gl.to_tensor(0))
     v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
-    mbarrier.wait(full, 0)
+    mbarrier.wait(told.index(0), 0)
     place = hear(slots.index(0))
+    tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     while place < num_places:
-        tile, runs, unmasked, head = fetch(items, place, num_heads)
         masked = num_masked(runs)
         past = blocks_past(strip, tile, runs, rule[0], BLOCK_N, RULE[3])
         k_cursor, v_cursor = skip_blocks(past, k_cursor, v_cursor, barriers, SIZES)
         i = tile[3] + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, scores))
         total = gl.zeros([STRIP, D], gl.float32, sums)
+        mbarrier.wait(full, turn % 2)
         for number in range(past, masked):
             first = block_at(number, runs, unmasked) * BLOCK_N
             total = add_block(
@@ -188,17 +190,19 @@ def computing_group(
             )  # fmt: skip
             k_cursor = next_stage(k_cursor, SIZES[2])
             v_cursor = next_stage(v_cursor, SIZES[3])
+        turn += 1
+        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
+        place = hear(slots.index(turn % 2))
+        done, column = tile, head * D
+        tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
         # A strip past the end of the sample stores too: nothing of it is in bounds.
         buffer.reshape([STRIP, D]).store((total * (half_alpha * inverse_scale)).to(dq_desc.dtype))
         fence_async_shared()
-        rows = RAGGED_ROWS - tile[1] + tile[3] + strip * STRIP
-        end = tile[0].to(gl.int32) + tile[1]
-        tma.async_copy_shared_to_global(dq_desc, [RAGGED_ROWS, end, rows, head * D], buffer)
+        rows = RAGGED_ROWS - done[1] + done[3] + strip * STRIP
+        end = done[0].to(gl.int32) + done[1]
+        tma.async_copy_shared_to_global(dq_desc, [RAGGED_ROWS, end, rows, column], buffer)
         tma.store_wait(0)
         mbarrier.arrive(free)
-        turn += 1
-        mbarrier.wait(full, turn % 2)
-        place = hear(slots.index(turn % 2))
 
 
 @gluon.jit(
@@ -229,6 +233,9 @@ def rows_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(told.index(slot), count=1)
     for strip in gl.static_range(STRIPS):
         mbarrier.init(rows_full.index(strip), count=2)
         mbarrier.init(rows_free.index(strip), count=1)
@@ -240,7 +247,7 @@ def rows_kernel(
         mbarrier.init(v_free.index(stage), count=STRIPS)
     fence_async_shared()
     buffers = (q_buffer, g_buffer, k_buffer, v_buffer, slots)
-    barriers = (rows_full, rows_free, k_full, k_free, v_full, v_free)
+    barriers = (rows_full, rows_free, k_full, k_free, v_full, v_free, told)
     num_places = num_items * num_heads
     loading = (
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,

@@ -9,10 +9,11 @@ and of dO at a time:
 
 Each is half of the products, and the weights of the one are computed while the tensor cores work for the
 other. The slopes, at most 2.2, travel as float16 whatever the type of the operands: 11 bits, three more than
-dS has in bfloat16. dV and dK leave through the buffers that K and V came in.
+dS has in bfloat16. dV and dK leave through the buffers that the last dO and q came in: the next keys and
+values arrive meanwhile.
 
     buffers   q, g, k, v, slopes, slots for numbers of tiles
-    barriers  q full and free, g full and free, k full and free, v full and free, slopes full and free
+    barriers  q full and free, g full and free, k full and free, v full and free, slopes full and free, told
     SIZES     D, BLOCK_M, STAGES
 """
 
@@ -43,6 +44,14 @@ from recsys.ops.hstu_attention.sm90_forward import (
 
 
 @gluon.jit
+def stage_before(cursor, STAGES: gl.constexpr):
+    """What `next_stage` came from. (A loop would not carry a name for it that starts as the same value.)"""
+    stage, parity = cursor
+    first = stage == 0
+    return gl.where(first, STAGES - 1, stage - 1), gl.where(first, parity ^ 1, parity)
+
+
+@gluon.jit
 def loading_warp(
     q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
     SIZES: gl.constexpr,
@@ -52,7 +61,7 @@ def loading_warp(
     STAGES: gl.constexpr = SIZES[2]
     q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[5]
     q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
-    k_full, k_free, v_full, v_free = barriers[4], barriers[5], barriers[6], barriers[7]
+    k_full, k_free, v_full, v_free, told = barriers[4], barriers[5], barriers[6], barriers[7], barriers[10]
     stride_q, stride_g, stride_k, stride_v = strides
     cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
     turn = gl.to_tensor(0)
@@ -62,7 +71,8 @@ def loading_warp(
         following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         count = num_blocks(runs)
         if count > 0:
-            tell(place, slots.index(turn % 2))
+            tell(place, slots.index(turn % 2))  # what was told two tiles before has been heard
+            mbarrier.arrive(told.index(turn % 2))
             for number in range(count):
                 stage, parity = cursor
                 first = block_at(number, runs, unmasked) * BLOCK_M
@@ -79,18 +89,16 @@ def loading_warp(
             turn += 1
         place = following
     tell(place, slots.index(turn % 2))
-    mbarrier.wait(k_free.index(0), turn % 2 ^ 1)
-    mbarrier.arrive(k_full.index(0))
-    mbarrier.wait(v_free.index(0), turn % 2 ^ 1)
-    mbarrier.arrive(v_full.index(0))
+    mbarrier.arrive(told.index(turn % 2))
 
 
 @gluon.jit
 def add_weighted_rows(
-    grad_v, row, cursor, buffers, barriers, tile, half_alpha, rule,
+    grad_v, row, cursor, last, buffers, barriers, tile, half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """dV plus what the block of rows from `row` on contributes; tells the key group the slopes."""
+    """dV plus what the block of rows from `row` on contributes; tells the key group the slopes. After the
+    last block of a tile the keys are free, but not its dO: `store_tile` wants the buffer."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -106,7 +114,6 @@ def add_weighted_rows(
     score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(barriers[2].index(stage), parity)
     score = warpgroup_mma_wait(0, deps=(score,))
-    mbarrier.arrive(barriers[1].index(stage))
     x = score * half_alpha
     if MASKED:
         seen = seen_by(score, tile[3], row, tile, rule, RULE)
@@ -115,6 +122,8 @@ def add_weighted_rows(
     u = t + 1.0
     weight = gl.convert_layout((x * u).to(dtype), operand)
     grad_v = warpgroup_mma(weight, g, grad_v, is_async=True)
+    mbarrier.arrive(barriers[1].index(stage))
+    mbarrier.arrive(barriers[5].index(0), pred=last)
     slope = u * (x - x * t) + u
     if MASKED:
         slope = gl.where(seen, slope, 0.0)
@@ -122,13 +131,14 @@ def add_weighted_rows(
     buffers[4].index(stage).store(slope.to(gl.float16))
     mbarrier.arrive(barriers[8].index(stage))
     grad_v = warpgroup_mma_wait(0, deps=(grad_v,))
-    mbarrier.arrive(barriers[3].index(stage))
+    mbarrier.arrive(barriers[3].index(stage), pred=last == 0)
     return grad_v
 
 
 @gluon.jit
-def add_sloped_rows(grad_k, cursor, buffers, barriers, SIZES: gl.constexpr):
-    """dK plus what a block of rows contributes."""
+def add_sloped_rows(grad_k, cursor, last, buffers, barriers, SIZES: gl.constexpr):
+    """dK plus what a block of rows contributes. After the last block of a tile the values are free, but not
+    its q: `store_tile` wants the buffer."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -145,23 +155,27 @@ def add_sloped_rows(grad_k, cursor, buffers, barriers, SIZES: gl.constexpr):
     mbarrier.wait(barriers[0].index(stage), parity)
     mbarrier.wait(barriers[8].index(stage), parity)
     slope = buffers[4].index(stage).load(scores)
-    mbarrier.arrive(barriers[9].index(stage))
     grad = warpgroup_mma_wait(0, deps=(grad,))
-    mbarrier.arrive(barriers[3].index(stage))
     rounded = gl.convert_layout((grad * slope.to(gl.float32)).to(dtype), operand)
     grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
+    mbarrier.arrive(barriers[9].index(stage))  # which also says that dO has been read
+    mbarrier.arrive(barriers[3].index(stage))
+    mbarrier.arrive(barriers[7].index(0), pred=last)
     grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
-    mbarrier.arrive(barriers[1].index(stage))
+    mbarrier.arrive(barriers[1].index(stage), pred=last == 0)
     return grad_k
 
 
 @gluon.jit
 def store_tile(grad, desc, buffer, tile, column, free, D: gl.constexpr):
-    """Writes dK or dV through a buffer that then is free."""
-    buffer.reshape([STRIP, D]).store(grad.to(desc.dtype))
+    """Writes dK or dV through the buffer that the last rows came in, which then is free."""
+    rounded = buffer._reinterpret(desc.dtype, [1, 1, STRIP, D], desc.layout)
+    rounded.reshape([STRIP, D]).store(grad.to(desc.dtype))
     fence_async_shared()
     end = tile[0].to(gl.int32) + tile[1]
-    tma.async_copy_shared_to_global(desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile[1] + tile[3], column], buffer)
+    tma.async_copy_shared_to_global(
+        desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile[1] + tile[3], column], rounded
+    )
     tma.store_wait(0)
     mbarrier.arrive(free)
 
@@ -176,31 +190,39 @@ def value_group(
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    full, free, slots = barriers[4].index(0), barriers[5].index(0), buffers[5]
+    full, told, slots = barriers[4].index(0), barriers[10], buffers[5]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
-    mbarrier.wait(full, 0)
+    mbarrier.wait(told.index(0), 0)
     place = hear(slots.index(0))
+    tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     while place < num_places:
-        tile, runs, unmasked, head = fetch(items, place, num_heads)
         masked = num_masked(runs)
+        count = num_blocks(runs)
         grad_v = gl.zeros([STRIP, D], gl.float32, sums)
+        mbarrier.wait(full, turn % 2)
         for number in range(masked):
             row = block_at(number, runs, unmasked) * BLOCK_M
             grad_v = add_weighted_rows(
-                grad_v, row, cursor, buffers, barriers, tile, half_alpha, rule, SIZES, RULE, True
-            )
+                grad_v, row, cursor, number == count - 1, buffers, barriers, tile, half_alpha, rule,
+                SIZES, RULE, True,
+            )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
-        for _number in range(masked, num_blocks(runs)):
+        for number in range(masked, count):
             grad_v = add_weighted_rows(
-                grad_v, 0, cursor, buffers, barriers, tile, half_alpha, rule, SIZES, RULE, False
-            )
+                grad_v, 0, cursor, number == count - 1, buffers, barriers, tile, half_alpha, rule,
+                SIZES, RULE, False,
+            )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
-        grad_v = grad_v * inverse_scale
-        store_tile(grad_v, dv_desc, buffers[2].index(0), tile, head * D, free, D)
         turn += 1
-        mbarrier.wait(full, turn % 2)
+        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
         place = hear(slots.index(turn % 2))
+        done, column = tile, head * D
+        tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+        stage, parity = stage_before(cursor, STAGES)
+        mbarrier.wait(barriers[9].index(stage), parity)
+        buffer, free = buffers[1].index(stage), barriers[3].index(stage)
+        store_tile(grad_v * inverse_scale, dv_desc, buffer, done, column, free, D)
 
 
 @gluon.jit
@@ -211,22 +233,28 @@ def key_group(
     D: gl.constexpr = SIZES[0]
     STAGES: gl.constexpr = SIZES[2]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    full, free, slots = barriers[6].index(0), barriers[7].index(0), buffers[5]
+    full, told, slots = barriers[6].index(0), barriers[10], buffers[5]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
-    mbarrier.wait(full, 0)
+    mbarrier.wait(told.index(0), 0)
     place = hear(slots.index(0))
+    tile, runs, _unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     while place < num_places:
-        tile, runs, _unmasked, head = fetch(items, place, num_heads)
         grad_k = gl.zeros([STRIP, D], gl.float32, sums)
-        for _number in range(num_blocks(runs)):
-            grad_k = add_sloped_rows(grad_k, cursor, buffers, barriers, SIZES)
-            cursor = next_stage(cursor, STAGES)
-        grad_k = grad_k * (half_alpha * inverse_scale)
-        store_tile(grad_k, dk_desc, buffers[3].index(0), tile, head * D, free, D)
-        turn += 1
         mbarrier.wait(full, turn % 2)
+        count = num_blocks(runs)
+        for number in range(count):
+            grad_k = add_sloped_rows(grad_k, cursor, number == count - 1, buffers, barriers, SIZES)
+            cursor = next_stage(cursor, STAGES)
+        turn += 1
+        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)
         place = hear(slots.index(turn % 2))
+        done, column = tile, head * D
+        tile, runs, _unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+        grad_k = grad_k * (half_alpha * inverse_scale)
+        stage, _parity = stage_before(cursor, STAGES)
+        buffer, free = buffers[0].index(stage), barriers[1].index(stage)
+        store_tile(grad_k, dk_desc, buffer, done, column, free, D)
 
 
 @gluon.jit(
@@ -263,6 +291,9 @@ def wide_keys_kernel(
     v_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     slopes_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     slopes_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(told.index(slot), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(q_free.index(stage), count=2)
@@ -275,7 +306,7 @@ def wide_keys_kernel(
     fence_async_shared()
     buffers = (q_buffer, g_buffer, k_buffer, v_buffer, slopes, slots)
     barriers = (
-        q_full, q_free, g_full, g_free, k_full, k_free, v_full, v_free, slopes_full, slopes_free
+        q_full, q_free, g_full, g_free, k_full, k_free, v_full, v_free, slopes_full, slopes_free, told
     )  # fmt: skip
     num_places = num_items * num_heads
     loading = (
