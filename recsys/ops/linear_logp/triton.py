@@ -19,8 +19,11 @@ triton_backend.preload(_OPS)
 
 
 def supports(facts: LogpFacts) -> Support:
-    """What any Triton backend can do, up to some width: a program holds whole rows of its operand."""
-    able = triton_backend.support(facts.device, facts.dtype)
+    """What any Triton backend can do, up to some width: a program holds whole rows of its operand.
+
+    For those who name it: "auto" may take it once its tests have passed on a GPU.
+    """
+    able = triton_backend.support(facts.device, facts.dtype)._replace(auto=False)
     if not able.ok or facts.width <= (most := MAX_WIDTH[facts.dtype.itemsize]):
         return able
     reason = f"hidden has {facts.width} columns, in {facts.dtype} it takes up to {most}"
