@@ -13,6 +13,7 @@ CHANNELS = "model.ranker.preprocessor.contextual.channels"
 STACK = "channel: 'a' hstu {qk_dim: 4}"
 ITEM = "features[0]"
 UIH = "model.retriever.preprocessor.uih"
+ENCODER = "model.retriever.item_encoder"
 
 RANKER_RULES = [
     ("features=[]", "features: not set"),
@@ -256,6 +257,19 @@ RETRIEVER_RULES = [
     (f"{ITEM}.sides=[CANDIDATE]", f"{ITEM}.sides: it is the item of the retriever: HISTORY is needed"),
     (f"{ITEM}.sides=[HISTORY]", f"{ITEM}.sides: CANDIDATE is needed to evaluate on data.test"),
     (f"{ITEM}.sides=[USER, HISTORY, CANDIDATE]", f"{ITEM}.sides: USER features have no place", 2),
+    (f"{ITEM}.sides=[HISTORY, CANDIDATE, ITEM]", f"{ITEM}.sides: it is the item of the retriever: ITEM", 2),
+    (
+        f"{ENCODER}={{own_embedding: false}}",
+        f"{ENCODER}.own_embedding: false is given, and no feature has the side ITEM",
+    ),
+    (
+        f"{ENCODER}={{residual: true}}",
+        f"{ENCODER}.residual: it adds features of items to their own embedding: a feature of side ITEM",
+    ),
+    (
+        "model.retriever.loss={softmax {in_batch {num_uniform: -1}}}",
+        "in_batch.num_uniform: -1 is given; it must be 0 or more",
+    ),
     (
         "model.retriever.preprocessor={contextual {}}",
         "preprocessor.contextual: does not fit a retriever; use uih",
@@ -366,7 +380,7 @@ def test_enum_values_that_only_code_can_set():
     pipeline.features[0].sides.append(9)
     found = config.check(pipeline)
     assert "model.precision: 0 is no value; it must be one of FP32, BF16" in found
-    assert "features[0].sides: 9 is no value; it must be one of USER, HISTORY, CANDIDATE" in found
+    assert "features[0].sides: 9 is no value; it must be one of USER, HISTORY, CANDIDATE, ITEM" in found
 
 
 def test_gauc_needs_users(tmp_path):

@@ -11,8 +11,8 @@ from torchrec import EmbeddingCollection, EmbeddingConfig
 from recsys import features
 from recsys import protos as pb
 from recsys.data.batch import LayoutRule
-from recsys.data.shared_items import Negatives
 from recsys.data.loader import Loader
+from recsys.data.shared_items import Negatives
 
 RULE = LayoutRule(num_contextual=0, targets=False)
 

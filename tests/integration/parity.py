@@ -86,7 +86,9 @@ def captured_package(model: Model, batches: list[Batch]) -> SimpleNamespace:
     return SimpleNamespace(
         pipeline=pipeline,
         items=None if ranker else exporter.catalogue(model, batches[0], pipeline),
-        description=SimpleNamespace(outputs=[task.name for task in pipeline.model.ranker.tasks]),
+        description=SimpleNamespace(
+            device="cpu", outputs=[task.name for task in pipeline.model.ranker.tasks]
+        ),
         run=lambda batch: program(*flatten(batch)).detach(),
         cached=None,
     )

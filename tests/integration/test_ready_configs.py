@@ -71,12 +71,15 @@ def bundled(name: str) -> Callable[[Path], Path]:
 
 
 DATA = {
+    "amazon_beauty_hstu.config": bundled("movielens"),
+    "amazon_beauty_sasrec.config": bundled("movielens"),
     "kuairand_ranking.config": kuairand,
     "kuairand_ultra_hstu.config": kuairand,
     "ml_1m_hstu.config": bundled("movielens"),
     "ml_1m_ranking.config": movielens_ranking,
     "ml_1m_sasrec.config": bundled("movielens"),
     "movielens_small_retrieval.config": bundled("movielens"),
+    "movielens_small_two_tower.config": bundled("movielens"),
     "quickstart.config": bundled("kuairand"),
 }
 """By config: from an empty folder to one with its splits and vocabularies."""
