@@ -122,7 +122,9 @@ def _best_of_block(part: Tensor, start: int, k: int) -> Tensor:
     if count <= 2 * GROUP * k:
         return _largest(_keys(part, index), k)
     num_groups = -(-count // GROUP)
-    part = F.pad(part, (0, -count % GROUP), value=-torch.inf).view(queries, num_groups, GROUP)
+    if count % GROUP:  # else it would be a copy
+        part = F.pad(part, (0, -count % GROUP), value=-torch.inf)
+    part = part.view(queries, num_groups, GROUP)
     groups = torch.arange(num_groups, device=part.device)
     chosen = _items(_largest(_keys(part.amax(dim=2), groups), k))
     scores = part.gather(1, chosen[:, :, None].expand(-1, -1, GROUP)).flatten(1)
