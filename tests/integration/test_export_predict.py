@@ -153,6 +153,21 @@ def test_top_k_and_history_can_be_chosen(retriever, tmp_path):
     assert any(seen)
 
 
+def test_an_index_says_how_much_it_finds(retriever, tmp_path):
+    pytest.importorskip("faiss")
+    flags = ("--package", retriever.package, "--input", retriever.rows, "--set")
+    index = 'predict.index={faiss {factory: "IVF64,Flat" search: "nprobe=8" recall_rows: 90}}'
+    said = command("predict", *flags, index, "--output", tmp_path / "index", cwd=tmp_path)
+    found = pq.read_table(tmp_path / "index")["item_id"].to_pylist()
+    exact = predict(retriever.package, retriever.rows, tmp_path / "exact")["item_id"].to_pylist()
+    recall = json.loads((tmp_path / "index" / "_index.json").read_text())
+    assert (recall["factory"], recall["k"], recall["rows"]) == ("IVF64,Flat", 10, 90)
+    assert f"index IVF64,Flat found {100 * recall['recall']:.2f} % of the exact top 10 of 90 rows" in said
+    hits = [len(set(ours) & set(theirs)) for ours, theirs in zip(found, exact, strict=True)]
+    assert recall["recall"] == pytest.approx(np.mean(hits[:90]) / 10, abs=0.02)
+    assert all(len(set(items)) == 10 for items in found)
+
+
 def test_unknown_users_items_and_empty_lists_are_scored(ranker, tmp_path):
     rows = pq.read_table(ranker.rows).slice(0, 4).to_pylist()
     rows[0] |= {
