@@ -117,8 +117,8 @@ class Log:
             self.items = found.select("id")
             if not found.height:
                 raise DataError(
-                    f"no item is left that has {min_item_events} events of users with {min_user_events}; lower "
-                    "--min-item-events or --min-user-events"
+                    f"no item is left that has {min_item_events} events of users with {min_user_events}; "
+                    "lower --min-item-events or --min-user-events"
                 )
             if found.height == counts.height:
                 return

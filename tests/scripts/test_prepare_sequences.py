@@ -1,0 +1,125 @@
+"""prepare_csv on files with a line a user, cores, and what it says of the items of a catalogue."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.scripts.test_prepare_csv import BASE, LINES, RANKING, RETRIEVAL, by_user, prepare, rows, write
+
+SEQUENCES = ["--task", "retrieval", "--sequences"]
+
+
+def core_by_hand(lines, fewest):
+    """The largest part of a log in which every user and every item has `fewest` events."""
+    while True:
+        users = [line["who"] for line in lines]
+        kept = [line for line in lines if users.count(line["who"]) >= fewest]
+        items = [line["sku"] for line in kept]
+        kept = [line for line in kept if items.count(line["sku"]) >= fewest]
+        if len(kept) == len(lines):
+            return lines
+        lines = kept
+
+
+@pytest.mark.parametrize("part_rows", ["1000000", "40"])
+def test_a_core_keeps_users_and_items_with_enough_events(tmp_path, part_rows):
+    core = core_by_hand(LINES, 6)
+    assert 0 < len(core) < len(LINES)
+    flags = ["--min-user-events", "6", "--min-item-events", "6", "--part-rows", part_rows]
+    assert prepare(write(tmp_path / "log.csv"), tmp_path / "made", *RETRIEVAL, *flags) == 0
+    assert prepare(write(tmp_path / "core.csv", core), tmp_path / "core", *RETRIEVAL) == 0
+    for split in ("train", "validation", "test"):
+        assert rows(tmp_path / "made", split) == rows(tmp_path / "core", split)
+    found, expected = (
+        pq.read_table(tmp_path / name / "vocabulary" / "item_id.parquet") for name in ("made", "core")
+    )
+    assert found == expected and len(found) < 40
+
+
+def test_nothing_left_of_a_core_is_an_error(tmp_path, capsys):
+    flags = ["--min-user-events", "8", "--min-item-events", "100"]
+    assert prepare(write(tmp_path / "log.csv"), tmp_path / "made", *RETRIEVAL, *flags) == 3
+    assert "no item is left that has 100 events of users with 8; lower" in capsys.readouterr().err
+    assert prepare(write(tmp_path / "log.csv"), tmp_path / "made", *RANKING, *flags) == 2
+    assert "are for --task retrieval" in capsys.readouterr().err
+
+
+def test_items_are_described_as_in_their_last_event(tmp_path):
+    flags = ["--item-number", "price", "--part-rows", "40"]
+    assert prepare(write(tmp_path / "log.csv"), tmp_path / "made", *RETRIEVAL, *flags) == 0
+    last = {}
+    for _, line in sorted(enumerate(LINES), key=lambda one: (int(one[1]["ts"]), one[0])):
+        last[int(line["sku"])] = (line["brand"], pytest.approx(float(line["price"])))
+    found = pq.read_table(tmp_path / "made" / "items.parquet").to_pylist()
+    assert {one["item_id"]: (one["brand"], one["price"]) for one in found} == last and len(found) == len(last)
+    assert prepare(write(tmp_path / "log.csv"), tmp_path / "ids", *BASE, "--task", "retrieval") == 0
+    assert not (tmp_path / "ids" / "items.parquet").exists()
+
+
+def as_sequences(folder: Path) -> tuple[Path, Path]:
+    """The log as two files with a line a user."""
+    items, times = folder / "items.txt", folder / "times.txt"
+    users = by_user()
+    items.write_text(
+        "".join(f"{who} {' '.join(e['sku'] for e in events)}\n" for who, events in users.items())
+    )
+    times.write_text(
+        "".join(f"{who} {' '.join(str(e['ts']) for e in events)}\n" for who, events in users.items())
+    )
+    return items, times
+
+
+@pytest.mark.parametrize("part_rows", ["1000000", "40"])
+def test_sequences_are_the_log_that_they_were_made_of(tmp_path, part_rows):
+    items, times = as_sequences(tmp_path)
+    flags = [*SEQUENCES, "--sequence-times", str(times), "--part-rows", part_rows]
+    assert prepare(items, tmp_path / "made", *flags) == 0
+    assert prepare(write(tmp_path / "log.csv"), tmp_path / "log", *BASE, "--task", "retrieval") == 0
+    for split in ("train", "validation", "test", "latest"):
+        assert rows(tmp_path / "made", split) == rows(tmp_path / "log", split)
+    inputs = json.loads((tmp_path / "made" / "schema.json").read_text())["inputs"]
+    assert [one["name"] for one in inputs] == ["items.txt", "times.txt"]
+
+
+def test_sequences_without_times_keep_their_order(tmp_path):
+    items, _ = as_sequences(tmp_path)
+    with gzip.open(tmp_path / "items.txt.gz", "wb") as file:
+        file.write(items.read_bytes())
+    assert prepare(tmp_path / "items.txt.gz", tmp_path / "made", *SEQUENCES) == 0
+    found = {row["user_id"]: row for row in rows(tmp_path / "made", "test")}
+    for user, events in by_user().items():
+        assert found[user]["uih_item_id"] == [int(line["sku"]) for line in events[:-1]]
+        assert found[user]["uih_timestamps"] == list(range(1, len(events)))
+
+
+@pytest.mark.parametrize(
+    ("items", "times", "message"),
+    [
+        ("a 1 2 3\nb 4 5\n", "a 1 2 3\nb 1\n", "times.txt, line 2: user b with 1 events, but "),
+        ("a 1 2 3\nb 4 5\n", "a 1 2 3\n", "times.txt, line 2: no user, but "),
+        ("a 1 2 3\nb 4 5\n", "a 1 2 3\nc 1 2\n", "times.txt, line 2: user c with 2 events, but "),
+        ("a 1 2 3\nb 4 5\n", "a 1 2 3\nb 1 x\n", "items.txt, line 2: time is 'x', expected a time in s"),
+    ],
+)
+def test_sequences_and_times_that_do_not_fit_are_named(tmp_path, capsys, items, times, message):
+    (tmp_path / "items.txt").write_text(items)
+    (tmp_path / "times.txt").write_text(times)
+    flags = [*SEQUENCES, "--sequence-times", str(tmp_path / "times.txt")]
+    assert prepare(tmp_path / "items.txt", tmp_path / "made", *flags) == 3
+    assert message in capsys.readouterr().err
+
+
+def test_flags_of_logs_and_of_sequences_do_not_mix(tmp_path, capsys):
+    items, times = as_sequences(tmp_path)
+    for flags, message in (
+        ([*SEQUENCES, "--user-column", "who"], "--user-column does not go with --sequences"),
+        ([*SEQUENCES, "--item-feature", "brand"], "brand does not go with --sequences"),
+        (["--sequences", "--task", "ranking", "--label", "a=b"], "--sequences is for --task retrieval"),
+        (["--task", "retrieval", "--sequence-times", str(times)], "--sequence-times belongs to --sequences"),
+        (["--task", "retrieval", "--user-column", "who"], "--item-column, --time-column: not given"),
+    ):
+        assert prepare(items, tmp_path / "made", *flags) == 2
+        assert message in capsys.readouterr().err
