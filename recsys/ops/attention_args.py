@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +30,12 @@ class AttentionFacts:
     deterministic: bool = False
 
 
+@lru_cache(maxsize=1024)
+def _known_facts(*fields: Any) -> AttentionFacts:
+    """Those of earlier calls: there are few, and to look one up costs less than to make it."""
+    return AttentionFacts(*fields)
+
+
 def attention_facts(
     q: Tensor,
     k: Tensor,
@@ -43,18 +51,12 @@ def attention_facts(
         or v.requires_grad
         or (bias is not None and (bias.position_table.requires_grad or bias.time_table.requires_grad))
     )
-    return AttentionFacts(
-        device=q.device.type,
-        dtype=q.dtype,
-        num_heads=q.shape[1],
-        qk_dim=q.shape[2],
-        v_dim=v.shape[2],
-        mask=mask,
-        has_bias=bias is not None,
-        needs_grad=needs_grad,
-        deterministic=torch.are_deterministic_algorithms_enabled()
-        if deterministic is None
-        else deterministic,
+    make = AttentionFacts if torch.compiler.is_compiling() else _known_facts
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    shape, has_bias = q.shape, bias is not None
+    return make(
+        q.device.type, q.dtype, shape[1], shape[2], v.shape[2], mask, has_bias, needs_grad, deterministic
     )
 
 

@@ -20,6 +20,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if not triton.__version__.startswith("3.6."):
     pytest.skip("the kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
+from recsys.ops import AttentionMask  # noqa: E402
 from recsys.ops.hstu_attention import sm90_launch  # noqa: E402
 from recsys.ops.hstu_attention.sm90_launch import SIZES  # noqa: E402
 
@@ -83,8 +84,8 @@ def compiled(dim, sizes, mask, folder: Path) -> Made:
     return assembled(function, constants, rows, folder)
 
 
-def assembled(function, constants, rows, folder: Path) -> Made:
-    """`rows`: of the boxes of each descriptor, which have all columns of a head."""
+def assembled(function, constants, rows, folder: Path, others: dict[str, str] | None = None) -> Made:
+    """`rows`: of the boxes of each descriptor, which have all columns of a head; `others`: types of more."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -92,6 +93,7 @@ def assembled(function, constants, rows, folder: Path) -> Made:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     types = {name: f"tensordesc<bf16[1,1,{n},{constants['D']}],{layout!r}>" for name, n in rows.items()}
     types |= {"items": "*i64", "counter": "*i32", "half_alpha": "fp32", "inverse_scale": "fp32"}
+    types |= others or {}
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names
     }
@@ -124,6 +126,40 @@ def test_it_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
     assert sum("FSEL" in " ".join(loop) for loop in loops) == sizes.strips, (
         "only the loops with a mask select"
     )
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mask", ["causal", pytest.param("everything", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dim", sm90_launch.BACKWARD_SIZES)
+def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, whole, tmp_path):
+    from triton.experimental.gluon import language as gl
+
+    environment.prefer_packaged_ptxas()
+    sizes, keys = sm90_launch.BACKWARD_SIZES[dim], 64 * sm90_launch.BACKWARD_STRIPS
+    names = ("WINDOWED", "TARGET_WINDOW", "GROUPED", "CONTEXTUAL_READS")
+    constants = sm90_launch.constants_of(sizes, AttentionMask()) | {"D": dim, "WHOLE": whole}
+    constants |= dict(zip(names, MASKS[mask], strict=True))
+    del constants["num_warps"]
+    rows = {"q_desc": sizes.rows, "g_desc": sizes.rows, "k_desc": keys, "v_desc": keys}
+    rows |= {"dk_desc": 64, "dv_desc": 64}
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
+    part = f"tensordesc<fp32[1,1,{sizes.rows},{dim // 2}],{layout!r}>"
+    others = {"dq_desc": part, "samples": "*i64", "sums": "*fp32", "grad_q": "*bf16"}
+    made = assembled(sm90_launch.backward_kernel, constants, rows, tmp_path, others)
+    assert made.shared <= 227 * 1024
+    assert "serializ" not in made.report, made.report
+    assert "UTMAREDG.4D.ADD" in made.sass
+    # Products of a block: scores, dO V^T, a part of dQ, dV and dK.
+    loops = product_loops(made.sass)
+    assert len(loops) == 2 * sm90_launch.BACKWARD_STRIPS
+    for loop in loops:
+        text = " ".join(loop)
+        assert text.count("HGMMA") == 2 * dim // 16 + keys // 16 + 2 * sizes.rows // 16
+        assert text.count("MUFU.TANH") >= 32
+        if "FSEL" not in text:
+            assert not any(line.startswith("STL") for line in loop), (
+                "numbers of a tile may be read, not moved"
+            )
 
 
 def check_resources(made, registers):
