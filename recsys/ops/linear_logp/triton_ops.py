@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -60,6 +61,9 @@ BACKWARD = {
     "32 bits": {64: Blocks(64, 64, 8, 2), 128: Blocks(64, 16, 8, 2)},
 }
 
+LARGEST_BLOCK = 256
+"""A multiple of every number of rows in the tables."""
+
 MAX_PARTS = 64
 
 PART_NUMBERS = 1 << 24
@@ -68,7 +72,7 @@ PART_NUMBERS = 1 << 24
 
 def launch_forward(operands: Operands, wrap: Wrap = lambda kernel: kernel) -> Parts:
     """The arguments have been validated and are not empty."""
-    operands = _with_dense_rows(operands)
+    operands = _prepared(operands)
     hidden, weight, bias, scale, target, candidate_ids, target_ids = operands
     num_rows, num_candidates = hidden.shape[0], weight.shape[0]
     blocks = blocks_of(operands, FORWARD)
@@ -129,8 +133,13 @@ def launch_backward(
     operands: Operands, upstream: Upstream, wanted: Wanted, wrap: Wrap = lambda kernel: kernel
 ) -> Gradients:
     """The arguments have been validated and are not empty."""
-    operands = _with_dense_rows(operands)
-    upstream = Upstream(*(tensor.contiguous() for tensor in upstream))
+    operands = _prepared(operands)
+    maximum, factor, of_target = upstream
+    upstream = Upstream(
+        _to_whole_tiles(maximum * math.log2(math.e), torch.inf),
+        _to_whole_tiles(factor),
+        _to_whole_tiles(of_target),
+    )
     grad_hidden = grad_weight = grad_bias = None
     if wanted.hidden:
         grad_hidden = _launch_side(operands, upstream, wrap, of_weight=False, with_bias=False)[0]
@@ -153,7 +162,11 @@ def _launch_side(
     in_place = of_weight and not _is_split(parts)
     grad = own.new_empty(parts, num_own, width, dtype=own.dtype if in_place else scale.dtype)
     grad_bias = scale.new_empty(parts, num_own) if with_bias else grad
-    marks = grad if target is None else _marks(target, own_tiles, tiles, blocks, of_weight=of_weight)
+    marks = (
+        grad
+        if target is None
+        else _marks(target[: hidden.shape[0]], own_tiles, tiles, blocks, of_weight=of_weight)
+    )
     wrap(backward_kernel)[(own_tiles * parts,)](
         own,
         other,
@@ -253,11 +266,19 @@ def _tiles(size: int, block: int) -> int:
     return (size + block - 1) // block
 
 
-def _with_dense_rows(operands: Operands) -> Operands:
-    """The kernels take any stride between rows of the two matrices, and no other."""
-    hidden, weight, *others = operands
-    matrices = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (hidden, weight))
-    return Operands(*matrices, *(None if tensor is None else tensor.contiguous() for tensor in others))
+def _prepared(operands: Operands) -> Operands:
+    """As the kernels take them: any stride between rows of the two matrices; the others up to whole tiles."""
+    hidden, weight, bias, scale, target, candidate_ids, target_ids = operands
+    hidden, weight = (one if one.stride(1) == 1 else one.contiguous() for one in (hidden, weight))
+    bias = None if bias is None else _to_whole_tiles(bias.float())
+    ids = (None if one is None else _to_whole_tiles(one) for one in (target, candidate_ids, target_ids))
+    return Operands(hidden, weight, bias, scale, *ids)
+
+
+def _to_whole_tiles(tensor: Tensor, fill: float = 0) -> Tensor:
+    """[n] -> its numbers and `fill` up to a multiple of the largest block: loads need no bounds."""
+    missing = -tensor.shape[0] % LARGEST_BLOCK
+    return torch.nn.functional.pad(tensor, (0, missing), value=fill).contiguous()
 
 
 @triton_op("recsys::linear_logp_triton", mutates_args=())
