@@ -16,6 +16,7 @@ Takes the zip file or folder of a release with ratings.dat (`::`, ml-1m and ml-1
 - The last movie of a user is the test target, the one before it the validation target, the rest is training
   history. `train_validation.parquet` is all but the test target, for a final run with settings chosen before.
 - The catalogue is every movie of movies.dat / movies.csv, rated or not, the most frequent in training first.
+  `items.parquet` has genres and year of each, for the item encoder of a two-tower model.
 
 --task ranking, is a movie liked (4 stars or more), and how many stars does it get:
 
