@@ -17,7 +17,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from recsys import environment  # noqa: E402
+from recsys import environment
 
 environment.prefer_packaged_ptxas()
 from sections import replayed_ms  # noqa: E402
@@ -93,7 +93,7 @@ def times() -> None:
             problem = Problem(layout, case.mask, case.dim**-0.5, float(case.lengths.max()), None)
             q, k, v = (tensor.detach() for tensor in inputs[:3])
             sm90_launch.SAMPLES_A_PROGRAM, sm90_launch.WHOLE_BYTES = samples, megabytes * 2**20
-            ms = replayed_ms(lambda: sm90_launch.backward(inputs.cotangent, q, k, v, problem))
+            ms = replayed_ms(sm90_launch.backward, inputs.cotangent, q, k, v, problem)
             print(f"{case.shape:<40} {name:<8} bwd {ms:.3f} ms", flush=True)
 
 

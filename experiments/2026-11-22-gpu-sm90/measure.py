@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from scripts.bench_cases import cases, useful_flop  # noqa: E402
-from scripts.bench_ops import attend, make_inputs  # noqa: E402
+from scripts.bench_cases import cases, useful_flop
+from scripts.bench_ops import attend, make_inputs
 
 CALLS = 200
 
