@@ -228,7 +228,9 @@ def _compiled(kernel: Any, made: Any, device: torch.device) -> _Compiled | None:
 def with_loadable_rows(tensor: Tensor) -> Tensor:
     """[T, H, D] as a tensor map can describe it: 16-byte steps, heads side by side within a row."""
     described = _ragged(tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size())
-    return tensor if described.loadable and tensor.data_ptr() % ALIGNMENT == 0 else tensor.contiguous()
+    if described.loadable and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)  # contiguous() would keep a crooked address
 
 
 class _Ragged(NamedTuple):

@@ -1,0 +1,148 @@
+"""The short way to launch a Hopper kernel, with stand-ins for the kernel and the driver: when it is taken."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+
+from recsys.ops import AttentionMask
+from recsys.ops.hstu_attention import sm90_launch, sm90_start
+from recsys.ops.hstu_attention.sm90_start import Boxes, ragged_descriptor, start, with_loadable_rows
+from recsys.ops.hstu_attention.triton_launch import Problem
+from tests.ops.cases import layout_of, samples
+
+
+class Kernel:
+    """Counts launches by Triton's way; `launched` holds the arguments of those by the short way."""
+
+    def __init__(self):
+        self.pre_run_hooks, self.slow, self.launched = [], [], []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self.slow.append((grid, arguments, constants))
+
+    def launch(self, *arguments):
+        if any(isinstance(argument, int) and argument == 2**40 for argument in arguments):
+            raise OverflowError
+        self.launched.append(arguments)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    kernel, encoding = Kernel(), sm90_start._Encoding(3, 2, 10, (1, 1, 64, 64))
+
+    def compiled(kernel, made, device):
+        encode = lambda address, *rest: ("map", address, rest)  # noqa: E731
+        return sm90_start._Compiled(kernel, kernel.launch, 7, (4, 1, 0), (encoding,), encode, (None, None))
+
+    monkeypatch.setattr(sm90_start, "_FOUND", {})
+    monkeypatch.setattr(sm90_start, "_compiled", compiled)
+    monkeypatch.setattr(sm90_start.triton, "JITFunction", Kernel)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 11, raising=False)
+    return kernel
+
+
+def rows(total_len=8, dtype=torch.bfloat16):
+    return torch.zeros(total_len, 2, 64, dtype=dtype)
+
+
+def call(kernel, key="key", tensor=None, pointer=None, number=5):
+    tensor = rows() if tensor is None else tensor
+    pointer = torch.zeros(4, dtype=torch.int32) if pointer is None else pointer
+    start(kernel, key, 3, (Boxes(tensor, 64, 64),), (pointer,), (number, 0.5), lambda: {"D": 64})
+    return tensor, pointer
+
+
+def test_the_first_launch_is_tritons_and_the_next_goes_straight(kernel):
+    call(kernel)
+    tensor, pointer = call(kernel, number=6)
+    assert len(kernel.slow) == len(kernel.launched) == 1
+    grid, arguments, constants = kernel.slow[0]
+    assert grid == (3,) and arguments[2:] == (5, 0.5) and constants == {"D": 64}
+    found = kernel.launched[0]
+    descriptor = ragged_descriptor(tensor, 64, 64)
+    assert found[:6] == (3, 1, 1, 11, 7, False) and found[9] == (4, 1, 0)
+    assert found[13][1] == tensor.data_ptr() and found[13][2][-3:-1] == (
+        tuple(descriptor.shape),
+        tuple(descriptor.strides),
+    )
+    assert list(found[14:22]) == [*descriptor.shape, *descriptor.strides]
+    assert found[22:] == (pointer.data_ptr(), 6, 0.5, None, None)
+
+
+def test_another_key_or_kernel_is_tritons(kernel):
+    call(kernel, "one")
+    call(kernel, "other")
+    call(Kernel(), "one")
+    assert len(kernel.slow) == 2 and not kernel.launched
+
+
+@pytest.mark.parametrize("why", ["a hook", "a profiler", "an address", "64 bits", "the device"])
+def test_what_the_short_way_cannot_do_is_tritons(kernel, why, monkeypatch):
+    call(kernel)
+    given = {}
+    if why == "a hook":
+        kernel.pre_run_hooks.append(print)
+    if why == "a profiler":
+        runtime = SimpleNamespace(
+            launch_enter_hook=SimpleNamespace(calls=[print]), launch_exit_hook=SimpleNamespace(calls=[])
+        )
+        monkeypatch.setattr(sm90_start, "knobs", SimpleNamespace(runtime=runtime))
+    if why == "an address":
+        given["pointer"] = torch.zeros(5, dtype=torch.int32)[1:]
+    if why == "64 bits":
+        given["number"] = 2**40
+    if why == "the device":
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    call(kernel, **given)
+    assert len(kernel.slow) == 2 and not kernel.launched
+
+
+def test_a_first_launch_with_an_odd_address_is_not_remembered(kernel):
+    for _ in range(2):
+        call(kernel, pointer=torch.zeros(5, dtype=torch.int32)[1:])
+    assert len(kernel.slow) == 2 and not kernel.launched
+
+
+def test_keys_tell_apart_all_that_the_code_depends_on(monkeypatch):
+    """Type, width, kind of mask and sizes; not the batch."""
+    keys = []
+    monkeypatch.setattr(sm90_launch, "start", lambda kernel, key, *rest: keys.append((kernel.__name__, key)))
+    monkeypatch.setattr(sm90_launch, "round_to", lambda *rest: None)
+    layouts = [layout_of(samples(0, shapes)) for shapes in ([(70, 3)], [(5, 0)] * 9)]
+    kinds = [
+        AttentionMask(),
+        AttentionMask(window=5),
+        AttentionMask(window=5, target_window=True),
+        AttentionMask(target_group_size=2),
+        AttentionMask(contextual_reads_history=False),
+    ]
+    for layout in layouts:
+        for dtype in (torch.bfloat16, torch.float16):
+            for dim in (64, 128):
+                for mask in kinds:
+                    problem = Problem(layout, mask, 1.0, 1.0, None)
+                    q = torch.zeros(layout.total_len, 2, dim, dtype=dtype)
+                    for samples_a_program in (1e-9, 1e9):
+                        monkeypatch.setattr(sm90_launch, "SAMPLES_A_PROGRAM", samples_a_program)
+                        sm90_launch.backward(q, q, q, q, problem)
+                    sm90_launch.forward(q, q, q, problem)
+    assert len(keys) == 2 * len(set(keys)) == 2 * 2 * 2 * 5 * 3
+
+
+def test_only_what_a_tensor_map_cannot_describe_is_copied():
+    whole = torch.zeros(6, 3 * 2 * 64, dtype=torch.bfloat16)
+    part = whole[:, 128:256].view(6, 2, 64)
+    assert with_loadable_rows(part) is part
+    for odd in (
+        whole.view(-1)[1 : 1 + 6 * 128].view(6, 2, 64),  # its address
+        torch.zeros(6, 2, 65, dtype=torch.bfloat16)[..., :64],  # its steps
+        torch.zeros(2, 6, 64, dtype=torch.bfloat16).transpose(0, 1),  # heads that are not in a row
+        torch.zeros(6, 64, 2, dtype=torch.bfloat16).transpose(1, 2),
+        torch.zeros(6, 2, 128, dtype=torch.bfloat16)[:, :, ::2],
+    ):
+        copied = with_loadable_rows(odd)
+        assert copied is not odd and copied.is_contiguous() and torch.equal(copied, odd)
