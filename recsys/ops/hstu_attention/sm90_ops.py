@@ -7,21 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention import sm90_launch, sm90_two_pass, triton_launch, triton_ops
+from recsys.ops.hstu_attention import sm90_launch, sm90_two_pass, triton_ops
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 
 __all__ = ["HstuAttention", "Problem", "call_op", "forward"]
 
-_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor offsets, Tensor num_targets, int num_contextual, "
+_NAMES = ("recsys::hstu_attention_sm90", "recsys::hstu_attention_sm90_backward")
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor offsets, Tensor num_targets, int num_contextual, "
     "int? window, int prefix, bool target_window, int target_group_size, bool contextual_reads_history, "
-    "float alpha, float scale_len, bool deterministic) -> Tensor"
+    "float alpha, float scale_len, bool deterministic"
 )
-_NAME = "recsys::hstu_attention_sm90"
 
-torch.library.define(_NAME, _SCHEMA)
+torch.library.define(_NAMES[0], f"({_ARGUMENTS}) -> Tensor")
+torch.library.define(_NAMES[1], f"(Tensor grad_out, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
@@ -50,20 +51,24 @@ class HstuAttention(triton_ops.HstuAttention):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _gradients(grad_out, *ctx.saved_tensors, ctx.problem, ctx.deterministic)
+        gradients = _gradients(grad_out, *ctx.saved_tensors, ctx.problem, ctx.deterministic, captured=False)
         return (*gradients, None, None)
 
 
 def _gradients(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem, deterministic: bool
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    deterministic: bool,
+    *,
+    captured: bool,
 ) -> Gradients:
-    """By the Hopper kernels where they can: the one for narrow heads adds up dQ in any order."""
-    dim = q.shape[2]
-    if dim in sm90_two_pass.SIZES:
+    """In one pass, which adds up dQ in any order, where it may and can. `captured`: see `sm90_launch`."""
+    if deterministic or q.shape[2] not in sm90_launch.BACKWARD_SIZES:
         return sm90_two_pass.backward(grad_out, q, k, v, problem)
-    if deterministic or dim not in sm90_launch.BACKWARD_SIZES:
-        return triton_launch.backward(grad_out, q, k, v, problem, tables=False, deterministic=deterministic)
-    return sm90_launch.backward(grad_out, q, k, v, problem)
+    return sm90_launch.backward(grad_out, q, k, v, problem, captured=captured)
 
 
 def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem, deterministic: bool) -> Tensor:
@@ -88,11 +93,8 @@ def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem, deterministic: bo
     )
 
 
-@torch.library.impl(_NAME, "cuda")
-def _forward(
+def _problem(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     lengths: Tensor,
     offsets: Tensor,
     num_targets: Tensor,
@@ -104,19 +106,43 @@ def _forward(
     contextual_reads_history: bool,
     alpha: float,
     scale_len: float,
-    deterministic: bool,
-) -> Tensor:
-    total_len = q.shape[0]
+) -> Problem:
+    total_len = q.shape[0]  # also a bound of the longest sample and of the number of targets
     layout = SequenceLayout.trusted(
         lengths, offsets, num_targets, num_contextual, total_len, total_len, total_len
     )
     mask = AttentionMask(window, prefix, target_window, target_group_size, contextual_reads_history)
-    return sm90_launch.forward(q, k, v, Problem(layout, mask, alpha, scale_len, None))
+    return Problem(layout, mask, alpha, scale_len, None)
 
 
-@torch.library.register_fake(_NAME)
+def _run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    return sm90_launch.forward(q, k, v, _problem(q, *rest[:-1]))
+
+
+def _run_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = _gradients(grad_out, q, k, v, _problem(q, *rest[:-1]), rest[-1], captured=True)
+    return gradients.q, gradients.k, gradients.v
+
+
+for _name, _kernel in zip(_NAMES, (_run, _run_backward), strict=True):
+    torch.library.impl(_name, "cuda", _kernel)
+
+
+@torch.library.register_fake(_NAMES[0])
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
+
+
+@torch.library.register_fake(_NAMES[1])
+def _fake_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q, grad_k, grad_v = (
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (q, k, v)
+    )
+    return grad_q, grad_k, grad_v
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -125,10 +151,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = triton_ops.hstu_attention_triton_backward(
-        grad_out, *ctx.saved_tensors, None, None, None, None, *ctx.rest
-    )
+    gradients = torch.ops.recsys.hstu_attention_sm90_backward(grad_out, *ctx.saved_tensors, *ctx.rest)
     return (*gradients, None, None, None, *(None for _ in ctx.rest))
 
 
-torch.library.register_autograd(_NAME, _backward, setup_context=_setup_context)
+torch.library.register_autograd(_NAMES[0], _backward, setup_context=_setup_context)

@@ -15,7 +15,7 @@ from recsys.ops.hstu_attention.sm90_backward_rows import STRIPS, rows_kernel
 from recsys.ops.hstu_attention.sm90_backward_wide import wide_keys_kernel
 from recsys.ops.hstu_attention.sm90_forward import STRIP
 from recsys.ops.hstu_attention.sm90_launch import WARPS, rules, scalars, section_of
-from recsys.ops.hstu_attention.sm90_start import Boxes, num_processors, start, with_loadable_rows
+from recsys.ops.hstu_attention.sm90_start import Boxes, programs_for, start, with_loadable_rows
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 
@@ -53,7 +53,6 @@ def backward(
     mask, layout, strip = problem.mask, problem.layout, STRIP.value
     section = section_of(4 * num_heads * dim, mask)  # of two operands of 16 bits
     counters = torch.zeros(2, 4, dtype=torch.int32, device=q.device)
-    processors = num_processors(q.device)
     numbers = (num_heads, *(tensor.stride(1) for tensor in (q, grad_out, k, v)), *scalars(problem))
     key = (q.dtype, dim, mask, sizes)
 
@@ -61,7 +60,7 @@ def backward(
     start(
         wide_keys_kernel,
         key,
-        min(processors, items.shape[0] * num_heads),
+        programs_for(q.device, items.shape[0] * num_heads),
         (
             Boxes(q, sizes.rows, dim),
             Boxes(grad_out, sizes.rows, dim),
@@ -78,7 +77,7 @@ def backward(
     start(
         rows_kernel,
         key,
-        min(processors, items.shape[0] * num_heads),
+        programs_for(q.device, items.shape[0] * num_heads),
         (
             Boxes(q, strip, dim),
             Boxes(grad_out, strip, dim),

@@ -1,0 +1,65 @@
+"""The Hopper kernels as ops of traced graphs, on a CPU: the kernels themselves run in the emulator."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+
+from recsys.ops import AttentionMask
+from recsys.ops.hstu_attention import sm90_launch, sm90_ops, sm90_start, sm90_two_pass
+from recsys.ops.hstu_attention.triton_launch import Problem
+from tests.ops.cases import layout_of, samples
+from tests.ops.gluon_emulator import Emulated
+from tests.ops.hstu_attention.test_sm90_emulated import DTYPES, inputs, results
+
+OPS = {"hstu_attention_sm90": sm90_ops._run, "hstu_attention_sm90_backward": sm90_ops._run_backward}
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    for module, kernel in (
+        (sm90_launch, "forward_kernel"),
+        (sm90_two_pass, "wide_keys_kernel"),
+        (sm90_two_pass, "rows_kernel"),
+    ):
+        monkeypatch.setattr(module, kernel, Emulated(getattr(module, kernel)))
+    monkeypatch.setattr(sm90_start, "num_processors", lambda device: 3)
+    with torch.library._scoped_library("recsys", "IMPL") as library:
+        for name, kernel in OPS.items():
+            library.impl(name, kernel, "CPU")
+        yield
+
+
+def arguments(dim=64):
+    layout = layout_of(samples(2, [(90, 7), (0, 0), (20, 3)]))
+    tensors = inputs(layout.total_len, dim)
+    return layout, tensors, Problem(layout, AttentionMask(window=30, prefix=5), dim**-0.5, 50.0, None)
+
+
+def test_the_op_has_the_gradients_of_the_kernels():
+    layout, tensors, problem = arguments()
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    out = sm90_ops.call_op(*leaves, problem, True)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+    want, theirs = (
+        results(layout, problem.mask, *(t.to(dtype) for t in (cotangent, *tensors))) for dtype in DTYPES
+    )
+    for name, ours, exact, other in zip("oqkv", got, want, theirs, strict=True):
+        error, allowed = ((t.double() - exact).norm() / exact.norm() for t in (ours, other))
+        assert error <= 2 * allowed + 1e-3, (name, float(error), float(allowed))
+
+
+def test_shapes_without_running():
+    _, tensors, problem = arguments()
+    layout, mask = problem.layout, problem.mask
+    rest = (layout.lengths, layout.offsets, layout.num_targets, 2, mask.window, mask.prefix, False, 1, True)
+    q, k, v = tensors
+    for name, first in (
+        ("hstu_attention_sm90", ()),
+        ("hstu_attention_sm90_backward", (torch.randn_like(q),)),
+    ):
+        op = getattr(torch.ops.recsys, name).default
+        torch.library.opcheck(
+            op, (*first, q, k, v, *rest, 0.125, 50.0, True), test_utils=("test_schema", "test_faketensor")
+        )
