@@ -2,7 +2,9 @@
 
 Scores are raw inside of the kernels, hidden weight^T + bias, and are scaled inside of the exponential.
 Products are summed in float32; in backward the gradient of the scores is complete, the target's share in it,
-before it is rounded for the second product. i counts rows of hidden, j rows of the weight (candidates).
+before it is rounded for the second product. With SPLIT, tiles that are whole have a loop of their own without
+bounds, which takes fewer instructions and more registers. i counts rows of hidden, j rows of the weight: the
+candidates.
 """
 
 import math
@@ -78,6 +80,7 @@ def forward_kernel(
     num_rows, num_candidates, tiles_per_part, stride_h, stride_w,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BIASED: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_IDS: tl.constexpr, PRECISION: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """maximum, total [parts, num_rows] float32: of the scaled scores of each part of the candidates.
 
@@ -100,17 +103,24 @@ def forward_kernel(
     sums = tl.zeros([BLOCK_M], tl.float32)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, tl.cdiv(num_candidates, BLOCK_N))
-    whole = tl.minimum(end, num_candidates // BLOCK_N)
-    for tile in range(start, whole):
-        best, sums = _sum_tile(
-            best, sums, tile, h_block, wanted, place, weight, bias, candidate_ids, num_candidates, stride_w,
-            power, D, BLOCK_N, BLOCK_D, BIASED, HAS_TARGET, HAS_IDS, PRECISION, False,
-        )  # fmt: skip
-    for tile in tl.range(whole, end, num_stages=1):
-        best, sums = _sum_tile(
-            best, sums, tile, h_block, wanted, place, weight, bias, candidate_ids, num_candidates, stride_w,
-            power, D, BLOCK_N, BLOCK_D, BIASED, HAS_TARGET, HAS_IDS, PRECISION, True,
-        )  # fmt: skip
+    if SPLIT:
+        whole = tl.minimum(end, num_candidates // BLOCK_N)
+        for tile in range(start, whole):
+            best, sums = _sum_tile(
+                best, sums, tile, h_block, wanted, place, weight, bias, candidate_ids, num_candidates,
+                stride_w, power, D, BLOCK_N, BLOCK_D, BIASED, HAS_TARGET, HAS_IDS, PRECISION, False,
+            )  # fmt: skip
+        for tile in tl.range(whole, end, num_stages=1):
+            best, sums = _sum_tile(
+                best, sums, tile, h_block, wanted, place, weight, bias, candidate_ids, num_candidates,
+                stride_w, power, D, BLOCK_N, BLOCK_D, BIASED, HAS_TARGET, HAS_IDS, PRECISION, True,
+            )  # fmt: skip
+    else:
+        for tile in range(start, end):
+            best, sums = _sum_tile(
+                best, sums, tile, h_block, wanted, place, weight, bias, candidate_ids, num_candidates,
+                stride_w, power, D, BLOCK_N, BLOCK_D, BIASED, HAS_TARGET, HAS_IDS, PRECISION, True,
+            )  # fmt: skip
     out = part.to(tl.int64) * num_rows + i
     tl.store(maximum + out, best * factor, mask=i < num_rows)
     tl.store(total + out, sums, mask=i < num_rows)
@@ -194,7 +204,7 @@ def backward_kernel(
     grad, grad_bias, num_own, num_other, tiles_per_part, stride_own, stride_other,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     OF_WEIGHT: tl.constexpr, BIASED: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_IDS: tl.constexpr,
-    WITH_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    WITH_BIAS: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """grad [parts, num_own, D] of hidden, or of the weight if OF_WEIGHT; grad_bias [parts, num_own] float32.
 
@@ -226,21 +236,30 @@ def backward_kernel(
     own_marks = marks + own_tile.to(tl.int64) * other_tiles
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, other_tiles)
-    whole = tl.minimum(end, num_other // BLOCK_N)
-    for tile in range(start, whole):
-        sums, bias_sums = _add_tile(
-            sums, bias_sums, tile, own_block, mine, top, slope, added, known, wanted, own_marks,
-            other, bias, target, candidate_ids, target_ids, maximum, factor, of_target,
-            num_other, stride_other, power,
-            D, BLOCK_N, BLOCK_D, OF_WEIGHT, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, PRECISION, False,
-        )  # fmt: skip
-    for tile in tl.range(whole, end, num_stages=1):
-        sums, bias_sums = _add_tile(
-            sums, bias_sums, tile, own_block, mine, top, slope, added, known, wanted, own_marks,
-            other, bias, target, candidate_ids, target_ids, maximum, factor, of_target,
-            num_other, stride_other, power,
-            D, BLOCK_N, BLOCK_D, OF_WEIGHT, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, PRECISION, True,
-        )  # fmt: skip
+    if SPLIT:
+        whole = tl.minimum(end, num_other // BLOCK_N)
+        for tile in range(start, whole):
+            sums, bias_sums = _add_tile(
+                sums, bias_sums, tile, own_block, mine, top, slope, added, known, wanted, own_marks,
+                other, bias, target, candidate_ids, target_ids, maximum, factor, of_target,
+                num_other, stride_other, power,
+                D, BLOCK_N, BLOCK_D, OF_WEIGHT, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, PRECISION, False,
+            )  # fmt: skip
+        for tile in tl.range(whole, end, num_stages=1):
+            sums, bias_sums = _add_tile(
+                sums, bias_sums, tile, own_block, mine, top, slope, added, known, wanted, own_marks,
+                other, bias, target, candidate_ids, target_ids, maximum, factor, of_target,
+                num_other, stride_other, power,
+                D, BLOCK_N, BLOCK_D, OF_WEIGHT, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, PRECISION, True,
+            )  # fmt: skip
+    else:
+        for tile in range(start, end):
+            sums, bias_sums = _add_tile(
+                sums, bias_sums, tile, own_block, mine, top, slope, added, known, wanted, own_marks,
+                other, bias, target, candidate_ids, target_ids, maximum, factor, of_target,
+                num_other, stride_other, power,
+                D, BLOCK_N, BLOCK_D, OF_WEIGHT, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, PRECISION, True,
+            )  # fmt: skip
     row = part.to(tl.int64) * num_own + mine
     column = tl.arange(0, BLOCK_D)
     inside = (mine[:, None] < num_own) & (column[None, :] < D)

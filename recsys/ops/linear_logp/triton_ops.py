@@ -64,6 +64,9 @@ BACKWARD = {
 LARGEST_BLOCK = 256
 """A multiple of every number of rows in the tables."""
 
+SPLIT_WIDTH = {2: 128, 4: 0}
+"""By bytes of a number: up to here registers suffice for a second loop."""
+
 MAX_PARTS = 64
 
 PART_NUMBERS = 1 << 24
@@ -257,6 +260,7 @@ def constants(operands: Operands, blocks: Blocks) -> dict[str, Any]:
         "HAS_TARGET": operands.target is not None,
         "HAS_IDS": operands.candidate_ids is not None,
         "PRECISION": precision(),
+        "SPLIT": width <= SPLIT_WIDTH[operands.hidden.dtype.itemsize],
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }

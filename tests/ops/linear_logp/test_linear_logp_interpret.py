@@ -20,7 +20,7 @@ from tests.ops.linear_logp.problems import cotangents, gradients, leaves_of, pro
 GUARD = 777.0
 
 # (rows, candidates, width): several tiles and parts of both, fewer than a tile, odd widths.
-SHAPES = [(70, 150, 20), (5, 33, 64), (130, 3, 7), (1, 1, 1)]
+SHAPES = [(70, 150, 20), (5, 33, 64), (130, 3, 7), (64, 96, 16), (1, 1, 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -63,10 +63,13 @@ def results(given, backend):
 
 
 @interpreted
-@pytest.mark.parametrize("ids", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize(("bias", "ids"), [(False, False), (True, True)])
 @pytest.mark.parametrize(("rows", "candidates", "width"), SHAPES)
-def test_outputs_and_all_gradients(rows, candidates, width, bias, ids):
+def test_outputs_and_all_gradients(rows, candidates, width, bias, ids, split, monkeypatch):
+    from recsys.ops.linear_logp import triton_ops
+
+    monkeypatch.setitem(triton_ops.SPLIT_WIDTH, 4, 128 if split else 0)
     exact = problem(rows, candidates, width, bias=bias, ids=ids)
     got = results(poisoned(cast(exact, torch.float32)), "triton")
     for one, other in zip(got, results(exact, "reference"), strict=True):

@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""Which sizes make the kernels of `linear_logp` fastest: checks all at once, then times what is right.
+
+    python scripts/tune_logp.py [--width 64 128 256 512] [--rows 8192] [--candidates 131072] [--seconds 60]
+
+For bfloat16 without ids. A choice is compiled and compared with the reference in a process of its own, which
+may take `--seconds`: an illegal access spoils one choice, not the rest. Those that pass are timed one by one;
+the tables of `recsys/ops/linear_logp/triton_ops.py` are to hold the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from recsys import environment  # noqa: E402
+
+environment.prefer_packaged_ptxas()
+from recsys.ops.linear_logp import reference  # noqa: E402
+from recsys.ops.linear_logp.recompute import Gradients, Operands, Parts, Upstream, Wanted  # noqa: E402
+from scripts.bench_ops import median_ms  # noqa: E402
+
+KIND = "16 bits"
+PASSES = ("forward", "of hidden", "of weight")
+CHECKED = (300, 1000)
+"""Rows and candidates that are compared with the reference."""
+ALLOWED = 0.01
+"""Relative error by norm: bfloat16 has 2^-9 a product."""
+
+# (rows, others, num_warps, num_stages, programs a processor)
+FORWARD = {
+    64: [
+        (128, 128, 8, 3, 2),
+        (128, 128, 4, 3, 2),
+        (128, 64, 4, 4, 3),
+        (64, 128, 4, 3, 3),
+        (256, 64, 8, 3, 2),
+    ],
+    128: [
+        (128, 128, 8, 2, 2),
+        (128, 128, 8, 3, 1),
+        (128, 64, 4, 3, 2),
+        (128, 64, 8, 3, 2),
+        (256, 64, 8, 3, 1),
+        (128, 256, 8, 2, 1),
+        (256, 128, 16, 2, 1),
+    ],
+    256: [
+        (128, 128, 8, 2, 1),
+        (128, 64, 8, 3, 1),
+        (128, 64, 4, 2, 1),
+        (64, 64, 4, 2, 2),
+        (256, 64, 16, 2, 1),
+    ],
+    512: [(64, 64, 4, 2, 1), (64, 64, 8, 2, 1), (128, 32, 8, 2, 1), (128, 64, 8, 1, 1), (64, 32, 4, 3, 1)],
+}
+BACKWARD = {
+    64: [
+        (128, 128, 8, 3, 1),
+        (128, 64, 8, 3, 1),
+        (128, 64, 8, 3, 2),
+        (128, 64, 4, 3, 2),
+        (64, 64, 4, 3, 3),
+        (64, 128, 4, 3, 2),
+    ],
+    128: [
+        (128, 64, 8, 3, 1),
+        (128, 128, 8, 2, 1),
+        (64, 64, 4, 3, 2),
+        (64, 128, 4, 2, 2),
+        (128, 32, 8, 4, 1),
+        (256, 32, 16, 3, 1),
+    ],
+    256: [(128, 64, 8, 2, 1), (64, 64, 4, 2, 1), (64, 64, 8, 3, 1), (128, 32, 8, 3, 1), (64, 128, 8, 2, 1)],
+    512: [(64, 64, 8, 2, 1), (64, 32, 8, 3, 1), (64, 64, 16, 2, 1), (128, 32, 16, 2, 1)],
+}
+
+
+class Choice(NamedTuple):
+    """One thing to compile."""
+
+    width: int
+    direction: str
+    number: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        table = FORWARD if self.direction == "forward" else BACKWARD
+        return table[self.width][self.number]
+
+
+def choices(widths: Sequence[int]) -> Iterator[Choice]:
+    """Every size for every kernel."""
+    for width in widths:
+        for direction in PASSES:
+            table = FORWARD if direction == "forward" else BACKWARD
+            yield from (Choice(width, direction, number) for number in range(len(table[width])))
+
+
+def problem(rows: int, candidates: int, width: int) -> tuple[Operands, Upstream, Parts]:
+    """Unit vectors at temperature 0.05, what comes from above -logp, and the reference's parts."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def unit(count: int) -> Tensor:
+        drawn = torch.randn(count, width, generator=generator, device="cuda")
+        return torch.nn.functional.normalize(drawn, dim=1).bfloat16()
+
+    target = torch.randint(candidates, (rows,), generator=generator, device="cuda")
+    scale = torch.full((1,), 20.0, device="cuda")
+    operands = Operands(unit(rows), unit(candidates), None, scale, target, None, None)
+    parts = reference.forward(operands)
+    return operands, Upstream(parts.maximum, 1 / parts.total, -torch.ones_like(parts.total)), parts
+
+
+def run(choice: Choice, operands: Operands, upstream: Upstream) -> Parts | Gradients:
+    """One pass with the chosen sizes."""
+    from recsys.ops.linear_logp import triton_ops
+
+    table = triton_ops.FORWARD if choice.direction == "forward" else triton_ops.BACKWARD
+    table[KIND][choice.width] = triton_ops.Blocks(*choice.sizes)
+    if choice.direction == "forward":
+        return triton_ops.launch_forward(operands)
+    of_weight = choice.direction == "of weight"
+    return triton_ops.launch_backward(operands, upstream, Wanted(not of_weight, of_weight, False))
+
+
+def run_at(choice: Choice, operands: Operands, upstream: Upstream, _: int) -> None:
+    """`run` as `median_ms` calls it."""
+    run(choice, operands, upstream)
+
+
+def check(choice: Choice) -> float:
+    """Relative error against the reference."""
+    operands, upstream, parts = problem(*CHECKED, choice.width)
+    want: Parts | Gradients = parts
+    if choice.direction != "forward":
+        of_weight = choice.direction == "of weight"
+        want = reference.backward(operands, upstream, Wanted(not of_weight, of_weight, False))
+    worst = 0.0
+    for got, right in zip(run(choice, operands, upstream), want, strict=True):
+        if right is not None:
+            error = (got.float() - right.float()).norm() / right.float().norm()
+            worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
+    return worst
+
+
+def passing(found: list[Choice], seconds: float) -> list[Choice]:
+    """Those that compile and are right; the others are printed with their last line."""
+    command = [sys.executable, __file__, "--check"]
+    running = [
+        subprocess.Popen(
+            [*command, *map(str, choice)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        for choice in found
+    ]
+    good, end = [], time.monotonic() + seconds
+    for choice, process in zip(found, running, strict=True):
+        try:
+            errors = process.communicate(timeout=max(0.1, end - time.monotonic()))[1]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            errors = f"took over {seconds:.0f} s"
+        if process.returncode == 0:
+            good.append(choice)
+        else:
+            print(*choice[:2], choice.sizes, "FAILS:", (errors.strip().split("\n") or [""])[-1][:100])
+    return good
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Sizes of the kernels of linear_logp.")
+    parser.add_argument("--width", type=int, nargs="+", default=[64, 128, 256, 512], choices=sorted(FORWARD))
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--candidates", type=int, default=1 << 17)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--check", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("this needs a CUDA device", file=sys.stderr)
+        return 2
+    if options.check:
+        width, direction, number = options.check
+        error = check(Choice(int(width), direction, int(number)))
+        if not error <= ALLOWED:
+            sys.exit(f"off by {error:.2e} of the norm")
+        return 0
+    good = passing(list(choices(options.width)), options.seconds)
+    for width in options.width:
+        operands, upstream, _ = problem(options.rows, options.candidates, width)
+        for choice in (one for one in good if one.width == width):
+            ms = median_ms(partial(run_at, choice, operands, upstream), "cuda", options.repeats)
+            flop = (2 if choice.direction == "forward" else 4) * options.rows * options.candidates * width
+            line = (
+                f"D{width}",
+                f"{choice.direction:<10}",
+                choice.sizes,
+                f"{ms:.3f} ms {flop / ms / 1e9:.0f} TFLOP/s",
+            )
+            print(*line, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
