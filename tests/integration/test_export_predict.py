@@ -19,12 +19,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.errors import DataError
+from recsys.inference.package import Package
 from tests.integration.runs import one_thread
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKER = ("tests/integration/tiny.config", "train.num_steps=40", "train.evaluation.every_steps=40")
 RETRIEVER = (
-    "configs/movielens_small_retrieval.config",
+    "configs/movielens_small_two_tower.config",
     "train.num_epochs=",
     "train.num_steps=12",
     "train.schedule.warmup_steps=0",
@@ -296,6 +298,26 @@ def test_a_damaged_package_is_refused_by_name(ranker, tmp_path, name):
     )
     assert f"{damaged / name}: its bytes differ" in said
     assert not (tmp_path / "o").exists()
+
+
+def test_a_package_has_the_vectors_of_all_items_and_makes_those_of_new_ones(retriever):
+    found = pq.read_table(retriever.package / "item_embeddings.parquet")
+    listed = pq.read_table(ROOT / "tests/data/movielens/vocabulary/item_id.parquet")["id"]
+    assert found["id"].to_pylist() == listed.to_pylist()
+    vectors = np.stack(found["vector"].to_numpy())
+    assert vectors.dtype == np.float32 and vectors.shape == (len(listed), 50)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, rtol=1e-5)
+    package = Package(retriever.package)
+    described = pq.read_table(ROOT / "tests/data/movielens/items.parquet")
+    place = {one: number for number, one in enumerate(listed.to_pylist())}
+    order = [place[one] for one in described["item_id"].to_pylist()]
+    np.testing.assert_allclose(package.item_vectors(described).numpy(), vectors[order], atol=1e-5)
+    new = pa.table({"item_id": [10**9, 10**9], "genres": [["Comedy"], []], "year": [1994, None]})
+    made = package.item_vectors(new).numpy()
+    np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, rtol=1e-5)
+    assert not np.allclose(made[0], made[1])
+    with pytest.raises(DataError, match="items: no column year"):
+        package.item_vectors(new.drop(["year"]))
 
 
 def test_a_package_can_be_read_by_whoever_may_read_its_folder(retriever):
