@@ -43,7 +43,7 @@ BLOCKS = {
         (256, 2): Blocks(128, 32, 8, 3),
     },
     ("forward", True): {
-        (64, 2): Blocks(128, 32, 8, 3),
+        (64, 2): Blocks(64, 64, 4, 3),
         (128, 2): Blocks(128, 32, 8, 3),
         (256, 2): Blocks(64, 32, 8, 2),
         (64, 4): Blocks(32, 32, 8, 1),
@@ -58,7 +58,7 @@ BLOCKS = {
         (256, 4): Blocks(16, 16, 8, 1),
     },
     ("keys", True): {
-        (64, 2): Blocks(32, 128, 8, 2),
+        (64, 2): Blocks(32, 64, 4, 3),
         (128, 2): Blocks(16, 64, 8, 2),
         (256, 2): Blocks(32, 32, 8, 1),
         (64, 4): Blocks(32, 32, 8, 1),
@@ -76,9 +76,18 @@ BLOCKS = {
         (256, 4): Blocks(16, 16, 8, 1),
     },
     ("rows", True): {
-        (64, 2): Blocks(64, 32, 8, 1),
+        (64, 2): Blocks(64, 64, 4, 2),
         (128, 2): Blocks(32, 32, 4, 1),
         (256, 2): Blocks(32, 32, 8, 1),
+        (64, 4): Blocks(32, 32, 8, 1),
+        (128, 4): Blocks(16, 16, 8, 1),
+        (256, 4): Blocks(16, 16, 8, 1),
+    },
+    # In 16 bits 16 rows a warp: then each sum is in one thread, as the kernel takes for granted.
+    ("tables", True): {
+        (64, 2): Blocks(64, 32, 4, 2),
+        (128, 2): Blocks(64, 16, 4, 2),
+        (256, 2): Blocks(64, 16, 4, 1),
         (64, 4): Blocks(32, 32, 8, 1),
         (128, 4): Blocks(16, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
@@ -113,7 +122,8 @@ def blocks_of(
 ) -> Blocks:
     """The sizes for a kernel, with at least `ROOMY` bytes of shared memory or with fewer.
 
-    Kernels: forward (with a cache too), described (forward, by descriptors), rows, those of `keys_kernels`.
+    Kernels: forward (with a cache too), described (forward, by descriptors), rows, those of `keys_kernels`,
+    tables (with bias).
     """
     key = _width(qk_dim, v_dim), dtype.itemsize
     found = BLOCKS[kernel, biased][key]

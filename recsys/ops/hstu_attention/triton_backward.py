@@ -5,10 +5,10 @@
     dK = alpha dS^T Q,    dQ = alpha dS K,    and each entry of a bias table gets the sum of its dS
 
 `keys_kernel` owns a tile of keys and sums dK and dV over rows; `rows_kernel` owns a tile of rows and sums dQ
-and the gradients of the tables over keys. Both recompute S: each sum has one owner and one order. That makes
-seven products instead of five, but no program adds to what another has written: adding up dQ with atomics in
-the first kernel took 4 to 57 % longer on an H200. Where both sums of `keys_kernel` do not fit into the
-registers it runs twice, once for each.
+over keys. Both recompute S: each sum has one owner and one order. That makes seven products instead of five,
+but no program adds to what another has written: adding up dQ with atomics in the first kernel took 4 to 57 %
+longer on an H200. Where both sums of `keys_kernel` do not fit into the registers it runs twice, once for
+each. The gradients of the tables are made in `triton_tables`.
 
 Scores are [keys, rows] in `keys_kernel`, computed as K Q^T: Triton mistranslates the product of a transposed
 accumulator on Hopper (seen up to 3.7). Factors common to a whole sum are applied at its end.
@@ -17,12 +17,12 @@ accumulator on Hopper (seen up to 3.7). Factors common to a whole sum are applie
 import triton
 import triton.language as tl
 
+from recsys.ops.hstu_attention.triton_bias import add_bias, load_times
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
     UNMASKED_START,
     UNSEEN,
-    bias_of,
     block_at,
     head_of,
     load_block,
@@ -46,8 +46,8 @@ def _add_rows(
     """`sums`, dK and dV of a tile of keys, plus what one block of rows contributes; the mask if `masked`."""
     grad_k, grad_v = sums
     k_tile, v_tile = keys
-    q, grad_out, next_timestamps, length, history_end, alpha = sample
-    j, relative_j, time = columns
+    q, grad_out, times, length, history_end, alpha = sample
+    j, relative_j, key_times = columns
     D: tl.constexpr = SIZES[0]
     V: tl.constexpr = SIZES[1]
     BLOCK_M: tl.constexpr = SIZES[2]
@@ -62,13 +62,14 @@ def _add_rows(
     q_block = load_block(q, first, length, D, BLOCK_M, BLOCK_D, False)
     score = tl.dot(k_tile, tl.trans(q_block), input_precision=PRECISION) * alpha
     if BIASED:
-        distance = relative_position(i, history_end, rule[3], RULE) - relative_j
-        elapsed = tl.load(next_timestamps + tl.minimum(i, length - 1)) - time
-        bias, _ = bias_of(distance, elapsed, tables, length > 0, SIZES[3], BLOCK_M)
-        score += bias
+        place = relative_position(i, history_end, rule[3], RULE)
+        row_times = load_times(times, i, first, length)
+        score = add_bias(
+            score, row_times, key_times, key_times, row_times, -relative_j, place, tables, MODE[1]
+        )
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
-    weight, slope = silu_and_slope(score, not BIASED, MODE[1])
+    weight, slope = silu_and_slope(score, True, MODE[1])
     grad_block = load_block(grad_out, first, length, V, BLOCK_M, BLOCK_V, False)
     if GRAD_K:
         grad_weight = tl.dot(v_tile, tl.trans(grad_block), input_precision=PRECISION)
@@ -85,8 +86,9 @@ def keys_kernel(
     q, k, v, grad_out, grad_k, grad_v, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     alpha, inverse_scale, num_contextual, window, prefix, group_size,
-    position_table, time_table, time_edges, timestamps, next_timestamps,
-    position_stride, time_stride, num_positions, num_buckets,
+    position_table, time_table, time_edges, float_edges,
+    timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds,
+    position_stride, time_stride, reach, num_buckets,
     D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
@@ -103,14 +105,11 @@ def keys_kernel(
     MODE: tl.constexpr = (BIASED, FAST, PRECISION, GRAD_K, GRAD_V)
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
-    alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
+    alpha = tl.full([1, 1], 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     tables = (
-        position_table + head * position_stride,
-        num_positions,
-        time_table + head * time_stride,
-        time_edges,
-        num_buckets,
+        position_table + head * position_stride + reach,
+        (time_table + head * time_stride, time_edges, float_edges, num_buckets),
     )
     own = tl.program_id(0) // num_heads
     for number in range(own, own + 1):
@@ -124,12 +123,13 @@ def keys_kernel(
         q_head = head_of(q, start, length, head, (stride_qt, stride_qh))
         o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh))
         token = (start * num_heads + head).to(tl.int64)
-        sample = (q_head, o_head, next_timestamps + start, length, history_end, alpha)
+        row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
+        sample = (q_head, o_head, row_times, length, history_end, alpha)
         j = first + tl.arange(0, BLOCK_N)[:, None]
-        time = j
+        key_times = (timestamps + start, behind + start, key_bounds + start * 2)
         if BIASED:
-            time = tl.load(timestamps + start + tl.minimum(j, length - 1))
-        columns = (j, relative_position(j, history_end, group_size, RULE), time)
+            key_times = load_times(key_times, j, first, length)
+        columns = (j, relative_position(j, history_end, group_size, RULE), key_times)
         keys = (k_tile, v_tile)
         sum_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         sum_v = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
@@ -159,37 +159,14 @@ def keys_kernel(
 
 
 @triton.jit
-def _add_by_distance(partial, grad_score, reach, first_key, lines, BLOCK_N: tl.constexpr):
-    """Adds the scores' gradients [rows, keys] to the entries of their distances `reach - key`.
-
-    Row `i` of the block is turned until keys of equal distance modulo BLOCK_N stand in one column; then a
-    line of BLOCK_N distances is a sum over rows. `partial` has a line for negative distances, then the
-    table's lines, then one for all distances past them; `lines` is the number of the last.
-    """
-    lane = tl.arange(0, BLOCK_N)
-    offset = reach - first_key  # [rows, 1]: distance to the block's first key
-    turned = (offset - lane[None, :]) & (BLOCK_N - 1)
-    values = tl.gather(grad_score, turned, 1)
-    line = (offset - turned - lane[None, :]) // BLOCK_N  # exact
-    line = tl.minimum(tl.maximum(line, -1), lines)
-    tl.debug_barrier()  # what other threads of this program stored before must be visible to the loads below
-    for number in range(tl.min(line), tl.max(line) + 1):
-        part = tl.sum(tl.where(line == number, values, 0.0), 0)
-        pointer = partial + (number + 1) * BLOCK_N + lane
-        tl.store(pointer, tl.load(pointer) + part)
-
-
-@triton.jit
 def _add_keys(
-    sums, tiles, block, masked, sample, rows, rule, tables,
+    grad_q, tiles, block, masked, sample, rows, rule, tables,
     SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """`sums`, dQ of a tile of rows and the sums of time buckets, plus what one block of keys contributes; the
-    mask if `masked`."""
-    grad_q, by_bucket = sums
+    """`grad_q`, dQ of a tile of rows, plus what one block of keys contributes; the mask if `masked`."""
     q_tile, grad_tile = tiles
-    k, v, timestamps, length, history_end, alpha, partial, lines = sample
-    i, relative_i, next_time = rows
+    k, v, times, length, history_end, alpha = sample
+    i, relative_i, row_times = rows
     D: tl.constexpr = SIZES[0]
     V: tl.constexpr = SIZES[1]
     BLOCK_N: tl.constexpr = SIZES[3]
@@ -197,43 +174,22 @@ def _add_keys(
     BLOCK_V: tl.constexpr = SIZES[5]
     BIASED: tl.constexpr = MODE[0]
     PRECISION: tl.constexpr = MODE[2]
-    TABLES: tl.constexpr = MODE[3]
-    BUCKETS: tl.constexpr = MODE[4]
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)[None, :]
     k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE)
     score = tl.dot(q_tile, tl.trans(k_block), input_precision=PRECISION) * alpha
     if BIASED:
-        distance = relative_i - relative_position(j, history_end, rule[3], RULE)
-        elapsed = next_time - tl.load(timestamps + tl.minimum(j, length - 1))
-        bias, bucket = bias_of(distance, elapsed, tables, length > 0, SIZES[2], BLOCK_N)
-        score += bias
+        place = -j if INSIDE else -relative_position(j, history_end, rule[3], RULE)  # INSIDE: no targets
+        key_times = load_times(times, j, first, length)
+        score = add_bias(
+            score, row_times, key_times, row_times, key_times, relative_i, place, tables, MODE[1]
+        )
     if masked:
-        seen = visible(i, j, history_end, rule, RULE)
-        score = tl.where(seen, score, UNSEEN)
-    _, slope = silu_and_slope(score, not BIASED, MODE[1])
+        score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
+    _, slope = silu_and_slope(score, True, MODE[1])
     v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE)
     grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION) * slope
-    grad_q = tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
-    if TABLES:
-        if masked:
-            is_target = j >= history_end
-            from_history = tl.where(is_target, 0.0, grad_score)
-            _add_by_distance(partial, from_history, relative_i, first, lines, BLOCK_N)
-            if first + BLOCK_N > history_end:  # within a group of targets the distance is that of the indices
-                from_targets = tl.where(is_target, grad_score, 0.0)
-                inside = tl.minimum(i, length - 1)
-                _add_by_distance(partial, from_targets, inside, first, lines, BLOCK_N)
-            low = tl.min(tl.where(seen, bucket, BUCKETS))
-            high = tl.max(tl.where(seen, bucket, -1))
-        else:
-            _add_by_distance(partial, grad_score, relative_i, first, lines, BLOCK_N)
-            low = tl.min(bucket)
-            high = tl.max(bucket)
-        for number in range(low, high + 1):
-            part = tl.sum(tl.where(bucket == number, grad_score, 0.0))
-            by_bucket += tl.where(tl.arange(0, BUCKETS) == number, part, 0.0)
-    return grad_q, by_bucket
+    return tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"])
@@ -241,44 +197,29 @@ def rows_kernel(
     q, k, v, grad_out, grad_q, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     alpha, inverse_scale, num_contextual, window, prefix, group_size,
-    position_table, time_table, time_edges, timestamps, next_timestamps,
-    position_stride, time_stride, num_positions, num_buckets,
-    position_partial, time_partial, lines,
+    position_table, time_table, time_edges, float_edges,
+    timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds,
+    position_stride, time_stride, reach, num_buckets,
     D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
-    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, TABLES: tl.constexpr,
-    BUCKETS: tl.constexpr,
+    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """grad_q [T, H, D] contiguous, and the tables' gradients less 1 / scale_len, one part a program.
-
-    A program for each item and head, with TABLES some workers for each head; heads fastest.
-
-    position_partial: float32 [programs, (lines + 2) * BLOCK_N], zeros: see `_add_by_distance`.
-    time_partial: float32 [programs, BUCKETS], BUCKETS a power of two >= num_buckets.
-    """
+    """grad_q [T, H, D] contiguous. A program for each item and head; heads fastest."""
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION, TABLES, BUCKETS)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION)
     rule = (num_contextual, window, prefix, group_size)
-    program = tl.program_id(0).to(tl.int64)
-    head = program % num_heads
-    alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
+    alpha = tl.full([1, 1], 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     tables = (
-        position_table + head * position_stride,
-        num_positions,
-        time_table + head * time_stride,
-        time_edges,
-        num_buckets,
+        position_table + head * position_stride + reach,
+        (time_table + head * time_stride, time_edges, float_edges, num_buckets),
     )
-    partial = position_partial + program * ((lines + 2) * BLOCK_N)
-    by_bucket = tl.zeros([BUCKETS], tl.float32)
-    own, end, step = tl.program_id(0) // num_heads, num_items, tl.num_programs(0) // num_heads
-    if not TABLES:
-        end, step = own + 1, 1
-    for number in range(own, end, step):
+    own = tl.program_id(0) // num_heads
+    for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
         runs = load_runs(item)
@@ -288,39 +229,32 @@ def rows_kernel(
         grad_tile = load_block(o_head, first, length, V, BLOCK_M, BLOCK_V, False)
         k_head = head_of(k, start, length, head, (stride_kt, stride_kh))
         v_head = head_of(v, start, length, head, (stride_vt, stride_vh))
-        sample = (
-            k_head, v_head,
-            timestamps + start, length, history_end, alpha, partial, lines,
-        )  # fmt: skip
+        key_times = (timestamps + start, behind + start, key_bounds + start * 2)
+        sample = (k_head, v_head, key_times, length, history_end, alpha)
         i = first + tl.arange(0, BLOCK_M)[:, None]
-        next_time = i
+        row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
         if BIASED:
-            next_time = tl.load(next_timestamps + start + tl.minimum(i, length - 1))
-        relative_i = relative_position(tl.minimum(i, length - 1), history_end, group_size, RULE)
-        rows = (i, relative_i, next_time)
+            row_times = load_times(row_times, i, first, length)
+        rows = (i, relative_position(i, history_end, group_size, RULE), row_times)
         tiles = (q_tile, grad_tile)
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        sums = (total, by_bucket)
         if BIASED:
             for place in range(num_masked(runs)):
                 block = masked_block(place, runs)
-                sums = _add_keys(
-                    sums, tiles, block, True, sample, rows, rule, tables, SIZES, RULE, MODE, False
+                total = _add_keys(
+                    total, tiles, block, True, sample, rows, rule, tables, SIZES, RULE, MODE, False
                 )
             unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
             for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
-                sums = _add_keys(
-                    sums, tiles, block, False, sample, rows, rule, tables, SIZES, RULE, MODE, True
+                total = _add_keys(
+                    total, tiles, block, False, sample, rows, rule, tables, SIZES, RULE, MODE, True
                 )
         else:  # one loop: its pipeline is filled and emptied once
             for place in range(num_blocks(runs)):
                 block, masked = block_at(place, runs)
-                sums = _add_keys(
-                    sums, tiles, block, masked, sample, rows, rule, tables, SIZES, RULE, MODE, False
+                total = _add_keys(
+                    total, tiles, block, masked, sample, rows, rule, tables, SIZES, RULE, MODE, False
                 )
-        total, by_bucket = sums
         head_q = grad_q + (start * num_heads + head) * D
         total = total * (alpha * inverse_scale)
         store_block(head_q, first, length, num_heads * D, total, D, BLOCK_M, BLOCK_D)
-    if TABLES:
-        tl.store(time_partial + program * BUCKETS + tl.arange(0, BUCKETS), by_bucket)

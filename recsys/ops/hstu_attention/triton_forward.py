@@ -8,12 +8,12 @@ Scores and sums are float32; the weights are rounded to the type of v for the se
 import triton
 import triton.language as tl
 
+from recsys.ops.hstu_attention.triton_bias import add_bias, load_times
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
     UNMASKED_START,
     UNSEEN,
-    bias_of,
     block_at,
     head_of,
     load_block,
@@ -38,9 +38,9 @@ def _add_block(
 
     INSIDE: all keys are known to be of the sample.
     """
-    k, v, timestamps, length, before = keys
+    k, v, times, length, before = keys
     history_end, alpha = sample
-    i, relative_i, next_time = rows
+    i, relative_i, row_times = rows
     D: tl.constexpr = SIZES[0]
     V: tl.constexpr = SIZES[1]
     BLOCK_N: tl.constexpr = SIZES[3]
@@ -53,13 +53,14 @@ def _add_block(
     k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE, MODE[3])
     score = tl.dot(q_block, tl.trans(k_block), input_precision=MODE[2]) * alpha
     if BIASED:
-        distance = relative_i - relative_position(j, history_end, rule[3], RULE)
-        elapsed = next_time - tl.load(timestamps + tl.minimum(at, length - 1))
-        bias, _ = bias_of(distance, elapsed, tables, length > 0, SIZES[2], BLOCK_N)
-        score += bias
+        place = -j if INSIDE else -relative_position(j, history_end, rule[3], RULE)  # INSIDE: no targets
+        key_times = load_times(times, at, first, length)
+        score = add_bias(
+            score, row_times, key_times, row_times, key_times, relative_i, place, tables, MODE[1]
+        )
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
-    weight = silu(score, not BIASED, MODE[1])
+    weight = silu(score, True, MODE[1])
     v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE, MODE[3])
     return tl.dot(weight.to(v_block.dtype), v_block, total, input_precision=MODE[2])
 
@@ -72,8 +73,8 @@ def add_blocks(
     """`total` [BLOCK_M, BLOCK_V] plus what the blocks of keys contribute that `item` lists.
 
     runs    those of `item`, see `load_runs`
-    keys    k, v (see `head_of`), timestamps, length; how many tokens of the sample come before them
-    sample  history_end, alpha, which is halved if there is no bias
+    keys    k, v (see `head_of`), times, length; how many tokens of the sample come before them
+    sample  history_end, half of alpha
     rows    positions in the sample and in the bias, times of the tokens after them
     """
     if MODE[0]:
@@ -101,8 +102,9 @@ def forward_kernel(
     q, k, v, out, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     alpha, inverse_scale, num_contextual, window, prefix, group_size,
-    position_table, time_table, time_edges, timestamps, next_timestamps,
-    position_stride, time_stride, num_positions, num_buckets,
+    position_table, time_table, time_edges, float_edges,
+    timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds,
+    position_stride, time_stride, reach, num_buckets,
     D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
@@ -118,14 +120,11 @@ def forward_kernel(
     MODE: tl.constexpr = (BIASED, FAST, PRECISION, DESCRIBED)
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
-    alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
+    alpha = tl.full([1, 1], 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     tables = (
-        position_table + head * position_stride,
-        num_positions,
-        time_table + head * time_stride,
-        time_edges,
-        num_buckets,
+        position_table + head * position_stride + reach,
+        (time_table + head * time_stride, time_edges, float_edges, num_buckets),
     )
     own = tl.program_id(0) // num_heads
     for number in range(own, own + 1):
@@ -135,13 +134,13 @@ def forward_kernel(
         q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
         k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
         v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
-        keys = (k_head, v_head, timestamps + start, length, 0)
+        keys = (k_head, v_head, (timestamps + start, behind + start, key_bounds + start * 2), length, 0)
         q_block = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False, DESCRIBED)
         i = first + tl.arange(0, BLOCK_M)[:, None]
-        next_time = i
+        row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
         if BIASED:
-            next_time = tl.load(next_timestamps + start + tl.minimum(i, length - 1))
-        rows = (i, relative_position(i, history_end, group_size, RULE), next_time)
+            row_times = load_times(row_times, i, first, length)
+        rows = (i, relative_position(i, history_end, group_size, RULE), row_times)
         total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         sample = (history_end, alpha)
         total = add_blocks(total, q_block, item, runs, keys, sample, rows, rule, tables, SIZES, RULE, MODE)

@@ -7,8 +7,7 @@ what a compiler can trace: `wrap` stands around each kernel, the identity in eag
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -19,12 +18,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from recsys.ops.hstu_attention.blocks import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
 from recsys.ops.hstu_attention.triton_backward import keys_kernel, rows_kernel
+from recsys.ops.hstu_attention.triton_bias_launch import bias_arguments
 from recsys.ops.hstu_attention.triton_forward import forward_kernel
+from recsys.ops.hstu_attention.triton_tables import diagonals_kernel, others_kernel
 from recsys.ops.hstu_attention.triton_tile import RAGGED_ROWS
-from recsys.ops.hstu_attention.work_list import key_work, row_work
+from recsys.ops.hstu_attention.work_list import diagonal_work, key_work, row_work
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
-from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
+from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.triton_backend import num_processors
 
 Wrap = Callable[[Any], Any]
@@ -34,9 +35,6 @@ ANY_ROWS = 0x7FFF0000
 
 DESCRIPTORS = True
 """Whether descriptors are used where they can be; for tests."""
-
-MAX_EDGE = 2**62
-"""No difference of two times in seconds comes near it."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class Gradients(NamedTuple):
 
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Of `rows_kernel` when it sums table gradients, which need memory for each program."""
+"""Of the kernels that sum gradients of tables, which need memory for each program."""
 
 
 def unwrapped(kernel: Any) -> Any:
@@ -92,7 +90,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
         num_heads,
         *strides(q, k, v),
         *scalars(problem),
-        *bias_arguments(problem, items),
+        *_bias_arguments(problem, items, blocks, wrap),
         DESCRIBED=described,
         **constants(problem, q, v, blocks),
     )
@@ -154,7 +152,7 @@ def _launch_keys(
         num_heads,
         *strides(q, k, v, grad_out),
         *scalars(problem),
-        *bias_arguments(problem, items),
+        *_bias_arguments(problem, items, blocks, wrap),
         GRAD_K=kernel != "grad_v",
         GRAD_V=kernel != "grad_k",
         **constants(problem, q, v, blocks),
@@ -175,15 +173,7 @@ def _launch_rows(
     blocks = blocks_for("rows", q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
-    workers, lines, buckets = items.shape[0], 0, 16
-    positions = times = grad_out.new_empty(0, dtype=torch.float32)
-    if bias is not None:
-        workers = max(1, min(workers, PROGRAMS_PER_PROCESSOR * num_processors(q.device) // num_heads))
-        lines = -(-bias.position_table.shape[-1] // blocks.keys)
-        buckets = padded_dim(int(bias.time_table.shape[-1]))
-        positions = q.new_zeros(workers, num_heads, (lines + 2) * blocks.keys, dtype=torch.float32)
-        times = q.new_empty(workers, num_heads, buckets, dtype=torch.float32)
-    wrap(rows_kernel)[(workers * num_heads,)](
+    wrap(rows_kernel)[(items.shape[0] * num_heads,)](
         q,
         k,
         v,
@@ -194,22 +184,58 @@ def _launch_rows(
         num_heads,
         *strides(q, k, v, grad_out),
         *scalars(problem),
-        *bias_arguments(problem, items),
-        positions,
-        times,
-        lines,
-        TABLES=bias is not None,
-        BUCKETS=buckets,
+        *_bias_arguments(problem, items, blocks, wrap),
         **constants(problem, q, v, blocks),
     )
     if bias is None:
         return out
-    by_position = _fold(positions.sum(0)[:, blocks.keys :], positions.sum(0)[:, : blocks.keys], bias)
-    by_time = times.sum(0)[:, : bias.time_table.shape[-1]]
-    return out._replace(
-        position_table=_like_table(by_position / problem.scale_len, bias.position_table),
-        time_table=_like_table(by_time / problem.scale_len, bias.time_table),
+    position_table, time_table = _table_gradients(q, k, v, grad_out, problem, bias, wrap)
+    return out._replace(position_table=position_table, time_table=time_table)
+
+
+def _table_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, problem: Problem, bias: RelativeBias, wrap: Wrap
+) -> tuple[Tensor, Tensor]:
+    """Of the table of positions and of that of times."""
+    blocks = blocks_for("tables", q, v, problem)
+    num_heads = q.shape[1]
+    workers = max(1, PROGRAMS_PER_PROCESSOR * num_processors(q.device) // num_heads)
+    items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
+    diagonals = diagonal_work(problem.mask, problem.layout, blocks.rows, blocks.keys, workers)
+    lines = -(-bias.position_table.shape[-1] // blocks.keys)
+    buckets = int(bias.time_table.shape[-1])
+    positions = q.new_zeros(workers, num_heads, (lines + 2) * blocks.keys, dtype=torch.float32)
+    times = q.new_zeros(workers, num_heads, buckets, blocks.rows * 2, dtype=torch.float32)
+    shared = (
+        *strides(q, k, v, grad_out),
+        *scalars(problem),
+        *_bias_arguments(problem, items, blocks, wrap),
+        positions,
+        times,
+        lines,
     )
+    compiled_for = {"BUCKETS": buckets, **constants(problem, q, v, blocks)}
+    grid = (workers * num_heads,)
+    wrap(diagonals_kernel)[grid](
+        q, k, v, grad_out, *diagonals, diagonals.ends.shape[0], num_heads, *shared, **compiled_for
+    )
+    contextual = problem.mask.contextual_reads_history and problem.num_contextual > 0
+    if contextual or problem.layout.total_targets > 0:
+        wrap(others_kernel)[grid](
+            q, k, v, grad_out, items, items.shape[0], num_heads, *shared, **compiled_for
+        )
+    by_position = positions.sum(0)
+    by_position = _fold(by_position[:, blocks.keys :], by_position[:, : blocks.keys], bias)
+    scale = 0.5 / problem.scale_len
+    return (
+        _like_table(by_position * scale, bias.position_table),
+        _like_table(times.sum((0, 3)) * scale, bias.time_table),
+    )
+
+
+def _bias_arguments(problem: Problem, items: Tensor, blocks: Blocks, wrap: Wrap) -> list[Tensor | int]:
+    layout = problem.layout
+    return bias_arguments(problem.bias, layout, layout.max_len, items, blocks.rows, blocks.keys, wrap)
 
 
 def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:
@@ -307,33 +333,6 @@ def scalars(problem: Problem) -> list[int | float]:
     ]
 
 
-def bias_arguments(problem: Problem, unused: Tensor) -> list[Tensor | int]:
-    """Tables in float32, the edges of the time buckets, both times, strides of a head and sizes."""
-    bias = problem.bias
-    if bias is None:
-        return [unused, unused, unused, unused, unused, 0, 0, 1, 1]
-    position, time = (table.detach().float().contiguous() for table in (bias.position_table, bias.time_table))
-    edges = time_edges(int(time.shape[-1]))  # a constant of the model, also in a traced graph
-    return [
-        position,
-        time,
-        problem.layout.memo(("time_edges", len(edges)), lambda: _constant(edges, time.device)),
-        bias.timestamps.contiguous(),
-        bias.next_timestamps.contiguous(),
-        position.stride(0) if position.dim() == 2 else 0,
-        time.stride(0) if time.dim() == 2 else 0,
-        position.shape[-1],
-        time.shape[-1],
-    ]
-
-
-def _constant(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [n] on the device, without waiting for it."""
-    if device.type != "cuda" or torch.compiler.is_compiling():
-        return torch.tensor(numbers, device=device)
-    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
-
-
 def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[str, Any]:
     """What the kernels are compiled for, by the names of their parameters."""
     mask, is_float32 = problem.mask, q.dtype == torch.float32
@@ -354,17 +353,3 @@ def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[st
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }
-
-
-@lru_cache(maxsize=64)
-def time_edges(num_buckets: int) -> tuple[int, ...]:
-    """The least difference in seconds of each time bucket, and one that none reaches: exact by definition."""
-    edges = [1]
-    for bucket in range(1, num_buckets):
-        low, high = max(edges[-1] - 1, 1), MAX_EDGE  # bucket(low) < bucket; the answer is in (low, high]
-        while high - low > 1:
-            middle = (low + high) // 2
-            reached = math.log(middle) / LOG_BUCKET >= bucket
-            low, high = (low, middle) if reached else (middle, high)
-        edges.append(high)
-    return (*edges, 2**63 - 1)

@@ -7,14 +7,12 @@ Numbers that belong together travel as tuples:
 
     rule    num_contextual, window, prefix, group_size
     RULE    WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS: which parts of the mask there are
-    tables  position_table, num_positions, time_table, time_edges, num_buckets
 """
 
 import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention import work_list
-from recsys.ops.relative_bias import LOG_BUCKET
 
 # What a kernel reads of module scope must be a constexpr.
 START = tl.constexpr(work_list.START)
@@ -34,9 +32,6 @@ NEW = tl.constexpr(work_list.NEW)
 CACHE_START = tl.constexpr(work_list.CACHE_START)
 CACHE_LENGTH = tl.constexpr(work_list.CACHE_LENGTH)
 NUM_CACHED_COLUMNS = tl.constexpr(work_list.NUM_CACHED_COLUMNS)
-
-BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / LOG_BUCKET)
-"""Time buckets that a factor of two spans."""
 
 RAGGED_ROWS = tl.constexpr(2**30)
 """No batch has as many tokens."""
@@ -201,36 +196,6 @@ def relative_position(i, history_end, group_size, RULE: tl.constexpr):
         return tl.where(i < history_end, i, history_end + (i - history_end) % group_size)
     else:
         return tl.minimum(i, history_end)
-
-
-@triton.jit
-def time_bucket(seconds, time_edges, num_buckets):
-    """The bucket of a difference in seconds, int64, exactly.
-
-    A logarithm in float32 may miss an edge: it only says which edge to look at. `time_edges[b]` is the least
-    whole number of seconds in bucket `b`, and `time_edges[num_buckets]` lies beyond all of them.
-    """
-    seconds = tl.maximum(tl.where(seconds < 0, -seconds, seconds), 1)
-    guess = tl.log2(seconds.to(tl.float32)) * BUCKETS_PER_OCTAVE - 1e-3
-    guess = tl.minimum(tl.maximum(guess.to(tl.int32), 0), num_buckets - 1)
-    return tl.where(seconds >= tl.load(time_edges + guess + 1), guess + 1, guess)
-
-
-@triton.jit
-def bias_of(distance, elapsed, tables, used, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """float32 [ROWS, COLUMNS], `position_table[clamp(distance)] + time_table[bucket(elapsed)]`; the buckets.
-
-    `used` is true in fact. Behind a branch Triton does not prefetch what is looked up, for whole blocks of
-    scores, as it does the operands of products: that would fill the shared memory.
-    """
-    position_table, num_positions, time_table, time_edges, num_buckets = tables
-    bias = tl.zeros([ROWS, COLUMNS], tl.float32)
-    bucket = tl.zeros([ROWS, COLUMNS], tl.int32)
-    if used:
-        place = tl.minimum(tl.maximum(distance, 0), num_positions - 1)
-        bucket = time_bucket(elapsed, time_edges, num_buckets)
-        bias = tl.load(position_table + place) + tl.load(time_table + bucket)
-    return bias, bucket
 
 
 @triton.jit

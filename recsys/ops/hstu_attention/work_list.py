@@ -82,6 +82,32 @@ def key_work(
     )
 
 
+class DiagonalWork(NamedTuple):
+    """Blocks of scores in the order of their diagonals, those next to the main diagonal first.
+
+    Diagonal `d` has the blocks whose first row is `(d + 1) * block - tile` tokens behind their first key.
+    """
+
+    items: Tensor  # int64 [n, 4], the first columns of an item of `row_work`: history only, last tiles first
+    ends: Tensor  # int64 [diagonals], of the numbers of each diagonal's blocks, counted through all
+    shifts: Tensor  # int64 [diagonals], from the number of a block to the item that has its rows
+    first_diagonal: Tensor  # int64 [workers], that of the first block of each worker, if they share evenly
+
+
+def diagonal_work(
+    mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, workers: int
+) -> DiagonalWork:
+    """Blocks of `tile` rows and `block` keys, `tile` a multiple of it, that some row sees something of.
+
+    Of rows whose place in the bias is that in the sample, and that see nothing behind them: without tiles
+    that have targets among their rows, or contextual tokens that read the history.
+    """
+    return layout.memo(
+        ("diagonal_work", mask, tile, block, workers),
+        lambda: _diagonal_work(mask, layout, tile, block, workers),
+    )
+
+
 def sample_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> tuple[Tensor, Tensor]:
     """The items of `key_work` sample by sample, a sample's tiles in their order; and of each sample, the
     longest first, int64 [B, 2]: its first item, and how many it has."""
@@ -269,6 +295,40 @@ def _intersection(start: Tensor, end: Tensor) -> Interval:
 def _longer(one: Interval, other: Interval) -> Interval:
     first = one.end - one.start >= other.end - other.start
     return Interval(torch.where(first, one.start, other.start), torch.where(first, one.end, other.end))
+
+
+def _diagonal_work(
+    mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, workers: int
+) -> DiagonalWork:
+    tiles = _tiles(layout, tile)
+    has_targets = (tiles.history_end < tiles.length) & (tiles.first + tile > tiles.history_end)
+    kept = (tiles.length > 0) & ~has_targets
+    if mask.contextual_reads_history:
+        kept = kept & (tiles.first >= layout.num_contextual)
+    first = torch.where(kept, tiles.first, -tile)  # on no diagonal
+    order = torch.argsort(first, descending=True, stable=True)
+    ascending = first.index_select(0, order).flip(0)
+
+    def num_from(token: Tensor) -> Tensor:
+        """int64, how many tiles begin at `token` or later."""
+        return first.shape[0] - torch.searchsorted(ascending, token)
+
+    num_diagonals = tile // block * ((layout.max_len + tile - 1) // tile)
+    distance = (torch.arange(num_diagonals, device=layout.device) + 1) * block - tile
+    skipped = torch.zeros_like(distance)
+    if mask.window is not None:  # past the window only the first keys are seen
+        always = (layout.num_contextual + mask.prefix + block - 1) // block
+        outside = distance - block >= mask.window - 1
+        skipped = torch.where(outside, num_from(distance + always * block), skipped)
+    counts = (num_from(distance) - skipped).clamp(min=0)
+    ends = counts.cumsum(0)
+    shares = ends[-1:] * torch.arange(workers, device=layout.device) // workers
+    return DiagonalWork(
+        items=torch.stack(tiles[:4], dim=1).index_select(0, order),
+        ends=ends,
+        shifts=skipped - (ends - counts),
+        first_diagonal=torch.searchsorted(ends, shares, right=True),
+    )
 
 
 class Runs(NamedTuple):

@@ -26,9 +26,19 @@ POINTERS = {
     "position_table": "fp32",
     "time_table": "fp32",
     "time_edges": "i64",
+    "float_edges": "fp32",
     "timestamps": "i64",
+    "behind": "fp32",
+    "key_bounds": "i64",
     "next_timestamps": "i64",
+    "ahead": "fp32",
+    "row_bounds": "i64",
     "cache_timestamps": "i64",
+    "cache_behind": "fp32",
+    "cache_bounds": "i64",
+    "ends": "i64",
+    "shifts": "i64",
+    "first_diagonal": "i64",
     "position_partial": "fp32",
     "time_partial": "fp32",
 }
@@ -41,8 +51,11 @@ KERNELS = {
     "grad_k": "keys_kernel",
     "grad_v": "keys_kernel",
     "rows": "rows_kernel",
+    "tables": "diagonals_kernel",
+    "other_tables": "others_kernel",
 }
 SIZES = BLOCKS | {("cached", biased): BLOCKS["forward", biased] for biased in (False, True)}
+SIZES |= {("other_tables", True): BLOCKS["tables", True]}
 SMALL_SIZES = SMALL_BLOCKS | {("cached", False): SMALL_BLOCKS["forward", False]}
 SMALL_SHARED = 99 * 1024
 
@@ -71,10 +84,11 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from recsys.ops.hstu_attention import triton_backward, triton_forward
+    from recsys.ops.hstu_attention import triton_backward, triton_forward, triton_tables
     from recsys.ops.hstu_attention.cached import triton_kernel
 
     modules = {"forward": triton_forward, "described": triton_forward, "cached": triton_kernel}
+    modules |= {"tables": triton_tables, "other_tables": triton_tables}
     module = modules.get(kernel, triton_backward)
     function = getattr(module, KERNELS[kernel])
     blocks = sizes[kernel, biased][width, itemsize]
@@ -82,7 +96,7 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys, "BIASED": biased, "FAST": itemsize == 2}
     constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
     constants |= {"PRECISION": precision, "GRAD_K": kernel != "grad_v", "GRAD_V": kernel != "grad_k"}
-    constants |= {"TABLES": biased, "BUCKETS": 64, "DESCRIBED": kernel == "described"}
+    constants |= {"BUCKETS": 64, "DESCRIBED": kernel == "described"}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature, aligned = {}, {}
     for index, name in enumerate(function.arg_names):
@@ -148,6 +162,18 @@ def test_products_of_16_bits_use_the_instructions_of_hopper(kernel):
     assert copies and set(copies) == {"0x10"}  # of keys and values: 16 bytes at a time
 
 
+@pytest.mark.parametrize("kernel", ["tables", "other_tables"])
+@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_sums_by_time_bucket_are_each_in_one_thread(kernel, width):
+    """Else several threads would add the same sum to memory."""
+    code = compiled(kernel, True, width, 2).asm["ttgir"]
+    layouts = set(re.findall(r'"red\.[^\n]*-> tensor<\d+xi32, (#\w+)>', code))
+    assert layouts
+    for layout in layouts:
+        (made,) = re.findall(rf"^{layout} = (.*)$", code, re.MULTILINE)
+        assert "linear<{register = []," in made and "[0]" not in made, made
+
+
 def test_a_traced_graph_holds_the_kernels(monkeypatch):
     """With sizes as symbols, for the compiler to embed; three kernels and few nodes beside the work lists."""
     from torch._library.triton import set_wrap_triton_enabled
@@ -175,7 +201,7 @@ def test_a_traced_graph_holds_the_kernels(monkeypatch):
             q, lengths, offsets, torch.zeros_like(lengths), *tables, times, times
         )
     kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 3 and all(not isinstance(node.kwargs["grid"][0][0], int) for node in kernels)
+    assert len(kernels) == 9 and all(not isinstance(node.kwargs["grid"][0][0], int) for node in kernels)
     assert len(traced.graph.nodes) < 1500
 
 
@@ -205,6 +231,6 @@ def test_a_traced_graph_holds_the_cached_kernel(monkeypatch):
         traced = make_fx(attend, tracing_mode="symbolic")(
             q, cache, *lengths, *cached, torch.zeros(2, 40), torch.zeros(2, 20), *times
         )
-    (kernel,) = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert not isinstance(kernel.kwargs["grid"][0][0], int)
-    assert len(traced.graph.nodes) < 700
+    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    assert len(kernels) == 3 and all(not isinstance(node.kwargs["grid"][0][0], int) for node in kernels)
+    assert len(traced.graph.nodes) < 800

@@ -32,7 +32,7 @@ def small_blocks(monkeypatch):
 
     mend_interpreter(monkeypatch)
     sizes = {"forward": Blocks(16, 8, 4, 1), "keys": Blocks(8, 16, 4, 1), "rows": Blocks(8, 8, 4, 1)}
-    sizes |= {"grad_k": Blocks(8, 8, 4, 1), "grad_v": sizes["keys"]}
+    sizes |= {"grad_k": Blocks(8, 8, 4, 1), "grad_v": sizes["keys"], "tables": Blocks(16, 8, 4, 1)}
     monkeypatch.setattr(triton_launch, "blocks_of", lambda kernel, *_: sizes[kernel])
 
 
@@ -83,6 +83,38 @@ def test_output_and_gradients(mask, contextual):
 @pytest.mark.parametrize(("mask", "rows"), list(zip(MASKS[3::9], [None, 2] * 3, strict=False)), ids=str)
 def test_bias_and_the_gradients_of_its_tables(mask, rows):
     check(samples(1, SHAPES[:4]), mask, heads=rows or 1, bias_rows=rows)
+
+
+def times_of(kind, total_len):
+    """Histories as they come, and such as none should be."""
+    generator = torch.Generator().manual_seed(3)
+    part = torch.rand(total_len, generator=generator, dtype=torch.float64)
+    return {
+        "in order": lambda: 1_763_000_000 + (9 * part).exp().to(torch.int64).cumsum(0),
+        "far from anything, a minute apart": lambda: 60 * torch.arange(total_len) - 2**33,
+        "equal": lambda: torch.full((total_len,), 1_763_000_000),
+        "anywhere": lambda: (part * 2**40).to(torch.int64) - 2**39,
+        "backward": lambda: 2**34 - (part * 2**26).to(torch.int64).cumsum(0),
+    }[kind]()
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "kind", ["in order", "far from anything, a minute apart", "equal", "anywhere", "backward"]
+)
+def test_times_near_and_far_in_any_order(kind, monkeypatch):
+    """Few buckets in a block of scores, many, and differences that are not exact in float32."""
+    with_tables = relative_bias
+
+    def biased(total_len, *, rows, seed=0):
+        times = times_of(kind, total_len)
+        tables = with_tables(total_len, rows=rows, seed=seed)
+        return RelativeBias(
+            tables.position_table, tables.time_table, times, torch.cat([times[1:], times[-1:] + 60])
+        )
+
+    monkeypatch.setitem(globals(), "relative_bias", biased)
+    check(samples(1, [(35, 4), (2, 0)]), AttentionMask(), bias_rows=1)
 
 
 @interpreted
@@ -225,7 +257,7 @@ def test_auto_stays_with_the_reference_on_a_cpu():
 
 @interpreted
 def test_edges_of_time_buckets_are_those_of_the_definition():
-    from recsys.ops.hstu_attention.triton_launch import time_edges
+    from recsys.ops.hstu_attention.triton_bias_launch import time_edges
 
     edges = time_edges(100)
     assert edges[0] == 1 and edges[-1] == 2**63 - 1 and len(edges) == 101

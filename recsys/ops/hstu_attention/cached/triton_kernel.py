@@ -7,6 +7,7 @@ is cached of its sample. Everything else is the forward of `hstu_attention`.
 import triton
 import triton.language as tl
 
+from recsys.ops.hstu_attention.triton_bias import load_times
 from recsys.ops.hstu_attention.triton_forward import add_blocks
 from recsys.ops.hstu_attention.triton_tile import (
     CACHE_LENGTH,
@@ -28,8 +29,10 @@ def cached_kernel(
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_ckt, stride_ckh, stride_cvt, stride_cvh,
     alpha, inverse_scale, num_contextual, window, prefix, group_size,
-    position_table, time_table, time_edges, timestamps, next_timestamps,
-    position_stride, time_stride, num_positions, num_buckets, cache_timestamps,
+    position_table, time_table, time_edges, float_edges,
+    timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds,
+    position_stride, time_stride, reach, num_buckets,
+    cache_timestamps, cache_behind, cache_bounds,
     D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
@@ -42,14 +45,11 @@ def cached_kernel(
     MODE: tl.constexpr = (BIASED, FAST, PRECISION, False)
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
-    alpha = tl.full([1, 1], alpha if BIASED else 0.5 * alpha, tl.float32)
+    alpha = tl.full([1, 1], 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     tables = (
-        position_table + head * position_stride,
-        num_positions,
-        time_table + head * time_stride,
-        time_edges,
-        num_buckets,
+        position_table + head * position_stride + reach,
+        (time_table + head * time_stride, time_edges, float_edges, num_buckets),
     )
     for number in range(tl.program_id(0) // num_heads, num_items, tl.num_programs(0) // num_heads):
         item = items + tl.cast(number, tl.int64) * NUM_CACHED_COLUMNS
@@ -60,10 +60,10 @@ def cached_kernel(
         q_block = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False)
         at = first + tl.arange(0, BLOCK_M)[:, None]
         i = at + cache_length
-        next_time = i
+        row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
         if BIASED:
-            next_time = tl.load(next_timestamps + start + tl.minimum(at, length - 1))
-        rows = (i, relative_position(i, history_end, group_size, RULE), next_time)
+            row_times = load_times(row_times, at, first, length)
+        rows = (i, relative_position(i, history_end, group_size, RULE), row_times)
         sample = (history_end, alpha)
         total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         for source in range(2):  # a loop, not code twice: that would not fit into the registers
@@ -73,10 +73,15 @@ def cached_kernel(
             stride_v = tl.where(is_new, stride_vt, stride_cvt)
             key_head = tl.where(is_new, k + head * stride_kh, cache_k + head * stride_ckh)
             value_head = tl.where(is_new, v + head * stride_vh, cache_v + head * stride_cvh)
+            key_times = (
+                tl.where(is_new, timestamps, cache_timestamps) + key_start,
+                tl.where(is_new, behind, cache_behind) + key_start,
+                tl.where(is_new, key_bounds, cache_bounds) + key_start * 2,
+            )
             keys = (
                 (key_head + key_start * stride_k, stride_k, 0),
                 (value_head + key_start * stride_v, stride_v, 0),
-                tl.where(is_new, timestamps, cache_timestamps) + key_start,
+                key_times,
                 tl.where(is_new, length, cache_length),
                 tl.where(is_new, cache_length, 0),
             )

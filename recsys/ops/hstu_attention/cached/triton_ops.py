@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from recsys.ops.hstu_attention.cached.triton_kernel import cached_kernel
+from recsys.ops.hstu_attention.triton_bias_launch import LARGEST_BLOCK, bias_arguments, cached_times
 from recsys.ops.hstu_attention.triton_launch import (
     Problem,
     Wrap,
-    bias_arguments,
     blocks_for,
     constants,
     scalars,
     strides,
     with_dense_rows,
 )
-from recsys.ops.hstu_attention.work_list import cached_work
+from recsys.ops.hstu_attention.work_list import cached_work, row_work
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
@@ -56,6 +56,12 @@ def forward(
     blocks = blocks_for("forward", q, v, problem)
     items = cached_work(problem.mask, problem.layout, problem.cache_layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
+    longest = problem.layout.max_len + problem.cache_layout.max_len
+    of_bias = bias_arguments(bias, problem.layout, longest, items, blocks.rows, blocks.keys, wrap)
+    of_cache = [items] * 3
+    if bias is not None:
+        tiles = row_work(AttentionMask(), problem.cache_layout, LARGEST_BLOCK, LARGEST_BLOCK)
+        of_cache = cached_times(bias.cache_timestamps, tiles, LARGEST_BLOCK, blocks.keys, wrap)
     wrap(cached_kernel)[(items.shape[0] * num_heads,)](
         *tensors,
         out,
@@ -64,8 +70,8 @@ def forward(
         num_heads,
         *strides(*tensors),
         *scalars(problem),
-        *bias_arguments(problem, items),
-        items if bias is None else bias.cache_timestamps.contiguous(),
+        *of_bias,
+        *of_cache,
         **constants(problem, q, v, blocks),
     )
     return out
