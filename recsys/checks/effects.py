@@ -122,6 +122,11 @@ def _index(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding("predict.index", "without effect: a ranker scores the candidates of its rows")
 
 
+def _item_file(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if pipeline.data.item_file and not any(pb.ITEM in feature.sides for feature in pipeline.features):
+        yield Finding("data.item_file", "without effect: no feature has the side ITEM")
+
+
 def _unevaluated(pipeline: pb.Pipeline) -> Iterator[Finding]:
     if not pipeline.data.HasField("validation") and not pipeline.data.HasField("test"):
         yield Finding("data.validation", "not set: the model will not be evaluated")
@@ -139,5 +144,6 @@ RULES = (
     _twice_normalised,
     _row_losses,
     _index,
+    _item_file,
     _unevaluated,
 )

@@ -69,6 +69,11 @@ WARNINGS = [
     (RANKER, ["train.num_steps=8", "train.weight_averaging={}"], None),
     (RANKER, ["predict.index={faiss {}}"], "predict.index: without effect: a ranker scores the candidates"),
     (RETRIEVER, ["predict.index={faiss {}}"], None),
+    (
+        RETRIEVER,
+        ["data.item_file=items.parquet"],
+        "data.item_file: without effect: no feature has the side ITEM",
+    ),
     (RANKER, ["train.num_epochs=1"], None),
     (
         RANKER,
