@@ -43,7 +43,7 @@ def assert_near(given, **options):
         assert (ours.double() - exact).norm() <= allowed
 
 
-@hypothesis.settings(max_examples=100)
+@hypothesis.settings(max_examples=50)
 @hypothesis.given(data=st.data())
 def test_random_shapes(data):
     groups = data.draw(st.sampled_from([1, 2, 4]))
