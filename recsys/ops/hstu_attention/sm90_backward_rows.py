@@ -118,12 +118,14 @@ def add_block(
     grad = warpgroup_mma(g, v.permute((1, 0)), nothing, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     x = score * half_alpha
-    t = tanh(x)
-    u = t + 1.0
     if MASKED:
         j = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-        u = gl.where(visible(gl.expand_dims(i, 1), gl.expand_dims(j, 0), tile[2], rule, RULE), u, 0.0)
+        seen = visible(gl.expand_dims(i, 1), gl.expand_dims(j, 0), tile[2], rule, RULE)
+    t = tanh(x)
+    u = t + 1.0
     slope = u * (x - x * t) + u
+    if MASKED:
+        slope = gl.where(seen, slope, 0.0)
     # The keys are there. But for this wait the assembler would compute the slopes behind the next one.
     mbarrier.wait(barriers[2].index(k_cursor[0]), k_cursor[1])
     grad, slope = warpgroup_mma_wait(0, deps=(grad, slope))

@@ -107,3 +107,11 @@ def test_parts_of_one_projection_and_odd_strides():
     for given in ([parts[1], parts[2], parts[0]], odd, turned):
         got = results(layout, *given, None, AttentionMask(), "sm90")
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dim", WIDTHS)
+def test_deterministic_gradients_have_the_same_bits_every_time(dim):
+    batch = case([(700, 3), (0, 1), (33, 0)] * 20, 2, dim, dim, 2, torch.bfloat16)
+    want, *others = (results(*batch, AttentionMask(), "sm90", True) for _ in range(5))
+    for got in others:
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
