@@ -23,8 +23,8 @@ BATCH_ITEMS = "batch_items"
 """The distinct items of a batch's histories, ascending, when its negatives are sampled."""
 
 LOG_WEIGHTS = "log_weights"
-"""What is added to the scores of `NEGATIVES` and, behind them, `BATCH_ITEMS`: the correction for how often an item
-is drawn."""
+"""What is added to the scores of `NEGATIVES` and, behind them, `BATCH_ITEMS`: the correction for how often an
+item is drawn."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
     """Embedding tables in order of first use, with the number of rows of the resolved config.
 
     Row 0 of a vocabulary table stands for unknown ids, so it has `vocabulary.size` + 1 rows. The table of a
-    retriever's items is also read by the column `negatives`, and by `batch_items` where negatives are sampled.
+    retriever's items is also read by its `shared_columns`.
 
     Raises:
         ValueError: the config has a retriever and no id feature of the name that it gives as its item.
@@ -109,7 +109,7 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
 
 
 def shared_columns(pipeline: pb.Pipeline) -> list[str]:
-    """Columns of a retriever's batches that belong to no row: items of all rows, as rows of the item table."""
+    """Columns of a retriever's batches that belong to no row: items, as rows of the item table."""
     return [NEGATIVES, BATCH_ITEMS] if samples_negatives(pipeline) else [NEGATIVES]
 
 

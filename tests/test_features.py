@@ -76,3 +76,23 @@ def test_a_retriever_without_its_item_is_an_error():
         ValueError, match="model.retriever.item_feature: 'movie' is given; no id feature has this name"
     ):
         features.tables(pipeline)
+
+
+def test_features_of_items_are_columns_of_the_catalogue_and_of_no_event_file():
+    text = """
+      features { name: "item_id" sides: [HISTORY, CANDIDATE] id { table: "movies" vocabulary { size: 10 } } }
+      features { name: "genre" sides: [HISTORY, ITEM] id { table: "genres" hash { num_buckets: 5 } } }
+      features { name: "price" sides: ITEM numeric { normalize {} } }
+      model { retriever { item_feature: "item_id" loss { softmax { in_batch {} } } } }
+    """
+    pipeline = config.resolve(text_format.Parse(text, pb.Pipeline()), read_files=False).pipeline
+    names = [column.name for column in features.columns(pipeline)]
+    assert names == ["uih_item_id", "candidate_item_id", "uih_genre"]
+    assert [c.name for c in features.columns(pipeline, pb.ITEM)] == ["catalogue_genre", "catalogue_price"]
+    tables = {table.name: table.columns for table in features.tables(pipeline)}
+    assert tables == {
+        "movies": ("uih_item_id", "candidate_item_id", "negatives", "batch_items"),
+        "genres": ("uih_genre", "catalogue_genre"),
+    }
+    pipeline.model.retriever.loss.softmax.full.SetInParent()
+    assert features.shared_columns(pipeline) == ["negatives"]
