@@ -163,7 +163,9 @@ def test_products_of_16_bits_use_the_instructions_of_hopper(kernel):
 
 
 @pytest.mark.parametrize("kernel", ["tables", "other_tables"])
-@pytest.mark.parametrize("width", [64, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "width", [64, *(pytest.param(width, marks=pytest.mark.slow) for width in (128, 256))]
+)
 def test_sums_by_time_bucket_are_each_in_one_thread(kernel, width):
     """Else several threads would add the same sum to memory."""
     code = compiled(kernel, True, width, 2).asm["ttgir"]
