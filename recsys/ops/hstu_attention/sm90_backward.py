@@ -41,7 +41,6 @@ from recsys.ops.hstu_attention.sm90_forward import (
     tell,
 )
 
-
 NO_ROW = gl.constexpr(0x7FFFFFFF)
 """Behind all rows."""
 
@@ -53,47 +52,6 @@ def async_add_to_global(tensor_desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
     )
-
-
-@gluon.jit
-def loading_warp(
-    q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
-    SIZES: gl.constexpr,
-):  # fmt: skip
-    """Takes tiles of keys in the order of the list; rows run ahead in `STAGES` buffers."""
-    BLOCK_M: gl.constexpr = SIZES[1]
-    STAGES: gl.constexpr = SIZES[2]
-    STRIPS: gl.constexpr = SIZES[3]
-    q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[6]
-    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
-    k_full, v_full, keys_free = barriers[4], barriers[5], barriers[6]
-    stride_q, stride_g, stride_k, stride_v = strides
-    cursor = (gl.to_tensor(0), gl.to_tensor(1))
-    turn = gl.to_tensor(0)
-    place = gl.program_id(0)
-    while place < num_places:
-        tile, runs, unmasked, head = fetch(items, place, num_heads)
-        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        count = num_blocks(runs)
-        if count > 0:
-            tell(place, slots.index(turn % 2))
-            for number in range(count):
-                stage, parity = cursor
-                first = block_at(number, runs, unmasked) * BLOCK_M
-                mbarrier.wait(q_free.index(stage), parity)
-                load_rows(q_desc, tile, first, head * stride_q, q_full.index(stage), q_buffer.index(stage))
-                if number == 0:
-                    mbarrier.wait(keys_free.index(0), turn % 2 ^ 1)
-                    load_rows(k_desc, tile, tile[3], head * stride_k, k_full.index(0), k_buffer.index(0))
-                    load_rows(v_desc, tile, tile[3], head * stride_v, v_full.index(0), v_buffer.index(0))
-                mbarrier.wait(g_free.index(stage), parity)
-                load_rows(g_desc, tile, first, head * stride_g, g_full.index(stage), g_buffer.index(stage))
-                cursor = next_stage(cursor, STAGES)
-            turn += 1
-        place = following
-    tell(place, slots.index(turn % 2))
-    mbarrier.wait(keys_free.index(0), turn % 2 ^ 1)
-    mbarrier.arrive(k_full.index(0))
 
 
 @gluon.jit
@@ -174,8 +132,8 @@ def loading_ahead(
 def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
     """Which of the scores [keys, rows] are of pairs that the mask lets through; the first key and row.
 
-    As `recsys.ops.mask.column_intervals` has it, which rows see a key: a thread has few keys and many rows, so
-    bounds for each row would fill its registers. Rows past the end of the sample may be among them.
+    As `recsys.ops.mask.column_intervals` has it, which rows see a key: a thread has few keys and many rows,
+    so bounds for each row would fill its registers. Rows past the end of the sample may be among them.
     """
     num_contextual, window, prefix, group_size = rule
     history_end = tile[2]

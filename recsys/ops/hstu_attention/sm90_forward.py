@@ -132,9 +132,9 @@ def blocks_past(
     """How many blocks, the first in order, lie behind all that the strip sees: all of them for a strip past
     the end of the sample.
 
-    A row sees nothing behind itself, but for contextual rows: they see one another, and the history if they read
-    it. Blocks between the end of the strip and the end of the tile hold rows of the tile, which see themselves:
-    all of them are visited.
+    A row sees nothing behind itself, but for contextual rows: they see one another, and the history if they
+    read it. Blocks between the end of the strip and the end of the tile hold rows of the tile, which see
+    themselves: all of them are visited.
     """
     length, history_end, first = tile[1], tile[2], tile[3]
     row = first + strip * STRIP
@@ -347,8 +347,8 @@ def attend(
 
 @gluon.jit
 def computing_group(
-    strip: gl.constexpr, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-    SIZES: gl.constexpr, RULE: gl.constexpr, TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    strip: gl.constexpr, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+    rule, SIZES: gl.constexpr, RULE: gl.constexpr, TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """One strip of each tile that the loading warp tells of."""
     D: gl.constexpr = SIZES[0]
