@@ -208,7 +208,11 @@ class LayoutFacts:
         """
         if torch.compiler.is_compiling():
             return build()
-        if key not in self._memo:
+        try:
+            known = key in self._memo
+        except TypeError:  # a size in it that whoever traces has left open
+            return build()
+        if not known:
             self._memo[key] = build()
         return self._memo[key]
 

@@ -206,8 +206,11 @@ def computing_group(
 
 
 @gluon.jit(
-    do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"],
-)
+    do_not_specialize=[
+        "num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v",
+        "num_contextual", "window", "prefix", "group_size",
+    ],
+)  # fmt: skip
 def rows_kernel(
     q_desc, g_desc, k_desc, v_desc, dq_desc, items, counter, num_items, num_heads,
     stride_q, stride_g, stride_k, stride_v,

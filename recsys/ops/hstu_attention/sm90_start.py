@@ -91,17 +91,36 @@ def start(
     Args:
         key: with the kernel and the device all that the code depends on: what `constants` gives, the types of
             tensors and the sizes of boxes. The kernel must not be specialised on any of `numbers`.
+
+    Raises:
+        TypeError: a kernel that Triton would specialise on one of `numbers`.
     """
     device = pointers[0].device
     found = _FOUND.get((id(kernel), device.index, key))
     if found is not None and _start_again(found, device, programs, boxes, pointers, numbers):
         return
+    require_one_code(kernel, len(boxes) + len(pointers), numbers)
     descriptors = [ragged_descriptor(*box) for box in boxes]
     made = kernel[(programs,)](*descriptors, *pointers, *numbers, **constants())
     if found is None and isinstance(kernel, triton.JITFunction) and _aligned(pointers):
         found = _compiled(kernel, made, device)
         if found is not None:
             _FOUND[(id(kernel), device.index, key)] = found
+
+
+def require_one_code(kernel: Any, first: int, numbers: tuple[int | float, ...]) -> None:
+    """Passes if the code of a kernel is the same for all values of `numbers`, its parameters from number
+    `first` on: else a number 1, or one that 16 divides, would be compiled in and later ones not looked at.
+
+    Raises:
+        TypeError: naming the parameter.
+    """
+    for parameter, number in zip(getattr(kernel, "params", [])[first:], numbers, strict=False):
+        if isinstance(number, int) and not parameter.do_not_specialize:
+            raise TypeError(
+                f"{kernel.__name__}: parameter {parameter.name} belongs into do_not_specialize: later "
+                "launches take the code of the first whatever the number is"
+            )
 
 
 @lru_cache(maxsize=64)

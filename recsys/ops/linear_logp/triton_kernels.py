@@ -14,7 +14,6 @@ import triton.language as tl
 
 # What a kernel reads of module scope must be a constexpr.
 LOG2E = tl.constexpr(math.log2(math.e))
-NONE = tl.constexpr(float("-inf"))
 
 
 @triton.jit
@@ -46,7 +45,7 @@ def _without_hits(score, j, known, wanted, place, HAS_TARGET: tl.constexpr):
     hit = known == wanted
     if HAS_TARGET:
         hit = hit & (j != place)
-    return tl.where(hit, NONE, score)
+    return tl.where(hit, float("-inf"), score)
 
 
 @triton.jit
@@ -67,9 +66,9 @@ def _sum_tile(
         known = tl.load(candidate_ids + j)[None, :]
         score = _without_hits(score, j[None, :], known, wanted, place, HAS_TARGET)
     if EDGE:
-        score = tl.where(j[None, :] < num_candidates, score, NONE)
+        score = tl.where(j[None, :] < num_candidates, score, float("-inf"))
     better = tl.maximum(best, tl.max(score, 1))
-    finite = tl.where(better == NONE, 0.0, better)
+    finite = tl.where(better == float("-inf"), 0.0, better)
     weights = tl.exp2(score * power - (finite * power)[:, None])
     return better, sums * tl.exp2((best - finite) * power) + tl.sum(weights, 1)
 
@@ -99,7 +98,7 @@ def forward_kernel(
             place = tl.load(target + i).to(tl.int32)[:, None]
     factor = tl.load(scale)
     power = factor * LOG2E
-    best = tl.full([BLOCK_M], NONE, tl.float32)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M], tl.float32)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, tl.cdiv(num_candidates, BLOCK_N))

@@ -7,9 +7,22 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
+import triton
+
 from recsys.ops import AttentionMask
 from recsys.ops.hstu_attention import sm90_launch, sm90_start
-from recsys.ops.hstu_attention.sm90_start import Boxes, ragged_descriptor, start, with_loadable_rows
+from recsys.ops.hstu_attention.sm90_backward import backward_kernel
+from recsys.ops.hstu_attention.sm90_backward_rows import rows_kernel
+from recsys.ops.hstu_attention.sm90_backward_wide import wide_keys_kernel
+from recsys.ops.hstu_attention.sm90_forward import forward_kernel
+from recsys.ops.hstu_attention.sm90_round import round_kernel
+from recsys.ops.hstu_attention.sm90_start import (
+    Boxes,
+    ragged_descriptor,
+    require_one_code,
+    start,
+    with_loadable_rows,
+)
 from recsys.ops.hstu_attention.triton_launch import Problem
 from tests.ops.cases import layout_of, samples
 
@@ -146,3 +159,28 @@ def test_only_what_a_tensor_map_cannot_describe_is_copied():
     ):
         copied = with_loadable_rows(odd)
         assert copied is not odd and copied.is_contiguous() and torch.equal(copied, odd)
+
+
+FLOATS = ("half_alpha", "inverse_scale", "factor")
+
+KERNELS = {
+    "forward": (forward_kernel, 6),
+    "backward": (backward_kernel, 12),
+    "keys": (wide_keys_kernel, 8),
+    "rows": (rows_kernel, 7),
+    "round": (round_kernel, 2),
+}
+"""Each with how many descriptors and pointers it has."""
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_has_one_code_for_all_numbers(name):
+    kernel, first = KERNELS[name]
+    numbers = [0.5 if p.name in FLOATS else 1 for p in kernel.params[first:] if not p.is_constexpr]
+    assert kernel.params[first].name in ("num_items", "num_lines") and len(numbers) > 1
+    require_one_code(kernel, first, tuple(numbers))
+
+
+def test_a_kernel_that_would_be_compiled_for_a_number_is_refused():
+    with pytest.raises(TypeError, match="parameter num_lines belongs into do_not_specialize"):
+        require_one_code(triton.jit(round_kernel.fn), 2, (1, 0.5))
