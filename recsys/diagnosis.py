@@ -187,6 +187,7 @@ def explain_ops() -> str:
             ops.explain("hstu_attention_cached", q, q, q, layout, q, q, layout, scale_len=8),
             ops.explain("softmax_attention", q, q, q, layout),
             ops.explain("norm_mul_dropout", row, row, scale, scale),
+            ops.explain("linear_logp", row, row, torch.zeros(5, dtype=torch.int64, device=device)),
         )
         tables += [f"{dtype}: {one}" for one in found]
     return "\n".join(tables)

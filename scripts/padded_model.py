@@ -71,7 +71,7 @@ def pad(batch: Batch, pipeline: pb.Pipeline) -> PaddedBatch:
     sides = {
         name: events if column.side == pb.HISTORY else candidates
         for name, column in columns.items()
-        if column.side != pb.USER
+        if column.side in (pb.HISTORY, pb.CANDIDATE)
     }
 
     def fill_all(values: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -135,8 +135,7 @@ class PaddedModel(nn.Module):
         if isinstance(outputs, RankerOutputs):
             outputs = replace(outputs, logits=outputs.logits[padded.candidates.places])
         else:
-            places = padded.events.places
-            outputs = replace(outputs, queries=outputs.queries[places], events=outputs.events[places])
+            outputs = replace(outputs, queries=outputs.queries[padded.events.places])
         return self.model.objective(outputs, padded.original)
 
 

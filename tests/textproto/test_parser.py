@@ -69,7 +69,7 @@ MISTAKES = [
     ("features { sides: USED }", "x.config:@: features[0].sides[0]: no value USED. Did you mean USER?"),
     (
         "features { sides: 1 }",
-        "x.config:@: features[0].sides[0]: expected one of USER, HISTORY, CANDIDATE, found 1",
+        "x.config:@: features[0].sides[0]: expected one of USER, HISTORY, CANDIDATE, ITEM, found 1",
     ),
     ("features { sides: SIDE_UNSPECIFIED }", "features[0].sides[0]: no value SIDE_UNSPECIFIED."),
     (
