@@ -74,7 +74,7 @@ data {
 features { name: "user_id" sides: USER id { hash { num_buckets: 100000 } table: "user_id" } }
 features { name: "country" sides: USER id { hash { num_buckets: 300 } table: "country" } }
 features { name: "item_id" sides: HISTORY sides: CANDIDATE
-  id { vocabulary { file: "%(vocabulary)s" } table: "item_id" } }
+  id { vocabulary { file: "%(vocabulary)s" size: %(size)d } table: "item_id" } }
 features { name: "author_id" sides: HISTORY sides: CANDIDATE
   id { hash { num_buckets: 50000 } table: "author_id" } }
 features { name: "duration" sides: HISTORY sides: CANDIDATE numeric { normalize { log1p: true std: 2 } } }
@@ -119,7 +119,7 @@ def _reader_file(folder: Path) -> pb.Pipeline:
     vocabulary = folder / "item_id.parquet"
     ids = np.random.default_rng(0).choice(10**12, 200_000, replace=False)
     pq.write_table(pa.table({"id": ids}), vocabulary)
-    text = READER_CONFIG % {"rows": READER_ROWS, "vocabulary": vocabulary}
+    text = READER_CONFIG % {"rows": READER_ROWS, "vocabulary": vocabulary, "size": len(ids)}
     pipeline = text_format.Parse(text, pb.Pipeline())
     source = open_source(pipeline.data.train, pipeline)
     columns = source.check(pipeline, "train")

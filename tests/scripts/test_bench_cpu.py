@@ -53,3 +53,10 @@ def test_a_missed_bar_fails(monkeypatch, capsys):
     assert [line.split()[0] for line in lines] == list(results)
     assert ["MISSED" in line for line in lines] == [False, True, False, True]
     assert lines[1].split()[1:6] == ["0.49", "x", ">=", "0.5", "x"]
+
+
+def test_the_reader_is_measured_against_plain_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_cpu, "READER_ROWS", 3072)
+    monkeypatch.setattr(bench_cpu, "REPEATS", 1)
+    result = bench_cpu.bench_reader(tmp_path)
+    assert result.value > 0 and "rows/s, plain pyarrow" in result.detail
