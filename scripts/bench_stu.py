@@ -80,9 +80,10 @@ def widest_error(width: int, heads: int, device: str, backend: str) -> float:
 
 
 def bench(
-    batch: int, length: int, width: int, heads: int, device: str, commit: str, compiled: bool
+    batch: int, length: int, width: int, heads: int, backend: str, commit: str, compiled: bool
 ) -> Record:
     """Times a step."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     layer, layout = layer_of(width, heads, device), SequenceLayout(torch.full((batch,), length)).to(device)
     layer.compiled = compiled
     sets = [tokens(layout.total_len, width, device, seed) for seed in range(2)]
@@ -91,7 +92,7 @@ def bench(
 
     def step(i: int) -> None:
         x = sets[i % 2]
-        torch.autograd.grad(forward(layer, x, layout, "auto", bf16=True), [x, *leaves], cotangent)
+        torch.autograd.grad(forward(layer, x, layout, backend, bf16=True), [x, *leaves], cotangent)
 
     flop = 3 * (linear_flops(layer, layout.total_len) + attention_flops(AttentionMask(), layout, 2 * width))
     step(0)
@@ -102,7 +103,8 @@ def bench(
     ms = median_ms(step, device, repeats=10)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if device == "cuda" else None
     shape = f"B{batch} L{length} E{width} H{heads}{' compiled' if compiled else ''}"
-    backend = last_backend("hstu_attention") or "reference"
+    if (ran := last_backend("hstu_attention")) != backend:
+        raise RuntimeError(f"{backend} was asked for, {ran} ran")
     return Record(OP, backend, shape, "fwd+bwd", ms, flop / ms / 1e9, peak, True, commit)
 
 
@@ -117,17 +119,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=positive, default=sizes[1], help="of a token")
     parser.add_argument("--heads", type=positive, default=sizes[2])
     parser.add_argument("--lengths", type=positive, nargs="+", default=sizes[3], help="tokens of a sample")
+    parser.add_argument("--backend", help="of attention; default: sm90 on CUDA, else reference")
     parser.add_argument("--record", type=Path, help="file whose list of records grows")
     parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
     options = parser.parse_args(arguments)
     device = "cuda" if on_gpu else "cpu"
-    error = widest_error(options.width, options.heads, device, "auto")
+    backend = options.backend or ("sm90" if on_gpu else "reference")
+    error = widest_error(options.width, options.heads, device, backend)
     if not error <= 1:
         print(f"the layer is wrong: {error:.2f} times the allowed error", file=sys.stderr)
         return 1
     commit = options.commit or current_commit()
     records = [
-        bench(options.batch, length, options.width, options.heads, device, commit, compiled)
+        bench(options.batch, length, options.width, options.heads, backend, commit, compiled)
         for length in options.lengths
         for compiled in (False, True)
     ]
