@@ -167,6 +167,11 @@ def _mixers(pipeline: pb.Pipeline) -> Iterator[Finding]:
                 f"no backend is called {message.backend!r}. {did_you_mean(message.backend, BACKENDS['hstu'])}"
             )
             yield Finding(f"{path}.backend", what)
+        if isinstance(message, pb.HstuMixer) and message.compile:
+            again = [pb.Recompute.Name(one) for one in message.recompute if one in (pb.NORMED_X, pb.UVQK)]
+            if again:
+                what = f"what is compiled is not computed again: leave {' and '.join(again)} out of recompute"
+                yield Finding(f"{path}.compile", f"{what}, or do not compile")
 
 
 def _layer_groups(pipeline: pb.Pipeline) -> Iterator[Finding]:

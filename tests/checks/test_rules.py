@@ -190,6 +190,10 @@ RANKER_RULES = [
         "hstu.backend: no backend is called 'refrence'. Did you mean reference?",
     ),
     (
+        "model.ranker.mixer.hstu={num_heads: 2 qk_dim: 16 compile: true recompute: [GATED, UVQK]}",
+        "hstu.compile: what is compiled is not computed again: leave UVQK out of recompute, or do not",
+    ),
+    (
         "model.ranker.mixer={sasrec {num_heads: 5}}",
         "sasrec.num_heads: 5 does not divide model.embedding_dim, which is 32",
     ),
