@@ -24,9 +24,6 @@ from recsys.ops.relative_bias import RelativeBias
 WIDTHS = (64, 128, 256)
 """Of the heads: what there are sizes for in `sm90_launch`."""
 
-ONE_PASS = (64, 128)
-"""Widths whose gradients come from one kernel, unless they must be deterministic."""
-
 GLUON = "3.6"
 """The Triton whose Gluon the kernel is written in."""
 
@@ -44,14 +41,7 @@ def supports(facts: AttentionFacts) -> Support:
     for missing in (_missing_from_the_machine(), _missing_from_the_call(facts)):
         if missing:
             return able._replace(ok=False, reason=missing)
-    return able._replace(auto=able.auto and not _untried(facts))
-
-
-def _untried(facts: AttentionFacts) -> bool:
-    """What was mended after the last run on a GPU (experiments/2026-11-22-gpu-attention), or never ran there:
-    gradients in two passes, and graphs. Whoever names the backend gets them, "auto" does not."""
-    two_passes = facts.deterministic or facts.qk_dim not in ONE_PASS
-    return torch.compiler.is_compiling() or (facts.needs_grad and two_passes)
+    return able._replace(auto=able.auto and not torch.compiler.is_compiling())  # not run in graphs yet
 
 
 def _missing_from_the_call(facts: AttentionFacts) -> str:

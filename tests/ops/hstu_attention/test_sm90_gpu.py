@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from recsys.ops import AttentionMask, explain
+from recsys.ops import AttentionMask, SequenceLayout, explain, hstu_attention
 from tests.ops.cases import MASKS
 from tests.ops.hstu_attention.test_triton_gpu import assert_near, case, results
 
@@ -115,3 +115,35 @@ def test_deterministic_gradients_have_the_same_bits_every_time(dim):
     want, *others = (results(*batch, AttentionMask(), "sm90", True) for _ in range(5))
     for got in others:
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+class Attention(torch.nn.Module):
+    """What a compiler sees: lengths are inputs."""
+
+    def __init__(self, deterministic):
+        super().__init__()
+        self.deterministic = deterministic
+
+    def forward(self, q, k, v, lengths, offsets, num_targets):
+        layout = SequenceLayout.trusted(lengths, offsets, num_targets, 2, q.shape[0], q.shape[0], q.shape[0])
+        out = hstu_attention(
+            q * 1.0, k, v, layout, scale_len=64, backend="sm90", deterministic=self.deterministic
+        )
+        return out * 2.0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_one_graph_for_all_sizes(dim, deterministic):
+    model = Attention(deterministic)
+    made = torch.compile(model, dynamic=True, fullgraph=True)
+    for shapes in ([(70, 3), (5, 0)], [(3, 1)], [(400, 9), (0, 2), (33, 0)], [(900, 5)] * 40):
+        layout, q, k, v, _ = case(shapes, 2, dim, dim, 2, torch.bfloat16)
+        batch = (q, k, v, layout.lengths, layout.offsets, layout.num_targets)
+        results_of = []
+        for run in (made, model):
+            out = run(*batch)
+            cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+            results_of.append([out.detach(), *torch.autograd.grad(out, (q, k, v), cotangent)])
+        for got, want in zip(*results_of, strict=True):
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=1e-5)  # dQ: sums in any order
