@@ -4,7 +4,10 @@ The way into the data path: `Loader(pipeline, "train", rule).epoch(0)`. What is 
 decided in `plan` and depends on neither ranks nor readers; a loader only decides who makes it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
 
 from recsys import protos as pb
 from recsys.data.arrays import Arrays
@@ -18,6 +21,30 @@ from recsys.data.reader_pool import ReaderPool
 from recsys.data.sources import Source, open_source
 from recsys.data.unknown import UnknownIds
 from recsys.errors import DataError
+
+
+def _indices(reader: Reader, epoch: int, first: int, step: int) -> range:
+    return range(first, reader.plan(epoch).num_batches, step)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """(epoch, index) of a rank's batches from a batch of an epoch on, until an epoch has none."""
+
+    reader: Reader
+    epoch: int
+    start: int
+    rank: int
+    world_size: int
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        start = self.start
+        for epoch in count(self.epoch):
+            indices = _indices(self.reader, epoch, start + self.rank, self.world_size)
+            if not indices:
+                return
+            yield from ((epoch, index) for index in indices)
+            start = 0
 
 
 class Loader:
@@ -106,10 +133,32 @@ class Loader:
             DataError: a bad row or file.
             RecsysError: a reader process died.
         """
+        with closing(self._stream([(epoch, index) for index in self._indices(epoch, start)])) as stream:
+            yield from self._batches(epoch, start, stream)
+
+    def epochs(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """The same for this epoch and all that follow, without end: readers begin the next epoch while the
+        last batches of this one are still waiting.
+
+        Raises: as `epoch`.
+        """
+        number = epoch
+        while True:
+            rank = (self._rank, self._world_size)
+            with closing(self._stream(_Places(self._reader, number, start, *rank))) as stream:
+                nothing = False
+                # The places end at an epoch that has nothing for this rank; a new stream begins behind it.
+                while not nothing:
+                    nothing = not self._indices(number, start)
+                    yield from self._batches(number, start, stream)
+                    number, start = number + 1, 0
+
+    def _indices(self, epoch: int, start: int) -> range:
+        return _indices(self._reader, epoch, start + self._rank, self._world_size)
+
+    def _batches(self, epoch: int, start: int, stream: Iterator[Arrays]) -> Iterator[Batch]:
         self.account.begin()
         num_batches = self.num_batches(epoch)
-        mine = range(start + self._rank, num_batches, self._world_size)
-        stream = self._stream(epoch, mine)
         try:
             for step in range(self.num_steps(epoch, start)):
                 first = start + step * self._world_size
@@ -118,7 +167,6 @@ class Loader:
                 arrays = self._count(next(stream)) if index < num_batches else self._reader.filler()
                 yield self._collator.collate(arrays, position, index)
         finally:
-            stream.close()
             self.account.say(epoch)
 
     def _count(self, arrays: Arrays) -> Arrays:
@@ -127,12 +175,11 @@ class Loader:
             self._unknown_ids.look(arrays)
         return arrays
 
-    def _stream(self, epoch: int, indices: range) -> Iterator[Arrays]:
-        places = [(epoch, index) for index in indices]
-        num_workers = min(self._num_workers, len(places))
+    def _stream(self, places: list[tuple[int, int]] | _Places) -> Generator[Arrays]:
+        most = self._num_workers if isinstance(places, _Places) else len(places)
+        num_workers = min(self._num_workers, most)
         if num_workers == 0:
-            self._reader.begin(epoch)
-            yield from (self._reader.read(*place) for place in places)
+            yield from self._here(places)
             return
         pool = ReaderPool(self._reader, places, num_workers, ahead=self._prefetch)
         try:
@@ -140,6 +187,12 @@ class Loader:
         finally:
             # Also when the caller stops in the middle.
             pool.close()
+
+    def _here(self, places: Iterable[tuple[int, int]]) -> Iterator[Arrays]:
+        for number, place in enumerate(places):
+            if number == 0:
+                self._reader.begin(place[0])
+            yield self._reader.read(*place)
 
 
 def _open(pipeline: pb.Pipeline, split: str | pb.Source, *, may_be_empty: bool) -> Source:

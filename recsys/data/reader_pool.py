@@ -1,13 +1,15 @@
 """Reader processes at work: each reads its share of some batches and hands them over in shared memory.
 
-Batch i goes to process i mod n, and the batches come back in their order. Nobody tells a process what to read
-next: it knows from the start, and reads on until `ahead` of its batches have not been taken. So a batch costs
-one small message each way. (torch's DataLoader does the same with queues, their threads and an import of
-torch in each process; here that was a third of the throughput.)
+Which batches is a list, or a rule for them that each process follows by itself, perhaps without end. Batch i
+goes to process i mod n, and the batches come back in their order. Nobody tells a process what to read next:
+it knows from the start, and reads on until `ahead` of its batches have not been taken. So a batch costs one
+small message each way. (torch's DataLoader does the same with queues, their threads and an import of torch in
+each process; here that was a third of the throughput.)
 """
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sized
+from itertools import count, islice
 from multiprocessing.connection import Connection
 
 from recsys.data import reader_processes
@@ -27,20 +29,21 @@ class ReaderPool:
 
     Args:
         reader: travels to each process.
-        places: (epoch, index) of each batch.
+        places: (epoch, index) of each batch; travels to each process. What has no length is taken from as far
+            as there is something in it.
         num_processes: at least 1.
         ahead: batches of each process that may wait to be taken.
     """
 
     def __init__(
-        self, reader: Reader, places: Sequence[tuple[int, int]], num_processes: int, ahead: int
+        self, reader: Reader, places: Iterable[tuple[int, int]], num_processes: int, ahead: int
     ) -> None:
         context = reader_processes.context()
-        self._count = len(places)
+        self._numbers = range(len(places)) if isinstance(places, Sized) else count()
         self._processes, self._connections = [], []
         for first in range(num_processes):
             ours, theirs = context.Pipe()
-            share = places[first::num_processes]
+            share = (places, first, num_processes)
             process = context.Process(target=_serve, args=(reader, share, theirs, ahead), daemon=True)
             process.start()
             # The only other end lies in the process: when it dies, we hear of it.
@@ -55,7 +58,7 @@ class ReaderPool:
         Raises:
             RecsysError: what a process met, or that it died.
         """
-        for number in range(self._count):
+        for number in self._numbers:
             turn = number % len(self._connections)
             connection = self._connections[turn]
             try:
@@ -89,13 +92,16 @@ class ReaderPool:
         )
 
 
-def _serve(reader: Reader, places: Sequence[tuple[int, int]], connection: Connection, ahead: int) -> None:
+def _serve(
+    reader: Reader, share: tuple[Iterable[tuple[int, int]], int, int], connection: Connection, ahead: int
+) -> None:
     """Runs in a reader process until all batches are taken or the other end is closed."""
     # Ctrl-C reaches every process of a terminal; whoever takes the batches decides when the reading ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     waiting = 0
     try:
-        for place in places:
+        places, first, step = share
+        for place in islice(places, first, None, step):
             packed = reader[place]
             if waiting == ahead:
                 connection.recv_bytes()

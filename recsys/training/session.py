@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from google.protobuf import text_format
@@ -93,11 +92,8 @@ class Session:
 
     def batches(self) -> Iterator[Batch]:
         """This rank's batches from where the run stands, epoch after epoch without end."""
-        start = self.progress.next_batch
-        for epoch in count(self.progress.epoch):
-            with closing(self.train.epoch(epoch, start)) as batches:
-                yield from batches
-            start = 0
+        with closing(self.train.epochs(self.progress.epoch, self.progress.next_batch)) as batches:
+            yield from batches
 
     def advance(self, position: Position) -> None:
         """Moves the place in the data behind a batch that was trained on."""

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections import Counter
+from itertools import islice
 
 import pytest
 import torch
@@ -100,6 +101,17 @@ def test_processes_read_what_this_process_reads(two_files, start):
     two_files.pipeline.data.num_workers = 2
     there = list(loader(two_files).epoch(2, start))
     assert len(here) == len(there) and all(same(a, b) for a, b in zip(here, there, strict=True))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("rank", "world"), [(0, 1), (1, 2), (7, 8)])
+def test_readers_go_on_from_epoch_to_epoch(two_files, num_workers, rank, world):
+    """Also where a rank has no batch of an epoch: rank 7 of 8 gets fillers where there are fewer."""
+    two_files.pipeline.data.num_workers = num_workers
+    alone = loader(two_files, rank=rank, world_size=world)
+    one_by_one = [batch for epoch, start in ((3, 2), (4, 0), (5, 0)) for batch in alone.epoch(epoch, start)]
+    together = list(islice(loader(two_files, rank=rank, world_size=world).epochs(3, 2), len(one_by_one)))
+    assert all(same(a, b) for a, b in zip(one_by_one, together, strict=True))
 
 
 def test_reading_leaves_the_random_numbers_of_torch_alone(two_files):
