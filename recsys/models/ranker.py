@@ -16,7 +16,7 @@ from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows, Model, build_postprocessor, layout_rule
 from recsys.models.cached import RankerCache, microbatches
 from recsys.models.halves import Halves
-from recsys.modules.cache import CachingMixer, MixerCache
+from recsys.modules.cache import CachingMixer, Keep, MixerCache, copied
 from recsys.modules.flops import linear_flops
 from recsys.modules.losses import RankingLoss
 from recsys.modules.preprocessors import Preprocessed
@@ -85,18 +85,18 @@ class Ranker(Model):
         """float32 [N, tasks], predictions in the config's order of tasks."""
         return self._stack(self(batch))
 
-    def prefill(self, batch: Batch) -> RankerCache:
+    def prefill(self, batch: Batch, keep: Keep = copied) -> RankerCache:
         """What candidates look at of each row's user and history; candidates of the batch are left alone.
 
-        For `score_cached`, in evaluation mode under `torch.no_grad()`.
+        For `score_cached`, in evaluation mode under `torch.no_grad()`. `keep`: see there.
 
         Raises:
             ValueError: the mixer keeps no cache. RuntimeError: the model is in training.
         """
-        mixer, batch = self._caching_mixer(), self.halves.users(batch)
+        mixer, batch = self.caching_mixer(), self.halves.users(batch)
         with self.autocast():
             sequence, prefix = self.preprocess.prefix(self.embed(batch), batch)
-            return RankerCache(prefix, mixer.prefill(sequence))
+            return RankerCache(prefix, mixer.prefill(sequence, keep))
 
     def score_cached(self, batch: Batch, cache: RankerCache) -> Tensor:
         """`score` of a batch whose users and histories are in the cache; only candidates are looked at.
@@ -109,8 +109,8 @@ class Ranker(Model):
                 training, or gradients are asked for.
         """
         with self.autocast():
-            prepared = self._candidates(batch, cache)
-            return self._scores(prepared.sequence, prepared.candidates, cache.mixer)
+            prepared = self.encode_candidates(batch, cache)
+            return self.score_encoded(prepared.sequence, prepared.candidates, cache.mixer)
 
     def score_in_microbatches(self, batch: Batch, cache: RankerCache, size: int) -> Tensor:
         """`score_cached` with bounded memory: at most `size` candidates of each row at a time.
@@ -118,18 +118,18 @@ class Ranker(Model):
         Target groups stay whole: `size` is rounded down to some of them, at least one.
         """
         with self.autocast():
-            prepared, mixer = self._candidates(batch, cache), cache.mixer
+            prepared, mixer = self.encode_candidates(batch, cache), cache.mixer
             scores, places, rows = [], [], list(range(cache.batch_size))
-            group_size = self._caching_mixer().target_group_size
+            group_size = self.caching_mixer().target_group_size
             for part in microbatches(prepared.sequence.layout, size, group_size):
                 if part.rows != rows:
                     number = {row: number for number, row in enumerate(rows)}
                     mixer, rows = mixer.select([number[row] for row in part.rows]), part.rows
                 own = prepared.candidates.index_select(0, part.places)
-                scores.append(self._scores(prepared.sequence.take(part.targets), own, mixer))
+                scores.append(self.score_encoded(prepared.sequence.take(part.targets), own, mixer))
                 places.append(part.places)
             if not scores:
-                return self._scores(prepared.sequence, prepared.candidates, mixer)
+                return self.score_encoded(prepared.sequence, prepared.candidates, mixer)
             found = torch.cat(scores)
             return torch.empty_like(found).index_copy_(0, torch.cat(places), found)
 
@@ -145,27 +145,34 @@ class Ranker(Model):
         Raises:
             ValueError: new events would change what is kept of old tokens; naming the setting.
         """
-        mixer, batch = self._caching_mixer(), self.halves.events(batch)
+        mixer, batch = self.caching_mixer(), self.halves.events(batch)
         with self.autocast():
             sequence = self.preprocess.events(self.embed(batch), batch, cache.prefix)
             return RankerCache(cache.prefix.append(batch.sequences), mixer.extend(sequence, cache.mixer))
 
-    def _candidates(self, batch: Batch, cache: RankerCache) -> Preprocessed:
+    def encode_candidates(self, batch: Batch, cache: RankerCache) -> Preprocessed:
+        """The first half of `score_cached`: target tokens, and candidates for the head. Within `autocast`."""
         batch = self.halves.candidates(batch)
         rows = batch.num_candidates.shape[0]
         if rows != cache.batch_size:
             raise ValueError(f"the batch has {rows} rows, the cache {cache.batch_size}: select rows of it")
         return self.preprocess.candidates(self.embed(batch), batch, cache.prefix)
 
-    def _scores(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
-        mixed = self._caching_mixer().score(sequence, cache)
-        targets = self.postprocess(mixed.targets(), mixed.target_times())
+    def score_encoded(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
+        """The second half of `score_cached`, of some candidates: [n, tasks]. Within `autocast`."""
+        mixed = self.caching_mixer().score(sequence, cache)
+        targets = self.postprocess(mixed.values, mixed.next_timestamps)  # there are no other tokens
         return self._stack(self.predict(self.head(targets, candidates)))
 
     def _stack(self, outputs: RankerOutputs) -> Tensor:
         return torch.stack([outputs.predictions[task.name] for task in self.tasks], dim=1)
 
-    def _caching_mixer(self) -> CachingMixer:
+    def caching_mixer(self) -> CachingMixer:
+        """The mixer.
+
+        Raises:
+            ValueError: it keeps no cache.
+        """
         if not isinstance(self.mix, CachingMixer):
             name = type(self.mix).__name__
             raise ValueError(f"{name} keeps no cache; score whole rows, or train with HstuMixer")

@@ -15,6 +15,18 @@ from recsys.modules.sequence import JaggedSequence
 from recsys.ops import Selection, SequenceLayout
 
 
+Keep = Callable[[Tensor], Tensor]
+"""Where a cache's tensors come to lie: takes one that may be a view of something larger, [T, ...], and returns
+an equal one that stays. Of each stage it is called for times, if there are any, then for keys and values of
+each layer in turn.
+"""
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A tensor of its own: a view would keep all that was computed together."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 @dataclass(frozen=True, eq=False)
 class CacheStage:
     """Neighbouring layers that see the same tokens: all of a stack, or those up to the next truncation.
@@ -115,7 +127,7 @@ class CachingMixer(Protocol):
         """Neighbouring targets that are scored together or not at all."""
         ...
 
-    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+    def prefill(self, sequence: JaggedSequence, keep: Keep = copied) -> MixerCache:
         """What targets will look at of contextual and history tokens."""
         ...
 

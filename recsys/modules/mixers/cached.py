@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from recsys.modules.cache import CacheStage
+from recsys.modules.cache import CacheStage, Keep, copied
 from recsys.modules.mixers.step import Halves, finish, parts_of, project
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout
@@ -22,11 +21,14 @@ if TYPE_CHECKING:
     from recsys.modules.mixers.hstu import HstuMixer
 
 
-def prefill(stacks: Sequence[HstuMixer], sequence: JaggedSequence) -> tuple[CacheStage, ...]:
+def prefill(
+    stacks: Sequence[HstuMixer], sequence: JaggedSequence, keep: Keep = copied
+) -> tuple[CacheStage, ...]:
     """Runs contextual and history tokens as far as targets will look at them: the last layer only projects.
 
     Args:
         sequence: without targets.
+        keep: see there.
 
     Raises:
         ValueError: there are targets. RuntimeError: the stacks are in training.
@@ -42,9 +44,9 @@ def prefill(stacks: Sequence[HstuMixer], sequence: JaggedSequence) -> tuple[Cach
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
         halves = project(layers, parts)
         if number == 0 or rule.tail_len is not None:
-            times = _copy(sequence.timestamps) if first.biases else None
+            times = keep(sequence.timestamps) if first.biases else None
             stages.append(CacheStage(sequence.layout, times))
-        stages[-1] = stages[-1].with_layer(_copy(halves.k), _copy(halves.v))
+        stages[-1] = stages[-1].with_layer(keep(halves.k), keep(halves.v))
         if number + 1 < len(first.rules):
             q, k, v = halves.q, halves.k, halves.v
             bias = first.biases[number](sequence) if first.biases else None
@@ -151,11 +153,6 @@ def require_extendable(mixer: HstuMixer, stages: Sequence[CacheStage], new: Sequ
                 f"{int(grown.max())} tokens of a history would reach layer {number}, whose tail_len is "
                 f"{rule.tail_len}; {instead}"
             )
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A tensor of its own: a view would keep all that was computed together."""
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _layers(stages: Sequence[CacheStage]) -> Iterator[tuple[CacheStage, int]]:

@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from recsys import protos as pb
-from recsys.modules.cache import MixerCache
+from recsys.modules.cache import Keep, MixerCache, copied
 from recsys.modules.mixers import cached
 from recsys.modules.mixers.rules import layer_rules, stack_flops
 from recsys.modules.mixers.step import finish, project
@@ -79,9 +79,9 @@ class HstuMixer(nn.Module):
         """Neighbouring targets that are scored together or not at all, by the groups of all layers."""
         return math.lcm(*(rule.mask.target_group_size for rule in self.rules))
 
-    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+    def prefill(self, sequence: JaggedSequence, keep: Keep = copied) -> MixerCache:
         """What targets will look at of these contextual and history tokens; see `mixers.cached`."""
-        return MixerCache((cached.prefill([self], sequence),))
+        return MixerCache((cached.prefill([self], sequence, keep),))
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
         """Targets alone, [N, E] in and out: what `forward` makes of them behind the tokens of the cache."""
