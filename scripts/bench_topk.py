@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys import protos as pb
 from recsys.flags import Parser, positive
 from recsys.inference.search import Search, open_search
-from recsys.inference.topk import TopK, top_k
+from recsys.ops import TopK, top_k
 from scripts.bench_ops import current_commit
 
 CENTRES = 1000

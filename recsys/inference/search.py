@@ -15,7 +15,7 @@ from torch import Tensor
 
 from recsys import protos as pb
 from recsys.errors import ConfigError, InstallationError
-from recsys.inference.topk import TopK, top_k
+from recsys.ops import TopK, top_k
 from recsys.registry import pick, register
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Search(Protocol):
     """What `open_search` gives."""
 
     def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
-        """As `topk.top_k`; everything lies on the host."""
+        """As `ops.top_k`; everything lies on the host."""
         ...
 
     def recall(self) -> Recall | None:

@@ -4,16 +4,19 @@ An op's package holds its signature, its validator and one module a backend; `di
 Nothing here knows about configs, models or tables.
 """
 
+from recsys.ops.bucket_embedding import bucket_embedding
 from recsys.ops.dispatch import explain, last_backend
 from recsys.ops.hstu_attention import hstu_attention
 from recsys.ops.hstu_attention.cached import hstu_attention_cached
-from recsys.ops.jagged import gather_rows, segment_sum
+from recsys.ops.jagged import gather_rows
 from recsys.ops.layout import PaddedIndex, Selection, SequenceLayout, offsets_from_lengths
 from recsys.ops.linear_logp import LinearLogp, linear_logp, linear_lse
 from recsys.ops.mask import AttentionMask
 from recsys.ops.norm_mul_dropout import norm_mul_dropout
 from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
+from recsys.ops.segment_sum import segment_sum
 from recsys.ops.softmax_attention import softmax_attention
+from recsys.ops.top_k import TopK, top_k
 
 __all__ = [
     "AttentionMask",
@@ -23,6 +26,8 @@ __all__ = [
     "RelativeBias",
     "Selection",
     "SequenceLayout",
+    "TopK",
+    "bucket_embedding",
     "explain",
     "gather_rows",
     "hstu_attention",
@@ -34,4 +39,5 @@ __all__ = [
     "offsets_from_lengths",
     "segment_sum",
     "softmax_attention",
+    "top_k",
 ]

@@ -19,6 +19,9 @@ from recsys.ops.dispatch import Support
 
 logger = logging.getLogger(__name__)
 
+GLUON = "3.6"
+"""The Triton whose Gluon the kernels for Hopper are written in."""
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Triton decides when it is imported, by its own variable, whether kernels are compiled or interpreted.
@@ -64,6 +67,23 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4  # in the interpreter: few programs, so that one of them has several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@torch.compiler.assume_constant_result
+@lru_cache(maxsize=1)
+def missing_for_hopper() -> str:
+    """What a machine with CUDA lacks for kernels written in Gluon; empty if nothing."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "it needs a Hopper GPU"
+    version = environment.installed_version("triton") or ""
+    if not version.startswith(f"{GLUON}."):
+        return f"it needs Triton {GLUON}, this is {version}"
+    environment.prefer_packaged_ptxas()
+    path = environment.find_ptxas()
+    found = environment.tool_version(path) if path else ""
+    if environment.version_numbers(found) < environment.MINIMAL_PTXAS:
+        return "it needs ptxas 13.3 or later; type: pip install 'nvidia-cuda-nvcc>=13.3'"
+    return ""
 
 
 @lru_cache(maxsize=1)

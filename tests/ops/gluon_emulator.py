@@ -410,6 +410,10 @@ def _extreme(pick: Any, name: str) -> Any:
     return apply
 
 
+def _maximum_of(x: Block, axis: int) -> Block | Number:
+    return Number(x.data.max().item()) if x.data.dim() == 1 else Block(x.data.amax(axis))
+
+
 def language(machine: Machine) -> SimpleNamespace:
     """What stands in for the modules `gluon.language` and `triton.language`."""
 
@@ -464,7 +468,7 @@ def language(machine: Machine) -> SimpleNamespace:
         load=load,
         store=lambda pointer, value, mask: pointer.store(value, mask),
         thread_barrier=lambda: None,
-        max=lambda x, axis: Number(x.data.max().item()),
+        max=_maximum_of,
         maximum=_extreme(max, "maximum"),
         minimum=_extreme(min, "minimum"),
         num_programs=lambda axis: Number(machine.programs),

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from recsys.inference.topk import TopK, top_k
+from recsys.ops import TopK, top_k
 from scripts import bench_topk
 
 FLAGS = ["--items", "3000", "--dim", "8", "--queries", "20", "--k", "4", "--removed", "3", "--repeats", "2"]

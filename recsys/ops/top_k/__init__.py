@@ -1,0 +1,108 @@
+"""`top_k`: the best items of a whole catalogue for each query, by inner product, exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recsys.ops.dispatch import Op
+
+__all__ = ["OP", "TopK", "top_k"]
+
+ITEM_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+MOST_ITEMS = 2**32
+"""There must be fewer."""
+
+
+@dataclass
+class TopK:
+    """Best items of each query, best first.
+
+    Attributes:
+        scores: [B, k] float32; -inf where a query has fewer than k items left.
+        items: [B, k] int64 index into the item vectors; -1 where a query has fewer than k items left.
+    """
+
+    scores: Tensor
+    items: Tensor
+
+
+@dataclass(frozen=True)
+class TopKFacts:
+    """All that a backend may know when it says whether it can run."""
+
+    device: str
+    dtype: torch.dtype
+    """Of the items."""
+    width: int
+    k: int
+
+
+def top_k(
+    queries: Tensor,
+    items: Tensor,
+    k: int,
+    *,
+    removed: Tensor,
+    removed_lengths: Tensor,
+    backend: str = "auto",
+) -> TopK:
+    """Exact top-k by inner product, equal scores in order of the item's index.
+
+    A score is the inner product of float32 vectors, summed in float32 in an order of the backend's own; the
+    result is the top-k of those scores, whatever way leads there. Memory beyond the inputs is bounded at any
+    size of catalogue, and nothing waits for the device.
+
+    Args:
+        queries: [B, E] float32, on any device.
+        items: [V, E] float32, bfloat16 or float16, on the same device; fewer than 2^32.
+        k: items wanted of each query, at least 1.
+        removed: [R] int64 on the host, indices of items that must not be found, query after query; others
+            than 0..V-1 are passed over.
+        removed_lengths: [B] int64 on the host, how many of `removed` belong to each query.
+        backend: "auto" takes the first usable one; a named one runs or raises.
+
+    Returns:
+        On the device of the queries. What scores -inf is not found; scores must not be NaN.
+
+    Raises:
+        TypeError, ValueError: shapes, types or devices that do not fit, or k < 1.
+    """
+    facts = top_k_facts(queries, items, k, removed=removed, removed_lengths=removed_lengths)
+    return OP.select(facts, backend).run(queries, items, k, removed, removed_lengths)
+
+
+def top_k_facts(
+    queries: Tensor, items: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor
+) -> TopKFacts:
+    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    if k < 1:
+        raise ValueError(f"k is {k}; at least 1 item must be asked for")
+    if queries.dim() != 2 or items.dim() != 2 or queries.shape[1] != items.shape[1]:
+        raise ValueError(
+            f"queries {tuple(queries.shape)} and items {tuple(items.shape)} must be [B, E] and [V, E]"
+        )
+    if queries.dtype != torch.float32 or items.dtype not in ITEM_TYPES:
+        raise TypeError(
+            f"queries ({queries.dtype}) must be float32, items ({items.dtype}) float32, bfloat16 or float16"
+        )
+    if queries.device != items.device:
+        raise ValueError(f"queries are on {queries.device}, items on {items.device}: one device is needed")
+    if len(items) >= MOST_ITEMS:
+        raise ValueError(f"there are {len(items)} items; fewer than {MOST_ITEMS} can be searched")
+    for name, tensor in (("removed", removed), ("removed_lengths", removed_lengths)):
+        if tensor.device.type != "cpu" or tensor.dtype != torch.int64:
+            raise ValueError(
+                f"{name} must be int64 on the host, where it is read; it is {tensor.dtype} on {tensor.device}"
+            )
+    if removed_lengths.shape != (queries.shape[0],) or int(removed_lengths.sum()) != removed.shape[0]:
+        raise ValueError(
+            f"removed_lengths must be {queries.shape[0]} numbers that add up to {removed.shape[0]}"
+        )
+    return TopKFacts(queries.device.type, items.dtype, int(queries.shape[1]), k)
+
+
+OP = Op("top_k", __name__, backends=("sm90", "triton", "reference"), facts=top_k_facts)

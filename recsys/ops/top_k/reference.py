@@ -1,0 +1,88 @@
+"""Blocks of items in plain PyTorch, on any device.
+
+A block of items is scored and removed items are struck out; the best groups of the block, by their best item,
+hold its best items, so only those are sorted and merged with the best so far. Memory is B x (block + 64 k).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.top_k import TopK
+from recsys.ops.top_k.keys import items_of, keys_of, scores_of
+
+BLOCK = 65_536
+"""Items scored together; 65,536 x 256 queries of float32 are 64 MiB."""
+
+GROUP = 64
+"""Neighbouring items that are first looked at as one."""
+
+
+def supports(facts: object) -> Support:
+    """Everything."""
+    return SUPPORTED
+
+
+def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths: Tensor) -> TopK:
+    """`top_k`; the arguments have been validated."""
+    best = keys_of(queries.new_full((len(queries), k), -torch.inf), queries.new_zeros(k, dtype=torch.int64))
+    nothing = queries.new_full((), -torch.inf)
+    gone = _by_block(removed, removed_lengths, len(items), queries.device)
+    for start, struck in zip(range(0, len(items), BLOCK), gone, strict=True):
+        part = queries @ items[start : start + BLOCK].float().T
+        part.index_put_((struck.query, struck.item), nothing)
+        found = _best_of_block(part, start, k)
+        best = torch.topk(torch.cat([best, found], dim=1), k, dim=1).values
+    scores = scores_of(best)
+    return TopK(scores, items_of(best).masked_fill(scores == -torch.inf, -1))
+
+
+class _Struck(NamedTuple):
+    """int64 [n] each: what must not be found in a block, as row of the queries and place in the block."""
+
+    query: Tensor
+    item: Tensor
+
+
+def _by_block(
+    removed: Tensor, removed_lengths: Tensor, num_items: int, device: torch.device
+) -> Iterator[_Struck]:
+    """For each block what must not be found there, sorted out on the host and sent in one piece."""
+    item, order = removed.sort()
+    query = torch.repeat_interleave(removed_lengths)[order]
+    starts = list(range(0, num_items, BLOCK))
+    bounds = torch.searchsorted(item, torch.tensor([*starts, num_items])).tolist()
+    pairs = torch.stack([query, item]).to(device, non_blocking=True)
+    for start, first, last in zip(starts, bounds, bounds[1:], strict=False):
+        yield _Struck(pairs[0, first:last], pairs[1, first:last] - start)
+
+
+def _best_of_block(part: Tensor, start: int, k: int) -> Tensor:
+    """Keys [B, up to k] of the best of some scores [B, n] of the items from `start` on.
+
+    A group that is not among the k best ones, by its best score and then by place, has k items of other
+    groups before each of its own.
+    """
+    queries, count = part.shape
+    index = torch.arange(start, start + count, device=part.device)
+    if count <= 2 * GROUP * k:
+        return _largest(keys_of(part, index), k)
+    num_groups = -(-count // GROUP)
+    if count % GROUP:  # else it would be a copy
+        part = F.pad(part, (0, -count % GROUP), value=-torch.inf)
+    part = part.view(queries, num_groups, GROUP)
+    groups = torch.arange(num_groups, device=part.device)
+    chosen = items_of(_largest(keys_of(part.amax(dim=2), groups), k))
+    scores = part.gather(1, chosen[:, :, None].expand(-1, -1, GROUP)).flatten(1)
+    members = (start + chosen * GROUP)[:, :, None] + torch.arange(GROUP, device=part.device)
+    return _largest(keys_of(scores, members.flatten(1)), k)
+
+
+def _largest(keys: Tensor, k: int) -> Tensor:
+    return torch.topk(keys, min(k, keys.shape[1]), dim=1).values

@@ -1,0 +1,37 @@
+"""The Triton backend: rounded scores rule out nearly all items, exact ones decide.
+
+The modules of kernels are imported when one of them runs, so that this one can be asked without Triton.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from recsys.ops import triton_backend
+from recsys.ops.dispatch import Support
+from recsys.ops.top_k import TopK, TopKFacts
+
+MAX_WIDTH = 512
+MAX_K = 256
+
+_LAUNCH = f"{__name__.rpartition('.')[0]}.triton_launch"
+
+triton_backend.preload(_LAUNCH)
+
+
+def supports(facts: TopKFacts) -> Support:
+    """What any Triton backend can do, for rows that a program can hold and answers of some hundred items."""
+    able = triton_backend.support(facts.device, facts.dtype)
+    if not able.ok:
+        return able
+    if not 0 < facts.width <= MAX_WIDTH:
+        reason = f"vectors have {facts.width} numbers, it takes 1 to {MAX_WIDTH}"
+        return able._replace(ok=False, reason=reason)
+    if facts.k > MAX_K:
+        return able._replace(ok=False, reason=f"{facts.k} items are wanted, it finds up to {MAX_K}")
+    return able._replace(auto=False)
+
+
+def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths: Tensor) -> TopK:
+    """`top_k`; the arguments have been validated."""
+    return triton_backend.load(_LAUNCH).run(queries, items, k, removed, removed_lengths)

@@ -1,0 +1,274 @@
+"""Launches of the kernels of `top_k`: bounds of queries, sizes of chunks and blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from recsys.ops.top_k import TopK
+from recsys.ops.top_k.keys import items_of, keys_of, scores_of
+from recsys.ops.top_k.triton_kernels import choose_kernel, coarse_kernel, measure_kernel
+from recsys.ops.triton_backend import num_processors
+
+
+class Blocks(NamedTuple):
+    """Sizes of the kernel that multiplies."""
+
+    queries: int  # of a program
+    group: int  # items of which only the largest score is kept
+    num_warps: int
+    num_stages: int
+
+
+BLOCKS = {
+    64: Blocks(128, 128, 8, 3),
+    128: Blocks(128, 128, 8, 2),
+    256: Blocks(128, 64, 8, 3),
+    512: Blocks(64, 64, 4, 2),
+}
+"""By padded width."""
+
+CHUNK_QUERIES = 4096
+"""Queries at a time."""
+
+CHUNK_BYTES = 512 * 2**20
+"""Of the largest scores of groups, and again of the rounded items, of a chunk of the catalogue."""
+
+PART = 64
+"""Groups of a program, so that queries are loaded rarely, and the last programs end together."""
+
+CLASSES = 1024
+"""Groups that a program looks at together."""
+
+STEP = 32
+"""Columns of a group that are summed together."""
+
+REMOVED = 32
+"""Removed items that a group is compared with together."""
+
+SUM_ERROR = 2.0**-21
+"""Of a sum of n products, each and every one, relative to the sum of their magnitudes: n 2^-22 is twice what
+was seen of tensor cores, which cut off instead of rounding (Fasi et al., Numerical behavior of NVIDIA tensor
+cores, PeerJ CS 2021); sums of float32 in any order stay below n 2^-23."""
+
+LARGEST_BITS = 120
+"""Queries are multiplied by powers of 2 up to this one, and down to its inverse."""
+
+
+class Product(NamedTuple):
+    """A way to the largest rounded scores of groups."""
+
+    launch: Callable[[Tensor, Tensor, Tensor, int], None]
+    """Takes rounded queries, rounded items, where to write the scores, how many groups there are."""
+    group: int
+    """Items of a group."""
+
+
+class Rounded(NamedTuple):
+    """Queries as they are multiplied."""
+
+    rows: Tensor
+    """[B, E'] of 16 bits; E' is a multiple of 8."""
+    facts: Tensor
+    """[B, 3] float32: see `choose_kernel`."""
+    share: Tensor
+    """[] float32: see `measure_kernel`."""
+
+
+def run(
+    queries: Tensor,
+    items: Tensor,
+    k: int,
+    removed: Tensor,
+    removed_lengths: Tensor,
+    product: Product | None = None,
+) -> TopK:
+    """`top_k`; the arguments have been validated. `product` if not that of `BLOCKS`."""
+    width = int(queries.shape[1])
+    device = queries.device
+    slots = max(16, 1 << (k - 1).bit_length())
+    # They are distinct, so that one at a time is replaced; those behind the k-th never are.
+    empty = keys_of(torch.full([slots], -torch.inf, device=device), torch.arange(slots, device=device))
+    best = empty.repeat(len(queries), 1)
+    if len(queries) and len(items) and width:
+        queries, items = (one if one.stride(1) == 1 else one.contiguous() for one in (queries, items))
+        gone = removed.to(device, non_blocking=True)
+        ends = torch.cumsum(torch.cat([removed_lengths.new_zeros(1), removed_lengths]), 0)
+        offsets = ends.to(device, non_blocking=True)
+        product = product or product_of(BLOCKS[padded_width(width)])
+        rounded = round_queries(queries, torch.bfloat16 if items.dtype == torch.bfloat16 else torch.float16)
+        for start in range(0, len(queries), CHUNK_QUERIES):
+            some = slice(start, start + CHUNK_QUERIES)
+            part = Rounded(rounded.rows[some], rounded.facts[some], rounded.share)
+            _search(_Search(queries[some], items, k, part, gone, offsets[start:], best[some]), product)
+    best = best[:, :k].sort(dim=1, descending=True).values
+    scores = scores_of(best)
+    return TopK(scores, items_of(best).masked_fill(scores == -torch.inf, -1))
+
+
+class _Search(NamedTuple):
+    queries: Tensor
+    items: Tensor
+    k: int
+    rounded: Rounded
+    removed: Tensor
+    removed_offsets: Tensor
+    best: Tensor
+
+
+def product_of(blocks: Blocks) -> Product:
+    """The product of `coarse_kernel`."""
+
+    def launch(rows: Tensor, items: Tensor, maxima: Tensor, num_groups: int) -> None:
+        launch_coarse(rows, items, maxima, num_groups, blocks)
+
+    return Product(launch, blocks.group)
+
+
+def _search(search: _Search, product: Product) -> None:
+    """Adds what is best of all items to `best`, chunk by chunk."""
+    items, device = search.items, search.items.device
+    copied = not _is_ready(items)
+    columns = search.rounded.rows.shape[1]
+    chunk = _chunk(len(search.queries), 2 * columns if copied else 0, len(items), product.group)
+    groups = _up(chunk, product.group) // product.group
+    maxima = torch.empty(len(search.queries) * _up(groups, 16), dtype=torch.float32, device=device)
+    widths = torch.empty(groups, dtype=torch.float32, device=device)
+    room = torch.empty(chunk if copied else 0, columns, dtype=search.rounded.rows.dtype, device=device)
+    for first in range(0, len(items), chunk):
+        part = items[first : first + chunk]
+        groups = _up(len(part), product.group) // product.group
+        rows = room[: len(part)] if copied else part
+        measure(part, rows, widths, search.rounded.share, product.group)
+        scores = maxima[: len(search.queries) * _up(groups, 16)].view(len(search.queries), -1)
+        product.launch(search.rounded.rows, rows, scores, groups)
+        choose(search, scores, widths, first, len(part), product.group)
+
+
+def _chunk(num_queries: int, item_bytes: int, num_items: int, group: int) -> int:
+    """Items of a chunk: whole groups, and the chunks of about the same size."""
+    most = CHUNK_BYTES // (4 * num_queries) * group
+    if item_bytes:
+        most = min(most, CHUNK_BYTES // item_bytes)
+    most = max(most // group, 1) * group
+    chunks = -(-num_items // most)
+    return _up(-(-num_items // chunks), group)
+
+
+def round_queries(queries: Tensor, dtype: torch.dtype) -> Rounded:
+    """To 16 bits, multiplied by powers of 2 that make the greatest number of each about 1."""
+    width = queries.shape[1]
+    greatest = queries.abs().amax(1)
+    exponent = torch.frexp(torch.where(greatest.isfinite(), greatest, 1)).exponent
+    exponent = exponent.clamp(-LARGEST_BITS, LARGEST_BITS)
+    one = torch.ones_like(greatest)
+    rows = (queries * torch.ldexp(one, -exponent)[:, None]).to(dtype)
+    scale = torch.ldexp(one, exponent)
+    exact = queries.double()
+    length = exact.norm(dim=1)
+    rest = (exact - rows.double() * scale.double()[:, None]).norm(dim=1)
+    share = torch.where(length > 0, rest / length, 0)
+    known = share.isfinite() & length.isfinite()
+    greatest_share = torch.where(known, share, 0).amax() + SUM_ERROR * width
+    reach = torch.where(known, length * (1 + 2.0**-20), torch.inf)
+    slack = torch.where(length > 0, width * 2.0**-120, 0)  # products may be rounded to zero
+    facts = torch.stack([scale, reach, slack], 1).float()
+    rows = torch.nn.functional.pad(rows, (0, -width % 8))
+    return Rounded(rows, facts, (greatest_share * (1 + 2.0**-20)).float())
+
+
+def measure(items: Tensor, rows: Tensor, widths: Tensor, share: Tensor, group: int) -> None:
+    """Bounds of groups, and, if `rows` are not the items themselves, the rounded items."""
+    width = int(items.shape[1])
+    measure_kernel[(_up(len(items), group) // group,)](
+        items,
+        rows,
+        widths,
+        share,
+        len(items),
+        items.stride(0),
+        rows.stride(0),
+        D=width,
+        BLOCK_D=padded_width(width),
+        STEP=STEP,
+        GROUP=group,
+        COPIED=rows is not items,
+        num_warps=4,
+    )
+
+
+def launch_coarse(rows: Tensor, items: Tensor, maxima: Tensor, num_groups: int, blocks: Blocks) -> None:
+    """`coarse_kernel`."""
+    columns = padded_width(rows.shape[1])
+    tiles = -(-len(rows) // blocks.queries)
+    per_part = part_of(tiles, num_groups, items.device)
+    coarse_kernel[(tiles * -(-num_groups // per_part),)](
+        TensorDescriptor.from_tensor(rows, [blocks.queries, columns]),
+        TensorDescriptor.from_tensor(items, [blocks.group, columns]),
+        maxima,
+        len(rows),
+        num_groups,
+        per_part,
+        maxima.stride(0),
+        BLOCK_M=blocks.queries,
+        GROUP=blocks.group,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+
+
+def part_of(tiles: int, num_groups: int, device: torch.device) -> int:
+    """Groups of a program: fewer than `PART` where there would not be programs enough."""
+    programs = 8 * num_processors(device)
+    return max(1, min(PART, tiles * num_groups // programs))
+
+
+def choose(
+    search: _Search, maxima: Tensor, widths: Tensor, first: int, num_items: int, group: int
+) -> None:
+    """Looks into the groups of a chunk that may have one of the best items."""
+    width, items = int(search.items.shape[1]), search.items[first : first + num_items]
+    choose_kernel[(len(search.queries),)](
+        maxima,
+        widths,
+        search.queries,
+        search.rounded.facts,
+        items,
+        search.removed,
+        search.removed_offsets,
+        search.best,
+        first,
+        num_items,
+        _up(num_items, group) // group,
+        search.k,
+        maxima.stride(0),
+        search.queries.stride(0),
+        items.stride(0),
+        D=width,
+        BLOCK_D=padded_width(width),
+        STEP=STEP,
+        GROUP=group,
+        K=search.best.shape[1],
+        CLASSES=CLASSES,
+        REMOVED=REMOVED,
+        num_warps=4,
+    )
+
+
+def padded_width(width: int) -> int:
+    """Of a block of whole rows."""
+    return max(64, 1 << (width - 1).bit_length())
+
+
+def _is_ready(items: Tensor) -> bool:
+    """Whether the items can be multiplied as they lie there: 16 bits, in steps of 16 bytes."""
+    aligned = items.data_ptr() % 16 == 0 and items.stride(0) * items.element_size() % 16 == 0
+    return items.dtype.itemsize == 2 and aligned
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
