@@ -11,12 +11,14 @@ events and --candidates candidates. What is timed, in turns, from a batch on the
     uncached   pieces of --microbatch candidates of each row, each piece with the whole history
     one pass   all candidates in one call, with the memory that this takes
     prefill    what is kept of users and histories, once
-    cached     prefill, then pieces of --microbatch candidates of each row against it
+    eager      prefill, then pieces of --microbatch candidates of each row against it, started by Python
+    cached     the same with `GraphScoring`, which replays recorded pieces; without CUDA it records nothing
+    pieces     cached, less the prefill: the cache is there
 
-`ratio` is uncached over cached, the median over pairs. The scores are compared first: on rows of at most 512
-events cached ones may be twice as far from those of the reference backend in float32 as uncached ones are,
-and at full size, in float32, they may differ from uncached ones by 1e-5. `--record` writes a list with a line
-a variant.
+`ratio` is uncached over cached, `ratio_of_pieces` uncached over pieces, medians over pairs. The scores are
+compared first: on rows of at most 512 events cached ones may be twice as far from those of the reference
+backend in float32 as uncached ones are, and at full size, in float32, they may differ from uncached ones by
+1e-5. `--record` writes a list with a line a variant.
 
 On CUDA when it is there. Exit code 1 when a variant is wrong or does not fit.
 """
@@ -44,6 +46,8 @@ from recsys.data.loader import Loader
 from recsys.errors import ConfigError, RecsysError
 from recsys.flags import Parser, positive
 from recsys.models import Ranker, build_model, layout_rule
+from recsys.models.cached import RankerCache
+from recsys.models.graph_scoring import WARM_UP, GraphScoring
 from recsys.ops import SequenceLayout
 from scripts.bench_ops import current_commit
 from scripts.step_variants import VARIANTS, Shape, variant_of
@@ -63,8 +67,8 @@ class Record:
     """One variant; None for what is not known.
 
     Attributes:
-        uncached_ms, one_pass_ms, prefill_ms, cached_ms: medians.
-        ratio: uncached over cached.
+        uncached_ms, one_pass_ms, prefill_ms, eager_ms, cached_ms, pieces_ms: medians.
+        ratio: uncached over cached. ratio_of_pieces: uncached over pieces.
         candidates_per_second: cached.
         cache_mb: of all rows.
         difference: largest |cached - uncached| / max(1, |uncached|) at full size.
@@ -83,8 +87,11 @@ class Record:
     uncached_ms: float | None
     one_pass_ms: float | None
     prefill_ms: float | None
+    eager_ms: float | None
     cached_ms: float | None
+    pieces_ms: float | None
     ratio: float | None
+    ratio_of_pieces: float | None
     candidates_per_second: float | None
     cache_mb: float | None
     difference: float | None
@@ -108,11 +115,13 @@ class Scoring:
         batch = next(iter(loader.epoch(0)))
         self.batch, self.microbatch = batch.to(device), microbatch
         starts = range(0, int(batch.num_candidates.max()), microbatch)
-        self.pieces = [piece(pipeline, batch, start, start + microbatch).to(device) for start in starts]
+        self.slices = [piece(pipeline, batch, start, start + microbatch).to(device) for start in starts]
+        self.graphs = GraphScoring(self.model, microbatch)
+        self.cache: RankerCache | None = None
 
     def uncached(self) -> Tensor:
         """[N, tasks], history after history."""
-        rows = [self.model.score(one).unflatten(0, (self.rows, -1)) for one in self.pieces]
+        rows = [self.model.score(one).unflatten(0, (self.rows, -1)) for one in self.slices]
         return torch.cat(rows, dim=1).flatten(0, 1)
 
     def one_pass(self) -> Tensor:
@@ -123,10 +132,19 @@ class Scoring:
         """The cache."""
         return self.model.prefill(self.batch)
 
-    def cached(self) -> Tensor:
+    def eager(self) -> Tensor:
         """[N, tasks]."""
         cache = self.model.prefill(self.batch)
         return self.model.score_in_microbatches(self.batch, cache, self.microbatch)
+
+    def cached(self) -> Tensor:
+        """[N, tasks]."""
+        self.cache = self.graphs.prefill(self.batch)
+        return self.graphs.score(self.batch, self.cache)
+
+    def pieces(self) -> Tensor:
+        """[N, tasks], against the cache of `cached`."""
+        return self.graphs.score(self.batch, self.cache)
 
     @property
     def rows(self) -> int:
@@ -203,14 +221,23 @@ def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device
     scoring = Scoring(pipeline, microbatch, device)
     uncached = (scoring.uncached() - right).abs().max()
     allowed = FACTOR * uncached + CLOSE * right.abs().max().clamp(min=1)
-    error = float((scoring.cached() - right).abs().max() / allowed)
+    wrong = [(found - right).abs().max() for found in _with_a_cache(scoring)]
+    error = float(torch.stack(wrong).max() / allowed)
     return error if error == error else float("inf")
 
 
 def difference_of(scoring: Scoring) -> float:
     """Between both ways at full size."""
-    cached, uncached = scoring.cached(), scoring.uncached()
-    return float(((cached - uncached).abs() / uncached.abs().clamp(min=1)).max())
+    uncached = scoring.uncached()
+    far = [((found - uncached).abs() / uncached.abs().clamp(min=1)).max() for found in _with_a_cache(scoring)]
+    return float(torch.stack(far).max())
+
+
+def _with_a_cache(scoring: Scoring) -> list[Tensor]:
+    """What each way to score with a cache finds."""
+    for _ in range(WARM_UP):
+        scoring.cached()  # until pieces are recorded
+    return [scoring.eager(), scoring.cached(), scoring.pieces()]
 
 
 def build(
@@ -238,7 +265,7 @@ def build(
 
 def times_of(scoring: Scoring, repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of each way, in turns."""
-    ways = ("uncached", "one_pass", "prefill", "cached")
+    ways = ("uncached", "one_pass", "prefill", "eager", "cached", "pieces")
     found: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(repeats):
         for way in ways:
@@ -269,7 +296,11 @@ def record_of(
     stacks = [one.hstu for one in pipeline.model.ranker.mixer.mixture.stacks]
     stack = (stacks or [pipeline.model.ranker.mixer.hstu])[0]
     middle = {way: statistics.median(own) for way, own in times.items()}
-    pairs = zip(times.get("uncached", ()), times.get("cached", ()), strict=True)
+
+    def ratio(way: str) -> float | None:
+        pairs = zip(times.get("uncached", ()), times.get(way, ()), strict=True)
+        return statistics.median(slow / own for slow, own in pairs) if times else None
+
     total = shape.batch * shape.candidates
     return Record(
         variant=name,
@@ -285,8 +316,11 @@ def record_of(
         uncached_ms=middle.get("uncached"),
         one_pass_ms=middle.get("one_pass"),
         prefill_ms=middle.get("prefill"),
+        eager_ms=middle.get("eager"),
         cached_ms=middle.get("cached"),
-        ratio=statistics.median(slow / own for slow, own in pairs) if times else None,
+        pieces_ms=middle.get("pieces"),
+        ratio=ratio("cached"),
+        ratio_of_pieces=ratio("pieces"),
         candidates_per_second=1e3 * total / middle["cached"] if times else None,
         cache_mb=scoring.model.prefill(scoring.batch).num_bytes / 2**20 if scoring else None,
         difference=difference,
@@ -301,14 +335,18 @@ def table(records: Sequence[Record]) -> str:
         "uncached_ms": ",.1f",
         "one_pass_ms": ",.1f",
         "prefill_ms": ",.1f",
+        "eager_ms": ",.1f",
         "cached_ms": ",.1f",
+        "pieces_ms": ",.1f",
         "ratio": ".2f",
+        "ratio_of_pieces": ".2f",
         "candidates_per_second": ",.0f",
         "cache_mb": ",.1f",
         "difference": ".1e",
     }
+    heads = [name.split("_per")[0].replace("ratio_of_", "of_") for name in columns]
     width = max(len(record.variant) for record in records)
-    lines = [f"{'':<{width}}" + "".join(f"{name.split('_per')[0]:>13}" for name in columns)]
+    lines = [f"{'':<{width}}" + "".join(f"{head:>13}" for head in heads)]
     for record in records:
         cells = [(getattr(record, name), form) for name, form in columns.items()]
         numbers = "".join(f"{'-' if value is None else format(value, form):>13}" for value, form in cells)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -106,10 +106,16 @@ def _offsets_and_bounds(times: Tensor) -> tuple[Tensor, Tensor]:
     return times.new_empty(size, dtype=torch.float32), times.new_empty(size, 2)
 
 
-def _constant(numbers: Sequence[int], device: torch.device) -> Tensor:
+def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """int64 [n] on the device, without waiting for it."""
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(numbers, device=device)
+    return _sent(numbers, device)
+
+
+@lru_cache(maxsize=64)
+def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    # Kept: a CUDA graph that is being recorded must not copy from host memory that is gone when it runs.
     return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 

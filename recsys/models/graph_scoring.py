@@ -1,0 +1,289 @@
+"""Scoring with a cache whose pieces are replays of recorded CUDA graphs: a piece costs what its work costs.
+
+A piece of a few hundred candidates keeps a GPU busy for less time than Python takes to start its kernels. All
+pieces of a form run the same kernels, so they are recorded once and started with one call. What differs from
+piece to piece and from batch to batch lies in tensors that stay in place: candidates, how many each row has,
+the cache and its lengths.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.data.batch import Batch
+from recsys.models.cache_room import CacheRoom, lengths_of, longest_of
+from recsys.models.cached import RankerCache
+from recsys.models.ranker import Ranker
+from recsys.modules.cache import MixerCache
+from recsys.modules.sequence import JaggedSequence
+from recsys.ops import SequenceLayout, last_backend, offsets_from_lengths
+
+Replay = Callable[[], Tensor]
+"""Runs what was recorded: the same tensor each time, overwritten."""
+
+Record = Callable[[Callable[[], Tensor]], Replay]
+"""Records a function of no arguments, which reads and makes tensors of constant sizes."""
+
+WARM_UP = 2
+"""Pieces of a form that run unrecorded: kernels are compiled, and a form that is not seen again costs no
+graph.
+"""
+
+MOST_FORMS = 8
+"""Forms whose graphs are kept, the latest used."""
+
+
+class GraphScoring:
+    """`Ranker.score_in_microbatches` for one model and one caller at a time.
+
+    Args:
+        model: in evaluation mode. Its weights may change in place from one `score` to the next.
+        size: candidates of a row that are scored together; rounded down to whole target groups, to at least
+            one.
+        record: None for CUDA graphs on CUDA, with the Triton backend; elsewhere nothing is recorded.
+    """
+
+    def __init__(self, model: Ranker, size: int, *, record: Record | None = None):
+        if size < 1:
+            raise ValueError(f"size must be >= 1, got {size}")
+        group_size = model.caching_mixer().target_group_size
+        self.model, self.size = model, max(size // group_size, 1) * group_size
+        self.room = CacheRoom()
+        self._record = record
+        self._forms: OrderedDict[tuple[int, ...], _Form] = OrderedDict()
+        self._version = 0
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs recorded and kept."""
+        return sum(form.num_graphs for form in self._forms.values())
+
+    @torch.no_grad()
+    def prefill(self, batch: Batch) -> RankerCache:
+        """`Ranker.prefill`; the cache is good for `score` until the next one."""
+        self.room.begin()
+        return self.room.settle(self.model.prefill(batch, self.room.keep))
+
+    @torch.no_grad()
+    def score(self, batch: Batch, cache: RankerCache) -> Tensor:
+        """float32 [N, tasks], of a batch whose users and histories are in the cache.
+
+        Args:
+            batch: row b has the candidates of user b of the cache, any number; how many is known on the host.
+            cache: that of `prefill`, or any other one, which is copied.
+
+        Raises:
+            ValueError: a cache of an earlier `prefill`; another number of rows.
+        """
+        cache = self.room.take(cache)
+        if self._version != self.room.version:
+            self._forms.clear()
+            self._version = self.room.version
+        with self.model.autocast():
+            encoded = self.model.encode_candidates(batch, cache)
+            sequence, candidates = encoded.sequence, encoded.candidates
+            layout = sequence.layout.parts[0] if sequence.layout.parts else sequence.layout
+            pieces = _cut(layout, self.size)
+            if not pieces.counts:
+                return self.model.score_encoded(sequence, candidates, cache.mixer)
+            channels = max(len(sequence.layout.parts), 1)
+            columns = (
+                sequence.values.unflatten(0, (channels, -1)).index_select(1, pieces.order),
+                sequence.timestamps.unflatten(0, (channels, -1)).index_select(1, pieces.order),
+                candidates.index_select(0, pieces.order),
+            )
+            return self._run(pieces, columns, cache)
+
+    def _run(self, pieces: _Pieces, columns: tuple[Tensor, Tensor, Tensor], cache: RankerCache) -> Tensor:
+        values, times, candidates = columns
+        scores: Tensor | None = None
+        start, before, filled = 0, None, set()
+        for number, count in enumerate(pieces.counts):
+            stop = start + count
+            form = self._form(cache, _room_for(count), values, candidates)
+            if form not in filled:
+                torch.cat(lengths_of(cache), out=form.cached)
+                filled.add(form)
+            fresh = before is None or before[0] is not form or before[1] != pieces.same_as[number]
+            if fresh:
+                form.fill(pieces.kept[number], count)
+            before = (form, pieces.same_as[number])
+            form.values[:, :count].copy_(values[:, start:stop])
+            form.times[:, :count].copy_(times[:, start:stop])
+            form.candidates[:count].copy_(candidates[start:stop])
+            found = form.run(fresh, self._record)[:count]
+            if scores is None:
+                scores = found.new_empty(pieces.order.shape[0], found.shape[1])
+            scores[start:stop].copy_(found)
+            start = stop
+        return torch.empty_like(scores).index_copy_(0, pieces.order, scores)
+
+    def _form(self, cache: RankerCache, count: int, values: Tensor, candidates: Tensor) -> _Form:
+        longest = _room_for(longest_of(cache))
+        key = (cache.batch_size, count, longest)
+        if key not in self._forms:
+            form = _Form(
+                self.model,
+                values.new_zeros(values.shape[0], count, values.shape[2]),
+                torch.zeros(values.shape[0], count, dtype=torch.int64, device=values.device),
+                candidates.new_zeros(count, candidates.shape[1]),
+                torch.zeros(cache.batch_size, dtype=torch.int64, device=values.device),
+                torch.cat(lengths_of(cache)),
+            )
+            form.whole = lambda: self.room.whole(cache, form.cached, longest)
+            self._forms[key] = form
+            if len(self._forms) > MOST_FORMS:
+                self._forms.popitem(last=False)
+        self._forms.move_to_end(key)
+        return self._forms[key]
+
+
+class _Pieces(NamedTuple):
+    """All candidates, piece by piece.
+
+    Attributes:
+        order: int64 [N], which candidate stands where.
+        counts: candidates of each piece.
+        kept: int64 [pieces, B], of each row.
+        same_as: of each piece the first one with the same `kept`.
+    """
+
+    order: Tensor
+    counts: list[int]
+    kept: Tensor
+    same_as: list[int]
+
+
+def _cut(layout: SequenceLayout, size: int) -> _Pieces:
+    """The next `size` targets of every row that has some left, again and again.
+
+    Raises:
+        ValueError: the lengths are on a device only.
+    """
+    host = layout.on_host().num_targets
+    longest = int(host.max()) if len(host) else 0
+    starts = range(0, longest, size)
+    by_piece = [(host - start).clamp(0, size) for start in starts]
+    same_as: list[int] = []
+    for number, own in enumerate(by_piece):
+        as_before = number > 0 and bool(torch.equal(own, by_piece[number - 1]))
+        same_as.append(same_as[-1] if as_before else number)
+    place = layout.targets_only().layout.positions()
+    order = torch.argsort(place // size, stable=True)
+    first = torch.arange(0, longest, size, device=layout.device).unsqueeze(1)
+    kept = (layout.num_targets - first).clamp(0, size)
+    return _Pieces(order, [int(own.sum()) for own in by_piece], kept, same_as)
+
+
+@dataclass(eq=False)
+class _Form:
+    """Tensors that stay in place, and what reads them: for pieces of up to n candidates of B rows.
+
+    Attributes:
+        values: [channels, n, E], target tokens. times: int64 [channels, n].
+        candidates: [n, width], for the head.
+        kept: int64 [B], candidates of each row. They add up to n: where a piece has fewer, the last row has
+            old ones behind its own, which nobody looks at.
+        cached: int64 [samples of all stages], tokens of each.
+    """
+
+    model: Ranker
+    values: Tensor
+    times: Tensor
+    candidates: Tensor
+    kept: Tensor
+    cached: Tensor
+
+    def __post_init__(self) -> None:
+        self.whole: Callable[[], MixerCache] = lambda: MixerCache(())
+        self._layout: SequenceLayout | None = None
+        self._cache: MixerCache | None = None
+        self._graphs: tuple[Replay, Replay] | None = None
+        self._runs = 0
+
+    @property
+    def num_graphs(self) -> int:
+        """Recorded ones."""
+        return 0 if self._graphs is None else len(self._graphs)
+
+    def fill(self, kept: Tensor, count: int) -> None:
+        """How many candidates each row has, `count` in all."""
+        self.kept.copy_(kept)
+        if count < self.candidates.shape[0]:
+            self.kept[-1:] += self.candidates.shape[0] - count
+
+    def run(self, fresh: bool, record: Record | None) -> Tensor:
+        """[n, tasks], until the next run.
+
+        Args:
+            fresh: `kept` or `cached` is not what it was.
+        """
+        self._runs += 1
+        if self._graphs is None and self._runs > WARM_UP and record_of(record, self.values.device):
+            self._graphs = self._recorded(record_of(record, self.values.device))
+            fresh = True
+        if self._graphs is None:
+            return self._first() if fresh else self._again()
+        return self._graphs[0 if fresh else 1]()
+
+    def _recorded(self, record: Record) -> tuple[Replay, Replay]:
+        # Weights in bfloat16 are made by the first graph, and the second one finds them. They must not be
+        # those of anybody outside, nor may anybody else find them.
+        torch.clear_autocast_cache()
+        first, again = record(self._first), record(self._again)
+        torch.clear_autocast_cache()
+        return first, again
+
+    def _first(self) -> Tensor:
+        """Of a piece whose layouts are new: what layers work out from them is kept in them."""
+        count = self.candidates.shape[0]
+        parts = [
+            SequenceLayout.trusted(
+                self.kept, offsets_from_lengths(self.kept), self.kept, 0, count, count, count
+            )
+            for _ in range(self.values.shape[0])
+        ]
+        self._layout = SequenceLayout.join(parts) if len(parts) > 1 else parts[0]
+        self._cache = self.whole()
+        return self._again()
+
+    def _again(self) -> Tensor:
+        times = self.times.flatten()
+        sequence = JaggedSequence(self.values.flatten(0, 1), self._layout, times, times)
+        return self.model.score_encoded(sequence, self.candidates, self._cache)
+
+
+def record_of(record: Record | None, device: torch.device) -> Record | None:
+    """What records on a device: as given, else CUDA graphs where kernels do not wait."""
+    if record is not None or device.type != "cuda":
+        return record
+    return CudaGraph if last_backend("hstu_attention_cached") == "triton" else None
+
+
+class CudaGraph:
+    """A function's kernels as one CUDA graph.
+
+    Args:
+        run: has run before, with tensors of these sizes.
+    """
+
+    def __init__(self, run: Callable[[], Tensor]):
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._output = run()
+
+    def __call__(self) -> Tensor:
+        """Starts it; returns its output."""
+        self._graph.replay()
+        return self._output
+
+
+def _room_for(count: int) -> int:
+    """The next power of two: few forms for many sizes."""
+    return 1 << max(count - 1, 0).bit_length()

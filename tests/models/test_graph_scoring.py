@@ -1,0 +1,123 @@
+"""Pieces on tensors that stay in place, recorded or not, against scoring whole rows."""
+
+import pytest
+import torch
+
+from recsys.models.graph_scoring import WARM_UP, GraphScoring
+from tests.models.test_no_host_sync import name_backend
+from tests.models.test_ranker_cached import FORMS, SIZES, build, close
+from tests.modules.pipelines import batch_of, pipeline_of, random_rows
+
+
+class Recorded:
+    """Stands where a CUDA graph would: the same kernels again, and one output that is overwritten."""
+
+    count = 0
+
+    def __init__(self, run):
+        self.run, self.output = run, run().clone()
+        Recorded.count += 1
+
+    def __call__(self):
+        return self.output.copy_(self.run())
+
+
+@pytest.fixture(params=FORMS, scope="module")
+def pipeline(request):
+    return pipeline_of(*FORMS[request.param])
+
+
+@torch.no_grad()
+def check(scoring, batches, expected):
+    for batch, want in zip(batches, expected, strict=True):
+        close(scoring.score(batch, scoring.prefill(batch)), want)
+
+
+MANY = [
+    SIZES,
+    [(6, 4), (0, 3), (5, 7), (1, 1), (2, 0), (4, 9), (3, 5)],  # as many rows
+    [(0, 2), (0, 0), (3, 8), (6, 6), (1, 1), (0, 1), (0, 0)],  # a smaller cache, old events behind it
+    [(1, 5), (2, 5)],
+    [(6, 4)],
+    [(0, 0)],
+    [(3, 0), (2, 0)],
+    SIZES,
+]
+
+
+@pytest.mark.parametrize("size", [2, 100])
+@torch.no_grad()
+def test_scores_are_those_of_whole_rows(pipeline, size):
+    model = build(pipeline)
+    batches = [batch_of(pipeline, random_rows(pipeline, sizes, seed)) for seed, sizes in enumerate(MANY)]
+    expected = [model.score(batch) for batch in batches]
+    Recorded.count = 0
+    scoring = GraphScoring(model, size, record=Recorded)
+    for _ in range(2):  # forms are recorded on the way, and forms of other batches used again
+        check(scoring, batches, expected)
+    assert Recorded.count > 0
+    check(GraphScoring(model, size), batches, expected)
+
+
+@torch.no_grad()
+def test_weights_may_change():
+    pipeline = pipeline_of(*FORMS["plain"], "model { precision: BF16 }")
+    model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
+    scoring = GraphScoring(model, 2, record=Recorded)
+    before = [scoring.score(batch, scoring.prefill(batch)) for _ in range(WARM_UP + 1)][-1]
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+    after = scoring.score(batch, scoring.prefill(batch))
+    assert (after - before).abs().max() > 0.01
+    expected = model.score_in_microbatches(batch, model.prefill(batch), 2)
+    torch.testing.assert_close(after, expected, rtol=0.02, atol=0.02)
+
+
+@torch.no_grad()
+def test_a_cache_from_elsewhere_is_copied():
+    pipeline = pipeline_of(*FORMS["channels"])
+    model = build(pipeline)
+    batches = [batch_of(pipeline, random_rows(pipeline, SIZES, seed)) for seed in (0, 1)]
+    caches, expected = [model.prefill(batch) for batch in batches], [model.score(batch) for batch in batches]
+    scoring = GraphScoring(model, 2, record=Recorded)
+    for number in (0, 1, 1, 0):
+        close(scoring.score(batches[number], caches[number]), expected[number])
+
+
+@torch.no_grad()
+def test_a_cache_whose_place_is_taken_is_refused():
+    pipeline = pipeline_of(*FORMS["plain"])
+    model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
+    scoring = GraphScoring(model, 2)
+    old = scoring.prefill(batch)
+    kept = old.select(range(old.batch_size))
+    scoring.prefill(batch_of(pipeline, random_rows(pipeline, SIZES, seed=1)))
+    with pytest.raises(ValueError, match="a later prefill has taken the place of this cache"):
+        scoring.score(batch, old)
+    close(scoring.score(batch, kept), model.score(batch))
+
+
+def test_size_is_checked():
+    with pytest.raises(ValueError, match="size must be >= 1, got 0"):
+        GraphScoring(build(pipeline_of(*FORMS["plain"])), 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMS)
+@torch.no_grad()
+def test_graphs_on_cuda(name):
+    pipeline = pipeline_of(*FORMS[name])
+    name_backend(pipeline, "triton")
+    model = build(pipeline).to("cuda")
+    batches = [
+        batch_of(pipeline, random_rows(pipeline, sizes, seed)).to(torch.device("cuda"))
+        for seed, sizes in enumerate(MANY)
+    ]
+    expected = [model.score(batch) for batch in batches]
+    scoring = GraphScoring(model, 2)
+    for _ in range(3):
+        check(scoring, batches, expected)
+    assert scoring.num_graphs > 0
+    for parameter in model.parameters():
+        parameter.mul_(0.5)
+    check(scoring, batches, [model.score(batch) for batch in batches])
