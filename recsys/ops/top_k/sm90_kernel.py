@@ -59,9 +59,7 @@ def loading_warp(
 
 
 @gluon.jit
-def load_strip(
-    query_rows, first, num_queries, stride, scores: gl.constexpr, D: gl.constexpr
-):
+def load_strip(query_rows, first, num_queries, stride, scores: gl.constexpr, D: gl.constexpr):
     """[STRIP, D] from query `first` on, as the left operand of products with the layout `scores`."""
     operand: gl.constexpr = gl.DotOperandLayout(0, scores, 2)
     row = gl.expand_dims(first + gl.arange(0, STRIP, gl.SliceLayout(1, operand)), 1)

@@ -77,12 +77,19 @@ def launch_coarse(rows: Tensor, items: Tensor, maxima: Tensor, num_groups: int, 
         per_part,
         rows.stride(0),
         maxima.stride(0),
-        D=width,
-        GROUP=sizes.group,
-        STAGES=sizes.stages,
-        STRIPS=sizes.strips,
-        HALVES=sizes.halves,
-        COMPUTING_REGISTERS=sizes.computing_registers,
-        LOADING_REGISTERS=sizes.loading_registers,
+        **constants_of(width, sizes),
         num_warps=WARPS,
     )
+
+
+def constants_of(width: int, sizes: Sizes) -> dict[str, int]:
+    """What the kernel is compiled for, by the names of its parameters."""
+    return {
+        "D": width,
+        "GROUP": sizes.group,
+        "STAGES": sizes.stages,
+        "STRIPS": sizes.strips,
+        "HALVES": sizes.halves,
+        "COMPUTING_REGISTERS": sizes.computing_registers,
+        "LOADING_REGISTERS": sizes.loading_registers,
+    }

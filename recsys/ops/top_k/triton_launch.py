@@ -227,9 +227,7 @@ def part_of(tiles: int, num_groups: int, device: torch.device) -> int:
     return max(1, min(PART, tiles * num_groups // programs))
 
 
-def choose(
-    search: _Search, maxima: Tensor, widths: Tensor, first: int, num_items: int, group: int
-) -> None:
+def choose(search: _Search, maxima: Tensor, widths: Tensor, first: int, num_items: int, group: int) -> None:
     """Looks into the groups of a chunk that may have one of the best items."""
     width, items = int(search.items.shape[1]), search.items[first : first + num_items]
     choose_kernel[(len(search.queries),)](
