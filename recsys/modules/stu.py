@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from recsys.modules.norm import HeadNorm, LayerNorm
 from recsys.modules.recompute import Watch, rebuilt_in_backward
 from recsys.modules.sequence import JaggedSequence
-from recsys.ops import RelativeBias, norm_mul_dropout
+from recsys.ops import GradientRoom, RelativeBias, linear_add, norm_linear, norm_mul_dropout
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]."""
+Attend = Callable[..., Tensor]
+"""Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]. On a GPU it also gets `room`,
+see `recsys.ops.hstu_attention`."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,20 @@ class STULayer(nn.Module):
         dropout: probability before the output projection, in training.
         recompute: what backward computes again, from x and attention's output a, instead of keeping it:
             "normed_x" (norm(x)), "uvqk" (the projection, also behind its activation), "gated" (norm(a), gate
-            and dropout). Attention itself never runs again, and gradients are the same. A traced graph
-            ignores it: compilers decide for themselves.
+            and dropout). Attention itself never runs again, and gradients are the same, up to rounding for
+            "gated" on a GPU. A traced graph ignores it: compilers decide for themselves.
         compiled: whether `torch.compile` makes fewer kernels of what stands in front of attention. One graph
             serves all layers of a form and all numbers of tokens.
+
+    On a GPU, in eager mode, norms, activation and sums are parts of a few ops, and backward writes the
+    gradients of u, v, q and k side by side: see `recsys.ops.norm_linear`, `linear_add` and `GradientRoom`.
 
     Raises:
         ValueError: `compiled` with "normed_x" or "uvqk" in `recompute`.
     """
+
+    fused: bool | None = None
+    """Whether it is made of these ops; None: on a GPU. For tests."""
 
     def __init__(
         self,
@@ -99,32 +106,86 @@ class STULayer(nn.Module):
     def forward(self, x: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
         """[T, E] -> [T, E]; `scale` [T, 1] is a factor of what is added to x."""
         if "uvqk" not in self._recomputed():
-            u, q, k, v = self.project(x)
-            return self.finish(x, u, attend(q, k, v), scale)
+            return self._through(self.project(x), attend, scale)
+        if self._is_fused(x):
+            with rebuilt_in_backward(partial(self._front_again, x.detach()), x.device.type) as watch:
+                return self._through(self._front(x, watch), attend, scale)
         joined = self._join(x)
         with rebuilt_in_backward(partial(self._all_projected, x.detach()), x.device.type) as watch:
-            u, q, k, v = self._divide(joined, watch)
-            return self.finish(x, u, attend(q, k, v), scale)
+            return self._through(self._divide(x, joined, watch), attend, scale)
 
     def project(self, x: Tensor) -> "Projected":
         """The first half of `forward`, for layers that share one attention; keeps u, q, k and v."""
+        if self._is_fused(x):
+            return self._front(x)
         if self.compiled and x.shape[0] > 1 and not torch.compiler.is_compiling():
-            return self._heads(*_compiled_front()(self, x))
-        return self._divide(self._join(x))
+            return self._heads(x, *_compiled_front()(self, x))
+        return self._divide(x, self._join(x))
 
-    def finish(self, x: Tensor, u: Tensor, attended: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The second half of `forward`: [T, E] from u [T, H * V] and attention's output [T, H, V]."""
+    def finish(
+        self,
+        x: Tensor,
+        u: Tensor,
+        attended: Tensor,
+        scale: Tensor | None = None,
+        room: GradientRoom | None = None,
+    ) -> Tensor:
+        """The second half of `forward`: [T, E] from `project`'s result and attention's [T, H, V]."""
         attended = attended.flatten(1)
         if "gated" in self._recomputed():
             random = self.training and self.dropout.p > 0
             branch = checkpoint(
-                self._gate_and_project, u, attended, use_reentrant=False, preserve_rng_state=random
+                self._gate_and_project, u, attended, room, use_reentrant=False, preserve_rng_state=random
             )
+        elif scale is None and self._is_fused(x):
+            return linear_add(x, self._gate(u, attended, room), self.output.weight, self.output.bias)
         else:
-            branch = self._gate_and_project(u, attended)
+            branch = self._gate_and_project(u, attended, room)
         if scale is not None:
             branch = (scale * branch).to(x.dtype)
         return x + branch
+
+    def _through(self, given: "Projected", attend: Attend, scale: Tensor | None) -> Tensor:
+        """Attention, and what comes behind it."""
+        room = {} if given.room is None else {"room": given.room}
+        attended = attend(given.q, given.k, given.v, **room)
+        return self.finish(given.x, given.u, attended, scale, given.room)
+
+    def _is_fused(self, x: Tensor) -> bool:
+        if self.fused is None:
+            return x.is_cuda and not self.compiled and not torch.compiler.is_compiling()
+        return self.fused
+
+    def _front(self, x: Tensor, watch: Watch | None = None) -> "Projected":
+        """`project` by an op; u before its activation in the form "u"."""
+        widths = self.widths if self.form.activation == "u" else [sum(self.widths)]
+        parts, x, room = norm_linear(
+            x,
+            self.input_norm.weight,
+            self.input_norm.bias,
+            self.uvqk.weight,
+            self.uvqk.bias,
+            widths,
+            eps=self.input_norm.eps,
+            dtype=_autocast_dtype(x),
+            keep_normed="normed_x" not in self._recomputed(),
+        )
+        made = [parts[0]]
+        if watch is not None:
+            watch(made)
+        if self.form.activation == "uvqk":
+            parts, room = F.silu(parts[0]).split(self.widths, dim=1), None
+            made.append(parts[0])
+            if watch is not None:
+                watch(made)
+        u, v, q, k = parts
+        return self._heads(x, u, v, q, k, room)
+
+    def _front_again(self, x: Tensor) -> list[Tensor]:
+        """All that `_front` watches: what shares memory with the parts, too."""
+        found: list[Tensor] = []
+        self._front(x, lambda made: found.extend(made[len(found) :]))
+        return found
 
     def _recomputed(self) -> Collection[str]:
         eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
@@ -139,16 +200,18 @@ class STULayer(nn.Module):
     def _project(self, x: Tensor) -> Tensor:
         return self.uvqk(self.input_norm(x))
 
-    def _divide(self, joined: Tensor, watch: Watch | None = None) -> "Projected":
+    def _divide(self, x: Tensor, joined: Tensor, watch: Watch | None = None) -> "Projected":
         if watch is not None:
             watch([joined])
         u, v, q, k = self._split(joined)
         if watch is not None:
             watch([joined, u, v, q, k])
-        return self._heads(u, v, q, k)
+        return self._heads(x, u, v, q, k)
 
-    def _heads(self, u: Tensor, v: Tensor, q: Tensor, k: Tensor) -> "Projected":
-        return Projected(u, *(part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v)))
+    def _heads(
+        self, x: Tensor, u: Tensor, v: Tensor, q: Tensor, k: Tensor, room: GradientRoom | None = None
+    ) -> "Projected":
+        return Projected(u, *(part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v)), x, room)
 
     def _split(self, joined: Tensor) -> list[Tensor]:
         """u, v, q and k behind their activation, each [T, H * its width]."""
@@ -162,8 +225,11 @@ class STULayer(nn.Module):
         joined = self._project(x)
         return [joined, *self._split(joined)]
 
-    def _gate_and_project(self, u: Tensor, attended: Tensor) -> Tensor:
-        gated = norm_mul_dropout(
+    def _gate_and_project(self, u: Tensor, attended: Tensor, room: GradientRoom | None) -> Tensor:
+        return self.output(self._gate(u, attended, room))
+
+    def _gate(self, u: Tensor, attended: Tensor, room: GradientRoom | None) -> Tensor:
+        return norm_mul_dropout(
             attended.to(u.dtype),
             u,
             self.norm.weight,
@@ -172,8 +238,9 @@ class STULayer(nn.Module):
             eps=self.norm.eps,
             gate=self.form.gate,
             dropout=self.dropout.p if self.training else 0.0,
+            silu=self.form.activation == "u" and self._is_fused(u),
+            room=room,
         )
-        return self.output(gated)
 
 
 @lru_cache(maxsize=1)
@@ -187,6 +254,12 @@ def _front(layer: "STULayer", x: Tensor) -> list[Tensor]:
     return layer._split(layer._project(x))
 
 
+def _autocast_dtype(x: Tensor) -> torch.dtype:
+    """Of matrix products of x here and now."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 class Projected(NamedTuple):
     """What a layer makes of its input before tokens see each other."""
 
@@ -194,6 +267,8 @@ class Projected(NamedTuple):
     q: Tensor  # [T, H, D]
     k: Tensor  # [T, H, D]
     v: Tensor  # [T, H, V]
+    x: Tensor  # [T, E], the input, for `STULayer.finish`
+    room: GradientRoom | None  # for the gradients of the others, where ops can use one
 
 
 class RelativeBiasTables(nn.Module):

@@ -6,12 +6,15 @@ Nothing here knows about configs, models or tables.
 
 from recsys.ops.bucket_embedding import bucket_embedding
 from recsys.ops.dispatch import explain, last_backend
+from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.hstu_attention import hstu_attention
 from recsys.ops.hstu_attention.cached import hstu_attention_cached
 from recsys.ops.jagged import gather_rows
 from recsys.ops.layout import PaddedIndex, Selection, SequenceLayout, offsets_from_lengths
+from recsys.ops.linear_add import linear_add
 from recsys.ops.linear_logp import LinearLogp, linear_logp, linear_lse
 from recsys.ops.mask import AttentionMask
+from recsys.ops.norm_linear import norm_linear
 from recsys.ops.norm_mul_dropout import norm_mul_dropout
 from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
 from recsys.ops.segment_sum import segment_sum
@@ -21,6 +24,7 @@ from recsys.ops.top_k import TopK, top_k
 __all__ = [
     "AttentionMask",
     "CachedRelativeBias",
+    "GradientRoom",
     "LinearLogp",
     "PaddedIndex",
     "RelativeBias",
@@ -33,8 +37,10 @@ __all__ = [
     "hstu_attention",
     "hstu_attention_cached",
     "last_backend",
+    "linear_add",
     "linear_logp",
     "linear_lse",
+    "norm_linear",
     "norm_mul_dropout",
     "offsets_from_lengths",
     "segment_sum",

@@ -12,6 +12,7 @@ from recsys.ops.attention_args import (
     check_number,
 )
 from recsys.ops.dispatch import Op
+from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
@@ -33,6 +34,7 @@ def hstu_attention(
     bias: RelativeBias | None = None,
     backend: str = "auto",
     deterministic: bool | None = None,
+    room: GradientRoom | None = None,
 ) -> Tensor:
     """`out[i] = sum_j silu(alpha <q_i, k_j> + bias[i, j]) v_j / scale_len` over the keys `j` that `i` sees, a
     head.
@@ -49,6 +51,7 @@ def hstu_attention(
         backend: "auto" takes the first usable one; a named one runs or raises.
         deterministic: whether gradients must be bitwise repeatable; None follows
             `torch.use_deterministic_algorithms`.
+        room: where a backend may put the gradients of q, k and v, parts of the room's tensor.
 
     Returns:
         [T, H, V]. Differentiable in q, k, v and both tables of the bias.
@@ -74,6 +77,7 @@ def hstu_attention(
         scale_len=scale_len,
         bias=bias,
         deterministic=facts.deterministic,
+        room=room,
     )
 
 
@@ -88,6 +92,7 @@ def _facts(
     scale_len: float,
     bias: RelativeBias | None = None,
     deterministic: bool | None = None,
+    room: GradientRoom | None = None,
 ) -> AttentionFacts:
     """The one validator of all backends, and what is left to know once the arguments are sound."""
     check_attention(q, k, v, layout, mask)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask, visible_pairs
 from recsys.ops.padding import padded_chunks
@@ -33,6 +34,7 @@ def run(
     scale_len: float,
     bias: RelativeBias | None,
     deterministic: bool,
+    room: GradientRoom | None = None,
 ) -> Tensor:
     """Chunk by chunk: scores [H, b, L, L] of b padded samples, plus bias and mask, SiLU, times v.
 

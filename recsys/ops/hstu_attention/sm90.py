@@ -17,6 +17,7 @@ from recsys import environment
 from recsys.ops import triton_backend
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.dispatch import Support
+from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
@@ -85,10 +86,11 @@ def run(
     scale_len: float,
     bias: RelativeBias | None,
     deterministic: bool,
+    room: GradientRoom | None = None,
 ) -> Tensor:
     """Scores and sums in float32, weights rounded to the type of v."""
     ops = triton_backend.load(_OPS)
-    problem = ops.Problem(layout, mask, alpha, scale_len, bias)
+    problem = ops.Problem(layout, mask, alpha, scale_len, bias, room=room)
     if torch.compiler.is_compiling():
         return ops.call_op(q, k, v, problem, deterministic)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

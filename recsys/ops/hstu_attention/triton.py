@@ -13,6 +13,7 @@ from torch import Tensor
 from recsys.ops import triton_backend
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.dispatch import Support
+from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
@@ -44,10 +45,11 @@ def run(
     scale_len: float,
     bias: RelativeBias | None,
     deterministic: bool,
+    room: GradientRoom | None = None,
 ) -> Tensor:
     """Scores, sums and bias in float32; work and memory follow the tokens that are there."""
     ops = triton_backend.load(_OPS)
-    problem = ops.Problem(layout, mask, alpha, scale_len, bias)
+    problem = ops.Problem(layout, mask, alpha, scale_len, bias, room=room)
     if torch.compiler.is_compiling():
         return ops.call_op(q, k, v, problem, deterministic)
     tables = (None, None) if bias is None else (bias.position_table, bias.time_table)

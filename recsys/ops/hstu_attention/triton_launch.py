@@ -8,7 +8,7 @@ what a compiler can trace: `wrap` stands around each kernel, the identity in eag
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.hstu_attention.blocks import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
 from recsys.ops.hstu_attention.triton_backward import keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.triton_bias_launch import bias_arguments
@@ -46,11 +47,18 @@ class Problem:
     alpha: float
     scale_len: float
     bias: RelativeBias | None
+    room: GradientRoom | None = field(default=None, kw_only=True)
 
     @property
     def num_contextual(self) -> int:
         """Contextual tokens at the start of each sample."""
         return self.layout.num_contextual
+
+    def memory_for(self, *tensors: Tensor) -> list[Tensor]:
+        """Uninitialised, for the gradients of tensors; rows lie apart where the problem has room for them."""
+        if self.room is not None:
+            return [self.room.place(tensor) for tensor in tensors]
+        return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
 
 
 class Gradients(NamedTuple):

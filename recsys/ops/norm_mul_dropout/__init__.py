@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recsys.ops.attention_args import check_number
 from recsys.ops.dispatch import Op
+from recsys.ops.gradient_room import GradientRoom
 
 __all__ = ["OP", "norm_mul_dropout"]
 
@@ -36,6 +37,8 @@ def norm_mul_dropout(
     gate: Literal["ugn", "concat"] = "concat",
     dropout: float = 0.0,
     seed: Tensor | None = None,
+    silu: bool = False,
+    room: GradientRoom | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`drop(u * norm(a))` for the gate "ugn", `drop(cat([u, a, u * norm(a)]))` for "concat".
@@ -53,6 +56,8 @@ def norm_mul_dropout(
         eps: added to the variance.
         dropout: 0 in evaluation; below 1.
         seed: int64 [1] on the device of `attended`; None draws one from the default generator of the device.
+        silu: whether `silu(u)` takes the place of u.
+        room: where a backend may put the gradient of `u`, a part of the room's tensor.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
@@ -65,7 +70,17 @@ def norm_mul_dropout(
     Source: the STU layer of Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152.
     """
     facts = _facts(
-        attended, u, weight, bias, num_groups=num_groups, eps=eps, gate=gate, dropout=dropout, seed=seed
+        attended,
+        u,
+        weight,
+        bias,
+        num_groups=num_groups,
+        eps=eps,
+        gate=gate,
+        dropout=dropout,
+        seed=seed,
+        silu=silu,
+        room=room,
     )
     if dropout == 0:
         seed = None
@@ -82,6 +97,8 @@ def norm_mul_dropout(
         concat=gate == "concat",
         dropout=dropout,
         seed=seed,
+        silu=silu,
+        room=room,
     )
 
 
@@ -96,6 +113,8 @@ def _facts(
     gate: str = "concat",
     dropout: float = 0.0,
     seed: Tensor | None = None,
+    silu: bool = False,
+    room: GradientRoom | None = None,
 ) -> GateFacts:
     """The one validator of all backends, and what is left to know once the arguments are sound."""
     for name, tensor in (("attended", attended), ("u", u), ("weight", weight), ("bias", bias)):

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.norm_mul_dropout import counter
 
 
@@ -26,10 +27,14 @@ def run(
     concat: bool,
     dropout: float,
     seed: Tensor | None,
+    silu: bool,
+    room: GradientRoom | None,
 ) -> Tensor:
-    """One operation after the other, in the wider type; rounded once, at the end."""
+    """One operation after the other, in the wider type; rounded once, at the end. Leaves the room alone."""
     wide = torch.promote_types(attended.dtype, weight.dtype)
     a, factor = attended.to(wide), u.to(wide)
+    if silu:
+        factor = F.silu(factor)
     out = factor * _norm(a, weight.to(wide), bias.to(wide), num_groups, eps)
     if concat:
         out = torch.cat([factor, a, out], dim=1)

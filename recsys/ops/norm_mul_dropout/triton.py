@@ -10,6 +10,7 @@ from torch import Tensor
 
 from recsys.ops import triton_backend
 from recsys.ops.dispatch import Support
+from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.norm_mul_dropout import GateFacts
 
 MAX_WIDTH = 4096
@@ -39,8 +40,12 @@ def run(
     concat: bool,
     dropout: float,
     seed: Tensor | None,
+    silu: bool,
+    room: GradientRoom | None,
 ) -> Tensor:
     """In float32. Backward reads a, u and the gradient once, and keeps nothing else from forward."""
     ops = triton_backend.load(_OPS)
-    compute = ops.norm_mul_dropout_triton if torch.compiler.is_compiling() else ops.NormMulDropout.apply
-    return compute(attended, u, weight, bias, seed, num_groups, eps, concat, dropout)
+    options = (num_groups, eps, concat, dropout, silu)
+    if torch.compiler.is_compiling():
+        return ops.norm_mul_dropout_triton(attended, u, weight, bias, seed, *options)
+    return ops.NormMulDropout.apply(attended, u, weight, bias, seed, room, *options)

@@ -5,8 +5,8 @@
     dw = sum over rows of x dn, db = sum over rows of dn
 
 With CONCAT the output is [u, a, y], and du and da get the gradients of their copies on top. Dropout acts on
-the output, so backward drops the same entries of its gradient. Statistics and random bits are computed again
-in backward: both are cheaper than memory.
+the output, so backward drops the same entries of its gradient. With SILU u is given before its activation.
+Statistics, activation and random bits are computed again in backward: all are cheaper than memory.
 """
 
 import triton
@@ -57,11 +57,17 @@ def _normed(a, inside, GROUP: tl.constexpr, EPS: tl.constexpr):
     return centred * factor, factor
 
 
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def forward_kernel(
     attended, u, weight, bias, seed, out, num_rows, stride_a, stride_u,
     W: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
     CONCAT: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
     """out [T, W] or [T, 3 W], contiguous. A program for each group of each BLOCK_M rows, groups fastest."""
     GROUPS: tl.constexpr = W // GROUP
@@ -72,6 +78,8 @@ def forward_kernel(
     long_row = row.to(tl.int64)
     a = tl.load(attended + long_row * stride_a + column, mask=inside, other=0.0).to(tl.float32)
     factor = tl.load(u + long_row * stride_u + column, mask=inside, other=0.0).to(tl.float32)
+    if SILU:
+        factor *= _sigmoid(factor)
     x, _ = _normed(a, inside, GROUP, EPS)
     scale = tl.load(weight + column, mask=place < GROUP, other=0.0).to(tl.float32)
     shift = tl.load(bias + column, mask=place < GROUP, other=0.0).to(tl.float32)
@@ -91,11 +99,13 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_workers"])
 def backward_kernel(
     grad_out, attended, u, weight, bias, seed, grad_a, grad_u, sums, num_rows, num_workers,
-    stride_o, stride_a, stride_u,
+    stride_o, stride_a, stride_u, stride_gu,
     W: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
     CONCAT: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
+    SILU: tl.constexpr,
 ):  # fmt: skip
-    """grad_a, grad_u [T, W], contiguous; sums [num_workers, 2, W] float32, of dw and db over a worker's rows.
+    """grad_a [T, W], contiguous, grad_u [T, W]; sums [num_workers, 2, W] float32, of dw and db over a
+    worker's rows.
 
     Workers for each group, groups fastest; a worker takes every num_workers-th block of rows.
     """
@@ -113,6 +123,11 @@ def backward_kernel(
         long_row = row.to(tl.int64)
         a = tl.load(attended + long_row * stride_a + column, mask=inside, other=0.0).to(tl.float32)
         factor = tl.load(u + long_row * stride_u + column, mask=inside, other=0.0).to(tl.float32)
+        slope = 1.0
+        if SILU:
+            part = _sigmoid(factor)
+            slope = part * (1.0 + factor * (1.0 - part))
+            factor *= part
         keys = row.to(tl.uint32)
         if SCALE != 1.0:
             keys = _keys(seed, row)
@@ -139,7 +154,7 @@ def backward_kernel(
             copied = tl.load(given - W, mask=inside, other=0.0).to(tl.float32)
             to_a += _dropped(copied, keys, column + W, THRESHOLD, SCALE)
         tl.store(grad_a + long_row * W + column, to_a, mask=inside)
-        tl.store(grad_u + long_row * W + column, to_u, mask=inside)
+        tl.store(grad_u + long_row * stride_gu + column, to_u * slope, mask=inside)
     pointer = sums + worker.to(tl.int64) * (2 * W) + column
     tl.store(pointer, tl.sum(grad_scale, 0, keep_dims=True), mask=place < GROUP)
     tl.store(pointer + W, tl.sum(grad_shift, 0, keep_dims=True), mask=place < GROUP)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.norm_mul_dropout import counter
 from recsys.ops.norm_mul_dropout.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.triton_backend import num_processors
@@ -39,10 +40,11 @@ class Options(NamedTuple):
     eps: float
     concat: bool
     dropout: float
+    silu: bool = False
 
 
 class NormMulDropout(torch.autograd.Function):
-    """`apply(attended, u, weight, bias, seed, *options)`."""
+    """`apply(attended, u, weight, bias, seed, room, *options)`."""
 
     @staticmethod
     def forward(
@@ -52,17 +54,20 @@ class NormMulDropout(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
         seed: Tensor | None,
+        room: GradientRoom | None,
         *options: Any,
     ) -> Tensor:
         ctx.save_for_backward(attended, u, weight, bias, seed)
-        ctx.options = Options(*options)
+        ctx.room, ctx.options = room, Options(*options)
         return launch_forward(attended, u, weight, bias, seed, ctx.options)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = launch_backward(grad_out, *ctx.saved_tensors, ctx.options)
-        return (*gradients, None, *(None for _ in ctx.options))
+        grad_a, grad_u, both = launch_backward(
+            grad_out, *ctx.saved_tensors, options=ctx.options, room=ctx.room
+        )
+        return (grad_a, grad_u, *both.unbind(0), None, None, *(None for _ in ctx.options))
 
 
 def launch_forward(
@@ -107,12 +112,14 @@ def launch_backward(
     seed: Tensor | None,
     options: Options,
     wrap: Wrap = lambda kernel: kernel,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `attended`, `u`, `weight` and `bias`."""
+    room: GradientRoom | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attended`, `u` (in its room, if it has one), and [2, W] of `weight` and `bias`."""
     num_rows, width = attended.shape
-    grad_a, grad_u = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (attended, u))
+    grad_a = torch.empty_like(attended, memory_format=torch.contiguous_format)
+    grad_u = room.place(u) if room else torch.empty_like(u, memory_format=torch.contiguous_format)
     if num_rows == 0:
-        return grad_a, grad_u, torch.zeros_like(weight), torch.zeros_like(bias)
+        return grad_a, grad_u, weight.new_zeros(2, width)
     grad_out, attended, u = map(_with_dense_rows, (grad_out, attended, u))
     blocks = blocks_of(width // options.num_groups)
     workers = max(1, WORKERS_PER_PROCESSOR * num_processors(attended.device) // options.num_groups)
@@ -132,10 +139,10 @@ def launch_backward(
         grad_out.stride(0),
         attended.stride(0),
         u.stride(0),
+        grad_u.stride(0),
         **_constants(width, options, blocks),
     )
-    grad_weight, grad_bias = sums[:, 0].sum(0), sums[:, 1].sum(0)
-    return grad_a, grad_u, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype)
+    return grad_a, grad_u, sums.sum(0).to(weight.dtype)
 
 
 def blocks_of(group_width: int) -> Blocks:
@@ -161,6 +168,7 @@ def _constants(width: int, options: Options, blocks: Blocks) -> dict[str, Any]:
         "EPS": options.eps,
         "THRESHOLD": counter.threshold(options.dropout),
         "SCALE": 1 / (1 - options.dropout),
+        "SILU": options.silu,
         "num_warps": blocks.num_warps,
     }
 
@@ -176,9 +184,10 @@ def norm_mul_dropout_triton(
     eps: float,
     concat: bool,
     dropout: float,
+    silu: bool = False,
 ) -> Tensor:
     """`norm_mul_dropout` for traced graphs."""
-    options = Options(num_groups, eps, concat, dropout)
+    options = Options(num_groups, eps, concat, dropout, silu)
     return launch_forward(attended, u, weight, bias, seed, options, wrap_triton)
 
 
@@ -194,10 +203,12 @@ def norm_mul_dropout_triton_backward(
     eps: float,
     concat: bool,
     dropout: float,
+    silu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `attended`, `u`, `weight` and `bias`."""
-    options = Options(num_groups, eps, concat, dropout)
-    return launch_backward(grad_out, attended, u, weight, bias, seed, options, wrap_triton)
+    options = Options(num_groups, eps, concat, dropout, silu)
+    grad_a, grad_u, both = launch_backward(grad_out, attended, u, weight, bias, seed, options, wrap_triton)
+    return grad_a, grad_u, both[0].clone(), both[1].clone()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,0 +1,30 @@
+"""The Triton backend of `linear_add`: products by cuBLAS, which adds x where it can; sums by a kernel.
+
+This module itself needs no Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys.ops import triton_backend
+from recsys.ops.dispatch import Support
+from recsys.ops.linear_add import LinearAddFacts
+
+_OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
+
+triton_backend.preload(_OPS)
+
+
+def supports(facts: LinearAddFacts) -> Support:
+    """What any Triton backend can do, in eager mode."""
+    able = triton_backend.support(facts.device, facts.dtype)
+    if able.ok and torch.compiler.is_compiling():
+        return able._replace(ok=False, reason="a compiler makes kernels of the reference", auto=False)
+    return able
+
+
+def run(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Backward adds up gradients of the parameters in float32."""
+    return triton_backend.load(_OPS).LinearAdd.apply(x, y, weight, bias)

@@ -1,0 +1,35 @@
+"""Projection, residual sum and their gradients as one autograd function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recsys.ops.column_sums import column_sums, weight_gradient
+
+
+class LinearAdd(torch.autograd.Function):
+    """`apply(x, y, weight, bias)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rounded = weight.to(y.dtype)
+        ctx.save_for_backward(y, rounded)
+        ctx.parameter_dtype = weight.dtype
+        if bias is None and x.dtype == y.dtype:
+            return torch.addmm(x, y, rounded.t())
+        branch = F.linear(y, rounded, None if bias is None else bias.to(y.dtype))
+        return branch.add_(x) if x.dtype == y.dtype else x + branch.to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        grad = grad_x.to(y.dtype)
+        grad_weight = weight_gradient(grad, y, ctx.parameter_dtype) if needed[2] else None
+        grad_bias = column_sums(grad_x).to(ctx.parameter_dtype) if needed[3] else None
+        return grad_x, grad @ weight, grad_weight, grad_bias

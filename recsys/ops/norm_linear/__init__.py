@@ -1,0 +1,133 @@
+"""`norm_linear`: layer norm and projection into parts, the front of an STU layer, as one op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.attention_args import check_number
+from recsys.ops.dispatch import Op
+from recsys.ops.gradient_room import GradientRoom
+
+__all__ = ["OP", "NormLinear", "norm_linear"]
+
+
+class NormLinear(NamedTuple):
+    """What `norm_linear` returns.
+
+    Attributes:
+        parts: [T, width] each.
+        x: the argument again, for the sum that ends a residual block: a backend adds the gradient that comes
+            in here in the kernel that makes the gradient of x.
+        room: for ops behind it to put the gradients of `parts`; None where the backend wants none.
+    """
+
+    parts: tuple[Tensor, ...]
+    x: Tensor
+    room: GradientRoom | None
+
+
+@dataclass(frozen=True)
+class NormLinearFacts:
+    """All that a backend may know when it says whether it can run."""
+
+    device: str
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    width: int
+
+
+def norm_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    widths: Sequence[int],
+    *,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+    keep_normed: bool = True,
+    backend: str = "auto",
+) -> NormLinear:
+    """`split(norm(x) @ weight^T + bias)`.
+
+    `norm(x) = (x - mean) / sqrt(variance + eps) * norm_weight + norm_bias`. Statistics of each row and norm(x)
+    are computed in the wider of x's and `norm_weight`'s type; norm(x) is rounded to `dtype`, and so are weight
+    and bias.
+
+    Args:
+        x: [T, E] floating point.
+        norm_weight, norm_bias: [E] floating point, of one dtype.
+        weight: [N, E] floating point. bias: [N], its dtype.
+        widths: of the parts, adding up to N.
+        eps: added to the (biased) variance.
+        dtype: of the product and its result; None for that of x.
+        keep_normed: False computes norm(x) again in backward instead of keeping it.
+        backend: "auto" takes the first usable one; a named one runs or raises.
+
+    Returns:
+        Parts side by side in memory, of type `dtype`. Differentiable in x and all parameters, whose gradients
+        have their own types; bitwise repeatable as far as the device's matrix products are.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    facts = _facts(x, norm_weight, norm_bias, weight, bias, widths, eps=eps, dtype=dtype)
+    run = OP.select(facts, backend).run
+    return run(
+        x,
+        norm_weight,
+        norm_bias,
+        weight,
+        bias,
+        tuple(widths),
+        eps=eps,
+        dtype=facts.compute_dtype,
+        keep_normed=keep_normed,
+    )
+
+
+def _facts(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    widths: Sequence[int],
+    *,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+    keep_normed: bool = True,
+) -> NormLinearFacts:
+    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    named = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
+    for name, tensor in {"x": x, **named}.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a floating point tensor, got {given}")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}")
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"x must have shape [tokens, width], width > 0, got {tuple(x.shape)}")
+    width, columns = int(x.shape[1]), sum(widths)
+    if not widths or min(widths) < 1:
+        raise ValueError(f"widths must be positive numbers, got {list(widths)}")
+    wanted = {"norm_weight": (width,), "norm_bias": (width,), "weight": (columns, width), "bias": (columns,)}
+    for name, tensor in named.items():
+        if tuple(tensor.shape) != wanted[name]:
+            raise ValueError(f"{name} must have shape {list(wanted[name])}, got {tuple(tensor.shape)}")
+    for name, one, other in (("norm_bias", norm_bias, norm_weight), ("bias", bias, weight)):
+        if one.dtype != other.dtype:
+            raise TypeError(f"{name} must have the dtype of its weight, {other.dtype}, got {one.dtype}")
+    check_number("eps", eps, positive=True)
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating point type, got {dtype}")
+    return NormLinearFacts(x.device.type, x.dtype, dtype or x.dtype, width)
+
+
+OP = Op("norm_linear", __name__, backends=("triton", "reference"), facts=_facts)

@@ -1,0 +1,42 @@
+"""Norm and projection in plain PyTorch: the definition of correct, on any device, float64 included."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.norm_linear import NormLinear
+
+
+def supports(facts: object) -> Support:
+    """Everything."""
+    return SUPPORTED
+
+
+def run(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    widths: tuple[int, ...],
+    *,
+    eps: float,
+    dtype: torch.dtype,
+    keep_normed: bool,
+) -> NormLinear:
+    """One operation after the other; makes no room for gradients."""
+
+    def project(x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, norm_weight.dtype))
+        normed = F.layer_norm(wide, wide.shape[1:], norm_weight, norm_bias, eps).to(dtype)
+        return F.linear(normed, weight.to(dtype), bias.to(dtype))
+
+    if keep_normed or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        joined = project(x)
+    else:
+        joined = checkpoint(project, x, use_reentrant=False, preserve_rng_state=False)
+    return NormLinear(tuple(joined.split(widths, dim=1)), x, None)

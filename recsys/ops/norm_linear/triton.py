@@ -1,0 +1,53 @@
+"""The Triton backend of `norm_linear`: norms and sums in kernels of their own, products by cuBLAS.
+
+This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys.ops import triton_backend
+from recsys.ops.dispatch import Support
+from recsys.ops.gradient_room import GradientRoom
+from recsys.ops.norm_linear import NormLinear, NormLinearFacts
+
+MAX_WIDTH = 4096
+
+_OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
+
+triton_backend.preload(_OPS)
+
+
+def supports(facts: NormLinearFacts) -> Support:
+    """What any Triton backend can do, in eager mode, with rows of up to 4096: a program holds whole rows."""
+    able = triton_backend.support(facts.device, facts.dtype)
+    if able.ok and facts.compute_dtype not in triton_backend.DTYPES:
+        able = able._replace(ok=False, reason=f"it computes in 16 or 32 bits, not {facts.compute_dtype}")
+    if able.ok and torch.compiler.is_compiling():
+        return able._replace(ok=False, reason="a compiler makes kernels of the reference", auto=False)
+    if able.ok and facts.width > MAX_WIDTH:
+        return able._replace(ok=False, reason=f"x is {facts.width} wide, it takes up to {MAX_WIDTH}")
+    return able
+
+
+def run(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    widths: tuple[int, ...],
+    *,
+    eps: float,
+    dtype: torch.dtype,
+    keep_normed: bool,
+) -> NormLinear:
+    """Statistics in float32. Backward adds up gradients of the parameters in float32."""
+    ops = triton_backend.load(_OPS)
+    room = GradientRoom(widths)
+    residual, *parts = ops.NormLinear.apply(
+        x, norm_weight, norm_bias, weight, bias, room, eps, dtype, keep_normed
+    )
+    return NormLinear(tuple(parts), residual, room)

@@ -1,0 +1,137 @@
+"""Norm, projection and their gradients as one autograd function."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recsys.ops.column_sums import column_sums, weight_gradient
+from recsys.ops.gradient_room import GradientRoom
+from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
+from recsys.ops.triton_backend import num_processors
+
+ENTRIES = 2048
+"""Of a program's block: rows x columns, unless one row has more."""
+
+ENTRIES_PER_WARP = 256
+
+WORKERS_PER_PROCESSOR = 4
+"""Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
+
+
+class Blocks(NamedTuple):
+    """Sizes for a kernel."""
+
+    rows: int  # BLOCK_M
+    columns: int  # BLOCK
+    num_warps: int
+
+
+class NormLinear(torch.autograd.Function):
+    """`apply(x, norm_weight, norm_bias, weight, bias, room, eps, dtype, keep_normed)` -> x and the parts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        room: GradientRoom,
+        eps: float,
+        dtype: torch.dtype,
+        keep_normed: bool,
+    ) -> tuple[Tensor, ...]:
+        normed = launch_norm(x, norm_weight, norm_bias, eps, dtype)
+        rounded = weight.to(dtype)
+        joined = F.linear(normed, rounded, bias.to(dtype))
+        ctx.save_for_backward(x, normed if keep_normed else None, norm_weight, norm_bias, rounded)
+        ctx.room, ctx.eps, ctx.parameter_dtype = room, eps, weight.dtype
+        return (x, *joined.split(room.widths, dim=1))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_x: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, normed, norm_weight, norm_bias, weight = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        grad = ctx.room.joined(gradients)
+        if normed is None and needed[3]:
+            normed = launch_norm(x, norm_weight, norm_bias, ctx.eps, grad.dtype)
+        grad_weight = weight_gradient(grad, normed, ctx.parameter_dtype) if needed[3] else None
+        del normed
+        grad_bias = column_sums(grad).to(ctx.parameter_dtype) if needed[4] else None
+        grad_x, both = launch_norm_backward(grad @ weight, x, grad_x, norm_weight, ctx.eps)
+        return (grad_x, *both.unbind(0), grad_weight, grad_bias, None, None, None, None)
+
+
+def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """norm(x) [T, E] of type `dtype`."""
+    num_rows, width = x.shape
+    out = torch.empty(num_rows, width, dtype=dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    x, blocks = _with_dense_rows(x), blocks_of(width)
+    forward_kernel[((num_rows + blocks.rows - 1) // blocks.rows,)](
+        x,
+        weight.contiguous(),
+        bias.contiguous(),
+        out,
+        num_rows,
+        STRIDE=x.stride(0),
+        **_constants(width, eps, blocks),
+    )
+    return out
+
+
+def launch_norm_backward(
+    grad_normed: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Gradient of x, `residual` included, and [2, E] of weight and bias."""
+    num_rows, width = x.shape
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if num_rows == 0:
+        return grad_x, weight.new_zeros(2, width)
+    x, residual, blocks = _with_dense_rows(x), _with_dense_rows(residual), blocks_of(width)
+    workers = max(1, WORKERS_PER_PROCESSOR * num_processors(x.device))
+    sums = torch.empty(workers, 2, width, dtype=torch.float32, device=x.device)
+    backward_kernel[(workers,)](
+        grad_normed.contiguous(),
+        x,
+        residual,
+        weight.contiguous(),
+        grad_x,
+        sums,
+        num_rows,
+        workers,
+        STRIDE=x.stride(0),
+        STRIDE_R=residual.stride(0),
+        **_constants(width, eps, blocks),
+    )
+    return grad_x, sums.sum(0).to(weight.dtype)
+
+
+def blocks_of(width: int) -> Blocks:
+    """Whole rows, several if they are short."""
+    columns = max(16, 1 << (width - 1).bit_length())
+    rows = max(1, ENTRIES // columns)
+    return Blocks(rows, columns, max(1, rows * columns // ENTRIES_PER_WARP))
+
+
+def _with_dense_rows(tensor: Tensor) -> Tensor:
+    """The kernels take any stride but that of the last dimension, and one between rows that is a constant."""
+    return tensor if tensor.stride(1) == 1 and tensor.stride(0) != 0 else tensor.contiguous()
+
+
+def _constants(width: int, eps: float, blocks: Blocks) -> dict[str, Any]:
+    """What the kernels are compiled for, by the names of their parameters."""
+    return {
+        "W": int(width),
+        "BLOCK_M": blocks.rows,
+        "BLOCK": blocks.columns,
+        "EPS": eps,
+        "num_warps": blocks.num_warps,
+    }

@@ -1,0 +1,157 @@
+"""The STU layer made of fused ops against the layer of PyTorch's, in Triton's interpreter."""
+
+import itertools
+
+import pytest
+import torch
+
+from recsys.modules.stu import STUForm, STULayer
+from recsys.ops import AttentionMask, GradientRoom, hstu_attention, last_backend
+from tests.ops.cases import layout_of, samples
+from tests.ops.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
+
+EMBEDDING, HEADS, QK, V = 10, 2, 4, 6
+FORMS = list(itertools.product(("u", "uvqk"), ("layer", "group"), ("ugn", "concat")))
+PARTS = ("normed_x", "uvqk", "gated")
+CHOICES = [choice for size in (1, 2, 3) for choice in itertools.combinations(PARTS, size)]
+
+
+@pytest.fixture(autouse=True)
+def in_the_interpreter(monkeypatch):
+    """ "auto" takes Triton, as on a GPU; memory that is handed out uninitialised holds NaN."""
+    if not INTERPRETED:
+        yield
+        return
+    mend_interpreter(monkeypatch)
+    monkeypatch.setattr("recsys.ops.dispatch.FORCED_BACKEND", "triton")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def random_layer(form, **settings):
+    torch.manual_seed(0)
+    layer = STULayer(EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, form=STUForm(*form), **settings)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+class InRoom(torch.autograd.Function):
+    """Attention's stand-in, which writes its gradients into the room."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, room):
+        ctx.save_for_backward(q, k, v)
+        ctx.room = room
+        return v * q.sum(-1, keepdim=True) * k.sum(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v = ctx.saved_tensors
+        sums = [part.sum(-1, keepdim=True) for part in (q, k)]
+        scores = (grad * v).sum(-1, keepdim=True)
+        found = (scores * sums[1]).expand_as(q), (scores * sums[0]).expand_as(k), grad * sums[0] * sums[1]
+        if ctx.room is None:
+            return (*found, None)
+        places = [ctx.room.place(part) for part in (q, k, v)]
+        for place, gradient in zip(places, found, strict=True):
+            place.copy_(gradient)
+        return (*places, None)
+
+
+def in_room(q, k, v, room=None):
+    return InRoom.apply(q, k, v, room)
+
+
+def results(layer, x, attend, fused):
+    """Output and gradients; the same random numbers each time."""
+    layer.fused = fused
+    torch.manual_seed(7)
+    out = layer(x, attend)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    return [out, *torch.autograd.grad(out, [x, *layer.parameters()], cotangent)]
+
+
+@interpreted
+@pytest.mark.parametrize("rows", [0, 1, 2, 40])
+@pytest.mark.parametrize("form", FORMS)
+def test_output_and_gradients_are_those_of_the_other_layer(form, rows):
+    layer = random_layer(form, dropout=0.3)
+    x = torch.randn(rows, EMBEDDING, requires_grad=True)
+    got, want = (results(layer, x, in_room, fused) for fused in (True, False))
+    assert [last_backend(op) for op in ("norm_linear", "norm_mul_dropout", "linear_add")] == ["triton"] * 3
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("form", FORMS)
+def test_with_attention_and_stochastic_depth(form):
+    layer, layout = random_layer(form), layout_of(samples(contextual=1))
+    x = torch.randn(layout.total_len, EMBEDDING, requires_grad=True)
+    scale = torch.randint(0, 2, (layout.total_len, 1)) * 1.5
+
+    def attend(q, k, v, room=None):
+        mask = AttentionMask(window=3)
+        return hstu_attention(q, k, v, layout, mask, scale_len=7.0, backend="reference", room=room)
+
+    for given in (None, scale):
+        found = []
+        for layer.fused in (True, False):
+            out = layer(x, attend, given)
+            found.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("choice", CHOICES, ids=" ".join)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[-1]])
+def test_recompute_changes_no_gradient(form, choice):
+    """No bit, unless PyTorch's projection takes the place of `linear_add`."""
+    layer = random_layer(form, dropout=0.3)
+    x = torch.randn(30, EMBEDDING, requires_grad=True)
+    expected = results(layer, x, in_room, fused=True)
+    layer.recompute = frozenset(choice)
+    tolerance = 1e-5 if "gated" in choice else 0
+    for got, want in zip(results(layer, x, in_room, fused=True), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+@interpreted
+def test_the_gradients_of_one_room_may_be_made_twice():
+    layer = random_layer(("u", "layer", "ugn"))
+    layer.fused = True
+    x = torch.randn(30, EMBEDDING, requires_grad=True)
+    out = layer(x, in_room)
+    cotangent = torch.randn_like(out)
+    first = torch.autograd.grad(out, x, cotangent, retain_graph=True)[0].clone()
+    assert torch.equal(torch.autograd.grad(out, x, cotangent)[0], first)
+
+
+def test_a_room_joins_what_lies_in_its_place_and_what_does_not():
+    joined = torch.randn(5, 9)
+    parts = joined.split([2, 3, 4], dim=1)
+    expected = [torch.randn_like(part) for part in parts]
+    for in_place in itertools.product((True, False), repeat=3):
+        room = GradientRoom([2, 3, 4])
+        given = []
+        for part, value, placed in zip(parts, expected, in_place, strict=True):
+            given.append(room.place(part).copy_(value) if placed else value)
+        whole = room.joined(given)
+        assert torch.equal(whole, torch.cat(expected, dim=1))
+        if in_place[0]:
+            assert given[0].data_ptr() == whole.data_ptr()
+
+
+def test_a_tensor_that_is_no_part_gets_memory_of_its_own():
+    room = GradientRoom([2, 3, 4])
+    for other in (torch.randn(5, 2), torch.randn(5, 18)[:, :9], torch.randn(9, 5).t()):
+        place = room.place(other)
+        assert place.shape == other.shape and place.is_contiguous()
+
+
+@starts_it
+def test_the_layer_in_the_interpreter():
+    run_interpreted(__file__)
