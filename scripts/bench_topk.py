@@ -2,12 +2,13 @@
 """Speed of finding the best items of a catalogue: exactly, and with indices of faiss.
 
     python scripts/bench_topk.py [--items 1000000] [--dim 64] [--queries 256] [--k 10] [--removed 50]
+                                 [--dtype float32] [--backend auto --backend reference ...]
                                  [--index "HNSW32" --index "IVF4096,Flat nprobe=32" ...] [--record FILE]
 
 Items are made up: unit vectors around 1,000 centres, so that neighbours mean something to an index; queries
 lie around the same centres. --removed items of each query, drawn at random, must not be found. Exact search
-runs on CUDA when it is there, an index on the CPU. The answers are compared first, in float64: a wrong item,
-a removed one or a wrong score is not timed. `recall` is the share of the exact answer that an index found.
+runs on CUDA when it is there, with each --backend of `top_k`; an index on the CPU. --dtype is that of items.
+The answers are compared first, in float64: a wrong item, a removed one or a wrong score is not timed. `recall` is the share of the exact answer that an index found.
 
 Exit code 1 when an answer is wrong.
 """
@@ -31,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys import protos as pb
 from recsys.flags import Parser, positive
 from recsys.inference.search import Search, open_search
-from recsys.ops import TopK, top_k
+from recsys.ops import TopK, last_backend, top_k
+from recsys.ops.top_k import OP
 from scripts.bench_ops import current_commit
 
 CENTRES = 1000
@@ -44,7 +46,7 @@ CLOSE = 1e-5
 
 @dataclass(frozen=True)
 class Problem:
-    """What is searched: float32 [V, E], float32 [B, E], and what `top_k` takes."""
+    """What is searched: [V, E], float32 [B, E], and what `top_k` takes."""
 
     items: Tensor
     queries: Tensor
@@ -62,7 +64,9 @@ class Record:
     """One line of the table; milliseconds, MiB beyond items and queries, seconds of building an index."""
 
     search: str
+    backend: str | None
     device: str
+    dtype: str
     items: int
     dim: int
     queries: int
@@ -76,8 +80,10 @@ class Record:
     torch: str
 
 
-def make(items: int, dim: int, queries: int, k: int, removed: int) -> Problem:
-    """A problem, the same for the same numbers, on the host."""
+def make(
+    items: int, dim: int, queries: int, k: int, removed: int, dtype: torch.dtype = torch.float32
+) -> Problem:
+    """A problem, the same for the same numbers, on the host; `dtype` is that of the items."""
     draw = torch.Generator().manual_seed(1)
     centres = F.normalize(torch.randn(CENTRES, dim, generator=draw), dim=1)
 
@@ -86,7 +92,7 @@ def make(items: int, dim: int, queries: int, k: int, removed: int) -> Problem:
         return F.normalize(chosen + torch.randn(count, dim, generator=draw) * (0.7 / dim**0.5), dim=1)
 
     gone = torch.randint(items, (queries * removed,), generator=draw)
-    return Problem(around(items), around(queries), gone, torch.full((queries,), removed), k)
+    return Problem(around(items).to(dtype), around(queries), gone, torch.full((queries,), removed), k)
 
 
 def fault(problem: Problem, found: TopK, *, exact: bool) -> str | None:
@@ -122,20 +128,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = _options(arguments)
     commit = options.commit or current_commit()
-    problem = make(options.items, options.dim, options.queries, options.k, options.removed)
+    sizes = (options.items, options.dim, options.queries, options.k)
+    problem = make(*sizes, options.removed, getattr(torch, options.dtype))
     records: list[Record] = []
 
-    def add(search: str, device: torch.device, times: list[float], **more: float | None) -> None:
-        sizes = (options.items, options.dim, options.queries, options.k)
-        facts = {"extra_mib": None, "build_s": None, "recall": None} | more
+    def add(search: str, device: torch.device, times: list[float], **more: float | str | None) -> None:
+        facts = {"backend": None, "extra_mib": None, "build_s": None, "recall": None} | more
         middle, spread = statistics.median(times), max(times) - min(times)
-        made = Record(
-            search, str(device), *sizes, middle, spread, **facts, commit=commit, torch=torch.__version__
-        )
+        facts |= {"search": search, "device": str(device), "dtype": options.dtype, "commit": commit}
+        facts |= dict(zip(("items", "dim", "queries", "k"), sizes, strict=True))
+        made = Record(**facts, milliseconds=middle, spread=spread, torch=torch.__version__)
         print(_line(made), flush=True)
         records.append(made)
 
-    wrong = _exact(problem, options.repeats, add) or _indices(problem, options.index, options.repeats, add)
+    repeats = options.repeats
+    wrong = _exact(problem, options.backend or ["auto"], repeats, add)
+    wrong = wrong or _indices(problem, options.index, repeats, add)
     if wrong:
         print(wrong, file=sys.stderr)
         return 1
@@ -145,22 +153,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _exact(problem: Problem, repeats: int, add: Callable[..., None]) -> str | None:
+def _exact(problem: Problem, backends: Sequence[str], repeats: int, add: Callable[..., None]) -> str | None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     items, queries = problem.items.to(device), problem.queries.to(device)
+    for backend in backends:
 
-    def call() -> TopK:
-        return top_k(queries, items, problem.k, **problem.gone())
+        def call(backend: str = backend) -> TopK:
+            return top_k(queries, items, problem.k, **problem.gone(), backend=backend)
 
-    wrong = fault(problem, call(), exact=True)
-    if wrong:
-        return f"exact search: {wrong}"
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-    times = times_of(call, device, repeats)
-    extra = (torch.cuda.max_memory_allocated() - before) / 2**20 if device.type == "cuda" else None
-    add("exact", device, times, extra_mib=extra)
+        wrong = fault(problem, call(), exact=True)
+        if wrong:
+            return f"exact search, backend {last_backend('top_k')}: {wrong}"
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        times = times_of(call, device, repeats)
+        extra = (torch.cuda.max_memory_allocated() - before) / 2**20 if device.type == "cuda" else None
+        add("exact", device, times, extra_mib=extra, backend=last_backend("top_k"))
     return None
 
 
@@ -170,7 +179,7 @@ def _indices(problem: Problem, chosen: Sequence[str], repeats: int, add: Callabl
         factory, _, search = text.partition(" ")
         faiss = pb.FaissIndex(factory=factory, search=search, recall_rows=len(problem.queries))
         began = time.perf_counter()
-        index: Search = open_search(pb.Predict(index=pb.ItemIndex(faiss=faiss)), problem.items, cpu)
+        index: Search = open_search(pb.Predict(index=pb.ItemIndex(faiss=faiss)), problem.items.float(), cpu)
         build_s = time.perf_counter() - began
 
         def call(index: Search = index) -> TopK:
@@ -190,7 +199,8 @@ def _line(record: Record) -> str:
     said = [f"{name} {units[name].format(value)}" for name, value in facts.items() if value is not None]
     size = f"{record.items:,} x {record.dim}, {record.queries} queries, top {record.k}"
     time_ = f"{record.milliseconds:,.1f} ms (spread {record.spread:,.1f})"
-    return f"{record.search:<24} {record.device:<5} {size}: {time_}  {'  '.join(said)}"
+    search = f"{record.search} ({record.backend}, {record.dtype})" if record.backend else record.search
+    return f"{search:<24} {record.device:<5} {size}: {time_}  {'  '.join(said)}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -200,6 +210,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, default in (("items", 1_000_000), ("dim", 64), ("queries", 256), ("k", 10), ("repeats", 5)):
         parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--removed", type=int, default=50)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--backend", action="append", choices=("auto", *OP.backends))
     parser.add_argument("--index", action="append", default=[], metavar='"FACTORY [SEARCH]"')
     parser.add_argument("--commit")
     parser.add_argument("--record", type=Path)

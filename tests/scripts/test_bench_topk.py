@@ -18,10 +18,19 @@ def test_a_line_for_exact_search_and_each_index(tmp_path, capsys):
     assert bench_topk.main([*flags, "--record", str(path)]) == 0
     records = json.loads(path.read_text())
     assert [one["search"] for one in records] == ["exact", "Flat", "IVF16,Flat nprobe=2"]
+    assert [one["backend"] for one in records] == ["reference", None, None]
     assert [one["recall"] for one in records[:2]] == [None, 1.0]
     assert 0.2 < records[2]["recall"] < 1
     assert all(one["milliseconds"] > 0 and one["commit"] == "abc" for one in records)
     assert capsys.readouterr().out.count("3,000 x 8, 20 queries, top 4: ") == 3
+
+
+def test_types_and_backends(tmp_path):
+    path = tmp_path / "record.json"
+    backends = ["--backend", "auto", "--backend", "reference"]
+    assert bench_topk.main([*FLAGS, *backends, "--dtype", "bfloat16", "--record", str(path)]) == 0
+    records = json.loads(path.read_text())
+    assert [(one["backend"], one["dtype"]) for one in records] == [("reference", "bfloat16")] * 2
 
 
 def test_faults():
@@ -48,4 +57,4 @@ def test_what_is_wrong_is_not_timed(monkeypatch, capsys):
     assert bench_topk.main(FLAGS) == 1
     output = capsys.readouterr()
     assert output.out == ""
-    assert output.err == "exact search: query 0: there are better items than those found\n"
+    assert output.err == "exact search, backend reference: query 0: there are better items than those found\n"
