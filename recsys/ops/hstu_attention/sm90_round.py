@@ -8,10 +8,17 @@ LINE = 64
 
 
 @triton.jit(do_not_specialize=["num_lines"])
-def round_kernel(sums, rounded, num_lines, factor, LINES: tl.constexpr, LINE: tl.constexpr):
-    """`rounded = sums * factor`, [num_lines, LINE]; the last first, which are still in the cache."""
+def round_kernel(
+    sums, rounded, num_lines, factor,
+    IN_ROW: tl.constexpr, STRIDE: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+):  # fmt: skip
+    """`rounded = sums * factor`, [num_lines, LINE]; the last first, which are still in the cache.
+
+    Rows of IN_ROW lines each are STRIDE apart in `rounded`, side by side in `sums`.
+    """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     line = program * LINES + tl.arange(0, LINES)[:, None]
-    place = line.to(tl.int64) * LINE + tl.arange(0, LINE)[None, :]
-    value = tl.load(sums + place, mask=line < num_lines)
+    within = tl.arange(0, LINE)[None, :]
+    value = tl.load(sums + line.to(tl.int64) * LINE + within, mask=line < num_lines)
+    place = (line // IN_ROW).to(tl.int64) * STRIDE + (line % IN_ROW) * LINE + within
     tl.store(rounded + place, (value * factor).to(rounded.dtype.element_ty), mask=line < num_lines)
