@@ -1,51 +1,85 @@
-"""Plain PyTorch for `gather_rows` and `segment_sum`: the definition of correct, on any device."""
+"""Plain PyTorch for `gather_rows`: the definition of correct, on any device."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from recsys.ops.dispatch import SUPPORTED, Support
+
+
+def supports(facts: object) -> Support:
+    """Everything."""
+    return SUPPORTED
+
+
+def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None) -> Tensor:
+    """See `recsys.ops.gather_rows`; the arguments have been validated."""
+    rows = values[0] if len(values) == 1 else torch.cat(list(values))
+    if len(index) == 1:
+        return gather_rows(rows, index[0], inverse)
+    joined = torch.cat(list(index))
+    if torch.compiler.is_exporting():
+        return _take(rows, joined)
+    return _GatherRows.apply(rows, joined, inverse, [one.shape[0] for one in index])
+
 
 def gather_rows(values: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
-    """See `recsys.ops.jagged.gather_rows`."""
+    """With a single map."""
     if torch.compiler.is_exporting():  # an exported graph needs no gradient
         return _take(values, index)
-    return _GatherRows.apply(values, index, inverse)
-
-
-def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
-    """See `recsys.ops.jagged.segment_sum`."""
-    num_segments = lengths.shape[0]
-    segment = torch.repeat_interleave(
-        torch.arange(num_segments, device=values.device), lengths, output_size=values.shape[0]
-    )
-    return values.new_zeros(num_segments, *values.shape[1:]).index_add(0, segment, values)
+    return _GatherRows.apply(values, index, inverse, None)
 
 
 def invert(index: Tensor, num_rows: int) -> Tensor:
     """int64 [num_rows]: the place of each row in `index`, -1 for rows that it leaves out."""
     place = torch.arange(index.shape[0], device=index.device)
-    inverse = index.new_full((num_rows + 1,), -1)  # the last entry takes what index == -1 writes
+    # The last entry takes what index == -1 writes.
+    inverse = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=index.device)
     return inverse.scatter(0, torch.where(index < 0, num_rows, index), place)[:num_rows]
 
 
+def invert_each(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
+    """int64 [K, num_rows]: the places of each row by the K maps of which `index` consists, one after the
+    other; a place counts over all of them.
+    """
+    found, before = [], 0
+    for part in index.split(list(sizes)):
+        own = invert(part, num_rows)
+        found.append(torch.where(own < 0, own, own + before))
+        before += part.shape[0]
+    return torch.stack(found)
+
+
 class _GatherRows(torch.autograd.Function):
+    """`apply(values, index, inverse, sizes)`, sizes of the maps of which `index` consists; None for one."""
+
     @staticmethod
-    def forward(ctx: Any, values: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
-        ctx.num_rows = values.shape[0]
+    def forward(
+        ctx: Any, values: Tensor, index: Tensor, inverse: Tensor | None, sizes: list[int] | None
+    ) -> Tensor:
+        ctx.num_rows, ctx.sizes = values.shape[0], sizes
         ctx.save_for_backward(index, inverse)
         return _take(values, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         index, inverse = ctx.saved_tensors
         if inverse is None:
-            inverse = invert(index, ctx.num_rows)
+            sizes = [index.shape[0]] if ctx.sizes is None else ctx.sizes
+            inverse = invert_each(index, sizes, ctx.num_rows)
             if index.device.type == "cpu" and not torch.compiler.is_compiling():
                 _check_injective(index, inverse)
-        return _take(grad, inverse), None, None
+        if inverse.dim() == 1:
+            return _take(grad, inverse), None, None, None
+        if inverse.shape[0] == 1:
+            return _take(grad, inverse[0]), None, None, None
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = sum(_take(grad, one).to(wide) for one in inverse)
+        return total.to(grad.dtype), None, None, None
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:

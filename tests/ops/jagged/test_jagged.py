@@ -29,6 +29,32 @@ def test_rows_go_where_the_index_says_and_gradients_come_back(data):
     assert torch.equal(torch.autograd.grad(out, values, cotangent)[0], gradient)
 
 
+@hypothesis.given(data=st.data())
+def test_several_sources_are_one_and_several_maps_add_their_gradients(data):
+    sizes = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))
+    maps = [data.draw(st.permutations([*range(sum(sizes)), -1])) for _ in range(data.draw(st.integers(1, 3)))]
+    maps = [one[: data.draw(st.integers(0, len(one)))] for one in maps]
+    values = [torch.randn(size, 2, dtype=torch.float64, requires_grad=True) for size in sizes]
+    out = gather_rows(values, [torch.tensor(one, dtype=torch.int64) for one in maps])
+    rows = [*torch.cat(values).tolist(), [0.0, 0.0]]
+    assert out.tolist() == [rows[row] for one in maps for row in one]
+    cotangent = torch.randn_like(out)
+    expected = torch.zeros(sum(sizes) + 1, 2, dtype=torch.float64)
+    for place, row in enumerate(row for one in maps for row in one):
+        expected[row] += cotangent[place]
+    for got, want in zip(
+        torch.autograd.grad(out, values, cotangent), expected[:-1].split(sizes), strict=True
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-15, atol=1e-15)
+
+
+def test_sums_of_gradients_are_rounded_once():
+    values = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
+    out = gather_rows(values, [torch.tensor([0])] * 3)
+    cotangent = torch.tensor([1.0, 2.0**-8, 2.0**-8], dtype=torch.bfloat16)  # 1 + 2^-8 alone rounds to 1
+    assert torch.autograd.grad(out, values, cotangent)[0].item() == 1 + 2.0**-7
+
+
 def test_integers_move_too_and_nan_stays_where_it_is():
     stamps = torch.tensor([2**62 + 1, 7, 9])
     assert gather_rows(stamps, torch.tensor([2, -1, 0])).tolist() == [9, 0, 2**62 + 1]
@@ -64,7 +90,7 @@ def test_segments_add_up_and_empty_ones_are_zero(lengths, lengths_dtype):
         (
             lambda: gather_rows(torch.zeros(2), torch.zeros(2)),
             TypeError,
-            "index must be int64, got torch.float32",
+            "index must be int64 or int32, got torch.float32",
         ),
         (
             lambda: gather_rows(torch.zeros(2), torch.zeros(1, 2, dtype=torch.int64)),
@@ -80,6 +106,37 @@ def test_segments_add_up_and_empty_ones_are_zero(lengths, lengths_dtype):
             lambda: gather_rows(torch.zeros(2, device="meta"), torch.tensor([1])),
             ValueError,
             "index is on cpu, values on meta",
+        ),
+        (
+            lambda: gather_rows([torch.zeros(2, 3), torch.zeros(2, 4)], torch.tensor([1])),
+            ValueError,
+            r"first size only, values\[1\] has shape \(2, 4\) of torch.float32, the first one \(2, 3\)",
+        ),
+        (
+            lambda: gather_rows([torch.zeros(2), torch.zeros(2).double()], torch.tensor([1])),
+            ValueError,
+            r"values\[1\] has shape \(2,\) of torch.float64",
+        ),
+        (lambda: gather_rows([], torch.tensor([1])), ValueError, "values must be a tensor or some of them"),
+        (
+            lambda: gather_rows(torch.zeros(2), [torch.tensor([1]), torch.zeros(1)]),
+            TypeError,
+            r"index\[1\] must be int64 or int32, got torch.float32",
+        ),
+        (
+            lambda: gather_rows(torch.zeros(2), torch.tensor([1]), torch.tensor([0])),
+            ValueError,
+            r"inverse must have shape \[2\], a place for each row of values, got \(1,\)",
+        ),
+        (
+            lambda: gather_rows(torch.zeros(2), [torch.tensor([1])] * 2, torch.tensor([-1, 0])),
+            ValueError,
+            r"inverse must have two dimensions, got shape \(2,\)",
+        ),
+        (
+            lambda: gather_rows(torch.zeros(2), torch.tensor([1]), backend="cuda"),
+            ValueError,
+            "gather_rows has no backend 'cuda'; it has auto, triton, reference",
         ),
         (
             lambda: segment_sum(torch.zeros(3, 1), torch.tensor([1, 1])),

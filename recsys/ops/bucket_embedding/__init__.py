@@ -1,0 +1,90 @@
+"""`bucket_embedding`: learned vectors of buckets (positions, ages) added to tokens; exact table gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from recsys.ops.attention_args import check_number
+from recsys.ops.dispatch import Op
+
+__all__ = ["OP", "bucket_embedding"]
+
+BUCKET_DTYPES = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True)
+class BucketFacts:
+    """All that a backend may know when it says whether it can run."""
+
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+
+
+def bucket_embedding(
+    x: Tensor,
+    tables: Sequence[Tensor],
+    buckets: Sequence[Tensor],
+    *,
+    scale: float = 1.0,
+    backend: str = "auto",
+) -> Tensor:
+    """`out[t] = scale * x[t] + sum over i of tables[i][buckets[i][t]]`.
+
+    The gradient of a table is a segment sum: tokens are sorted by bucket, and the rows of each bucket are
+    added in float32, in an order that depends on the buckets alone. Many tokens of one bucket are summed by
+    many programs.
+
+    Args:
+        x: [T, E] floating point, tokens.
+        tables: [K, E] floating point, each with a K of its own.
+        buckets: int64 or int32 [T], one for each table, each entry in [0, K). On a GPU an entry outside adds
+            nothing; on a CPU it is an error.
+        scale: of x.
+        backend: "auto" takes the first usable one; a named one runs or raises.
+
+    Returns:
+        [T, E], of the type that holds those of `x` and all tables. Differentiable in `x` and `tables`.
+
+    Raises:
+        TypeError, ValueError: naming the argument. IndexError: a bucket that is none, on a CPU.
+    """
+    facts = _facts(x, tables, buckets, scale=scale)
+    return OP.select(facts, backend).run(x, list(tables), list(buckets), float(scale))
+
+
+def _facts(
+    x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], *, scale: float = 1.0
+) -> BucketFacts:
+    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
+    if x.dim() != 2:
+        raise ValueError(f"x must have shape [tokens, width], got {tuple(x.shape)}")
+    if not tables or len(tables) != len(buckets):
+        raise ValueError(f"tables and buckets must be pairs, got {len(tables)} and {len(buckets)} of them")
+    check_number("scale", scale)
+    for number, (table, own) in enumerate(zip(tables, buckets, strict=True)):
+        if not table.is_floating_point():
+            raise TypeError(f"tables[{number}] must be floating point, got {table.dtype}")
+        if table.dim() != 2 or table.shape[1] != x.shape[1]:
+            raise ValueError(
+                f"tables[{number}] must have shape [buckets, {x.shape[1]}], got {tuple(table.shape)}"
+            )
+        if own.dtype not in BUCKET_DTYPES:
+            raise TypeError(f"buckets[{number}] must be int64 or int32, got {own.dtype}")
+        # A traced graph takes sizes that it does not know for equal.
+        if own.dim() != 1 or not torch.compiler.is_compiling() and own.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"buckets[{number}] must have shape [{x.shape[0]}], as many as tokens, got {tuple(own.shape)}"
+            )
+        for name, tensor in (("tables", table), ("buckets", own)):
+            if tensor.device != x.device:
+                raise ValueError(f"{name}[{number}] is on {tensor.device}, x on {x.device}")
+    return BucketFacts(x.device.type, (x.dtype, *(table.dtype for table in tables)))
+
+
+OP = Op("bucket_embedding", __name__, backends=("triton", "reference"), facts=_facts)

@@ -1,0 +1,23 @@
+"""Plain PyTorch for `bucket_embedding`: the definition of correct, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from recsys.ops.dispatch import SUPPORTED, Support
+
+
+def supports(facts: object) -> Support:
+    """Everything."""
+    return SUPPORTED
+
+
+def run(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
+    """See `recsys.ops.bucket_embedding`; the arguments have been validated."""
+    out = x if scale == 1 else x * scale
+    for table, own in zip(tables, buckets, strict=True):
+        out = out + F.embedding(own, table)
+    return out

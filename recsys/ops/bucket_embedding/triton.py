@@ -1,0 +1,38 @@
+"""The Triton backend of `bucket_embedding`: one kernel forward, sorted segment sums backward.
+
+This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from recsys.ops import triton_backend
+from recsys.ops.bucket_embedding import BucketFacts, reference
+from recsys.ops.dispatch import Support
+
+_OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
+
+triton_backend.preload(_OPS)
+
+
+def supports(facts: BucketFacts) -> Support:
+    """What any Triton backend can do."""
+    answers = [triton_backend.support(facts.device, dtype)._replace(auto=False) for dtype in facts.dtypes]
+    return next((answer for answer in answers if not answer.ok), answers[0])
+
+
+def run(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
+    """In float32. A traced graph leaves the sum to the compiler, which knows what comes before and after."""
+    if torch.compiler.is_exporting():  # no gradient is needed
+        return reference.run(x, tables, buckets, scale)
+    ops = triton_backend.load(_OPS)
+    if not torch.compiler.is_compiling():
+        return ops.BucketEmbedding.apply(x, scale, buckets, *tables)
+    out = x if scale == 1 else x * scale
+    for table, own in zip(tables, buckets, strict=True):
+        out = out + ops.LookUp.apply(table, own)
+    return out

@@ -1,0 +1,114 @@
+"""Launches of the kernels of `bucket_embedding`; autograd functions, and a library op for graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from recsys.ops.bucket_embedding.triton_kernels import embed_kernel
+from recsys.ops.jagged.triton_ops import blocks_of, dense_rows, step_of
+from recsys.ops.segment_sum.triton_ops import Segments, launch_sums
+
+Wrap = Callable[[Any], Any]
+
+MAX_TABLES = 2
+"""Of the kernel; more of them are added by further launches."""
+
+KEYS = ((254, torch.uint8), (2**15 - 2, torch.int16), (2**31 - 2, torch.int32), (2**63 - 2, torch.int64))
+"""Most buckets whose numbers, with one on either side of them, a type tells apart: short ones sort faster."""
+
+
+class BucketEmbedding(torch.autograd.Function):
+    """`apply(x, scale, buckets, *tables)`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float, buckets: Sequence[Tensor], *tables: Tensor) -> Tensor:
+        ctx.save_for_backward(*buckets)
+        ctx.scale, ctx.dtype = scale, x.dtype
+        ctx.tables = [(table.shape[0], table.dtype) for table in tables]
+        return launch_embed(x, tables, buckets, scale)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_out if ctx.scale == 1 else grad_out * ctx.scale).to(ctx.dtype)
+        grad_out = dense_rows(grad_out, grad_out.shape[1])
+        grads = [
+            launch_sums(grad_out, sorted_by_bucket(own, size), dtype) if wanted else None
+            for own, (size, dtype), wanted in zip(
+                ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[3:], strict=True
+            )
+        ]
+        return (grad_x, None, None, *grads)
+
+
+class LookUp(torch.autograd.Function):
+    """`apply(table, buckets)`, rows of one table in a traced graph."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, buckets: Tensor) -> Tensor:
+        ctx.save_for_backward(buckets)
+        ctx.size, ctx.dtype = table.shape[0], table.dtype
+        return torch.nn.functional.embedding(buckets, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
+        (buckets,) = ctx.saved_tensors
+        return sum_by_bucket_triton(grad_out, buckets, ctx.size).to(ctx.dtype), None
+
+
+def launch_embed(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
+    """[T, E]; the arguments have been validated."""
+    num_rows, width = x.shape
+    dtype = reduce(torch.promote_types, (table.dtype for table in tables), x.dtype)
+    out = x.new_empty(num_rows, width, dtype=dtype)
+    if num_rows == 0 or width == 0:
+        return out
+    now, later = tables[:MAX_TABLES], tables[MAX_TABLES:]
+    x, first, last = (dense_rows(one, width) for one in (x, now[0], now[-1]))
+    blocks = blocks_of(width, dtype.itemsize)
+    columns = -(-width // blocks.columns)
+    embed_kernel[((num_rows + blocks.rows - 1) // blocks.rows * columns,)](
+        x,
+        first,
+        last,
+        buckets[0].contiguous(),
+        buckets[len(now) - 1].contiguous(),
+        out,
+        num_rows,
+        first.shape[0],
+        last.shape[0],
+        x.stride(0),
+        first.stride(0),
+        last.stride(0),
+        W=width,
+        BLOCK_M=blocks.rows,
+        BLOCK=blocks.columns,
+        TABLES=len(now),
+        SCALE=scale,
+        STEP=step_of([x.stride(0), first.stride(0), last.stride(0)]),
+        num_warps=blocks.num_warps,
+    )
+    return launch_embed(out, later, buckets[MAX_TABLES:], 1.0) if later else out
+
+
+def sorted_by_bucket(buckets: Tensor, num_buckets: int) -> Segments:
+    """Rows [T] in the order of their buckets, those of one bucket in their own order."""
+    dtype = next(dtype for most, dtype in KEYS if num_buckets <= most)
+    # What is outside stays there: -1, or 255, and num_buckets.
+    keys, order = torch.sort(buckets.clamp(-1, num_buckets).to(dtype), stable=True)
+    bounds = torch.searchsorted(keys, torch.arange(num_buckets + 1, dtype=dtype, device=keys.device))
+    return Segments(keys, bounds, order)
+
+
+@triton_op("recsys::sum_by_bucket_triton", mutates_args=())
+def sum_by_bucket_triton(values: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
+    """float32 [num_buckets, E], the sum of the rows of values [T, E] in each bucket, for traced graphs."""
+    return launch_sums(values, sorted_by_bucket(buckets, num_buckets), torch.float32, wrap_triton)

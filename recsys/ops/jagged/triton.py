@@ -1,0 +1,44 @@
+"""The Triton backend of `gather_rows`: one kernel forward, the same one on the inverse map backward.
+
+This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from recsys.ops import triton_backend
+from recsys.ops.dispatch import Support
+from recsys.ops.jagged import GatherFacts
+
+MAX_ITEMSIZE = 8
+"""Bytes of a number that are moved at a time."""
+
+_OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
+
+triton_backend.preload(_OPS)
+
+
+def supports(facts: GatherFacts) -> Support:
+    """Any dtype, since bits are moved; with several maps gradients are added, in float32."""
+    added = facts.num_maps > 1 and facts.dtype.is_floating_point
+    able = triton_backend.support(facts.device, facts.dtype if added else torch.float32)._replace(auto=False)
+    if able.ok and facts.dtype.itemsize > MAX_ITEMSIZE:
+        reason = f"a number of {facts.dtype} has {facts.dtype.itemsize} bytes, it takes up to {MAX_ITEMSIZE}"
+        return able._replace(ok=False, reason=reason)
+    return able
+
+
+def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None) -> Tensor:
+    """No source is concatenated with another one, neither forward nor backward."""
+    ops = triton_backend.load(_OPS)
+    joined = index[0] if len(index) == 1 else torch.cat(list(index))
+    sizes = [one.shape[0] for one in index]
+    if torch.compiler.is_compiling():
+        return ops.gather_rows_triton(list(values), joined, inverse, sizes)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in values):
+        return ops.GatherRows.apply(joined, inverse, sizes, *values)
+    return ops.launch_gather(values, joined)

@@ -1,0 +1,29 @@
+"""The Triton backend of `segment_sum`: each sum has one owner, long segments are summed in pieces.
+
+This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys.ops import triton_backend
+from recsys.ops.dispatch import Support
+from recsys.ops.segment_sum import SegmentFacts
+
+_OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
+
+triton_backend.preload(_OPS)
+
+
+def supports(facts: SegmentFacts) -> Support:
+    """What any Triton backend can do."""
+    return triton_backend.support(facts.device, facts.dtype)._replace(auto=False)
+
+
+def run(values: Tensor, lengths: Tensor) -> Tensor:
+    """In float32, in an order that depends on nothing but the lengths."""
+    ops = triton_backend.load(_OPS)
+    compute = ops.segment_sum_triton if torch.compiler.is_compiling() else ops.SegmentSum.apply
+    return compute(values, lengths)
