@@ -8,7 +8,8 @@
 Items are made up: unit vectors around 1,000 centres, so that neighbours mean something to an index; queries
 lie around the same centres. --removed items of each query, drawn at random, must not be found. Exact search
 runs on CUDA when it is there, with each --backend of `top_k`; an index on the CPU. --dtype is that of items.
-The answers are compared first, in float64: a wrong item, a removed one or a wrong score is not timed. `recall` is the share of the exact answer that an index found.
+The answers are compared first, in float64: a wrong item, a removed one or a wrong score is not timed.
+`recall` is the share of the exact answer that an index found.
 
 Exit code 1 when an answer is wrong.
 """

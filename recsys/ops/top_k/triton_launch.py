@@ -47,6 +47,9 @@ CLASSES = 1024
 STEP = 32
 """Columns of a group that are summed together."""
 
+WARPS = 4
+"""Of a program that measures or chooses."""
+
 REMOVED = 32
 """Removed items that a group is compared with together."""
 
@@ -197,7 +200,7 @@ def measure(items: Tensor, rows: Tensor, widths: Tensor, share: Tensor, group: i
         STEP=STEP,
         GROUP=group,
         COPIED=rows is not items,
-        num_warps=4,
+        num_warps=WARPS,
     )
 
 
@@ -253,7 +256,7 @@ def choose(search: _Search, maxima: Tensor, widths: Tensor, first: int, num_item
         K=search.best.shape[1],
         CLASSES=CLASSES,
         REMOVED=REMOVED,
-        num_warps=4,
+        num_warps=WARPS,
     )
 
 
