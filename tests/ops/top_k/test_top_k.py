@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from recsys.ops import explain, last_backend, top_k
 from recsys.ops.top_k import reference
-from tests.models.test_no_host_sync import no_waiting
 from tests.ops.top_k.problems import brute_force, whole_numbers
 
 NONE = torch.zeros(0, dtype=torch.int64)
@@ -52,18 +51,6 @@ def test_nothing_waits_for_the_device(num_items):
     with mock.patch.object(reference, "BLOCK", 600):
         found = top_k(queries, items, 3, removed=torch.tensor([1, 4, 2]), removed_lengths=lengths)
     assert (found.scores.shape, found.items.shape) == ((3, 3), (3, 3))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_items", [500, 20_000])
-def test_on_a_gpu_it_is_the_same_and_waits_for_nothing(num_items):
-    problem = whole_numbers(70, num_items, 6, 2)
-    expected = top_k(**problem.arguments(10))
-    problem = problem._replace(queries=problem.queries.cuda(), items=problem.items.cuda())
-    with no_waiting(), mock.patch.object(reference, "BLOCK", 3000):
-        found = top_k(**problem.arguments(10), backend="reference")
-    assert torch.equal(found.items.cpu(), expected.items)
-    assert torch.equal(found.scores.cpu(), expected.scores)
 
 
 def test_unknown_items_in_the_history_are_passed_over():

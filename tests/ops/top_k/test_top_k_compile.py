@@ -79,7 +79,11 @@ def test_the_kernels_fit(kernel, width, dtype, tmp_path):
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     types = dict.fromkeys(("maxima", "widths", "share", "facts", "queries"), "*fp32")
     types |= dict.fromkeys(LONG, "*i64") | {"items": f"*{NAMES[dtype]}", "copy": "*fp16"}
-    built(ASTSource(function, **arguments_of(function, constants, types)), {"num_warps": triton_launch.WARPS}, tmp_path)
+    built(
+        ASTSource(function, **arguments_of(function, constants, types)),
+        {"num_warps": triton_launch.WARPS},
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -6,7 +6,6 @@ import torch
 from hypothesis import strategies as st
 
 from recsys.ops import explain, last_backend, top_k
-from tests.models.test_no_host_sync import no_waiting
 from tests.ops.top_k.problems import Problem, around_centres, whole_numbers
 
 pytestmark = pytest.mark.gpu
@@ -111,12 +110,16 @@ def test_equal_items_all_over_the_catalogue(backend):
     assert found_by(backend, given, 10).items.tolist() == want
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_waits_for_the_device(backend):
-    given = on_device(around_centres(300, 5000, 64, 3))
+@pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
+@pytest.mark.parametrize("items", [500, 200_000])
+def test_nothing_waits_for_the_device(items, backend):
+    given = on_device(around_centres(300, items, 64, 3))
     want = found_by(backend, given, 10)
-    with no_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
         found = top_k(**given.arguments(10), backend=backend)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found.items, want.items)
 
 
