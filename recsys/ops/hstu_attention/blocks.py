@@ -50,6 +50,23 @@ BLOCKS = {
         (128, 4): Blocks(32, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
     },
+    # with a cache whose keys are summed up in parts: not timed
+    ("split", False): {
+        (64, 2): Blocks(64, 64, 4, 3),
+        (128, 2): Blocks(64, 64, 4, 3),
+        (256, 2): Blocks(64, 32, 8, 3),
+        (64, 4): Blocks(32, 32, 8, 1),
+        (128, 4): Blocks(32, 16, 8, 1),
+        (256, 4): Blocks(16, 16, 8, 1),
+    },
+    ("split", True): {
+        (64, 2): Blocks(64, 32, 4, 3),
+        (128, 2): Blocks(64, 32, 8, 3),
+        (256, 2): Blocks(32, 32, 8, 2),
+        (64, 4): Blocks(32, 32, 8, 1),
+        (128, 4): Blocks(32, 16, 8, 1),
+        (256, 4): Blocks(16, 16, 8, 1),
+    },
     ("keys", False): {
         (64, 2): Blocks(64, 64, 4, 3),
         (128, 2): Blocks(64, 128, 8, 3),
@@ -105,6 +122,7 @@ SMALL_BLOCKS = {
         (128, 2): Blocks(128, 32, 8, 2),
         (256, 2): Blocks(64, 32, 8, 2),
     },
+    ("split", False): {(128, 2): Blocks(64, 32, 8, 2), (256, 2): Blocks(32, 32, 8, 1)},
     ("keys", False): {(64, 2): Blocks(32, 128, 8, 3), (128, 2): Blocks(32, 64, 8, 2)},
     ("grad_k", False): {(256, 2): Blocks(32, 64, 8, 1)},
     ("grad_v", False): {(256, 2): Blocks(32, 64, 8, 2)},
@@ -122,8 +140,8 @@ def blocks_of(
 ) -> Blocks:
     """The sizes for a kernel, with at least `ROOMY` bytes of shared memory or with fewer.
 
-    Kernels: forward (with a cache too), described (forward, by descriptors), rows, those of `keys_kernels`,
-    tables (with bias).
+    Kernels: forward (with a cache too), split (with a cache in parts), described (forward, by descriptors),
+    rows, those of `keys_kernels`, tables (with bias).
     """
     key = _width(qk_dim, v_dim), dtype.itemsize
     found = BLOCKS[kernel, biased][key]

@@ -38,7 +38,11 @@ NEW = 8
 CACHE_START, CACHE_LENGTH = 20, 21
 """Columns: the sample's first cached row and how many there are; `HISTORY_END` counts them too."""
 
-NUM_CACHED_COLUMNS = 22
+PART, PART_FIRST, PART_LENGTH = 22, 23, 24
+"""Columns: which part of the cached keys the item is about, the part's first token in the sample and how many
+it has. Blocks of cached keys are counted from there."""
+
+NUM_CACHED_COLUMNS = 25
 
 
 class Interval(NamedTuple):
@@ -118,13 +122,22 @@ def sample_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: i
 
 
 def cached_work(
-    mask: AttentionMask, layout: SequenceLayout, cache_layout: SequenceLayout, tile: int, block: int
+    mask: AttentionMask,
+    layout: SequenceLayout,
+    cache_layout: SequenceLayout,
+    tile: int,
+    block: int,
+    parts: int = 1,
 ) -> Tensor:
     """int64 [n, NUM_CACHED_COLUMNS]: tiles of `tile` new rows, each with the blocks of `block` cached keys
-    and those of `block` new keys that it sees."""
+    and those of `block` new keys that it sees.
+
+    Each tile is there once for each of `parts` equal parts of its sample's cached keys, the last of which has
+    the new keys too.
+    """
     return layout.memo(
-        ("cached_work", mask, cache_layout, tile, block),
-        lambda: _cached_work(mask, layout, cache_layout, tile, block),
+        ("cached_work", mask, cache_layout, tile, block, parts),
+        lambda: _cached_work(mask, layout, cache_layout, tile, block, parts),
     )
 
 
@@ -157,17 +170,27 @@ def _sections(lengths: Tensor, section: int) -> Tensor:
 
 
 def _cached_work(
-    mask: AttentionMask, layout: SequenceLayout, cache_layout: SequenceLayout, tile: int, block: int
+    mask: AttentionMask,
+    layout: SequenceLayout,
+    cache_layout: SequenceLayout,
+    tile: int,
+    block: int,
+    parts: int,
 ) -> Tensor:
     tiles = _tiles(layout, tile)
+    part = torch.zeros_like(tiles.first)
+    if parts > 1:
+        part = torch.arange(parts, device=layout.device).repeat(tiles.first.shape[0])
+        tiles = Tiles(*(column.repeat_interleave(parts) for column in tiles))
     is_real = tiles.length > 0
     start, kept = (
         torch.where(is_real, column.index_select(0, tiles.sample), 0)
         for column in (cache_layout.offsets[:-1], cache_layout.lengths)
     )
     seen = _seen(mask, tiles, kept, cache_layout.num_contextual)
-    nothing = torch.zeros_like(kept)
-    whole = kept + tiles.length
+    share = (kept + parts * block - 1) // (parts * block) * block
+    first, end = torch.minimum(part * share, kept), torch.minimum((part + 1) * share, kept)
+    whole = torch.where(part == parts - 1, kept + tiles.length, kept)
     cached, new = (
         _runs(
             tiles,
@@ -175,10 +198,11 @@ def _cached_work(
             [_part(interval, low, high) for interval in _unmasked(seen)],
             block,
         )
-        for low, high in ((nothing, kept), (kept, whole))
+        for low, high in ((first, end), (kept, whole))
     )
     columns = [tiles.start, tiles.length, tiles.history_end + kept, tiles.first]
-    return _sorted([*columns, *cached.columns, *new.columns, start, kept], cached.work + new.work)
+    columns += [*cached.columns, *new.columns, start, kept, part, first, end - first]
+    return _sorted(columns, cached.work + new.work)
 
 
 def _seen(mask: AttentionMask, tiles: Tiles, before: Tensor, contextual: int) -> KeyIntervals:

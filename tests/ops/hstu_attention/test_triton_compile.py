@@ -46,6 +46,7 @@ OPERANDS = ("q", "k", "v", "cache_k", "cache_v", "out", "grad_out", "grad_q", "g
 KERNELS = {
     "forward": "forward_kernel",
     "cached": "cached_kernel",
+    "split": "cached_kernel",
     "keys": "keys_kernel",
     "described": "forward_kernel",
     "grad_k": "keys_kernel",
@@ -88,6 +89,7 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     from recsys.ops.hstu_attention.cached import triton_kernel
 
     modules = {"forward": triton_forward, "described": triton_forward, "cached": triton_kernel}
+    modules |= {"split": triton_kernel}
     modules |= {"tables": triton_tables, "other_tables": triton_tables}
     module = modules.get(kernel, triton_backward)
     function = getattr(module, KERNELS[kernel])
@@ -96,7 +98,7 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys, "BIASED": biased, "FAST": itemsize == 2}
     constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
     constants |= {"PRECISION": precision, "GRAD_K": kernel != "grad_v", "GRAD_V": kernel != "grad_k"}
-    constants |= {"BUCKETS": 64, "DESCRIBED": kernel == "described"}
+    constants |= {"BUCKETS": 64, "DESCRIBED": kernel == "described", "SPLIT": kernel == "split"}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature, aligned = {}, {}
     for index, name in enumerate(function.arg_names):

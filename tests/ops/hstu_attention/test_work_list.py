@@ -18,6 +18,9 @@ from recsys.ops.hstu_attention.work_list import (
     HISTORY_END,
     LENGTH,
     NEW,
+    PART,
+    PART_FIRST,
+    PART_LENGTH,
     START,
     START_B,
     START_C,
@@ -87,19 +90,26 @@ def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mas
 def test_with_a_cache_new_rows_visit_the_keys_of_both(mask, contextual):
     batch = samples(contextual, SHAPES)
     kept_of_all = ([5, 0, 0, 20, 2, 11], [0] * 6, [99] * 6)
-    for (tile, block), num_cached in itertools.product([(8, 4), (16, 2)], kept_of_all):
+    sizes = [(8, 4), (16, 2)]
+    for (tile, block), num_cached, num_parts in itertools.product(sizes, kept_of_all, (1, 2, 4)):
         parts = cut(batch, num_cached)
         starts = parts.layout.offsets.tolist()
         covered = Counter()
-        for item in cached_work(mask, parts.layout, parts.cache_layout, tile, block).tolist():
+        items = cached_work(mask, parts.layout, parts.cache_layout, tile, block, num_parts).tolist()
+        assert Counter(item[PART] for item in items) == dict.fromkeys(
+            range(num_parts if items else 0), len(items) // num_parts
+        )
+        for item in items:
             number = starts.index(item[START])
             number += [length > 0 for length in parts.layout.lengths.tolist()[number:]].index(True)
             sample, kept = batch[number], item[CACHE_LENGTH]
             assert kept == parts.cache_layout.lengths[number] and item[LENGTH] == sample.length - kept
             assert item[CACHE_START] == parts.cache_layout.offsets[number]
+            assert 0 <= item[PART_FIRST] <= item[PART_FIRST] + item[PART_LENGTH] <= kept
+            cached = (item, item[PART_FIRST], item[PART_LENGTH])
             assert item[HISTORY_END] == sample.contextual + sample.uih
             rows = range(kept + item[FIRST], min(kept + item[FIRST] + tile, sample.length))
-            for columns, first, length in ((item, 0, kept), (item[NEW:], kept, sample.length - kept)):
+            for columns, first, length in (cached, (item[NEW:], kept, item[LENGTH])):
                 for at, masked in visited(columns):
                     inside = range(at * block, min((at + 1) * block, length))
                     pairs = [(i, first + j) for i in rows for j in inside]

@@ -14,6 +14,9 @@ from recsys.ops.hstu_attention.triton_tile import (
     CACHE_START,
     NEW,
     NUM_CACHED_COLUMNS,
+    PART,
+    PART_FIRST,
+    PART_LENGTH,
     head_of,
     load_block,
     load_runs,
@@ -23,9 +26,11 @@ from recsys.ops.hstu_attention.triton_tile import (
 )
 
 
-@triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"])
+@triton.jit(
+    do_not_specialize=["num_items", "part_stride", "num_contextual", "window", "prefix", "group_size"]
+)
 def cached_kernel(
-    q, k, v, cache_k, cache_v, out, items, num_items, num_heads,
+    q, k, v, cache_k, cache_v, out, items, num_items, num_heads, part_stride,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_ckt, stride_ckh, stride_cvt, stride_cvh,
     alpha, inverse_scale, num_contextual, window, prefix, group_size,
@@ -37,9 +42,12 @@ def cached_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
-    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H, V] contiguous, of the new tokens. Heads fastest."""
+    """out [T, H, V] contiguous, of the new tokens. Heads fastest.
+
+    SPLIT: an item is about a part of the cached keys; each part has an out, `part_stride` numbers further on.
+    """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     MODE: tl.constexpr = (BIASED, FAST, PRECISION, False)
@@ -56,6 +64,10 @@ def cached_kernel(
         start, length, history_end, first = load_tile(item)
         cache_start = tl.load(item + CACHE_START)
         cache_length = tl.load(item + CACHE_LENGTH).to(tl.int32)
+        part_first, part_length = 0, cache_length
+        if SPLIT:
+            part_first = tl.load(item + PART_FIRST).to(tl.int32)
+            part_length = tl.load(item + PART_LENGTH).to(tl.int32)
         q_head = head_of(q, start, length, head, (stride_qt, stride_qh))
         q_block = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False)
         at = first + tl.arange(0, BLOCK_M)[:, None]
@@ -68,7 +80,7 @@ def cached_kernel(
         total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         for source in range(2):  # a loop, not code twice: that would not fit into the registers
             is_new = source == 1
-            key_start = tl.where(is_new, start, cache_start)
+            key_start = tl.where(is_new, start, cache_start + part_first)
             stride_k = tl.where(is_new, stride_kt, stride_ckt)
             stride_v = tl.where(is_new, stride_vt, stride_cvt)
             key_head = tl.where(is_new, k + head * stride_kh, cache_k + head * stride_ckh)
@@ -82,8 +94,8 @@ def cached_kernel(
                 (key_head + key_start * stride_k, stride_k, 0),
                 (value_head + key_start * stride_v, stride_v, 0),
                 key_times,
-                tl.where(is_new, length, cache_length),
-                tl.where(is_new, cache_length, 0),
+                tl.where(is_new, length, part_length),
+                tl.where(is_new, cache_length, part_first),
             )
             listed = item + source * NEW
             runs = load_runs(listed)
@@ -91,4 +103,6 @@ def cached_kernel(
                 total, q_block, listed, runs, keys, sample, rows, rule, tables, SIZES, RULE, MODE
             )
         out_head = out + (start * num_heads + head) * V
+        if SPLIT:
+            out_head += tl.load(item + PART) * part_stride
         store_block(out_head, first, length, num_heads * V, total * inverse_scale, V, BLOCK_M, BLOCK_V)

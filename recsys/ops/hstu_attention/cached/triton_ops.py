@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from recsys.ops.hstu_attention.blocks import Blocks
 from recsys.ops.hstu_attention.cached.triton_kernel import cached_kernel
 from recsys.ops.hstu_attention.triton_bias_launch import LARGEST_BLOCK, bias_arguments, cached_times
 from recsys.ops.hstu_attention.triton_launch import (
@@ -17,12 +18,20 @@ from recsys.ops.hstu_attention.triton_launch import (
     constants,
     scalars,
     strides,
+    unwrapped,
     with_dense_rows,
 )
 from recsys.ops.hstu_attention.work_list import cached_work, row_work
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
+from recsys.ops.triton_backend import num_processors
+
+PROGRAMS_PER_PROCESSOR = 4
+"""So many that none of a processor's time is left over."""
+
+LEAST_BLOCKS, MOST_PARTS = 4, 32
+"""Blocks of keys that a part has at least; parts, each of which needs memory for all outputs."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ def forward(
     cache_k: Tensor,
     cache_v: Tensor,
     problem: CachedProblem,
-    wrap: Wrap = lambda kernel: kernel,
+    wrap: Wrap = unwrapped,
 ) -> Tensor:
     """`hstu_attention_cached` [T, H, V]; the arguments have been validated."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -53,9 +62,15 @@ def forward(
         return out
     tensors = tuple(map(with_dense_rows, (q, k, v, cache_k, cache_v)))
     bias = problem.bias
-    blocks = blocks_for("forward", q, v, problem)
-    items = cached_work(problem.mask, problem.layout, problem.cache_layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
+    blocks, parts = blocks_for("split", q, v, problem), 1
+    if wrap is unwrapped:  # a graph is for many sizes, and knows none
+        parts = num_parts(problem, blocks, num_heads, q.device)
+    if parts == 1:
+        blocks = blocks_for("forward", q, v, problem)
+    items = cached_work(problem.mask, problem.layout, problem.cache_layout, blocks.rows, blocks.keys, parts)
+    # Without a softmax an output is a sum over keys: that of the parts, in their order.
+    sums = out if parts == 1 else out.new_empty(parts, *out.shape, dtype=torch.float32)
     longest = problem.layout.max_len + problem.cache_layout.max_len
     of_bias = bias_arguments(bias, problem.layout, longest, items, blocks.rows, blocks.keys, wrap)
     of_cache = [items] * 3
@@ -64,17 +79,31 @@ def forward(
         of_cache = cached_times(bias.cache_timestamps, tiles, LARGEST_BLOCK, blocks.keys, wrap)
     wrap(cached_kernel)[(items.shape[0] * num_heads,)](
         *tensors,
-        out,
+        sums,
         items,
         items.shape[0],
         num_heads,
+        out.numel(),
         *strides(*tensors),
         *scalars(problem),
         *of_bias,
         *of_cache,
+        SPLIT=parts > 1,
         **constants(problem, q, v, blocks),
     )
-    return out
+    return out if parts == 1 else sums.sum(0).to(out.dtype)
+
+
+def num_parts(problem: CachedProblem, blocks: Blocks, num_heads: int, device: torch.device) -> int:
+    """In how many parts the cached keys are summed up: more than one where tiles are too few for the GPU.
+
+    A power of two, so that few batches need memory of their own.
+    """
+    layout, num_keys = problem.layout, problem.cache_layout.max_len
+    tiles = max(layout.total_len // blocks.rows, min(layout.batch_size, layout.total_len))
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // (tiles * num_heads)
+    most = min(wanted, num_keys // (LEAST_BLOCKS * blocks.keys), MOST_PARTS)
+    return 1 << max(most, 1).bit_length() - 1
 
 
 def call_op(

@@ -85,6 +85,22 @@ def test_random_layouts(data):
     assert_near(Case(shapes, data.draw(st.sampled_from([0, 1, 6])), dim, v_dim, dtype, rows), mask)
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_few_users_with_long_histories(dim, dtype, rows, monkeypatch):
+    """Keys are summed up in parts, to the same bits each time."""
+    from recsys.ops.hstu_attention.cached import triton_ops
+
+    chosen, number = [], triton_ops.num_parts
+    monkeypatch.setattr(triton_ops, "num_parts", lambda *facts: chosen.append(number(*facts)) or chosen[-1])
+    case = Case([(4001, 0, 70), (30, 2, 1), (2500, 0, 3)], 3, dim, dim, dtype, rows)
+    for mask in (AttentionMask(), AttentionMask(130, 70, True, 5)):
+        assert_near(case, mask)
+        assert torch.equal(case.cached(mask), case.cached(mask))
+    assert min(chosen) > 1
+
+
 def test_other_sizes_in_any_order_use_one_artefact_and_stay_right():
     from recsys.ops.hstu_attention.cached.triton_kernel import cached_kernel
 

@@ -102,6 +102,18 @@ def test_against_the_loops(mask):
 
 
 @interpreted
+@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize(("mask", "rows"), list(zip(MASKS[1::6], [0, 2, None] * 3, strict=False)), ids=str)
+def test_keys_in_parts(mask, rows, parts, monkeypatch):
+    """Parts of several blocks, of one and of none; sums that nobody has written would be NaN."""
+    from recsys.ops.hstu_attention.cached import triton_ops
+
+    monkeypatch.setattr(triton_ops, "num_parts", lambda *_: parts)
+    batch, num_cached = samples(2, [(45, 5), *SHAPES]), [43, *CUTS["ragged"]]
+    check(batch, num_cached, mask, heads=2, bias_rows=rows)
+
+
+@interpreted
 @pytest.mark.parametrize(("dim", "v_dim", "alpha"), [(16, 5, 0.0), (24, 16, -0.7), (1, 33, None)])
 def test_other_dimensions_and_alphas(dim, v_dim, alpha):
     check(samples(0, SHAPES), CUTS["ragged"], AttentionMask(), dim=dim, v_dim=v_dim, heads=3, alpha=alpha)
