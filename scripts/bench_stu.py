@@ -3,11 +3,12 @@
 
     python scripts/bench_stu.py [--lengths 1024 2048 4099 8192] [--batch 32] [--record FILE]
 
-Width 1024, 4 heads of 256, gate u * norm(a), bfloat16 by autocast on float32 tokens, every sample equally
-long. First output and gradients of a small batch: they may be twice as far from float64 as the reference
-backends in bfloat16 are. Then forward and backward are timed with CUDA events (medians), with the front of
-the layer compiled and not. Useful FLOP: three times those of the forward, 2 x rows x weights and 4 x width a
-visible pair. `--record` adds lines like those of `bench_ops.py` to a file, which may be there.
+Width 1024, 4 heads of 256, gate u * norm(a), tokens in bfloat16 and products by autocast, as in a model of
+that precision, every sample equally long. First output and gradients of a small batch: they may be twice as
+far from float64 as the reference backends in bfloat16 are. Then forward and backward are timed with CUDA
+events (medians), with the front of the layer compiled and not. Useful FLOP: three times those of the forward,
+2 x rows x weights and 4 x width a visible pair. `--record` adds lines like those of `bench_ops.py` to a file,
+which may be there.
 
 On a CPU it runs tiny shapes, to test itself. Exit code 1 when the layer was wrong.
 """
@@ -44,9 +45,9 @@ def layer_of(width: int, heads: int, device: str) -> STULayer:
 
 
 def tokens(rows: int, width: int, device: str, seed: int) -> Tensor:
-    """float32 [rows, width], a leaf."""
+    """bfloat16 [rows, width], a leaf."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, width, generator=generator).to(device).requires_grad_()
+    return torch.randn(rows, width, generator=generator).to(device, torch.bfloat16).requires_grad_()
 
 
 def forward(layer: STULayer, x: Tensor, layout: SequenceLayout, backend: str, bf16: bool) -> Tensor:

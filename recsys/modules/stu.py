@@ -167,7 +167,7 @@ class STULayer(nn.Module):
             self.uvqk.bias,
             widths,
             eps=self.input_norm.eps,
-            dtype=_autocast_dtype(x),
+            dtype=product_dtype(x),
             keep_normed="normed_x" not in self._recomputed(),
         )
         made = [parts[0]]
@@ -254,10 +254,12 @@ def _front(layer: "STULayer", x: Tensor) -> list[Tensor]:
     return layer._split(layer._project(x))
 
 
-def _autocast_dtype(x: Tensor) -> torch.dtype:
+def product_dtype(x: Tensor) -> torch.dtype:
     """Of matrix products of x here and now."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 class Projected(NamedTuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from recsys.modules.cache import CacheStage, Keep, copied
-from recsys.modules.mixers.step import Halves, finish, parts_of, project
+from recsys.modules.mixers.step import Halves, finish, in_policy, parts_of, project
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout
 
@@ -38,7 +38,7 @@ def prefill(
         raise ValueError(
             f"prefill takes contextual and history tokens, {sequence.layout.total_targets} targets are given"
         )
-    first, stages = stacks[0], []
+    first, stages, sequence = stacks[0], [], in_policy(sequence)
     for number, rule in enumerate(first.rules):
         sequence = rule.truncate(sequence)
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
@@ -69,12 +69,13 @@ def score(
             training, or gradients are asked for.
     """
     _require_evaluation(stacks)
+    given, sequence = sequence.values.dtype, in_policy(sequence)
     for number, (stage, place) in enumerate(_layers(stages)):
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
         halves = project(layers, parts)
         attended = _attend(stacks[0], number, sequence, halves, stage, place)
         sequence = sequence.with_values(finish(layers, parts, halves, attended))
-    return sequence
+    return sequence.with_values(sequence.values.to(given))
 
 
 def extend(
@@ -92,6 +93,7 @@ def extend(
         RuntimeError: in training, or gradients are asked for.
     """
     _require_evaluation(stacks)
+    sequence = in_policy(sequence)
     new = sequence.layout
     if new.num_contextual or new.total_targets:
         raise ValueError(

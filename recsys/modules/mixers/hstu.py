@@ -10,7 +10,7 @@ from recsys import protos as pb
 from recsys.modules.cache import Keep, MixerCache, copied
 from recsys.modules.mixers import cached
 from recsys.modules.mixers.rules import layer_rules, stack_flops
-from recsys.modules.mixers.step import finish, project
+from recsys.modules.mixers.step import finish, in_policy, project
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.modules.stochastic_depth import StochasticDepth, linear_schedule
 from recsys.modules.stu import RelativeBiasTables, STUForm, STULayer
@@ -65,14 +65,15 @@ class HstuMixer(nn.Module):
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """Tokens [T, E] in, mixed tokens out: fewer behind a truncation, but all contextual and targets."""
-        sequence = sequence.with_values(self.input_dropout(sequence.values))
+        given = sequence.values.dtype
+        sequence = in_policy(sequence.with_values(self.input_dropout(sequence.values)))
         for number, (layer, rule) in enumerate(zip(self.layers, self.rules, strict=True)):
             sequence = rule.truncate(sequence)
             layout = sequence.layout
             bias = self.biases[number](sequence) if self.biases else None
             attend = partial(self.attention, layout=layout, mask=rule.mask, bias=bias)
             sequence = sequence.with_values(layer(sequence.values, attend, self.depths[number](layout)))
-        return sequence.with_values(self.output_dropout(sequence.values))
+        return sequence.with_values(self.output_dropout(sequence.values.to(given)))
 
     @property
     def target_group_size(self) -> int:
@@ -115,8 +116,10 @@ def mix_as_one(mixers: Sequence[HstuMixer], sequences: Sequence[JaggedSequence])
     """
     if len(mixers) == 1:
         return [mixers[0](sequences[0])]
-    joined = join(
-        [one.with_values(m.input_dropout(one.values)) for m, one in zip(mixers, sequences, strict=True)]
+    given = sequences[0].values.dtype
+    dropped = [m.input_dropout(one.values) for m, one in zip(mixers, sequences, strict=True)]
+    joined = in_policy(
+        join([one.with_values(values) for one, values in zip(sequences, dropped, strict=True)])
     )
     for number, rule in enumerate(mixers[0].rules):
         joined = rule.truncate(joined)
@@ -126,9 +129,8 @@ def mix_as_one(mixers: Sequence[HstuMixer], sequences: Sequence[JaggedSequence])
         attended = mixers[0].attention(halves.q, halves.k, halves.v, layout=joined.layout, mask=rule.mask)
         scales = [mixer.depths[number](part.layout) for mixer, part in zip(mixers, parts, strict=True)]
         joined = joined.with_values(finish(layers, parts, halves, attended, scales))
-    return [
-        one.with_values(m.output_dropout(one.values)) for m, one in zip(mixers, joined.split(), strict=True)
-    ]
+    parts = joined.with_values(joined.values.to(given)).split()
+    return [one.with_values(m.output_dropout(one.values)) for m, one in zip(mixers, parts, strict=True)]
 
 
 def _layer(config: pb.HstuMixer, embedding_dim: int) -> STULayer:

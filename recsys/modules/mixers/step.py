@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import STULayer
+from recsys.modules.stu import STULayer, product_dtype
 
 
 class Halves(NamedTuple):
@@ -17,6 +17,11 @@ class Halves(NamedTuple):
     q: Tensor  # [T of all, H, D]
     k: Tensor
     v: Tensor  # [T of all, H, V]
+
+
+def in_policy(sequence: JaggedSequence) -> JaggedSequence:
+    """Tokens in the type of matrix products: what layers add to them is no wider."""
+    return sequence.with_values(sequence.values.to(product_dtype(sequence.values)))
 
 
 def parts_of(sequence: JaggedSequence) -> list[JaggedSequence]:

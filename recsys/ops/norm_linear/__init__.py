@@ -56,9 +56,9 @@ def norm_linear(
 ) -> NormLinear:
     """`split(norm(x) @ weight^T + bias)`.
 
-    `norm(x) = (x - mean) / sqrt(variance + eps) * norm_weight + norm_bias`. Statistics of each row and norm(x)
-    are computed in the wider of x's and `norm_weight`'s type; norm(x) is rounded to `dtype`, and so are weight
-    and bias.
+    `norm(x) = (x - mean) / sqrt(variance + eps) * norm_weight + norm_bias`. Statistics of each row and norm
+    are computed in the wider of x's and `norm_weight`'s type; norm(x) is rounded to `dtype`, and so are
+    weight and bias.
 
     Args:
         x: [T, E] floating point.

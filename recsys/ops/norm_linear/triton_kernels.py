@@ -50,20 +50,31 @@ def backward_kernel(
     scale = tl.load(weight + column, mask=column < W, other=0.0).to(tl.float32)
     grad_scale = tl.zeros([BLOCK_M, BLOCK], tl.float32)
     grad_shift = tl.zeros([BLOCK_M, BLOCK], tl.float32)
+    row = worker * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    inside = (row < num_rows) & (column < W)
+    long_row = row.to(tl.int64)
+    next_x = tl.load(x + long_row * STRIDE + column, mask=inside, other=0.0)
+    next_grad = tl.load(grad_n + long_row * W + column, mask=inside, other=0.0)
+    next_added = tl.load(residual + long_row * STRIDE_R + column, mask=inside, other=0.0)
     for block in range(worker, tl.cdiv(num_rows, BLOCK_M), num_workers):
+        given, grad = next_x.to(tl.float32), next_grad.to(tl.float32)
+        added = next_added.to(tl.float32)
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         inside = (row < num_rows) & (column < W)
-        long_row = row.to(tl.int64)
-        given = tl.load(x + long_row * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_n + long_row * W + column, mask=inside, other=0.0).to(tl.float32)
-        added = tl.load(residual + long_row * STRIDE_R + column, mask=inside, other=0.0).to(tl.float32)
+        # The next block is on its way while this one is worked on.
+        next_row = row.to(tl.int64) + num_workers * BLOCK_M
+        next_inside = (next_row < num_rows) & (column < W)
+        next_x = tl.load(x + next_row * STRIDE + column, mask=next_inside, other=0.0)
+        next_grad = tl.load(grad_n + next_row * W + column, mask=next_inside, other=0.0)
+        next_added = tl.load(residual + next_row * STRIDE_R + column, mask=next_inside, other=0.0)
         y, deviation = _normed(given, inside, W, EPS)
         grad_scale += y * grad
         grad_shift += grad
         grad_y = scale * grad
         mean = tl.sum(grad_y, 1, keep_dims=True) / W
         along = tl.sum(grad_y * y, 1, keep_dims=True) / W
-        tl.store(grad_x + long_row * W + column, (grad_y - mean - y * along) * deviation + added, mask=inside)
+        found = (grad_y - mean - y * along) * deviation + added
+        tl.store(grad_x + row.to(tl.int64) * W + column, found, mask=inside)
     pointer = sums + worker.to(tl.int64) * (2 * W) + column
     tl.store(pointer, tl.sum(grad_scale, 0, keep_dims=True), mask=column < W)
     tl.store(pointer + W, tl.sum(grad_shift, 0, keep_dims=True), mask=column < W)

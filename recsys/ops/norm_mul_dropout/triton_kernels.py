@@ -117,12 +117,35 @@ def backward_kernel(
     shift = tl.load(bias + column, mask=place < GROUP, other=0.0).to(tl.float32)
     grad_scale = tl.zeros([BLOCK_M, BLOCK], tl.float32)
     grad_shift = tl.zeros([BLOCK_M, BLOCK], tl.float32)
+    # Of y in the output; copies of u and a stand W and 2 W, or W, columns in front of it.
+    in_out = column + 2 * W if CONCAT else column
+    row = worker * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    inside = (row < num_rows) & (place < GROUP)
+    long_row = row.to(tl.int64)
+    next_a = tl.load(attended + long_row * stride_a + column, mask=inside, other=0.0)
+    next_u = tl.load(u + long_row * stride_u + column, mask=inside, other=0.0)
+    given = grad_out + long_row * stride_o + in_out
+    next_y = tl.load(given, mask=inside, other=0.0)
+    if CONCAT:
+        next_to_u = tl.load(given - 2 * W, mask=inside, other=0.0)
+        next_to_a = tl.load(given - W, mask=inside, other=0.0)
     for block in range(worker, tl.cdiv(num_rows, BLOCK_M), num_workers):
+        a, factor, grad_y = next_a.to(tl.float32), next_u.to(tl.float32), next_y.to(tl.float32)
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         inside = (row < num_rows) & (place < GROUP)
         long_row = row.to(tl.int64)
-        a = tl.load(attended + long_row * stride_a + column, mask=inside, other=0.0).to(tl.float32)
-        factor = tl.load(u + long_row * stride_u + column, mask=inside, other=0.0).to(tl.float32)
+        if CONCAT:
+            copied_u, copied_a = next_to_u.to(tl.float32), next_to_a.to(tl.float32)
+        # The next block is on its way while this one is worked on.
+        next_row = long_row + num_workers * BLOCK_M
+        next_inside = (next_row < num_rows) & (place < GROUP)
+        next_a = tl.load(attended + next_row * stride_a + column, mask=next_inside, other=0.0)
+        next_u = tl.load(u + next_row * stride_u + column, mask=next_inside, other=0.0)
+        given = grad_out + next_row * stride_o + in_out
+        next_y = tl.load(given, mask=next_inside, other=0.0)
+        if CONCAT:
+            next_to_u = tl.load(given - 2 * W, mask=next_inside, other=0.0)
+            next_to_a = tl.load(given - W, mask=next_inside, other=0.0)
         slope = 1.0
         if SILU:
             part = _sigmoid(factor)
@@ -131,13 +154,6 @@ def backward_kernel(
         keys = row.to(tl.uint32)
         if SCALE != 1.0:
             keys = _keys(seed, row)
-        given = grad_out + long_row * stride_o + column
-        if CONCAT:
-            given += 2 * W
-            in_out = column + 2 * W
-        else:
-            in_out = column
-        grad_y = tl.load(given, mask=inside, other=0.0).to(tl.float32)
         grad_y = _dropped(grad_y, keys, in_out, THRESHOLD, SCALE)
         x, deviation = _normed(a, inside, GROUP, EPS)
         grad_n = factor * grad_y
@@ -149,10 +165,8 @@ def backward_kernel(
         to_a = (grad_x - mean - x * along) * deviation
         to_u = grad_y * (x * scale + shift)
         if CONCAT:
-            copied = tl.load(given - 2 * W, mask=inside, other=0.0).to(tl.float32)
-            to_u += _dropped(copied, keys, column, THRESHOLD, SCALE)
-            copied = tl.load(given - W, mask=inside, other=0.0).to(tl.float32)
-            to_a += _dropped(copied, keys, column + W, THRESHOLD, SCALE)
+            to_u += _dropped(copied_u, keys, column, THRESHOLD, SCALE)
+            to_a += _dropped(copied_a, keys, column + W, THRESHOLD, SCALE)
         tl.store(grad_a + long_row * W + column, to_a, mask=inside)
         tl.store(grad_u + long_row * stride_gu + column, to_u * slope, mask=inside)
     pointer = sums + worker.to(tl.int64) * (2 * W) + column

@@ -35,6 +35,25 @@ def test_layers_follow_each_other_each_with_its_own_bias(per_head):
     torch.testing.assert_close(mixer(sequence).values, x)
 
 
+def test_tokens_between_layers_are_as_wide_as_products_are():
+    """The sums of the layers are rounded, once a layer; who calls a mixer gets the type that he gave."""
+    mixer = HstuMixer(config(num_layers=3), embedding_dim=WIDTH).eval()
+    sequence = random_sequence(SHAPES)
+    sequence = sequence.with_values(sequence.values.float())
+    seen = []
+    for layer in mixer.layers:
+        layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].dtype))
+    exact = mixer(sequence).values
+    assert seen == [torch.float32] * 3
+    seen.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = mixer(sequence).values
+    assert seen == [torch.bfloat16] * 3
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, rounded.bfloat16().float(), rtol=0, atol=0)
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.05)
+
+
 def test_the_config_decides_the_form_of_the_layers():
     research = config(
         activation=pb.HstuMixer.UVQK, norm=pb.HstuMixer.GROUP_NORM, gate=pb.HstuMixer.UGN, dropout=0.25
