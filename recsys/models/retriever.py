@@ -28,6 +28,7 @@ from recsys.modules.item_encoder import ItemEncoder
 from recsys.modules.losses.softmax import IGNORED
 from recsys.modules.preprocessors.preprocessed import inputs_of
 from recsys.modules.sequence import JaggedSequence, following
+from recsys.ops import gather_rows
 from recsys.registry import pick, register
 
 MAX_SCORES = 2**24
@@ -271,6 +272,4 @@ class NextItemLoss(nn.Module):
 
 def last_of_each(values: Tensor, lengths: Tensor) -> Tensor:
     """[n, E] of B lists -> [B, E], the last entry of each; zeros for an empty list."""
-    nothing = values.shape[0]
-    with_zeros = torch.cat([values, values.new_zeros(1, values.shape[1])])
-    return with_zeros.index_select(0, torch.where(lengths > 0, lengths.cumsum(0) - 1, nothing))
+    return gather_rows(values, torch.where(lengths > 0, lengths.cumsum(0) - 1, -1))

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from recsys.modules.sequence import JaggedSequence
-from recsys.ops import Selection, SequenceLayout
-
+from recsys.ops import Selection, SequenceLayout, gather_rows
 
 Keep = Callable[[Tensor], Tensor]
 """Where a cache's tensors come to lie: takes one that may be a view of something larger, [T, ...], and returns
@@ -52,13 +51,13 @@ class CacheStage:
         """Each sample's tokens with those of `other` behind them, which are history; same layers."""
         layout, index = _behind(self.layout, other.layout)
         old, new = self.tensors, other.tensors
-        joined = iter([torch.cat(pair).index_select(0, index) for pair in zip(old, new, strict=True)])
+        joined = iter([gather_rows(pair, index) for pair in zip(old, new, strict=True)])
         return self.map(lambda _: next(joined), layout)
 
     def truncate(self, tail_len: int) -> "CacheStage":
         """The contextual tokens and the newest `tail_len` history tokens."""
         layout, index = self.layout.truncate(tail_len)
-        return self.map(lambda tensor: tensor.index_select(0, index), layout)
+        return self.map(lambda tensor: gather_rows(tensor, index), layout)
 
     def map(self, change: Callable[[Tensor], Tensor], layout: SequenceLayout) -> "CacheStage":
         """All `tensors`, in their order, changed alike, under another layout."""

@@ -87,10 +87,11 @@ class ContextualizedMLP(nn.Module):
         layout = rows.layout
         # Rows have different matrices, so they are multiplied as a batch, padded to one length.
         shape = (layout.batch_size, layout.max_len)
-        padded = gather_rows(z, layout.padded_index().index.flatten()).unflatten(0, shape)
-        products = torch.bmm(padded, generated[:, :, :-1].transpose(1, 2)) + generated[:, None, :, -1]
+        index = layout.padded_index().index.flatten()
         place = layout.sample_ids() * layout.max_len + layout.positions()
-        return gather_rows(products.flatten(0, 1), place)
+        padded = gather_rows(z, index, place).unflatten(0, shape)
+        products = torch.bmm(padded, generated[:, :, :-1].transpose(1, 2)) + generated[:, None, :, -1]
+        return gather_rows(products.flatten(0, 1), place, index)
 
     def flops(self, items: int, rows: int) -> int:
         """FLOP of a forward pass over n items of B rows; see `recsys.modules.flops`."""

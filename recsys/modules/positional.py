@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.modules.cache import Prefix
-from recsys.ops import SequenceLayout
+from recsys.ops import SequenceLayout, bucket_embedding
 
 
 class PositionalEncoder(nn.Module):
@@ -56,10 +56,11 @@ class PositionalEncoder(nn.Module):
         Returns:
             [T, E].
         """
-        encoded = values * self.scale + self.position(self.positions(layout, behind))
-        if self.time is None:
-            return encoded
-        return encoded + self.time(self.time_buckets(layout, request_times - timestamps))
+        tables, buckets = [self.position.weight], [self.positions(layout, behind)]
+        if self.time is not None:
+            tables.append(self.time.weight)
+            buckets.append(self.time_buckets(layout, request_times - timestamps))
+        return bucket_embedding(values, tables, buckets, scale=self.scale)
 
     def require_extendable(self) -> None:
         """Passes where a token's position and age stay when more events happen.

@@ -230,9 +230,17 @@ class SequenceLayout(LayoutFacts):
         Each of the three blocks is jagged by sample, in the order of the samples, as `contextual_only`,
         `history_only` and `targets_only` would cut them out again.
         """
-        blocks = (self.contextual_only(), self.history_only(), self.targets_only())
-        token = torch.cat([block.index for block in blocks])
+        token = self.disassemble_index()
         return torch.empty_like(token).scatter(0, token, torch.arange(self.total_len, device=self.device))
+
+    def disassemble_index(self) -> Tensor:
+        """int64 [T], the inverse of `assemble_index`: token of each contextual, then uih, then target row."""
+
+        def build() -> Tensor:
+            blocks = (self.contextual_only(), self.history_only(), self.targets_only())
+            return torch.cat([block.index for block in blocks])
+
+        return self.memo("disassemble_index", build)
 
     def _source_rows(self, derived: SequenceLayout, first: Tensor) -> Tensor:
         """Rows of self for the tokens of `derived`: one run a sample, from position `first` [B] on."""

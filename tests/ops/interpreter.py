@@ -54,7 +54,9 @@ def mend_interpreter(monkeypatch) -> None:
 
 def between_poison(tensor: torch.Tensor) -> torch.Tensor:
     """The same numbers as a view with NaN, or absurd times, in the rows before and after."""
-    poison = float("nan") if tensor.is_floating_point() else 2**40
+    poison = float("nan")
+    if not tensor.is_floating_point():
+        poison = 2 ** (40 if tensor.dtype == torch.int64 else 30)
     padded = torch.full((tensor.shape[0] + 70, *tensor.shape[1:]), poison, dtype=tensor.dtype)
     padded[35:-35] = tensor
     return padded[35:-35]

@@ -131,6 +131,7 @@ def test_each_kind_can_be_cut_out_and_put_together_again(trusted, batch):
         assert index.tolist() == rows[kind]
     blocks = torch.tensor(rows[CONTEXTUAL] + rows[UIH] + rows[TARGET], dtype=torch.int64)
     assert blocks[layout.assemble_index()].tolist() == list(range(layout.total_len))
+    assert layout.disassemble_index().tolist() == blocks.tolist()
 
 
 @pytest.mark.parametrize("trusted", [False, True])

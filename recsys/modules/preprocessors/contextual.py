@@ -87,9 +87,9 @@ class ContextualPreprocessor(nn.Module):
         """
         inputs = inputs_of(embeddings, batch)
         users = self._users(inputs)
-        prefix = [*self._contextual(inputs), self._history(inputs, batch, users)]
+        prefix = [*self._contextual(inputs), *self._history(inputs, batch, users)]
         candidates = self._candidates(inputs, batch, users)
-        encoded = torch.cat([*prefix, candidates + self.target_action])
+        encoded = [*prefix, candidates + self.target_action]
         return Preprocessed(self._sequence(encoded, batch), candidates)
 
     def prefix(self, embeddings: dict[str, Tensor], batch: Batch) -> EncodedPrefix:
@@ -101,7 +101,7 @@ class ContextualPreprocessor(nn.Module):
         """
         inputs = inputs_of(embeddings, batch)
         users = self._users(inputs)
-        encoded = torch.cat([*self._contextual(inputs), self._history(inputs, batch, users)])
+        encoded = [*self._contextual(inputs), *self._history(inputs, batch, users)]
         return EncodedPrefix(self._sequence(encoded, batch), Prefix.of(batch.sequences, users))
 
     def candidates(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> Preprocessed:
@@ -145,11 +145,11 @@ class ContextualPreprocessor(nn.Module):
         sides = [self.content.flops(n, rows) for n in (events, batch.candidate_timestamps.shape[0])]
         return contextual + action + sum(sides)
 
-    def _sequence(self, encoded: Tensor, batch: Batch, behind: Prefix | None = None) -> JaggedSequence:
-        """Encoded rows, see `views`, as the sequences of the batch."""
+    def _sequence(self, encoded: list[Tensor], batch: Batch, behind: Prefix | None = None) -> JaggedSequence:
+        """Encoded rows, in several tensors in the order of `views`, as the sequences of the batch."""
         found, layout = views(batch, self.tokens_per_event), batch.sequences
-        # One gather for each view, since a view names a row once: then its gradient is a gather too.
-        values = torch.cat([gather_rows(encoded, view.index) for view in found])
+        inverse = found[0].inverse if len(found) == 1 else None
+        values = gather_rows(encoded, [view.index for view in found], inverse)
         times = torch.cat([view.times for view in found])
         if self.positional is not None:
             values = self.positional(values, layout, times[:, 0], request_times=times[:, 2], behind=behind)
@@ -164,14 +164,14 @@ class ContextualPreprocessor(nn.Module):
     def _contextual(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         return [] if self.contextual is None else [self.contextual(inputs)]
 
-    def _history(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> Tensor:
-        """[history tokens, E], event by event."""
+    def _history(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> list[Tensor]:
+        """[events, E], for each token that an event has."""
         rows = None if users is None else RowContext(users, events_of(batch, self.tokens_per_event))
         content = self.content(pb.HISTORY, inputs, batch.uih_timestamps.shape[0], rows)
         if self.action is None:
-            return content
+            return [content]
         action = self.action(batch.uih_actions, batch.uih_watch_time, rows)
-        return torch.stack([content, action], dim=1).flatten(0, 1) if self.interleaved else content + action
+        return [content, action] if self.interleaved else [content + action]
 
     def _candidates(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> Tensor:
         """[N, E], content."""

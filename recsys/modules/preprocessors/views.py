@@ -1,7 +1,8 @@
 """The sequences of a batch as views of what was encoded once: the rows they are made of, and their times.
 
-Encoded rows lie in the order [contextual of all rows | history tokens of all events | candidates]. A batch
-without channels has one view, of all of them; with channels each has a view of its own.
+Encoded rows are counted in the order [contextual of all rows | first tokens of all events | second ones, if
+an event has two | candidates]. A batch without channels has one view, of all of them; with channels each has
+a view of its own.
 """
 
 from dataclasses import dataclass
@@ -21,20 +22,33 @@ class View:
     Attributes:
         index: int64 [T], encoded row of each token; none is named twice.
         times: int64 [T, 3], seconds: a token's own time, that of the token after it, and its request's.
+        inverse: int64, token of each encoded row; None where it has not been worked out.
     """
 
     index: Tensor
     times: Tensor
+    inverse: Tensor | None = None
 
 
 def views(batch: Batch, tokens_per_event: int) -> list[View]:
     """One for each of `batch.sequences.parts`, or the only one."""
     if batch.channel_layout is None:
-        index = batch.layout.assemble_index()
-        times = _times(batch, batch.uih_timestamps, batch.uih_lengths, tokens_per_event)
-        return [View(index, times.index_select(0, index))]
+        return [_of_all(batch, tokens_per_event)]
     parts = zip(batch.channel_layout.parts, batch.channel_events, strict=True)
     return [_of_channel(batch, layout, name, tokens_per_event) for layout, name in parts]
+
+
+def _of_all(batch: Batch, tokens_per_event: int) -> View:
+    index, inverse = batch.layout.assemble_index(), batch.layout.disassemble_index()
+    times = _times(batch, batch.uih_timestamps, batch.uih_lengths, tokens_per_event).index_select(0, index)
+    if tokens_per_event == 1:
+        return View(index, times, inverse)
+    count = batch.uih_timestamps.shape[0]
+    rows = _rows(batch, torch.arange(count, device=index.device), tokens_per_event)
+    sizes = [batch.layout.num_contextual * batch.layout.batch_size, count * tokens_per_event]
+    own, tokens, targets = inverse.split([*sizes, batch.candidate_timestamps.shape[0]])
+    tokens = tokens.view(count, tokens_per_event).t().flatten()
+    return View(rows.index_select(0, index), times, torch.cat([own, tokens, targets]))
 
 
 def _of_channel(batch: Batch, layout: SequenceLayout, name: str, tokens_per_event: int) -> View:
@@ -46,12 +60,14 @@ def _of_channel(batch: Batch, layout: SequenceLayout, name: str, tokens_per_even
 
 
 def _rows(batch: Batch, events: Tensor, tokens_per_event: int) -> Tensor:
-    """int64: encoded rows of all contextual tokens, of some events and of all candidates."""
-    first = batch.layout.num_contextual * batch.layout.batch_size
-    last = first + batch.uih_timestamps.shape[0] * tokens_per_event
+    """int64: encoded rows of all contextual tokens, of some events, one after the other, and of all
+    candidates.
+    """
+    first, num_events = batch.layout.num_contextual * batch.layout.batch_size, batch.uih_timestamps.shape[0]
+    last = first + num_events * tokens_per_event
     count = batch.candidate_timestamps.shape[0]
     within = torch.arange(tokens_per_event, device=events.device)
-    history = (events[:, None] * tokens_per_event + within).flatten()
+    history = (events[:, None] + within * num_events).flatten()
     own = torch.arange(first, device=events.device)
     candidates = torch.arange(count, device=events.device)
     return torch.cat([own, first + history, last + candidates])

@@ -21,6 +21,9 @@ MAX_SOURCES = 4
 BLOCK_BYTES = 1 << 14
 """Of a program's block, rows x columns."""
 
+MOST_ROWS = 1024
+"""Of a block."""
+
 LONGEST_BLOCK = 1024
 """Columns of a block; a longer row has several."""
 
@@ -126,7 +129,7 @@ def blocks_of(width: int, itemsize: int) -> Blocks:
         even //= 2
     if even >= SHORTEST_BLOCK:
         columns = even
-    return Blocks(max(1, BLOCK_BYTES // itemsize // columns), columns)
+    return Blocks(max(1, min(MOST_ROWS, BLOCK_BYTES // itemsize // columns)), columns)
 
 
 def step_of(strides: Sequence[int]) -> int:

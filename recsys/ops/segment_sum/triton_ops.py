@@ -135,7 +135,8 @@ def launch_sums(
 
 def rows_of(block: int) -> int:
     """Of a block with so many columns."""
-    return max(1, min(MOST_ROWS, ENTRIES // block))
+    # Places of many rows take registers.
+    return max(1, min(MOST_ROWS, (ENTRIES if block == LONGEST_BLOCK else ENTRIES // 2) // block))
 
 
 def cuts_of(num_rows: int, num_segments: int, block: int, *, ordered: bool) -> Cuts:
