@@ -1,0 +1,85 @@
+"""The STU layer on a GPU: its fused ops against PyTorch's in the same types, and gradients in their places."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from recsys.modules.stu import STUForm, STULayer
+from recsys.ops import AttentionMask, GradientRoom, SequenceLayout, hstu_attention, last_backend
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = torch.tensor([300, 1, 0, 77, 130])
+
+
+def layer_of(width, dim, form, **settings):
+    torch.manual_seed(0)
+    layer = STULayer(width, num_heads=2, qk_dim=dim, v_dim=dim, form=form, **settings)
+    for parameter in layer.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return layer.cuda()
+
+
+def results(layer, x, backend, fused, bf16=True):
+    """Output and all gradients of a step with random cotangents; attention by a backend."""
+    layout = SequenceLayout(LENGTHS).to("cuda")
+    layer.fused = fused
+    attend = partial(
+        hstu_attention, layout=layout, mask=AttentionMask(window=200), scale_len=300.0, backend=backend
+    )
+    torch.manual_seed(5)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
+        out = layer(x, attend)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+    return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], cotangent)]
+
+
+@pytest.mark.parametrize("gate", ["ugn", "concat"])
+@pytest.mark.parametrize("tokens", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", ["u", "uvqk"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(dim, activation, tokens, gate):
+    layer = layer_of(128, dim, STUForm(activation=activation, gate=gate))
+    x = torch.randn(int(LENGTHS.sum()), 128, device="cuda").to(tokens).requires_grad_()
+    ours = results(layer, x, "auto", fused=True)
+    assert last_backend("norm_linear") == last_backend("linear_add") == "triton"
+    theirs = results(layer, x, "reference", fused=False)
+    exact = x.detach().double().requires_grad_()
+    want = results(layer.double(), exact, "reference", fused=False, bf16=False)
+    for got, other, right in zip(ours, theirs, want, strict=True):
+        allowed = 2 * (other.double() - right).norm() + 1e-3 * right.norm()
+        assert (got.double() - right).norm() <= allowed
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_all_gradients_of_the_projection_are_written_in_their_places(dim, monkeypatch):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the Hopper kernels write there")
+    places, right = [], GradientRoom.joined
+
+    def joined(room, gradients):
+        whole = right(room, gradients)
+        places.extend(
+            whole.data_ptr() <= one.data_ptr() < whole.data_ptr() + whole.nbytes for one in gradients
+        )
+        return whole
+
+    monkeypatch.setattr(GradientRoom, "joined", joined)
+    x = torch.randn(int(LENGTHS.sum()), 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    results(layer_of(128, dim, STUForm()), x, "sm90", fused=True)
+    assert places == [True] * 4
+
+
+@pytest.mark.parametrize("choice", [("normed_x",), ("uvqk",), ("normed_x", "uvqk", "gated")], ids=" ".join)
+def test_recompute_changes_no_gradient(choice):
+    layer = layer_of(128, 256, STUForm(), dropout=0.2)
+    x = torch.randn(int(LENGTHS.sum()), 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    expected = results(layer, x, "auto", fused=True)
+    layer.recompute = frozenset(choice)
+    for got, want in zip(results(layer, x, "auto", fused=True), expected, strict=True):
+        if "gated" in choice:
+            torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+        else:
+            assert torch.equal(got, want)
