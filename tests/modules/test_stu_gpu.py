@@ -1,4 +1,4 @@
-"""The STU layer on a GPU: its fused ops against PyTorch's in the same types, and gradients in their places."""
+"""The STU layer on a GPU: its fused ops against PyTorch's in the same types; gradients in their places."""
 
 from functools import partial
 

@@ -9,9 +9,10 @@ from recsys.ops import explain, last_backend, linear_add, norm_linear
 WIDTHS = (3, 4, 2)
 
 
-def inputs(rows, width=6, columns=sum(WIDTHS), dtype=torch.float64):
+def inputs(rows, width=6, dtype=torch.float64):
     """x, norm_weight, norm_bias, weight and bias, leaves with gradients."""
     generator = torch.Generator().manual_seed(rows)
+    columns = sum(WIDTHS)
     shapes = ((rows, width), (width,), (width,), (columns, width), (columns,))
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 

@@ -71,7 +71,7 @@ def test_parts_and_gradients(rows, width, keep_normed):
 @interpreted
 @pytest.mark.parametrize("tokens", [torch.float16, torch.float32])
 def test_float16_products(tokens):
-    """At most twice as far from float64 as the reference in the same types. The interpreter lacks bfloat16."""
+    """At most twice as far from float64 as the reference in these types. The interpreter lacks bfloat16."""
     x, *parameters = inputs(60, 24, torch.float32)
     given, options = [x.to(tokens), *parameters], {"dtype": torch.float16}
     ours, theirs = results(given, "triton", **options), results(given, "reference", **options)
