@@ -1,0 +1,312 @@
+#!/usr/bin/env python3
+"""Speed of the ops that move rows, on a GPU, and only of what is right: compared before it is timed.
+
+    python scripts/bench_jagged.py [--backend triton] [--tokens 262144] [--case NAME ...] [--record FILE]
+
+What the front of a model does with a training batch: tokens are put together from their parts (`assemble`,
+one map over 3 or 4 sources), channels are cut out (`channels`, two maps over the same rows), the history is
+cut off (`truncate`), positions and ages are added (`embed`; `embed hot`: 80 % of the ages are equal), values
+of multi-valued features are pooled (`pool`). Beside the backend stands the same in PyTorch: `cat`,
+`index_select`, `embedding`, `index_add` and their own gradients. TB/s count the bytes that must be read and
+written once.
+
+A case may be twice as far from float64 as PyTorch; rows that are only moved must be equal. `--record` writes
+a list of `{op, backend, shape, pass, ms, tb_s, ok, commit}`. On a CPU it runs tiny shapes, to test itself.
+Exit code 1 when a case was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from recsys.ops import SequenceLayout, bucket_embedding, gather_rows, segment_sum  # noqa: E402
+from scripts.bench_ops import FACTOR, current_commit, median_ms  # noqa: E402
+
+SAMPLES, CONTEXTUAL, TARGETS = 32, 4, 16
+"""Of a batch; contextual tokens and targets of each sample."""
+
+AGES = 65
+"""Rows of the time table: 64, and one for contextual tokens."""
+
+Way = Callable[..., Tensor]
+
+
+class Case(NamedTuple):
+    """One op on one batch. Both ways take `leaves` and return the output.
+
+    Attributes:
+        moved: bytes that forward and backward each read and write at least.
+    """
+
+    op: str
+    name: str
+    ours: Way
+    theirs: Way
+    leaves: list[Tensor]
+    moved: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One line of the record."""
+
+    op: str
+    backend: str
+    shape: str
+    direction: str  # "pass" in the file: a word that Python keeps for itself
+    ms: float | None
+    tb_s: float | None
+    ok: bool
+    commit: str
+
+    def as_json(self) -> dict[str, object]:
+        return {("pass" if key == "direction" else key): value for key, value in asdict(self).items()}
+
+
+def layout_of(tokens: int, device: str) -> SequenceLayout:
+    """About so many tokens in samples of unlike length."""
+    mean = max(1, tokens // SAMPLES - CONTEXTUAL - TARGETS)
+    generator = torch.Generator().manual_seed(0)
+    history = torch.randint(mean // 2, mean * 3 // 2 + 1, (SAMPLES,), generator=generator)
+    targets = torch.full((SAMPLES,), TARGETS)
+    return SequenceLayout(history + CONTEXTUAL + targets, targets, CONTEXTUAL).to(device)
+
+
+def leaf(rows: int, width: int, dtype: torch.dtype, device: str) -> Tensor:
+    return torch.randn(rows, width, device=device).to(dtype).requires_grad_()
+
+
+def cases(tokens: int, width: int, dtype: torch.dtype, device: str, backend: str) -> list[Case]:
+    """All of them for one width and type."""
+    layout, row = layout_of(tokens, device), width * dtype.itemsize
+    events = layout.total_len - SAMPLES * (CONTEXTUAL + TARGETS)
+    found = []
+    for sources in (3, 4):
+        sizes = [SAMPLES * CONTEXTUAL, *_parts(events, sources - 2), SAMPLES * TARGETS]
+        index, inverse = layout.assemble_index(), layout.disassemble_index()
+        found.append(
+            Case(
+                "gather_rows",
+                f"assemble {sources} sources",
+                lambda *leaves, index=index, inverse=inverse: gather_rows(
+                    leaves, index, inverse, backend=backend
+                ),
+                lambda *leaves, index=index: torch.cat(leaves).index_select(0, index),
+                [leaf(size, width, dtype, device) for size in sizes],
+                (2 * layout.total_len * row,) * 2,
+            )
+        )
+    found += [
+        _channels(layout, width, dtype, device, backend),
+        _truncate(layout, width, dtype, device, backend),
+    ]
+    if dtype == torch.float32:
+        found += [_embed(layout, width, hot, device, backend) for hot in (0.0, 0.8)]
+        found.append(_pool(layout.total_len, width, device, backend))
+    return found
+
+
+def _parts(total: int, count: int) -> list[int]:
+    return [total // count + (number < total % count) for number in range(count)]
+
+
+def _channels(layout: SequenceLayout, width: int, dtype: torch.dtype, device: str, backend: str) -> Case:
+    """Two of three tokens each: a third is in both."""
+    total = layout.total_len
+    own = torch.arange(total, device=device)
+    maps = [own[own % 3 != skipped] for skipped in (0, 1)]
+    rows = sum(len(one) for one in maps)
+    return Case(
+        "gather_rows",
+        "channels",
+        lambda x: gather_rows(x, maps, backend=backend),
+        lambda x: torch.cat([x.index_select(0, one) for one in maps]),
+        [leaf(total, width, dtype, device)],
+        (2 * rows * width * dtype.itemsize, (rows + total) * width * dtype.itemsize),
+    )
+
+
+def _truncate(layout: SequenceLayout, width: int, dtype: torch.dtype, device: str, backend: str) -> Case:
+    kept, index = layout.truncate(layout.max_len // 4)
+    row = width * dtype.itemsize
+    return Case(
+        "gather_rows",
+        "truncate",
+        lambda x: gather_rows(x, index, backend=backend),
+        lambda x: x.index_select(0, index),
+        [leaf(layout.total_len, width, dtype, device)],
+        (2 * kept.total_len * row, (kept.total_len + layout.total_len) * row),
+    )
+
+
+def _embed(layout: SequenceLayout, width: int, hot: float, device: str, backend: str) -> Case:
+    """Positions up to the longest sample; ages, of which a share may be equal."""
+    total = layout.total_len
+    chance = torch.rand(total, device=device)
+    ages = (torch.rand(total, device=device) ** 3 * AGES).long()
+    buckets = [layout.positions(), torch.where(chance < hot, 3, ages)]
+    scale = width**0.5
+
+    def plain(x: Tensor, *tables: Tensor) -> Tensor:
+        return sum((F.embedding(own, table) for own, table in zip(buckets, tables, strict=True)), x * scale)
+
+    return Case(
+        "bucket_embedding",
+        f"embed{' hot' if hot else ''}",
+        lambda x, *tables: bucket_embedding(x, tables, buckets, scale=scale, backend=backend),
+        plain,
+        [leaf(rows, width, torch.float32, device) for rows in (total, layout.max_len, AGES)],
+        (2 * total * width * 4, 2 * total * width * 4),
+    )
+
+
+def _pool(total: int, width: int, device: str, backend: str) -> Case:
+    """Lists of 0 to 6 values."""
+    lengths = torch.randint(7, (max(1, total // 3),), device=device)
+    rows = int(lengths.sum())
+    segment = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=rows)
+    return Case(
+        "segment_sum",
+        "pool",
+        lambda x: segment_sum(x, lengths, backend=backend),
+        lambda x: x.new_zeros(len(lengths), width).index_add(0, segment, x),
+        [leaf(rows, width, torch.float32, device)],
+        ((rows + len(lengths)) * width * 4,) * 2,
+    )
+
+
+def error_of(case: Case) -> float:
+    """Of the output and all gradients, relative to what is allowed; above 1 is wrong."""
+    found = []
+    wide = [one.detach().double().requires_grad_() for one in case.leaves]
+    for way, leaves in ((case.ours, case.leaves), (case.theirs, case.leaves), (case.theirs, wide)):
+        out = way(*leaves)
+        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
+        cotangent = cotangent.to(case.leaves[0].dtype).to(out.dtype)
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, cotangent)])
+    worst = 0.0
+    for got, other, right in zip(*found, strict=True):
+        for size in (torch.linalg.vector_norm, lambda difference: difference.abs().max()):
+            allowed = FACTOR * size(other.double() - right) + 1e-7 * size(right) + 1e-30
+            error = float(size(got.double() - right) / allowed)
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def bench(make: Callable[[int], Case], tokens: int, shape: str, context: Context) -> list[Record]:
+    """Records of the backend and of PyTorch; without times when the case is wrong.
+
+    Args:
+        make: a case of so many tokens.
+    """
+    small = make(min(tokens, 8192))
+    shape = f"{small.name} {shape}"
+    try:
+        error = error_of(small)
+    except (RuntimeError, ValueError) as failure:
+        print(f"{shape}: {type(failure).__name__}: {failure}", file=sys.stderr)
+        error = float("inf")
+    if not error <= 1:
+        print(f"{shape}: {error:.2f} times the allowed error", file=sys.stderr)
+        return [Record(small.op, context.backend, shape, "fwd", None, None, False, context.commit)]
+    case, records = make(tokens), []
+    for name, way in ((context.backend, case.ours), ("PyTorch", case.theirs)):
+        for direction, run, moved in zip(("fwd", "bwd"), passes(case, way), case.moved, strict=True):
+            ms = median_ms(run, context.device, context.repeats)
+            records.append(
+                Record(case.op, name, shape, direction, ms, moved / ms / 1e9, True, context.commit)
+            )
+    return records
+
+
+class Context(NamedTuple):
+    """What all cases share."""
+
+    device: str
+    backend: str
+    commit: str
+    repeats: int
+
+
+def passes(case: Case, way: Way) -> tuple[Callable[[int], object], Callable[[int], object]]:
+    """Forward alone, backward alone."""
+    out = way(*case.leaves)
+    cotangent = torch.randn_like(out)
+
+    def forward(_: int) -> None:
+        with torch.no_grad():
+            way(*case.leaves)
+
+    def backward(_: int) -> None:
+        torch.autograd.grad(out, case.leaves, cotangent, retain_graph=True)
+
+    return forward, backward
+
+
+def table(records: Sequence[Record]) -> str:
+    """One line a record."""
+    lines = []
+    for record in records:
+        numbers = "".join(
+            f"{'-' if value is None else format(value, f'.{digits}f'):>9}"
+            for value, digits in ((record.ms, 3), (record.tb_s, 2))
+        )
+        ok = "" if record.ok else "  WRONG"
+        lines.append(f"{record.shape:<40} {record.backend:<10} {record.direction:<4}{numbers}{ok}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Correctness-gated speed of the ops that move rows.")
+    parser.add_argument("--backend", default="triton" if torch.cuda.is_available() else "reference")
+    parser.add_argument("--tokens", type=int, default=262_144)
+    parser.add_argument("--case", action="append", help="only shapes that contain this; may be repeated")
+    parser.add_argument("--record", type=Path, help="where to write the list of records")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    kinds = [(256, torch.float32), (512, torch.float32), (256, torch.bfloat16)]
+    tokens = options.tokens
+    if device == "cpu":
+        kinds, tokens = [(8, torch.float32), (8, torch.bfloat16)], 2048
+    context = Context(device, options.backend, options.commit or current_commit(), options.repeats)
+    print(f"{'shape':<40} {'way':<10} {'pass':<4}{'ms':>9}{'TB/s':>9}")
+    records: list[Record] = []
+    for width, dtype in kinds:
+        torch.manual_seed(0)
+        shape = f"T{tokens} E{width} {str(dtype).removeprefix('torch.')}"
+        names = [case.name for case in cases(64, width, dtype, device, options.backend)]
+        for number, name in enumerate(names):
+            if options.case and not any(one in f"{name} {shape}" for one in options.case):
+                continue
+            made = bench(
+                lambda size, kind=(width, dtype), place=number: cases(size, *kind, device, options.backend)[
+                    place
+                ],
+                tokens,
+                shape,
+                context,
+            )
+            print(table(made), flush=True)
+            records += made
+    if options.record is not None:
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        options.record.write_text(json.dumps([record.as_json() for record in records], indent=1) + "\n")
+    return 0 if all(record.ok for record in records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
