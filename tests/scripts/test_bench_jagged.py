@@ -1,4 +1,4 @@
-"""The benchmark of the ops that move rows at a tiny size on a CPU: what it writes, what it refuses to time."""
+"""The benchmark of the ops that move rows, tiny, on a CPU: what it writes, what it refuses to time."""
 
 import json
 
