@@ -60,62 +60,39 @@ class Arrays:
     keys: pa.Table | None
     counts: Counter[str]
 
-    def packed(self, slots: SlotWriter | None = None) -> "Packed":
-        """The same in a form that travels between processes cheaply, in one of `slots` if one is free."""
-        parts, others = [], {}
-        for name, value in vars(self).items():
-            if isinstance(value, np.ndarray):
-                parts.append((name, None, value))
-            elif isinstance(value, dict) and not isinstance(value, Counter):
-                parts += [(name, key, one) for key, one in value.items()]
-                others[name] = {}
-            else:
-                others[name] = value
-        places, end = [], 0
-        for name, key, value in parts:
-            places.append(_Place(name, key, value.dtype.str, end, value.nbytes))
-            end += -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
-        buffer = np.empty(end, np.uint8)
-        for place, (_, _, value) in zip(places, parts, strict=True):
-            buffer[place.start : place.start + place.size] = np.ascontiguousarray(value).view(np.uint8)
-        slot = slots.put(buffer) if slots else None
-        return Packed(slot or buffer, places, others)
 
-
-_ALIGNMENT = 8
-
-
-class _Place(NamedTuple):
-    """Where an array lies in the buffer: its field, its key when that is a dict, type, first byte, bytes."""
-
-    field: str
-    key: str | None
-    dtype: str
-    start: int
-    size: int
+_ALIGNMENT = 64
+_SENT_AS = {np.dtype(np.int32): np.dtype(np.int64)}
+"""Tensors of integers are int64."""
 
 
 class Packed(NamedTuple):
-    """`Arrays` in one buffer: a queue between processes is slow with many small objects."""
+    """`Arrays` on their way between processes, in one buffer: a pipe is slow with many small objects.
+
+    Attributes:
+        buffer: all arrays, or where they are.
+        places: of each array its field, its key when that is a dict, type, first byte, and bytes.
+        others: the fields without arrays.
+    """
 
     buffer: np.ndarray | Slot
-    places: list[_Place]
+    places: list[tuple[str, str | None, str, int, int]]
     others: dict[str, Any]
 
     def arrays(self, slots: SlotReader | None = None) -> Arrays:
-        """The arrays again, as views of a buffer of this process; `slots` is where a slot is looked up."""
+        """The arrays again, as views of one buffer; `slots` is where a slot is looked up."""
         buffer = self.buffer
         if isinstance(buffer, Slot):
             if slots is None:
                 raise ValueError("the batch lies in shared memory: a SlotReader is needed to take it out")
             buffer = slots.take(buffer)
-        found = dict(self.others)
-        for place in self.places:
-            value = buffer[place.start : place.start + place.size].view(place.dtype)
-            if place.key is None:
-                found[place.field] = value
+        found = {name: {} if type(value) is dict else value for name, value in self.others.items()}
+        for field, key, dtype, start, size in self.places:
+            value = buffer[start : start + size].view(dtype)
+            if key is None:
+                found[field] = value
             else:
-                found[place.field] = {**found[place.field], place.key: value}
+                found[field][key] = value
         return Arrays(**found)
 
 
@@ -128,7 +105,15 @@ class Packer:
         self._fields = fields(pipeline, mode)
 
     def pack(self, block: Block) -> Arrays:
-        """The arrays of a batch of all rows of a block."""
+        """The arrays of a batch of all rows of a block, in memory of their own."""
+        return self.packed(block).arrays()
+
+    def packed(self, block: Block, slots: SlotWriter | None = None) -> Packed:
+        """The same in a form that travels between processes cheaply, in one of `slots` if one is free."""
+        return _packed(self._pieces(block), slots)
+
+    def _pieces(self, block: Block) -> dict[str, Any]:
+        """The fields of `Arrays`: integers may be int32 here, and what a list has goes end to end."""
         num_rows, flat = len(block.row), block.flat
         lengths = {pb.USER: np.ones(num_rows, np.int64), **block.lengths}
         ids = [_ids(column, flat, lengths[column.side]) for column in self._columns if column.table]
@@ -136,38 +121,39 @@ class Packer:
         candidate_times = flat.get(CANDIDATE_TIMESTAMPS)
         actions = _events(flat, UIH_ACTIONS, np.int64)
         watch_time = _events(flat, UIH_WATCH_TIME, np.float32)
-        channels = {one.name: select(one, actions, watch_time, lengths[pb.HISTORY]) for one in self._channels}
-        return Arrays(
-            uih_lengths=lengths[pb.HISTORY],
-            num_candidates=lengths[pb.CANDIDATE],
-            id_values=np.concatenate([values for values, _ in ids] or [np.empty(0, np.int64)]),
-            id_lengths=np.concatenate([counts for _, counts in ids] or [np.empty(0, np.int64)]),
-            value_counts={
+        masks = actions.astype(np.int64, copy=False)
+        channels = {one.name: select(one, masks, watch_time, lengths[pb.HISTORY]) for one in self._channels}
+        return {
+            "uih_lengths": lengths[pb.HISTORY],
+            "num_candidates": lengths[pb.CANDIDATE],
+            "id_values": [values for values, _ in ids],
+            "id_lengths": [counts for _, counts in ids],
+            "value_counts": {
                 c.name: np.diff(_get(flat, c, np.int64).offsets) for c in self._columns if c.multi_valued
             },
-            numbers={c.name: _get(flat, c, np.float32).values for c in self._columns if c.table is None},
-            request_time=request_time,
-            uih_timestamps=flat[UIH_TIMESTAMPS].values,
-            uih_actions=actions,
-            uih_watch_time=watch_time,
-            candidate_timestamps=(
+            "numbers": {c.name: _get(flat, c, np.float32).values for c in self._columns if c.table is None},
+            "request_time": request_time,
+            "uih_timestamps": flat[UIH_TIMESTAMPS].values,
+            "uih_actions": actions,
+            "uih_watch_time": watch_time,
+            "candidate_timestamps": (
                 candidate_times.values if candidate_times else np.repeat(request_time, lengths[pb.CANDIDATE])
             ),
-            channel_events={name: one.events for name, one in channels.items()},
-            channel_lengths={name: one.lengths for name, one in channels.items()},
-            labels={
+            "channel_events": {name: one.events for name, one in channels.items()},
+            "channel_lengths": {name: one.lengths for name, one in channels.items()},
+            "labels": {
                 field.task.name: _labels(field.task, flat[field.column].values)
                 for field in self._fields
                 if field.task is not None
             },
-            sample_weight=((block.codes == 0) & (block.row >= 0)).astype(np.float32),
-            group=block.group,
-            file=block.file,
-            row=block.row,
+            "sample_weight": ((block.codes == 0) & (block.row >= 0)).astype(np.float32),
+            "group": block.group,
+            "file": block.file,
+            "row": block.row,
             # A slice would be sent to the other process with all of its table.
-            keys=block.keys.take(pa.array(np.arange(num_rows))) if block.keys is not None else None,
-            counts=_count(block),
-        )
+            "keys": block.keys.take(pa.array(np.arange(num_rows))) if block.keys is not None else None,
+            "counts": _count(block),
+        }
 
     def filler(self, num_rows: int) -> Arrays:
         """A batch of `num_rows` filler rows, for a rank that has run out of rows before the others."""
@@ -183,6 +169,32 @@ class Packer:
                 flat={field.column: _nothing(field, num_rows) for field in self._fields},
             )
         )
+
+
+def _packed(pieces: dict[str, Any], slots: SlotWriter | None) -> Packed:
+    parts, others = [], {}
+    for name, value in pieces.items():
+        if isinstance(value, np.ndarray):
+            parts.append((name, None, [value]))
+        elif isinstance(value, list):
+            parts.append((name, None, value or [np.empty(0, np.int64)]))
+        elif type(value) is dict:
+            parts += [(name, key, [one]) for key, one in value.items()]
+            others[name] = {}
+        else:
+            others[name] = value
+    places, end = [], 0
+    for name, key, values in parts:
+        dtype = _SENT_AS.get(values[0].dtype, values[0].dtype)
+        size = sum(map(len, values)) * dtype.itemsize
+        places.append((name, key, dtype.str, end, size))
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    reserved = slots.reserve(end) if slots else None
+    buffer = reserved.memory if reserved else np.empty(end, np.uint8)
+    for (_, _, dtype, start, size), (_, _, values) in zip(places, parts, strict=True):
+        # This is the one copy between a block and the training process.
+        np.concatenate(values, out=buffer[start : start + size].view(dtype))
+    return Packed(reserved.slot if reserved else buffer, places, others)
 
 
 def _events(flat: dict[str, Flat], name: str, dtype: type) -> np.ndarray:
@@ -211,7 +223,7 @@ def _labels(task: pb.Task, values: np.ndarray) -> np.ndarray:
     if not task.label_bits:
         return values
     mask = sum(1 << bit for bit in set(task.label_bits))
-    return ((values & mask) != 0).astype(np.float32)
+    return ((values.astype(np.int64, copy=False) & mask) != 0).astype(np.float32)
 
 
 def _count(block: Block) -> Counter[str]:

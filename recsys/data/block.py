@@ -6,6 +6,7 @@ after the other.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -13,9 +14,11 @@ import pyarrow as pa
 
 from recsys import protos as pb
 
+_ALIGNMENT = 64
+
 
 class Flat(NamedTuple):
-    """A column laid end to end: one value a row / event / candidate.
+    """A column laid end to end: one value a row / event / candidate. Integers are int32 where that is enough.
 
     When it is multi-valued, element i has values[offsets[i] : offsets[i + 1]]; offsets start at 0 and end
     at the number of values.
@@ -52,12 +55,17 @@ class Block:
     flat: dict[str, Flat]
     keys: pa.Table | None = None
 
+    @cached_property
+    def _starts(self) -> dict[int, np.ndarray]:
+        """By side, where the elements of each row begin."""
+        return {side: np.cumsum(lengths) - lengths for side, lengths in self.lengths.items()}
+
     def select(self, rows: np.ndarray | slice) -> "Block":
         """These rows in this order; views for a slice (which has a start and a stop)."""
         lengths = {side: lengths[rows] for side, lengths in self.lengths.items()}
         elements = {pb.USER: rows}
-        for side, all_lengths in self.lengths.items():
-            elements[side] = places((np.cumsum(all_lengths) - all_lengths)[rows], lengths[side])
+        for side, starts in self._starts.items():
+            elements[side] = places(starts[rows], lengths[side])
         return Block(
             file=self.file[rows],
             row=self.row[rows],
@@ -77,20 +85,29 @@ class Block:
         return self.keys.take(pa.array(rows))
 
 
-def join(blocks: list[Block]) -> Block:
-    """All rows of some blocks with the same columns, in memory of its own."""
+def join(blocks: list[Block], order: np.ndarray | None = None) -> Block:
+    """All rows of some blocks with the same columns, in memory of its own.
+
+    Args:
+        order: int64 permutation of the rows laid end to end; None to leave them.
+    """
+    row = np.concatenate([block.row for block in blocks])
+    rows = slice(0, len(row)) if order is None else order
+    lengths = {side: np.concatenate([block.lengths[side] for block in blocks]) for side in blocks[0].lengths}
+    elements = {pb.USER: rows}
+    for side, own in lengths.items():
+        elements[side] = places((np.cumsum(own) - own)[rows], own[rows])
     keys = [block.keys for block in blocks if block.keys is not None]
+    keys = pa.concat_tables(keys) if keys else None
     return Block(
-        file=np.concatenate([block.file for block in blocks]),
-        row=np.concatenate([block.row for block in blocks]),
-        codes=np.concatenate([block.codes for block in blocks]),
-        group=np.concatenate([block.group for block in blocks]),
-        lengths={
-            side: np.concatenate([block.lengths[side] for block in blocks]) for side in blocks[0].lengths
-        },
-        cut={side: np.concatenate([block.cut[side] for block in blocks]) for side in blocks[0].cut},
-        flat={name: _join([block.flat[name] for block in blocks]) for name in blocks[0].flat},
-        keys=pa.concat_tables(keys) if keys else None,
+        file=np.concatenate([block.file for block in blocks])[rows],
+        row=row[rows],
+        codes=np.concatenate([block.codes for block in blocks])[rows],
+        group=np.concatenate([block.group for block in blocks])[rows],
+        lengths={side: own[rows] for side, own in lengths.items()},
+        cut={side: np.concatenate([block.cut[side] for block in blocks])[rows] for side in blocks[0].cut},
+        flat=_join_columns([block.flat for block in blocks], elements),
+        keys=keys if keys is None or order is None else keys.take(pa.array(order)),
     )
 
 
@@ -118,11 +135,33 @@ def places(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray | slice:
     if (starts[1:] == starts[:-1] + lengths[:-1]).all():
         return slice(int(starts[0]), int(starts[-1] + lengths[-1]))
     ends = np.cumsum(lengths)
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1])
+    found = np.repeat(starts - (ends - lengths), lengths)
+    found += np.arange(len(found))
+    return found
 
 
-def _join(parts: list[Flat]) -> Flat:
-    values = np.concatenate([part.values for part in parts])
-    if parts[0].offsets is None:
-        return Flat(parts[0].side, values)
-    return Flat(parts[0].side, values, offsets_of(np.concatenate([np.diff(part.offsets) for part in parts])))
+def _join_columns(blocks: list[dict[str, Flat]], elements: dict[int, np.ndarray | slice]) -> dict[str, Flat]:
+    """`elements` by side are picked from the columns of all blocks laid end to end."""
+    parts = {name: [flat[name].values for flat in blocks] for name in blocks[0]}
+    types = {name: np.result_type(*own) for name, own in parts.items()}
+    counts = {name: sum(map(len, own)) for name, own in parts.items()}
+    sizes = {
+        name: -(-count * types[name].itemsize // _ALIGNMENT) * _ALIGNMENT for name, count in counts.items()
+    }
+    # The system gives and takes one large piece of memory with less effort than many.
+    memory, start, found = np.empty(sum(sizes.values()), np.uint8), 0, {}
+    # Column by column: there is room for one in the processor's cache.
+    for name, own in parts.items():
+        out = memory[start : start + counts[name] * types[name].itemsize].view(types[name])
+        start += sizes[name]
+        columns = [flat[name] for flat in blocks]
+        wanted = elements[columns[0].side]
+        if columns[0].offsets is not None:
+            offsets = offsets_of(np.concatenate([np.diff(column.offsets) for column in columns]))
+            found[name] = pick(Flat(columns[0].side, np.concatenate(own, out=out), offsets), wanted)
+        elif isinstance(wanted, slice):
+            found[name] = Flat(columns[0].side, np.concatenate(own, out=out)[wanted])
+        else:
+            # They are all in range; without a mode each would be looked at twice.
+            found[name] = Flat(columns[0].side, np.concatenate(own).take(wanted, out=out, mode="clip"))
+    return found

@@ -75,10 +75,13 @@ def convert(pipeline: pb.Pipeline, table: pa.Table, known: Mapping[str, Any], pa
         check_values(findings, cells)
         found[column.name] = cells, column.table
     findings.raise_first(path, 0, skippable=False)
-    return {
-        name: to_flat(cells, known.get(table_name))._replace(side=pb.ITEM)
-        for name, (cells, table_name) in found.items()
-    }
+    flat = {name: to_flat(cells, known.get(table_name)) for name, (cells, table_name) in found.items()}
+    return {name: Flat(pb.ITEM, _tensor_type(one.values), one.offsets) for name, one in flat.items()}
+
+
+def _tensor_type(values: np.ndarray) -> np.ndarray:
+    # Tensors of integers are int64.
+    return values.astype(np.int64, copy=False) if values.dtype == np.int32 else values
 
 
 def occurrences(vocabulary: Vocabulary, path: str) -> np.ndarray:

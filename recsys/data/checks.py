@@ -182,6 +182,8 @@ def check_label(findings: Findings, cells: Cells) -> None:
 
 def check_ragged(findings: Findings, cells: Cells, other: Cells) -> None:
     """Lists of one row that describe the same events (or candidates) have the same length."""
+    if np.array_equal(cells.lists[0].offsets, other.lists[0].offsets):
+        return
     lengths, expected = cells.lists[0].lengths, other.lists[0].lengths
     rows = np.flatnonzero(lengths != expected)
 
@@ -209,6 +211,10 @@ def check_order(findings: Findings, events: Lists, request_time: np.ndarray) -> 
         )
 
     findings.add("unsorted", rows, unsorted)
+    filled = np.flatnonzero(events.offsets[1:] > events.offsets[:-1])
+    if len(down) == 0 and (times[events.offsets[1:][filled] - 1] <= request_time[filled]).all():
+        # Sorted ones are as late as their last.
+        return
     late_place = np.flatnonzero(times > np.repeat(request_time, events.lengths))
     late = events.rows_of(late_place)
 
@@ -313,11 +319,18 @@ _MEANING = {
 
 
 def floats(values: pa.Array) -> np.ndarray:
-    """float64 of a number or boolean array; nulls give NaN."""
-    return values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+    """float32 as it is, else float64, of a number or boolean array; nulls give NaN."""
+    if not pa.types.is_float32(values.type):
+        values = values.cast(pa.float64(), safe=False)
+    return values.to_numpy(zero_copy_only=False)
 
 
 def _not_finite(values: pa.Array) -> np.ndarray:
+    if len(values) and not values.null_count:
+        numbers = floats(values)
+        # Both are NaN where one value is.
+        if np.isfinite(numbers.min()) and np.isfinite(numbers.max()):
+            return np.empty(0, np.int64)
     # A null is not a NaN: it was reported, or has a value to take.
     return _true(pc.invert(pc.is_finite(values)))
 

@@ -21,7 +21,7 @@ from recsys.data.contract import Field, Kind, Mode, fields, group_column, key_co
 from recsys.data.hashing import combine, draw_places, hash_text
 from recsys.data.layout_rule import LayoutRule
 from recsys.data.stochastic_length import thin_out
-from recsys.data.vocabulary import Buckets, HashBuckets, Vocabulary, mappings, normalize
+from recsys.data.vocabulary import Buckets, HashBuckets, Vocabulary, mappings, normalize, row_type
 
 REQUEST_TIME = features.REQUEST_TIME
 UIH_TIMESTAMPS = features.PREFIX[pb.HISTORY] + features.TIMESTAMPS
@@ -35,6 +35,9 @@ Mapping = Vocabulary | HashBuckets | Buckets
 _UNKNOWN, _LENGTH = 3, 5
 """Streams of the hash that draw what is shown as unknown and what is thinned out; the plan has 1 and 2, the
 negatives 4."""
+
+
+_INT32 = np.iinfo(np.int32)
 
 
 class Origin(NamedTuple):
@@ -264,18 +267,26 @@ def to_flat(cells: Cells, mapping: Mapping | None) -> Flat:
     field, values = cells.field, cells.values
     offsets = cells.lists[-1].offsets if field.multi_valued else None
     if field.kind is Kind.ID:
-        return Flat(field.side, mapping.map(values), offsets)
+        return Flat(field.side, mapping.map(values, row_type(mapping.rows)), offsets)
     if field.kind in (Kind.LABEL, Kind.WATCH_TIME):
-        return Flat(field.side, checks.floats(values).astype(np.float32))
+        return Flat(field.side, checks.floats(values).astype(np.float32, copy=False))
     if field.kind is not Kind.NUMBER:
-        return Flat(field.side, checks.integers(values))
+        return Flat(field.side, _narrow(checks.integers(values)))
     numeric = field.feature.numeric
     numbers = checks.floats(values)
     if values.null_count:
-        numbers = np.where(pc.is_null(values).to_numpy(zero_copy_only=False), numeric.fill, numbers)
+        nulls = pc.is_null(values).to_numpy(zero_copy_only=False)
+        numbers = np.where(nulls, numeric.fill, numbers.astype(np.float64, copy=False))
     if numeric.HasField("bucketize"):
-        return Flat(field.side, mapping.map(numbers))
+        return Flat(field.side, mapping.map(numbers, np.int32))
     return Flat(field.side, normalize(numbers, numeric.normalize))
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    """int32 where that is enough: half the bytes to move for each row that is picked."""
+    if len(values) and (values.min() < _INT32.min or values.max() > _INT32.max):
+        return values
+    return values.astype(np.int32)
 
 
 def _unknown_rates(fields_read: list[Field]) -> dict[str, float]:

@@ -10,8 +10,8 @@ import pyarrow as pa
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _WORD = 8
-_AT_A_TIME = 16_384
-"""Words whose steps all happen in the processor's cache."""
+AT_A_TIME = 16_384
+"""Values whose steps all happen in the processor's cache: what goes over larger arrays waits for memory."""
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -27,9 +27,9 @@ def mix(values: np.ndarray) -> np.ndarray:
     """
     mixed = values.astype(np.uint64, order="C")
     words = mixed.reshape(-1)
-    spare = np.empty(min(_AT_A_TIME, len(words)), np.uint64)
-    for start in range(0, len(words), _AT_A_TIME):
-        x = words[start : start + _AT_A_TIME]
+    spare = np.empty(min(AT_A_TIME, len(words)), np.uint64)
+    for start in range(0, len(words), AT_A_TIME):
+        x = words[start : start + AT_A_TIME]
         shifted = spare[: len(x)]
         x += _GOLDEN
         x ^= np.right_shift(x, np.uint64(30), out=shifted)

@@ -7,6 +7,7 @@ and not the traceback of a process that they did not know of.
 from collections import Counter
 
 from recsys import protos as pb
+from recsys.data import memory
 from recsys.data.arrays import Arrays, Packed, Packer
 from recsys.data.block import Block, join
 from recsys.data.checks import REASONS
@@ -14,7 +15,7 @@ from recsys.data.columns import Converter, Origin
 from recsys.data.contract import Mode
 from recsys.data.layout_rule import LayoutRule
 from recsys.data.lru import Lru
-from recsys.data.plan import EpochPlan, Order, RowGroup, resident_blocks
+from recsys.data.plan import EpochPlan, Order, Part, RowGroup, resident_blocks
 from recsys.data.slots import SlotWriter
 from recsys.data.sources import Source
 from recsys.errors import DataError, RecsysError
@@ -76,9 +77,12 @@ class Reader:
 
     def __getitem__(self, place: tuple[int, int]) -> Packed | RecsysError:
         """The batch at (epoch, index), ready to be sent, or the error that kept it from being made."""
-        self._slots = self._slots or SlotWriter(self._num_slots)
+        if self._slots is None:
+            # The first batch that this process is asked for.
+            memory.keep()
+            self._slots = SlotWriter(self._num_slots)
         try:
-            return self.read(*place).packed(self._slots)
+            return self._packed(*place, self._slots)
         except RecsysError as error:
             return error
 
@@ -103,30 +107,32 @@ class Reader:
         return Packer(self._pipeline, self._rule, self._mode)
 
     def read(self, epoch: int, index: int) -> Arrays:
-        """The arrays of batch `index` of an epoch's plan.
+        """The arrays of batch `index` of an epoch's plan, in memory of their own.
 
         Raises:
             DataError: a bad row or file.
         """
+        return self._packed(epoch, index, None).arrays()
+
+    def _packed(self, epoch: int, index: int, slots: SlotWriter | None) -> Packed:
         if self._converter is None:
             self._converter = Converter(self._pipeline, self._rule, mode=self._mode)
             self._packer = self._new_packer()
         if epoch != self._epoch:
             self.begin(epoch)
-        parts = self._plan.batch(index)
-        rows = [self._block(part.block).select(slice(part.start, part.stop)) for part in parts]
-        arrays = self._packer.pack(join(rows))
-        self._count(arrays.counts)
-        return arrays
+        parts = [self._rows(part) for part in self._plan.batch(index)]
+        packed = self._packer.packed(parts[0] if len(parts) == 1 else join(parts), slots)
+        self._count(packed.others["counts"])
+        return packed
 
-    def _block(self, number: int) -> Block:
-        return self._blocks.get(number, lambda: self._mix(number))
+    def _rows(self, part: Part) -> Block:
+        block = self._blocks.get(part.block, lambda: self._mix(part.block))
+        return block.select(slice(part.start, part.stop))
 
     def _mix(self, number: int) -> Block:
         """The rows of some row groups, mixed once, so that a batch is a slice of them."""
         members, order = self._plan.block(number)
-        block = join([self._convert(self._plan.groups[member]) for member in members])
-        return block if order is None else block.select(order)
+        return join([self._convert(self._plan.groups[member]) for member in members], order)
 
     def _convert(self, group: RowGroup) -> Block:
         table = self._source.read(group.file, group.number, self._columns)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import fsspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 from recsys import files
 from recsys import protos as pb
 from recsys.data.arrow import is_text, one_array, open_parquet
-from recsys.data.hashing import buckets, hash_text, mix
+from recsys.data.hashing import AT_A_TIME, buckets, hash_text, mix
 from recsys.data.row_order import RowOrder, dealt_out
 from recsys.errors import DataError
 
@@ -50,10 +51,14 @@ class Vocabulary:
         self.name = name
         self.ids = ids
         self.is_text = pa.types.is_large_string(ids.type)
-        self._search = _search(hash_text(ids).view(np.int64) if self.is_text else ids.to_numpy(), ids, name)
         self.order = RowOrder(len(ids), table)
-        # A look into an array costs a tenth of the arithmetic behind it.
-        self._rows = np.append(0, self.order.rows(np.arange(len(ids)))) if table else None
+        places = np.arange(len(ids))
+        # Of a text the place is found first, as the text there has to be compared.
+        self._rows = np.append(0, self.order.rows(places)).astype(row_type(self.rows))
+        if self.is_text:
+            self._search = _search(hash_text(ids).view(np.int64), ids, name, np.append(0, 1 + places))
+        else:
+            self._search = _search(ids.to_numpy(), ids, name, self._rows)
 
     @classmethod
     def read(cls, path: str, size: int | None = None, *, table: str | None = None) -> "Vocabulary":
@@ -83,26 +88,26 @@ class Vocabulary:
         """Rows of the embedding table."""
         return len(self.ids) + 1
 
-    def map(self, values: pa.Array) -> np.ndarray:
-        """Rows of the table, int64, of original ids; 0 for an id that is not in the vocabulary.
+    def map(self, values: pa.Array, dtype: npt.DTypeLike = np.int64) -> np.ndarray:
+        """Rows of the table of original ids; 0 for an id that is not in the vocabulary.
 
         Args:
             values: integers or strings, as the vocabulary's, without nulls.
+            dtype: of the rows, as `row_type` or larger.
         """
-        listed = self._find(values)
-        return listed if self._rows is None else self._rows[listed]
+        if self.is_text:
+            return self._rows[self._find_text(values)].astype(dtype, copy=False)
+        return self._search.find(_int64(values), dtype)
 
     def original(self, rows: np.ndarray) -> pa.Array:
         """Original ids of table rows; null for row 0."""
         places = self.order.places(rows)
         return self.ids.take(pa.array(places, mask=places < 0))
 
-    def _find(self, values: pa.Array) -> np.ndarray:
+    def _find_text(self, values: pa.Array) -> np.ndarray:
         """1 + the place of each id in the vocabulary, 0 for an id that is not in it."""
-        if not self.is_text:
-            return self._search.find(_int64(values))
         unique, inverse = _unique_text(values)
-        found = self._search.find(hash_text(unique).view(np.int64))
+        found = self._search.find(hash_text(unique).view(np.int64), np.int64)
         if len(self.ids):
             # Another text may have the same hash as one in the vocabulary.
             same = pc.equal(self.ids.take(pa.array(np.maximum(found - 1, 0))), unique)
@@ -118,15 +123,20 @@ class HashBuckets:
             raise ValueError(f"hash.num_buckets is {rows}; it must be at least 1 and at most {2**32}")
         self.rows = rows
 
-    def map(self, values: pa.Array) -> np.ndarray:
-        """Rows of the table, int64, of integers or strings without nulls."""
+    def map(self, values: pa.Array, dtype: npt.DTypeLike = np.int64) -> np.ndarray:
+        """Rows of the table, of type `dtype`, of integers or strings without nulls."""
         if pa.types.is_integer(values.type):
-            return buckets(mix(_int64(values)), self.rows)
+            numbers = _int64(values)
+            found = np.empty(len(numbers), dtype)
+            for start in range(0, len(numbers), AT_A_TIME):
+                piece = slice(start, start + AT_A_TIME)
+                found[piece] = buckets(mix(numbers[piece]), self.rows)
+            return found
         unique, inverse = _unique_text(values)
         hashes = hash_text(unique)
         numbers = np.flatnonzero(pc.match_substring_regex(unique, _INTEGER).to_numpy(zero_copy_only=False))
         hashes[numbers] = mix(_int64(unique.take(pa.array(numbers)).cast(pa.int64())))
-        return buckets(hashes, self.rows)[inverse]
+        return buckets(hashes, self.rows)[inverse].astype(dtype, copy=False)
 
 
 class Buckets:
@@ -136,16 +146,28 @@ class Buckets:
         self.boundaries = np.asarray(boundaries, np.float64)
         self.rows = len(boundaries) + 1
 
-    def map(self, values: np.ndarray) -> np.ndarray:
-        """Rows of the table, int64, of finite numbers."""
-        return np.searchsorted(self.boundaries, values, side="right")
+    def map(self, values: np.ndarray, dtype: npt.DTypeLike = np.int64) -> np.ndarray:
+        """Rows of the table, of type `dtype`, of finite numbers."""
+        return np.searchsorted(self.boundaries, values, side="right").astype(dtype, copy=False)
+
+
+def row_type(rows: int) -> type[np.integer]:
+    """The smaller of int32 and int64 that holds the rows of a table: rows are moved many times."""
+    return np.int32 if rows <= 2**31 else np.int64
 
 
 def normalize(values: np.ndarray, config: pb.Normalize) -> np.ndarray:
     """(f(x) - mean) / std in float64, given back as float32; f is the identity or sign(x) log(1 + |x|)."""
-    if config.log1p:
-        values = np.sign(values) * np.log1p(np.abs(values))
-    return ((values - config.mean) / config.std).astype(np.float32)
+    found = np.empty(len(values), np.float32)
+    for start in range(0, len(values), AT_A_TIME):
+        piece = slice(start, start + AT_A_TIME)
+        numbers = values[piece].astype(np.float64)
+        if config.log1p:
+            np.copysign(np.log1p(np.abs(numbers)), numbers, out=numbers)
+        numbers -= config.mean
+        numbers /= config.std
+        found[piece] = numbers
+    return found
 
 
 def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buckets]:
@@ -201,41 +223,90 @@ def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
 
 
 class _Sorted:
-    """Binary search over all keys, with a table in front that knows most of the frequent ones at one look.
+    """Binary search over all keys, with tables in front that know nearly every key at one look.
 
-    Keys come most frequent first, and queries repeat them as often: the search is left with the rare ones.
+    Keys come most frequent first, and queries repeat them as often: few need the second table, which has the
+    keys for which the first had no room, and the search is left with ids that are not there.
     """
 
-    def __init__(self, keys: np.ndarray, order: np.ndarray) -> None:
-        self._keys = keys
-        self._order = order
+    def __init__(self, keys: np.ndarray, order: np.ndarray, rows: np.ndarray) -> None:
         self._sorted = keys[order]
-        self._bits = min(_FRONT_BITS, max(1, int(4 * len(keys)).bit_length()))
-        self._front = np.zeros(1 << self._bits, np.int32)
-        # Written backwards: where two keys share a place, the more frequent one stays.
-        self._front[self._slots(keys[::-1])] = np.arange(len(keys))[::-1]
+        self._rows = rows[1:][order]
+        self._fronts = []
+        left = np.arange(len(keys))
+        for product in (_GOLDEN, _OTHER_PRODUCT):
+            if len(left):
+                front = _Front.of(keys[left], rows[1:][left], product)
+                self._fronts.append(front)
+                left = left[front.look(keys[left])[:, 0] != keys[left]]
 
-    def find(self, queries: np.ndarray) -> np.ndarray:
-        if len(self._keys) == 0:
-            return np.zeros(len(queries), np.int64)
-        rows = self._front[self._slots(queries)].astype(np.int64)
-        rest = np.flatnonzero(self._keys[rows] != queries)
-        rows += 1
-        if len(rest):
+    def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
+        """The row of each query, 0 for those that are no key."""
+        found = np.zeros(len(queries), dtype)
+        rest = []
+        for start in range(0, len(queries), AT_A_TIME):
+            missed = self._look(queries[start : start + AT_A_TIME], found[start : start + AT_A_TIME])
+            rest.append(missed + start)
+        rest = np.concatenate([*rest, np.empty(0, np.int64)])
+        if len(rest) and len(self._sorted):
             # Sorted queries walk through the keys once, instead of jumping about in a large array.
             unique, inverse = np.unique(queries[rest], return_inverse=True)
-            place = np.minimum(np.searchsorted(self._sorted, unique), len(self._keys) - 1)
-            rows[rest] = np.where(self._sorted[place] == unique, self._order[place] + 1, 0)[inverse]
-        return rows
+            place = np.minimum(np.searchsorted(self._sorted, unique), len(self._sorted) - 1)
+            found[rest] = np.where(self._sorted[place] == unique, self._rows[place], 0)[inverse]
+        return found
 
-    def _slots(self, keys: np.ndarray) -> np.ndarray:
+    def _look(self, queries: np.ndarray, found: np.ndarray) -> np.ndarray:
+        """Looks into the tables; places of the queries that are in none."""
+        if not self._fronts:
+            return np.empty(0, np.int64)
+        first = self._fronts[0].look(queries)
+        found[:] = first[:, 1]
+        rest = np.flatnonzero(first[:, 0] != queries)
+        for front in self._fronts[1:]:
+            second = front.look(queries[rest])
+            found[rest] = second[:, 1]
+            rest = rest[second[:, 0] != queries[rest]]
+        return rest
+
+
+class _Front(NamedTuple):
+    """Keys with their rows by a hash; of keys that share a hash it has the first.
+
+    A key and its row lie beside each other: a look waits for memory once.
+    """
+
+    product: np.uint64
+    shift: np.uint64
+    entries: np.ndarray
+
+    @classmethod
+    def of(cls, keys: np.ndarray, rows: np.ndarray, product: np.uint64) -> "_Front":
+        """The table of some keys, at least one, the more frequent first."""
+        bits = min(_FRONT_BITS, int(2 * len(keys)).bit_length())
+        front = cls(product, np.uint64(64 - bits), np.empty((1 << bits, 2), np.int64))
+        # In an empty place lies a key that is looked for elsewhere.
+        front.entries[:] = keys[0], rows[0]
+        # Written backwards: the more frequent key stays.
+        front.entries[front._places(keys[::-1])] = np.stack([keys, rows], 1)[::-1]
+        return front
+
+    def look(self, queries: np.ndarray) -> np.ndarray:
+        """int64 [n, 2], the key at the place of each query, to be compared with it, and that key's row."""
+        return self.entries.take(self._places(queries), axis=0, mode="clip")
+
+    def _places(self, keys: np.ndarray) -> np.ndarray:
         # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): one product spreads well enough.
-        return ((keys.view(np.uint64) * _GOLDEN) >> np.uint64(64 - self._bits)).view(np.int64)
+        places = keys.view(np.uint64) * self.product
+        places >>= self.shift
+        return places.view(np.int64)
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FRONT_BITS = 22
-"""Most places of the table in front, as a power of 2: 16 MiB."""
+_OTHER_PRODUCT = np.uint64(0xD1342543DE82EF95)
+"""Steele, Vigna: Computationally easy, spectrally good multipliers, 2021."""
+
+_FRONT_BITS = 21
+"""Most places of a table in front, as a power of 2: 32 MiB."""
 
 
 class _Dense(NamedTuple):
@@ -244,22 +315,24 @@ class _Dense(NamedTuple):
     lowest: int
     rows: np.ndarray
 
-    def find(self, queries: np.ndarray) -> np.ndarray:
+    def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
+        """As `_Sorted.find`."""
         inside = (queries >= self.lowest) & (queries < self.lowest + len(self.rows))
-        return self.rows[np.where(inside, queries - self.lowest, 0)] * inside
+        return (self.rows[np.where(inside, queries - self.lowest, 0)] * inside).astype(dtype, copy=False)
 
 
 _DENSE_FACTOR = 4
 
 
-def _search(keys: np.ndarray, ids: pa.Array, name: str) -> _Sorted | _Dense:
+def _search(keys: np.ndarray, ids: pa.Array, name: str, rows: np.ndarray) -> _Sorted | _Dense:
+    """How the row rows[1 + i] of keys[i] is found; `ids` are what the keys stand for."""
     if len(keys) and pa.types.is_integer(ids.type):
         lowest, highest = int(keys.min()), int(keys.max())
         if highest - lowest < _DENSE_FACTOR * len(keys):
-            rows = np.zeros(highest - lowest + 1, np.int64)
-            rows[keys - lowest] = np.arange(1, len(keys) + 1)
-            if np.count_nonzero(rows) == len(keys):
-                return _Dense(lowest, rows)
+            by_id = np.zeros(highest - lowest + 1, rows.dtype)
+            by_id[keys - lowest] = rows[1:]
+            if np.count_nonzero(by_id) == len(keys):
+                return _Dense(lowest, by_id)
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
     twice = np.flatnonzero(ordered[1:] == ordered[:-1])
@@ -268,7 +341,7 @@ def _search(keys: np.ndarray, ids: pa.Array, name: str) -> _Sorted | _Dense:
         raise DataError(
             f"{name}: ids {first!r} and {second!r} are the same, or the same to the hash. {_REMEDY}"
         )
-    return _Sorted(keys, order)
+    return _Sorted(keys, order, rows)
 
 
 def _unique_text(values: pa.Array) -> tuple[pa.Array, np.ndarray]:

@@ -20,7 +20,7 @@ from recsys import features, files
 from recsys import protos as pb
 from recsys.data.arrays import Packer
 from recsys.data.batch import Batch, Position
-from recsys.data.block import Block, join
+from recsys.data.block import Block
 from recsys.data.collate import Collator
 from recsys.data.columns import Converter, Origin
 from recsys.data.sources import Source
@@ -165,7 +165,7 @@ class Predictor:
         }
 
     def _batch(self, block: Block) -> Batch:
-        arrays = self.packer.pack(join([block]))
+        arrays = self.packer.pack(block)
         self.unknown_ids.look(arrays)
         return self.collator.collate(arrays, Position(), 0)
 

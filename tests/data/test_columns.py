@@ -9,7 +9,6 @@ import pytest
 
 from recsys import protos as pb
 from recsys.data.arrays import Packer
-from recsys.data.block import join
 from recsys.data.columns import Converter, Origin
 from recsys.data.layout_rule import LayoutRule
 from recsys.data.vocabulary import HashBuckets
@@ -19,7 +18,7 @@ def convert(pipeline, table, mode="train", origin=Origin(), rows=None):  # noqa:
     block = Converter(pipeline, LayoutRule(2, True), mode=mode).block(table, origin)
     if rows is not None:
         block = block.select(np.asarray(rows))
-    return Packer(pipeline, LayoutRule(), mode).pack(join([block]))
+    return Packer(pipeline, LayoutRule(), mode).pack(block)
 
 
 def bucket(value: int, buckets: int) -> int:
@@ -123,7 +122,11 @@ def test_of_a_long_history_the_newest_events_are_kept_and_it_is_counted(sample, 
 
 def test_arrays_arrive_as_they_were_sent(sample, rows):
     arrays = convert(sample.pipeline, sample.table(rows), mode="evaluate")
-    arrived = pickle.loads(pickle.dumps(arrays.packed())).arrays()  # noqa: S301 - made here
+    block = Converter(sample.pipeline, LayoutRule(2, True), mode="evaluate").block(
+        sample.table(rows), Origin()
+    )
+    packed = Packer(sample.pipeline, LayoutRule(), "evaluate").packed(block)
+    arrived = pickle.loads(pickle.dumps(packed)).arrays()  # noqa: S301 - made here
     assert_arrays(arrived, rows, sample.vocabulary)
     for name, value in vars(arrays).items():
         if isinstance(value, np.ndarray):
