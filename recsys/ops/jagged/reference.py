@@ -39,7 +39,7 @@ def invert(index: Tensor, num_rows: int) -> Tensor:
     place = torch.arange(index.shape[0], device=index.device)
     # The last entry takes what index == -1 writes.
     inverse = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=index.device)
-    return inverse.scatter(0, torch.where(index < 0, num_rows, index), place)[:num_rows]
+    return inverse.scatter(0, torch.where(index < 0, num_rows, index.to(torch.int64)), place)[:num_rows]
 
 
 def invert_each(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
