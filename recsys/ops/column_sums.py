@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recsys.ops.triton_backend import num_processors
+from recsys.ops.triton_start import launch
 
 COLUMNS = 256
 """Of a program."""
@@ -19,6 +20,9 @@ ROWS = 32
 """That a program adds at a time."""
 
 PROGRAMS_PER_PROCESSOR = 4
+
+PARTS = 128
+"""Rows that a program adds at a time where few are left."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_workers"])
@@ -49,14 +53,17 @@ def column_sums(given: Tensor) -> Tensor:
     blocks = -(-width // constants["BLOCK"])
     workers = max(1, PROGRAMS_PER_PROCESSOR * num_processors(given.device) // blocks)
     out = torch.empty(workers, width, dtype=torch.float32, device=given.device)
-    sums_kernel[(workers * blocks,)](
-        given,
-        out,
-        num_rows,
-        workers,
-        **constants,
-    )
-    return out.sum(0)
+    launch(sums_kernel, workers * blocks, (given, out), (num_rows, workers), constants)
+    return sum_of_parts(out)
+
+
+def sum_of_parts(parts: Tensor) -> Tensor:
+    """[...], the sum over the first dimension of float32 [P, ...], contiguous; for tens to thousands of P."""
+    shape, width = parts.shape[1:], parts[0].numel()
+    out = torch.empty(*shape, dtype=torch.float32, device=parts.device)
+    constants = {"STRIDE": width, "W": width, "BLOCK_M": PARTS, "BLOCK": 16, "num_warps": 8}
+    launch(sums_kernel, -(-width // 16), (parts, out), (parts.shape[0], 1), constants)
+    return out
 
 
 def constants_of(width: int, stride: int) -> dict[str, int]:

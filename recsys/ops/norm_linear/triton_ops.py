@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.column_sums import column_sums, weight_gradient
+from recsys.ops.column_sums import column_sums, sum_of_parts, weight_gradient
 from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.triton_backend import num_processors
+from recsys.ops.triton_start import launch
 
 ENTRIES = 2048
 """Of a program's block: rows x columns, unless one row has more."""
@@ -75,14 +76,12 @@ def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torc
     if num_rows == 0:
         return out
     x, blocks = _with_dense_rows(x), blocks_of(width)
-    forward_kernel[((num_rows + blocks.rows - 1) // blocks.rows,)](
-        x,
-        weight.contiguous(),
-        bias.contiguous(),
-        out,
-        num_rows,
-        STRIDE=x.stride(0),
-        **_constants(width, eps, blocks),
+    launch(
+        forward_kernel,
+        (num_rows + blocks.rows - 1) // blocks.rows,
+        (x, weight.contiguous(), bias.contiguous(), out),
+        (num_rows,),
+        {"STRIDE": x.stride(0), **_constants(width, eps, blocks)},
     )
     return out
 
@@ -98,20 +97,14 @@ def launch_norm_backward(
     x, residual, blocks = _with_dense_rows(x), _with_dense_rows(residual), blocks_of(width)
     workers = max(1, WORKERS_PER_PROCESSOR * num_processors(x.device))
     sums = torch.empty(workers, 2, width, dtype=torch.float32, device=x.device)
-    backward_kernel[(workers,)](
-        grad_normed.contiguous(),
-        x,
-        residual,
-        weight.contiguous(),
-        grad_x,
-        sums,
-        num_rows,
+    launch(
+        backward_kernel,
         workers,
-        STRIDE=x.stride(0),
-        STRIDE_R=residual.stride(0),
-        **_constants(width, eps, blocks),
+        (grad_normed.contiguous(), x, residual, weight.contiguous(), grad_x, sums),
+        (num_rows, workers),
+        {"STRIDE": x.stride(0), "STRIDE_R": residual.stride(0), **_constants(width, eps, blocks)},
     )
-    return grad_x, sums.sum(0).to(weight.dtype)
+    return grad_x, sum_of_parts(sums).to(weight.dtype)
 
 
 def blocks_of(width: int) -> Blocks:

@@ -64,7 +64,8 @@ def _sigmoid(x):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def forward_kernel(
-    attended, u, weight, bias, seed, out, num_rows, stride_a, stride_u,
+    attended, u, weight, bias, seed, out, num_rows,
+    STRIDE_A: tl.constexpr, STRIDE_U: tl.constexpr,
     W: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
     CONCAT: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     SILU: tl.constexpr,
@@ -76,8 +77,8 @@ def forward_kernel(
     column = (tl.program_id(0) % GROUPS) * GROUP + place
     inside = (row < num_rows) & (place < GROUP)
     long_row = row.to(tl.int64)
-    a = tl.load(attended + long_row * stride_a + column, mask=inside, other=0.0).to(tl.float32)
-    factor = tl.load(u + long_row * stride_u + column, mask=inside, other=0.0).to(tl.float32)
+    a = tl.load(attended + long_row * STRIDE_A + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(u + long_row * STRIDE_U + column, mask=inside, other=0.0).to(tl.float32)
     if SILU:
         factor *= _sigmoid(factor)
     x, _ = _normed(a, inside, GROUP, EPS)
@@ -99,7 +100,7 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_workers"])
 def backward_kernel(
     grad_out, attended, u, weight, bias, seed, grad_a, grad_u, sums, num_rows, num_workers,
-    stride_o, stride_a, stride_u, stride_gu,
+    STRIDE_O: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_U: tl.constexpr, STRIDE_GU: tl.constexpr,
     W: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
     CONCAT: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     SILU: tl.constexpr,
@@ -122,9 +123,9 @@ def backward_kernel(
     row = worker * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     inside = (row < num_rows) & (place < GROUP)
     long_row = row.to(tl.int64)
-    next_a = tl.load(attended + long_row * stride_a + column, mask=inside, other=0.0)
-    next_u = tl.load(u + long_row * stride_u + column, mask=inside, other=0.0)
-    given = grad_out + long_row * stride_o + in_out
+    next_a = tl.load(attended + long_row * STRIDE_A + column, mask=inside, other=0.0)
+    next_u = tl.load(u + long_row * STRIDE_U + column, mask=inside, other=0.0)
+    given = grad_out + long_row * STRIDE_O + in_out
     next_y = tl.load(given, mask=inside, other=0.0)
     if CONCAT:
         next_to_u = tl.load(given - 2 * W, mask=inside, other=0.0)
@@ -139,9 +140,9 @@ def backward_kernel(
         # The next block is on its way while this one is worked on.
         next_row = long_row + num_workers * BLOCK_M
         next_inside = (next_row < num_rows) & (place < GROUP)
-        next_a = tl.load(attended + next_row * stride_a + column, mask=next_inside, other=0.0)
-        next_u = tl.load(u + next_row * stride_u + column, mask=next_inside, other=0.0)
-        given = grad_out + next_row * stride_o + in_out
+        next_a = tl.load(attended + next_row * STRIDE_A + column, mask=next_inside, other=0.0)
+        next_u = tl.load(u + next_row * STRIDE_U + column, mask=next_inside, other=0.0)
+        given = grad_out + next_row * STRIDE_O + in_out
         next_y = tl.load(given, mask=next_inside, other=0.0)
         if CONCAT:
             next_to_u = tl.load(given - 2 * W, mask=next_inside, other=0.0)
@@ -168,7 +169,7 @@ def backward_kernel(
             to_u += _dropped(copied_u, keys, column, THRESHOLD, SCALE)
             to_a += _dropped(copied_a, keys, column + W, THRESHOLD, SCALE)
         tl.store(grad_a + long_row * W + column, to_a, mask=inside)
-        tl.store(grad_u + long_row * stride_gu + column, to_u * slope, mask=inside)
+        tl.store(grad_u + long_row * STRIDE_GU + column, to_u * slope, mask=inside)
     pointer = sums + worker.to(tl.int64) * (2 * W) + column
     tl.store(pointer, tl.sum(grad_scale, 0, keep_dims=True), mask=place < GROUP)
     tl.store(pointer + W, tl.sum(grad_shift, 0, keep_dims=True), mask=place < GROUP)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from recsys.ops.column_sums import sum_of_parts
 from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.norm_mul_dropout import counter
 from recsys.ops.norm_mul_dropout.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.triton_backend import num_processors
+from recsys.ops.triton_start import launch
 
 Wrap = Callable[[Any], Any]
 
@@ -23,6 +25,11 @@ ENTRIES_PER_WARP = 256
 
 WORKERS_PER_PROCESSOR = 4
 """Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
+
+
+def unwrapped(kernel: Any) -> Any:
+    """Around a kernel in eager mode."""
+    return kernel
 
 
 class Blocks(NamedTuple):
@@ -77,7 +84,7 @@ def launch_forward(
     bias: Tensor,
     seed: Tensor | None,
     options: Options,
-    wrap: Wrap = lambda kernel: kernel,
+    wrap: Wrap = unwrapped,
 ) -> Tensor:
     """[T, W] or [T, 3 W]; the arguments have been validated."""
     num_rows, width = attended.shape
@@ -87,18 +94,17 @@ def launch_forward(
         return out
     attended, u = map(_with_dense_rows, (attended, u))
     blocks = blocks_of(width // options.num_groups)
-    grid = ((num_rows + blocks.rows - 1) // blocks.rows * options.num_groups,)
-    wrap(forward_kernel)[grid](
-        attended,
-        u,
-        weight.contiguous(),
-        bias.contiguous(),
-        attended if seed is None else seed,
-        out,
-        num_rows,
-        attended.stride(0),
-        u.stride(0),
-        **_constants(width, options, blocks),
+    _start(
+        forward_kernel,
+        (num_rows + blocks.rows - 1) // blocks.rows * options.num_groups,
+        (attended, u, weight.contiguous(), bias.contiguous(), attended if seed is None else seed, out),
+        (num_rows,),
+        {
+            "STRIDE_A": int(attended.stride(0)),
+            "STRIDE_U": int(u.stride(0)),
+            **_constants(width, options, blocks),
+        },
+        wrap,
     )
     return out
 
@@ -111,7 +117,7 @@ def launch_backward(
     bias: Tensor,
     seed: Tensor | None,
     options: Options,
-    wrap: Wrap = lambda kernel: kernel,
+    wrap: Wrap = unwrapped,
     room: GradientRoom | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attended`, `u` (in its room, if it has one), and [2, W] of `weight` and `bias`."""
@@ -124,25 +130,45 @@ def launch_backward(
     blocks = blocks_of(width // options.num_groups)
     workers = max(1, WORKERS_PER_PROCESSOR * num_processors(attended.device) // options.num_groups)
     sums = torch.empty(workers, 2, width, dtype=torch.float32, device=attended.device)
-    wrap(backward_kernel)[(workers * options.num_groups,)](
+    strides = {
+        "STRIDE_O": int(grad_out.stride(0)),
+        "STRIDE_A": int(attended.stride(0)),
+        "STRIDE_U": int(u.stride(0)),
+        "STRIDE_GU": int(grad_u.stride(0)),
+    }
+    given = (
         grad_out,
         attended,
         u,
         weight.contiguous(),
         bias.contiguous(),
         attended if seed is None else seed,
-        grad_a,
-        grad_u,
-        sums,
-        num_rows,
-        workers,
-        grad_out.stride(0),
-        attended.stride(0),
-        u.stride(0),
-        grad_u.stride(0),
-        **_constants(width, options, blocks),
     )
-    return grad_a, grad_u, sums.sum(0).to(weight.dtype)
+    _start(
+        backward_kernel,
+        workers * options.num_groups,
+        (*given, grad_a, grad_u, sums),
+        (num_rows, workers),
+        strides | _constants(width, options, blocks),
+        wrap,
+    )
+    both = sum_of_parts(sums) if wrap is unwrapped else sums.sum(0)
+    return grad_a, grad_u, both.to(weight.dtype)
+
+
+def _start(
+    kernel: Any,
+    programs: int,
+    pointers: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    constants: dict[str, Any],
+    wrap: Wrap,
+) -> None:
+    """In eager mode the short way, if there is one."""
+    if wrap is unwrapped:
+        launch(kernel, programs, pointers, numbers, constants)
+    else:
+        wrap(kernel)[(programs,)](*pointers, *numbers, **constants)
 
 
 def blocks_of(group_width: int) -> Blocks:

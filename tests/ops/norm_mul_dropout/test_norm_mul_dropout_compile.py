@@ -37,14 +37,14 @@ def compiled(kernel, width, groups, concat):
     options = triton_ops.Options(groups, 1e-6, concat, 0.2)
     constants = triton_ops._constants(width * groups, options, blocks)
     num_warps = constants.pop("num_warps")
+    constants |= {name: 3 * width * groups for name in function.arg_names if name.startswith("STRIDE_")}
     signature, aligned = {}, {}
     for index, name in enumerate(function.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         else:
-            is_number = name.startswith(("stride_", "num_"))
-            signature[name] = NUMBERS.get(name, "i32" if is_number else "*bf16")
-        if signature[name].startswith("*") or name.startswith("stride_"):
+            signature[name] = NUMBERS.get(name, "i32" if name.startswith("num_") else "*bf16")
+        if signature[name].startswith("*"):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
