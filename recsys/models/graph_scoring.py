@@ -46,7 +46,7 @@ class GraphScoring:
         model: in evaluation mode. Its weights may change in place from one `score` to the next.
         size: candidates of a row that are scored together; rounded down to whole target groups, to at least
             one.
-        record: None for CUDA graphs on CUDA, with the Triton backend; elsewhere nothing is recorded.
+        record: None for CUDA graphs on CUDA, unless attention is the reference's; else nothing is recorded.
     """
 
     def __init__(self, model: Ranker, size: int, *, record: Record | None = None):
@@ -263,7 +263,7 @@ def record_of(record: Record | None, device: torch.device) -> Record | None:
     """What records on a device: as given, else CUDA graphs where kernels do not wait."""
     if record is not None or device.type != "cuda":
         return record
-    return CudaGraph if last_backend("hstu_attention_cached") == "triton" else None
+    return None if last_backend("hstu_attention_cached") == "reference" else CudaGraph
 
 
 class CudaGraph:

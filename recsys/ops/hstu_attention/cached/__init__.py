@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import (
-    AttentionFacts,
     attention_facts,
     check_attention,
     check_bias,
     check_number,
 )
 from recsys.ops.dispatch import Op
+from recsys.ops.hstu_attention.cached.facts import CachedFacts, cached_facts
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
@@ -101,7 +101,7 @@ def _facts(
     alpha: float | None = None,
     scale_len: float,
     bias: CachedRelativeBias | None = None,
-) -> AttentionFacts:
+) -> CachedFacts:
     """The one validator of all backends, and what is left to know once the arguments are sound."""
     check_attention(q, k, v, layout, mask)
     _check_cache(q, v, layout, cache_k, cache_v, cache_layout)
@@ -116,7 +116,7 @@ def _facts(
             "hstu_attention_cached computes no gradients; call it under torch.no_grad(), or train with "
             "hstu_attention on whole samples"
         )
-    return facts
+    return cached_facts(facts, layout)
 
 
 def _check_cache(
@@ -180,4 +180,4 @@ def _check_cached_bias(bias: CachedRelativeBias, q: Tensor, cache_k: Tensor) -> 
         )
 
 
-OP = Op("hstu_attention_cached", __name__, backends=("triton", "reference"), facts=_facts)
+OP = Op("hstu_attention_cached", __name__, backends=("sm90", "triton", "reference"), facts=_facts)

@@ -261,7 +261,7 @@ WRONG = [
     (
         {"backend": "cuda"},
         ValueError,
-        "_cached has no backend 'cuda'; it has auto, triton, ref",
+        "_cached has no backend 'cuda'; it has auto, sm90, triton, ref",
     ),
 ]
 

@@ -1,0 +1,61 @@
+"""The logic of the Hopper kernel of candidates on a CPU, by an emulator: barriers, buffers, who sees whom."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+
+from recsys.ops import AttentionMask, SequenceLayout
+from recsys.ops.hstu_attention import sm90_start
+from recsys.ops.hstu_attention.cached import reference, sm90_launch
+from tests.ops.gluon_emulator import Emulated
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setattr(sm90_launch, "candidates_kernel", Emulated(sm90_launch.candidates_kernel))
+    monkeypatch.setattr(sm90_start, "num_processors", lambda device: 3)
+
+
+def check(cached, targets, mask, dim=64, heads=2, contextual=0):
+    """Not further from float64 than twice the reference in bfloat16."""
+    targets, cached = torch.tensor(targets), torch.tensor(cached)
+    layout, cache_layout = SequenceLayout(targets, targets), SequenceLayout(cached, None, contextual)
+    generator = torch.Generator().manual_seed(0)
+    new = torch.randn(layout.total_len, 3 * heads * dim, generator=generator).to(torch.bfloat16)
+    q, k, v = (part.view(-1, heads, dim) for part in new.split(heads * dim, 1))
+    room = torch.randn(2, cache_layout.total_len + 9, heads, dim, generator=generator).to(torch.bfloat16)
+    room[:, cache_layout.total_len :] = float("nan")
+    cache_k, cache_v = room[:, : cache_layout.total_len]
+    got = sm90_launch.forward(q, k, v, layout, cache_k, cache_v, cache_layout, mask, dim**-0.5, 50.0)
+    rest = {"alpha": dim**-0.5, "scale_len": 50.0, "bias": None}
+    exact, other = (
+        reference.run(
+            *(t.to(dtype) for t in (q, k, v)),
+            layout,
+            *(t.to(dtype) for t in (cache_k, cache_v)),
+            cache_layout,
+            mask,
+            **rest,
+        )
+        for dtype in (torch.float64, torch.bfloat16)
+    )
+    norm = exact.norm().clamp(min=1e-30)
+    error, allowed = ((out.double() - exact).norm() / norm for out in (got, other))
+    assert got.isfinite().all() and error <= 2 * allowed + 1e-3, (float(error), float(allowed))
+
+
+@pytest.mark.parametrize("group", [1, 3, 200])
+def test_ragged_samples(group):
+    cached, targets = [300, 0, 0, 129, 64, 5, 700, 1], [130, 3, 0, 0, 64, 65, 1, 257]
+    check(cached, targets, AttentionMask(target_group_size=group))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("targets", [1, 63, 64, 65, 128, 129, 300])
+def test_one_sample(targets, dim):
+    check([257], [targets], AttentionMask(), dim, heads=1)
+
+
+def test_a_window_of_the_history_is_no_matter_of_targets():
+    check([200, 40], [70, 9], AttentionMask(window=7, prefix=2, target_group_size=2), contextual=3)
