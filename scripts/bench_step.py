@@ -147,7 +147,8 @@ class Runner:
 
     def step(self, number: int) -> float:
         """Milliseconds of a training step."""
-        batch = self.batches[number % len(self.batches)]
+        # Every batch of a training run is new: nothing derived from its layout is there yet.
+        batch = self.batches[number % len(self.batches)].to(self.device)
         self._wait()
         start = time.perf_counter()
         self.optimizer.zero_grad()

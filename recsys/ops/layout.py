@@ -175,6 +175,9 @@ class SequenceLayout(LayoutFacts):
 
     def targets_only(self) -> Selection:
         """Only the target tokens, as samples that consist of targets."""
+        return self.memo("targets_only", self._targets_only)
+
+    def _targets_only(self) -> Selection:
         if self.parts:
             return self._of_parts(lambda part: part.targets_only())
         layout = self._derive(
