@@ -15,10 +15,14 @@ events and --candidates candidates. What is timed, in turns, from a batch on the
     cached     the same with `GraphScoring`, which replays recorded pieces; without CUDA it records nothing
     pieces     cached, less the prefill: the cache is there
 
-`ratio` is uncached over cached, `ratio_of_pieces` uncached over pieces, medians over pairs. The scores are
-compared first: on rows of at most 512 events cached ones may be twice as far from those of the reference
-backend in float32 as uncached ones are, and at full size, in float32, they may differ from uncached ones by
-1e-5. `--record` writes a list with a line a variant.
+Each call is waited for. Uncached, cached and pieces are also timed in a row, as a server with a queue runs
+them: the host prepares a batch while the device works on the one before.
+
+`ratio` is uncached over cached, `ratio_of_pieces` uncached over pieces, both in a row (marked `*`), and
+`ratio_alone` uncached over cached, each call waited for; medians over pairs. The scores are compared first:
+on rows of at most 512 events cached ones may be twice as far from those of the reference backend in float32
+as uncached ones are, and at full size, in float32, they may differ from uncached ones by 1e-5. `--record`
+writes a list with a line a variant.
 
 On CUDA when it is there. Exit code 1 when a variant is wrong or does not fit.
 """
@@ -36,20 +40,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torchrec import KeyedJaggedTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from recsys import config, environment, features
+from recsys import config, environment
 from recsys import protos as pb
-from recsys.data.batch import Batch
-from recsys.data.loader import Loader
-from recsys.errors import ConfigError, RecsysError
+from recsys.errors import RecsysError
 from recsys.flags import Parser, positive
-from recsys.models import Ranker, build_model, layout_rule
-from recsys.models.cached import RankerCache
-from recsys.models.graph_scoring import WARM_UP, GraphScoring
-from recsys.ops import SequenceLayout
+from recsys.models.graph_scoring import WARM_UP
 from scripts.bench_ops import current_commit
+from scripts.serving_ways import Scoring
 from scripts.step_variants import VARIANTS, Shape, variant_of
 
 FACTOR = 2.0
@@ -57,6 +56,9 @@ FACTOR = 2.0
 
 CLOSE = 1e-5
 """Largest difference between both in float32, |a - b| / max(1, |b|)."""
+
+QUEUED, IN_A_ROW, CALLS = ("uncached", "cached", "pieces"), "*", 4
+"""Ways that are timed in a row too, the mark of such times, and how many calls in a row."""
 
 CHECKED_EVENTS = 512
 """Longest history of the rows that are compared with float32."""
@@ -68,8 +70,10 @@ class Record:
 
     Attributes:
         uncached_ms, one_pass_ms, prefill_ms, eager_ms, cached_ms, pieces_ms: medians.
-        ratio: uncached over cached. ratio_of_pieces: uncached over pieces.
-        candidates_per_second: cached.
+        uncached_in_a_row_ms, cached_in_a_row_ms, pieces_in_a_row_ms: medians, of a call among others.
+        ratio: uncached over cached, in a row. ratio_of_pieces: uncached over pieces, in a row.
+        ratio_alone: uncached over cached.
+        candidates_per_second: cached, in a row.
         cache_mb: of all rows.
         difference: largest |cached - uncached| / max(1, |uncached|) at full size.
     """
@@ -90,125 +94,17 @@ class Record:
     eager_ms: float | None
     cached_ms: float | None
     pieces_ms: float | None
+    uncached_in_a_row_ms: float | None
+    cached_in_a_row_ms: float | None
+    pieces_in_a_row_ms: float | None
     ratio: float | None
     ratio_of_pieces: float | None
+    ratio_alone: float | None
     candidates_per_second: float | None
     cache_mb: float | None
     difference: float | None
     ok: bool
     commit: str
-
-
-class Scoring:
-    """A model and one batch, scored in several ways.
-
-    Raises:
-        ConfigError: a candidate feature is multi-valued.
-    """
-
-    def __init__(self, pipeline: pb.Pipeline, microbatch: int, device: torch.device):
-        torch.manual_seed(0)
-        self.model: Ranker = build_model(pipeline).eval()
-        draw_weights(self.model)
-        self.model.to(device)
-        loader = Loader(pipeline, "train", layout_rule(pipeline))
-        batch = next(iter(loader.epoch(0)))
-        self.batch, self.microbatch = batch.to(device), microbatch
-        starts = range(0, int(batch.num_candidates.max()), microbatch)
-        self.slices = [piece(pipeline, batch, start, start + microbatch).to(device) for start in starts]
-        self.graphs = GraphScoring(self.model, microbatch)
-        self.cache: RankerCache | None = None
-
-    def uncached(self) -> Tensor:
-        """[N, tasks], history after history."""
-        rows = [self.model.score(one).unflatten(0, (self.rows, -1)) for one in self.slices]
-        return torch.cat(rows, dim=1).flatten(0, 1)
-
-    def one_pass(self) -> Tensor:
-        """[N, tasks]."""
-        return self.model.score(self.batch)
-
-    def prefill(self) -> object:
-        """The cache."""
-        return self.model.prefill(self.batch)
-
-    def eager(self) -> Tensor:
-        """[N, tasks]."""
-        cache = self.model.prefill(self.batch)
-        return self.model.score_in_microbatches(self.batch, cache, self.microbatch)
-
-    def cached(self) -> Tensor:
-        """[N, tasks]."""
-        self.cache = self.graphs.prefill(self.batch)
-        return self.graphs.score(self.batch, self.cache)
-
-    def pieces(self) -> Tensor:
-        """[N, tasks], against the cache of `cached`."""
-        return self.graphs.score(self.batch, self.cache)
-
-    @property
-    def rows(self) -> int:
-        return self.batch.num_candidates.shape[0]
-
-
-def draw_weights(model: Ranker) -> None:
-    """Weights by which scores differ from each other and depend on the history as if they were learned: those
-    of an untrained model are nearly all alike, and so would wrong ones be.
-    """
-    width = model.pipeline.model.embedding_dim
-    for table in model.embed.parameters():
-        torch.nn.init.normal_(table, std=width**-0.5)  # tokens are these times sqrt(E)
-    for part in (*model.preprocess.modules(), *model.head.modules()):
-        if isinstance(part, torch.nn.Linear):
-            torch.nn.init.normal_(part.weight, std=part.in_features**-0.5)
-    first = next(part for part in model.head.modules() if isinstance(part, torch.nn.Linear))
-    with torch.no_grad():
-        first.weight *= width**0.5
-
-
-def piece(pipeline: pb.Pipeline, batch: Batch, start: int, stop: int) -> Batch:
-    """Candidates number `start` to `stop - 1` of each row; all rows have equally many."""
-    columns = {column.name: column for column in features.columns(pipeline)}
-    counts = batch.num_candidates
-    total = int(counts[0])
-    kept = min(stop, total) - start
-
-    def cut(values: Tensor) -> Tensor:
-        return values.view(len(counts), total)[:, start : start + kept].flatten()
-
-    def layout(whole: SequenceLayout) -> SequenceLayout:
-        if whole.parts:
-            return SequenceLayout.join([layout(part) for part in whole.parts])
-        dropped = total - kept
-        return SequenceLayout(
-            whole.lengths - dropped, whole.num_targets - dropped, num_contextual=whole.num_contextual
-        )
-
-    values, lengths, sizes = [], [], []
-    for key in batch.ids.keys():
-        own, own_lengths = batch.ids[key].values(), batch.ids[key].lengths()
-        if columns[key].side == pb.CANDIDATE:
-            if columns[key].multi_valued:
-                raise ConfigError(f"features: {key} is multi-valued; no such candidate feature is benched")
-            own, own_lengths = cut(own), own_lengths - (total - kept)
-        values.append(own)
-        lengths.append(own_lengths)
-        sizes.append(len(own))
-    numbers = {
-        name: cut(own) if columns[name].side == pb.CANDIDATE else own for name, own in batch.numbers.items()
-    }
-    return replace(
-        batch,
-        layout=layout(batch.layout),
-        channel_layout=batch.channel_layout and layout(batch.channel_layout),
-        num_candidates=torch.full_like(counts, kept),
-        ids=KeyedJaggedTensor(
-            batch.ids.keys(), torch.cat(values), lengths=torch.cat(lengths), length_per_key=sizes
-        ),
-        numbers=numbers,
-        candidate_timestamps=cut(batch.candidate_timestamps),
-        labels={name: cut(own) for name, own in batch.labels.items()},
-    )
 
 
 def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device: torch.device) -> float:
@@ -264,22 +160,27 @@ def build(
 
 
 def times_of(scoring: Scoring, repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each way, in turns."""
+    """Milliseconds of each way, in turns; with the suffix `IN_A_ROW`, of a call among others."""
     ways = ("uncached", "one_pass", "prefill", "eager", "cached", "pieces")
     found: dict[str, list[float]] = {way: [] for way in ways}
+    found |= {way + IN_A_ROW: [] for way in QUEUED}
     for _ in range(repeats):
         for way in ways:
             found[way].append(_milliseconds(getattr(scoring, way), device))
+        for way in QUEUED:
+            found[way + IN_A_ROW].append(_milliseconds(getattr(scoring, way), device, CALLS))
     return found
 
 
-def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+def _milliseconds(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
+    """Of each of `count` calls in a row."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
-    call()
+    for _ in range(count):
+        call()
     wait()
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (time.perf_counter() - start) / count
 
 
 def record_of(
@@ -297,8 +198,8 @@ def record_of(
     stack = (stacks or [pipeline.model.ranker.mixer.hstu])[0]
     middle = {way: statistics.median(own) for way, own in times.items()}
 
-    def ratio(way: str) -> float | None:
-        pairs = zip(times.get("uncached", ()), times.get(way, ()), strict=True)
+    def ratio(way: str, suffix: str = IN_A_ROW) -> float | None:
+        pairs = zip(times.get("uncached" + suffix, ()), times.get(way + suffix, ()), strict=True)
         return statistics.median(slow / own for slow, own in pairs) if times else None
 
     total = shape.batch * shape.candidates
@@ -319,9 +220,13 @@ def record_of(
         eager_ms=middle.get("eager"),
         cached_ms=middle.get("cached"),
         pieces_ms=middle.get("pieces"),
+        uncached_in_a_row_ms=middle.get("uncached" + IN_A_ROW),
+        cached_in_a_row_ms=middle.get("cached" + IN_A_ROW),
+        pieces_in_a_row_ms=middle.get("pieces" + IN_A_ROW),
         ratio=ratio("cached"),
         ratio_of_pieces=ratio("pieces"),
-        candidates_per_second=1e3 * total / middle["cached"] if times else None,
+        ratio_alone=ratio("cached", ""),
+        candidates_per_second=1e3 * total / middle["cached" + IN_A_ROW] if times else None,
         cache_mb=scoring.model.prefill(scoring.batch).num_bytes / 2**20 if scoring else None,
         difference=difference,
         ok=scoring is not None,
@@ -338,13 +243,17 @@ def table(records: Sequence[Record]) -> str:
         "eager_ms": ",.1f",
         "cached_ms": ",.1f",
         "pieces_ms": ",.1f",
+        "uncached_in_a_row_ms": ",.1f",
+        "cached_in_a_row_ms": ",.1f",
+        "pieces_in_a_row_ms": ",.1f",
         "ratio": ".2f",
         "ratio_of_pieces": ".2f",
+        "ratio_alone": ".2f",
         "candidates_per_second": ",.0f",
         "cache_mb": ",.1f",
         "difference": ".1e",
     }
-    heads = [name.split("_per")[0].replace("ratio_of_", "of_") for name in columns]
+    heads = [name.split("_per")[0].replace("ratio_of_", "of_").replace("_in_a_row", "*") for name in columns]
     width = max(len(record.variant) for record in records)
     lines = [f"{'':<{width}}" + "".join(f"{head:>13}" for head in heads)]
     for record in records:

@@ -1,0 +1,131 @@
+"""What `bench_serving.py` times: the ways to score one batch of a ranking config."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from recsys import features
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.data.loader import Loader
+from recsys.errors import ConfigError
+from recsys.models import Ranker, build_model, layout_rule
+from recsys.models.cached import RankerCache
+from recsys.models.graph_scoring import GraphScoring
+from recsys.ops import SequenceLayout
+
+
+class Scoring:
+    """A model and one batch, scored in several ways.
+
+    Raises:
+        ConfigError: a candidate feature is multi-valued.
+    """
+
+    def __init__(self, pipeline: pb.Pipeline, microbatch: int, device: torch.device):
+        torch.manual_seed(0)
+        self.model: Ranker = build_model(pipeline).eval()
+        draw_weights(self.model)
+        self.model.to(device)
+        loader = Loader(pipeline, "train", layout_rule(pipeline))
+        batch = next(iter(loader.epoch(0)))
+        self.batch, self.microbatch = batch.to(device), microbatch
+        starts = range(0, int(batch.num_candidates.max()), microbatch)
+        self.slices = [piece(pipeline, batch, start, start + microbatch).to(device) for start in starts]
+        self.graphs = GraphScoring(self.model, microbatch)
+        self.cache: RankerCache | None = None
+
+    def uncached(self) -> Tensor:
+        """[N, tasks], history after history."""
+        rows = [self.model.score(one).unflatten(0, (self.rows, -1)) for one in self.slices]
+        return torch.cat(rows, dim=1).flatten(0, 1)
+
+    def one_pass(self) -> Tensor:
+        """[N, tasks]."""
+        return self.model.score(self.batch)
+
+    def prefill(self) -> object:
+        """The cache."""
+        return self.model.prefill(self.batch)
+
+    def eager(self) -> Tensor:
+        """[N, tasks]."""
+        cache = self.model.prefill(self.batch)
+        return self.model.score_in_microbatches(self.batch, cache, self.microbatch)
+
+    def cached(self) -> Tensor:
+        """[N, tasks]."""
+        self.cache = self.graphs.prefill(self.batch)
+        return self.graphs.score(self.batch, self.cache)
+
+    def pieces(self) -> Tensor:
+        """[N, tasks], against the cache of `cached`."""
+        return self.graphs.score(self.batch, self.cache)
+
+    @property
+    def rows(self) -> int:
+        return self.batch.num_candidates.shape[0]
+
+
+def draw_weights(model: Ranker) -> None:
+    """Weights by which scores differ from each other and depend on the history as if they were learned: those
+    of an untrained model are nearly all alike, and so would wrong ones be.
+    """
+    width = model.pipeline.model.embedding_dim
+    for table in model.embed.parameters():
+        torch.nn.init.normal_(table, std=width**-0.5)  # tokens are these times sqrt(E)
+    for part in (*model.preprocess.modules(), *model.head.modules()):
+        if isinstance(part, torch.nn.Linear):
+            torch.nn.init.normal_(part.weight, std=part.in_features**-0.5)
+    first = next(part for part in model.head.modules() if isinstance(part, torch.nn.Linear))
+    with torch.no_grad():
+        first.weight *= width**0.5
+
+
+def piece(pipeline: pb.Pipeline, batch: Batch, start: int, stop: int) -> Batch:
+    """Candidates number `start` to `stop - 1` of each row; all rows have equally many."""
+    columns = {column.name: column for column in features.columns(pipeline)}
+    counts = batch.num_candidates
+    total = int(counts[0])
+    kept = min(stop, total) - start
+
+    def cut(values: Tensor) -> Tensor:
+        return values.view(len(counts), total)[:, start : start + kept].flatten()
+
+    def layout(whole: SequenceLayout) -> SequenceLayout:
+        if whole.parts:
+            return SequenceLayout.join([layout(part) for part in whole.parts])
+        dropped = total - kept
+        return SequenceLayout(
+            whole.lengths - dropped, whole.num_targets - dropped, num_contextual=whole.num_contextual
+        )
+
+    values, lengths, sizes = [], [], []
+    for key in batch.ids.keys():
+        own, own_lengths = batch.ids[key].values(), batch.ids[key].lengths()
+        if columns[key].side == pb.CANDIDATE:
+            if columns[key].multi_valued:
+                raise ConfigError(f"features: {key} is multi-valued; no such candidate feature is benched")
+            own, own_lengths = cut(own), own_lengths - (total - kept)
+        values.append(own)
+        lengths.append(own_lengths)
+        sizes.append(len(own))
+    numbers = {
+        name: cut(own) if columns[name].side == pb.CANDIDATE else own for name, own in batch.numbers.items()
+    }
+    return replace(
+        batch,
+        layout=layout(batch.layout),
+        channel_layout=batch.channel_layout and layout(batch.channel_layout),
+        num_candidates=torch.full_like(counts, kept),
+        ids=KeyedJaggedTensor(
+            batch.ids.keys(), torch.cat(values), lengths=torch.cat(lengths), length_per_key=sizes
+        ),
+        numbers=numbers,
+        candidate_timestamps=cut(batch.candidate_timestamps),
+        labels={name: cut(own) for name, own in batch.labels.items()},
+    )
