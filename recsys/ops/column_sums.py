@@ -13,7 +13,7 @@ from torch import Tensor
 from recsys.ops.triton_backend import num_processors
 from recsys.ops.triton_start import launch
 
-COLUMNS = 256
+COLUMNS = 128
 """Of a program."""
 
 ROWS = 32

@@ -31,14 +31,14 @@ class GradientRoom:
             part: a view of one range of a tensor [T, N] that starts its storage, [T, columns] or [T, H, D];
                 or any other tensor, which gets memory of its own.
         """
-        columns = sum(self.widths)
-        first = int(part.storage_offset())
-        is_dense = part[:1].is_contiguous() and part.stride(0) == columns
-        if not is_dense or first + part[:1].numel() > columns or part.shape[0] < 2:
-            return torch.empty_like(part, memory_format=torch.contiguous_format)
+        shape, strides, columns = part.shape, part.stride(), sum(self.widths)
+        first, width = part.storage_offset(), shape[1:].numel()
+        is_dense = strides[0] == columns and strides[-1] == 1 and (len(shape) == 2 or strides[1] == shape[2])
+        if not is_dense or first + width > columns or shape[0] < 2:
+            return torch.empty(shape, dtype=part.dtype, device=part.device)
         if self._whole is None:
-            self._whole = torch.empty(part.shape[0], columns, dtype=part.dtype, device=part.device)
-        return self._whole.as_strided(part.shape, part.stride(), first)
+            self._whole = torch.empty(shape[0], columns, dtype=part.dtype, device=part.device)
+        return self._whole.as_strided(shape, strides, first)
 
     def joined(self, gradients: Sequence[Tensor]) -> Tensor:
         """[T, N] from the gradients of all ranges, [T, width] each; those in their place are not moved."""
@@ -47,7 +47,11 @@ class GradientRoom:
             return gradients[0]
         if whole is None or whole.dtype != gradients[0].dtype:
             return torch.cat(list(gradients), dim=1)
-        for own, gradient in zip(whole.split(self.widths, dim=1), gradients, strict=True):
-            if own.data_ptr() != gradient.data_ptr() or own.stride() != gradient.stride():
-                own.copy_(gradient)
+        address, first, columns = whole.data_ptr(), 0, whole.shape[1]
+        for width, gradient in zip(self.widths, gradients, strict=True):
+            in_place = gradient.data_ptr() == address and gradient.stride() == (columns, 1)
+            if not in_place:
+                whole[:, first : first + width].copy_(gradient)
+            first += width
+            address += width * whole.element_size()
         return whole

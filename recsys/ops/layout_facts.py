@@ -218,11 +218,17 @@ class LayoutFacts:
 
     def sample_ids(self) -> Tensor:
         """int64 [T], the sample of each token."""
-        return self._per_token(torch.arange(self.batch_size, device=self.device))
+        return self.memo(
+            "sample_ids", lambda: self._per_token(torch.arange(self.batch_size, device=self.device))
+        )
 
     def positions(self) -> Tensor:
         """int64 [T], the index of each token in its sample, contextual tokens first."""
-        return torch.arange(self.total_len, device=self.device) - self._per_token(self.offsets[:-1])
+
+        def build() -> Tensor:
+            return torch.arange(self.total_len, device=self.device) - self._per_token(self.offsets[:-1])
+
+        return self.memo("positions", build)
 
     def kinds(self) -> Tensor:
         """int8 [T]: 0 contextual, 1 uih, 2 target."""

@@ -62,6 +62,7 @@ def load(module: str) -> ModuleType:
     return _MODULES[module]
 
 
+@lru_cache(maxsize=64)
 def num_processors(device: torch.device) -> int:
     """How many programs run at a time, at least."""
     if device.type != "cuda":

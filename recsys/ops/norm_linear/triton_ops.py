@@ -14,10 +14,13 @@ from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kerne
 from recsys.ops.triton_backend import num_processors
 from recsys.ops.triton_start import launch
 
-ENTRIES = 2048
+FORWARD_ENTRIES = 4096
 """Of a program's block: rows x columns, unless one row has more."""
 
-ENTRIES_PER_WARP = 256
+BACKWARD_ENTRIES, FEWER_ENTRIES, SHORT = 2048, 1024, 512
+"""Likewise, of rows of up to `SHORT` columns and of longer ones."""
+
+ENTRIES_PER_WARP, LEAST_WARPS = 512, 4
 
 WORKERS_PER_PROCESSOR = 4
 """Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
@@ -75,7 +78,7 @@ def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torc
     out = torch.empty(num_rows, width, dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
-    x, blocks = _with_dense_rows(x), blocks_of(width)
+    x, blocks = _with_dense_rows(x), forward_blocks(width)
     launch(
         forward_kernel,
         (num_rows + blocks.rows - 1) // blocks.rows,
@@ -94,7 +97,7 @@ def launch_norm_backward(
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_rows == 0:
         return grad_x, weight.new_zeros(2, width)
-    x, residual, blocks = _with_dense_rows(x), _with_dense_rows(residual), blocks_of(width)
+    x, residual, blocks = _with_dense_rows(x), _with_dense_rows(residual), backward_blocks(width)
     workers = max(1, WORKERS_PER_PROCESSOR * num_processors(x.device))
     sums = torch.empty(workers, 2, width, dtype=torch.float32, device=x.device)
     launch(
@@ -107,11 +110,20 @@ def launch_norm_backward(
     return grad_x, sum_of_parts(sums).to(weight.dtype)
 
 
-def blocks_of(width: int) -> Blocks:
+def forward_blocks(width: int) -> Blocks:
     """Whole rows, several if they are short."""
+    return _blocks(width, FORWARD_ENTRIES)
+
+
+def backward_blocks(width: int) -> Blocks:
+    """Whole rows, several if they are short."""
+    return _blocks(width, BACKWARD_ENTRIES if width <= SHORT else FEWER_ENTRIES)
+
+
+def _blocks(width: int, entries: int) -> Blocks:
     columns = max(16, 1 << (width - 1).bit_length())
-    rows = max(1, ENTRIES // columns)
-    return Blocks(rows, columns, max(1, rows * columns // ENTRIES_PER_WARP))
+    rows = max(1, entries // columns)
+    return Blocks(rows, columns, max(LEAST_WARPS, rows * columns // ENTRIES_PER_WARP))
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:

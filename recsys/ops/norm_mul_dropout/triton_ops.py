@@ -21,9 +21,10 @@ Wrap = Callable[[Any], Any]
 ENTRIES = 2048
 """Of a program's block: rows x columns, unless one row has more."""
 
-ENTRIES_PER_WARP = 256
+ENTRIES_PER_WARP, ENTRIES_PER_WARP_OF_FIVE = 512, 256
+"""Usually, and in the backward kernel that loads five of each: this many fit into the registers."""
 
-WORKERS_PER_PROCESSOR = 4
+WORKERS_PER_PROCESSOR = 2
 """Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
 
 
@@ -93,7 +94,7 @@ def launch_forward(
     if num_rows == 0:
         return out
     attended, u = map(_with_dense_rows, (attended, u))
-    blocks = blocks_of(width // options.num_groups)
+    blocks = blocks_of(width // options.num_groups, ENTRIES_PER_WARP)
     _start(
         forward_kernel,
         (num_rows + blocks.rows - 1) // blocks.rows * options.num_groups,
@@ -127,7 +128,8 @@ def launch_backward(
     if num_rows == 0:
         return grad_a, grad_u, weight.new_zeros(2, width)
     grad_out, attended, u = map(_with_dense_rows, (grad_out, attended, u))
-    blocks = blocks_of(width // options.num_groups)
+    per_warp = ENTRIES_PER_WARP_OF_FIVE if options.concat else ENTRIES_PER_WARP
+    blocks = blocks_of(width // options.num_groups, per_warp)
     workers = max(1, WORKERS_PER_PROCESSOR * num_processors(attended.device) // options.num_groups)
     sums = torch.empty(workers, 2, width, dtype=torch.float32, device=attended.device)
     strides = {
@@ -171,11 +173,11 @@ def _start(
         wrap(kernel)[(programs,)](*pointers, *numbers, **constants)
 
 
-def blocks_of(group_width: int) -> Blocks:
+def blocks_of(group_width: int, entries_per_warp: int) -> Blocks:
     """Whole rows of a group, several if they are short."""
     columns = max(16, 1 << (group_width - 1).bit_length())
     rows = max(1, ENTRIES // columns)
-    return Blocks(rows, columns, max(1, rows * columns // ENTRIES_PER_WARP))
+    return Blocks(rows, columns, max(1, rows * columns // entries_per_warp))
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:

@@ -61,7 +61,8 @@ def test_it_fits_into_the_registers_and_moves_16_bytes_at_a_time(width, kernel, 
         constants = column_sums.constants_of(width, width)
     else:
         function = getattr(triton_kernels, kernel)
-        constants = triton_ops._constants(width, 1e-6, triton_ops.blocks_of(width))
+        blocks = getattr(triton_ops, kernel.replace("kernel", "blocks"))(width)
+        constants = triton_ops._constants(width, 1e-6, blocks)
         constants |= {"STRIDE": width} | ({"STRIDE_R": width} if kernel == "backward_kernel" else {})
     ptx = compiled(function, constants, tokens).asm["ptx"]
     (tmp_path / "kernel.ptx").write_text(ptx)

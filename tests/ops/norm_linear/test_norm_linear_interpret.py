@@ -26,7 +26,8 @@ def small_blocks(monkeypatch):
     from recsys.ops.norm_linear import triton_ops
 
     mend_interpreter(monkeypatch)
-    monkeypatch.setattr(triton_ops, "ENTRIES", 128)
+    for name in ("FORWARD_ENTRIES", "BACKWARD_ENTRIES"):
+        monkeypatch.setattr(triton_ops, name, 128)
     monkeypatch.setattr(triton_ops, "WORKERS_PER_PROCESSOR", 1)
     monkeypatch.setattr(column_sums, "PROGRAMS_PER_PROCESSOR", 1)
     monkeypatch.setattr(column_sums, "COLUMNS", 16)

@@ -33,7 +33,9 @@ def compiled(kernel, width, groups, concat):
 
     from recsys.ops.norm_mul_dropout import triton_kernels, triton_ops
 
-    function, blocks = getattr(triton_kernels, kernel), triton_ops.blocks_of(width)
+    function, five = getattr(triton_kernels, kernel), concat and kernel == "backward_kernel"
+    per_warp = triton_ops.ENTRIES_PER_WARP_OF_FIVE if five else triton_ops.ENTRIES_PER_WARP
+    blocks = triton_ops.blocks_of(width, per_warp)
     options = triton_ops.Options(groups, 1e-6, concat, 0.2)
     constants = triton_ops._constants(width * groups, options, blocks)
     num_warps = constants.pop("num_warps")
