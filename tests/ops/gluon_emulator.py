@@ -60,8 +60,8 @@ class Block:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.data.shape)
 
-    def to(self, dtype: torch.dtype) -> Block:
-        return Block(self.data.to(dtype), self.type.layout)
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Block:
+        return Block(self.data.view(dtype) if bitcast else self.data.to(dtype), self.type.layout)
 
 
 def raw(x: Any) -> Any:

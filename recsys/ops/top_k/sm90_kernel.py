@@ -69,6 +69,12 @@ def load_strip(query_rows, first, num_queries, stride, scores: gl.constexpr, D: 
 
 
 @gluon.jit
+def best_of(score):
+    """Bits of the largest score of each row, the last of them 0: see `triton_kernels`."""
+    return gl.max(score, 1).to(gl.int32, bitcast=True) & -2
+
+
+@gluon.jit
 def computing_group(
     strip: gl.constexpr, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries,
     num_groups, groups_per_part, stride_queries, stride_maxima, SIZES: gl.constexpr,
@@ -99,15 +105,15 @@ def computing_group(
             if HALVES == 2:
                 other = warpgroup_mma(other_q, rows, nothing, use_acc=False, is_async=True)
                 score = warpgroup_mma_wait(1, deps=(score,))
-                gl.store(maxima + (out + group), gl.max(score, 1), mask=query < num_queries)
+                gl.store(maxima + (out + group), best_of(score), mask=query < num_queries)
                 other = warpgroup_mma_wait(0, deps=(other,))
                 mbarrier.arrive(free.index(stage))
                 other_out = out + STRIP * stride_maxima.to(gl.int64)
-                gl.store(maxima + (other_out + group), gl.max(other, 1), mask=query + STRIP < num_queries)
+                gl.store(maxima + (other_out + group), best_of(other), mask=query + STRIP < num_queries)
             else:
                 score = warpgroup_mma_wait(0, deps=(score,))
                 mbarrier.arrive(free.index(stage))
-                gl.store(maxima + (out + group), gl.max(score, 1), mask=query < num_queries)
+                gl.store(maxima + (out + group), best_of(score), mask=query < num_queries)
             cursor = next_stage(cursor, STAGES)
         unit += gl.num_programs(0)
 
@@ -119,7 +125,7 @@ def coarse_kernel(
     D: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr, HALVES: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """maxima [queries, stride_maxima] float32, the largest rounded score of each group. Rows behind the last
+    """maxima [queries, stride_maxima] int32, the largest rounded score of each group. Rows behind the last
     item count as items of zeros. One program a processor; units with the same groups follow one another.
 
     query_rows [queries, stride_queries], zero behind their own columns.

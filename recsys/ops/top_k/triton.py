@@ -29,7 +29,7 @@ def supports(facts: TopKFacts) -> Support:
         return able._replace(ok=False, reason=reason)
     if facts.k > MAX_K:
         return able._replace(ok=False, reason=f"{facts.k} items are wanted, it finds up to {MAX_K}")
-    return able._replace(auto=False)
+    return able
 
 
 def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths: Tensor) -> TopK:

@@ -1,4 +1,4 @@
-"""Top-k in three kernels: how far rounded scores can be off, the best one of each group, the answer.
+"""Top-k in a few kernels: how far rounded scores can be off, the best one of each group, the answer.
 
 The items are cut into groups. Rounded vectors are multiplied on the tensor cores, and of each group only the
 largest score remains. The exact scores of a group are at most as far above it, and its best one at most as
@@ -11,6 +11,9 @@ Bounds, for a query q rounded to p and an item x rounded to y, of E numbers:
     |p y - its sum| + |q x - its sum| <= E 2^-21 |q| |x|        (see `SUM_ERROR` of `triton_launch`)
 
 What is not finite, or so large that sums may overflow, is out of bounds: such groups are always looked at.
+
+The score of a group is kept as the bits of a float32, the last of them 0; it is set for groups that have a
+removed item, which may be the one with the score. It does not count, within the bounds.
 """
 
 import triton
@@ -30,6 +33,9 @@ UPWARD = tl.constexpr(1 + 2.0**-12)
 SMALLEST = tl.constexpr(2.0**-62)
 """Numbers below may have squares that are zero: so much for each may be missing in a length."""
 
+ALMOST_ZERO = tl.constexpr(2.0**-120)
+"""More than a product that is rounded to zero."""
+
 TURNS = tl.constexpr(24)
 """Of a search for a number of 32 bits: the last 8 bits do not matter."""
 
@@ -45,6 +51,39 @@ def _rising(score):
 def _key(score, item):
     """As `keys.keys_of`."""
     return (_rising(score).to(tl.int64) << 32) + (LAST_ITEM - item)
+
+
+@triton.jit
+def round_kernel(
+    queries, rows, facts, share, stride_queries, stride_rows, sum_error,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, MOST_BITS: tl.constexpr,
+):  # fmt: skip
+    """rows [queries, stride_rows], queries rounded to 16 bits after a multiplication with a power of 2 that
+    makes their greatest number about 1; zero behind column D. A program for each.
+
+    facts [queries, 3] float32: the power of 2 by which to multiply rounded scores; by what to multiply
+    widths, and what to add, for a bound. share [1]: what the roundings of any of these queries, and of sums,
+    come to relative to the length of an item, if 0 before.
+    """
+    one = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_D)
+    q = tl.load(queries + one * stride_queries + column, mask=column < D, other=0.0)
+    greatest = tl.max(tl.abs(q), 0)
+    exponent = (greatest.to(tl.int32, bitcast=True) >> 23) - 126
+    exponent = tl.where(greatest < ANYTHING, tl.maximum(tl.minimum(exponent, MOST_BITS), -MOST_BITS), 0)
+    scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    inverse = ((127 - exponent) << 23).to(tl.float32, bitcast=True)
+    rounded = (q * inverse).to(rows.dtype.element_ty)
+    tl.store(rows + one * stride_rows + column, rounded, mask=column < stride_rows)
+    exact = q.to(tl.float64)
+    rest = exact - rounded.to(tl.float64) * scale.to(tl.float64)
+    length = tl.sqrt(tl.sum(exact * exact, 0))
+    of_rest = tl.sqrt(tl.sum(rest * rest, 0)) / tl.where(length > 0, length, 1.0)
+    known = (length < ANYTHING) & (of_rest < ANYTHING)  # and not NaN
+    tl.store(facts + 3 * one, scale)
+    tl.store(facts + 3 * one + 1, tl.where(known, length * UPWARD, ANYTHING).to(tl.float32))
+    tl.store(facts + 3 * one + 2, tl.where(length > 0, D * ALMOST_ZERO, 0.0))
+    tl.atomic_max(share, (tl.where(known, of_rest, 0.0) * UPWARD).to(tl.float32) + sum_error)
 
 
 @triton.jit(do_not_specialize=["num_items"])
@@ -86,7 +125,7 @@ def coarse_kernel(
     query_rows, item_rows, maxima, num_queries, num_groups, groups_per_part, stride_maxima,
     BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """maxima [queries, stride_maxima] float32, the largest rounded score of each group. Rows behind the last
+    """maxima [queries, stride_maxima] int32, the largest rounded score of each group. Rows behind the last
     item count as items of zeros.
 
     A program for each BLOCK_M queries and each part of the groups; queries fastest, so that programs at work
@@ -101,17 +140,20 @@ def coarse_kernel(
     start = part * groups_per_part
     for group in range(start, tl.minimum(start + groups_per_part, num_groups)):
         score = tl.dot(q, item_rows.load([group * GROUP, 0]).T)
-        tl.store(out + group, tl.max(score, 1), mask=query < num_queries)
+        bits = tl.max(score, 1).to(tl.int32, bitcast=True) & -2
+        tl.store(out + group, bits, mask=query < num_queries)
 
 
 @triton.jit
 def _bounds(maxima, widths, group, num_groups, scale, reach, slack):
-    """float32, for each group: a bound below its best score, one above."""
+    """float32, for each group: a bound below the best score that is left to be found, one above."""
     inside = group < num_groups
-    score = tl.load(maxima + group, mask=inside, other=NOTHING) * scale
+    bits = tl.load(maxima + group, mask=inside, other=0)
+    score = (bits & -2).to(tl.float32, bitcast=True) * scale
     error = tl.load(widths + group, mask=inside, other=0.0) * reach + slack
-    known = (error < HUGE) & (score == score)  # and not NaN
-    return tl.where(known, score - error, NOTHING), tl.where(known, score + error, ANYTHING)
+    known = inside & (error < HUGE) & (score == score)  # and not NaN
+    below = tl.where(known & ((bits & 1) == 0), score - error, NOTHING)
+    return below, tl.where(known, score + error, ANYTHING)
 
 
 @triton.jit
@@ -143,8 +185,8 @@ def _threshold(
 
 @triton.jit
 def _keys_of_group(
-    query, items, group, first, num_items, stride, removed, removed_start, removed_end,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, REMOVED: tl.constexpr,
+    query, items, group, first, num_items, stride,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """int64 [GROUP], exact; `NO_KEY` for what cannot be found."""
     row = group * GROUP + tl.arange(0, GROUP).to(tl.int64)
@@ -156,13 +198,32 @@ def _keys_of_group(
         x = tl.load(items + row[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
         q = tl.load(query + column, mask=column < D, other=0.0)
         score += tl.sum(x * q[None, :], 1)
-    item = first + row
-    found = inside & (score > NOTHING)
+    return tl.where(inside & (score > NOTHING), _key(score, first + row), NO_KEY)
+
+
+@triton.jit
+def _mark_removed(
+    maxima, removed, removed_start, removed_end, first, num_items,
+    GROUP: tl.constexpr, REMOVED: tl.constexpr,
+):  # fmt: skip
+    """Sets the last bit of groups with a removed item. Several may set it at a time: it is set."""
+    for start in range(removed_start, removed_end, REMOVED):
+        place = start + tl.arange(0, REMOVED)
+        item = tl.load(removed + place, mask=place < removed_end, other=-1)
+        here = (item >= first) & (item < first + num_items)
+        pointer = maxima + tl.where(here, item - first, 0) // GROUP
+        tl.store(pointer, tl.load(pointer, mask=here, other=0) | 1, mask=here)
+    tl.debug_barrier()  # other threads of the program are about to read them
+
+
+@triton.jit
+def _is_removed(item, removed, removed_start, removed_end, REMOVED: tl.constexpr):
+    found = tl.full([], 0, tl.int32)
     for start in range(removed_start, removed_end, REMOVED):
         place = start + tl.arange(0, REMOVED)
         gone = tl.load(removed + place, mask=place < removed_end, other=-1)
-        found = found & (tl.max((gone[:, None] == item[None, :]).to(tl.int32), 0) == 0)
-    return tl.where(found, _key(score, item), NO_KEY)
+        found = tl.maximum(found, tl.max((gone == item).to(tl.int32), 0))
+    return found != 0
 
 
 @triton.jit
@@ -178,10 +239,10 @@ def choose_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
     K: tl.constexpr, CLASSES: tl.constexpr, REMOVED: tl.constexpr,
 ):  # fmt: skip
-    """best [queries, K] int64, keys of the k best so far in any order, with the items from `first` on.
+    """best [queries, K] int64, keys of the k best of all items up to these, in any order; the items are those
+    from `first` on, and what came before is in `best`. A program for each query.
 
-    facts [queries, 3] float32: by what to multiply rounded scores; by what to multiply widths, and what to
-    add, for a bound. removed [R] int64, removed_offsets [queries + 1] int64. A program for each query.
+    facts as of `round_kernel`; removed [R] int64, removed_offsets [queries + 1] int64.
     """
     one = tl.program_id(0).to(tl.int64)
     maxima += one * stride_maxima
@@ -191,15 +252,14 @@ def choose_kernel(
     slack = tl.load(facts + 3 * one + 2)
     removed_start = tl.load(removed_offsets + one)
     removed_end = tl.load(removed_offsets + one + 1)
-    wanted = tl.full([], 0, tl.int32) + k
-    for start in range(removed_start, removed_end, REMOVED):
-        place = start + tl.arange(0, REMOVED)
-        gone = tl.load(removed + place, mask=place < removed_end, other=-1)
-        wanted += tl.sum(((gone >= first) & (gone < first + num_items)).to(tl.int32), 0)
+    _mark_removed(maxima, removed, removed_start, removed_end, first, num_items, GROUP, REMOVED)
     whole_groups = num_items // GROUP
-    least = _threshold(maxima, widths, whole_groups, scale, reach, slack, wanted, CLASSES)
+    least = _threshold(maxima, widths, whole_groups, scale, reach, slack, k, CLASSES)
     slot = tl.arange(0, K)
-    kept = tl.load(best + one * K + slot)
+    # Nothing is kept yet: keys that are distinct, so that one at a time is replaced.
+    empty = _key(tl.full([K], NOTHING, tl.float32), slot.to(tl.int64))
+    kept = tl.load(best + one * K + slot, mask=(slot < K) & (first > 0), other=0)
+    kept = tl.where(first > 0, kept, empty)
     worst = _worst(kept, k, K)
     floor = tl.maximum(worst, _key(least, tl.full([], LAST_ITEM, tl.int64)) - 1)
     for start in range(0, num_groups, CLASSES):
@@ -212,12 +272,13 @@ def choose_kernel(
         while top > floor:
             chosen = (LAST_ITEM - (top & LAST_ITEM) - first) // GROUP
             keys = _keys_of_group(
-                queries, items, chosen, first, num_items, stride_items, removed, removed_start, removed_end,
-                D, BLOCK_D, STEP, GROUP, REMOVED,
-            )  # fmt: skip
+                queries, items, chosen, first, num_items, stride_items, D, BLOCK_D, STEP, GROUP
+            )
             better = tl.max(keys, 0)
             while better > worst:
-                kept = tl.where(kept == worst, better, kept)
+                found = LAST_ITEM - (better & LAST_ITEM)
+                gone = _is_removed(found, removed, removed_start, removed_end, REMOVED)
+                kept = tl.where((kept == worst) & (not gone), better, kept)
                 keys = tl.where(keys == better, NO_KEY, keys)
                 worst = _worst(kept, k, K)
                 better = tl.max(keys, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from recsys.ops.top_k import TopK
-from recsys.ops.top_k.keys import items_of, keys_of, scores_of
-from recsys.ops.top_k.triton_kernels import choose_kernel, coarse_kernel, measure_kernel
+from recsys.ops.top_k.keys import items_of, scores_of
+from recsys.ops.top_k.triton_kernels import choose_kernel, coarse_kernel, measure_kernel, round_kernel
 from recsys.ops.triton_backend import num_processors
 
 
@@ -25,8 +26,8 @@ class Blocks(NamedTuple):
 
 
 BLOCKS = {
-    64: Blocks(128, 128, 8, 3),
-    128: Blocks(128, 128, 8, 2),
+    64: Blocks(256, 128, 8, 3),
+    128: Blocks(256, 128, 8, 3),
     256: Blocks(128, 64, 8, 3),
     512: Blocks(64, 64, 4, 2),
 }
@@ -50,15 +51,15 @@ STEP = 32
 WARPS = 4
 """Of a program that measures or chooses."""
 
-REMOVED = 32
-"""Removed items that a group is compared with together."""
+REMOVED = 256
+"""Removed items that are looked at together."""
 
 SUM_ERROR = 2.0**-21
 """Of a sum of n products, each and every one, relative to the sum of their magnitudes: n 2^-22 is twice what
 was seen of tensor cores, which cut off instead of rounding (Fasi et al., Numerical behavior of NVIDIA tensor
 cores, PeerJ CS 2021); sums of float32 in any order stay below n 2^-23."""
 
-LARGEST_BITS = 120
+MOST_BITS = 120
 """Queries are multiplied by powers of 2 up to this one, and down to its inverse."""
 
 
@@ -72,14 +73,14 @@ class Product(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Queries as they are multiplied."""
+    """Queries as they are multiplied: see `round_kernel`."""
 
     rows: Tensor
     """[B, E'] of 16 bits; E' is a multiple of 8."""
     facts: Tensor
-    """[B, 3] float32: see `choose_kernel`."""
+    """[B, 3] float32."""
     share: Tensor
-    """[] float32: see `measure_kernel`."""
+    """[1] float32."""
 
 
 def run(
@@ -91,26 +92,50 @@ def run(
     product: Product | None = None,
 ) -> TopK:
     """`top_k`; the arguments have been validated. `product` if not that of `BLOCKS`."""
+    if not len(queries) or not len(items):
+        scores = torch.full((len(queries), k), -torch.inf, device=queries.device)
+        return TopK(scores, torch.full_like(scores, -1, dtype=torch.int64))
     width = int(queries.shape[1])
-    device = queries.device
-    slots = max(16, 1 << (k - 1).bit_length())
-    # They are distinct, so that one at a time is replaced; those behind the k-th never are.
-    empty = keys_of(torch.full([slots], -torch.inf, device=device), torch.arange(slots, device=device))
-    best = empty.repeat(len(queries), 1)
-    if len(queries) and len(items) and width:
-        queries, items = (one if one.stride(1) == 1 else one.contiguous() for one in (queries, items))
-        gone = removed.to(device, non_blocking=True)
-        ends = torch.cumsum(torch.cat([removed_lengths.new_zeros(1), removed_lengths]), 0)
-        offsets = ends.to(device, non_blocking=True)
-        product = product or product_of(BLOCKS[padded_width(width)])
-        rounded = round_queries(queries, torch.bfloat16 if items.dtype == torch.bfloat16 else torch.float16)
-        for start in range(0, len(queries), CHUNK_QUERIES):
-            some = slice(start, start + CHUNK_QUERIES)
-            part = Rounded(rounded.rows[some], rounded.facts[some], rounded.share)
-            _search(_Search(queries[some], items, k, part, gone, offsets[start:], best[some]), product)
+    queries, items = (one if one.stride(1) == 1 else one.contiguous() for one in (queries, items))
+    product = product or product_of(BLOCKS[padded_width(width)])
+    rounded = round_queries(queries, torch.bfloat16 if items.dtype == torch.bfloat16 else torch.float16)
+    best = torch.empty(
+        len(queries), max(16, 1 << (k - 1).bit_length()), dtype=torch.int64, device=queries.device
+    )
+    gone = Removed(removed, removed_lengths, queries.device)
+    for start in range(0, len(queries), CHUNK_QUERIES):
+        some = slice(start, start + CHUNK_QUERIES)
+        part = Rounded(rounded.rows[some], rounded.facts[some], rounded.share)
+        _search(_Search(queries[some], items, k, part, gone, start, best[some]), product)
     best = best[:, :k].sort(dim=1, descending=True).values
     scores = scores_of(best)
     return TopK(scores, items_of(best).masked_fill(scores == -torch.inf, -1))
+
+
+class Removed:
+    """Removed items on the device, sent when they are first asked for: the device has begun by then."""
+
+    def __init__(self, items: Tensor, lengths: Tensor, device: torch.device) -> None:
+        self._items, self._lengths, self._device = items, lengths, device
+
+    @cached_property
+    def _sent(self) -> Tensor:
+        """int64 [E + R], E = B + 1, one more if that is odd: the items begin at a multiple of 16 bytes."""
+        zero = self._lengths.new_zeros(1)
+        packed = torch.cat([zero, self._lengths.cumsum(0), zero[len(self._lengths) % 2 :], self._items])
+        if self._device.type == "cuda":
+            packed = packed.pin_memory()  # else the copy would wait for what the device does
+        return packed.to(self._device, non_blocking=True)
+
+    @property
+    def items(self) -> Tensor:
+        """int64 [R]."""
+        return self._sent[_up(len(self._lengths) + 1, 2) :]
+
+    @property
+    def offsets(self) -> Tensor:
+        """int64 [B + 1]."""
+        return self._sent[: len(self._lengths) + 1]
 
 
 class _Search(NamedTuple):
@@ -118,8 +143,8 @@ class _Search(NamedTuple):
     items: Tensor
     k: int
     rounded: Rounded
-    removed: Tensor
-    removed_offsets: Tensor
+    removed: Removed
+    first_query: int
     best: Tensor
 
 
@@ -139,7 +164,7 @@ def _search(search: _Search, product: Product) -> None:
     columns = search.rounded.rows.shape[1]
     chunk = _chunk(len(search.queries), 2 * columns if copied else 0, len(items), product.group)
     groups = _up(chunk, product.group) // product.group
-    maxima = torch.empty(len(search.queries) * _up(groups, 16), dtype=torch.float32, device=device)
+    maxima = torch.empty(len(search.queries) * _up(groups, 16), dtype=torch.int32, device=device)
     widths = torch.empty(groups, dtype=torch.float32, device=device)
     room = torch.empty(chunk if copied else 0, columns, dtype=search.rounded.rows.dtype, device=device)
     for first in range(0, len(items), chunk):
@@ -163,25 +188,22 @@ def _chunk(num_queries: int, item_bytes: int, num_items: int, group: int) -> int
 
 
 def round_queries(queries: Tensor, dtype: torch.dtype) -> Rounded:
-    """To 16 bits, multiplied by powers of 2 that make the greatest number of each about 1."""
-    width = queries.shape[1]
-    greatest = queries.abs().amax(1)
-    exponent = torch.frexp(torch.where(greatest.isfinite(), greatest, 1)).exponent
-    exponent = exponent.clamp(-LARGEST_BITS, LARGEST_BITS)
-    one = torch.ones_like(greatest)
-    rows = (queries * torch.ldexp(one, -exponent)[:, None]).to(dtype)
-    scale = torch.ldexp(one, exponent)
-    exact = queries.double()
-    length = exact.norm(dim=1)
-    rest = (exact - rows.double() * scale.double()[:, None]).norm(dim=1)
-    share = torch.where(length > 0, rest / length, 0)
-    known = share.isfinite() & length.isfinite()
-    greatest_share = torch.where(known, share, 0).amax() + SUM_ERROR * width
-    reach = torch.where(known, length * (1 + 2.0**-20), torch.inf)
-    slack = torch.where(length > 0, width * 2.0**-120, 0)  # products may be rounded to zero
-    facts = torch.stack([scale, reach, slack], 1).float()
-    rows = torch.nn.functional.pad(rows, (0, -width % 8))
-    return Rounded(rows, facts, (greatest_share * (1 + 2.0**-20)).float())
+    """See `round_kernel`."""
+    width = int(queries.shape[1])
+    rows = queries.new_empty(len(queries), _up(width, 8), dtype=dtype)
+    rounded = Rounded(rows, queries.new_empty(len(queries), 3), queries.new_zeros(1))
+    round_kernel[(len(queries),)](
+        queries,
+        *rounded,
+        queries.stride(0),
+        rows.stride(0),
+        SUM_ERROR * width,
+        D=width,
+        BLOCK_D=padded_width(width),
+        MOST_BITS=MOST_BITS,
+        num_warps=1,
+    )
+    return rounded
 
 
 def measure(items: Tensor, rows: Tensor, widths: Tensor, share: Tensor, group: int) -> None:
@@ -239,8 +261,8 @@ def choose(search: _Search, maxima: Tensor, widths: Tensor, first: int, num_item
         search.queries,
         search.rounded.facts,
         items,
-        search.removed,
-        search.removed_offsets,
+        search.removed.items,
+        search.removed.offsets[search.first_query :],
         search.best,
         first,
         num_items,

@@ -77,6 +77,7 @@ def compiled(dim, sizes, mask, folder: Path) -> Made:
         "CONTEXTUAL_READS": reads,
         "TURNS": sizes.turns,
         "OUT_IN_Q": sizes.out_in_q,
+        "Q_TILES": sizes.q_tiles,
         "COMPUTING_REGISTERS": sizes.computing_registers,
         "LOADING_REGISTERS": sizes.loading_registers,
     }

@@ -77,8 +77,8 @@ def test_the_kernels_fit(kernel, width, dtype, tmp_path):
     constants |= {"GROUP": triton_launch.BLOCKS[width].group, "K": 16, "CLASSES": triton_launch.CLASSES}
     constants |= {"REMOVED": triton_launch.REMOVED}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
-    types = dict.fromkeys(("maxima", "widths", "share", "facts", "queries"), "*fp32")
-    types |= dict.fromkeys(LONG, "*i64") | {"items": f"*{NAMES[dtype]}", "copy": "*fp16"}
+    types = dict.fromkeys(("widths", "share", "facts", "queries"), "*fp32")
+    types |= dict.fromkeys(LONG, "*i64") | {"maxima": "*i32"} | {"items": f"*{NAMES[dtype]}", "copy": "*fp16"}
     built(
         ASTSource(function, **arguments_of(function, constants, types)),
         {"num_warps": triton_launch.WARPS},
@@ -96,7 +96,7 @@ def test_the_product_fits(width, tmp_path):
     types = {
         "query_rows": f"tensordesc<bf16[{blocks.queries},{width}]>",
         "item_rows": f"tensordesc<bf16[{blocks.group},{width}]>",
-        "maxima": "*fp32",
+        "maxima": "*i32",
     }
     constants = {"BLOCK_M": blocks.queries, "GROUP": blocks.group}
     source = ASTSource(function, **arguments_of(function, constants, types))
@@ -119,7 +119,7 @@ def test_the_product_for_hopper_fits_and_its_loops_hold_little_else(width, dtype
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     name = NAMES[dtype]
     types = {"item_rows": f"tensordesc<{name}[{sizes.group},{width}],{layout!r}>"}
-    types |= {"query_rows": f"*{name}", "maxima": "*fp32"}
+    types |= {"query_rows": f"*{name}", "maxima": "*i32"}
     constants = sm90_launch.constants_of(width, sizes)
     registers = sizes.strips * sizes.computing_registers + sizes.loading_registers
     assert registers * 128 <= 65536
