@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recsys.ops.triton_backend import num_processors
-from recsys.ops.triton_start import launch
+from recsys.ops.triton_start import start
 
 COLUMNS = 128
 """Of a program."""
@@ -53,7 +53,7 @@ def column_sums(given: Tensor) -> Tensor:
     blocks = -(-width // constants["BLOCK"])
     workers = max(1, PROGRAMS_PER_PROCESSOR * num_processors(given.device) // blocks)
     out = torch.empty(workers, width, dtype=torch.float32, device=given.device)
-    launch(sums_kernel, workers * blocks, (given, out), (num_rows, workers), constants)
+    start(sums_kernel, workers * blocks, (given, out), (num_rows, workers), constants)
     return sum_of_parts(out)
 
 
@@ -62,7 +62,7 @@ def sum_of_parts(parts: Tensor) -> Tensor:
     shape, width = parts.shape[1:], parts[0].numel()
     out = torch.empty(*shape, dtype=torch.float32, device=parts.device)
     constants = {"STRIDE": width, "W": width, "BLOCK_M": PARTS, "BLOCK": 16, "num_warps": 8}
-    launch(sums_kernel, -(-width // 16), (parts, out), (parts.shape[0], 1), constants)
+    start(sums_kernel, -(-width // 16), (parts, out), (parts.shape[0], 1), constants)
     return out
 
 

@@ -1,34 +1,49 @@
-"""Starts Triton kernels that run again and again, with little work on the host where there is a way."""
+"""How the Triton backends start a kernel: in a traced graph by a node of it, in eager mode the short way.
+
+Triton's own way looks at every argument to find the compiled kernel again. `sm90_start`, which knows how to
+do without, serves kernels without tensor maps as well; where it cannot be imported (it is written for one
+Triton) Triton's way is taken.
+"""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
-import triton
 from torch import Tensor
 
-_SHORT_WAY = triton.__version__.startswith("3.6.") and os.environ.get("TRITON_INTERPRET") != "1"
-
-if _SHORT_WAY:
-    from recsys.ops.hstu_attention.sm90_start import start
+Wrap = Callable[[Any], Any]
 
 
-def launch(
+def start(
     kernel: Any,
     programs: int,
     pointers: tuple[Tensor, ...],
     numbers: tuple[int, ...],
     constants: dict[str, Any],
+    wrap: Wrap | None = None,
 ) -> None:
-    """`kernel[(programs,)](*pointers, *numbers, **constants)` on the current stream.
+    """`kernel[(programs,)](*pointers, *numbers, **constants)`.
 
     Args:
-        numbers: parameters that the kernel is not specialised on, directly behind the pointers.
-        constants: all that the code depends on, beside the types of the tensors.
+        numbers: not specialised on, and behind the pointers among the parameters of the kernel.
+        constants: behind the numbers; always in the same order, since their values are the kernel's key.
+        wrap: `torch.library.wrap_triton` in a traced graph.
     """
-    if not _SHORT_WAY:
+    short = _short_way() if wrap is None else None
+    if short is None:
+        kernel = kernel if wrap is None else wrap(kernel)
         kernel[(programs,)](*pointers, *numbers, **constants)
         return
-    key = (tuple(tensor.dtype for tensor in pointers), tuple(constants.items()))
-    start(kernel, key, programs, (), pointers, numbers, lambda: constants)
+    key = (*constants.values(), *[tensor.dtype for tensor in pointers])
+    short(kernel, key, programs, (), pointers, numbers, lambda: constants)
+
+
+@lru_cache(maxsize=1)
+def _short_way() -> Callable[..., None] | None:
+    try:
+        from recsys.ops.hstu_attention.sm90_start import start as short
+    except ImportError:
+        return None
+    return short

@@ -12,7 +12,7 @@ from recsys.ops.column_sums import column_sums, sum_of_parts, weight_gradient
 from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.triton_backend import num_processors
-from recsys.ops.triton_start import launch
+from recsys.ops.triton_start import start
 
 FORWARD_ENTRIES = 4096
 """Of a program's block: rows x columns, unless one row has more."""
@@ -79,7 +79,7 @@ def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torc
     if num_rows == 0:
         return out
     x, blocks = _with_dense_rows(x), forward_blocks(width)
-    launch(
+    start(
         forward_kernel,
         (num_rows + blocks.rows - 1) // blocks.rows,
         (x, weight.contiguous(), bias.contiguous(), out),
@@ -100,7 +100,7 @@ def launch_norm_backward(
     x, residual, blocks = _with_dense_rows(x), _with_dense_rows(residual), backward_blocks(width)
     workers = max(1, WORKERS_PER_PROCESSOR * num_processors(x.device))
     sums = torch.empty(workers, 2, width, dtype=torch.float32, device=x.device)
-    launch(
+    start(
         backward_kernel,
         workers,
         (grad_normed.contiguous(), x, residual, weight.contiguous(), grad_x, sums),

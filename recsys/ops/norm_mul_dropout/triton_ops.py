@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,7 @@ from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.norm_mul_dropout import counter
 from recsys.ops.norm_mul_dropout.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.triton_backend import num_processors
-from recsys.ops.triton_start import launch
-
-Wrap = Callable[[Any], Any]
+from recsys.ops.triton_start import Wrap, start
 
 ENTRIES = 2048
 """Of a program's block: rows x columns, unless one row has more."""
@@ -26,11 +23,6 @@ ENTRIES_PER_WARP, ENTRIES_PER_WARP_OF_FIVE = 512, 256
 
 WORKERS_PER_PROCESSOR = 2
 """Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
-
-
-def unwrapped(kernel: Any) -> Any:
-    """Around a kernel in eager mode."""
-    return kernel
 
 
 class Blocks(NamedTuple):
@@ -85,7 +77,7 @@ def launch_forward(
     bias: Tensor,
     seed: Tensor | None,
     options: Options,
-    wrap: Wrap = unwrapped,
+    wrap: Wrap | None = None,
 ) -> Tensor:
     """[T, W] or [T, 3 W]; the arguments have been validated."""
     num_rows, width = attended.shape
@@ -95,7 +87,7 @@ def launch_forward(
         return out
     attended, u = map(_with_dense_rows, (attended, u))
     blocks = blocks_of(width // options.num_groups, ENTRIES_PER_WARP)
-    _start(
+    start(
         forward_kernel,
         (num_rows + blocks.rows - 1) // blocks.rows * options.num_groups,
         (attended, u, weight.contiguous(), bias.contiguous(), attended if seed is None else seed, out),
@@ -118,7 +110,7 @@ def launch_backward(
     bias: Tensor,
     seed: Tensor | None,
     options: Options,
-    wrap: Wrap = unwrapped,
+    wrap: Wrap | None = None,
     room: GradientRoom | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attended`, `u` (in its room, if it has one), and [2, W] of `weight` and `bias`."""
@@ -146,7 +138,7 @@ def launch_backward(
         bias.contiguous(),
         attended if seed is None else seed,
     )
-    _start(
+    start(
         backward_kernel,
         workers * options.num_groups,
         (*given, grad_a, grad_u, sums),
@@ -154,23 +146,8 @@ def launch_backward(
         strides | _constants(width, options, blocks),
         wrap,
     )
-    both = sum_of_parts(sums) if wrap is unwrapped else sums.sum(0)
+    both = sum_of_parts(sums) if wrap is None else sums.sum(0)
     return grad_a, grad_u, both.to(weight.dtype)
-
-
-def _start(
-    kernel: Any,
-    programs: int,
-    pointers: tuple[Tensor, ...],
-    numbers: tuple[int, ...],
-    constants: dict[str, Any],
-    wrap: Wrap,
-) -> None:
-    """In eager mode the short way, if there is one."""
-    if wrap is unwrapped:
-        launch(kernel, programs, pointers, numbers, constants)
-    else:
-        wrap(kernel)[(programs,)](*pointers, *numbers, **constants)
 
 
 def blocks_of(group_width: int, entries_per_warp: int) -> Blocks:

@@ -26,7 +26,7 @@ def small_blocks(monkeypatch):
     from recsys.ops.norm_linear import triton_ops
 
     mend_interpreter(monkeypatch)
-    for name in ("FORWARD_ENTRIES", "BACKWARD_ENTRIES"):
+    for name in ("FORWARD_ENTRIES", "BACKWARD_ENTRIES"):  # columns and rows of several blocks
         monkeypatch.setattr(triton_ops, name, 128)
     monkeypatch.setattr(triton_ops, "WORKERS_PER_PROCESSOR", 1)
     monkeypatch.setattr(column_sums, "PROGRAMS_PER_PROCESSOR", 1)
