@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.models.cache_room import CacheRoom, lengths_of, longest_of
 from recsys.models.cached import RankerCache
@@ -55,6 +56,7 @@ class GraphScoring:
         group_size = model.caching_mixer().target_group_size
         self.model, self.size = model, max(size // group_size, 1) * group_size
         self.room = CacheRoom()
+        self._half = _SecondHalf(model)
         self._record = record
         self._forms: OrderedDict[tuple[int, ...], _Form] = OrderedDict()
         self._version = 0
@@ -129,7 +131,7 @@ class GraphScoring:
         key = (cache.batch_size, count, longest)
         if key not in self._forms:
             form = _Form(
-                self.model,
+                self._half,
                 values.new_zeros(values.shape[0], count, values.shape[2]),
                 torch.zeros(values.shape[0], count, dtype=torch.int64, device=values.device),
                 candidates.new_zeros(count, candidates.shape[1]),
@@ -193,7 +195,7 @@ class _Form:
         cached: int64 [samples of all stages], tokens of each.
     """
 
-    model: Ranker
+    half: _SecondHalf
     values: Tensor
     times: Tensor
     candidates: Tensor
@@ -233,8 +235,8 @@ class _Form:
         return self._graphs[0 if fresh else 1]()
 
     def _recorded(self, record: Record) -> tuple[Replay, Replay]:
-        # Weights in bfloat16 are made by the first graph, and the second one finds them. They must not be
-        # those of anybody outside, nor may anybody else find them.
+        # What autocast rounds is rounded in the first graph, and the second one finds it. It must not be what
+        # somebody outside has rounded, nor may anybody else find it.
         torch.clear_autocast_cache()
         first, again = record(self._first), record(self._again)
         torch.clear_autocast_cache()
@@ -251,12 +253,49 @@ class _Form:
         ]
         self._layout = SequenceLayout.join(parts) if len(parts) > 1 else parts[0]
         self._cache = self.whole()
+        self.half.round_weights()
         return self._again()
 
     def _again(self) -> Tensor:
         times = self.times.flatten()
         sequence = JaggedSequence(self.values.flatten(0, 1), self._layout, times, times)
-        return self.model.score_encoded(sequence, self.candidates, self._cache)
+        return self.half.scores(sequence, self.candidates, self._cache)
+
+
+class _SecondHalf(nn.Module):
+    """`Ranker.score_encoded` with weights of linear layers that have been rounded before: else each of many
+    small pieces would round them.
+    """
+
+    def __init__(self, model: Ranker):
+        super().__init__()
+        self.model = model
+        parts = {"mix": model.mix, "postprocess": model.postprocess, "head": model.head}
+        modules = [(f"model.{part}", module) for part, module in parts.items()]
+        compiled = any(getattr(module, "compiled", False) for module in model.mix.modules())
+        self._rounded: dict[str, Tensor] = {}
+        self._exact: list[Tensor] = []
+        if model.precision != pb.BF16 or compiled:  # what is compiled is so for its own parameters
+            return
+        for prefix, part in modules:
+            for name, module in part.named_modules(prefix=prefix):
+                if isinstance(module, nn.Linear):
+                    for kind, parameter in module.named_parameters(prefix=name, recurse=False):
+                        self._exact.append(parameter)
+                        self._rounded[kind] = parameter.detach().to(torch.bfloat16)
+
+    def round_weights(self) -> None:
+        """As they are now."""
+        if self._exact:
+            torch._foreach_copy_(list(self._rounded.values()), [one.detach() for one in self._exact])
+
+    def forward(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
+        """[n, tasks]."""
+        return self.model.score_encoded(sequence, candidates, cache)
+
+    def scores(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
+        """`forward` with the weights of `round_weights`."""
+        return torch.func.functional_call(self, self._rounded, (sequence, candidates, cache))
 
 
 def record_of(record: Record | None, device: torch.device) -> Record | None:
