@@ -55,8 +55,8 @@ class STULayer(nn.Module):
             "normed_x" (norm(x)), "uvqk" (the projection, also behind its activation), "gated" (norm(a), gate
             and dropout). Attention itself never runs again, and gradients are the same, up to rounding for
             "gated" on a GPU. A traced graph ignores it: compilers decide for themselves.
-        compiled: whether `torch.compile` makes fewer kernels of what stands in front of attention. One graph
-            serves all layers of a form and all numbers of tokens.
+        compiled: whether `torch.compile` makes fewer kernels of what stands in front of attention, also where
+            there are ops for it. One graph serves all layers of a form and all numbers of tokens.
 
     On a GPU, in eager mode, norms, activation and sums are parts of a few ops, and backward writes the
     gradients of u, v, q and k side by side: see `recsys.ops.norm_linear`, `linear_add` and `GradientRoom`.
