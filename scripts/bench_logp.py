@@ -4,11 +4,13 @@
     python scripts/bench_logp.py [--backend triton] [--rows 8192] [--case NAME ...] [--record FILE]
 
 The loss of a catalogue, forward and backward, bfloat16, all gradients, random upstream gradients for both
-outputs; beside it chunked PyTorch: `cross_entropy` over as many rows at a time as make 2^28 scores, under
-`checkpoint`. A case may be twice as far from float64 as PyTorch that holds its scores in bfloat16. Memory is
-what is allocated at most beyond inputs and gradients. `--record` writes a list of `{op, backend, shape, pass,
-ms, tflops, extra_mb, ok, commit}`; useful FLOP are 6 N V D: two products backward, one forward. On a CPU it
-runs a tiny shape, to test itself. Exit code 1 when a case was wrong.
+outputs. Beside it, with `--peers`, two ways of PyTorch. Chunked: `cross_entropy` over as many rows at a time
+as make 2^28 scores, under `checkpoint`. Held, where there is room: `cross_entropy` of all scores at once, in
+bfloat16, in as few passes as one can write it; its products are the library's. A case may be twice as far
+from float64 as PyTorch that holds its scores in bfloat16. Memory is what is allocated at most beyond inputs
+and gradients. `--record` writes a list of `{op, backend, shape, pass, ms, tflops, extra_mb, ok, commit}`;
+useful FLOP are 6 N V D: two products backward, one forward. On a CPU it runs a tiny shape, to test itself.
+Exit code 1 when a case was wrong.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ from scripts.bench_ops import FACTOR, current_commit, median_ms  # noqa: E402
 
 CHUNK_SCORES = 1 << 28
 """Scores that chunked PyTorch holds at once: 512 MiB in bfloat16."""
+
+HELD_SCORES = 1 << 31
+"""Most scores that are held all at once: 4 GiB in bfloat16, several times."""
 
 CHECKED = (1024, 20_000)
 """Rows and candidates of a case that are compared, at most: float64 scores for each pair."""
@@ -75,8 +80,8 @@ class Record:
 
 
 def cases(rows: int) -> list[Case]:
-    """Catalogues of 16 thousand, 131 thousand and a million."""
-    sizes = (1 << 14, 1 << 17, 1 << 20)
+    """Catalogues of 16 thousand, 131 thousand, a million and four million."""
+    sizes = (1 << 14, 1 << 17, 1 << 20, 1 << 22)
     return [Case(rows, candidates, width) for candidates in sizes for width in (64, 128, 256, 512)]
 
 
@@ -133,6 +138,12 @@ def by_chunks(inputs: Inputs) -> list[Tensor]:
     return [torch.cat([checkpoint(loss, *pair, use_reentrant=False) for pair in pairs])]
 
 
+def by_held(inputs: Inputs) -> list[Tensor]:
+    """logp only; the temperature is in hidden, which saves a pass over the scores."""
+    scores = (inputs.hidden * (1 / TEMPERATURE)) @ inputs.weight.T
+    return [-F.cross_entropy(scores, inputs.target, reduction="none")]
+
+
 def with_gradients(inputs: Inputs, outs: list[Tensor]) -> list[Tensor]:
     given = [one.to(out.dtype) for one, out in zip(inputs.cotangents, outs, strict=False)]
     return [*(out.detach() for out in outs), *torch.autograd.grad(outs, inputs.leaves, given)]
@@ -145,7 +156,7 @@ def widest_error(case: Case, device: str, backend: str) -> float:
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs.leaves]
     exact = Inputs(wide[0], wide[1], inputs.target, inputs.cotangents)
     ours = with_gradients(inputs, by_op(inputs, backend))
-    if last_backend("linear_logp") != backend:
+    if backend not in ("auto", last_backend("linear_logp")):
         raise RuntimeError(f"{backend} was asked for, {last_backend('linear_logp')} ran")
     theirs, want = with_gradients(inputs, by_scores(inputs)), with_gradients(exact, by_scores(exact))
     worst = 0.0
@@ -179,8 +190,10 @@ def measure(case: Case, run: Callable[[Inputs], list[Tensor]], device: str, repe
     return [*found, (torch.cuda.max_memory_allocated() - before - gradients) / 2**20]
 
 
-def bench(case: Case, device: str, backend: str, commit: str, repeats: int) -> list[Record]:
-    """Records of the backend and of chunked PyTorch; without times when the case is wrong."""
+def bench(
+    case: Case, device: str, backend: str, commit: str, repeats: int, *, peers: bool = True
+) -> list[Record]:
+    """Records of the backend and of PyTorch; without times when the case is wrong."""
     try:
         error = widest_error(case, device, backend)
     except (RuntimeError, ValueError) as failure:
@@ -190,7 +203,12 @@ def bench(case: Case, device: str, backend: str, commit: str, repeats: int) -> l
         print(f"{case.shape}: {error:.2f} times the allowed error", file=sys.stderr)
         return [Record("linear_logp", backend, case.shape, "fwd+bwd", None, None, None, False, commit)]
     records = []
-    ways = ((backend, lambda inputs: by_op(inputs, backend), repeats), ("chunked PyTorch", by_chunks, 2))
+    name = last_backend("linear_logp") or backend
+    ways = [(name, lambda inputs: by_op(inputs, backend), repeats)]
+    if peers:
+        ways.append(("chunked PyTorch", by_chunks, 2))
+        if case.rows * case.candidates <= HELD_SCORES:
+            ways.append(("held scores", by_held, repeats))
     for name, run, times in ways:
         forward, both, extra = measure(case, run, device, times)
         for direction, ms, flop in (("fwd", forward, case.flop / 3), ("fwd+bwd", both, case.flop)):
@@ -217,10 +235,11 @@ def table(records: Sequence[Record]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Correctness-gated speed of linear_logp.")
-    parser.add_argument("--backend", default="triton" if torch.cuda.is_available() else "reference")
+    parser.add_argument("--backend", default="auto" if torch.cuda.is_available() else "reference")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--case", action="append", help="only shapes that contain this; may be repeated")
     parser.add_argument("--record", type=Path, help="where to write the list of records")
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
     options = parser.parse_args(arguments)
@@ -231,7 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'shape':<24} {'backend':<16} {'pass':<8}{'ms':>10}{'TFLOP/s':>10}{'extra MB':>10}")
     records: list[Record] = []
     for case in chosen:
-        made = bench(case, device, options.backend, options.commit or current_commit(), options.repeats)
+        commit = options.commit or current_commit()
+        made = bench(case, device, options.backend, commit, options.repeats, peers=options.peers)
         print(table(made), flush=True)
         records += made
         if options.record is not None:  # after each case: a time limit may end this process

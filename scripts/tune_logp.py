@@ -28,7 +28,13 @@ from recsys import environment  # noqa: E402
 
 environment.prefer_packaged_ptxas()
 from recsys.ops.linear_logp import reference  # noqa: E402
-from recsys.ops.linear_logp.recompute import Gradients, Operands, Parts, Upstream, Wanted  # noqa: E402
+from recsys.ops.linear_logp.recompute import (  # noqa: E402
+    Found,
+    Gradients,
+    Operands,
+    Upstream,
+    Wanted,
+)
 from scripts.bench_ops import median_ms  # noqa: E402
 
 KIND = "16 bits"
@@ -41,49 +47,78 @@ ALLOWED = 0.01
 # (rows, others, num_warps, num_stages, programs a processor)
 FORWARD = {
     64: [
-        (128, 128, 8, 3, 2),
-        (128, 128, 4, 3, 2),
         (128, 64, 4, 4, 3),
+        (128, 64, 4, 3, 4),
+        (64, 64, 4, 4, 4),
         (64, 128, 4, 3, 3),
+        (64, 128, 4, 3, 4),
         (256, 64, 8, 3, 2),
+        (128, 32, 4, 4, 4),
     ],
     128: [
         (128, 128, 8, 2, 2),
-        (128, 128, 8, 3, 1),
-        (128, 64, 4, 3, 2),
         (128, 64, 8, 3, 2),
-        (256, 64, 8, 3, 1),
-        (128, 256, 8, 2, 1),
-        (256, 128, 16, 2, 1),
+        (128, 64, 4, 3, 2),
+        (64, 128, 4, 2, 3),
+        (64, 64, 4, 3, 4),
+        (64, 64, 4, 4, 3),
+        (128, 64, 4, 2, 3),
+        (64, 128, 4, 3, 2),
     ],
     256: [
         (128, 128, 8, 2, 1),
         (128, 64, 8, 3, 1),
-        (128, 64, 4, 2, 1),
+        (128, 64, 8, 4, 1),
         (64, 64, 4, 2, 2),
-        (256, 64, 16, 2, 1),
+        (64, 128, 4, 2, 1),
+        (128, 32, 4, 3, 2),
+        (256, 64, 8, 2, 1),
     ],
-    512: [(64, 64, 4, 2, 1), (64, 64, 8, 2, 1), (128, 32, 8, 2, 1), (128, 64, 8, 1, 1), (64, 32, 4, 3, 1)],
+    512: [
+        (64, 64, 4, 2, 1),
+        (128, 64, 8, 1, 1),
+        (128, 32, 4, 2, 1),
+        (64, 128, 4, 1, 1),
+        (64, 128, 8, 1, 1),
+        (128, 64, 4, 1, 1),
+    ],
 }
 BACKWARD = {
     64: [
-        (128, 128, 8, 3, 1),
-        (128, 64, 8, 3, 1),
-        (128, 64, 8, 3, 2),
         (128, 64, 4, 3, 2),
-        (64, 64, 4, 3, 3),
+        (128, 64, 4, 4, 2),
         (64, 128, 4, 3, 2),
+        (64, 128, 4, 3, 3),
+        (64, 64, 4, 4, 4),
+        (128, 32, 4, 4, 3),
     ],
     128: [
-        (128, 64, 8, 3, 1),
-        (128, 128, 8, 2, 1),
         (64, 64, 4, 3, 2),
+        (64, 64, 4, 4, 2),
+        (64, 64, 4, 3, 3),
+        (64, 64, 4, 2, 3),
         (64, 128, 4, 2, 2),
-        (128, 32, 8, 4, 1),
-        (256, 32, 16, 3, 1),
+        (64, 32, 4, 4, 3),
+        (128, 64, 8, 4, 1),
+        (128, 64, 4, 3, 1),
     ],
-    256: [(128, 64, 8, 2, 1), (64, 64, 4, 2, 1), (64, 64, 8, 3, 1), (128, 32, 8, 3, 1), (64, 128, 8, 2, 1)],
-    512: [(64, 64, 8, 2, 1), (64, 32, 8, 3, 1), (64, 64, 16, 2, 1), (128, 32, 16, 2, 1)],
+    256: [
+        (128, 64, 8, 2, 1),
+        (64, 64, 4, 2, 1),
+        (64, 64, 4, 3, 1),
+        (64, 32, 4, 2, 2),
+        (64, 32, 4, 3, 2),
+        (64, 128, 8, 2, 1),
+        (128, 32, 8, 3, 1),
+        (64, 64, 8, 3, 1),
+    ],
+    512: [
+        (64, 64, 8, 2, 1),
+        (64, 64, 8, 1, 1),
+        (64, 128, 8, 1, 1),
+        (64, 32, 8, 4, 1),
+        (128, 64, 16, 1, 1),
+    ],
 }
 
 
@@ -108,8 +143,8 @@ def choices(widths: Sequence[int]) -> Iterator[Choice]:
             yield from (Choice(width, direction, number) for number in range(len(table[width])))
 
 
-def problem(rows: int, candidates: int, width: int) -> tuple[Operands, Upstream, Parts]:
-    """Unit vectors at temperature 0.05, what comes from above -logp, and the reference's parts."""
+def problem(rows: int, candidates: int, width: int) -> tuple[Operands, Found]:
+    """Unit vectors at temperature 0.05 and what the reference finds forward."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def unit(count: int) -> Tensor:
@@ -119,36 +154,44 @@ def problem(rows: int, candidates: int, width: int) -> tuple[Operands, Upstream,
     target = torch.randint(candidates, (rows,), generator=generator, device="cuda")
     scale = torch.full((1,), 20.0, device="cuda")
     operands = Operands(unit(rows), unit(candidates), None, scale, target, None, None)
-    parts = reference.forward(operands)
-    return operands, Upstream(parts.maximum, 1 / parts.total, -torch.ones_like(parts.total)), parts
+    maximum, total, score = reference.forward(operands)
+    log_total = total.log()
+    rows_found = [maximum, total, score - maximum - log_total, maximum + log_total]
+    return operands, Found(*torch.stack(rows_found).unbind(0))
 
 
-def run(choice: Choice, operands: Operands, upstream: Upstream) -> Parts | Gradients:
-    """One pass with the chosen sizes."""
+def run(choice: Choice, operands: Operands, found: Found) -> Found | Gradients:
+    """One pass with the chosen sizes; the gradient from above is -1 for each logp."""
     from recsys.ops.linear_logp import triton_ops
 
-    table = triton_ops.FORWARD if choice.direction == "forward" else triton_ops.BACKWARD
-    table[KIND][choice.width] = triton_ops.Blocks(*choice.sizes)
+    tables = {
+        "forward": triton_ops.FORWARD,
+        "of hidden": triton_ops.OF_HIDDEN,
+        "of weight": triton_ops.OF_WEIGHT,
+    }
+    tables[choice.direction][KIND][choice.width] = triton_ops.Blocks(*choice.sizes)
     if choice.direction == "forward":
-        return triton_ops.launch_forward(operands)
+        return triton_ops.whole_forward(operands, -1)
     of_weight = choice.direction == "of weight"
-    return triton_ops.launch_backward(operands, upstream, Wanted(not of_weight, of_weight, False))
+    wanted = Wanted(not of_weight, of_weight, False, False)
+    return triton_ops.whole_backward(operands, found, -torch.ones_like(found.logp), None, wanted)
 
 
-def run_at(choice: Choice, operands: Operands, upstream: Upstream, _: int) -> None:
+def run_at(choice: Choice, operands: Operands, found: Found, _: int) -> None:
     """`run` as `median_ms` calls it."""
-    run(choice, operands, upstream)
+    run(choice, operands, found)
 
 
 def check(choice: Choice) -> float:
     """Relative error against the reference."""
-    operands, upstream, parts = problem(*CHECKED, choice.width)
-    want: Parts | Gradients = parts
+    operands, found = problem(*CHECKED, choice.width)
+    want: Found | Gradients = found
     if choice.direction != "forward":
         of_weight = choice.direction == "of weight"
-        want = reference.backward(operands, upstream, Wanted(not of_weight, of_weight, False))
+        upstream = Upstream(found.maximum, 1 / found.total, torch.expm1(found.logp))
+        want = reference.backward(operands, upstream, Wanted(not of_weight, of_weight, False, False))
     worst = 0.0
-    for got, right in zip(run(choice, operands, upstream), want, strict=True):
+    for got, right in zip(run(choice, operands, found), want, strict=True):
         if right is not None:
             error = (got.float() - right.float()).norm() / right.float().norm()
             worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
@@ -198,9 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     good = passing(list(choices(options.width)), options.seconds)
     for width in options.width:
-        operands, upstream, _ = problem(options.rows, options.candidates, width)
+        operands, found = problem(options.rows, options.candidates, width)
         for choice in (one for one in good if one.width == width):
-            ms = median_ms(partial(run_at, choice, operands, upstream), "cuda", options.repeats)
+            ms = median_ms(partial(run_at, choice, operands, found), "cuda", options.repeats)
             flop = (2 if choice.direction == "forward" else 4) * options.rows * options.candidates * width
             line = (
                 f"D{width}",

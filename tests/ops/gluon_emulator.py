@@ -115,7 +115,10 @@ class Pointers:
     def __init__(self, flat: torch.Tensor, offset: torch.Tensor) -> None:
         self.flat, self.offset = flat, offset
 
-    def load(self, mask: Block, other: float) -> Block:
+    def load(self, mask: Block | None, other: float | None) -> Block:
+        if mask is None:
+            assert (self.offset >= 0).all() and (self.offset < len(self.flat)).all()
+            return Block(self.flat[self.offset], None)
         assert (self.offset[mask.data] >= 0).all() and (self.offset[mask.data] < len(self.flat)).all()
         found = self.flat[self.offset.clamp(0, len(self.flat) - 1)]
         return Block(torch.where(mask.data, found, torch.full_like(found, other)), None)
@@ -350,9 +353,9 @@ class Machine:
                 product = queue.pop(0)
                 product.result = product.run()
         results = []
-        for dep in deps:
-            assert not isinstance(dep, Pending) or dep.result is not None, "used before it was waited for"
-            results.append(dep.result if isinstance(dep, Pending) else dep)
+        for dep in deps:  # what is still pending can only be added to
+            done = isinstance(dep, Pending) and dep.result is not None
+            results.append(dep.result if done else dep)
         return results[0] if len(results) == 1 else tuple(results)
 
     # Hardware barriers
@@ -427,13 +430,15 @@ def language(machine: Machine) -> SimpleNamespace:
         return Memory(machine, data, barriers)
 
     def inline(asm: str, constraints: str, args: list[Any], **rest: Any) -> Any:
-        if asm.startswith("cp.async.bulk.wait_group 0"):
-            machine.store_wait(0)
+        if asm.startswith("cp.async.bulk.wait_group"):
+            machine.store_wait(int(asm.split(";")[0].split()[-1]))
             return Number(0)
         if asm.startswith("fence.proxy.async"):
             return Number(0)
         if asm.startswith("tanh"):
             return Block(torch.tanh(args[0].data), args[0].type.layout)
+        if asm.startswith("ex2"):
+            return Block(torch.exp2(args[0].data), args[0].type.layout)
         if asm.startswith("mov"):
             return Number(raw(args[0]))
         number, threads = (int(raw(argument)) for argument in args)
@@ -443,7 +448,7 @@ def language(machine: Machine) -> SimpleNamespace:
     def load(pointer: Any, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Any:
         if isinstance(pointer, Pointers):
             return pointer.load(mask, other)
-        return Number(int(pointer.flat[pointer.offset]))
+        return Number(pointer.flat[pointer.offset].item())
 
     def atomic_add(pointer: Pointer, value: int, sem: str) -> Number:
         before = int(pointer.flat[pointer.offset])
@@ -469,6 +474,7 @@ def language(machine: Machine) -> SimpleNamespace:
         store=lambda pointer, value, mask: pointer.store(value, mask),
         thread_barrier=lambda: None,
         max=_maximum_of,
+        sum=lambda x, axis: Block(x.data.sum(axis)),
         maximum=_extreme(max, "maximum"),
         minimum=_extreme(min, "minimum"),
         num_programs=lambda axis: Number(machine.programs),
@@ -483,6 +489,7 @@ def language(machine: Machine) -> SimpleNamespace:
         NVMMADistributedLayout=lambda *args: ("mma", *map(str, args)),
         DotOperandLayout=lambda *args: ("operand", *map(str, args)),
         SliceLayout=lambda *args: ("slice", *map(str, args)),
+        SwizzledSharedLayout=lambda *args: None,
         BlockedLayout=lambda *args: ("blocked", *map(str, args)),
     )
 

@@ -18,17 +18,20 @@ def test_it_writes_a_record_a_pass_and_way(tmp_path, capsys):
         ("reference", "fwd+bwd"),
         ("chunked PyTorch", "fwd"),
         ("chunked PyTorch", "fwd+bwd"),
+        ("held scores", "fwd"),
+        ("held scores", "fwd+bwd"),
     ]
     assert all(r["ok"] and r["ms"] > 0 and r["shape"] == CASE.shape for r in records)
     assert CASE.shape in capsys.readouterr().out
 
 
-def test_the_way_it_is_compared_with_computes_the_same():
+def test_the_ways_it_is_compared_with_compute_the_same():
     inputs = bench_logp.make_inputs(CASE, "cpu", seed=3)
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs.leaves]
     exact = bench_logp.Inputs(wide[0], wide[1], inputs.target, inputs.cotangents)
-    chunked = bench_logp.by_chunks(exact)[0]
-    torch.testing.assert_close(chunked.double(), bench_logp.by_scores(exact)[0], rtol=1e-5, atol=1e-5)
+    want = bench_logp.by_scores(exact)[0]
+    for way in (bench_logp.by_chunks, bench_logp.by_held):
+        torch.testing.assert_close(way(exact)[0].double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch, capsys):

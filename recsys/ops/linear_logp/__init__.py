@@ -14,9 +14,13 @@ from torch import Tensor
 
 from recsys.ops.attention_args import check_number
 from recsys.ops.dispatch import Op
-from recsys.ops.linear_logp.recompute import Softmax
+from recsys.ops.linear_logp.recompute import SHORTEST, Softmax, Whole, is_row
 
 __all__ = ["OP", "LinearLogp", "linear_logp", "linear_lse"]
+
+
+NOTHING = -(2**62)
+"""An `ignore_index` that nobody gives by mistake."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,9 @@ class LogpFacts:
     device: str
     dtype: torch.dtype
     width: int
+    has_bias: bool = False
+    has_ids: bool = False
+    normalized: bool = False
 
 
 class LinearLogp(NamedTuple):
@@ -47,6 +54,7 @@ def linear_logp(
     candidate_ids: Tensor | None = None,
     target_ids: Tensor | None = None,
     ignore_index: int = -100,
+    l2_normalize: bool = False,
     backend: str = "auto",
 ) -> LinearLogp:
     """`log_softmax((hidden weight^T + bias) / temperature)[i, target[i]]` and the log-sum-exp of each row.
@@ -65,6 +73,8 @@ def linear_logp(
         candidate_ids, target_ids: [V] and [N] int64, both or neither.
         ignore_index: the target of rows that do not count: their logp is 0, and neither of their outputs has
             a gradient.
+        l2_normalize: the rows of hidden and weight count as of unit length: divided by their norms, in
+            float32 at least, or by 1e-6 if that is more. Gradients are those of the rows as given.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
@@ -87,13 +97,14 @@ def linear_logp(
         candidate_ids=candidate_ids,
         target_ids=target_ids,
         ignore_index=ignore_index,
+        l2_normalize=l2_normalize,
     )
-    rows = rows_of(target, weight.shape[0], ignore_index)
-    scale = inverse_of(temperature, hidden)
-    pieces = OP.select(facts, backend).PIECES
-    options = (pieces, None, 0)
-    logp, lse = Softmax.apply(hidden, weight, bias, scale, rows, candidate_ids, target_ids, *options)
-    return LinearLogp(with_wrong_shown(logp, target, rows, ignore_index), lse)
+    target, ignore_index = checked(target, weight.shape[0], ignore_index)
+    options = (OP.select(facts, backend).PIECES, Whole(ignore_index))
+    scale, norms = inverse_of(temperature, hidden), norms_of(hidden, weight) if l2_normalize else None
+    return LinearLogp(
+        *Softmax.apply(hidden, weight, bias, scale, target, candidate_ids, target_ids, *options, norms)
+    )
 
 
 def linear_lse(
@@ -104,6 +115,7 @@ def linear_lse(
     temperature: float | Tensor = 1.0,
     candidate_ids: Tensor | None = None,
     target_ids: Tensor | None = None,
+    l2_normalize: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """[N], the `lse` of `linear_logp` where no row has its target in `weight`: no accidental hit counts.
@@ -118,35 +130,40 @@ def linear_lse(
         temperature=temperature,
         candidate_ids=candidate_ids,
         target_ids=target_ids,
+        l2_normalize=l2_normalize,
     )
-    pieces, scale = OP.select(facts, backend).PIECES, inverse_of(temperature, hidden)
-    options = (pieces, None, 0)
-    return Softmax.apply(hidden, weight, bias, scale, None, candidate_ids, target_ids, *options)[1]
+    options = (OP.select(facts, backend).PIECES, Whole(None))
+    scale, norms = inverse_of(temperature, hidden), norms_of(hidden, weight) if l2_normalize else None
+    return Softmax.apply(hidden, weight, bias, scale, None, candidate_ids, target_ids, *options, norms)[1]
 
 
-def rows_of(target: Tensor, num_rows: int, ignore_index: int) -> Tensor:
-    """`target` with -1 for all that is no row of the weight.
+def checked(target: Tensor, num_rows: int, ignore_index: int) -> tuple[Tensor, int]:
+    """`target` and `ignore_index`, which is no row of the weight then.
 
     Raises:
-        ValueError: one that is not `ignore_index` either, where one can see it without waiting for a device.
+        ValueError: a target that is no row of the weight and not `ignore_index`, where one can see it without
+            waiting for a device.
     """
-    wrong = (target < 0) | (target >= num_rows)
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
-        refused = wrong & (target != ignore_index)
+        refused = ~is_row(target, num_rows) & (target != ignore_index)
         if refused.any():
             row = int(refused.nonzero()[0])
             raise ValueError(
                 f"target of row {row} is {int(target[row])}, which is no row of weight: allowed are 0 to "
                 f"{num_rows - 1}, or ignore_index = {ignore_index} for a row without a target"
             )
-    return torch.where(wrong | (target == ignore_index), -1, target)
+    if ignore_index < 0:
+        return target, ignore_index
+    return torch.where(target == ignore_index, NOTHING, target), NOTHING
 
 
-def with_wrong_shown(logp: Tensor, target: Tensor, rows: Tensor, ignore_index: int) -> Tensor:
-    """NaN for targets that could not be refused when `rows_of` saw them."""
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
-        return logp
-    return logp.masked_fill((rows < 0) & (target != ignore_index), torch.nan)
+def norms_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse norms of the rows of both, of the type that sums have."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    with torch.no_grad():
+        norms = (torch.linalg.vector_norm(rows, dim=1, dtype=wide) for rows in (hidden, weight))
+        first, second = (norm.clamp(min=SHORTEST).reciprocal() for norm in norms)
+    return first, second
 
 
 def inverse_of(temperature: float | Tensor, hidden: Tensor) -> Tensor:
@@ -167,6 +184,7 @@ def logp_facts(
     candidate_ids: Tensor | None = None,
     target_ids: Tensor | None = None,
     ignore_index: int = -100,
+    l2_normalize: bool = False,
 ) -> LogpFacts:
     """The one validator of all backends, and what is left to know once the arguments are sound."""
     for name, tensor in (("hidden", hidden), ("weight", weight)):
@@ -191,7 +209,16 @@ def logp_facts(
             _check_length(name, tensor, *length)
     if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
         raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
-    return LogpFacts(hidden.device.type, hidden.dtype, int(hidden.shape[1]))
+    if not isinstance(l2_normalize, bool):
+        raise TypeError(f"l2_normalize must be a bool, got {type(l2_normalize).__name__}")
+    return LogpFacts(
+        device=hidden.device.type,
+        dtype=hidden.dtype,
+        width=int(hidden.shape[1]),
+        has_bias=bias is not None,
+        has_ids=candidate_ids is not None,
+        normalized=l2_normalize,
+    )
 
 
 def _check_float(name: str, tensor: object, hidden: Tensor) -> None:
@@ -228,4 +255,4 @@ def _kind(given: object) -> str:
     return f"a tensor of {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
 
 
-OP = Op("linear_logp", __name__, backends=("triton", "reference"), facts=logp_facts)
+OP = Op("linear_logp", __name__, backends=("sm90", "triton", "reference"), facts=logp_facts)

@@ -12,12 +12,12 @@ from torch import Tensor
 from recsys.ops.linear_logp import (
     OP,
     LinearLogp,
+    checked,
     inverse_of,
     logp_facts,
-    rows_of,
-    with_wrong_shown,
+    norms_of,
 )
-from recsys.ops.linear_logp.recompute import Softmax
+from recsys.ops.linear_logp.recompute import Softmax, Whole
 
 
 def linear_logp_sharded(
@@ -33,6 +33,7 @@ def linear_logp_sharded(
     candidate_ids: Tensor | None = None,
     target_ids: Tensor | None = None,
     ignore_index: int = -100,
+    l2_normalize: bool = False,
     backend: str = "auto",
 ) -> LinearLogp:
     """`linear_logp` over the weights of all ranks, one below the other.
@@ -49,7 +50,7 @@ def linear_logp_sharded(
         first_row: of this rank in the whole weight.
         num_rows: of the whole weight.
         bias, candidate_ids: [V of this rank].
-        temperature, target_ids, ignore_index, backend: as of `linear_logp`.
+        temperature, target_ids, ignore_index, l2_normalize, backend: as of `linear_logp`.
 
     Raises:
         TypeError, ValueError: as `linear_logp`, and for rows that are not within the whole weight.
@@ -63,14 +64,16 @@ def linear_logp_sharded(
         candidate_ids=candidate_ids,
         target_ids=target_ids,
         ignore_index=ignore_index,
+        l2_normalize=l2_normalize,
     )
     if not 0 <= first_row <= first_row + weight.shape[0] <= num_rows:
         raise ValueError(
             f"first_row = {first_row} and the {weight.shape[0]} rows of weight must lie within the "
             f"num_rows = {num_rows} of all ranks"
         )
-    rows = rows_of(target, num_rows, ignore_index)
-    options = (OP.select(facts, backend).PIECES, group, first_row)
-    scale = inverse_of(temperature, hidden)
-    logp, lse = Softmax.apply(hidden, weight, bias, scale, rows, candidate_ids, target_ids, *options)
-    return LinearLogp(with_wrong_shown(logp, target, rows, ignore_index), lse)
+    target, ignore_index = checked(target, num_rows, ignore_index)
+    options = (OP.select(facts, backend).PIECES, Whole(ignore_index, num_rows, first_row, group))
+    scale, norms = inverse_of(temperature, hidden), norms_of(hidden, weight) if l2_normalize else None
+    return LinearLogp(
+        *Softmax.apply(hidden, weight, bias, scale, target, candidate_ids, target_ids, *options, norms)
+    )

@@ -3,11 +3,13 @@
 With z = (hidden weight^T + bias) scale, less accidental hits, m = max_j z and l = sum_j exp(z - m) of a row:
 
     lse = m + log l,     logp = (z[target] - m) - log l
-    dz[j] = c exp(z[j] - m) + d logp [j = target],     c = (d lse - d logp) / l
+    dz[j] = c exp(z[j] - m),     c = (d lse - d logp) / l
+    dz[target] = d lse exp(logp) - d logp (exp(logp) - 1)
 
 A backend has the two loops over scores: m, l and z[target] - m forward, and in backward the products of dz
-with weight and hidden. That p - 1 of a sure target keeps its digits is their one obligation: dz is formed in
-float32 at least before it is rounded.
+with weight and hidden. dz of the target is worked out before, in float32 at least, so that p - 1 of a sure
+target keeps its digits; it takes the place of what the loop finds before that is rounded. With norms, hidden
+and weight stand for their rows times the inverse norms.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+SHORTEST = 1e-6
+"""Rows that are normalised and shorter than this are divided by it."""
+
 
 class Operands(NamedTuple):
     """What scores are made of: sound, not empty. "wide" is the wider of float32 and the type of hidden."""
@@ -27,9 +32,11 @@ class Operands(NamedTuple):
     weight: Tensor  # [V, D]
     bias: Tensor | None  # [V], any floating point type
     scale: Tensor  # [1] wide, 1 / temperature
-    target: Tensor | None  # [N] int64, rows of the weight, -1 for none
+    target: Tensor | None  # [N] int64, rows of the weight; any other number stands for none
     candidate_ids: Tensor | None  # [V] int64
     target_ids: Tensor | None  # [N] int64
+    hidden_norms: Tensor | None = None  # [N] wide, inverse norms of the rows; both or neither
+    weight_norms: Tensor | None = None  # [V] wide
 
 
 class Parts(NamedTuple):
@@ -37,15 +44,24 @@ class Parts(NamedTuple):
 
     maximum: Tensor  # -inf where there is no candidate
     total: Tensor  # sum of exp(score - maximum)
-    target_score: Tensor  # any number where the target is -1
+    target_score: Tensor  # any number where there is no target
+
+
+class Found(NamedTuple):
+    """Of each row, over all rows of the weight. [N] wide."""
+
+    maximum: Tensor
+    total: Tensor
+    logp: Tensor
+    lse: Tensor
 
 
 class Upstream(NamedTuple):
-    """dz[i, j] = factor[i] exp(z[i, j] - maximum[i]) + of_target[i] [j = target[i]]. [N] wide, finite."""
+    """dz[i, j] = factor[i] exp(z[i, j] - maximum[i]), dz[i, target[i]] = of_target[i]. [N] wide, finite."""
 
     maximum: Tensor
     factor: Tensor
-    of_target: Tensor  # 0 where the target is -1
+    of_target: Tensor
 
 
 class Gradients(NamedTuple):
@@ -54,6 +70,7 @@ class Gradients(NamedTuple):
     hidden: Tensor | None  # [N, D], wide: what is left of it may still be summed
     weight: Tensor | None  # [V, D], dtype of the weight
     bias: Tensor | None  # [V], wide
+    scale: Tensor | None  # [1], wide; may still be summed
 
 
 class Wanted(NamedTuple):
@@ -62,6 +79,16 @@ class Wanted(NamedTuple):
     hidden: bool
     weight: bool
     bias: bool
+    scale: bool
+
+
+class Whole(NamedTuple):
+    """What targets may say beside rows, and where the rows of a weight stand that is spread over ranks."""
+
+    ignore_index: int | None
+    num_rows: int | None = None  # of the weights of all ranks; None: there is one weight
+    first_row: int = 0
+    group: dist.ProcessGroup | None = None
 
 
 class Pieces(NamedTuple):
@@ -73,6 +100,10 @@ class Pieces(NamedTuple):
     """Of the fields of `Operands`."""
     backward_op: Callable[..., list[Tensor]]
     """Of the fields of `Operands` and `Upstream`, and a list with those of `Wanted`."""
+    whole_forward: Callable[[Operands, int | None], Found] | None = None
+    """Where a backend has fewer steps for a weight that is not spread: all of it, given `ignore_index`."""
+    whole_backward: Callable[[Operands, Found, Tensor | None, Tensor | None, Wanted], Gradients] | None = None
+    """The same, given the gradients of logp and lse as they come."""
 
     def parts(self, operands: Operands) -> Parts:
         """`forward`; of no rows, or over no candidates, too."""
@@ -89,10 +120,16 @@ class Pieces(NamedTuple):
         if not torch.compiler.is_compiling():
             return self.backward(operands, upstream, wanted)
         found = self.backward_op(*operands, *upstream, list(wanted))
-        places = [sum(wanted[:index]) for index in range(3)]
+        places = [sum(wanted[:index]) for index in range(len(wanted))]
         return Gradients(
             *(found[place] if want else None for place, want in zip(places, wanted, strict=True))
         )
+
+    def takes_whole(self, operands: Operands, whole: Whole) -> bool:
+        """Whether `whole_forward` and `whole_backward` are for this call."""
+        if self.whole_forward is None or whole.group is not None or torch.compiler.is_compiling():
+            return False
+        return bool(operands.hidden.shape[0] and operands.weight.shape[0])
 
 
 def fake_gradients(hidden: Tensor, weight: Tensor, scale: Tensor, wanted: list[bool]) -> list[Tensor]:
@@ -101,17 +138,18 @@ def fake_gradients(hidden: Tensor, weight: Tensor, scale: Tensor, wanted: list[b
         hidden.new_empty(hidden.shape, dtype=scale.dtype),
         weight.new_empty(weight.shape),
         scale.new_empty(weight.shape[0]),
+        scale.new_empty(1),
     )
     return [gradient for gradient, want in zip(found, wanted, strict=True) if want]
 
 
 class Softmax(torch.autograd.Function):
-    """`apply(hidden, weight, bias, scale, target, candidate_ids, target_ids, pieces, group, first_row)`.
+    """`apply(hidden, weight, bias, scale, target, candidate_ids, target_ids, pieces, whole, norms)`.
 
-    target      [N] int64, -1 for rows that do not count; None: there are no targets, and all rows count
-    group       of the ranks over which the weight is spread, if it is; targets count from the first row of
-                the first rank
-    first_row   of this rank
+    target      [N] int64, rows of the whole weight; any other number stands for rows that do not count; None:
+                there are no targets, and all rows count
+    norms       inverse norms of the rows of hidden and weight, which are not differentiated: what is found
+                is the gradient through the normalised rows
     """
 
     @staticmethod
@@ -125,95 +163,121 @@ class Softmax(torch.autograd.Function):
         candidate_ids: Tensor | None,
         target_ids: Tensor | None,
         pieces: Pieces,
-        group: dist.ProcessGroup | None,
-        first_row: int,
+        whole: Whole,
+        norms: tuple[Tensor, Tensor] | None,
     ) -> tuple[Tensor, Tensor]:
-        own = None if target is None else _own_rows(target, first_row, weight.shape[0])
-        operands = Operands(hidden, weight, bias, scale, own, candidate_ids, target_ids)
-        maximum, total, shifted = _merged(pieces.parts(operands), own, group)
-        log_total = total.log()
-        lse = maximum + log_total
-        logp = torch.zeros_like(lse) if target is None else torch.where(target < 0, 0, shifted - log_total)
-        ctx.save_for_backward(*operands, maximum, total, target)
-        ctx.pieces, ctx.group = pieces, group
-        return logp, lse
+        own = target if target is None or not whole.first_row else target - whole.first_row
+        operands = Operands(
+            hidden, weight, bias, scale, own, candidate_ids, target_ids, *(norms or (None, None))
+        )
+        if pieces.takes_whole(operands, whole):
+            found = pieces.whole_forward(operands, whole.ignore_index)
+        else:
+            found = _found(pieces.parts(operands), operands, target, whole)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*operands, *found, target)
+        ctx.pieces, ctx.whole = pieces, whole
+        return found.logp, found.lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logp: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, maximum, total, target = ctx.saved_tensors
-        operands = Operands(*saved)
-        upstream = _upstream(grad_logp, grad_lse, operands.target, maximum, total, target)
-        of_hidden, of_weight, of_bias, of_scale = ctx.needs_input_grad[:4]
-        # z does not change when hidden, bias and temperature grow by the same factor: Euler's theorem has the
-        # gradient of the scale in those of hidden and bias.
-        has_bias = operands.bias is not None
-        wanted = Wanted(of_hidden or of_scale, of_weight, has_bias and (of_bias or of_scale))
-        found = ctx.pieces.gradients(operands, upstream, wanted)
-        grad_hidden, grad_scale = found.hidden, None
-        if of_scale:
-            grad_scale = _of_scale(operands, found)
-        if ctx.group is not None:
-            for tensor in (grad_hidden if of_hidden else None, grad_scale):
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *saved, maximum, total, logp, lse, target = ctx.saved_tensors
+        operands, found = Operands(*saved), Found(maximum, total, logp, lse)
+        wanted, whole = Wanted(*ctx.needs_input_grad[:4]), ctx.whole
+        if ctx.pieces.takes_whole(operands, whole):
+            made = ctx.pieces.whole_backward(operands, found, grad_logp, grad_lse, wanted)
+        else:
+            upstream = _upstream(grad_logp, grad_lse, found, operands, target, whole)
+            made = ctx.pieces.gradients(operands, upstream, wanted)
+        if whole.group is not None:
+            for tensor in (made.hidden, made.scale):
                 if tensor is not None:
-                    dist.all_reduce(tensor, group=ctx.group)
+                    dist.all_reduce(tensor, group=whole.group)
         return (
-            grad_hidden.to(operands.hidden.dtype) if of_hidden else None,
-            found.weight,
-            found.bias.to(operands.bias.dtype) if of_bias else None,
-            grad_scale,
+            None if made.hidden is None else made.hidden.to(operands.hidden.dtype),
+            made.weight,
+            None if made.bias is None else made.bias.to(operands.bias.dtype),
+            made.scale,
             *(None for _ in range(6)),
         )
 
 
-def _own_rows(target: Tensor, first_row: int, num_rows: int) -> Tensor:
-    """Targets as rows of this rank's part of the weight, -1 for those of other ranks."""
-    own = target - first_row
-    return torch.where((target >= first_row) & (own < num_rows), own, -1)
+def is_row(target: Tensor, num_rows: int) -> Tensor:
+    """[N] bool."""
+    return (target >= 0) & (target < num_rows)
 
 
-def _merged(
-    parts: Parts, own: Tensor | None, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """maximum, total and z[target] - maximum over all ranks; the last is any number where nobody has it."""
+def projected(grad: Tensor, rows: Tensor, norms: Tensor) -> Tensor:
+    """Gradient of rows from that of their normalised forms; all wide, `norms` the inverse ones.
+
+    d row = r (g - row r^2 <row, g>), and r g for a row that is shorter than `SHORTEST`.
+    """
+    along = (rows * grad).sum(1) * norms.square()
+    along = torch.where(is_clamped(norms), 0, along)
+    return (grad - rows * along[:, None]) * norms[:, None]
+
+
+def is_clamped(norms: Tensor) -> Tensor:
+    """Of inverse norms: whether they are those of rows shorter than `SHORTEST`."""
+    return norms >= 1 / SHORTEST
+
+
+def _found(parts: Parts, operands: Operands, target: Tensor | None, whole: Whole) -> Found:
+    """Over all ranks."""
     maximum, total, score = parts
-    if group is None:
-        return maximum, total, score - maximum
-    maximum = maximum.clone()
+    if whole.group is None:
+        shifted = score - maximum
+    else:
+        maximum, total, shifted = _merged(parts, operands, whole.group)
+    log_total = total.log()
+    logp = torch.zeros_like(total) if target is None else shifted - log_total
+    if target is not None:
+        # A wrong target was refused before where one can see it; else it shows here.
+        num_rows = operands.weight.shape[0] if whole.num_rows is None else whole.num_rows
+        instead = torch.where(target == whole.ignore_index, 0, torch.nan).to(logp.dtype)
+        logp = torch.where(is_row(target, num_rows), logp, instead)
+    return Found(maximum, total, logp, maximum + log_total)
+
+
+def _merged(parts: Parts, operands: Operands, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """maximum, total and z[target] - maximum over all ranks; the last is any number where nobody has it."""
+    _, total, score = parts
+    own = operands.target
+    maximum = parts.maximum.clone()
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
     # A rank without a candidate for a row has total 0 and maximum -inf; that of all may be -inf too.
     here = torch.where(parts.maximum == -torch.inf, 0, total * (parts.maximum - maximum).exp())
-    shifted = torch.zeros_like(here) if own is None else torch.where(own < 0, 0, score - maximum)
+    shifted = torch.zeros_like(here)
+    if own is not None:
+        shifted = torch.where(is_row(own, operands.weight.shape[0]), score - maximum, 0)
     both = torch.stack([here, shifted])
     dist.all_reduce(both, group=group)
     return maximum, both[0], both[1]
 
 
 def _upstream(
-    grad_logp: Tensor,
-    grad_lse: Tensor,
-    own: Tensor | None,
-    maximum: Tensor,
-    total: Tensor,
+    grad_logp: Tensor | None,
+    grad_lse: Tensor | None,
+    found: Found,
+    operands: Operands,
     target: Tensor | None,
+    whole: Whole,
 ) -> Upstream:
-    of_target = torch.zeros_like(grad_logp)
-    if target is not None and own is not None:
-        grad_logp, grad_lse = (torch.where(target < 0, 0, grad) for grad in (grad_logp, grad_lse))
-        grad_lse = grad_lse - grad_logp
-        of_target = torch.where(own < 0, 0, grad_logp)
+    of_target = torch.zeros_like(found.total)
+    grad_logp = of_target if grad_logp is None else grad_logp
+    grad_lse = of_target if grad_lse is None else grad_lse
+    if target is not None and operands.target is not None:
+        num_rows = operands.weight.shape[0] if whole.num_rows is None else whole.num_rows
+        counts = is_row(target, num_rows)
+        grad_logp, grad_lse = (torch.where(counts, grad, 0) for grad in (grad_logp, grad_lse))
+        of_target = grad_lse * found.logp.exp() - grad_logp * found.logp.expm1()
+        of_target = torch.where(is_row(operands.target, operands.weight.shape[0]), of_target, 0)
+    else:
+        grad_logp = torch.zeros_like(grad_lse)
     # Where no candidate is left all exponentials are 0, from any finite maximum.
-    factor = torch.where(total > 0, grad_lse / total, 0)
-    return Upstream(torch.where(maximum == -torch.inf, 0, maximum), factor, of_target)
-
-
-def _of_scale(operands: Operands, found: Gradients) -> Tensor:
-    """[1], sum over i, j of dz[i, j] (hidden weight^T + bias)[i, j]."""
-    total = (operands.hidden * found.hidden).sum()
-    if operands.bias is not None:
-        # A bias of -inf has a gradient of 0.
-        total = total + torch.where(found.bias == 0, 0, operands.bias * found.bias).sum()
-    return total / operands.scale
+    factor = torch.where(found.total > 0, (grad_lse - grad_logp) / found.total, 0)
+    return Upstream(torch.where(found.maximum == -torch.inf, 0, found.maximum), factor, of_target)
 
 
 def _no_parts(operands: Operands) -> Parts:
@@ -228,4 +292,5 @@ def _no_gradients(operands: Operands, wanted: Wanted) -> Gradients:
         torch.zeros_like(hidden, dtype=scale.dtype) if wanted.hidden else None,
         torch.zeros_like(weight) if wanted.weight else None,
         torch.zeros_like(bias, dtype=scale.dtype) if wanted.bias else None,
+        torch.zeros_like(scale) if wanted.scale else None,
     )

@@ -19,6 +19,8 @@ from recsys.ops.linear_logp.recompute import (
     Upstream,
     Wanted,
     fake_gradients,
+    is_row,
+    projected,
 )
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
@@ -38,7 +40,7 @@ def forward(operands: Operands) -> Parts:
         for block in _blocks(operands):
             scores = _scores(operands, block, hidden[block], weight, bias)
             if operands.target is not None:
-                score[block] = scores.gather(1, operands.target[block, None].clamp(min=0))[:, 0]
+                score[block] = scores.gather(1, _places(operands, block).clamp(min=0))[:, 0]
             best = torch.amax(scores, 1, out=maximum[block])
             finite = torch.where(best == -torch.inf, 0, best)
             torch.sum(scores.sub_(finite[:, None]).exp_(), 1, out=total[block])
@@ -48,27 +50,34 @@ def forward(operands: Operands) -> Parts:
 def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradients:
     """Products of the gradient of the scores."""
     hidden, weight, bias = _wide(operands)
-    grad_hidden = torch.empty_like(hidden) if wanted.hidden else None
+    # z does not change when hidden, bias and temperature grow by the same factor: Euler's theorem has the
+    # gradient of the scale in those of hidden and bias.
+    of_hidden, of_bias = wanted.hidden or wanted.scale, bias is not None and (wanted.bias or wanted.scale)
+    grad_hidden = torch.empty_like(hidden) if of_hidden else None
     grad_weight = torch.zeros_like(weight) if wanted.weight else None
-    grad_bias = weight.new_zeros(weight.shape[0]) if wanted.bias else None
+    grad_bias = weight.new_zeros(weight.shape[0]) if of_bias else None
     with torch.autocast(hidden.device.type, enabled=False):
         for block in _blocks(operands):
             scores = _scores(operands, block, hidden[block], weight, bias)
             grad = scores.sub_(upstream.maximum[block, None]).exp_().mul_(upstream.factor[block, None])
             if operands.target is not None:
-                place = operands.target[block, None].clamp(min=0)
-                grad.scatter_(1, place, grad.gather(1, place) + upstream.of_target[block, None])
+                places = _places(operands, block)
+                first = places.clamp(min=0)
+                of_target = upstream.of_target[block, None]
+                grad.scatter_(1, first, torch.where(places < 0, grad.gather(1, first), of_target))
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[block])
             if grad_weight is not None:
                 grad_weight.addmm_(grad.T, hidden[block])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-    if grad_hidden is not None:
-        grad_hidden *= operands.scale
-    if grad_bias is not None:
-        grad_bias *= operands.scale
-    return Gradients(grad_hidden, _rounded(grad_weight, operands.weight.dtype), grad_bias)
+    grad_scale = _of_scale(operands, hidden, grad_hidden, grad_bias) if wanted.scale else None
+    return Gradients(
+        _of_rows(grad_hidden, operands.hidden, operands.hidden_norms, operands) if wanted.hidden else None,
+        _rounded(_of_weight(grad_weight, operands), operands.weight.dtype),
+        grad_bias * operands.scale if grad_bias is not None and wanted.bias else None,
+        grad_scale,
+    )
 
 
 @torch.library.custom_op("recsys::linear_logp_forward", mutates_args=())
@@ -80,13 +89,18 @@ def forward_op(
     target: Tensor | None,
     candidate_ids: Tensor | None,
     target_ids: Tensor | None,
+    hidden_norms: Tensor | None,
+    weight_norms: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`forward` as one node of a traced graph, whatever the number of blocks."""
-    return forward(Operands(hidden, weight, bias, scale, target, candidate_ids, target_ids))
+    operands = Operands(
+        hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
+    )
+    return forward(operands)
 
 
 @forward_op.register_fake
-def _(hidden, weight, bias, scale, target, candidate_ids, target_ids):
+def _(hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms):
     return tuple(scale.new_empty(hidden.shape[0]) for _ in range(3))
 
 
@@ -99,30 +113,37 @@ def backward_op(
     target: Tensor | None,
     candidate_ids: Tensor | None,
     target_ids: Tensor | None,
+    hidden_norms: Tensor | None,
+    weight_norms: Tensor | None,
     maximum: Tensor,
     factor: Tensor,
     of_target: Tensor,
     wanted: list[bool],
 ) -> list[Tensor]:
     """`backward` as one node: the gradients that are `wanted`."""
-    operands = Operands(hidden, weight, bias, scale, target, candidate_ids, target_ids)
+    operands = Operands(
+        hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
+    )
     found = backward(operands, Upstream(maximum, factor, of_target), Wanted(*wanted))
     return [gradient for gradient in found if gradient is not None]
 
 
 @backward_op.register_fake
-def _(hidden, weight, bias, scale, target, candidate_ids, target_ids, maximum, factor, of_target, wanted):
-    return fake_gradients(hidden, weight, scale, wanted)
+def _(hidden, weight, bias, scale, *rest):
+    return fake_gradients(hidden, weight, scale, rest[-1])
 
 
 PIECES = Pieces(forward, backward, forward_op, backward_op)
 
 
 def _wide(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
-    """hidden and bias, both times the scale, and weight, in the type of the scale."""
+    """hidden and bias, both times the scale, and weight, in the type of the scale; normalised rows."""
     hidden, weight, bias, scale = operands[:4]
+    hidden, weight = hidden.to(scale.dtype), weight.to(scale.dtype)
+    if operands.hidden_norms is not None and operands.weight_norms is not None:
+        hidden, weight = hidden * operands.hidden_norms[:, None], weight * operands.weight_norms[:, None]
     scaled_bias = None if bias is None else bias.to(scale.dtype) * scale
-    return hidden.to(scale.dtype) * scale, weight.to(scale.dtype), scaled_bias
+    return hidden * scale, weight, scaled_bias
 
 
 def _blocks(operands: Operands) -> Iterator[slice]:
@@ -141,11 +162,37 @@ def _scores(operands: Operands, block: slice, hidden: Tensor, weight: Tensor, bi
     if operands.candidate_ids is not None and operands.target_ids is not None:
         hit = operands.target_ids[block, None] == operands.candidate_ids
         if operands.target is not None:
-            place = operands.target[block, None]
-            first = place.clamp(min=0)
-            hit.scatter_(1, first, hit.gather(1, first) & (place < 0))
+            places = _places(operands, block)
+            first = places.clamp(min=0)
+            hit.scatter_(1, first, hit.gather(1, first) & (places < 0))
         scores.masked_fill_(hit, -torch.inf)
     return scores
+
+
+def _places(operands: Operands, block: slice) -> Tensor:
+    """[rows of the block, 1], -1 for no target."""
+    target = operands.target[block, None]
+    return torch.where(is_row(target, operands.weight.shape[0]), target, -1)
+
+
+def _of_scale(operands: Operands, hidden: Tensor, grad: Tensor, grad_bias: Tensor | None) -> Tensor:
+    """[1], sum over i, j of dz[i, j] z[i, j] / scale. `grad` [N, D] is before the scale, hidden behind it."""
+    total = (hidden * grad).sum()
+    if operands.bias is not None and grad_bias is not None:
+        # A bias of -inf has a gradient of 0.
+        total = total + torch.where(grad_bias == 0, 0, operands.bias * grad_bias).sum() * operands.scale
+    return (total / operands.scale).reshape(1)
+
+
+def _of_rows(grad: Tensor, rows: Tensor, norms: Tensor | None, operands: Operands) -> Tensor:
+    grad = grad * operands.scale
+    return grad if norms is None else projected(grad, rows.to(grad.dtype), norms)
+
+
+def _of_weight(grad: Tensor | None, operands: Operands) -> Tensor | None:
+    if grad is None or operands.weight_norms is None:
+        return grad
+    return projected(grad, operands.weight.to(grad.dtype), operands.weight_norms)
 
 
 def _rounded(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

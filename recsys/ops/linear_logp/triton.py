@@ -5,10 +5,12 @@ The modules of kernels are imported when one of them runs, so that this one can 
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from recsys.ops import triton_backend
 from recsys.ops.dispatch import Support
 from recsys.ops.linear_logp import LogpFacts
-from recsys.ops.linear_logp.recompute import Gradients, Operands, Parts, Pieces, Upstream, Wanted
+from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, Pieces, Upstream, Wanted
 
 MAX_WIDTH = {2: 512, 4: 128}
 """By bytes of a number."""
@@ -50,4 +52,16 @@ def backward_op(*arguments):
     return triton_backend.load(_OPS).backward_op(*arguments)
 
 
-PIECES = Pieces(forward, backward, forward_op, backward_op)
+def whole_forward(operands: Operands, ignore_index: int | None) -> Found:
+    """`forward` and what is made of it, with few launches."""
+    return triton_backend.load(_OPS).whole_forward(operands, ignore_index)
+
+
+def whole_backward(
+    operands: Operands, found: Found, grad_logp: Tensor | None, grad_lse: Tensor | None, wanted: Wanted
+) -> Gradients:
+    """`backward` and what goes before it, with few launches."""
+    return triton_backend.load(_OPS).whole_backward(operands, found, grad_logp, grad_lse, wanted)
+
+
+PIECES = Pieces(forward, backward, forward_op, backward_op, whole_forward, whole_backward)

@@ -171,6 +171,33 @@ def test_in_batch_negatives_of_one_another():
         torch.testing.assert_close(logp[i], want)
 
 
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("ids", [False, True])
+@pytest.mark.parametrize("op", [linear_logp, linear_lse])
+def test_normalised_rows_are_those_of_pytorch(op, ids):
+    """With a row of zeros, and one shorter than what rows are divided by at least."""
+    given = problem(9, 8, 3, bias=ids, ids=ids)
+    if op is linear_lse:
+        given.pop("target")
+    given["hidden"][2], given["weight"][5] = 0, given["weight"][5] * 1e-9
+    leaves = leaves_of(given)
+    unit = {name: F.normalize(given[name], dim=1, eps=1e-6) for name in ("hidden", "weight")}
+    outs = []
+    for out in (op(**given, l2_normalize=True), op(**(given | unit))):
+        outs.append([out, out.new_zeros(9)] if op is linear_lse else list(out))
+    for got, want in zip(*outs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    cotangents = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
+    found = [
+        torch.autograd.grad(
+            [one for one in out if one.requires_grad], leaves, cotangents[: 2 - (op is linear_lse)]
+        )
+        for out in outs
+    ]
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
 def test_it_is_the_cross_entropy_of_pytorch():
     hidden, weight = torch.randn(300, 20, requires_grad=True), torch.randn(999, 20, requires_grad=True)
     target = torch.randint(999, (300,))

@@ -19,7 +19,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
 
 MATRICES = ("hidden", "weight", "own", "other")
-LONG = ("target", "candidate_ids", "target_ids")
+TYPES = {"target": "*i64", "candidate_ids": "*i64", "target_ids": "*i64", "rows": "*i32", "marks": "*u8"}
 NAMES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 SHARED_MEMORY = 227 * 1024
 WIDTHS = {torch.bfloat16: (64, 128, 256, 512), torch.float32: (64, 128)}
@@ -51,13 +51,13 @@ def compiled(kernel, dtype, constants):
     for index, name in enumerate(function.arg_names):
         if name in constants:
             signature[name] = "constexpr"
-        elif name.startswith(("num_", "stride_", "tiles_")):
+        elif name.startswith(("num_", "tiles_")):
             signature[name] = "i32"
         elif name in MATRICES or (name == "grad" and constants["OF_WEIGHT"]):
             signature[name] = NAMES[dtype]
         else:
-            signature[name] = "*i64" if name in LONG else "*u8" if name == "marks" else "*fp32"
-        if signature[name].startswith("*") or name.startswith("stride_"):
+            signature[name] = TYPES.get(name, "*fp32")
+        if signature[name].startswith("*"):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -85,10 +85,16 @@ def test_it_fits_into_registers_and_shared_memory(width, dtype, full, kernel, tm
     from recsys.ops.linear_logp import triton_ops
 
     given = operands(width, dtype, full=full)
-    blocks = triton_ops.blocks_of(given, triton_ops.FORWARD if kernel == "forward" else triton_ops.BACKWARD)
-    constants = triton_ops.constants(given, blocks)
+    tables = {
+        "forward": triton_ops.FORWARD,
+        "of hidden": triton_ops.OF_HIDDEN,
+        "of weight": triton_ops.OF_WEIGHT,
+    }
+    blocks = triton_ops.blocks_of(given, tables[kernel])
+    constants = triton_ops.constants_of(given, blocks)
     if kernel != "forward":
-        constants |= {"OF_WEIGHT": kernel == "of weight", "WITH_BIAS": kernel == "of weight" and full}
+        of_weight = kernel == "of weight"
+        constants |= {"OF_WEIGHT": of_weight, "WITH_BIAS": of_weight and full, "WITH_SCALE": False}
     name = "forward_kernel" if kernel == "forward" else "backward_kernel"
     found = compiled(name, dtype, constants)
     assert found.metadata.shared * blocks.programs <= SHARED_MEMORY
@@ -106,9 +112,9 @@ def test_a_traced_graph_holds_the_kernels():
     from recsys.ops.linear_logp.recompute import Upstream, Wanted
 
     def both(hidden, weight, scale, target):
-        wrap, given = torch.library.wrap_triton, Operands(hidden, weight, None, scale, target, None, None)
-        parts = triton_ops.launch_forward(given, wrap)
-        found = triton_ops.launch_backward(given, Upstream(*parts), Wanted(True, True, False), wrap)
+        launch, given = triton_ops.launch_traced, Operands(hidden, weight, None, scale, target, None, None)
+        parts = triton_ops.launch_forward(given, launch)
+        found = triton_ops.launch_backward(given, Upstream(*parts), Wanted(True, True, False, True), launch)
         return [*parts, found.hidden, found.weight]
 
     hidden, weight = torch.randn(33, 24), torch.randn(50, 24)

@@ -12,15 +12,25 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 
+is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
+BACKENDS = ["triton", pytest.param("sm90", marks=on_hopper)]
+
 
 def on_device(given):
-    return {name: value.to(DEVICE) for name, value in given.items()}
+    return {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in given.items()
+    }
+
+
+def is_float(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def results(given, backend, dtype=None):
     """Both outputs and all gradients, for random cotangents."""
     given = {
-        name: value.detach().to(dtype or value.dtype) if value.is_floating_point() else value
+        name: value.detach().to(dtype or value.dtype) if is_float(value) else value
         for name, value in given.items()
     }
     leaves = leaves_of(given)
@@ -48,9 +58,9 @@ def rounded_scores(given):
     return [*(one.detach() for one in out), *gradients(out, leaves)]
 
 
-def assert_near(given):
+def assert_near(given, backend="triton"):
     """Not further from float64 than twice what PyTorch is that holds its scores in the same type."""
-    got, theirs = results(given, "triton"), rounded_scores(given)
+    got, theirs = results(given, backend), rounded_scores(given)
     want = results(given, "reference", torch.float64)
     for ours, other, exact in zip(got, theirs, want, strict=True):
         left = exact.isfinite()
@@ -80,6 +90,36 @@ def test_random_sizes(dtype, width, bias, ids, rows, candidates):
     assert_near(on_device(given))
 
 
+ON_HOPPER = [(torch.bfloat16, 64), (torch.float16, 72), (torch.bfloat16, 128), (torch.bfloat16, 256)]
+ON_HOPPER += [(torch.float16, 264), (torch.bfloat16, 512)]
+
+
+@on_hopper
+@pytest.mark.parametrize(("dtype", "width"), ON_HOPPER)
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(rows=st.integers(1, 3000), candidates=st.integers(1, 5000))
+def test_random_sizes_on_hopper(dtype, width, rows, candidates):
+    given = problem(rows, candidates, width, dtype=dtype, bias=False, ids=False)
+    given["hidden"] = given["hidden"] / width**0.5
+    assert_near(on_device(given), "sm90")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(torch.bfloat16, 128), (torch.float16, 50), (torch.float32, 64)]
+)
+@pytest.mark.parametrize("ids", [False, True])
+def test_normalised_rows(dtype, width, ids):
+    given = on_device(problem(300, 2000, width, dtype=dtype, bias=ids, ids=ids))
+    given["hidden"][3] = 0
+    given["l2_normalize"] = True
+    got, want = results(given, "triton"), results(given, "reference", torch.float64)
+    for ours, exact in zip(got, want, strict=True):
+        left = exact.isfinite()
+        ours, exact = (torch.where(left, one.double(), 0) for one in (ours, exact))
+        unit = 2.0**-9 if dtype.itemsize == 2 else 2.0**-18
+        assert (ours - exact).norm() <= 4 * unit * exact.norm() + 1e-4
+
+
 @pytest.mark.parametrize("ids", [False, True])
 @pytest.mark.parametrize("width", [256, 512])
 def test_wide_rows(width, ids):
@@ -88,12 +128,13 @@ def test_wide_rows(width, ids):
     assert_near(on_device(given))
 
 
-def test_sure_targets_keep_their_gradient():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sure_targets_keep_their_gradient(backend):
     """Scores 10 against two of 0: 1 - p = 9.08e-5, which bfloat16 has no place for."""
     hidden = torch.eye(2, 16, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
     weight = 10 * torch.eye(3, 16, dtype=torch.bfloat16, device=DEVICE)
     weight[2] = 0
-    logp = linear_logp(hidden, weight, torch.tensor([0, 1], device=DEVICE), backend="triton").logp
+    logp = linear_logp(hidden, weight, torch.tensor([0, 1], device=DEVICE), backend=backend).logp
     (gradient,) = torch.autograd.grad(logp.sum(), hidden)
     rest = 2 / (torch.tensor(10.0).exp() + 2)
     torch.testing.assert_close(logp.cpu(), torch.log1p(-rest).expand(2), rtol=1e-3, atol=1e-6)
@@ -101,29 +142,32 @@ def test_sure_targets_keep_their_gradient():
     torch.testing.assert_close(gradient[:, :2].float().cpu(), expected, rtol=6e-3, atol=0)
 
 
-def test_wrong_targets_are_nan_and_write_nothing():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrong_targets_are_nan_and_write_nothing(backend):
     given = on_device(problem(200, 300, 64, dtype=torch.bfloat16, ids=False))
-    right = results(given, "triton")
+    right = results(given, backend)
     wrong = given | {"target": given["target"].clone()}
     ignored = (given["target"] == IGNORED).nonzero()[:, 0]
     for row, target in zip(ignored.tolist(), (-1, 300, 2**40, -(2**40), 301), strict=False):
         wrong["target"][row] = target
-    found = results(wrong, "triton")
+    found = results(wrong, backend)
     assert torch.equal(found[0].isnan(), wrong["target"] != given["target"])
     found[0] = torch.where(found[0].isnan(), 0, found[0])
     assert all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
 
 
-def test_the_same_bits_each_time_for_all_sizes_and_one_artefact():
-    from recsys.ops.linear_logp import triton_kernels
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_same_bits_each_time_for_all_sizes_and_one_artefact(backend):
+    from recsys.ops.linear_logp import triton_kernels, triton_rows
 
     sizes = [(1, 3), (7, 512), (512, 4097), (2048, 100), (4097, 7)]
     batches = [on_device(problem(*size, 128, dtype=torch.bfloat16, ids=False)) for size in sizes]
-    expected = [results(given, "triton") for given in batches]
-    names = ("forward_kernel", "backward_kernel", "target_kernel")
-    kernels = [getattr(triton_kernels, name) for name in names]
+    expected = [results(given, backend) for given in batches]
+    expected = [results(given, backend) for given in batches]
+    kernels = [triton_kernels.forward_kernel, triton_kernels.backward_kernel]
+    kernels += [triton_rows.finish_kernel, triton_rows.upstream_kernel]
     before = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
-    rapid = [(i, results(batches[i], "triton")) for n in range(40) for i in (4, n % 4, 0, 3, 1)]
+    rapid = [(i, results(batches[i], backend)) for n in range(40) for i in (4, n % 4, 0, 3, 1)]
     torch.cuda.synchronize()
     for i, got in rapid:
         assert all(torch.equal(one, other) for one, other in zip(got, expected[i], strict=True))
@@ -131,13 +175,14 @@ def test_the_same_bits_each_time_for_all_sizes_and_one_artefact():
     assert after == before
 
 
-def test_nothing_waits_for_the_device():
-    given = on_device(problem(500, 900, 64, dtype=torch.bfloat16))
-    results(given, "triton")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_waits_for_the_device(backend):
+    given = on_device(problem(500, 900, 64, dtype=torch.bfloat16, bias=False, ids=False))
+    results(given, backend)
     torch.cuda.set_sync_debug_mode("error")
     try:
         leaves = leaves_of(given)
-        logp, lse = linear_logp(**given, backend="triton")
+        logp, lse = linear_logp(**given, backend=backend)
         torch.autograd.grad(logp.sum() + lse.sum(), leaves)
     finally:
         torch.cuda.set_sync_debug_mode("default")

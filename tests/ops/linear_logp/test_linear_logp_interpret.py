@@ -32,7 +32,7 @@ def small_blocks(monkeypatch):
 
     mend_interpreter(monkeypatch)
     small = dict.fromkeys((64, 128, 256, 512), triton_ops.Blocks(32, 16, 4, 1))
-    for table in (triton_ops.FORWARD, triton_ops.BACKWARD):
+    for table in (triton_ops.FORWARD, triton_ops.OF_HIDDEN, triton_ops.OF_WEIGHT):
         for kind in table:
             monkeypatch.setitem(table, kind, small)
 
@@ -75,6 +75,49 @@ def test_outputs_and_all_gradients(rows, candidates, width, bias, ids, split, mo
     for one, other in zip(got, results(exact, "reference"), strict=True):
         assert one.dtype == torch.float32
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@pytest.mark.parametrize("ids", [False, True])
+def test_normalised_rows(ids):
+    exact = problem(70, 150, 20, bias=ids, ids=ids)
+    exact["hidden"][2], exact["weight"][5] = 0, exact["weight"][5] * 1e-9
+    normal = {"l2_normalize": True}
+    got = results(poisoned(cast(exact, torch.float32)) | normal, "triton")
+    for one, other in zip(got, results(exact | normal, "reference"), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_the_gradient_of_the_temperature_is_not_made_of_rounded_ones():
+    """One row, one candidate: hidden's and the weight's gradient are rounded to three digits, the
+    temperature's is d lse z / -temperature, once."""
+    hidden, weight = (
+        torch.full((1, 16), 0.5, dtype=torch.float16),
+        torch.full((1, 16), 0.75, dtype=torch.float16),
+    )
+    temperature = torch.tensor(0.7, requires_grad=True)
+    upstream = torch.tensor([1.000488])  # rounds to 1 in float16
+    lse = linear_lse(hidden, weight, temperature=temperature, backend="triton")
+    (gradient,) = torch.autograd.grad(lse, temperature, upstream)
+    torch.testing.assert_close(gradient, -upstream[0] * 6 / 0.7**2, rtol=1e-6, atol=0)
+
+
+@interpreted
+@pytest.mark.parametrize("which", [0, 1])
+def test_one_output_alone(which):
+    pairs = []
+    for backend, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        given = cast(problem(40, 50, 9), dtype)
+        leaves = leaves_of(given)
+        out = linear_logp(**given, backend=backend)[which]
+        # Strided and expanded cotangents.
+        cotangent = (
+            cotangents(40, dtype)[0][:, None].expand(40, 3)[:, 1] if which else out.new_ones(()).expand(40)
+        )
+        pairs.append(torch.autograd.grad(out, leaves, cotangent))
+    for got, want in zip(*pairs, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
 @interpreted
@@ -190,15 +233,17 @@ def test_the_library_ops(ids, monkeypatch):
     from recsys.ops.linear_logp import triton_ops
 
     monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
+    monkeypatch.setattr(triton_ops, "_start", None)
     given = problem(40, 50, 9, dtype=torch.float32, ids=ids, bias=ids)
     given["target"].clamp_(min=-1)
     names = ("hidden", "weight", "bias", "temperature", "target", "candidate_ids", "target_ids")
     operands = [given.get(name) for name in names]
     operands[3] = operands[3].reshape(1)
+    operands += [None, None]
     upstream = (*cotangents(40, torch.float32), torch.ones(40))
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(triton_ops.forward_op, tuple(operands), test_utils=checks)
-    for wanted in ([True, True, ids], [False, True, False]):
+    for wanted in ([True, True, ids, True], [False, True, False, False]):
         torch.library.opcheck(triton_ops.backward_op, (*operands, *upstream, wanted), test_utils=checks)
 
 
