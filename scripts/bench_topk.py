@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -41,6 +42,9 @@ CENTRES = 1000
 CHECKED = 16
 """Queries whose answers are compared with all scores in float64."""
 
+CHECKED_ITEMS = 1 << 20
+"""At a time."""
+
 CLOSE = 1e-5
 """Largest difference of a score; scores of unit vectors are at most 1."""
 
@@ -58,6 +62,15 @@ class Problem:
     def gone(self) -> dict[str, Tensor]:
         """As arguments."""
         return {"removed": self.removed, "removed_lengths": self.removed_lengths}
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """float64 [CHECKED, V] of the first queries, -inf for removed items."""
+        queries = self.queries[:CHECKED].double()
+        scores = torch.cat([queries @ part.double().T for part in self.items.split(CHECKED_ITEMS)], dim=1)
+        for row, gone in zip(scores, self.removed.split(self.removed_lengths.tolist()), strict=False):
+            row[gone] = -torch.inf
+        return scores
 
 
 @dataclass(frozen=True)
@@ -98,10 +111,7 @@ def make(
 
 def fault(problem: Problem, found: TopK, *, exact: bool) -> str | None:
     """What is wrong with an answer, looked at for the first queries; None when nothing is."""
-    gone = problem.removed.split(problem.removed_lengths.tolist())
-    for row in range(min(CHECKED, len(problem.queries))):
-        scores = problem.items.double() @ problem.queries[row].double()
-        scores[gone[row]] = -torch.inf
+    for row, scores in enumerate(problem.scores):
         items, given = found.items[row].cpu(), found.scores[row].cpu().double()
         if items.unique().numel() != len(items) or (scores[items] - given).abs().max() > CLOSE:
             return f"query {row}: items twice or removed, or their scores are not the inner products"

@@ -110,6 +110,18 @@ def test_equal_items_all_over_the_catalogue(backend):
     assert found_by(backend, given, 10).items.tolist() == want
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("length", [50, 1500])
+def test_the_best_items_are_removed(length, backend):
+    """What was found is not to be found again, among much else."""
+    given = on_device(around_centres(200, 50_000, 64, 7))
+    best = exact(given).topk(length, dim=1).indices.cpu()
+    longer = torch.cat([best, torch.randint(50_000, (200, 1000))], dim=1)
+    lengths = torch.full((200,), longer.shape[1])
+    given = given._replace(removed=longer.flatten(), removed_lengths=lengths)
+    assert_best(found_by(backend, given, 10), given, 10)
+
+
 @pytest.mark.parametrize("backend", [*BACKENDS, "reference"])
 @pytest.mark.parametrize("items", [500, 200_000])
 def test_nothing_waits_for_the_device(items, backend):
@@ -158,6 +170,15 @@ def test_more_than_two_to_the_31_numbers(backend):
     )
     assert found.items.tolist() == [[num_items - 2, num_items - 3]] * 5
     assert found.scores.tolist() == [[384.0, 128.0]] * 5
+
+
+def test_auto_takes_the_fastest():
+    skip_if_missing("sm90")
+    given = on_device(whole_numbers(3, 50, 8, 0))
+    top_k(**given.arguments(2))
+    assert last_backend("top_k") == "sm90"
+    top_k(**given.arguments(300))
+    assert last_backend("top_k") == "reference"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
