@@ -11,15 +11,18 @@ of multi-valued features are pooled (`pool`). Beside the backend stands the same
 written once.
 
 A case may be twice as far from float64 as PyTorch; rows that are only moved must be equal. `--record` writes
-a list of `{op, backend, shape, pass, ms, tb_s, ok, commit}`. On a CPU it runs tiny shapes, to test itself.
-Exit code 1 when a case was wrong.
+a list of `{op, backend, shape, pass, ms, tb_s, host_us, ok, commit}`: `ms` is the device's time, with the
+host far ahead of it, `host_us` that of the host alone. On a CPU it runs tiny shapes, to test itself. Exit
+code 1 when a case was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +39,9 @@ from scripts.bench_ops import FACTOR, current_commit, median_ms  # noqa: E402
 
 SAMPLES, CONTEXTUAL, TARGETS = 32, 4, 16
 """Of a batch; contextual tokens and targets of each sample."""
+
+AHEAD = 8_000_000
+"""Cycles, about 4 ms, in which the device waits for the host to get ahead."""
 
 AGES = 65
 """Rows of the time table: 64, and one for contextual tokens."""
@@ -68,6 +74,7 @@ class Record:
     direction: str  # "pass" in the file: a word that Python keeps for itself
     ms: float | None
     tb_s: float | None
+    host_us: float | None
     ok: bool
     commit: str
 
@@ -220,14 +227,13 @@ def bench(make: Callable[[int], Case], tokens: int, shape: str, context: Context
         error = float("inf")
     if not error <= 1:
         print(f"{shape}: {error:.2f} times the allowed error", file=sys.stderr)
-        return [Record(small.op, context.backend, shape, "fwd", None, None, False, context.commit)]
+        return [Record(small.op, context.backend, shape, "fwd", None, None, None, False, context.commit)]
     case, records = make(tokens), []
     for name, way in ((context.backend, case.ours), ("PyTorch", case.theirs)):
         for direction, run, moved in zip(("fwd", "bwd"), passes(case, way), case.moved, strict=True):
-            ms = median_ms(run, context.device, context.repeats)
-            records.append(
-                Record(case.op, name, shape, direction, ms, moved / ms / 1e9, True, context.commit)
-            )
+            ms, host = measure(run, context)
+            made = Record(case.op, name, shape, direction, ms, moved / ms / 1e9, host, True, context.commit)
+            records.append(made)
     return records
 
 
@@ -238,6 +244,28 @@ class Context(NamedTuple):
     backend: str
     commit: str
     repeats: int
+
+
+def measure(run: Callable[[int], object], context: Context) -> tuple[float, float]:
+    """Median ms on the device, median microseconds on the host."""
+    if context.device != "cuda":
+        ms = median_ms(run, context.device, context.repeats)
+        return ms, 1e3 * ms
+    for number in range(3):
+        run(number)
+    found = []
+    for number in range(context.repeats):
+        torch.cuda.synchronize()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(AHEAD)
+        first.record()
+        start = time.perf_counter()
+        run(number)
+        host = time.perf_counter() - start
+        last.record()
+        torch.cuda.synchronize()
+        found.append((first.elapsed_time(last), 1e6 * host))
+    return statistics.median(ms for ms, _ in found), statistics.median(host for _, host in found)
 
 
 def passes(case: Case, way: Way) -> tuple[Callable[[int], object], Callable[[int], object]]:
@@ -261,7 +289,7 @@ def table(records: Sequence[Record]) -> str:
     for record in records:
         numbers = "".join(
             f"{'-' if value is None else format(value, f'.{digits}f'):>9}"
-            for value, digits in ((record.ms, 3), (record.tb_s, 2))
+            for value, digits in ((record.ms, 3), (record.tb_s, 2), (record.host_us, 0))
         )
         ok = "" if record.ok else "  WRONG"
         lines.append(f"{record.shape:<40} {record.backend:<10} {record.direction:<4}{numbers}{ok}")
@@ -283,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device == "cpu":
         kinds, tokens = [(8, torch.float32), (8, torch.bfloat16)], 2048
     context = Context(device, options.backend, options.commit or current_commit(), options.repeats)
-    print(f"{'shape':<40} {'way':<10} {'pass':<4}{'ms':>9}{'TB/s':>9}")
+    print(f"{'shape':<40} {'way':<10} {'pass':<4}{'ms':>9}{'TB/s':>9}{'host us':>9}")
     records: list[Record] = []
     for width, dtype in kinds:
         torch.manual_seed(0)

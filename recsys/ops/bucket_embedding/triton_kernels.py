@@ -10,7 +10,7 @@ def _vectors(
 ):  # fmt: skip
     """float32 [rows, columns] of a table, zeros for a bucket that it does not have."""
     bucket = tl.load(buckets + row, mask=inside, other=-1).to(tl.int64)
-    pointer = table + bucket * tl.multiple_of(stride.to(tl.int64), STEP) + place
+    pointer = table + bucket * (stride // STEP * STEP) + place
     known = (bucket >= 0) & (bucket < size)
     return tl.load(pointer, mask=known & (place < W), other=0.0).to(tl.float32)
 
@@ -27,7 +27,7 @@ def embed_kernel(
     row = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     place = (tl.program_id(0) % COLUMNS) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = row < num_rows
-    pointer = x + row * tl.multiple_of(stride_x.to(tl.int64), STEP) + place
+    pointer = x + row * (stride_x // STEP * STEP) + place
     total = tl.load(pointer, mask=inside & (place < W), other=0.0).to(tl.float32) * SCALE
     total += _vectors(table_0, buckets_0, row, inside, place, size_0, stride_0, W, STEP)
     if TABLES > 1:

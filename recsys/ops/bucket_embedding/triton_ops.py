@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -13,8 +13,7 @@ from torch.library import triton_op, wrap_triton
 from recsys.ops.bucket_embedding.triton_kernels import embed_kernel
 from recsys.ops.jagged.triton_ops import blocks_of, dense_rows, step_of
 from recsys.ops.segment_sum.triton_ops import Segments, launch_sums
-
-Wrap = Callable[[Any], Any]
+from recsys.ops.triton_start import start
 
 MAX_TABLES = 2
 """Of the kernel; more of them are added by further launches."""
@@ -72,29 +71,22 @@ def launch_embed(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor],
     if num_rows == 0 or width == 0:
         return out
     now, later = tables[:MAX_TABLES], tables[MAX_TABLES:]
-    x, first, last = (dense_rows(one, width) for one in (x, now[0], now[-1]))
+    rows, first, last = (dense_rows(one, width) for one in (x, now[0], now[-1]))
     blocks = blocks_of(width, dtype.itemsize)
-    columns = -(-width // blocks.columns)
-    embed_kernel[((num_rows + blocks.rows - 1) // blocks.rows * columns,)](
-        x,
-        first,
-        last,
-        buckets[0].contiguous(),
-        buckets[len(now) - 1].contiguous(),
-        out,
-        num_rows,
-        first.shape[0],
-        last.shape[0],
-        x.stride(0),
-        first.stride(0),
-        last.stride(0),
-        W=width,
-        BLOCK_M=blocks.rows,
-        BLOCK=blocks.columns,
-        TABLES=len(now),
-        SCALE=scale,
-        STEP=step_of([x.stride(0), first.stride(0), last.stride(0)]),
-        num_warps=blocks.num_warps,
+    strides = (rows.stride(0), first.stride(0), last.stride(0))
+    start(
+        embed_kernel,
+        blocks.programs(num_rows, width),
+        (rows, first, last, buckets[0].contiguous(), buckets[len(now) - 1].contiguous(), out),
+        (num_rows, first.shape[0], last.shape[0], *strides),
+        {
+            "W": width,
+            **blocks.constants(),
+            "TABLES": len(now),
+            "SCALE": scale,
+            "STEP": step_of(strides),
+            "num_warps": blocks.num_warps,
+        },
     )
     return launch_embed(out, later, buckets[MAX_TABLES:], 1.0) if later else out
 
@@ -104,8 +96,8 @@ def sorted_by_bucket(buckets: Tensor, num_buckets: int) -> Segments:
     dtype = next(dtype for most, dtype in KEYS if num_buckets <= most)
     # What is outside stays there: -1, or 255, and num_buckets.
     keys, order = torch.sort(buckets.clamp(-1, num_buckets).to(dtype), stable=True)
-    bounds = torch.searchsorted(keys, torch.arange(num_buckets + 1, dtype=dtype, device=keys.device))
-    return Segments(keys, bounds, order)
+    numbers = torch.arange(num_buckets + 1, dtype=dtype, device=keys.device)
+    return Segments(keys, torch.searchsorted(keys, numbers), order)
 
 
 @triton_op("recsys::sum_by_bucket_triton", mutates_args=())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -55,61 +56,68 @@ def gather_rows(
     Raises:
         TypeError, ValueError: naming the argument. A row that a map names twice raises in backward, on a CPU.
     """
-    facts = _facts(values, index, inverse)
-    sources = [values] if isinstance(values, Tensor) else list(values)
-    maps = [index] if isinstance(index, Tensor) else list(index)
-    return OP.select(facts, backend).run(sources, maps, inverse)
+    sources, maps = _as_tuple(values), _as_tuple(index)
+    return OP.select(_checked(sources, maps, inverse), backend).run(sources, maps, inverse)
+
+
+def _as_tuple(given: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (given,) if isinstance(given, Tensor) else tuple(given)
 
 
 def _facts(
     values: Tensor | Sequence[Tensor], index: Tensor | Sequence[Tensor], inverse: Tensor | None = None
 ) -> GatherFacts:
+    return _checked(_as_tuple(values), _as_tuple(index), inverse)
+
+
+def _checked(sources: tuple[Tensor, ...], maps: tuple[Tensor, ...], inverse: Tensor | None) -> GatherFacts:
     """The one validator of all backends, and what is left to know once the arguments are sound."""
-    sources, maps = _named("values", values), _named("index", index)
-    _, first = sources[0]
-    for name, tensor in sources:
-        if tensor.dim() == 0:
-            raise ValueError(f"{name} must have at least one dimension")
-        if tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype:
-            raise ValueError(
-                f"values may differ in their first size only, {name} has shape {tuple(tensor.shape)} of "
-                f"{tensor.dtype}, the first one {tuple(first.shape)} of {first.dtype}"
-            )
-        if tensor.device != first.device:
-            raise ValueError(f"{name} is on {tensor.device}, the first one on {first.device}")
-    for name, tensor in maps:
-        _check_index(name, tensor, first, dims=1)
-    if inverse is not None:
-        _check_inverse(inverse, first, len(maps), sum(tensor.shape[0] for _, tensor in sources))
-    return GatherFacts(first.device.type, first.dtype, len(maps))
-
-
-def _named(name: str, given: Tensor | Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """One tensor or several of them, each with what a message calls it."""
-    if isinstance(given, Tensor):
-        return [(name, given)]
-    found = [(f"{name}[{number}]", tensor) for number, tensor in enumerate(given)]
-    if not found:
+    if not sources or not maps:
+        name = "index" if sources else "values"
         raise ValueError(f"{name} must be a tensor or some of them, got none")
-    for one, tensor in found:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{one} must be a tensor, got {type(tensor).__name__}")
-    return found
+    first = sources[0]
+    dtype, device = first.dtype, first.device
+    for number, tensor in enumerate(sources):
+        if tensor.dim() == 0:
+            raise ValueError(f"{_name('values', number, sources)} must have at least one dimension")
+        if number and (tensor.shape[1:] != first.shape[1:] or tensor.dtype != dtype):
+            raise ValueError(
+                f"values may differ in their first size only, values[{number}] has shape "
+                f"{tuple(tensor.shape)} of {tensor.dtype}, the first one {tuple(first.shape)} of {dtype}"
+            )
+        if tensor.device != device:
+            raise ValueError(f"values[{number}] is on {tensor.device}, the first one on {device}")
+    for number, tensor in enumerate(maps):
+        if tensor.dtype not in INDEX_DTYPES or tensor.dim() != 1 or tensor.device != device:
+            _refuse_index(_name("index", number, maps), tensor, first, "one dimension")
+    if inverse is not None:
+        _check_inverse(inverse, first, len(maps), sum([tensor.shape[0] for tensor in sources]))
+    return _known_facts(device.type, dtype, len(maps))
 
 
-def _check_index(name: str, tensor: Tensor, values: Tensor, dims: int) -> None:
+@lru_cache(maxsize=1024)
+def _known_facts(device: str, dtype: torch.dtype, num_maps: int) -> GatherFacts:
+    """Those of earlier calls: there are few, and to look one up costs less than to make it."""
+    return GatherFacts(device, dtype, num_maps)
+
+
+def _name(name: str, number: int, given: tuple[Tensor, ...]) -> str:
+    """What a message calls one of some tensors."""
+    return name if len(given) == 1 else f"{name}[{number}]"
+
+
+def _refuse_index(name: str, tensor: Tensor, values: Tensor, dimensions: str) -> None:
     if tensor.dtype not in INDEX_DTYPES:
         raise TypeError(f"{name} must be int64 or int32, got {tensor.dtype}")
-    if tensor.dim() != dims:
-        words = "one dimension" if dims == 1 else "two dimensions"
-        raise ValueError(f"{name} must have {words}, got shape {tuple(tensor.shape)}")
     if tensor.device != values.device:
         raise ValueError(f"{name} is on {tensor.device}, values on {values.device}")
+    raise ValueError(f"{name} must have {dimensions}, got shape {tuple(tensor.shape)}")
 
 
 def _check_inverse(inverse: Tensor, values: Tensor, num_maps: int, num_rows: int) -> None:
     several = inverse.dim() == 2 or num_maps > 1
-    _check_index("inverse", inverse, values, dims=2 if several else 1)
+    if inverse.dtype not in INDEX_DTYPES or inverse.dim() != 1 + several or inverse.device != values.device:
+        _refuse_index("inverse", inverse, values, "two dimensions" if several else "one dimension")
     wanted = (num_maps, num_rows) if several else (num_rows,)
     # A traced graph takes sizes that it does not know for equal.
     if not torch.compiler.is_compiling() and tuple(inverse.shape) != wanted:

@@ -46,6 +46,8 @@ def invert_each(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
     """int64 [K, num_rows]: the places of each row by the K maps of which `index` consists, one after the
     other; a place counts over all of them.
     """
+    if len(sizes) == 1:
+        return invert(index, num_rows)[None]
     found, before = [], 0
     for part in index.split(list(sizes)):
         own = invert(part, num_rows)

@@ -6,6 +6,7 @@ This module itself needs no Triton: the kernels are in `triton_kernels`, their l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 triton_backend.preload(_OPS)
 
 
+@lru_cache(maxsize=1024)
 def supports(facts: GatherFacts) -> Support:
     """Any dtype, since bits are moved; with several maps gradients are added, in float32."""
     added = facts.num_maps > 1 and facts.dtype.is_floating_point
@@ -36,9 +38,8 @@ def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | Non
     """No source is concatenated with another one, neither forward nor backward."""
     ops = triton_backend.load(_OPS)
     joined = index[0] if len(index) == 1 else torch.cat(list(index))
-    sizes = [one.shape[0] for one in index]
     if torch.compiler.is_compiling():
-        return ops.gather_rows_triton(list(values), joined, inverse, sizes)
+        return ops.gather_rows_triton(list(values), joined, inverse, [one.shape[0] for one in index])
     if torch.is_grad_enabled() and any(one.requires_grad for one in values):
-        return ops.GatherRows.apply(joined, inverse, sizes, *values)
+        return ops.GatherRows.apply(joined, inverse, [one.shape[0] for one in index], *values)
     return ops.launch_gather(values, joined)

@@ -1,16 +1,11 @@
 """Rows to places: one kernel for any number of bytes, and one that adds up what several places hold of a row.
 
-A program has whole rows, or some columns of them; each row of the output has one owner.
+A program has whole rows, or some columns of them; each row of the output has one owner. STEP divides all
+strides, and says so to the compiler, which then moves neighbours together.
 """
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def _step(stride, STEP: tl.constexpr):
-    """A stride of which STEP is a divisor: then neighbours are moved together."""
-    return tl.multiple_of(stride.to(tl.int64), STEP)
 
 
 @triton.jit(
@@ -31,16 +26,16 @@ def gather_kernel(
     row = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     place = (tl.program_id(0) % COLUMNS) * BLOCK + tl.arange(0, BLOCK)[None, :]
     wanted = tl.load(index + row, mask=row < num_out, other=-1).to(tl.int64)
-    pointer = source_0 + wanted * _step(stride_0, STEP)
+    pointer = source_0 + wanted * (stride_0 // STEP * STEP)
     last = end_0
     if SOURCES > 1:
-        pointer = tl.where(wanted < end_0, pointer, source_1 + (wanted - end_0) * _step(stride_1, STEP))
+        pointer = tl.where(wanted < end_0, pointer, source_1 + (wanted - end_0) * (stride_1 // STEP * STEP))
         last = end_1
     if SOURCES > 2:
-        pointer = tl.where(wanted < end_1, pointer, source_2 + (wanted - end_1) * _step(stride_2, STEP))
+        pointer = tl.where(wanted < end_1, pointer, source_2 + (wanted - end_1) * (stride_2 // STEP * STEP))
         last = end_2
     if SOURCES > 3:
-        pointer = tl.where(wanted < end_2, pointer, source_3 + (wanted - end_2) * _step(stride_3, STEP))
+        pointer = tl.where(wanted < end_2, pointer, source_3 + (wanted - end_2) * (stride_3 // STEP * STEP))
         last = end_3
     known = (wanted >= 0) & (wanted < last)
     value = tl.load(pointer + place, mask=known & (place < W), other=0)
@@ -60,8 +55,17 @@ def sum_kernel(
     total = tl.zeros([BLOCK_M, BLOCK], tl.float32)
     for _ in range(num_maps):
         wanted = tl.load(places + row, mask=row < num_rows, other=-1).to(tl.int64)
-        pointer = given + wanted * _step(stride, STEP) + column
+        pointer = given + wanted * (stride // STEP * STEP) + column
         known = (wanted >= 0) & (wanted < num_given)
         total += tl.load(pointer, mask=known & (column < W), other=0.0).to(tl.float32)
         places += num_rows
     tl.store(out + row * W + column, total, mask=(row < num_rows) & (column < W))
+
+
+@triton.jit(do_not_specialize=["first", "size", "num_rows", "number"])
+def invert_kernel(index, out, first, size, num_rows, number, BLOCK: tl.constexpr):
+    """out[number] [num_rows]: the place of each row that the entries `first` to `first + size` - 1 name."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(index + first + place, mask=place < size, other=-1).to(tl.int64)
+    known = (row >= 0) & (row < num_rows)
+    tl.store(out + tl.cast(number, tl.int64) * num_rows + row, first + place, mask=known)

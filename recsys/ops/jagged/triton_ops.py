@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +13,8 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from recsys.ops.jagged.reference import invert_each
-from recsys.ops.jagged.triton_kernels import gather_kernel, sum_kernel
-
-Wrap = Callable[[Any], Any]
+from recsys.ops.jagged.triton_kernels import gather_kernel, invert_kernel, sum_kernel
+from recsys.ops.triton_start import Wrap, start
 
 MAX_SOURCES = 4
 """Of the kernel: more of them are concatenated up to this number."""
@@ -30,8 +31,14 @@ LONGEST_BLOCK = 1024
 SHORTEST_BLOCK = 64
 """Columns of a block, if one that divides the row is to be found."""
 
+INVERTED = 1024
+"""Entries of a map for a program that inverts it."""
+
+MOVABLE = frozenset(
+    (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
+)
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of a number: rows are moved, whatever they mean."""
+"""By bytes of a number, for other types: rows are moved, whatever they mean."""
 
 
 class Blocks(NamedTuple):
@@ -40,6 +47,14 @@ class Blocks(NamedTuple):
     rows: int  # BLOCK_M
     columns: int  # BLOCK
     num_warps: int = 4
+
+    def programs(self, num_rows: int, width: int) -> int:
+        """That cover [num_rows, width]."""
+        return (num_rows + self.rows - 1) // self.rows * -(-width // self.columns)
+
+    def constants(self) -> dict[str, int]:
+        """By the names of the kernels' parameters."""
+        return {"BLOCK_M": self.rows, "BLOCK": self.columns}
 
 
 class GatherRows(torch.autograd.Function):
@@ -57,68 +72,93 @@ class GatherRows(torch.autograd.Function):
         index, inverse = ctx.saved_tensors
         total = sum(ctx.rows)
         if inverse is None:
-            inverse = invert_each(index, ctx.sizes, total)
+            inverse = launch_invert(index, ctx.sizes, total)
         grad = launch_sum(grad_out, inverse, total)
         return (None, None, None, *grad.split(ctx.rows))
 
 
-def launch_gather(values: Sequence[Tensor], index: Tensor, wrap: Wrap = lambda kernel: kernel) -> Tensor:
+def launch_gather(values: Sequence[Tensor], index: Tensor, wrap: Wrap | None = None) -> Tensor:
     """[N, ...]; the arguments have been validated."""
-    first = values[0]
-    shape, width = first.shape[1:], int(first.shape[1:].numel())
-    out = first.new_empty(index.shape[0], *shape)
-    if _is_zero(index.shape[0]) or width == 0:
+    first, num_out = values[0], index.shape[0]
+    width = width_of(first)
+    out = first.new_empty((num_out, *first.shape[1:]))
+    if is_zero(num_out) or width == 0:
         return out
-    rows = [_rows_of_bits(one, width) for one in _few(values)]
-    ends = list(accumulate(one.shape[0] for one in rows))
+    rows = [_movable(one, width) for one in _few(values)]
+    plan = _plan(width, first.element_size(), tuple([int(one.stride(0)) for one in rows]))
     missing = MAX_SOURCES - len(rows)
-    strides = [one.stride(0) for one in rows]
-    blocks = blocks_of(width, first.element_size())
-    wrap(gather_kernel)[_grid(index.shape[0], width, blocks)](
-        index.contiguous(),
-        *rows,
-        *[rows[0]] * missing,
-        _rows_of_bits(out, width),
-        index.shape[0],
-        *ends,
-        *[0] * missing,
-        *strides,
-        *[0] * missing,
-        W=width,
-        BLOCK_M=blocks.rows,
-        BLOCK=blocks.columns,
-        SOURCES=len(rows),
-        STEP=step_of(strides),
-        num_warps=blocks.num_warps,
+    ends = accumulate([one.shape[0] for one in rows])
+    start(
+        gather_kernel,
+        plan.programs(num_out),
+        (index.contiguous(), *rows, *[rows[0]] * missing, _movable(out, width)),
+        (num_out, *ends, *[0] * missing, *plan.strides, *[0] * missing),
+        plan.constants,
+        wrap,
     )
     return out
 
 
-def launch_sum(given: Tensor, places: Tensor, num_rows: int, wrap: Wrap = lambda kernel: kernel) -> Tensor:
+def launch_sum(given: Tensor, places: Tensor, num_rows: int, wrap: Wrap | None = None) -> Tensor:
     """[num_rows, ...], the sum of the rows `places[k, t]` of `given`; places [num_rows] or [K, num_rows]."""
     if places.dim() == 1 or places.shape[0] == 1:
         return launch_gather([given], places.flatten(), wrap)
-    width = int(given.shape[1:].numel())
-    out = given.new_empty(num_rows, *given.shape[1:])
-    if _is_zero(num_rows) or width == 0:
+    width = width_of(given)
+    out = given.new_empty((num_rows, *given.shape[1:]))
+    if is_zero(num_rows) or width == 0:
         return out
     rows = dense_rows(given, width)
-    blocks = blocks_of(width, 4)
-    wrap(sum_kernel)[_grid(num_rows, width, blocks)](
-        places.contiguous(),
-        rows,
-        out,
-        num_rows,
-        places.shape[0],
-        rows.shape[0],
-        rows.stride(0),
-        W=width,
-        BLOCK_M=blocks.rows,
-        BLOCK=blocks.columns,
-        STEP=step_of([rows.stride(0)]),
-        num_warps=blocks.num_warps,
+    blocks, step = blocks_of(width, 4), step_of([int(rows.stride(0))])
+    start(
+        sum_kernel,
+        blocks.programs(num_rows, width),
+        (places.contiguous(), rows, out),
+        (num_rows, places.shape[0], rows.shape[0], rows.stride(0)),
+        {"W": width, **blocks.constants(), "STEP": step, "num_warps": blocks.num_warps},
+        wrap,
     )
     return out
+
+
+def launch_invert(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
+    """`reference.invert_each`, one launch for each map. Not for code that is traced."""
+    out = torch.full((len(sizes), num_rows), -1, dtype=torch.int64, device=index.device)
+    index, before = index.contiguous(), 0
+    for number, size in enumerate(sizes):
+        if size:
+            start(
+                invert_kernel,
+                -(-size // INVERTED),
+                (index, out),
+                (before, size, num_rows, number),
+                {"BLOCK": INVERTED, "num_warps": 4},
+            )
+        before += size
+    return out
+
+
+class _Plan(NamedTuple):
+    """What the shape of a row and the strides of sources decide for `gather_kernel`."""
+
+    width: int
+    blocks: Blocks
+    strides: tuple[int, ...]
+    constants: dict[str, Any]
+
+    def programs(self, num_rows: int) -> int:
+        return self.blocks.programs(num_rows, self.width)
+
+
+@lru_cache(maxsize=1024)
+def _plan(width: int, itemsize: int, strides: tuple[int, ...]) -> _Plan:
+    blocks = blocks_of(width, itemsize)
+    constants = {"W": width, **blocks.constants(), "SOURCES": len(strides), "STEP": step_of(strides)}
+    return _Plan(width, blocks, strides, {**constants, "num_warps": blocks.num_warps})
+
+
+def width_of(tensor: Tensor) -> int:
+    """Numbers in a row of [T, ...]."""
+    return int(prod(tensor.shape[1:]))
 
 
 def blocks_of(width: int, itemsize: int) -> Blocks:
@@ -141,28 +181,27 @@ def step_of(strides: Sequence[int]) -> int:
 
 
 def dense_rows(tensor: Tensor, width: int) -> Tensor:
-    """[T, ...] as [T, width] with any stride between rows and none within."""
+    """[T, ...] with any stride between rows and none within; what is not so, as a copy [T, width]."""
+    dim = tensor.dim()
+    if dim == 1 or (tensor.stride(1) == 1 or width == 1 if dim == 2 else tensor.is_contiguous()):
+        return tensor
     rows = tensor.reshape(tensor.shape[0], width)
     return rows if width == 1 or rows.stride(1) == 1 else rows.contiguous()
 
 
-def _rows_of_bits(tensor: Tensor, width: int) -> Tensor:
+def _movable(tensor: Tensor, width: int) -> Tensor:
+    """Dense rows of a type that Triton has."""
     rows = dense_rows(tensor, width)
-    return rows.view(BITS[rows.element_size()])
+    return rows if rows.dtype in MOVABLE else rows.view(BITS[rows.element_size()])
 
 
-def _few(values: Sequence[Tensor]) -> list[Tensor]:
+def _few(values: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(values) <= MAX_SOURCES:
-        return list(values)
+        return values
     return [*values[: MAX_SOURCES - 1], torch.cat(list(values[MAX_SOURCES - 1 :]))]
 
 
-def _grid(num_rows: int, width: int, blocks: Blocks) -> tuple[int]:
-    columns = -(-width // blocks.columns)
-    return ((num_rows + blocks.rows - 1) // blocks.rows * columns,)
-
-
-def _is_zero(number: int) -> bool:
+def is_zero(number: int) -> bool:
     """False for a size that whoever traces has left open."""
     return isinstance(number, int) and number == 0
 

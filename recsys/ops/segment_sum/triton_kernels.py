@@ -23,7 +23,9 @@ def _load_rows(rows, row, inside, column, BLOCKS: tl.constexpr):
     ORDERED: tl.constexpr = BLOCKS[3]
     if ORDERED:
         row = tl.load(order + row, mask=inside, other=0)
-    return tl.load(values + row * stride + column, mask=inside & (column < W), other=0.0).to(tl.float32)
+    return tl.load(values + row.to(tl.int64) * stride + column, mask=inside & (column < W), other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
@@ -102,9 +104,9 @@ def pieces_kernel(
     BLOCKS: tl.constexpr = (W, BLOCK_M, BLOCK, ORDERED)
     number = tl.program_id(0) // COLUMNS
     column = (tl.program_id(0) % COLUMNS) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    rows = (values, order, tl.multiple_of(stride.to(tl.int64), STEP))
+    rows = (values, order, stride // STEP * STEP)  # STEP divides it: so neighbours are loaded together
     groups = tl.cdiv(num_segments, TOGETHER)
-    piece = piece.to(tl.int64)
+    piece = tl.cast(piece, tl.int64)
     if number >= groups:
         chunk = (number - groups + 1).to(tl.int64)
         _share(rows, segments, bounds, partial, chunk, num_rows, num_segments, piece, column, BLOCKS)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from recsys.ops.jagged.triton_ops import dense_rows, launch_gather, step_of
+from recsys.ops.jagged.triton_ops import dense_rows, is_zero, launch_gather, step_of, width_of
 from recsys.ops.layout import offsets_from_lengths
 from recsys.ops.segment_sum.reference import segment_ids
 from recsys.ops.segment_sum.triton_kernels import pieces_kernel, shares_kernel
-
-Wrap = Callable[[Any], Any]
+from recsys.ops.triton_start import Wrap, start
 
 ENTRIES = 4096
 """Of a program's block, rows x columns, but at most `MOST_ROWS` rows."""
@@ -79,56 +77,46 @@ def consecutive(lengths: Tensor, num_rows: int) -> Segments:
     return Segments(segment_ids(lengths, num_rows), offsets_from_lengths(lengths), None)
 
 
-def launch_sums(
-    values: Tensor, segments: Segments, dtype: torch.dtype, wrap: Wrap = lambda kernel: kernel
-) -> Tensor:
+def launch_sums(values: Tensor, segments: Segments, dtype: torch.dtype, wrap: Wrap | None = None) -> Tensor:
     """[K, ...] of `dtype` from values [n, ...]; the arguments have been validated."""
     num_rows, num_segments = segments.ids.shape[0], segments.bounds.shape[0] - 1
-    width = int(values.shape[1:].numel())
-    out = values.new_empty(num_segments, *values.shape[1:], dtype=dtype)
-    if (isinstance(num_segments, int) and num_segments == 0) or width == 0:
+    width = width_of(values)
+    out = values.new_empty((num_segments, *values.shape[1:]), dtype=dtype)
+    if is_zero(num_segments) or width == 0:
         return out
     rows = dense_rows(values, width)
     block = min(1 << (width - 1).bit_length(), LONGEST_BLOCK)
     cuts = cuts_of(num_rows, num_segments, block, ordered=segments.order is not None)
     whole = num_rows // cuts.piece  # chunks; at most one more is not
-    partial = values.new_empty(2 * (whole + 1), width, dtype=torch.float32)
-    columns = -(-width // block)
+    partial = values.new_empty((2 * (whole + 1), width), dtype=torch.float32)
     groups = (num_segments + cuts.together - 1) // cuts.together
-    wrap(pieces_kernel)[((groups + whole) * columns,)](
-        rows,
-        segments.ids if segments.order is None else segments.order,
-        segments.ids,
-        segments.bounds,
-        out,
-        partial,
-        num_rows,
-        num_segments,
-        cuts.piece,
-        rows.stride(0),
-        W=width,
-        BLOCK_M=rows_of(block),
-        BLOCK=block,
-        STEP=step_of([rows.stride(0)]),
-        ORDERED=segments.order is not None,
-        TOGETHER=cuts.together,
-        num_warps=4,
+    order = segments.ids if segments.order is None else segments.order
+    start(
+        pieces_kernel,
+        (groups + whole) * -(-width // block),
+        (rows, order, segments.ids, segments.bounds, out, partial),
+        (num_rows, num_segments, cuts.piece, rows.stride(0)),
+        {
+            "W": width,
+            "BLOCK_M": rows_of(block),
+            "BLOCK": block,
+            "STEP": step_of([int(rows.stride(0))]),
+            "ORDERED": segments.order is not None,
+            "TOGETHER": cuts.together,
+            "num_warps": 4,
+        },
+        wrap,
     )
-    if isinstance(whole, int) and whole == 0:
+    if is_zero(whole):
         return out
     block = min(block, SHARE_COLUMNS)
-    wrap(shares_kernel)[(whole * -(-width // block),)](
-        segments.ids,
-        segments.bounds,
-        out,
-        partial,
-        num_rows,
-        num_segments,
-        cuts.piece,
-        W=width,
-        BLOCK_M=rows_of(block),
-        BLOCK=block,
-        num_warps=4,
+    start(
+        shares_kernel,
+        whole * -(-width // block),
+        (segments.ids, segments.bounds, out, partial),
+        (num_rows, num_segments, cuts.piece),
+        {"W": width, "BLOCK_M": rows_of(block), "BLOCK": block, "num_warps": 4},
+        wrap,
     )
     return out
 

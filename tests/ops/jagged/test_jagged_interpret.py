@@ -139,7 +139,7 @@ def test_nothing_is_written_past_the_last_row(monkeypatch):
     def guarded(tensor, *shape, **options):
         if "device" in options:  # the interpreter's own
             return original(tensor, *shape, **options)
-        size = torch.Size(shape)
+        size = torch.Size(*shape)
         buffers.append(torch.full((size.numel() + 99,), float(GUARD)))
         return buffers[-1][: size.numel()].view(size)
 
