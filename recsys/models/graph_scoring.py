@@ -9,7 +9,7 @@ the cache and its lengths.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,19 +96,19 @@ class GraphScoring:
                 return self.model.score_encoded(sequence, candidates, cache.mixer)
             channels = max(len(sequence.layout.parts), 1)
             columns = (
-                sequence.values.unflatten(0, (channels, -1)).index_select(1, pieces.order),
-                sequence.timestamps.unflatten(0, (channels, -1)).index_select(1, pieces.order),
-                candidates.index_select(0, pieces.order),
+                pieces.cut(sequence.values.unflatten(0, (channels, -1)), 1),
+                pieces.cut(sequence.timestamps.unflatten(0, (channels, -1)), 1),
+                pieces.cut(candidates, 0),
             )
-            return self._run(pieces, columns, cache)
+            return pieces.join(list(self._run(pieces, columns, cache)))
 
-    def _run(self, pieces: _Pieces, columns: tuple[Tensor, Tensor, Tensor], cache: RankerCache) -> Tensor:
-        values, times, candidates = columns
-        scores: Tensor | None = None
-        start, before, filled = 0, None, set()
-        for number, count in enumerate(pieces.counts):
-            stop = start + count
-            form = self._form(cache, _room_for(count), values, candidates)
+    def _run(
+        self, pieces: _Pieces, columns: tuple[list[Tensor], list[Tensor], list[Tensor]], cache: RankerCache
+    ) -> Iterator[Tensor]:
+        """Scores of each piece, its own tensor."""
+        before, filled = None, set()
+        for number, (count, *piece) in enumerate(zip(pieces.counts, *columns, strict=True)):
+            form = self._form(cache, _room_for(count), piece[0], piece[2])
             if form not in filled:
                 torch.cat(lengths_of(cache), out=form.cached)
                 filled.add(form)
@@ -116,15 +116,10 @@ class GraphScoring:
             if fresh:
                 form.fill(pieces.kept[number], count)
             before = (form, pieces.same_as[number])
-            form.values[:, :count].copy_(values[:, start:stop])
-            form.times[:, :count].copy_(times[:, start:stop])
-            form.candidates[:count].copy_(candidates[start:stop])
-            found = form.run(fresh, self._record)[:count]
-            if scores is None:
-                scores = found.new_empty(pieces.order.shape[0], found.shape[1])
-            scores[start:stop].copy_(found)
-            start = stop
-        return torch.empty_like(scores).index_copy_(0, pieces.order, scores)
+            _put(form.values[:, :count], piece[0], 1)
+            _put(form.times[:, :count], piece[1], 1)
+            _put(form.candidates[:count], piece[2], 0)
+            yield form.run(fresh, self._record)[:count].clone()
 
     def _form(self, cache: RankerCache, count: int, values: Tensor, candidates: Tensor) -> _Form:
         longest = _room_for(longest_of(cache))
@@ -132,9 +127,9 @@ class GraphScoring:
         if key not in self._forms:
             form = _Form(
                 self._half,
-                values.new_zeros(values.shape[0], count, values.shape[2]),
+                values.new_zeros(values.shape[0], count, values.shape[-1]),
                 torch.zeros(values.shape[0], count, dtype=torch.int64, device=values.device),
-                candidates.new_zeros(count, candidates.shape[1]),
+                candidates.new_zeros(count, candidates.shape[-1]),
                 torch.zeros(cache.batch_size, dtype=torch.int64, device=values.device),
                 torch.cat(lengths_of(cache)),
             )
@@ -150,16 +145,31 @@ class _Pieces(NamedTuple):
     """All candidates, piece by piece.
 
     Attributes:
-        order: int64 [N], which candidate stands where.
+        order: int64 [N], which candidate stands where; None where all rows have as many in each piece.
         counts: candidates of each piece.
         kept: int64 [pieces, B], of each row.
         same_as: of each piece the first one with the same `kept`.
     """
 
-    order: Tensor
+    order: Tensor | None
     counts: list[int]
     kept: Tensor
     same_as: list[int]
+
+    def cut(self, tensor: Tensor, dim: int) -> list[Tensor]:
+        """What each piece has of a tensor with all N candidates in one dim; n of them, or [B, n / B]."""
+        if self.order is not None:
+            return list(tensor.index_select(dim, self.order).split(self.counts, dim))
+        num_pieces, rows = self.kept.shape
+        return list(tensor.unflatten(dim, (rows, num_pieces, -1)).unbind(dim + 1))
+
+    def join(self, scores: list[Tensor]) -> Tensor:
+        """[N, tasks] in the order of the candidates, from [n, tasks] of each piece."""
+        if self.order is None:
+            rows = self.kept.shape[1]
+            return torch.stack([one.unflatten(0, (rows, -1)) for one in scores], dim=1).flatten(0, 2)
+        found = torch.cat(scores)
+        return torch.empty_like(found).index_copy_(0, self.order, found)
 
 
 def _cut(layout: SequenceLayout, size: int) -> _Pieces:
@@ -176,11 +186,20 @@ def _cut(layout: SequenceLayout, size: int) -> _Pieces:
     for number, own in enumerate(by_piece):
         as_before = number > 0 and bool(torch.equal(own, by_piece[number - 1]))
         same_as.append(same_as[-1] if as_before else number)
-    place = layout.targets_only().layout.positions()
-    order = torch.argsort(place // size, stable=True)
+    order = None
+    if not all(bool((own == own[0]).all()) for own in by_piece) or (len(by_piece) > 1 and longest % size):
+        place = layout.targets_only().layout.positions()
+        order = torch.argsort(place // size, stable=True)
     first = torch.arange(0, longest, size, device=layout.device).unsqueeze(1)
     kept = (layout.num_targets - first).clamp(0, size)
     return _Pieces(order, [int(own.sum()) for own in by_piece], kept, same_as)
+
+
+def _put(target: Tensor, source: Tensor, dim: int) -> None:
+    """Copies n rows in, which may come as [B, n / B]."""
+    if source.dim() > target.dim():
+        target = target.unflatten(dim, source.shape[dim : dim + 2])
+    target.copy_(source)
 
 
 @dataclass(eq=False)
