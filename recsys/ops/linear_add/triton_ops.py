@@ -8,7 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.column_sums import column_sums, weight_gradient
+from recsys.ops.linear_parts import column_sums, linear, weight_gradient
+
+
+def forward(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear_add` without gradients."""
+    return _added(x, linear(y, weight, bias))
+
+
+def _added(x: Tensor, branch: Tensor) -> Tensor:
+    """The sum, in the memory of the branch if that will do."""
+    return branch.add_(x) if x.dtype == branch.dtype else x + branch.to(x.dtype)
 
 
 class LinearAdd(torch.autograd.Function):
@@ -21,8 +31,7 @@ class LinearAdd(torch.autograd.Function):
         ctx.parameter_dtype = weight.dtype
         if bias is None and x.dtype == y.dtype:
             return torch.addmm(x, y, rounded.t())
-        branch = F.linear(y, rounded, None if bias is None else bias.to(y.dtype))
-        return branch.add_(x) if x.dtype == y.dtype else x + branch.to(x.dtype)
+        return _added(x, F.linear(y, rounded, None if bias is None else bias.to(y.dtype)))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

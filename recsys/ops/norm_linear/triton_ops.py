@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.column_sums import column_sums, sum_of_parts, weight_gradient
 from recsys.ops.gradient_room import GradientRoom
+from recsys.ops.linear_parts import column_sums, linear, sum_of_parts, weight_gradient
 from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.triton_backend import num_processors
 from recsys.ops.triton_start import start
@@ -32,6 +32,19 @@ class Blocks(NamedTuple):
     rows: int  # BLOCK_M
     columns: int  # BLOCK
     num_warps: int
+
+
+def forward(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The projection [T, N], without gradients."""
+    return linear(launch_norm(x, norm_weight, norm_bias, eps, dtype), weight, bias)
 
 
 class NormLinear(torch.autograd.Function):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from recsys.ops.column_sums import sum_of_parts
 from recsys.ops.gradient_room import GradientRoom
+from recsys.ops.linear_parts import sum_of_parts
 from recsys.ops.norm_mul_dropout import counter
 from recsys.ops.norm_mul_dropout.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.triton_backend import num_processors

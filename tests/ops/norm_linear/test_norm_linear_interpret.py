@@ -22,15 +22,15 @@ def small_blocks(monkeypatch):
     if not INTERPRETED:
         yield
         return
-    from recsys.ops import column_sums
+    from recsys.ops import linear_parts
     from recsys.ops.norm_linear import triton_ops
 
     mend_interpreter(monkeypatch)
     for name in ("FORWARD_ENTRIES", "BACKWARD_ENTRIES"):  # columns and rows of several blocks
         monkeypatch.setattr(triton_ops, name, 128)
     monkeypatch.setattr(triton_ops, "WORKERS_PER_PROCESSOR", 1)
-    monkeypatch.setattr(column_sums, "PROGRAMS_PER_PROCESSOR", 1)
-    monkeypatch.setattr(column_sums, "COLUMNS", 16)
+    monkeypatch.setattr(linear_parts, "PROGRAMS_PER_PROCESSOR", 1)
+    monkeypatch.setattr(linear_parts, "COLUMNS", 16)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -125,6 +125,22 @@ def test_parameters_that_need_no_gradient_get_none():
     x.requires_grad_()
     norm_linear(x, *parameters, WIDTHS, backend="triton").parts[0].sum().backward()
     assert x.grad is not None and all(parameter.grad is None for parameter in parameters)
+
+
+@interpreted
+@pytest.mark.parametrize("autocast", [True, False])
+def test_without_gradients_the_same_numbers_and_no_room(autocast):
+    given = inputs(30, 20, torch.float32)
+    x, y, weight, bias = given[0], torch.randn(30, 9), torch.randn(20, 9), torch.randn(20)
+    dtype = torch.float16
+    with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+        found = norm_linear(*given, WIDTHS, dtype=dtype, backend="triton")
+        out = linear_add(x, y.to(dtype), weight, bias, backend="triton")
+        with torch.no_grad():
+            again = norm_linear(*given, WIDTHS, dtype=dtype, backend="triton")
+            assert torch.equal(linear_add(x, y.to(dtype), weight, bias, backend="triton"), out)
+    assert found.room is not None and again.room is None and again.x is x
+    assert all(torch.equal(one, other) for one, other in zip(found.parts, again.parts, strict=True))
 
 
 @interpreted

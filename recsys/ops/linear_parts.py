@@ -1,4 +1,5 @@
-"""Gradients of a linear layer's parameters: of its bias, sums over the rows; of its weight, a product.
+"""A linear layer without gradients, and the gradients of its parameters: of its bias, sums over the rows; of
+its weight, a product.
 
 For Triton backends; this module needs Triton.
 """
@@ -6,6 +7,7 @@ For Triton backends; this module needs Triton.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,6 +72,17 @@ def constants_of(width: int, stride: int) -> dict[str, int]:
     """What the kernel is compiled for, by the names of its parameters."""
     block = min(COLUMNS, max(16, 1 << (width - 1).bit_length()))
     return {"STRIDE": int(stride), "W": int(width), "BLOCK_M": ROWS, "BLOCK": block, "num_warps": 8}
+
+
+def linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`given @ weight^T + bias` in the type of `given`, without gradients.
+
+    Autocast, where it is on, keeps the parameters that it has rounded: pieces of a batch share them.
+    """
+    kind, dtype = given.device.type, given.dtype
+    if not (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == dtype):
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    return F.linear(given, weight, bias)
 
 
 def weight_gradient(grad: Tensor, given: Tensor, dtype: torch.dtype) -> Tensor:
