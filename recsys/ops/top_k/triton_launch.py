@@ -39,6 +39,9 @@ CHUNK_QUERIES = 4096
 CHUNK_BYTES = 512 * 2**20
 """Of the largest scores of groups, and again of the rounded items, of a chunk of the catalogue."""
 
+CHUNK_ITEMS = 2**30
+"""At most, so that 32 bits number the rows of a chunk."""
+
 PART = 64
 """Groups of a program, so that queries are loaded rarely, and the last programs end together."""
 
@@ -162,7 +165,7 @@ def _search(search: _Search, product: Product) -> None:
     items, device = search.items, search.items.device
     copied = not _is_ready(items)
     columns = search.rounded.rows.shape[1]
-    chunk = _chunk(len(search.queries), 2 * columns if copied else 0, len(items), product.group)
+    chunk = chunk_of(len(search.queries), 2 * columns if copied else 0, len(items), product.group)
     groups = _up(chunk, product.group) // product.group
     maxima = torch.empty(len(search.queries) * _up(groups, 16), dtype=torch.int32, device=device)
     widths = torch.empty(groups, dtype=torch.float32, device=device)
@@ -177,9 +180,9 @@ def _search(search: _Search, product: Product) -> None:
         choose(search, scores, widths, first, len(part), product.group)
 
 
-def _chunk(num_queries: int, item_bytes: int, num_items: int, group: int) -> int:
-    """Items of a chunk: whole groups, and the chunks of about the same size."""
-    most = CHUNK_BYTES // (4 * num_queries) * group
+def chunk_of(num_queries: int, item_bytes: int, num_items: int, group: int) -> int:
+    """Items of a chunk: whole groups, chunks of about the same size. `item_bytes`: of a copied item, else 0."""
+    most = min(CHUNK_BYTES // (4 * num_queries) * group, CHUNK_ITEMS)
     if item_bytes:
         most = min(most, CHUNK_BYTES // item_bytes)
     most = max(most // group, 1) * group

@@ -186,6 +186,25 @@ def test_auto_stays_with_the_reference_on_a_cpu_and_what_is_too_large_is_refused
     assert "it takes 1 to 512" in reason(whole_numbers(2, 3, 513, 0), 1)
 
 
+@interpreted
+@pytest.mark.parametrize("queries", [1, 300, 4096])
+@pytest.mark.parametrize("num_items", [1, 127, 128, 10_000_000, 2**32 - 1])
+@pytest.mark.parametrize("item_bytes", [0, 256])
+def test_chunks_are_bounded_and_cover_the_catalogue(item_bytes, num_items, queries, monkeypatch):
+    from recsys.ops.top_k import triton_launch
+
+    monkeypatch.setattr(triton_launch, "CHUNK_BYTES", 512 * 2**20)
+    chunk = triton_launch.chunk_of(queries, item_bytes, num_items, 128)
+    assert chunk % 128 == 0 and 0 < chunk <= 2**30
+    assert chunk * item_bytes <= 512 * 2**20 and chunk // 128 * queries * 4 <= 512 * 2**20
+    if num_items < 2**30:
+        assert chunk < num_items + 128
+    # No more chunks than must be, but for whole groups.
+    chunks, most = -(-num_items // chunk), min(2**30, 2**27 // queries * 128)
+    most = min(most, 2**29 // item_bytes // 128 * 128) if item_bytes else most
+    assert chunks == -(-num_items // most)
+
+
 @starts_it
 def test_the_kernels_in_the_interpreter():
     run_interpreted(__file__)
