@@ -181,7 +181,7 @@ def _search(search: _Search, product: Product) -> None:
 
 
 def chunk_of(num_queries: int, item_bytes: int, num_items: int, group: int) -> int:
-    """Items of a chunk: whole groups, chunks of about the same size. `item_bytes`: of a copied item, else 0."""
+    """Items of a chunk: whole groups, alike for all chunks. `item_bytes`: of an item that is copied, or 0."""
     most = min(CHUNK_BYTES // (4 * num_queries) * group, CHUNK_ITEMS)
     if item_bytes:
         most = min(most, CHUNK_BYTES // item_bytes)
