@@ -6,6 +6,7 @@ that is only made for the first one. What a whole file can have wrong (columns, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -247,26 +248,42 @@ def check_candidate_times(findings: Findings, candidates: Lists, events: Lists) 
     findings.add("future_event", rows, sentence)
 
 
-def check_keys(findings: Findings, keys: pa.Table, identity: list[str], request_time: np.ndarray) -> None:
-    """Key columns have no nulls, and no two rows of the table are the same in `identity` and in request
-    time."""
-    hashes = request_time
+def check_keys(findings: Findings, keys: pa.Table) -> None:
+    """Key columns have no nulls."""
     for name in keys.column_names:
-        values = one_array(keys[name])
-        findings.add("null", _true(pc.is_null(values)), lambda i, name=name: f"key column {name} is null.")
-        if name in identity:
-            hashes = combine(hashes, key_hash(values))
-    _, first = np.unique(hashes, return_index=True)
-    again = np.ones(len(hashes), bool)
-    again[first] = False
-    rows = np.flatnonzero(again) if identity else np.empty(0, np.int64)
+        if keys[name].null_count:
+            rows = _true(pc.is_null(one_array(keys[name])))
+            findings.add("null", rows, lambda i, name=name: f"key column {name} is null.")
+
+
+def check_repeats(findings: Findings, keys: pa.Table) -> None:
+    """No two rows of a table of key columns and request times are the same; `duplicates` finds those that
+    stand in different tables."""
+    hashes, known = hash_keys(keys)
+    _, first, place = np.unique(hashes[known], return_index=True, return_inverse=True)
+    again = np.flatnonzero(first[place] != np.arange(len(known)))
+    rows = known[again]
 
     def sentence(i: int) -> str:
-        row = int(rows[i])
-        key = ", ".join(f"{name} = {keys[name][row].as_py()!r}" for name in identity)
-        return f"another row of this row group has the same key ({key}) and request_time {request_time[row]}."
+        key = same_key(keys.slice(rows[i], 1).to_pylist()[0])
+        return f"{key} as another row, {rows[i] - known[first[place[again[i]]]]} before it."
 
     findings.add("duplicate_key", rows, sentence)
+
+
+def hash_keys(keys: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """uint64 hash of each row of some key columns, and int64 the rows without a null (a finding of its own)."""
+    columns = [one_array(column) for column in keys.columns]
+    known = np.ones(len(keys), bool)
+    for column in columns:
+        if column.null_count:
+            known &= column.is_valid().to_numpy(zero_copy_only=False)
+    return combine(*(key_hash(column) for column in columns)), np.flatnonzero(known)
+
+
+def same_key(key: dict[str, Any]) -> str:
+    """`has the same user_id = 3 and request_time = 1030`: what is said of a row that repeats another."""
+    return "has the same " + " and ".join(f"{name} = {value!r}" for name, value in key.items())
 
 
 def key_hash(values: pa.Array) -> np.ndarray:

@@ -18,6 +18,7 @@ from recsys.data.arrow import one_array
 from recsys.data.block import Block, Flat, offsets_of, pick, places
 from recsys.data.checks import Cells, Findings, Lists
 from recsys.data.contract import Field, Kind, Mode, fields, group_column, key_columns
+from recsys.data.duplicates import Duplicates
 from recsys.data.hashing import combine, draw_places, hash_text
 from recsys.data.layout_rule import LayoutRule
 from recsys.data.stochastic_length import thin_out
@@ -86,22 +87,23 @@ class Converter:
         self._unknown_rates = _unknown_rates(self._fields) if mode == "train" else {}
         names = list(self._unknown_rates)
         self._name_hashes = dict(zip(names, hash_text(pa.array(names, pa.string())), strict=True))
-        self._identity = list(pipeline.data.key_columns)
         self._tables = {column.name: column.table for column in features.columns(pipeline)}
         self._rule = rule
 
-    def block(self, table: pa.Table, origin: Origin) -> Block:
+    def block(self, table: pa.Table, origin: Origin, duplicates: Duplicates | None = None) -> Block:
         """Checks and converts all rows of a table.
 
         Args:
             table: the columns of `contract.needed_columns`, of types that `contract.check_schema` accepted.
             origin: where the table comes from.
+            duplicates: of the source that it comes from; None looks within the table.
 
         Raises:
             DataError: a bad row, unless the policy is to leave them out.
         """
         cells = self._cells(table)
         findings = self._check(table, cells)
+        self._check_repeats(findings, table, origin, duplicates)
         if self.pipeline.data.bad_rows.policy != pb.BadRows.SKIP:
             findings.raise_first(origin.path, origin.first_row)
         good = findings.codes == 0
@@ -161,8 +163,19 @@ class Converter:
         candidates = _candidates(cells)
         if candidates is not None:
             self._check_length(findings, events.lengths, candidates.lengths)
-        checks.check_keys(findings, table.select(key_columns(self.pipeline)), self._identity, request_time)
+        checks.check_keys(findings, table.select(key_columns(self.pipeline)))
         return findings
+
+    def _check_repeats(
+        self, findings: Findings, table: pa.Table, origin: Origin, duplicates: Duplicates | None
+    ) -> None:
+        if duplicates is None:
+            keys = self.pipeline.data.key_columns
+            if keys:
+                checks.check_repeats(findings, table.select(list(dict.fromkeys([*keys, REQUEST_TIME]))))
+            return
+        rows, places = duplicates.of_table(origin.file, origin.first_row, table.num_rows)
+        findings.add("duplicate_key", rows, lambda i: f"has the key of {duplicates.first(int(places[i]))}.")
 
     def _check_length(self, findings: Findings, num_events: np.ndarray, num_candidates: np.ndarray) -> None:
         data = self.pipeline.data

@@ -15,12 +15,16 @@ from recsys.data.batch import Batch, LayoutRule, Position
 from recsys.data.collate import Collator
 from recsys.data.contract import Mode
 from recsys.data.counts import Account
+from recsys.data.duplicates import find_duplicates
 from recsys.data.plan import Order
 from recsys.data.reader import Reader
 from recsys.data.reader_pool import ReaderPool
 from recsys.data.sources import Source, open_source
 from recsys.data.unknown import UnknownIds
 from recsys.errors import DataError
+
+_IN_USE = 3
+"""Batches that training works on at a time: a pipeline holds as many."""
 
 
 def _indices(reader: Reader, epoch: int, first: int, step: int) -> range:
@@ -80,7 +84,8 @@ class Loader:
                 wants no labels, cuts no candidates, and gives the rows in the order of the files.
 
         Raises:
-            DataError: files that are missing, broken, without rows, or that do not fit the config.
+            DataError: files that are missing, broken, without rows, or that do not fit the config; rows that
+                repeat the key and request time of others, unless `data.bad_rows` leaves them out.
         """
         if not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank}, world_size {world_size}; ranks are 0 to world_size - 1")
@@ -110,8 +115,9 @@ class Loader:
             mode,
             rule=rule,
             num_readers=world_size * max(1, data.num_workers),
-            # One is being filled and one being taken out beside those that wait.
-            num_slots=data.prefetch_batches + 2,
+            # One is being filled and some are in use beside those that wait.
+            num_slots=data.prefetch_batches + 1 + _IN_USE,
+            duplicates=find_duplicates(self.source, pipeline),
         )
 
     def num_batches(self, epoch: int = 0) -> int:

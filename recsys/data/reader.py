@@ -13,6 +13,7 @@ from recsys.data.block import Block, join
 from recsys.data.checks import REASONS
 from recsys.data.columns import Converter, Origin
 from recsys.data.contract import Mode
+from recsys.data.duplicates import Duplicates
 from recsys.data.layout_rule import LayoutRule
 from recsys.data.lru import Lru
 from recsys.data.plan import EpochPlan, Order, Part, RowGroup, resident_blocks
@@ -34,6 +35,7 @@ class Reader:
         rule: LayoutRule,
         num_readers: int,
         num_slots: int,
+        duplicates: Duplicates | None = None,
     ) -> None:
         """Checks the schema of every file; opens nothing yet.
 
@@ -43,7 +45,8 @@ class Reader:
             rule: how rows become sequences.
             num_readers: readers of all ranks that share an epoch; decides how many row groups are kept in
                 memory.
-            num_slots: batches that a reader process may have sent and nobody has taken yet.
+            num_slots: batches that a reader process may have sent and that are still in use.
+            duplicates: of the source; None looks for them within each row group.
 
         Raises:
             DataError: a file that does not fit.
@@ -55,6 +58,7 @@ class Reader:
         self._rule = rule
         self._num_readers = num_readers
         self._num_slots = num_slots
+        self._duplicates = duplicates
         self._columns = source.check(pipeline, mode)
         self._forget()
 
@@ -137,7 +141,8 @@ class Reader:
     def _convert(self, group: RowGroup) -> Block:
         table = self._source.read(group.file, group.number, self._columns)
         path = self._source.files[group.file].path
-        return self._converter.block(table, Origin(group.file, group.first_row, path, self._epoch))
+        origin = Origin(group.file, group.first_row, path, self._epoch)
+        return self._converter.block(table, origin, self._duplicates)
 
     def _count(self, counts: Counter[str]) -> None:
         self._skipped.update({reason: counts[reason] for reason in REASONS if counts[reason]})

@@ -23,6 +23,7 @@ from recsys.data.batch import Batch, Position
 from recsys.data.block import Block
 from recsys.data.collate import Collator
 from recsys.data.columns import Converter, Origin
+from recsys.data.duplicates import MANY, Duplicates, count_repeated, find_duplicates
 from recsys.data.sources import Source
 from recsys.data.unknown import UnknownIds
 from recsys.errors import RecsysError
@@ -92,17 +93,20 @@ class Predictor:
             device = torch.device(package.description.device)
             self.search = open_search(self.settings, package.items, device)
 
-    def table(self, table: pa.Table, origin: Origin = ORIGIN) -> pa.Table:
+    def table(
+        self, table: pa.Table, origin: Origin = ORIGIN, duplicates: Duplicates | None = None
+    ) -> pa.Table:
         """Scores the rows of one table; row i of the answer belongs to row i.
 
         Args:
             table: columns as `Source.check` lists them.
             origin: where the table comes from, for errors.
+            duplicates: of the source that it comes from; None looks within the table.
 
         Raises:
             DataError: a bad row, unless `data.bad_rows` leaves them out.
         """
-        block = self.converter.block(table, origin)
+        block = self.converter.block(table, origin, duplicates)
         found = (self._rank if self.package.items is None else self._retrieve)(block, table)
         answer = table.select(list(self.pipeline.data.key_columns))
         for name, column in found.items():
@@ -174,10 +178,13 @@ def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
     """Scores every row group of a source into a folder of parquet parts; goes on with a folder that it began.
 
     Raises:
-        DataError: the input does not fit the package's config, or has a bad row.
+        DataError: the input does not fit the package's config, or has a bad row; also when two rows have the
+            same key and request time, wherever they are.
         RecsysError: the folder holds something else, or rows are missing at the end.
     """
     columns = source.check(predictor.pipeline, MODE)
+    duplicates = find_duplicates(source, predictor.pipeline)
+    _say_repeated(source, predictor.pipeline, duplicates)
     _begin(predictor, source, output)
     parts = {
         group: output / f"part-{group.file:05d}-{group.number:05d}.parquet" for group in source.row_groups
@@ -185,7 +192,8 @@ def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
     for group, part in parts.items():
         if not part.exists():
             origin = Origin(group.file, group.first_row, source.files[group.file].path)
-            _write(predictor.table(source.read(group.file, group.number, columns), origin), part)
+            table = source.read(group.file, group.number, columns)
+            _write(predictor.table(table, origin, duplicates), part)
     rows = left_out = 0
     for group, part in parts.items():
         with pq.ParquetFile(part) as written:
@@ -198,6 +206,21 @@ def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
     _say_recall(predictor.recall(), output)
     files.write_text(output / SUCCESS, json.dumps({"rows": rows, "left_out": left_out}) + "\n")
     return Predicted(output, rows, left_out)
+
+
+def _say_repeated(source: Source, pipeline: pb.Pipeline, duplicates: Duplicates | None) -> None:
+    """A warning where a key alone does not tell rows of the output apart."""
+    keys = list(pipeline.data.key_columns)
+    if duplicates is None or features.REQUEST_TIME in keys:
+        return
+    count = count_repeated(source, keys) - len(duplicates.rows)
+    if count > 0:
+        log.warning(
+            "%s rows have the %s of an earlier row, at another request_time: the predictions hold a row for "
+            "each, in the order of the input. To tell them apart, name more columns in data.key_columns",
+            f"{count:,}" if count < MANY else f"{MANY:,} or more",
+            " and ".join(keys),
+        )
 
 
 def _say_recall(recall: Recall | None, output: Path) -> None:

@@ -48,6 +48,8 @@ class Source(ABC):
     """
 
     files: list[File]
+    unique_keys = False
+    """Whether no two rows can have the same key."""
 
     @abstractmethod
     def read(self, file: int, row_group: int, columns: list[str]) -> pa.Table:

@@ -25,6 +25,8 @@ class SyntheticSource(Source):
     """One pseudo-file; row group i is drawn from a generator of (seed, i), with the columns that the config
     reads."""
 
+    unique_keys = True
+
     def __init__(self, config: pb.SyntheticSource, *, pipeline: pb.Pipeline) -> None:
         self._config = config
         self._pipeline = pipeline
