@@ -240,8 +240,13 @@ class SequenceLayout(LayoutFacts):
         """int64 [T], the inverse of `assemble_index`: token of each contextual, then uih, then target row."""
 
         def build() -> Tensor:
-            blocks = (self.contextual_only(), self.history_only(), self.targets_only())
-            return torch.cat([block.index for block in blocks])
+            contextual = torch.full_like(self.lengths, self.num_contextual)
+            lengths = torch.cat([contextual, self.num_uih, self.num_targets])
+            start = self.offsets[:-1]
+            first = torch.cat([start, start + self.num_contextual, start + self.history_end])
+            shift = first - (lengths.cumsum(0) - lengths)
+            token = torch.arange(self.total_len, device=self.device)
+            return token + torch.repeat_interleave(shift, lengths, output_size=self.total_len)
 
         return self.memo("disassemble_index", build)
 
