@@ -182,13 +182,16 @@ def explain_ops() -> str:
     for dtype in (torch.float32, torch.bfloat16):
         q = torch.zeros(5, 2, 16, dtype=dtype, device=device)
         row, scale = q.flatten(1), torch.ones(32, device=device)
-        place = torch.zeros(5, dtype=torch.int64, device=device)
+        square, place = torch.zeros(32, 32, device=device), torch.zeros(5, dtype=torch.int64, device=device)
         found = (
             ops.explain("hstu_attention", q, q, q, layout, scale_len=8),
             ops.explain("hstu_attention_cached", q, q, q, layout, q, q, layout, scale_len=8),
             ops.explain("softmax_attention", q, q, q, layout),
             ops.explain("norm_mul_dropout", row, row, scale, scale),
             ops.explain("linear_logp", row, row, place),
+            ops.explain("norm_linear", row, scale, scale, square, scale, [16, 16]),
+            ops.explain("linear_add", row, row, square),
+            ops.explain("top_k", row.float(), row, 2, removed=place[:0], removed_lengths=0 * place),
             ops.explain("gather_rows", [row, row], place),
             ops.explain("segment_sum", row, layout.lengths),
             ops.explain("bucket_embedding", row, [row], [place]),
