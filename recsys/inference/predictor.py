@@ -216,10 +216,10 @@ def _say_repeated(source: Source, pipeline: pb.Pipeline, duplicates: Duplicates 
     count = count_repeated(source, keys) - len(duplicates.rows)
     if count > 0:
         log.warning(
-            "%s rows have the %s of an earlier row, at another request_time: the predictions hold a row for "
+            "rows with the %s of an earlier row, at another request_time: %s. The predictions hold a row for "
             "each, in the order of the input. To tell them apart, name more columns in data.key_columns",
-            f"{count:,}" if count < MANY else f"{MANY:,} or more",
             " and ".join(keys),
+            f"{count:,}" if count < MANY else f"{MANY:,} or more",
         )
 
 

@@ -5,14 +5,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from recsys import protos as pb
+from recsys.data.sources import open_source
 from recsys.data.vocabulary import mappings
+from recsys.errors import DataError
 from recsys.inference.exporter import catalogue
-from recsys.inference.predictor import Predictor
+from recsys.inference.predictor import Predictor, predict
 from recsys.models import build_model
 from tests.modules.pipelines import RETRIEVER, batch_of, pipeline_of, random_row
 
@@ -106,3 +109,54 @@ def test_the_order_of_rows_in_a_table_changes_no_score(retriever):
     scores = Predictor(retriever.package).table(table([3, 44])).to_pylist()[0]
     by_id = dict(zip(IDS, retriever.vectors @ retriever.queries[0][0].double().numpy(), strict=True))
     assert scores["score"] == pytest.approx([by_id[one] for one in scores["item_id"]], abs=1e-5)
+
+
+@pytest.fixture
+def repeated(retriever, tmp_path):
+    """A source of two files, in which user 1 stands twice: rows 1 and 4."""
+    retriever.package.folder = tmp_path
+    (tmp_path / "manifest.json").write_text("{}")
+    paths = [str(tmp_path / "rows" / f"{i}.parquet") for i in range(2)]
+    (tmp_path / "rows").mkdir()
+    pq.write_table(table([3], [44], [7]), paths[0], row_group_size=2)
+    pq.write_table(table([905], [44, 7], [29]).slice(0, 2), paths[1])
+
+    def source():
+        return open_source(pb.Source(parquet=pb.ParquetSource(paths=paths)), retriever.package.pipeline)
+
+    users = pq.read_table(paths[1])
+    pq.write_table(users.set_column(0, "user_id", pa.array([5, 1])), paths[1])
+    return SimpleNamespace(package=retriever.package, paths=paths, source=source)
+
+
+def test_a_key_in_two_files_is_an_error_and_nothing_is_predicted(repeated, tmp_path):
+    message = r"1.parquet, row 1: has the same user_id = 1 and request_time = 10000 as .*0.parquet, row 1"
+    with pytest.raises(DataError, match=message):
+        predict(Predictor(repeated.package), repeated.source(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_later_row_of_a_key_can_be_left_without_a_prediction(repeated, tmp_path):
+    repeated.package.pipeline.data.bad_rows.policy = pb.BadRows.SKIP
+    made = predict(Predictor(repeated.package), repeated.source(), tmp_path / "out")
+    assert (made.rows, made.left_out) == (5, 1)
+    found = [
+        row
+        for part in sorted((tmp_path / "out").glob("*.parquet"))
+        for row in pq.read_table(part).to_pylist()
+    ]
+    assert [row["user_id"] for row in found] == [0, 1, 2, 5, 1]
+    assert [row["item_id"] is None for row in found] == [False, False, False, False, True]
+
+
+def test_a_key_at_two_times_has_two_predictions_and_a_warning(repeated, tmp_path, caplog):
+    last = pq.read_table(repeated.paths[1])
+    later = pc.add(last["request_time"], pa.array([0, 1]))
+    pq.write_table(last.set_column(1, "request_time", later), repeated.paths[1])
+    made = predict(Predictor(repeated.package), repeated.source(), tmp_path / "out")
+    assert (made.rows, made.left_out) == (5, 0)
+    assert "rows with the user_id of an earlier row, at another request_time: 1. " in caplog.text
+    caplog.clear()
+    pq.write_table(last.slice(0, 1), repeated.paths[1])
+    predict(Predictor(repeated.package), repeated.source(), tmp_path / "other")
+    assert "another request_time" not in caplog.text
