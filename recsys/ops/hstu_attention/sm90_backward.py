@@ -39,6 +39,7 @@ from recsys.ops.hstu_attention.sm90_forward import (
     num_masked,
     tanh,
     tell,
+    unknown,
 )
 
 NO_ROW = gl.constexpr(0x7FFFFFFF)
@@ -96,35 +97,23 @@ def load_tile_of_keys(
 
 @gluon.jit
 def loading_ahead(
-    q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, samples, num_places, num_units,
-    num_heads, strides, SIZES: gl.constexpr,
+    q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
+    SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles of keys in the order of the list, or with WHOLE samples and all their tiles; rows run ahead
-    in `STAGES` buffers, keys and values of the next tile as far as theirs allow."""
-    WHOLE: gl.constexpr = SIZES[6]
+    """Takes tiles of keys in the order of the list; rows run ahead in `STAGES` buffers, keys and values of
+    the next tile as far as theirs allow."""
     state = ((gl.to_tensor(0), gl.to_tensor(1)), (gl.to_tensor(0), gl.to_tensor(1)), gl.to_tensor(0))
-    unit = gl.program_id(0)
-    while unit < num_units:
+    place = gl.program_id(0)
+    while place < num_places:
         following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        if WHOLE:
-            sample = samples + (unit // num_heads).to(gl.int64) * 2
-            place = gl.load(sample).to(gl.int32) * num_heads + unit % num_heads
-            for _tile in range(gl.load(sample + 1).to(gl.int32)):
-                state = load_tile_of_keys(
-                    place, state, q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, num_heads,
-                    strides, SIZES,
-                )  # fmt: skip
-                place += num_heads
-        else:
-            state = load_tile_of_keys(
-                unit, state, q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, num_heads, strides,
-                SIZES,
-            )  # fmt: skip
-        unit = following
+        state = load_tile_of_keys(
+            place, state, q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, num_heads, strides, SIZES
+        )
+        place = following
     turn = state[2]
     slots, k_full, k_free = buffers[6], barriers[4], barriers[6]
     mbarrier.wait(k_free.index(turn % 2), turn // 2 % 2 ^ 1)
-    tell(num_places, slots.index(turn % 2))
+    tell(place, slots.index(turn % 2))
     mbarrier.arrive(k_full.index(turn % 2))
 
 
@@ -170,7 +159,7 @@ def start_part(block, slot, buffers, barriers, strip: gl.constexpr, SIZES: gl.co
     STRIPS: gl.constexpr = SIZES[3]
     PART: gl.constexpr = D // STRIPS
     parts: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    keys = buffers[2].index(slot).reshape([STRIPS * STRIP, D]).slice(strip * PART, PART, 1)
+    keys = buffers[2].index(unknown(slot)).reshape([STRIPS * STRIP, D]).slice(strip * PART, PART, 1)
     ds = buffers[4].index(block % 2).permute((1, 0))
     nothing = gl.zeros([BLOCK_M, PART], gl.float32, parts)
     mbarrier.wait(barriers[7].index(block % 2), block // 2 % 2)
@@ -188,55 +177,6 @@ def store_part(part, block, row, place, dq_desc, buffers, barriers, strip: gl.co
     fence_async_shared()
     end = place[0] + tile[1]
     async_add_to_global(dq_desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile[1] + row, place[1]], buffer)
-
-
-@gluon.jit
-def wait_for_sums(anything):
-    """Until all that this warp group has added is in memory."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
-        "=r,r",
-        [anything],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    gl.thread_barrier()
-
-
-@gluon.jit
-def fence_sums(anything):
-    """What this warp group has stored comes before what it adds from now on."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async; mov.u32 $0, 0;", "=r,r", [anything], dtype=gl.int32, is_pure=False, pack=1
-    )
-    gl.thread_barrier()
-
-
-@gluon.jit
-def round_sums(
-    sums, grad_q, tile, head, num_heads, first_row, factor, strip: gl.constexpr, SIZES: gl.constexpr
-):
-    """dQ of a whole sample in the strip's columns, to which no other warp group has added; the sums, this
-    program's from row `first_row` on, are zero afterwards."""
-    D: gl.constexpr = SIZES[0]
-    PART: gl.constexpr = D // SIZES[3]
-    ROWS: gl.constexpr = 8192 // PART  # 64 numbers a thread
-    wide: gl.constexpr = gl.BlockedLayout([1, 4], [128 // PART, PART // 4], [4, 1], [1, 0])
-    wait_for_sums(tile[1])
-    i = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, wide)), 1)
-    column = strip * PART + gl.expand_dims(gl.arange(0, PART, gl.SliceLayout(0, wide)), 0)
-    from_row = sums + first_row.to(gl.int64) * D
-    to_row = grad_q + tile[0] * num_heads * D + head * D
-    for first in range(0, tile[1], ROWS):
-        row = first + i
-        inside = (row < tile[1]) & (column >= 0)
-        place = from_row + (row * D + column)
-        value = gl.load(place, mask=inside, other=0.0, cache_modifier=".cg")  # past the first-level cache
-        gl.store(place, gl.zeros([ROWS, PART], gl.float32, wide), mask=inside)
-        rounded = (value * factor).to(grad_q.dtype.element_ty)
-        gl.store(to_row + (row * (num_heads * D) + column), rounded, mask=inside)
-    fence_sums(tile[1])
 
 
 @gluon.jit
@@ -259,8 +199,8 @@ def add_rows(
     stage, parity = cursor
     q = buffers[0].index(stage).reshape([BLOCK_M, D])
     g = buffers[1].index(stage).reshape([BLOCK_M, D])
-    k = buffers[2].index(slots[0]).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
-    v = buffers[3].index(slots[1]).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    k = buffers[2].index(unknown(slots[0])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    v = buffers[3].index(unknown(slots[1])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
     dtype: gl.constexpr = q.dtype
     nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
 
@@ -318,8 +258,8 @@ def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.con
 
 @gluon.jit
 def computing_group(
-    strip: gl.constexpr, dq_desc, dk_desc, dv_desc, buffers, barriers, items, sums, grad_q, num_places,
-    num_heads, room, half_alpha, inverse_scale, rule, SIZES: gl.constexpr, RULE: gl.constexpr,
+    strip: gl.constexpr, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads,
+    half_alpha, inverse_scale, rule, SIZES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
     """One strip of each tile of keys that the loading warp tells of."""
     D: gl.constexpr = SIZES[0]
@@ -328,7 +268,6 @@ def computing_group(
     STRIPS: gl.constexpr = SIZES[3]
     V_STAGES: gl.constexpr = SIZES[4]
     APART: gl.constexpr = SIZES[5]
-    WHOLE: gl.constexpr = SIZES[6]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     k_full, k_free, v_free = barriers[4], barriers[6], barriers[9]
     out_buffer, told = buffers[7], buffers[6]
@@ -343,8 +282,6 @@ def computing_group(
         count = num_blocks(runs)
         masked = num_masked(runs)
         part_place = (tile[0].to(gl.int32), head * D + strip * (D // STRIPS))
-        if WHOLE:
-            part_place = (gl.program_id(0) * room, gl.to_tensor(strip * (D // STRIPS)))
         slots = (turn % 2, v_cursor[0], v_cursor[1])
         grad_k = gl.zeros([STRIP, D], gl.float32, layout)
         grad_v = gl.zeros([STRIP, D], gl.float32, layout)
@@ -389,40 +326,31 @@ def computing_group(
             grad_k * (half_alpha * inverse_scale), dk_desc, out_buffer.index(strip + STRIPS * APART), done,
             strip, done_head * D, D, not APART,
         )  # fmt: skip
-        if WHOLE:
-            if done[3] + STRIPS * STRIP >= done[1]:
-                round_sums(
-                    sums, grad_q, done, done_head, num_heads, part_place[0], half_alpha * inverse_scale,
-                    strip, SIZES,
-                )  # fmt: skip
     tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=[
-        "num_items", "num_samples", "num_heads", "room", "stride_q", "stride_g", "stride_k", "stride_v",
+        "num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v",
         "num_contextual", "window", "prefix", "group_size",
     ],
 )  # fmt: skip
 def backward_kernel(
-    q_desc, g_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, items, counter, samples, sums, grad_q,
-    num_items, num_samples, num_heads, room, stride_q, stride_g, stride_k, stride_v,
+    q_desc, g_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, items, counter,
+    num_items, num_heads, stride_q, stride_g, stride_k, stride_v,
     half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
     D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
-    V_STAGES: gl.constexpr, APART: gl.constexpr, WHOLE: gl.constexpr,
+    V_STAGES: gl.constexpr, APART: gl.constexpr,
     WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV [T, H, D], contiguous, and dQ. One program a processor; `counter` is 0; the strides are those
-    of a head. APART: dK and dV leave through buffers of their own, not through those of the parts of dQ.
-
-    `dq_desc` is of `sums`, float32, zeros to be added to: [T, H, D], which become dQ less the factor
-    alpha / (2 scale_len). With WHOLE a program computes all tiles of a sample's head, one after the other;
-    its sums are [room, D] of its own, which fit into a cache, and from them it makes `grad_q` itself,
-    [T, H, D] contiguous. `samples`: of each, int64, the first item and how many there are.
+    """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are those of a
+    head. `dq_desc` is of zeros in float32, [T, H, D], to be added to: dQ less the factor
+    alpha / (2 scale_len). APART: dK and dV leave through buffers of their own, not through those of the parts
+    of dQ.
     """
-    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, APART, WHOLE)
+    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, APART)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     gl.static_assert(STRIPS == 2)
     dtype: gl.constexpr = q_desc.dtype
@@ -466,19 +394,19 @@ def backward_kernel(
     barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, ds_full, ds_free, v_free)
     num_places = num_items * num_heads
     loading = (
-        q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, samples, num_places,
-        num_samples * num_heads, num_heads, (stride_q, stride_g, stride_k, stride_v), SIZES,
+        q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
+        (stride_q, stride_g, stride_k, stride_v), SIZES,
     )  # fmt: skip
     # A tuple that had a name would lose what its members know at compile time.
     gl.warp_specialize(
         [
             (computing_group, (
-                0, dq_desc, dk_desc, dv_desc, buffers, barriers, items, sums, grad_q, num_places,
-                num_heads, room, half_alpha, inverse_scale, rule, SIZES, RULE,
+                0, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha,
+                inverse_scale, rule, SIZES, RULE,
             )),
             (computing_group, (
-                1, dq_desc, dk_desc, dv_desc, buffers, barriers, items, sums, grad_q, num_places,
-                num_heads, room, half_alpha, inverse_scale, rule, SIZES, RULE,
+                1, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha,
+                inverse_scale, rule, SIZES, RULE,
             )),
             (loading_ahead, loading),
         ],

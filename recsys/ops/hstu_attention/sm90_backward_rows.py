@@ -3,11 +3,13 @@
 Formulas and names are those of `sm90_backward`, the schedule is that of `sm90_forward`: a tile is cut into
 strips of 64 rows, one a warp group, and visits the blocks of keys that it sees. Scores and dO V^T of a block
 are started together, the slopes are computed while the tensor cores are at the second product and at those of
-the other strip, and dS is the left operand of dQ += dS K in registers. dQ leaves through the buffer of q.
+the other strip, and dS is the left operand of dQ += dS K in registers. Where there is room dQ leaves through
+a buffer of its own, so that the next rows arrive while the last product and the stores are under way; else
+through that of q.
 
-    buffers   q, g (dO), k, v, slots for numbers of tiles
+    buffers   q, g (dO), k, v, slots for numbers of tiles, out
     barriers  rows full and free, k full and free, v full and free, told
-    SIZES     D, BLOCK_N, stages of k, stages of v
+    SIZES     D, BLOCK_N, stages of k, stages of v, APART: whether dQ has a buffer of its own
 """
 
 from triton.experimental import gluon
@@ -33,20 +35,12 @@ from recsys.ops.hstu_attention.sm90_forward import (
     num_masked,
     tanh,
     tell,
+    unknown,
     visible,
 )
 
 STRIPS = gl.constexpr(2)
 """Of a tile."""
-
-
-@gluon.jit
-def unknown(number):
-    """The number, but the compiler does not know it: of buffers that are the same in all blocks it would
-    compute the descriptors of all instructions before the loop, more than there are registers for."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
-    )
 
 
 @gluon.jit
@@ -56,7 +50,7 @@ def loading_warp(
 ):  # fmt: skip
     """Takes tiles in the order of the list, the next one whenever it is done, and loads what they need."""
     BLOCK_N: gl.constexpr = SIZES[1]
-    q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers
+    q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]
     rows_full, rows_free, k_full, k_free, v_full, v_free, told = barriers
     stride_q, stride_g, stride_k, stride_v = strides
     k_cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
@@ -96,10 +90,11 @@ def loading_warp(
 
 @gluon.jit
 def add_block(
-    total, i, first, k_cursor, v_cursor, buffers, barriers, strip: gl.constexpr, tile, half_alpha, rule,
-    SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr,
+    total, i, first, last, k_cursor, v_cursor, buffers, barriers, strip: gl.constexpr, tile, half_alpha,
+    rule, SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """dQ of the rows `i` of a strip, plus what the block of keys from `first` on contributes."""
+    """dQ of the rows `i` of a strip, plus what the block of keys from `first` on contributes; `last`: of the
+    tile."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -130,6 +125,8 @@ def add_block(
     mbarrier.wait(barriers[2].index(k_cursor[0]), k_cursor[1])
     grad, slope = warpgroup_mma_wait(0, deps=(grad, slope))
     mbarrier.arrive(barriers[5].index(v_cursor[0]))
+    if SIZES[4]:
+        mbarrier.arrive(barriers[1].index(strip), pred=last)
     rounded = gl.convert_layout((grad * slope).to(dtype), operand)
     total = warpgroup_mma(rounded, k, total, is_async=True)
     total = warpgroup_mma_wait(0, deps=(total,))
@@ -160,7 +157,8 @@ def computing_group(
     BLOCK_N: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    buffer, slots = buffers[0].index(strip), buffers[4]
+    APART: gl.constexpr = SIZES[4]
+    buffer, slots = buffers[5].index(strip), buffers[4]
     full, free, told = barriers[0].index(strip), barriers[1].index(strip), barriers[6]
     k_cursor = (gl.to_tensor(0), gl.to_tensor(0))
     v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
@@ -170,23 +168,26 @@ def computing_group(
     tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     while place < num_places:
         masked = num_masked(runs)
+        count = num_blocks(runs)
         past = blocks_past(strip, tile, runs, rule[0], BLOCK_N, RULE[3])
         k_cursor, v_cursor = skip_blocks(past, k_cursor, v_cursor, barriers, SIZES)
         i = tile[3] + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, scores))
         total = gl.zeros([STRIP, D], gl.float32, sums)
         mbarrier.wait(full, turn % 2)
+        if APART:
+            mbarrier.arrive(free, pred=past == count)
         for number in range(past, masked):
             first = block_at(number, runs, unmasked) * BLOCK_N
             total = add_block(
-                total, i, first, k_cursor, v_cursor, buffers, barriers, strip, tile, half_alpha, rule,
-                SIZES, RULE, True,
+                total, i, first, number == count - 1, k_cursor, v_cursor, buffers, barriers, strip, tile,
+                half_alpha, rule, SIZES, RULE, True,
             )  # fmt: skip
             k_cursor = next_stage(k_cursor, SIZES[2])
             v_cursor = next_stage(v_cursor, SIZES[3])
-        for _number in range(gl.maximum(past, masked), num_blocks(runs)):
+        for number in range(gl.maximum(past, masked), count):
             total = add_block(
-                total, i, 0, k_cursor, v_cursor, buffers, barriers, strip, tile, half_alpha, rule,
-                SIZES, RULE, False,
+                total, i, 0, number == count - 1, k_cursor, v_cursor, buffers, barriers, strip, tile,
+                half_alpha, rule, SIZES, RULE, False,
             )  # fmt: skip
             k_cursor = next_stage(k_cursor, SIZES[2])
             v_cursor = next_stage(v_cursor, SIZES[3])
@@ -195,14 +196,18 @@ def computing_group(
         place = hear(slots.index(turn % 2))
         done, column = tile, head * D
         tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+        if APART:
+            tma.store_wait(0)  # the rows of the tile before have left the buffer
         # A strip past the end of the sample stores too: nothing of it is in bounds.
         buffer.reshape([STRIP, D]).store((total * (half_alpha * inverse_scale)).to(dq_desc.dtype))
         fence_async_shared()
         rows = RAGGED_ROWS - done[1] + done[3] + strip * STRIP
         end = done[0].to(gl.int32) + done[1]
         tma.async_copy_shared_to_global(dq_desc, [RAGGED_ROWS, end, rows, column], buffer)
-        tma.store_wait(0)
-        mbarrier.arrive(free)
+        if not APART:
+            tma.store_wait(0)
+            mbarrier.arrive(free)
+    tma.store_wait(0)
 
 
 @gluon.jit(
@@ -216,12 +221,13 @@ def rows_kernel(
     stride_q, stride_g, stride_k, stride_v,
     half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
     D: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    APART: gl.constexpr,
     WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dQ [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
-    SIZES: gl.constexpr = (D, BLOCK_N, K_STAGES, V_STAGES)
+    SIZES: gl.constexpr = (D, BLOCK_N, K_STAGES, V_STAGES, APART)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     dtype: gl.constexpr = q_desc.dtype
     rule = (num_contextual, window, prefix, group_size)
@@ -229,6 +235,9 @@ def rows_kernel(
     g_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + g_desc.block_shape, g_desc.layout)
     k_buffer = gl.allocate_shared_memory(dtype, [K_STAGES] + k_desc.block_shape, k_desc.layout)
     v_buffer = gl.allocate_shared_memory(dtype, [V_STAGES] + v_desc.block_shape, v_desc.layout)
+    out_buffer = q_buffer
+    if APART:
+        out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + dq_desc.block_shape, dq_desc.layout)
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
     rows_full = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
     rows_free = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
@@ -249,7 +258,7 @@ def rows_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=STRIPS)
     fence_async_shared()
-    buffers = (q_buffer, g_buffer, k_buffer, v_buffer, slots)
+    buffers = (q_buffer, g_buffer, k_buffer, v_buffer, slots, out_buffer)
     barriers = (rows_full, rows_free, k_full, k_free, v_full, v_free, told)
     num_places = num_items * num_heads
     loading = (

@@ -15,7 +15,7 @@ Numbers that belong together travel as tuples, as in `triton_tile`, whose mask t
     runs      the blocks that the tile visits
     buffers   q, k, v and out in shared memory; two slots for numbers of tiles
     barriers  full and free of q, k and v
-    SIZES     D, BLOCK_N, STAGES, STRIPS
+    SIZES     D, BLOCK_N, STAGES, STRIPS, Q_TILES: buffers for tiles of q
 
 What is in flight never crosses the end of a loop's body: ptxas (13.5) would put a wait behind every product.
 """
@@ -81,6 +81,15 @@ def pass_turn(strip: gl.constexpr, num_threads):
         dtype=gl.int32,
         is_pure=False,
         pack=1,
+    )
+
+
+@gluon.jit
+def unknown(number):
+    """The number, but the compiler does not know it: of buffers that are the same in all blocks it would
+    compute the descriptors of all instructions before the loop, more than there are registers for."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
@@ -168,6 +177,7 @@ def loading_warp(
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
+    Q_TILES: gl.constexpr = SIZES[4]
     q_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[4]
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
     stride_q, stride_k, stride_v = strides
@@ -179,17 +189,24 @@ def loading_warp(
         following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         count = num_blocks(runs)
         if count > 0:
-            tell(place, slots.index(turn % 2))
             first = block_at(0, runs, unmasked) * BLOCK_N
-            mbarrier.wait(k_free.index(cursor[0]), cursor[1])
-            load_rows(
-                k_desc, tile, first, head * stride_k, k_full.index(cursor[0]), k_buffer.index(cursor[0])
-            )
+            if Q_TILES == 1:  # else there is room for q before
+                mbarrier.wait(k_free.index(cursor[0]), cursor[1])
+                load_rows(
+                    k_desc, tile, first, head * stride_k, k_full.index(cursor[0]), k_buffer.index(cursor[0])
+                )
+            tell(place, slots.index(turn % (2 * Q_TILES)))  # what it said before has been heard: q was free
             for strip in gl.static_range(STRIPS):
-                mbarrier.wait(q_free.index(strip), turn % 2 ^ 1)
+                at = turn % Q_TILES * STRIPS + strip
+                mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
                 row = tile[3] + strip * STRIP
-                load_rows(q_desc, tile, row, head * stride_q, q_full.index(strip), q_buffer.index(strip))
+                load_rows(q_desc, tile, row, head * stride_q, q_full.index(at), q_buffer.index(at))
             turn += 1
+            if Q_TILES > 1:
+                mbarrier.wait(k_free.index(cursor[0]), cursor[1])
+                load_rows(
+                    k_desc, tile, first, head * stride_k, k_full.index(cursor[0]), k_buffer.index(cursor[0])
+                )
             for number in range(1, count):  # keys are needed, and free again, before the values of a block
                 stage, parity = next_stage(cursor, STAGES)
                 further = block_at(number, runs, unmasked) * BLOCK_N
@@ -207,10 +224,11 @@ def loading_warp(
             )
             cursor = next_stage(cursor, STAGES)
         place = following
-    tell(place, slots.index(turn % 2))
+    tell(place, slots.index(turn % (2 * Q_TILES)))
     for strip in gl.static_range(STRIPS):
-        mbarrier.wait(q_free.index(strip), turn % 2 ^ 1)
-        mbarrier.arrive(q_full.index(strip))
+        at = turn % Q_TILES * STRIPS + strip
+        mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
+        mbarrier.arrive(q_full.index(at))
 
 
 @gluon.jit
@@ -284,7 +302,7 @@ def skip_blocks(count, cursor, barriers, strip: gl.constexpr, SIZES: gl.constexp
 
 @gluon.jit
 def attend(
-    q, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
+    q, q_free, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """float32 [STRIP, D], the sum over all blocks but the first `past`, of which there is at least one; the
@@ -337,7 +355,7 @@ def attend(
         total, weight = settle(total, new, following, cursor, barriers)
         cursor = following
     if not OUT_IN_Q:
-        mbarrier.arrive(barriers[1].index(strip))
+        mbarrier.arrive(q_free)
     stage = cursor[0]
     total = warpgroup_mma(weight, buffers[2].index(stage).reshape([BLOCK_N, D]), total, is_async=True)
     total = warpgroup_mma_wait(0, deps=(total,))
@@ -354,41 +372,53 @@ def computing_group(
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STRIPS: gl.constexpr = SIZES[3]
+    Q_TILES: gl.constexpr = SIZES[4]
     q_buffer, out_buffer, slots = buffers[0], buffers[3], buffers[4]
     q_full, q_free = barriers[0], barriers[1]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     if TURNS and strip == STRIPS - 1:
         pass_turn(0, 256)
     mbarrier.wait(q_full.index(strip), 0)
     place = hear(slots.index(0))
+    tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     while place < num_places:
-        tile, runs, unmasked, head = fetch(items, place, num_heads)  # as the loading warp did before
         past = blocks_past(strip, tile, runs, rule[0], BLOCK_N, RULE[3])
         cursor = skip_blocks(past, cursor, barriers, strip, SIZES, TURNS)
+        at = turn % Q_TILES * STRIPS + strip
+        total = gl.zeros([STRIP, D], gl.float32, sums)
         if past < num_blocks(runs):
-            q = q_buffer.index(strip).reshape([STRIP, D])
+            q = q_buffer.index(at).reshape([STRIP, D])
             total, cursor = attend(
-                q, cursor, buffers, barriers, strip, tile, runs, unmasked, past, half_alpha, rule,
-                SIZES, RULE, TURNS, OUT_IN_Q,
+                q, q_free.index(at), cursor, buffers, barriers, strip, tile, runs, unmasked, past,
+                half_alpha, rule, SIZES, RULE, TURNS, OUT_IN_Q,
             )  # fmt: skip
-            out = (total * inverse_scale).to(q_buffer.dtype)
-            buffer = out_buffer.index(strip)
-            if not OUT_IN_Q:
-                tma.store_wait(0)  # the rows of the tile before have left the buffer
-            buffer.reshape([STRIP, D]).store(out)
-            fence_async_shared()
-            rows = RAGGED_ROWS - tile[1] + tile[3] + strip * STRIP
-            end = tile[0].to(gl.int32) + tile[1]
-            tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, end, rows, head * D], buffer)
-            if OUT_IN_Q:
-                tma.store_wait(0)
-                mbarrier.arrive(q_free.index(strip))
-        else:
-            mbarrier.arrive(q_free.index(strip))
+        elif not OUT_IN_Q:
+            mbarrier.arrive(q_free.index(at))
         turn += 1
-        mbarrier.wait(q_full.index(strip), turn % 2)
-        place = hear(slots.index(turn % 2))
+        following = turn % Q_TILES * STRIPS + strip
+        done, column = tile, head * D
+        if Q_TILES > 1:  # early, so that the next item is on its way
+            mbarrier.wait(q_full.index(following), turn // Q_TILES % 2)
+            place = hear(slots.index(turn % (2 * Q_TILES)))
+            tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+        buffer = out_buffer.index(strip)
+        if not OUT_IN_Q:
+            tma.store_wait(0)  # the rows of the tile before have left the buffer
+        # A strip past the end of the sample stores too: nothing of it is in bounds.
+        buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
+        fence_async_shared()
+        rows = RAGGED_ROWS - done[1] + done[3] + strip * STRIP
+        end = done[0].to(gl.int32) + done[1]
+        tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, end, rows, column], buffer)
+        if OUT_IN_Q:
+            tma.store_wait(0)
+            mbarrier.arrive(q_free.index(at))
+        if Q_TILES == 1:
+            mbarrier.wait(q_full.index(following), turn % 2)
+            place = hear(slots.index(turn % 2))
+            tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     tma.store_wait(0)
 
 
@@ -404,30 +434,30 @@ def forward_kernel(
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
-    TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr, Q_TILES: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [T, H, D] contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
-    SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS)
+    SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS, Q_TILES)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     dtype: gl.constexpr = q_desc.dtype
     rule = (num_contextual, window, prefix, group_size)
-    q_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + q_desc.block_shape, q_desc.layout)
+    q_buffer = gl.allocate_shared_memory(dtype, [Q_TILES * STRIPS] + q_desc.block_shape, q_desc.layout)
     k_buffer = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
     v_buffer = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
     out_buffer = q_buffer
     if not OUT_IN_Q:
         out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + o_desc.block_shape, o_desc.layout)
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
+    slots = gl.allocate_shared_memory(gl.int32, [2 * Q_TILES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for strip in gl.static_range(STRIPS):
-        mbarrier.init(q_full.index(strip), count=1)
-        mbarrier.init(q_free.index(strip), count=1)
+    for at in gl.static_range(Q_TILES * STRIPS):
+        mbarrier.init(q_full.index(at), count=1)
+        mbarrier.init(q_free.index(at), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=STRIPS)

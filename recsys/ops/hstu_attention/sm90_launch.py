@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,16 +19,15 @@ from recsys.ops.hstu_attention.sm90_start import (
     zero_counter,
 )
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem
-from recsys.ops.hstu_attention.work_list import key_work, row_work, sample_work
-from recsys.ops.layout import SequenceLayout
+from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.mask import AttentionMask
 
 WARPS = 4
 """Of a warp group."""
 
 CACHED_BYTES = 24 * 2**20
-"""What programs work on at a time, in sections of the samples: it stays in the second-level cache of an H100
-or H200 (50 and 60 MB, in two halves that may hold the same lines twice)."""
+"""What programs work on at a time, in sections of the samples: it stays in the second-level cache of
+an H100 or H200 (50 and 60 MB, in two halves that may hold the same lines twice)."""
 
 
 class Sizes(NamedTuple):
@@ -42,6 +40,7 @@ class Sizes(NamedTuple):
     computing_registers: int
     loading_registers: int
     turns: bool  # whether the strips start their products in turn
+    q_tiles: int = 1  # buffers for tiles of rows
 
     @property
     def rows(self) -> int:
@@ -50,8 +49,8 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    64: Sizes(128, 3, 2, False, 240, 24, False),
-    128: Sizes(128, 2, 2, False, 240, 24, False),
+    64: Sizes(128, 3, 2, False, 240, 24, False, 2),
+    128: Sizes(128, 2, 2, False, 240, 24, False, 2),
     256: Sizes(64, 2, 2, True, 232, 40, False),
 }
 """By width of the heads."""
@@ -76,13 +75,6 @@ BACKWARD_SIZES = {
     128: BackwardSizes(64, 2, 1, False, 240, 24),
 }
 """By width of the heads."""
-
-WHOLE_BYTES = 40 * 2**20
-"""Of the sums that all programs together may have for samples of their own: they stay in the cache."""
-
-SAMPLES_A_PROGRAM = math.inf
-"""On average, as long as the longest one, from which on programs take whole samples; about 3.5 would do for
-them to end together. Infinite as long as nobody has run it on a GPU."""
 
 ROUNDED_LINES = 64
 """Of a program that rounds."""
@@ -121,6 +113,7 @@ def forward(
             "STRIPS": sizes.strips,
             "TURNS": sizes.turns,
             "OUT_IN_Q": sizes.out_in_q,
+            "Q_TILES": sizes.q_tiles,
             "COMPUTING_REGISTERS": sizes.computing_registers,
             "LOADING_REGISTERS": sizes.loading_registers,
             "num_warps": WARPS,
@@ -142,27 +135,19 @@ def backward(
 ) -> Gradients:
     """Gradients of q, k and v, [T, H, D]; those of q are sums in any order. The rest as in `forward`."""
     total_len, num_heads, dim = q.shape
-    made = torch.empty(3, *q.shape, dtype=q.dtype, device=q.device).unbind(0)
+    made = problem.memory_for(q, k, v)
     if total_len == 0:
         return Gradients(*made, None, None)
     sizes = sizes or BACKWARD_SIZES[dim]
     mask, layout, device = problem.mask, problem.layout, q.device
     keys = STRIP.value * BACKWARD_STRIPS
     q, k, v, grad_out = map(with_loadable_rows, (q, k, v, grad_out))
-    programs = programs_for(device, layout.batch_size * num_heads)
-    room = -(-layout.max_len // sizes.rows) * sizes.rows
-    whole = has_many_samples(layout, num_heads, programs) and 4 * programs * room * dim <= WHOLE_BYTES
-    if whole:
-        items, samples = sample_work(mask, layout, keys, sizes.rows)
-        sums = torch.zeros(programs * room, 1, dim, dtype=torch.float32, device=device)
-    else:
-        items = samples = key_work(mask, layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask))
-        sums = torch.zeros(total_len, num_heads, dim, dtype=torch.float32, device=device)
-        programs = programs_for(device, items.shape[0] * num_heads)
+    items = key_work(mask, layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask))
+    sums = torch.zeros(total_len, num_heads, dim, dtype=torch.float32, device=device)
     start(
         backward_kernel,
-        (q.dtype, dim, mask, sizes, whole),
-        programs,
+        (q.dtype, dim, mask, sizes),
+        programs_for(device, items.shape[0] * num_heads),
         (
             Boxes(q, sizes.rows, dim),
             Boxes(grad_out, sizes.rows, dim),
@@ -172,28 +157,20 @@ def backward(
             Boxes(made[1], STRIP.value, dim),
             Boxes(made[2], STRIP.value, dim),
         ),
-        (items, counter_for(device, captured), samples, sums, made[0]),
+        (items, counter_for(device, captured)),
         (
             items.shape[0],
-            samples.shape[0],
             num_heads,
-            room,
             q.stride(1),
             grad_out.stride(1),
             k.stride(1),
             v.stride(1),
             *scalars(problem),
         ),
-        lambda: {**constants_of(sizes, mask), "D": dim, "WHOLE": whole},
+        lambda: {**constants_of(sizes, mask), "D": dim},
     )
-    if not whole:
-        round_to(made[0], sums, 0.5 * problem.alpha / problem.scale_len)
+    round_to(made[0], sums, 0.5 * problem.alpha / problem.scale_len)
     return Gradients(*made, None, None)
-
-
-def has_many_samples(layout: SequenceLayout, num_heads: int, programs: int) -> bool:
-    """Whether programs that each take whole samples, one after the other, will end at about the same time."""
-    return layout.total_len * num_heads >= SAMPLES_A_PROGRAM * programs * layout.max_len
 
 
 def counter_for(device: torch.device, captured: bool) -> Tensor:
@@ -217,19 +194,25 @@ def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | b
 
 
 def round_to(rounded: Tensor, sums: Tensor, factor: float) -> None:
-    """`rounded = sums * factor`; both contiguous, of one shape, the last dimension a multiple of 64."""
+    """`rounded = sums * factor`, [T, H, D], D a multiple of 64; rows of `rounded` may lie apart."""
     if sums.device.type != "cuda":  # in the emulator
         torch.mul(sums, factor, out=rounded)
         return
-    num_lines = sums.numel() // LINE
+    num_lines, in_row = sums.numel() // LINE, sums[0].numel() // LINE
     start(
         round_kernel,
-        rounded.dtype,
+        (rounded.dtype, in_row, rounded.stride(0)),
         -(-num_lines // ROUNDED_LINES),
         (),
         (sums, rounded),
         (num_lines, factor),
-        lambda: {"LINES": ROUNDED_LINES, "LINE": LINE, "num_warps": WARPS},
+        lambda: {
+            "IN_ROW": in_row,
+            "STRIDE": rounded.stride(0),
+            "LINES": ROUNDED_LINES,
+            "LINE": LINE,
+            "num_warps": WARPS,
+        },
     )
 
 

@@ -67,7 +67,7 @@ def _gradients(
 ) -> Gradients:
     """In one pass, which adds up dQ in any order, where it may and can. `captured`: see `sm90_launch`."""
     if deterministic or q.shape[2] not in sm90_launch.BACKWARD_SIZES:
-        return sm90_two_pass.backward(grad_out, q, k, v, problem)
+        return sm90_two_pass.backward(grad_out, q, k, v, problem, captured=captured)
     return sm90_launch.backward(grad_out, q, k, v, problem, captured=captured)
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from recsys.ops.hstu_attention.sm90_backward_keys import keys_kernel
 from recsys.ops.hstu_attention.sm90_backward_rows import STRIPS, rows_kernel
 from recsys.ops.hstu_attention.sm90_backward_wide import wide_keys_kernel
 from recsys.ops.hstu_attention.sm90_forward import STRIP
-from recsys.ops.hstu_attention.sm90_launch import WARPS, rules, scalars, section_of
+from recsys.ops.hstu_attention.sm90_launch import WARPS, counter_for, rules, scalars, section_of
 from recsys.ops.hstu_attention.sm90_start import Boxes, programs_for, start, with_loadable_rows
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem
 from recsys.ops.hstu_attention.work_list import key_work, row_work
@@ -25,76 +25,116 @@ class Sizes(NamedTuple):
 
     rows: int  # of a block, for tiles of keys
     stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
+    v_tiles: int  # buffers for tiles of values, those of keys have two; none: the kernel for wide heads
     keys: int  # of a block, for tiles of rows
     k_stages: int  # buffers for blocks of keys
     v_stages: int  # and of values
+    apart: bool  # whether dQ leaves through a buffer of its own, not that of q
     computing_registers: int
     loading_registers: int
 
 
 SIZES = {
-    64: Sizes(128, 3, 128, 3, 3, 240, 24),
-    128: Sizes(128, 2, 128, 2, 2, 240, 24),
-    256: Sizes(64, 2, 64, 2, 1, 232, 40),
+    64: Sizes(64, 4, 2, 128, 3, 3, True, 240, 24),
+    128: Sizes(64, 3, 1, 128, 2, 2, True, 240, 24),
+    256: Sizes(64, 2, 0, 64, 2, 1, False, 232, 40),
 }
 """By width of the heads."""
 
 
 def backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, problem: Problem, sizes: Sizes | None = None
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    sizes: Sizes | None = None,
+    *,
+    captured: bool = True,
 ) -> Gradients:
-    """Gradients of q, k and v, [T, H, D]. `sizes` for tests."""
-    total_len, num_heads, dim = q.shape
-    made = [torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3)]
-    if total_len == 0:
+    """Gradients of q, k and v, [T, H, D]. `sizes` for tests; `captured` as in `sm90_launch.forward`."""
+    made = problem.memory_for(q, k, v)
+    if q.shape[0] == 0:
         return Gradients(*made, None, None)
-    sizes = sizes or SIZES[dim]
-    q, k, v, grad_out = map(with_loadable_rows, (q, k, v, grad_out))
-    mask, layout, strip = problem.mask, problem.layout, STRIP.value
-    section = section_of(4 * num_heads * dim, mask)  # of two operands of 16 bits
-    counters = torch.zeros(2, 4, dtype=torch.int32, device=q.device)
-    numbers = (num_heads, *(tensor.stride(1) for tensor in (q, grad_out, k, v)), *scalars(problem))
-    key = (q.dtype, dim, mask, sizes)
+    sizes = sizes or SIZES[q.shape[2]]
+    operands = [with_loadable_rows(tensor) for tensor in (q, grad_out, k, v)]
+    start_keys(operands, made[1], made[2], counter_for(q.device, captured), problem, sizes)
+    start_rows(operands, made[0], counter_for(q.device, captured), problem, sizes)
+    return Gradients(*made, None, None)
 
-    items = key_work(mask, layout, strip, sizes.rows, section)
+
+def start_keys(
+    operands: list[Tensor], grad_k: Tensor, grad_v: Tensor, counter: Tensor, problem: Problem, sizes: Sizes
+) -> None:
+    """Launches what computes dK and dV; `operands`: q, dO, k and v."""
+    q, grad_out, k, v = operands
+    _, num_heads, dim = q.shape
+    strip = STRIP.value
+    tile = STRIPS.value * strip if sizes.v_tiles else strip
+    items = key_work(problem.mask, problem.layout, tile, sizes.rows, _section(q, problem))
+    buffers = {"V_STAGES": sizes.v_tiles} if sizes.v_tiles else {}
     start(
-        wide_keys_kernel,
-        key,
+        keys_kernel if sizes.v_tiles else wide_keys_kernel,
+        (q.dtype, dim, problem.mask, sizes),
         programs_for(q.device, items.shape[0] * num_heads),
         (
             Boxes(q, sizes.rows, dim),
             Boxes(grad_out, sizes.rows, dim),
-            Boxes(k, strip, dim),
-            Boxes(v, strip, dim),
-            Boxes(made[1], strip, dim),
-            Boxes(made[2], strip, dim),
+            Boxes(k, tile, dim),
+            Boxes(v, tile, dim),
+            Boxes(grad_k, strip, dim),
+            Boxes(grad_v, strip, dim),
         ),
-        (items, counters[0]),
-        (items.shape[0], *numbers),
-        lambda: {"BLOCK_M": sizes.rows, "STAGES": sizes.stages, **_constants(problem, dim, sizes)},
+        (items, counter),
+        _numbers(items, operands, problem),
+        lambda: {
+            "BLOCK_M": sizes.rows,
+            "STAGES": sizes.stages,
+            **buffers,
+            **_constants(problem, dim, sizes),
+        },
     )
-    items = row_work(mask, layout, STRIPS.value * strip, sizes.keys, section)
+
+
+def start_rows(
+    operands: list[Tensor], grad_q: Tensor, counter: Tensor, problem: Problem, sizes: Sizes
+) -> None:
+    """Launches what computes dQ."""
+    q, grad_out, k, v = operands
+    _, num_heads, dim = q.shape
+    strip = STRIP.value
+    items = row_work(problem.mask, problem.layout, STRIPS.value * strip, sizes.keys, _section(q, problem))
     start(
         rows_kernel,
-        key,
+        (q.dtype, dim, problem.mask, sizes),
         programs_for(q.device, items.shape[0] * num_heads),
         (
             Boxes(q, strip, dim),
             Boxes(grad_out, strip, dim),
             Boxes(k, sizes.keys, dim),
             Boxes(v, sizes.keys, dim),
-            Boxes(made[0], strip, dim),
+            Boxes(grad_q, strip, dim),
         ),
-        (items, counters[1]),
-        (items.shape[0], *numbers),
+        (items, counter),
+        _numbers(items, operands, problem),
         lambda: {
             "BLOCK_N": sizes.keys,
             "K_STAGES": sizes.k_stages,
             "V_STAGES": sizes.v_stages,
+            "APART": sizes.apart,
             **_constants(problem, dim, sizes),
         },
     )
-    return Gradients(*made, None, None)
+
+
+def _section(q: Tensor, problem: Problem) -> int | None:
+    return section_of(4 * q.shape[1] * q.shape[2], problem.mask)  # of two operands of 16 bits
+
+
+def _numbers(items: Tensor, operands: list[Tensor], problem: Problem) -> tuple[int | float, ...]:
+    """From `num_items` to `group_size`."""
+    num_heads = operands[0].shape[1]
+    return (items.shape[0], num_heads, *(tensor.stride(1) for tensor in operands), *scalars(problem))
 
 
 def _constants(problem: Problem, dim: int, sizes: Sizes) -> dict[str, Any]:

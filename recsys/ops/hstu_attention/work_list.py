@@ -112,15 +112,6 @@ def diagonal_work(
     )
 
 
-def sample_work(mask: AttentionMask, layout: SequenceLayout, tile: int, block: int) -> tuple[Tensor, Tensor]:
-    """The items of `key_work` sample by sample, a sample's tiles in their order; and of each sample, the
-    longest first, int64 [B, 2]: its first item, and how many it has."""
-    return layout.memo(
-        ("sample_work", mask, tile, block),
-        lambda: (_key_work(mask, layout, tile, block, None, in_order=True), _samples(layout, tile)),
-    )
-
-
 def cached_work(
     mask: AttentionMask,
     layout: SequenceLayout,
@@ -234,19 +225,12 @@ def _part(interval: Interval, low: Tensor, high: Tensor) -> Interval:
     return Interval(torch.where(end > start, start, 0), torch.where(end > start, end, 0))
 
 
-def _samples(layout: SequenceLayout, tile: int) -> Tensor:
-    counts = (layout.lengths + tile - 1) // tile
-    order = torch.argsort(layout.lengths, descending=True, stable=True)
-    return torch.stack([counts.cumsum(0) - counts, counts], dim=1).index_select(0, order)
-
-
 def _key_work(
     mask: AttentionMask,
     layout: SequenceLayout,
     tile: int,
     block: int,
     section: int | None,
-    in_order: bool = False,
 ) -> Tensor:
     tiles = _tiles(layout, tile)
     contextual, always = layout.num_contextual, layout.num_contextual + mask.prefix
@@ -266,8 +250,6 @@ def _key_work(
     # Rows past the end of a sample are loaded as zeros and add nothing: its last block may be a full one.
     rounded = torch.where(unmasked.end == tiles.length, unmasked.end + block - 1, unmasked.end)
     runs = _runs(tiles, kinds, [Interval(unmasked.start, rounded)], block)
-    if in_order:
-        return torch.stack([*tiles[:4], *runs.columns], dim=1)
     return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
 
 

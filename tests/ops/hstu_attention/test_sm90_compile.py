@@ -129,24 +129,22 @@ def test_it_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
     )
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mask", ["causal", pytest.param("everything", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dim", sm90_launch.BACKWARD_SIZES)
-def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, whole, tmp_path):
+def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path):
     from triton.experimental.gluon import language as gl
 
     environment.prefer_packaged_ptxas()
     sizes, keys = sm90_launch.BACKWARD_SIZES[dim], 64 * sm90_launch.BACKWARD_STRIPS
     names = ("WINDOWED", "TARGET_WINDOW", "GROUPED", "CONTEXTUAL_READS")
-    constants = sm90_launch.constants_of(sizes, AttentionMask()) | {"D": dim, "WHOLE": whole}
+    constants = sm90_launch.constants_of(sizes, AttentionMask()) | {"D": dim}
     constants |= dict(zip(names, MASKS[mask], strict=True))
     del constants["num_warps"]
     rows = {"q_desc": sizes.rows, "g_desc": sizes.rows, "k_desc": keys, "v_desc": keys}
     rows |= {"dk_desc": 64, "dv_desc": 64}
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
     part = f"tensordesc<fp32[1,1,{sizes.rows},{dim // 2}],{layout!r}>"
-    others = {"dq_desc": part, "samples": "*i64", "sums": "*fp32", "grad_q": "*bf16"}
-    made = assembled(sm90_launch.backward_kernel, constants, rows, tmp_path, others)
+    made = assembled(sm90_launch.backward_kernel, constants, rows, tmp_path, {"dq_desc": part})
     assert made.shared <= 227 * 1024
     assert "serializ" not in made.report, made.report
     assert "UTMAREDG.4D.ADD" in made.sass
@@ -157,10 +155,9 @@ def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, whole, tm
         text = " ".join(loop)
         assert text.count("HGMMA") == 2 * dim // 16 + keys // 16 + 2 * sizes.rows // 16
         assert text.count("MUFU.TANH") >= 32
-        if "FSEL" not in text:
-            assert not any(line.startswith("STL") for line in loop), (
-                "numbers of a tile may be read, not moved"
-            )
+        if "FSEL" not in text:  # the stack is in the second-level cache: a read takes hundreds of cycles
+            moves = [line for line in loop if re.match(r"(@!?U?P\w+ )?(STL|LDL)", line)]
+            assert len(moves) <= 1, moves
 
 
 def check_resources(made, registers):

@@ -85,18 +85,6 @@ def test_contextual_rows_see_those_in_blocks_behind_their_strip(dim, contextual)
     check(layout_of(samples(contextual, [(60, 3), (0, 0)])), mask, dim, heads=1)
 
 
-MANY = [(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20), (64, 0), (0, 300), (1, 0)]
-
-
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("contextual", [0, 3])
-@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(130, 70, True, 5), AttentionMask(window=40)])
-def test_gradients_of_many_short_samples_are_summed_sample_by_sample(mask, contextual, dim, monkeypatch):
-    monkeypatch.setattr(sm90_launch, "SAMPLES_A_PROGRAM", 0.1)
-    monkeypatch.setattr(sm90_launch, "round_to", None)  # what the other way ends with
-    check(layout_of(samples(contextual, MANY)), mask, dim, heads=2)
-
-
 @pytest.mark.parametrize("contextual", [0, 3, 70])
 def test_the_mask_by_keys(contextual):
     """Of all pairs of samples of many kinds, as `visible_pairs` has it."""

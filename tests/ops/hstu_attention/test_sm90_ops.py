@@ -19,6 +19,7 @@ OPS = {"hstu_attention_sm90": sm90_ops._run, "hstu_attention_sm90_backward": sm9
 def on_a_cpu(monkeypatch):
     for module, kernel in (
         (sm90_launch, "forward_kernel"),
+        (sm90_two_pass, "keys_kernel"),
         (sm90_two_pass, "wide_keys_kernel"),
         (sm90_two_pass, "rows_kernel"),
     ):

@@ -22,7 +22,7 @@ EVERYTHING = AttentionMask(130, 70, True, 5)
 
 @pytest.fixture
 def emulated(monkeypatch):
-    for kernel in ("wide_keys_kernel", "rows_kernel"):
+    for kernel in ("keys_kernel", "wide_keys_kernel", "rows_kernel"):
         monkeypatch.setattr(sm90_two_pass, kernel, Emulated(getattr(sm90_two_pass, kernel)))
     monkeypatch.setattr(sm90_start, "num_processors", lambda device: 3)
 
@@ -42,15 +42,17 @@ def check(shapes, contextual, mask, dim=256, heads=1, seed=0):
         assert ours.isfinite().all() and error <= 2 * allowed + 1e-3, (name, float(error), float(allowed))
 
 
+@pytest.mark.parametrize("dim", [64, 256])
 @pytest.mark.parametrize("shape", [(64, 0), (1, 0), (63, 0), (65, 0), (128, 0), (129, 0), (300, 0)])
-def test_one_causal_sample(emulated, shape):
-    check([shape], 0, AttentionMask())
+def test_one_causal_sample(emulated, shape, dim):
+    check([shape], 0, AttentionMask(), dim)
 
 
-@pytest.mark.parametrize("contextual", [0, 3, 70])
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("contextual", [0, 3, 70, 130])
 @pytest.mark.parametrize("mask", [*MASKS[::5], AttentionMask(window=40, prefix=9), EVERYTHING])
-def test_masks(emulated, mask, contextual):
-    check([(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)], contextual, mask)
+def test_masks(emulated, mask, contextual, dim):
+    check([(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)], contextual, mask, dim)
 
 
 @pytest.mark.parametrize("dim", SIZES)
@@ -99,19 +101,34 @@ def assembler(tmp_path, monkeypatch):
 def test_tiles_of_keys_assembled(assembler, dim, mask):
     sizes = SIZES[dim]
     chosen = constants(dim, mask, BLOCK_M=sizes.rows, STAGES=sizes.stages)
-    boxes = {"q_desc": sizes.rows, "g_desc": sizes.rows} | dict.fromkeys(("k_desc", "v_desc"), 64)
-    boxes |= dict.fromkeys(("dk_desc", "dv_desc"), 64)
-    made = compiling.assembled(sm90_two_pass.wide_keys_kernel, chosen, boxes, assembler)
-    for loop in check_assembled(made, dim, sizes.rows, num_loops=3, num_masked=1):
+    boxes = {"q_desc": sizes.rows, "g_desc": sizes.rows} | dict.fromkeys(("dk_desc", "dv_desc"), 64)
+    if sizes.v_tiles == 0:
+        boxes |= dict.fromkeys(("k_desc", "v_desc"), 64)
+        made = compiling.assembled(sm90_two_pass.wide_keys_kernel, chosen, boxes, assembler)
+        for loop in check_assembled(made, dim, sizes.rows, num_loops=3, num_masked=1):
+            waits = [i for i, name in enumerate(loop) if name.startswith("WARP")]
+            assert waits == [dim // 16, dim // 16 + 1 + sizes.rows // 16], (
+                "one wait for each of the two products"
+            )
+        return
+    chosen["V_STAGES"] = sizes.v_tiles
+    boxes |= dict.fromkeys(("k_desc", "v_desc"), 128)
+    made = compiling.assembled(sm90_two_pass.keys_kernel, chosen, boxes, assembler)
+    for loop in check_assembled(made, dim, sizes.rows, num_loops=4, num_masked=2):
         waits = [i for i, name in enumerate(loop) if name.startswith("WARP")]
-        assert waits == [dim // 16, dim // 16 + 1 + sizes.rows // 16], "one wait for each of the two products"
+        both, sums = 2 * dim // 16, sizes.rows // 16
+        assert waits == [both, both + 1 + sums, both + 2 + 2 * sums, both + 3 + 2 * sums], (
+            "the first two products start together, the others while one before is under way"
+        )
 
 
 @pytest.mark.parametrize("mask", MASKED)
 @pytest.mark.parametrize("dim", SIZES)
 def test_tiles_of_rows_assembled(assembler, dim, mask):
     sizes = SIZES[dim]
-    chosen = constants(dim, mask, BLOCK_N=sizes.keys, K_STAGES=sizes.k_stages, V_STAGES=sizes.v_stages)
+    chosen = constants(
+        dim, mask, BLOCK_N=sizes.keys, K_STAGES=sizes.k_stages, V_STAGES=sizes.v_stages, APART=sizes.apart
+    )
     boxes = dict.fromkeys(("q_desc", "g_desc", "dq_desc"), 64) | dict.fromkeys(
         ("k_desc", "v_desc"), sizes.keys
     )

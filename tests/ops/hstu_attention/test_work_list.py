@@ -30,7 +30,6 @@ from recsys.ops.hstu_attention.work_list import (
     cached_work,
     key_work,
     row_work,
-    sample_work,
 )
 from tests.ops.cases import MASKS, cut, layout_of, samples
 from tests.ops.oracle import sees
@@ -141,21 +140,6 @@ def test_the_longest_tiles_come_first_and_there_are_no_empty_ones():
     work = items[:, [COUNT_A, COUNT_B, COUNT_C]].sum(1).tolist()
     assert work == sorted(work, reverse=True) and min(work) > 0
     assert len(items) == 1 + 5 + 0 + 3
-
-
-def test_the_tiles_of_a_sample_stand_together_the_longest_sample_first():
-    layout, mask = layout_of(samples(0, SHAPES)), AttentionMask()
-    items, of_samples = (work.tolist() for work in sample_work(mask, layout, 8, 4))
-    assert sorted(items) == sorted(key_work(mask, layout, 8, 4).tolist())
-    seen, lengths = [], []
-    for first, count in of_samples:
-        mine = items[first : first + count]
-        assert [item[FIRST] for item in mine] == [8 * number for number in range(count)]
-        assert len({item[START] for item in mine}) <= 1
-        lengths.append(mine[0][LENGTH] if mine else 0)
-        assert len(mine) == -(-lengths[-1] // 8)
-        seen += mine
-    assert sorted(seen) == sorted(items) and lengths == sorted(layout.lengths.tolist(), reverse=True)
 
 
 def test_work_grows_with_the_window_not_with_the_length():
