@@ -116,15 +116,15 @@ class CachedPrograms:
         return self._fill(self._named(batch))
 
     def score(self, batch: Batch, cache: RankerCache) -> Tensor:
-        """float32 [N, tasks] on the host: row b has candidates of user b of the cache; nothing else of the
-        batch is looked at.
+        """float32 [N, tasks] on the package's device, perhaps still being computed: row b has candidates of
+        user b of the cache; nothing else of the batch is looked at.
         """
         return self._score(self._named(batch), cache)
 
     def run_flat(self, inputs: Sequence[Tensor]) -> Tensor:
         """One after the other, from the inputs of the whole model's program."""
         named = dict(zip(self._names, inputs, strict=True))
-        return self._score(named, self._fill(named))
+        return self._score(named, self._fill(named)).cpu()
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
         return dict(zip(self._names, flatten(batch), strict=True))
@@ -136,7 +136,7 @@ class CachedPrograms:
 
     def _score(self, named: Mapping[str, Tensor], cache: RankerCache) -> Tensor:
         (output,) = self._run_cached(cached_inputs(self._pipeline, self._form, named, cache))
-        return output.float().cpu()
+        return output.float()
 
 
 def compile_programs(model: Ranker, compile_to: Compile) -> None:

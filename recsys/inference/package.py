@@ -132,7 +132,8 @@ class Package:
         return self._cached_programs().prefill(batch)
 
     def score(self, batch: Batch, cache: RankerCache) -> Tensor:
-        """As `run`, of the candidates of a batch whose users are those of the cache.
+        """As `run`, of the candidates of a batch whose users are those of the cache, but not on the host: see
+        `CachedPrograms.score`.
 
         Raises:
             PackageError: more rows than the package accepts, or it has no programs for it.

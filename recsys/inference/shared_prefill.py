@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from recsys import protos as pb
 from recsys.data.batch import Batch
@@ -34,7 +35,7 @@ def score_with_cache(
         most: candidates that are scored together, padding included; whole target groups.
         group_size: candidates of a target group.
     """
-    found = [np.zeros((0, len(package.description.outputs)), np.float32)]
+    found: list[torch.Tensor] = []
     merged = merge(block, group_size)
     merged = merged.select(np.flatnonzero(merged.lengths[pb.CANDIDATE]))
     for rows in runs(len(merged.row), users):
@@ -45,8 +46,11 @@ def score_with_cache(
         for run in packed(pieces.lengths[pb.CANDIDATE].tolist(), most):
             mine = owner[run]
             own = cache if mine == list(range(len(lengths))) else cache.select(mine)
-            found.append(package.score(to_batch(pieces.select(run)), own).numpy())
-    return np.concatenate(found)
+            # Left on the device: the next piece is put together while this one is scored.
+            found.append(package.score(to_batch(pieces.select(run)), own))
+    if not found:
+        return np.zeros((0, len(package.description.outputs)), np.float32)
+    return torch.cat(found).cpu().numpy()
 
 
 def merge(block: Block, group_size: int) -> Block:
