@@ -29,6 +29,7 @@ from recsys.modules.losses.softmax import IGNORED
 from recsys.modules.preprocessors.preprocessed import inputs_of
 from recsys.modules.sequence import JaggedSequence, following
 from recsys.ops import gather_rows
+from recsys.ops.linear_logp.recompute import SHORTEST
 from recsys.registry import pick, register
 
 MAX_SCORES = 2**24
@@ -37,7 +38,8 @@ MAX_SCORES = 2**24
 
 @dataclass(frozen=True, eq=False)
 class RetrieverOutputs:
-    """Vectors to compare, float32.
+    """Vectors to compare, float32. While the model trains they are as they come, and its objective compares
+    them as of unit length where the config says so; else they have it.
 
     Attributes:
         queries: [U, E], what each event of each history expects next.
@@ -98,7 +100,12 @@ class Retriever(Model):
             l2_normalize=config.l2_normalize,
         )
         (item,) = (one for one in pipeline.features if one.name == config.item_feature)
-        self.objective = NextItemLoss(config.loss, self.history, num_items=features.table_rows(item) - 1)
+        self.objective = NextItemLoss(
+            config.loss,
+            self.history,
+            num_items=features.table_rows(item) - 1,
+            l2_normalize=config.l2_normalize,
+        )
         self.metric_choices = list(config.metrics)
 
     def forward(self, batch: Batch) -> RetrieverOutputs:
@@ -177,7 +184,7 @@ class ComparableVectors(nn.Module):
         postprocess: applied to queries.
         encode: the item tower; None leaves an item its embedding.
         shared_columns: `features.shared_columns`.
-        l2_normalize: make all of unit length.
+        l2_normalize: make all of unit length, but while the model trains: then the objective does it.
     """
 
     def __init__(
@@ -214,7 +221,9 @@ class ComparableVectors(nn.Module):
     def _comparable(self, vectors: Tensor) -> Tensor:
         """[n, E] of any float type -> at least float32 [n, E]."""
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
-        return F.normalize(vectors, dim=1, eps=1e-6) if self.l2_normalize else vectors
+        if self.training or not self.l2_normalize:
+            return vectors
+        return F.normalize(vectors, dim=1, eps=SHORTEST)
 
 
 class NextItemLoss(nn.Module):
@@ -227,16 +236,18 @@ class NextItemLoss(nn.Module):
         config: the softmax.
         history: column of the histories' items.
         num_items: of the catalogue.
+        l2_normalize: compare vectors as of unit length.
     """
 
     name = "next_item"
 
-    def __init__(self, config: pb.Loss, history: str, *, num_items: int):
+    def __init__(self, config: pb.Loss, history: str, *, num_items: int, l2_normalize: bool):
         super().__init__()
         loss = pick(config)
         self.loss = loss.cls(loss.config)
         self.history = history
         self.num_items = num_items
+        self.l2_normalize = l2_normalize
         self.in_batch = config.softmax.HasField("in_batch")
 
     def forward(self, outputs: RetrieverOutputs, batch: Batch) -> Losses:
@@ -247,7 +258,8 @@ class NextItemLoss(nn.Module):
         has_target = target > 0
         if len(outputs.items) == self.num_items and not len(outputs.batch_items):
             # The catalogue is the table without row 0, which stands for unknown items.
-            found = self.loss(outputs.queries, outputs.items, torch.where(has_target, target - 1, IGNORED))
+            rows = torch.where(has_target, target - 1, IGNORED)
+            found = self.loss(outputs.queries, outputs.items, rows, l2_normalize=self.l2_normalize)
         else:
             found = self._sampled(outputs, batch, torch.where(has_target, target, IGNORED))
         count = items.shape[0]
@@ -266,7 +278,13 @@ class NextItemLoss(nn.Module):
             negatives, ids = torch.cat([negatives, outputs.batch_items]), torch.cat([ids, known])
         log_weights = batch.numbers.get(features.LOG_WEIGHTS)
         return self.loss(
-            outputs.queries, negatives, target, positives=positives, item_ids=ids, log_weights=log_weights
+            outputs.queries,
+            negatives,
+            target,
+            positives=positives,
+            item_ids=ids,
+            log_weights=log_weights,
+            l2_normalize=self.l2_normalize,
         )
 
 

@@ -1,6 +1,6 @@
 """Softmax over items: the loss of next-item retrieval, over the whole catalogue or over shared negatives.
 
-Called by the retriever with vectors that it has already normalised (or not); the reader drew the negatives.
+Called by the retriever with vectors that are still to be normalised, or not; the reader drew the negatives.
 """
 
 import torch
@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from recsys import protos as pb
 from recsys.modules.losses.base import Kind, widen
 from recsys.ops import linear_logp, linear_lse
+from recsys.ops.linear_logp.recompute import SHORTEST
 from recsys.registry import register
 
 IGNORED = -1
@@ -37,6 +38,7 @@ class SoftmaxLoss(nn.Module):
         positives: Tensor | None = None,
         item_ids: Tensor | None = None,
         log_weights: Tensor | None = None,
+        l2_normalize: bool = False,
     ) -> Tensor:
         """Loss of each query.
 
@@ -53,6 +55,7 @@ class SoftmaxLoss(nn.Module):
             item_ids: [V] int64.
             log_weights: [V], added to similarity / temperature of each item, not of the positive; the
                 correction for how often an item is drawn. None: zeros. For shared negatives.
+            l2_normalize: all vectors count as of unit length (see `linear_logp`).
 
         Returns:
             [M] float32 (float64 for float64 queries), 0 where the target is IGNORED.
@@ -69,7 +72,12 @@ class SoftmaxLoss(nn.Module):
         queries, items = widen(queries), widen(items)
         if positives is None:
             return -linear_logp(
-                queries, items, targets, temperature=self.temperature, ignore_index=IGNORED
+                queries,
+                items,
+                targets,
+                temperature=self.temperature,
+                ignore_index=IGNORED,
+                l2_normalize=l2_normalize,
             ).logp
         negatives = linear_lse(
             queries,
@@ -79,8 +87,12 @@ class SoftmaxLoss(nn.Module):
             temperature=self.temperature,
             candidate_ids=item_ids,
             target_ids=targets,
+            l2_normalize=l2_normalize,
         )
-        positive = (queries * widen(positives)).sum(1) / self.temperature
+        positives = widen(positives)
+        if l2_normalize:
+            queries, positives = (F.normalize(rows, dim=1, eps=SHORTEST) for rows in (queries, positives))
+        positive = (queries * positives).sum(1) / self.temperature
         # log(exp positive + exp negatives) - positive, which keeps the digits of a sure target.
         return torch.where(targets == IGNORED, 0, F.softplus(negatives - positive))
 

@@ -19,7 +19,7 @@ from recsys.ops.linear_logp.recompute import SHORTEST, Softmax, Whole, is_row
 __all__ = ["OP", "LinearLogp", "linear_logp", "linear_lse"]
 
 
-NOTHING = -(2**62)
+NOTHING = -(2**31)
 """An `ignore_index` that nobody gives by mistake."""
 
 

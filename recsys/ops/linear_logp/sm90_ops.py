@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops.hstu_attention.sm90_start import Boxes, start, with_loadable_rows
-from recsys.ops.linear_logp import triton_ops
+from recsys.ops.linear_logp import launching, row_launches, triton_ops
 from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, Upstream, Wanted
 from recsys.ops.linear_logp.sm90_kernels import STRIP, forward_kernel, gradient_kernel
 from recsys.ops.linear_logp.sm90_wide import CHUNK, slopes_kernel, sums_kernel
@@ -35,7 +35,12 @@ class Sizes(NamedTuple):
 FORWARD = {64: Sizes(128, 6, 4, 120), 128: Sizes(128, 4, 4, 120), 256: Sizes(64, 4, 2, 240)}
 """By width."""
 
-OF_HIDDEN = {64: Sizes(128, 6, 2, 240), 128: Sizes(128, 4, 2, 240), 256: Sizes(64, 4, 2, 240)}
+OF_HIDDEN: dict[int, Sizes | None] = {
+    64: Sizes(128, 6, 2, 240),
+    128: Sizes(128, 4, 2, 240),
+    256: Sizes(64, 4, 2, 240),
+}
+"""None: Triton's kernel is faster."""
 
 OF_WEIGHT = dict(OF_HIDDEN)
 
@@ -55,14 +60,14 @@ LEAST_SECTION = 512
 
 def forward(operands: Operands) -> Parts:
     """The arguments have been validated and are not empty; no bias, no ids, no norms."""
-    operands = triton_ops.prepared(operands)
-    return triton_ops.parts_of_sums(operands, *launch_sums(operands))
+    operands = launching.prepared(operands)
+    return row_launches.parts_of_sums(operands, *launch_sums(operands))
 
 
 def whole_forward(operands: Operands, ignore_index: int | None) -> Found:
     """The same and what is made of it."""
-    operands = triton_ops.prepared(operands)
-    return triton_ops.finished(operands, *launch_sums(operands), ignore_index)
+    operands = launching.prepared(operands)
+    return row_launches.finished(operands, *launch_sums(operands), ignore_index)
 
 
 def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
@@ -70,7 +75,7 @@ def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
     hidden, weight, _, scale, *_ = operands
     width = width_of(operands)
     kernel, sizes = (forward_kernel, FORWARD[width]) if width < WIDE_FROM else (sums_kernel, WIDE_SUMS)
-    cut = cut_for(hidden, weight, sizes, triton_ops.MAX_PARTS)
+    cut = cut_for(hidden, weight, sizes, launching.MAX_PARTS)
     maxima, totals = (scale.new_empty(cut.parts, hidden.shape[0]) for _ in range(2))
     start(
         kernel,
@@ -86,25 +91,27 @@ def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
 
 def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradients:
     """As `triton_ops.launch_backward`."""
-    operands = triton_ops.prepared(operands)
-    return gradients(operands, *triton_ops.upstream_by_torch(operands, upstream, sides(operands)), wanted)
+    operands = launching.prepared(operands)
+    return gradients(operands, *row_launches.upstream_by_torch(operands, upstream, sides(operands)), wanted)
 
 
 def whole_backward(
     operands: Operands, found: Found, grad_logp: Tensor | None, grad_lse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """As `triton_ops.whole_backward`."""
-    operands = triton_ops.prepared(operands)
-    found_by_row = triton_ops.upstream_of(operands, found, (grad_logp, grad_lse), sides(operands))
+    operands = launching.prepared(operands)
+    found_by_row = row_launches.upstream_of(operands, found, (grad_logp, grad_lse), sides(operands))
     return gradients(operands, *found_by_row, wanted)
 
 
-def sides(operands: Operands) -> tuple[triton_ops.Side, triton_ops.Side]:
+def sides(operands: Operands) -> tuple[row_launches.Side, row_launches.Side]:
     """How the two gradient kernels are cut into tiles."""
     width = width_of(operands)
     if is_wide(operands):
-        return triton_ops.sides_of(operands, WIDE_SLOPES, WIDE_SLOPES)
-    return triton_ops.sides_of(operands, OF_HIDDEN[width], OF_WEIGHT[width])
+        return row_launches.sides_of(operands, WIDE_SLOPES, WIDE_SLOPES)
+    of_hidden = OF_HIDDEN[width] or triton_ops.blocks_of(operands, triton_ops.OF_HIDDEN)
+    of_weight = OF_WEIGHT[width] or triton_ops.blocks_of(operands, triton_ops.OF_WEIGHT)
+    return row_launches.sides_of(operands, of_hidden, of_weight)
 
 
 def is_wide(operands: Operands) -> bool:
@@ -113,7 +120,7 @@ def is_wide(operands: Operands) -> bool:
 
 
 def gradients(
-    operands: Operands, vectors: Tensor, rows: Tensor, marks: triton_ops.Marks, wanted: Wanted
+    operands: Operands, vectors: Tensor, rows: Tensor, marks: row_launches.Marks, wanted: Wanted
 ) -> Gradients:
     """The operands `prepared`; the others as in `triton_rows.upstream_kernel`."""
     if is_wide(operands):
@@ -142,7 +149,11 @@ def _launch_side(
     num_own, columns = own.shape
     width = width_of(operands)
     sizes = (OF_WEIGHT if of_weight else OF_HIDDEN)[width]
-    most = min(triton_ops.MAX_PARTS, 1 + triton_ops.PART_NUMBERS // (num_own * columns))
+    if sizes is None:
+        given = (operands, vectors, rows, marks, launching.launch_shortly)
+        grad, _, grad_scale = triton_ops.launch_side(*given, of_weight=of_weight, with_scale=with_scale)
+        return grad, grad_scale
+    most = min(launching.MAX_PARTS, 1 + launching.PART_NUMBERS // (num_own * columns))
     cut = cut_for(own, other, sizes, most)
     dtype = own.dtype if of_weight and cut.parts == 1 else scale.dtype
     grad = own.new_empty(cut.parts, num_own, columns, dtype=dtype)
@@ -207,7 +218,7 @@ def _launch_slopes(
     """Writes `slopes`; each row's share in the gradient of the scale, [parts, N], if that is wanted."""
     hidden, weight, _, scale, target, *_ = operands
     sizes, others = WIDE_SLOPES, weight[section]
-    cut = cut_for(hidden, others, sizes, triton_ops.MAX_PARTS)
+    cut = cut_for(hidden, others, sizes, launching.MAX_PARTS)
     grad_scale = scale.new_empty(cut.parts, hidden.shape[0]) if with_scale else scale
     kind = {"HAS_TARGET": target is not None, "WITH_SCALE": with_scale}
     width = width_of(operands)
@@ -234,9 +245,9 @@ class Cut(NamedTuple):
 
 def cut_for(own: Tensor, other: Tensor, sizes: Sizes, most: int) -> Cut:
     """One program a processor; as many parts as let them work to the end."""
-    processors = triton_ops.processors(own.device)
+    processors = launching.processors(own.device)
     tiles, blocks = -(-own.shape[0] // sizes.rows), -(-other.shape[0] // sizes.others)
-    parts, per_part = triton_ops.balanced(tiles, blocks, processors, min(most, blocks))
+    parts, per_part = launching.balanced(tiles, blocks, processors, min(most, blocks))
     units = tiles * parts
     return Cut((own.shape[0], other.shape[0], tiles, units, per_part), parts, min(units, processors))
 
@@ -266,4 +277,4 @@ def width_of(operands: Operands) -> int:
     columns = operands.hidden.shape[1]
     if columns >= WIDE_FROM:
         return -(-columns // CHUNK.value) * CHUNK.value
-    return max(64, triton_ops.padded_width(columns))
+    return max(64, launching.padded_width(columns))

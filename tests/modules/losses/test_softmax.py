@@ -193,3 +193,21 @@ def test_half_a_sampled_call_is_refused():
 def test_temperature_must_be_positive():
     with pytest.raises(ValueError, match="temperature: 0.0 is given"):
         make(temperature=0)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_normalised_vectors_are_compared_as_of_unit_length(sampled):
+    if sampled:
+        queries, table, item_ids, targets = sampled_problem()
+        given = [queries, table[item_ids], table[targets.clamp(min=0)]]
+    else:
+        queries, items, targets = full_problem()
+        given = [queries, items]
+    unit = [rows / rows.norm(dim=1, keepdim=True) for rows in given]
+    losses = []
+    for rows, options in ((given, {"l2_normalize": True}), (unit, {})):
+        if sampled:
+            options |= {"positives": rows[2], "item_ids": item_ids}
+        losses.append(make()(rows[0], rows[1], targets, **options))
+    torch.testing.assert_close(*losses)
+    assert losses[0].any()

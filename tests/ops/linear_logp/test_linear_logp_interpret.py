@@ -230,10 +230,10 @@ def test_the_number_of_parts_changes_nothing_but_rounding(most, monkeypatch):
 @pytest.mark.parametrize("ids", [False, True])
 def test_the_library_ops(ids, monkeypatch):
     """What a compiler relies on: schemas and shapes without numbers."""
-    from recsys.ops.linear_logp import triton_ops
+    from recsys.ops.linear_logp import launching, triton_ops
 
-    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
-    monkeypatch.setattr(triton_ops, "_start", None)
+    monkeypatch.setattr(launching, "wrap_triton", WithNumbersOnly)
+    monkeypatch.setattr(launching, "_start", None)
     given = problem(40, 50, 9, dtype=torch.float32, ids=ids, bias=ids)
     given["target"].clamp_(min=-1)
     names = ("hidden", "weight", "bias", "temperature", "target", "candidate_ids", "target_ids")

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops.linear_logp import reference, sm90_ops, triton_ops
+from recsys.ops.linear_logp import launching, reference, row_launches, sm90_ops
 from recsys.ops.linear_logp.recompute import Operands, Parts, Upstream, Wanted
 from tests.ops.gluon_emulator import Emulated
 
@@ -15,13 +15,13 @@ def emulated(monkeypatch):
     """What is Triton's is left to PyTorch."""
     for kernel in ("forward_kernel", "gradient_kernel", "sums_kernel", "slopes_kernel"):
         monkeypatch.setattr(sm90_ops, kernel, Emulated(getattr(sm90_ops, kernel)))
-    monkeypatch.setattr(triton_ops, "processors", lambda device: 3)
+    monkeypatch.setattr(launching, "processors", lambda device: 3)
 
     def parts_of_sums(operands, maxima, totals):
         best = maxima.amax(0)
         return Parts(best, (totals * (maxima - best).exp()).sum(0), best)
 
-    monkeypatch.setattr(triton_ops, "parts_of_sums", parts_of_sums)
+    monkeypatch.setattr(row_launches, "parts_of_sums", parts_of_sums)
     mm = torch.mm
 
     def product(one, other, out_dtype=None, **rest):
