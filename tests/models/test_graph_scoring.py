@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recsys.models.graph_scoring import WARM_UP, GraphScoring
-from tests.models.test_no_host_sync import name_backend
+from tests.models.test_no_host_sync import batch_on, name_backend, no_waiting
 from tests.models.test_ranker_cached import FORMS, SIZES, build, close
 from tests.modules.pipelines import batch_of, pipeline_of, random_rows
 
@@ -122,3 +122,20 @@ def test_graphs_on_cuda(name):
     for parameter in model.parameters():
         parameter.mul_(0.5)
     check(scoring, batches, [model.score(batch) for batch in batches])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "channels", "truncated"])
+@torch.no_grad()
+def test_nothing_waits_for_the_device(name):
+    pipeline = pipeline_of(*FORMS[name])
+    name_backend(pipeline, "triton")
+    model = build(pipeline).to("cuda")
+    batches = [batch_on(pipeline, "cuda", seed) for seed in (0, 1)]
+    scoring = GraphScoring(model, 2)
+    for _ in range(3):
+        check(scoring, batches, [model.score(batch) for batch in batches])
+    with no_waiting():
+        found = [scoring.score(batch, scoring.prefill(batch)) for batch in batches]
+    for batch, scores in zip(batches, found, strict=True):
+        close(scores, model.score(batch))
