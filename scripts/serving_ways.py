@@ -33,15 +33,21 @@ class Scoring:
         self.model.to(device)
         loader = Loader(pipeline, "train", layout_rule(pipeline))
         batch = next(iter(loader.epoch(0)))
-        self.batch, self.microbatch = batch.to(device), microbatch
+        self.kept, self.microbatch, self.device = batch.to(device), microbatch, device
         starts = range(0, int(batch.num_candidates.max()), microbatch)
         self.slices = [piece(pipeline, batch, start, start + microbatch).to(device) for start in starts]
         self.graphs = GraphScoring(self.model, microbatch)
         self.cache: RankerCache | None = None
 
+    @property
+    def batch(self) -> Batch:
+        """As new: nothing derived from its layouts is there yet."""
+        return self.kept.to(self.device)
+
     def uncached(self) -> Tensor:
         """[N, tasks], history after history."""
-        rows = [self.model.score(one).unflatten(0, (self.rows, -1)) for one in self.slices]
+        new = (one.to(self.device) for one in self.slices)
+        rows = [self.model.score(one).unflatten(0, (self.rows, -1)) for one in new]
         return torch.cat(rows, dim=1).flatten(0, 1)
 
     def one_pass(self) -> Tensor:
@@ -54,13 +60,14 @@ class Scoring:
 
     def eager(self) -> Tensor:
         """[N, tasks]."""
-        cache = self.model.prefill(self.batch)
-        return self.model.score_in_microbatches(self.batch, cache, self.microbatch)
+        batch = self.batch
+        return self.model.score_in_microbatches(batch, self.model.prefill(batch), self.microbatch)
 
     def cached(self) -> Tensor:
         """[N, tasks]."""
-        self.cache = self.graphs.prefill(self.batch)
-        return self.graphs.score(self.batch, self.cache)
+        batch = self.batch
+        self.cache = self.graphs.prefill(batch)
+        return self.graphs.score(batch, self.cache)
 
     def pieces(self) -> Tensor:
         """[N, tasks], against the cache of `cached`."""
@@ -68,7 +75,7 @@ class Scoring:
 
     @property
     def rows(self) -> int:
-        return self.batch.num_candidates.shape[0]
+        return self.kept.num_candidates.shape[0]
 
 
 def draw_weights(model: Ranker) -> None:
