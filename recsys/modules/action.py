@@ -52,16 +52,16 @@ class ActionEncoder(nn.Module):
             rows: whose events they are, for `contextualized`; others do not look at it.
 
         Returns:
-            [n, E].
+            [n, E], in the type of matrix products.
         """
         done = ((actions[:, None] >> self.bits) & 1).bool()
         watched = watch_time[:, None] >= self.thresholds
         present = torch.cat([done, watched], dim=1).to(self.weight.dtype)
         if self.project is None:
-            return (present @ self.weight).to(self.weight.dtype)
+            return present @ self.weight
         vectors = (present[:, :, None] * self.weight).flatten(1)
         contextualized = isinstance(self.project, ContextualizedMLP)
-        return (self.project(vectors, rows) if contextualized else self.project(vectors)).to(vectors.dtype)
+        return self.project(vectors, rows) if contextualized else self.project(vectors)
 
     def flops(self, events: int, rows: int) -> int:
         """FLOP for n events of B rows; see `recsys.modules.flops`."""

@@ -52,7 +52,7 @@ class ContentEncoder(nn.Module):
             rows: whose they are, for `content_contextualized`; others do not look at it.
 
         Returns:
-            [count, E].
+            [count, E], in the type of the last matrix product, if there is one.
         """
         parts = [
             self.missing[name].expand(count, -1) if name in self.missing else inputs[name]
@@ -60,9 +60,7 @@ class ContentEncoder(nn.Module):
         ]
         joined = torch.cat(parts, dim=1)
         contextualized = isinstance(self.project, ContextualizedMLP)
-        content = self.project(joined, rows) if contextualized else self.project(joined)
-        # The sums that follow are float32 also where matrix products run in bfloat16.
-        return content.to(joined.dtype)
+        return self.project(joined, rows) if contextualized else self.project(joined)
 
     def flops(self, items: int, rows: int) -> int:
         """FLOP for n items of B rows; see `recsys.modules.flops`."""

@@ -25,6 +25,7 @@ from recsys.modules.positional import PositionalEncoder
 from recsys.modules.preprocessors.preprocessed import EncodedPrefix, Preprocessed, events_of, inputs_of
 from recsys.modules.preprocessors.views import views
 from recsys.modules.sequence import JaggedSequence
+from recsys.modules.stu import product_dtype
 from recsys.ops import gather_rows
 from recsys.registry import register
 
@@ -113,13 +114,13 @@ class ContextualPreprocessor(nn.Module):
             prefix: of the same rows.
         """
         candidates = self._candidates(inputs_of(embeddings, batch), batch, prefix.users)
-        values, times = candidates + self.target_action, batch.candidate_timestamps
+        values, times = _rounded(candidates + self.target_action), batch.candidate_timestamps
         layout = batch.sequences
         if layout.parts:
             values, times = (torch.cat([one] * len(layout.parts)) for one in (values, times))
         if self.positional is not None:
             values = self.positional(values, layout, times, request_times=times, behind=prefix)
-        return Preprocessed(JaggedSequence(self.dropout(values), layout, times, times), candidates)
+        return Preprocessed(JaggedSequence(self.dropout(_widened(values)), layout, times, times), candidates)
 
     def events(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> JaggedSequence:
         """The tokens of `forward` of events that have happened since.
@@ -149,11 +150,11 @@ class ContextualPreprocessor(nn.Module):
         """Encoded rows, in several tensors in the order of `views`, as the sequences of the batch."""
         found, layout = views(batch, self.tokens_per_event), batch.sequences
         inverse = found[0].inverse if len(found) == 1 else None
-        values = gather_rows(encoded, [view.index for view in found], inverse)
+        values = gather_rows([_rounded(one) for one in encoded], [view.index for view in found], inverse)
         times = torch.cat([view.times for view in found])
         if self.positional is not None:
             values = self.positional(values, layout, times[:, 0], request_times=times[:, 2], behind=behind)
-        return JaggedSequence(self.dropout(values), layout, times[:, 0], times[:, 1])
+        return JaggedSequence(self.dropout(_widened(values)), layout, times[:, 0], times[:, 1])
 
     def _users(self, inputs: dict[str, Tensor]) -> Tensor | None:
         """[B, C], what weights are made of."""
@@ -176,7 +177,17 @@ class ContextualPreprocessor(nn.Module):
     def _candidates(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> Tensor:
         """[N, E], content."""
         rows = None if users is None else RowContext(users, batch.layout.targets_only().layout)
-        return self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0], rows)
+        return _widened(self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0], rows))
+
+
+def _rounded(tokens: Tensor) -> Tensor:
+    """In the type of matrix products: of most tokens the last one gave the numbers."""
+    return tokens.to(product_dtype(tokens))
+
+
+def _widened(tokens: Tensor) -> Tensor:
+    """In float32 at least, for sums and whatever follows."""
+    return tokens.to(torch.promote_types(tokens.dtype, torch.float32))
 
 
 def _contextual_tokens(
