@@ -1,9 +1,10 @@
 """The Hopper backend of `hstu_attention`: kernels scheduled by hand.
 
 This module itself needs no Triton. The kernels are in `sm90_forward`; `sm90_backward`, gradients in one pass,
-where sums in any order are allowed and heads are not too wide; `sm90_backward_wide` and `sm90_backward_rows`,
-gradients in two passes. `sm90_launch`, `sm90_two_pass` and `sm90_start` start them and `sm90_ops` makes them
-differentiable. They are written in Gluon, a part of Triton that changes from one version to the next.
+where sums in any order are allowed, heads are not too wide and rows see many keys; gradients in two passes,
+`sm90_backward_keys`, or `sm90_backward_wide` for wide heads, and `sm90_backward_rows`. `sm90_launch`,
+`sm90_two_pass` and `sm90_start` start them and `sm90_ops` makes them differentiable. They are written in Gluon,
+a part of Triton that changes from one version to the next.
 """
 
 from __future__ import annotations

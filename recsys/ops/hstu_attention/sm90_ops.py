@@ -21,6 +21,12 @@ _ARGUMENTS = (
     "float alpha, float scale_len, bool deterministic"
 )
 
+SEEN_BY_A_ROW = 512
+"""Keys, on average, above which gradients in one pass are faster than in two. One pass has five products for
+seven; two passes do not start with zeros nor end with rounding, and wait less where tiles are short. On an
+H200 (experiments/2026-11-22-gpu-attention-2) two passes win by 4 % at 1024 tokens of 128 columns and by 21 %
+at 256 tokens of 64, one pass from 2048 tokens on by 8 to 14 % of 128 columns, by 3 to 9 % of 64."""
+
 torch.library.define(_NAMES[0], f"({_ARGUMENTS}) -> Tensor")
 torch.library.define(_NAMES[1], f"(Tensor grad_out, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
@@ -65,10 +71,18 @@ def _gradients(
     *,
     captured: bool,
 ) -> Gradients:
-    """In one pass, which adds up dQ in any order, where it may and can. `captured`: see `sm90_launch`."""
-    if deterministic or q.shape[2] not in sm90_launch.BACKWARD_SIZES:
+    """In one pass, which adds up dQ in any order, where it may, can and is faster. `captured`: see
+    `sm90_launch`."""
+    if deterministic or q.shape[2] not in sm90_launch.BACKWARD_SIZES or _few_are_seen(problem):
         return sm90_two_pass.backward(grad_out, q, k, v, problem, captured=captured)
     return sm90_launch.backward(grad_out, q, k, v, problem, captured=captured)
+
+
+def _few_are_seen(problem: Problem) -> bool:
+    """By the rows of an average sample."""
+    layout, window = problem.layout, problem.mask.window
+    seen = layout.total_len / max(layout.batch_size, 1) / 2
+    return min(seen, seen if window is None else window) <= SEEN_BY_A_ROW
 
 
 def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem, deterministic: bool) -> Tensor:

@@ -1,7 +1,7 @@
 """Launches the Hopper gradients that come from two kernels, dK and dV by tiles of keys, dQ by tiles of rows.
 
 Seven products instead of five, but no program adds to what another has written: the bits are the same every
-time, and no sum in float32 goes through memory.
+time, and no sum in float32 goes through memory. Where rows see few keys that is also the faster way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    64: Sizes(64, 4, 2, 128, 3, 3, True, 240, 24),
+    64: Sizes(64, 4, 2, 64, 4, 4, True, 240, 24),
     128: Sizes(64, 3, 1, 128, 2, 2, True, 240, 24),
     256: Sizes(64, 2, 0, 64, 2, 1, False, 232, 40),
 }

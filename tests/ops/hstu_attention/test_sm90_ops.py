@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops import AttentionMask
+from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention import sm90_launch, sm90_ops, sm90_start, sm90_two_pass
 from recsys.ops.hstu_attention.triton_launch import Problem
 from tests.ops.cases import layout_of, samples
@@ -49,6 +49,33 @@ def test_the_op_has_the_gradients_of_the_kernels():
     for name, ours, exact, other in zip("oqkv", got, want, theirs, strict=True):
         error, allowed = ((t.double() - exact).norm() / exact.norm() for t in (ours, other))
         assert error <= 2 * allowed + 1e-3, (name, float(error), float(allowed))
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "window", "dim", "deterministic", "passes"),
+    [
+        (16384, 1, None, 128, False, 1),
+        (16384, 1, None, 128, True, 2),
+        (16384, 1, None, 256, False, 2),
+        (16384, 1, 512, 128, False, 2),
+        (16384, 1, 2048, 128, False, 1),
+        (1024, 4, None, 128, False, 2),
+        (2048, 4, None, 64, False, 1),
+        (256, 9, None, 64, False, 2),
+        (0, 0, None, 64, False, 2),
+    ],
+)
+def test_gradients_come_in_one_pass_where_rows_see_many_keys(
+    length, batch, window, dim, deterministic, passes, monkeypatch
+):
+    taken = []
+    for number, module in ((1, sm90_launch), (2, sm90_two_pass)):
+        monkeypatch.setattr(module, "backward", lambda *_args, number=number, **_rest: taken.append(number))
+    layout = SequenceLayout(torch.full((batch,), length))
+    problem = Problem(layout, AttentionMask(window=window), 1.0, 1.0, None)
+    q = torch.empty(layout.total_len, 1, dim, device="meta")
+    sm90_ops._gradients(q, q, q, q, problem, deterministic, captured=False)
+    assert taken == [passes]
 
 
 def test_shapes_without_running():
