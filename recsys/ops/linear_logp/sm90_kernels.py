@@ -166,7 +166,7 @@ def forward_kernel(
     factor = gl.load(scale)
     power = factor * LOG2E
     loading = (own_desc, other_desc, buffers, barriers, work, SIZES)
-    gl.static_assert(STRIPS >= 2 and STRIPS <= 4)
+    gl.static_assert(STRIPS == 2 or STRIPS == 4)
     # A tuple that had a name would lose what its members know at compile time.
     if STRIPS == 2:
         gl.warp_specialize([
@@ -174,13 +174,6 @@ def forward_kernel(
             (summing_group, (1, maximum, total, buffers, barriers, work, power, factor, SIZES)),
             (loading_warp, loading),
         ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
-    elif STRIPS == 3:
-        gl.warp_specialize([
-            (summing_group, (0, maximum, total, buffers, barriers, work, power, factor, SIZES)),
-            (summing_group, (1, maximum, total, buffers, barriers, work, power, factor, SIZES)),
-            (summing_group, (2, maximum, total, buffers, barriers, work, power, factor, SIZES)),
-            (loading_warp, loading),
-        ], [4, 4, 1], [COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (summing_group, (0, maximum, total, buffers, barriers, work, power, factor, SIZES)),
@@ -422,55 +415,15 @@ def gradient_kernel(
     vectors = (top, sign, of_target, rows)
     factor = gl.load(scale)
     power = factor * LOG2E
-    loading = (own_desc, other_desc, buffers, barriers, work, SIZES)
-    gl.static_assert(STRIPS >= 2 and STRIPS <= 4)
-    if STRIPS == 2:
-        gl.warp_specialize([
-            (adding_group, (
-                0, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
-                SIZES, KIND,
-            )),
-            (adding_group, (
-                1, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
-                SIZES, KIND,
-            )),
-            (loading_warp, loading),
-        ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
-    elif STRIPS == 3:
-        gl.warp_specialize([
-            (adding_group, (
-                0, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
-                SIZES, KIND,
-            )),
-            (adding_group, (
-                1, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
-                SIZES, KIND,
-            )),
-            (adding_group, (
-                2, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
-                SIZES, KIND,
-            )),
-            (loading_warp, loading),
-        ], [4, 4, 1], [COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (adding_group, (
-                0, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
-                SIZES, KIND,
-            )),
-            (adding_group, (
-                1, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
-                SIZES, KIND,
-            )),
-            (adding_group, (
-                2, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
-                SIZES, KIND,
-            )),
-            (adding_group, (
-                3, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
-                SIZES, KIND,
-            )),
-            (loading_warp, loading),
-        ], [4, 4, 4, 1], [
-            COMPUTING_REGISTERS, COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS
-        ])  # fmt: skip
+    gl.static_assert(STRIPS == 2)
+    gl.warp_specialize([
+        (adding_group, (
+            0, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
+            SIZES, KIND,
+        )),
+        (adding_group, (
+            1, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
+            SIZES, KIND,
+        )),
+        (loading_warp, (own_desc, other_desc, buffers, barriers, work, SIZES)),
+    ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip

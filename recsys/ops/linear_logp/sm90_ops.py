@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops.hstu_attention.sm90_start import Boxes, start, with_loadable_rows
-from recsys.ops.linear_logp import launching, row_launches, triton_ops
+from recsys.ops.linear_logp import launching, row_launches
 from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, Upstream, Wanted
 from recsys.ops.linear_logp.sm90_kernels import STRIP, forward_kernel, gradient_kernel
 from recsys.ops.linear_logp.sm90_wide import CHUNK, slopes_kernel, sums_kernel
@@ -35,12 +35,7 @@ class Sizes(NamedTuple):
 FORWARD = {64: Sizes(128, 6, 4, 120), 128: Sizes(128, 4, 4, 120), 256: Sizes(64, 4, 2, 240)}
 """By width."""
 
-OF_HIDDEN: dict[int, Sizes | None] = {
-    64: Sizes(128, 6, 2, 240),
-    128: Sizes(128, 4, 2, 240),
-    256: Sizes(64, 4, 2, 240),
-}
-"""None: Triton's kernel is faster."""
+OF_HIDDEN = {64: Sizes(128, 6, 2, 240), 128: Sizes(128, 4, 2, 240), 256: Sizes(64, 4, 2, 240)}
 
 OF_WEIGHT = dict(OF_HIDDEN)
 
@@ -109,9 +104,7 @@ def sides(operands: Operands) -> tuple[row_launches.Side, row_launches.Side]:
     width = width_of(operands)
     if is_wide(operands):
         return row_launches.sides_of(operands, WIDE_SLOPES, WIDE_SLOPES)
-    of_hidden = OF_HIDDEN[width] or triton_ops.blocks_of(operands, triton_ops.OF_HIDDEN)
-    of_weight = OF_WEIGHT[width] or triton_ops.blocks_of(operands, triton_ops.OF_WEIGHT)
-    return row_launches.sides_of(operands, of_hidden, of_weight)
+    return row_launches.sides_of(operands, OF_HIDDEN[width], OF_WEIGHT[width])
 
 
 def is_wide(operands: Operands) -> bool:
@@ -149,10 +142,6 @@ def _launch_side(
     num_own, columns = own.shape
     width = width_of(operands)
     sizes = (OF_WEIGHT if of_weight else OF_HIDDEN)[width]
-    if sizes is None:
-        given = (operands, vectors, rows, marks, launching.launch_shortly)
-        grad, _, grad_scale = triton_ops.launch_side(*given, of_weight=of_weight, with_scale=with_scale)
-        return grad, grad_scale
     most = min(launching.MAX_PARTS, 1 + launching.PART_NUMBERS // (num_own * columns))
     cut = cut_for(own, other, sizes, most)
     dtype = own.dtype if of_weight and cut.parts == 1 else scale.dtype

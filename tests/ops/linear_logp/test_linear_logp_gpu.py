@@ -144,7 +144,7 @@ def test_sure_targets_keep_their_gradient(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_wrong_targets_are_nan_and_write_nothing(backend):
-    given = on_device(problem(200, 300, 64, dtype=torch.bfloat16, ids=False))
+    given = on_device(problem(200, 300, 64, dtype=torch.bfloat16, bias=False, ids=False))
     right = results(given, backend)
     wrong = given | {"target": given["target"].clone()}
     ignored = (given["target"] == IGNORED).nonzero()[:, 0]
@@ -161,7 +161,7 @@ def test_the_same_bits_each_time_for_all_sizes_and_one_artefact(backend):
     from recsys.ops.linear_logp import triton_kernels, triton_rows
 
     sizes = [(1, 3), (7, 512), (512, 4097), (2048, 100), (4097, 7)]
-    batches = [on_device(problem(*size, 128, dtype=torch.bfloat16, ids=False)) for size in sizes]
+    batches = [on_device(problem(*size, 128, dtype=torch.bfloat16, bias=False, ids=False)) for size in sizes]
     expected = [results(given, backend) for given in batches]
     expected = [results(given, backend) for given in batches]
     kernels = [triton_kernels.forward_kernel, triton_kernels.backward_kernel]

@@ -73,12 +73,12 @@ def test_sums_and_gradients(shape, targets):
         assert (one - other).norm() <= 6e-3 * other.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize(("others", "stages", "strips"), [(64, 2, 2), (128, 3, 3), (128, 2, 4)])
+@pytest.mark.parametrize(("others", "stages", "strips"), [(64, 2, 2), (128, 3, 2), (128, 2, 4)])
 def test_other_sizes(others, stages, strips, monkeypatch):
     sizes = sm90_ops.Sizes(others, stages, strips, 120)
     monkeypatch.setitem(sm90_ops.FORWARD, 64, sizes)
     for table in (sm90_ops.OF_HIDDEN, sm90_ops.OF_WEIGHT):
-        monkeypatch.setitem(table, 64, sizes)
+        monkeypatch.setitem(table, 64, sizes._replace(strips=2))
     test_sums_and_gradients((300, 700, 64), True)
 
 
