@@ -76,6 +76,7 @@ DATA = {
     "kuairand_ranking.config": kuairand,
     "kuairand_ultra_hstu.config": kuairand,
     "ml_1m_hstu.config": bundled("movielens"),
+    "ml_1m_hstu_large.config": bundled("movielens"),
     "ml_1m_ranking.config": movielens_ranking,
     "ml_1m_sasrec.config": bundled("movielens"),
     "movielens_small_retrieval.config": bundled("movielens"),
