@@ -21,7 +21,7 @@ triton_backend.preload(_OPS)
 
 def supports(facts: BucketFacts) -> Support:
     """What any Triton backend can do."""
-    answers = [triton_backend.support(facts.device, dtype)._replace(auto=False) for dtype in facts.dtypes]
+    answers = [triton_backend.support(facts.device, dtype) for dtype in facts.dtypes]
     return next((answer for answer in answers if not answer.ok), answers[0])
 
 

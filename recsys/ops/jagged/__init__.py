@@ -27,6 +27,7 @@ class GatherFacts:
     device: str
     dtype: torch.dtype
     num_maps: int
+    exported: bool = False
 
 
 def gather_rows(
@@ -92,6 +93,8 @@ def _checked(sources: tuple[Tensor, ...], maps: tuple[Tensor, ...], inverse: Ten
             _refuse_index(_name("index", number, maps), tensor, first, "one dimension")
     if inverse is not None:
         _check_inverse(inverse, first, len(maps), sum([tensor.shape[0] for tensor in sources]))
+    if torch.compiler.is_compiling():
+        return GatherFacts(device.type, dtype, len(maps), exported=torch.compiler.is_exporting())
     return _known_facts(device.type, dtype, len(maps))
 
 

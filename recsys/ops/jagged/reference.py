@@ -79,7 +79,7 @@ class _GatherRows(torch.autograd.Function):
             return _take(grad, inverse), None, None, None
         if inverse.shape[0] == 1:
             return _take(grad, inverse[0]), None, None, None
-        wide = torch.promote_types(grad.dtype, torch.float32)
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
         total = sum(_take(grad, one).to(wide) for one in inverse)
         return total.to(grad.dtype), None, None, None
 

@@ -6,7 +6,6 @@ This module itself needs no Triton: the kernels are in `triton_kernels`, their l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -23,11 +22,15 @@ _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 triton_backend.preload(_OPS)
 
 
-@lru_cache(maxsize=1024)
 def supports(facts: GatherFacts) -> Support:
-    """Any dtype, since bits are moved; with several maps gradients are added, in float32."""
+    """Any dtype, since bits are moved; with several maps gradients are added, in float32.
+
+    In an exported graph for those who name it: a package with these kernels has failed its test on a GPU.
+    """
     added = facts.num_maps > 1 and facts.dtype.is_floating_point
-    able = triton_backend.support(facts.device, facts.dtype if added else torch.float32)._replace(auto=False)
+    able = triton_backend.support(facts.device, facts.dtype if added else torch.float32)
+    if facts.exported:
+        able = able._replace(auto=False)
     if able.ok and facts.dtype.itemsize > MAX_ITEMSIZE:
         reason = f"a number of {facts.dtype} has {facts.dtype.itemsize} bytes, it takes up to {MAX_ITEMSIZE}"
         return able._replace(ok=False, reason=reason)

@@ -18,6 +18,7 @@ class SegmentFacts:
 
     device: str
     dtype: torch.dtype
+    exported: bool = False
 
 
 def segment_sum(values: Tensor, lengths: Tensor, *, backend: str = "auto") -> Tensor:
@@ -54,7 +55,8 @@ def _facts(values: Tensor, lengths: Tensor) -> SegmentFacts:
         total = int(lengths.sum())
         if total != values.shape[0]:
             raise ValueError(f"lengths add up to {total}, but values has {values.shape[0]} rows")
-    return SegmentFacts(values.device.type, values.dtype)
+    exported = torch.compiler.is_exporting()
+    return SegmentFacts(values.device.type, values.dtype, exported)
 
 
 OP = Op("segment_sum", __name__, backends=("triton", "reference"), facts=_facts)

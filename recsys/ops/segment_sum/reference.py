@@ -15,7 +15,7 @@ def supports(facts: object) -> Support:
 
 def run(values: Tensor, lengths: Tensor) -> Tensor:
     """See `recsys.ops.segment_sum`; the arguments have been validated."""
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    wide = values.to(torch.float64 if values.dtype == torch.float64 else torch.float32)
     total = wide.new_zeros(lengths.shape[0], *values.shape[1:])
     return total.index_add(0, segment_ids(lengths, values.shape[0]), wide).to(values.dtype)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from recsys.ops import explain, gather_rows, last_backend
+from recsys.ops import dispatch, explain, gather_rows, last_backend
 from tests.ops.interpreter import (
     INTERPRETED,
     WithNumbersOnly,
@@ -17,6 +17,10 @@ from tests.ops.interpreter import (
 )
 
 GUARD = 777
+EXAMPLE = {
+    "gather_rows": (torch.zeros(2), torch.tensor([0])),
+    "segment_sum": (torch.zeros(2), torch.tensor([2])),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +194,18 @@ def test_auto_stays_with_the_reference_on_a_cpu_and_what_is_refused():
     )
     rows = dict(explain("gather_rows", values.double(), [index, index]).rows)
     assert "not torch.float64" in rows["triton"].reason
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["gather_rows", "segment_sum"])
+def test_on_a_gpu_auto_takes_it_but_in_an_exported_graph(name):
+    op, fields = dispatch._OPS[name], {"device": "cuda", "dtype": torch.float32}
+    if name == "gather_rows":
+        fields["num_maps"] = 2
+    for exported in (False, True):
+        facts = type(op.facts(*EXAMPLE[name]))(**fields, exported=exported)
+        assert op.select(facts).__name__.endswith("reference" if exported else "triton")
+        assert op.select(facts, "triton").__name__.endswith("triton")
 
 
 @starts_it
