@@ -8,9 +8,11 @@ the cache and its lengths.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -125,16 +127,16 @@ class GraphScoring:
         longest = _room_for(longest_of(cache))
         key = (cache.batch_size, count, longest)
         if key not in self._forms:
-            form = _Form(
+            cached = torch.cat(lengths_of(cache))
+            self._forms[key] = _Form(
                 self._half,
                 values.new_zeros(values.shape[0], count, values.shape[-1]),
                 torch.zeros(values.shape[0], count, dtype=torch.int64, device=values.device),
                 candidates.new_zeros(count, candidates.shape[-1]),
                 torch.zeros(cache.batch_size, dtype=torch.int64, device=values.device),
-                torch.cat(lengths_of(cache)),
+                cached,
+                partial(self.room.whole, cache, cached, longest),
             )
-            form.whole = lambda: self.room.whole(cache, form.cached, longest)
-            self._forms[key] = form
             if len(self._forms) > MOST_FORMS:
                 self._forms.popitem(last=False)
         self._forms.move_to_end(key)
@@ -212,6 +214,8 @@ class _Form:
         kept: int64 [B], candidates of each row. They add up to n: where a piece has fewer, the last row has
             old ones behind its own, which nobody looks at.
         cached: int64 [samples of all stages], tokens of each.
+        whole: makes the cache of the room's memory and `cached`. Nothing here leads back to the form: it must
+            go when it is dropped, not when garbage is collected, which may be while a graph is recorded.
     """
 
     half: _SecondHalf
@@ -220,9 +224,9 @@ class _Form:
     candidates: Tensor
     kept: Tensor
     cached: Tensor
+    whole: Callable[[], MixerCache]
 
     def __post_init__(self) -> None:
-        self.whole: Callable[[], MixerCache] = lambda: MixerCache(())
         self._layout: SequenceLayout | None = None
         self._cache: MixerCache | None = None
         self._graphs: tuple[Replay, Replay] | None = None
@@ -333,8 +337,15 @@ class CudaGraph:
 
     def __init__(self, run: Callable[[], Tensor]):
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._output = run()
+        gc.collect()  # to destroy another graph while this one is recorded would spoil it
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._output = run()
+        finally:
+            if enabled:
+                gc.enable()
 
     def __call__(self) -> Tensor:
         """Starts it; returns its output."""

@@ -1,5 +1,8 @@
 """Pieces on tensors that stay in place, recorded or not, against scoring whole rows."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -96,6 +99,31 @@ def test_a_cache_whose_place_is_taken_is_refused():
     with pytest.raises(ValueError, match="a later prefill has taken the place of this cache"):
         scoring.score(batch, old)
     close(scoring.score(batch, kept), model.score(batch))
+
+
+@torch.no_grad()
+def test_a_form_that_is_dropped_is_gone():
+    """Not only once garbage is collected: that must not destroy graphs while another one is recorded."""
+    pipeline = pipeline_of(*FORMS["plain"])
+    model = build(pipeline)
+    batches = [batch_of(pipeline, random_rows(pipeline, sizes)) for sizes in ([(2, 4)] * 2, [(3, 4)] * 40)]
+
+    def recorded(run):  # like a graph it knows its output, not what made it
+        output = run()
+        return lambda: output
+
+    scoring = GraphScoring(model, 2, record=recorded)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(WARM_UP + 1):
+            scoring.score(batches[0], scoring.prefill(batches[0]))
+        forms = [weakref.ref(form) for form in scoring._forms.values()]
+        assert scoring.num_graphs == 2
+        scoring.score(batches[1], scoring.prefill(batches[1]))  # more room: older forms are void
+        assert [form() for form in forms] == [None]
+    finally:
+        gc.enable()
 
 
 def test_size_is_checked():

@@ -5,8 +5,6 @@ This module itself needs no Triton: the kernel is in `sm90_kernel`, its launch i
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -22,9 +20,8 @@ from recsys.ops.relative_bias import CachedRelativeBias
 WIDTHS = (64, 128)
 """Of the heads: what there are sizes for in `sm90_launch`."""
 
-ENOUGH = math.inf
-"""Tiles times heads of a call from which on a GPU is busy; with fewer, sums in parts are faster. Infinite as
-long as nobody has run it on a GPU."""
+ENOUGH = 96
+"""Tiles times heads of a call from which on a GPU is busy; with fewer, sums in parts are as fast."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.sm90_launch"
 
