@@ -70,10 +70,14 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.compiler.assume_constant_result
-@lru_cache(maxsize=1)
+@torch.compiler.assume_constant_result  # of a plain function: a tracer looks into one that is cached
 def missing_for_hopper() -> str:
     """What a machine with CUDA lacks for kernels written in Gluon; empty if nothing."""
+    return _looked_for_hopper()
+
+
+@lru_cache(maxsize=1)
+def _looked_for_hopper() -> str:
     if torch.cuda.get_device_capability()[0] != 9:
         return "it needs a Hopper GPU"
     version = environment.installed_version("triton") or ""

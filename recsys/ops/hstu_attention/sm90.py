@@ -3,13 +3,11 @@
 This module itself needs no Triton. The kernels are in `sm90_forward`; `sm90_backward`, gradients in one pass,
 where sums in any order are allowed, heads are not too wide and rows see many keys; gradients in two passes,
 `sm90_backward_keys`, or `sm90_backward_wide` for wide heads, and `sm90_backward_rows`. `sm90_launch`,
-`sm90_two_pass` and `sm90_start` start them and `sm90_ops` makes them differentiable. They are written in Gluon,
-a part of Triton that changes from one version to the next.
+`sm90_two_pass` and `sm90_start` start them and `sm90_ops` makes them differentiable. They are written in
+Gluon, a part of Triton that changes from one version to the next.
 """
 
 from __future__ import annotations
-
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -26,8 +24,8 @@ from recsys.ops.relative_bias import RelativeBias
 WIDTHS = (64, 128, 256)
 """Of the heads: what there are sizes for in `sm90_launch`."""
 
-GLUON = "3.6"
-"""The Triton whose Gluon the kernel is written in."""
+GLUON = triton_backend.GLUON
+"""The Triton whose Gluon the kernels are written in."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.sm90_ops"
 
@@ -40,7 +38,7 @@ def supports(facts: AttentionFacts) -> Support:
     able = triton_backend.support(facts.device, facts.dtype)
     if not able.ok or facts.device != "cuda":
         return able._replace(ok=False, reason=able.reason or "it needs CUDA tensors", auto=False)
-    for missing in (_missing_from_the_machine(), _missing_from_the_call(facts)):
+    for missing in (triton_backend.missing_for_hopper(), _missing_from_the_call(facts)):
         if missing:
             return able._replace(ok=False, reason=missing)
     return able._replace(auto=able.auto and not torch.compiler.is_compiling())  # not run in graphs yet
@@ -55,24 +53,6 @@ def _missing_from_the_call(facts: AttentionFacts) -> str:
         return f"it takes heads of {WIDTHS} for q, k and v alike, not {facts.qk_dim} and {facts.v_dim}"
     if torch.compiler.is_exporting():
         return "a package cannot embed it"
-    return ""
-
-
-@torch.compiler.assume_constant_result
-@lru_cache(maxsize=1)
-def _missing_from_the_machine() -> str:
-    if torch.cuda.get_device_capability()[0] != 9:
-        return "it needs a Hopper GPU"
-    version = environment.installed_version("triton") or ""
-    if not version.startswith(f"{GLUON}."):
-        return f"it needs Triton {GLUON}, this is {version}"
-    environment.prefer_packaged_ptxas()
-    path = environment.find_ptxas()
-    if (
-        path is None
-        or environment.version_numbers(environment.tool_version(path)) < environment.MINIMAL_PTXAS
-    ):
-        return "it needs ptxas 13.3 or later; type: pip install 'nvidia-cuda-nvcc>=13.3'"
     return ""
 
 

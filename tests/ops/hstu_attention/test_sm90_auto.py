@@ -12,7 +12,7 @@ from recsys.ops.hstu_attention import sm90
 @pytest.fixture(autouse=True)
 def on_hopper(monkeypatch):
     monkeypatch.setattr(triton_backend, "support", lambda device, dtype: Support(True))
-    monkeypatch.setattr(sm90, "_missing_from_the_machine", lambda: "")
+    monkeypatch.setattr(triton_backend, "missing_for_hopper", lambda: "")
 
 
 @pytest.mark.parametrize("needs_grad", [False, True])

@@ -1,12 +1,16 @@
 """The Hopper kernels as ops of traced graphs, on a CPU: the kernels themselves run in the emulator."""
 
+import subprocess
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops import AttentionMask, SequenceLayout
-from recsys.ops.hstu_attention import sm90_launch, sm90_ops, sm90_start, sm90_two_pass
+from recsys.ops import AttentionMask, SequenceLayout, hstu_attention, triton_backend
+from recsys.ops.dispatch import Support
+from recsys.ops.hstu_attention import sm90, sm90_launch, sm90_ops, sm90_start, sm90_two_pass
 from recsys.ops.hstu_attention.triton_launch import Problem
 from tests.ops.cases import layout_of, samples
 from tests.ops.gluon_emulator import Emulated
@@ -91,3 +95,31 @@ def test_shapes_without_running():
         torch.library.opcheck(
             op, (*first, q, k, v, *rest, 0.125, 50.0, True), test_utils=("test_schema", "test_faketensor")
         )
+
+
+def test_a_compiler_finds_one_node_and_no_questions_to_the_machine(monkeypatch):
+    """The choice of the backend is traced too: what asks the machine must not be looked into."""
+
+    def asked():
+        subprocess.run(["true"], check=True)  # nothing that could be traced
+        return ""
+
+    supports, seen = sm90.supports, []
+    monkeypatch.setattr(sm90, "supports", lambda facts: supports(replace(facts, device="cuda")))
+    monkeypatch.setattr(triton_backend, "support", lambda device, dtype: Support(True))
+    monkeypatch.setattr(triton_backend, "_looked_for_hopper", asked)
+    monkeypatch.setitem(triton_backend._MODULES, sm90._OPS, sm90_ops)
+
+    def attend(q, k, v, lengths, offsets, num_targets):
+        layout = SequenceLayout.trusted(lengths, offsets, num_targets, 2, q.shape[0], q.shape[0], q.shape[0])
+        return hstu_attention(q, k, v, layout, scale_len=64, backend="sm90") * 2.0
+
+    def graph(module, _inputs):
+        seen.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    layout, tensors, _ = arguments()
+    batch = (*tensors, layout.lengths, layout.offsets, layout.num_targets)
+    got = torch.compile(attend, dynamic=True, fullgraph=True, backend=graph)(*batch)
+    assert sum("hstu_attention_sm90" in name for name in seen) == 1
+    torch.testing.assert_close(got, attend(*batch))
