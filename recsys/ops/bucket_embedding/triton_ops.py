@@ -37,7 +37,7 @@ class BucketEmbedding(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad_out if ctx.scale == 1 else grad_out * ctx.scale).to(ctx.dtype)
+            grad_x = _scaled(grad_out, ctx.scale, ctx.dtype)
         grad_out = dense_rows(grad_out, grad_out.shape[1])
         grads = [
             launch_sums(grad_out, sorted_by_bucket(own, size), dtype) if wanted else None
@@ -61,6 +61,13 @@ class LookUp(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
         (buckets,) = ctx.saved_tensors
         return sum_by_bucket_triton(grad_out, buckets, ctx.size).to(ctx.dtype), None
+
+
+def _scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """`scale * grad`, rounded once, in one pass."""
+    if scale == 1:
+        return grad.to(dtype)
+    return torch.mul(grad, scale, out=grad.new_empty(grad.shape, dtype=dtype))
 
 
 def launch_embed(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
