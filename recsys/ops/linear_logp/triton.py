@@ -5,6 +5,7 @@ The modules of kernels are imported when one of them runs, so that this one can 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from recsys.ops import triton_backend
@@ -23,10 +24,11 @@ triton_backend.preload(_OPS)
 def supports(facts: LogpFacts) -> Support:
     """What any Triton backend can do, up to some width: a program holds whole rows of its operand.
 
-    In float32, which has not been timed against the reference on a GPU, for those who name it.
+    For those who name it in float32, which has not been timed against the reference on a GPU, and in graphs,
+    which have not passed there as they stand.
     """
     able = triton_backend.support(facts.device, facts.dtype)
-    if facts.dtype.itemsize != 2:
+    if facts.dtype.itemsize != 2 or torch.compiler.is_compiling():
         able = able._replace(auto=False)
     if not able.ok or facts.width <= (most := MAX_WIDTH[facts.dtype.itemsize]):
         return able
