@@ -46,10 +46,10 @@ NUM_CACHED_COLUMNS = 25
 
 
 class Interval(NamedTuple):
-    """Half-open intervals of tokens, one a tile; empty where `end <= start`."""
+    """Half-open intervals of tokens, one a tile or several; empty where `end <= start`."""
 
-    start: Tensor  # int64 [n]
-    end: Tensor  # int64 [n]
+    start: Tensor  # int64 [n] or [n, intervals]
+    end: Tensor
 
 
 class Tiles(NamedTuple):
@@ -136,7 +136,7 @@ def _row_work(
     mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, section: int | None
 ) -> Tensor:
     tiles = _tiles(layout, tile)
-    seen = _seen(mask, tiles, torch.zeros_like(tiles.first), layout.num_contextual)
+    seen = _seen(mask, tiles, None, layout.num_contextual)
     runs = _runs(tiles, _hulls(seen), _unmasked(seen), block)
     return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
 
@@ -185,7 +185,7 @@ def _cached_work(
     cached, new = (
         _runs(
             tiles,
-            [_part(hull, low, high) for hull in _hulls(seen)],
+            _part(_hulls(seen), low.unsqueeze(1), high.unsqueeze(1)),
             [_part(interval, low, high) for interval in _unmasked(seen)],
             block,
         )
@@ -196,21 +196,24 @@ def _cached_work(
     return _sorted(columns, cached.work + new.work)
 
 
-def _seen(mask: AttentionMask, tiles: Tiles, before: Tensor, contextual: int) -> KeyIntervals:
+def _seen(mask: AttentionMask, tiles: Tiles, before: Tensor | None, contextual: int) -> KeyIntervals:
     """What the rows of each tile see that bound what all its rows see, [n, edges, 3]; `before`, int64 [n]:
     tokens of the sample in front of those that the tiles count."""
     # The ends of the intervals are constant or increasing over the rows of one kind: the first and the last
     # row of each kind have the extremes. Rows of the prefix are a kind: they have no window of their own.
     history_end, always = tiles.history_end, contextual + mask.prefix
-    edges = [tiles.first, tiles.last, contextual - before - 1, contextual - before]
-    edges += [always - before - 1, always - before]
-    position = _clamped([*edges, history_end - 1, history_end], tiles) + before.unsqueeze(1)
-    return row_intervals(mask, position, (history_end + before).unsqueeze(1), contextual)
+    edges: list[Tensor | int] = [contextual - 1, contextual, always - 1, always]
+    if before is not None:
+        edges = [edge - before for edge in edges]
+    position = _clamped([tiles.first, tiles.last, *edges, history_end - 1, history_end], tiles)
+    if before is not None:
+        position, history_end = position + before.unsqueeze(1), history_end + before
+    return row_intervals(mask, position, history_end.unsqueeze(1), contextual)
 
 
-def _hulls(seen: KeyIntervals) -> list[Interval]:
-    """Contextual tokens and prefix, the window, the own group: of each what some row of a tile sees."""
-    return [_union(seen.start[..., part], seen.end[..., part]) for part in range(3)]
+def _hulls(seen: KeyIntervals) -> Interval:
+    """[n, 3]: contextual tokens and prefix, the window, the own group; what some row of a tile sees."""
+    return _union(seen.start, seen.end)
 
 
 def _unmasked(seen: KeyIntervals) -> list[Interval]:
@@ -240,7 +243,7 @@ def _key_work(
     position = _clamped(edges, tiles)
     end, length = tiles.history_end.unsqueeze(1), tiles.length.unsqueeze(1)
     readers = column_intervals(mask, position, end, length, contextual)
-    kinds = [_union(readers.start[..., part], readers.end[..., part]) for part in range(3)]
+    kinds = _union(readers.start, readers.end)
     history = _intersection(readers.start[..., 1], readers.end[..., 1])
     targets = _intersection(readers.start[..., 2], readers.end[..., 2])
     # History rows that see all keys, and targets that do, follow one another when both reach the border.
@@ -255,6 +258,10 @@ def _key_work(
 
 def _tiles(layout: SequenceLayout, tile: int) -> Tiles:
     """All tiles of all samples; where the lengths are on the device only, as many as there may be."""
+    return layout.memo(("tiles", tile), lambda: _new_tiles(layout, tile))
+
+
+def _new_tiles(layout: SequenceLayout, tile: int) -> Tiles:
     host = layout.host_lengths
     if host is None or torch.compiler.is_compiling():
         num_tiles = layout.total_len // tile + layout.batch_size
@@ -266,28 +273,21 @@ def _tiles(layout: SequenceLayout, tile: int) -> Tiles:
     sample = torch.searchsorted(ends, number, right=True)
     is_real = sample < layout.batch_size
     sample = sample.clamp(max=max(layout.batch_size - 1, 0))
-    zero = torch.zeros_like(number)
-    first = torch.where(is_real, (number - (ends - counts).index_select(0, sample)) * tile, zero)
-    length = torch.where(is_real, layout.lengths.index_select(0, sample), zero)
-    return Tiles(
-        start=torch.where(is_real, layout.offsets.index_select(0, sample), zero),
-        length=length,
-        history_end=torch.where(is_real, layout.history_end.index_select(0, sample), zero),
-        first=first,
-        last=torch.minimum(first + tile, length) - 1,
-        sample=sample,
-    )
+    of_sample = torch.stack([layout.offsets[:-1], layout.lengths, layout.history_end, ends - counts], dim=1)
+    start, length, history_end, before = (of_sample.index_select(0, sample) * is_real.unsqueeze(1)).unbind(1)
+    first = torch.where(is_real, (number - before) * tile, 0)
+    return Tiles(start, length, history_end, first, torch.minimum(first + tile, length) - 1, sample)
 
 
 def _clamped(edges: list[Tensor | int], tiles: Tiles) -> Tensor:
     """int64 [n, edges]: tokens of each tile; an edge outside of it becomes its first or last one."""
-    columns = [tiles.first.clamp(min=0) * 0 + edge for edge in edges]
+    columns = [edge if isinstance(edge, Tensor) else torch.full_like(tiles.first, edge) for edge in edges]
     position = torch.stack(columns, dim=1)
     return torch.maximum(torch.minimum(position, tiles.last.unsqueeze(1)), tiles.first.unsqueeze(1))
 
 
 def _union(start: Tensor, end: Tensor) -> Interval:
-    """The hull of the intervals [n, edges] that are not empty; [0, 0) if all are."""
+    """The hull of the intervals [n, edges, ...] that are not empty; [0, 0) if all are."""
     used = end > start
     low = torch.where(used, start, torch.iinfo(torch.int64).max).amin(1)
     high = torch.where(used, end, 0).amax(1)
@@ -344,33 +344,30 @@ class Runs(NamedTuple):
     work: Tensor  # int64 [n], how many blocks
 
 
-def _runs(tiles: Tiles, parts: Sequence[Interval], unmasked: Sequence[Interval], block: int) -> Runs:
-    """Three intervals of tokens as disjoint runs of blocks; the longest of `unmasked` needs no mask."""
-    starts, counts = [], []
-    covered = torch.zeros_like(tiles.first)
-    for start, end in parts:
-        end_block = torch.where(tiles.length > 0, (end + block - 1) // block, 0)
-        first_block = torch.maximum(start // block, covered)
-        count = (end_block - first_block).clamp(min=0)
-        starts.append(first_block)
-        counts.append(count)
-        covered = torch.where(count > 0, end_block, covered)
+def _runs(tiles: Tiles, parts: Interval, unmasked: Sequence[Interval], block: int) -> Runs:
+    """Intervals of tokens, [n, 3], as disjoint runs of blocks; the longest of `unmasked` needs no mask."""
+    is_real = tiles.length > 0
+    first, end = parts.start // block, (parts.end + block - 1) // block * is_real.unsqueeze(1)
+    # A run begins where those before it have ended.
+    ended = torch.where(end > first, end, 0)
+    one, two, _ = ended.unbind(1)
+    first = torch.maximum(first, torch.stack([torch.zeros_like(one), one, torch.maximum(one, two)], dim=1))
+    count = (end - first).clamp(min=0)
     free = reduce(_longer, unmasked)
     full_start = (free.start + block - 1) // block
-    full_count = (free.end // block - full_start).clamp(min=0)
-    full_count = torch.where(tiles.length > 0, full_count, 0)
-    before = [torch.minimum((full_start - s).clamp(min=0), n) for s, n in zip(starts, counts, strict=True)]
+    full_count = (free.end // block - full_start).clamp(min=0) * is_real
+    before = torch.minimum((full_start.unsqueeze(1) - first).clamp(min=0), count).sum(1)
     columns = [
-        counts[0],
-        starts[1],
-        counts[1],
-        starts[2],
-        counts[2],
-        before[0] + before[1] + before[2],
+        count[:, 0],
+        first[:, 1],
+        count[:, 1],
+        first[:, 2],
+        count[:, 2],
+        before,
         full_start,
         full_count,
     ]
-    return Runs(columns, counts[0] + counts[1] + counts[2])
+    return Runs(columns, count.sum(1))
 
 
 def _sorted(columns: list[Tensor], work: Tensor) -> Tensor:
