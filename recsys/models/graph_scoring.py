@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -87,6 +87,7 @@ class GraphScoring:
         """
         cache = self.room.take(cache)
         if self._version != self.room.version:
+            _wait_for(self._forms.values())
             self._forms.clear()
             self._version = self.room.version
         with self.model.autocast():
@@ -138,6 +139,7 @@ class GraphScoring:
                 partial(self.room.whole, cache, cached, longest),
             )
             if len(self._forms) > MOST_FORMS:
+                _wait_for(self._forms.values())
                 self._forms.popitem(last=False)
         self._forms.move_to_end(key)
         return self._forms[key]
@@ -195,6 +197,12 @@ def _cut(layout: SequenceLayout, size: int) -> _Pieces:
     first = torch.arange(0, longest, size, device=layout.device).unsqueeze(1)
     kept = (layout.num_targets - first).clamp(0, size)
     return _Pieces(order, [int(own.sum()) for own in by_piece], kept, same_as)
+
+
+def _wait_for(forms: Iterable[_Form]) -> None:
+    """Until no graph of theirs runs: only then one may be destroyed. Seldom, since forms are."""
+    if any(form.num_graphs and form.kept.is_cuda for form in forms):
+        torch.cuda.current_stream().synchronize()
 
 
 def _put(target: Tensor, source: Tensor, dim: int) -> None:
