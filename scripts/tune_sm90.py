@@ -43,10 +43,11 @@ CHOICES = {
 
 
 def sizes_of(dim: int, number: int):
-    """The choice number `number`; odd ones take turns."""
+    """The choice number `number`; odd ones take turns. Two buffers for tiles of rows where there is room."""
     from recsys.ops.hstu_attention.sm90_launch import Sizes
 
-    return Sizes(*CHOICES[dim][number // 2], turns=number % 2 == 1)
+    sizes = Sizes(*CHOICES[dim][number // 2], turns=number % 2 == 1)
+    return sizes._replace(q_tiles=2 if sizes.strips == 2 and not sizes.out_in_q else 1)
 
 
 def inputs(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0):
