@@ -10,8 +10,9 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 import triton
 
 from recsys.ops import AttentionMask
-from recsys.ops.hstu_attention import sm90_launch, sm90_start
+from recsys.ops.hstu_attention import sm90_launch, sm90_start, sm90_two_pass
 from recsys.ops.hstu_attention.sm90_backward import backward_kernel
+from recsys.ops.hstu_attention.sm90_backward_keys import keys_kernel
 from recsys.ops.hstu_attention.sm90_backward_rows import rows_kernel
 from recsys.ops.hstu_attention.sm90_backward_wide import wide_keys_kernel
 from recsys.ops.hstu_attention.sm90_forward import forward_kernel
@@ -123,7 +124,8 @@ def test_a_first_launch_with_an_odd_address_is_not_remembered(kernel):
 def test_keys_tell_apart_all_that_the_code_depends_on(monkeypatch):
     """Type, width, kind of mask and sizes; not the batch."""
     keys = []
-    monkeypatch.setattr(sm90_launch, "start", lambda kernel, key, *rest: keys.append((kernel.__name__, key)))
+    for module in (sm90_launch, sm90_two_pass):
+        monkeypatch.setattr(module, "start", lambda kernel, key, *rest: keys.append((kernel.__name__, key)))
     monkeypatch.setattr(sm90_launch, "round_to", lambda *rest: None)
     layouts = [layout_of(samples(0, shapes)) for shapes in ([(70, 3)], [(5, 0)] * 9)]
     kinds = [
@@ -139,11 +141,10 @@ def test_keys_tell_apart_all_that_the_code_depends_on(monkeypatch):
                 for mask in kinds:
                     problem = Problem(layout, mask, 1.0, 1.0, None)
                     q = torch.zeros(layout.total_len, 2, dim, dtype=dtype)
-                    for samples_a_program in (1e-9, 1e9):
-                        monkeypatch.setattr(sm90_launch, "SAMPLES_A_PROGRAM", samples_a_program)
-                        sm90_launch.backward(q, q, q, q, problem)
+                    sm90_launch.backward(q, q, q, q, problem)
+                    sm90_two_pass.backward(q, q, q, q, problem)
                     sm90_launch.forward(q, q, q, problem)
-    assert len(keys) == 2 * len(set(keys)) == 2 * 2 * 2 * 5 * 3
+    assert len(keys) == 2 * len(set(keys)) == 2 * 2 * 2 * 5 * 4
 
 
 def test_only_what_a_tensor_map_cannot_describe_is_copied():
@@ -165,8 +166,9 @@ FLOATS = ("half_alpha", "inverse_scale", "factor")
 
 KERNELS = {
     "forward": (forward_kernel, 6),
-    "backward": (backward_kernel, 12),
-    "keys": (wide_keys_kernel, 8),
+    "backward": (backward_kernel, 9),
+    "keys": (keys_kernel, 8),
+    "wide keys": (wide_keys_kernel, 8),
     "rows": (rows_kernel, 7),
     "round": (round_kernel, 2),
 }
