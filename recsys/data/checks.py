@@ -272,7 +272,7 @@ def check_repeats(findings: Findings, keys: pa.Table) -> None:
 
 
 def hash_keys(keys: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """uint64 hash of each row of some key columns; int64 the rows without a null, which is found elsewhere."""
+    """uint64 hash of each row of some key columns; int64 rows without a null, which others report."""
     columns = [one_array(column) for column in keys.columns]
     known = np.ones(len(keys), bool)
     for column in columns:

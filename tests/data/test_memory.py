@@ -1,0 +1,32 @@
+"""A process that keeps its memory does not ask the system for it again."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PASSES, SETTLED, SIZE = 40, 10, 16 << 20
+PROGRAM = f"""
+import resource
+import numpy as np
+import pyarrow as pa
+from recsys.data import memory
+
+memory.keep()
+for i in range({PASSES}):
+    if i == {SETTLED}:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.ones({SIZE}, np.uint8)
+    table = pa.allocate_buffer({SIZE})
+    np.frombuffer(table, np.uint8)[:] = 1
+    del table
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
+def test_memory_that_was_freed_is_used_again():
+    found = subprocess.run([sys.executable, "-c", PROGRAM], check=True, stdout=subprocess.PIPE, text=True)
+    # Given back and taken anew, each pass would touch 16 MiB of new pages of at most 2 MiB, or twice as many.
+    assert int(found.stdout) < (PASSES - SETTLED) * SIZE / (2 << 20) / 10
