@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recsys.ops import triton_backend
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask, KeyIntervals, column_intervals, row_intervals
 
@@ -43,6 +44,14 @@ PART, PART_FIRST, PART_LENGTH = 22, 23, 24
 it has. Blocks of cached keys are counted from there."""
 
 NUM_CACHED_COLUMNS = 25
+
+
+KERNEL = False
+"""Whether lists on a GPU are made by one kernel. Not as long as nobody has run it there."""
+
+KERNEL_DEVICES = ("cuda",)
+
+_START = f"{__name__.rpartition('.')[0]}.work_list_start"
 
 
 class Interval(NamedTuple):
@@ -135,10 +144,17 @@ def cached_work(
 def _row_work(
     mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, section: int | None
 ) -> Tensor:
+    if _has_kernel(layout):
+        return triton_backend.load(_START).items_of(mask, layout, tile, block, section, keys=False)
     tiles = _tiles(layout, tile)
     seen = _seen(mask, tiles, None, layout.num_contextual)
     runs = _runs(tiles, _hulls(seen), _unmasked(seen), block)
     return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
+
+
+def _has_kernel(layout: SequenceLayout) -> bool:
+    """Whether `work_list_start` makes the list."""
+    return KERNEL and layout.device.type in KERNEL_DEVICES and not torch.compiler.is_compiling()
 
 
 def _in_sections(
@@ -147,12 +163,12 @@ def _in_sections(
     """int64 [n]: what to sort by, the largest first, for sections of the samples."""
     if section is None or layout.batch_size == 0:
         return work
-    number = _sections(layout.lengths, section).index_select(0, tiles.sample)
+    number = sections_of(layout.lengths, section).index_select(0, tiles.sample)
     most = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits more blocks
     return torch.where(tiles.length > 0, (layout.total_len - number) * most + work, 0)
 
 
-def _sections(lengths: Tensor, section: int) -> Tensor:
+def sections_of(lengths: Tensor, section: int) -> Tensor:
     """int64 [B]: which section each sample is in; `section` tokens each, the longest samples first."""
     order = torch.argsort(lengths, descending=True, stable=True)
     ordered = lengths.index_select(0, order)
@@ -235,6 +251,8 @@ def _key_work(
     block: int,
     section: int | None,
 ) -> Tensor:
+    if _has_kernel(layout):
+        return triton_backend.load(_START).items_of(mask, layout, tile, block, section, keys=True)
     tiles = _tiles(layout, tile)
     contextual, always = layout.num_contextual, layout.num_contextual + mask.prefix
     outside = tiles.history_end - (mask.window or 0)  # the first key of the last target's window
@@ -257,16 +275,20 @@ def _key_work(
 
 
 def _tiles(layout: SequenceLayout, tile: int) -> Tiles:
-    """All tiles of all samples; where the lengths are on the device only, as many as there may be."""
+    """`num_tiles_of` tiles, those of all samples first."""
     return layout.memo(("tiles", tile), lambda: _new_tiles(layout, tile))
 
 
-def _new_tiles(layout: SequenceLayout, tile: int) -> Tiles:
+def num_tiles_of(layout: SequenceLayout, tile: int) -> int:
+    """Of all samples; where the lengths are on the device only, as many as there may be."""
     host = layout.host_lengths
     if host is None or torch.compiler.is_compiling():
-        num_tiles = layout.total_len // tile + layout.batch_size
-    else:
-        num_tiles = int(((host + tile - 1) // tile).sum())
+        return layout.total_len // tile + layout.batch_size
+    return int(((host + tile - 1) // tile).sum())
+
+
+def _new_tiles(layout: SequenceLayout, tile: int) -> Tiles:
+    num_tiles = num_tiles_of(layout, tile)
     counts = (layout.lengths + tile - 1) // tile
     ends = counts.cumsum(0)
     number = torch.arange(num_tiles, device=layout.device)
