@@ -26,8 +26,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+def page_faults(program: str) -> int:
+    found = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True)
+    return int(found.stdout)
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_memory_that_was_freed_is_used_again():
-    found = subprocess.run([sys.executable, "-c", PROGRAM], check=True, stdout=subprocess.PIPE, text=True)
-    # Given back and taken anew, each pass would touch 24 MiB of new pages, of 2 MiB at most.
-    assert int(found.stdout) < (PASSES - SETTLED) * PIECES * SIZE / (2 << 20) / 10
+    # The system may move pages now and then, which counts as well.
+    assert page_faults(PROGRAM) < page_faults(PROGRAM.replace("memory.keep()", "")) / 4
