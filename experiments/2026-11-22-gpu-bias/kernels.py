@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Which kernel of attention with bias takes how long, for several block sizes, each in a process of its own.
 
-    python experiments/2026-11-22-gpu-bias/kernels.py [--dim 64] [--only KERNEL] [--plain]
+    python experiments/2026-11-22-gpu-bias/kernels.py [--dim 64] [--only KERNEL] [--plain] [--packed]
 
 Each choice is first compared with the reference in float64 on a ragged batch: how far off it is, relative to
 what `scripts/bench_ops.py` allows.
@@ -11,6 +11,7 @@ import argparse
 import multiprocessing
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,9 +20,11 @@ from recsys import environment
 
 environment.prefer_packaged_ptxas()
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout  # noqa: E402
-from recsys.ops.hstu_attention import reference, triton_launch  # noqa: E402
+from recsys.ops.hstu_attention import reference, triton_launch, triton_packed_launch  # noqa: E402
 from recsys.ops.hstu_attention.blocks import Blocks  # noqa: E402
+from recsys.ops.hstu_attention.triton_bias_launch import packed_arguments  # noqa: E402
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem, unwrapped  # noqa: E402
+from recsys.ops.hstu_attention.work_list import row_work  # noqa: E402
 from scripts.tune_triton import median_ms  # noqa: E402
 
 CHOICES = {
@@ -32,6 +35,28 @@ CHOICES = {
         "tables": [(64, 32, 4, 2), (64, 64, 4, 2), (128, 64, 8, 2), (128, 32, 8, 2)],
     },
 }
+
+# By inline assembly; the last number: at most so many registers. `both`: dQ and the sums of the tables.
+PACKED_CHOICES = {
+    64: {
+        "prepare": [(64, 64, 4, 2)],
+        "forward": [(64, 64, 4, 2, 168), (64, 64, 4, 3, 168), (64, 64, 4, 2, 128), (64, 64, 4, 2)],
+        "keys": [(64, 64, 4, 3), (64, 64, 4, 2), (32, 64, 4, 3), (32, 64, 4, 3, 168)],
+        "rows": [(64, 64, 4, 3), (64, 64, 4, 3, 168)],
+        "both": [(64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3, 168), (64, 64, 4, 2, 168)],
+    },
+}
+
+
+class Batch(NamedTuple):
+    """Inputs, and what is prepared for a bias once for all kernels."""
+
+    layout: SequenceLayout
+    tensors: list[torch.Tensor]
+    tables: list[torch.Tensor]
+    times: torch.Tensor
+    following: torch.Tensor
+    made: dict
 
 
 def batch_of(lengths, dim, heads=4, dtype=torch.bfloat16, seed=0):
@@ -44,29 +69,34 @@ def batch_of(lengths, dim, heads=4, dtype=torch.bfloat16, seed=0):
     times = 1_700_000_000 + gaps.cumsum(0).to(torch.int64).to("cuda")
     following = torch.cat([times[1:], times[-1:] + 60])
     tables = [torch.randn(heads, size, generator=generator).cuda() for size in (2048, 64)]
-    return layout, tensors, tables, times, following
+    return Batch(layout, tensors, tables, times, following, {})
 
 
 def launch(kernel, blocks, batch, biased=True):
     triton_launch.blocks_of = lambda *_, **__: Blocks(*blocks)
-    layout, (q, k, v, grad_out), tables, times, following = batch
+    layout, (q, k, v, grad_out), tables, times, following, made = batch
     bias = RelativeBias(*tables, times, following) if biased else None
-    problem = Problem(layout, AttentionMask(), q.shape[2] ** -0.5, 2048.0, bias)
+    problem = Problem(layout, AttentionMask(), q.shape[2] ** -0.5, 2048.0, bias, made=made)
+    if kernel == "prepare":
+        items = row_work(problem.mask, layout, *blocks[:2])
+        packed_arguments(bias, layout, layout.max_len, items, *blocks[:2])
+        return []
     if kernel == "forward":
         return [triton_launch.forward(q, k, v, problem)]
     if kernel == "tables":
         return list(triton_launch._table_gradients(q, k, v, grad_out, problem, bias, unwrapped))
     out = Gradients(*map(torch.empty_like, (q, k, v)), None, None)
-    if kernel == "rows":
-        triton_launch._launch_rows(q, k, v, grad_out, out, problem, None, unwrapped)
-        return [out.q]
+    if kernel in ("rows", "both"):
+        sums = triton_packed_launch.zero_sums(q, layout.max_len, bias) if kernel == "both" else None
+        triton_launch._launch_rows(q, k, v, grad_out, out, problem, sums, unwrapped)
+        return [out.q, *(triton_packed_launch.finished(sums, problem.scale_len, bias) if sums else [])]
     triton_launch._launch_keys("keys", q, k, v, grad_out, out, problem, unwrapped)
     return [out.k, out.v]
 
 
 def check(kernel, blocks, dim):
     batch = batch_of(torch.tensor([1, 64, 700, 129, 1000, 33]), dim, 2)
-    layout, tensors, tables, times, following = batch
+    layout, tensors, tables, times, following, _ = batch
     ours = launch(kernel, blocks, batch)
     results = []
     for dtype in (torch.bfloat16, torch.float64):
@@ -85,7 +115,9 @@ def check(kernel, blocks, dim):
             deterministic=False,
         )
         grads = torch.autograd.grad(out, leaves, tensors[3].to(dtype))
-        results.append({"forward": [out], "rows": grads[:1], "keys": grads[1:3], "tables": grads[3:]}[kernel])
+        found = {"forward": [out], "rows": grads[:1], "keys": grads[1:3], "tables": grads[3:]}
+        found |= {"both": [grads[0], *grads[3:]], "prepare": []}
+        results.append(found[kernel])
     worst = 0.0
     for got, other, want in zip(ours, *results, strict=True):
         other, want = other.detach().double(), want.detach()
@@ -112,10 +144,13 @@ def main():
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--plain", action="store_true", help="without bias")
+    parser.add_argument("--packed", action="store_true", help="with the bias by inline assembly")
     options = parser.parse_args()
+    triton_packed_launch.PACKED = options.packed
     context = multiprocessing.get_context("fork")
     running = []
-    for kernel, found in CHOICES[options.dim].items():
+    choices = PACKED_CHOICES if options.packed else CHOICES
+    for kernel, found in choices[options.dim].items():
         if options.only and kernel not in options.only or (options.plain and kernel == "tables"):
             continue
         for blocks in found:
@@ -142,7 +177,7 @@ def main():
         process.kill()
         shown = f"{error:.2f}" if isinstance(error, float) else error
         print(
-            f"{kernel:<8} {str(blocks):<16} error {shown}  {'-' if ms is None else f'{ms:.3f} ms'}",
+            f"{kernel:<8} {str(blocks):<20} error {shown}  {'-' if ms is None else f'{ms:.3f} ms'}",
             flush=True,
         )
 

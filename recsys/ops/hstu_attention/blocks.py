@@ -24,6 +24,7 @@ class Blocks(NamedTuple):
     keys: int  # BLOCK_N
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 BLOCKS = {
@@ -50,6 +51,10 @@ BLOCKS = {
         (128, 4): Blocks(32, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
     },
+    # packed: 16 rows (of keys: keys) a warp
+    ("packed_forward", True): {(64, 2): Blocks(64, 64, 4, 2, 168)},
+    ("packed_keys", True): {(64, 2): Blocks(64, 64, 4, 3)},
+    ("packed_rows", True): {(64, 2): Blocks(64, 64, 4, 3)},
     # with a cache whose keys are summed up in parts: not timed
     ("split", False): {
         (64, 2): Blocks(64, 64, 4, 3),
@@ -102,7 +107,7 @@ BLOCKS = {
     },
     # In 16 bits 16 rows a warp: then each sum is in one thread, as the kernel takes for granted.
     ("tables", True): {
-        (64, 2): Blocks(64, 32, 4, 2),
+        (64, 2): Blocks(128, 32, 8, 2),
         (128, 2): Blocks(64, 16, 4, 2),
         (256, 2): Blocks(64, 8, 4, 1),
         (64, 4): Blocks(32, 32, 8, 1),
@@ -146,6 +151,11 @@ def blocks_of(
     key = _width(qk_dim, v_dim), dtype.itemsize
     found = BLOCKS[kernel, biased][key]
     return found if roomy else SMALL_BLOCKS.get((kernel, biased), {}).get(key, found)
+
+
+def can_pack(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> bool:
+    """Whether there are sizes for `packed_` this kernel, with the bias by inline assembly."""
+    return (_width(qk_dim, v_dim), dtype.itemsize) in BLOCKS.get((f"packed_{kernel}", True), {})
 
 
 def keys_kernels(dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention.triton_bias import add_bias, load_times
+from recsys.ops.hstu_attention.triton_bias_packed import add_to_tables, packed_scores
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
@@ -47,7 +48,7 @@ def _add_rows(
     grad_k, grad_v = sums
     k_tile, v_tile = keys
     q, grad_out, times, length, history_end, alpha = sample
-    j, relative_j, key_times = columns
+    j, relative_j, key_times, own = columns
     D: tl.constexpr = SIZES[0]
     V: tl.constexpr = SIZES[1]
     BLOCK_M: tl.constexpr = SIZES[2]
@@ -60,8 +61,15 @@ def _add_rows(
     first = block * BLOCK_M
     i = first + tl.arange(0, BLOCK_M)[None, :]
     q_block = load_block(q, first, length, D, BLOCK_M, BLOCK_D, False)
-    score = tl.dot(k_tile, tl.trans(q_block), input_precision=PRECISION) * alpha
-    if BIASED:
+    score = tl.dot(k_tile, tl.trans(q_block), input_precision=PRECISION)
+    if MODE[5] != "":
+        score = packed_scores(
+            score, alpha, key_times, own, times, first, (history_end, rule[3]), tables,
+            MODE[5], MODE[6], BLOCK_M // 2,
+        )  # fmt: skip
+    else:
+        score = score * alpha
+    if BIASED and MODE[5] == "":
         place = relative_position(i, history_end, rule[3], RULE)
         row_times = load_times(times, i, first, length)
         score = add_bias(
@@ -95,6 +103,7 @@ def keys_kernel(
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     GRAD_K: tl.constexpr, GRAD_V: tl.constexpr,
+    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
     """With GRAD_K grad_k [T, H, D], with GRAD_V grad_v [T, H, V], both contiguous.
 
@@ -102,15 +111,17 @@ def keys_kernel(
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION, GRAD_K, GRAD_V)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, GRAD_K, GRAD_V, BIAS_TEXT, BIAS_CONSTRAINTS)
+    PACKED: tl.constexpr = BIAS_TEXT != ""
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     alpha = tl.full([1, 1], 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
-    tables = (
-        position_table + head * position_stride + reach,
-        (time_table + head * time_stride, time_edges, float_edges, num_buckets),
-    )
+    distances = position_table + head * position_stride + reach
+    if PACKED:
+        tables = (distances, time_table + head * time_stride)
+    else:
+        tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads
     for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
@@ -123,17 +134,21 @@ def keys_kernel(
         q_head = head_of(q, start, length, head, (stride_qt, stride_qh))
         o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh))
         token = (start * num_heads + head).to(tl.int64)
-        row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
-        sample = (q_head, o_head, row_times, length, history_end, alpha)
         j = first + tl.arange(0, BLOCK_N)[:, None]
-        key_times = (timestamps + start, behind + start, key_bounds + start * 2)
-        if BIASED:
-            key_times = load_times(key_times, j, first, length)
-        columns = (j, relative_position(j, history_end, group_size, RULE), key_times)
+        if PACKED:
+            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2)
+            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2)
+        else:
+            row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
+            key_times = (timestamps + start, behind + start, key_bounds + start * 2)
+            if BIASED:
+                key_times = load_times(key_times, j, first, length)
+        sample = (q_head, o_head, row_times, length, history_end, alpha)
+        columns = (j, relative_position(j, history_end, group_size, RULE), key_times, first)
         keys = (k_tile, v_tile)
         sum_k = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         sum_v = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
-        if BIASED:
+        if BIASED and not PACKED:
             for place in range(num_masked(runs)):
                 block = masked_block(place, runs)
                 sum_k, sum_v = _add_rows(
@@ -160,13 +175,13 @@ def keys_kernel(
 
 @triton.jit
 def _add_keys(
-    grad_q, tiles, block, masked, sample, rows, rule, tables,
+    grad_q, tiles, block, masked, sample, rows, rule, tables, sums,
     SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """`grad_q`, dQ of a tile of rows, plus what one block of keys contributes; the mask if `masked`."""
     q_tile, grad_tile = tiles
     k, v, times, length, history_end, alpha = sample
-    i, relative_i, row_times = rows
+    i, relative_i, row_times, own = rows
     D: tl.constexpr = SIZES[0]
     V: tl.constexpr = SIZES[1]
     BLOCK_N: tl.constexpr = SIZES[3]
@@ -177,8 +192,15 @@ def _add_keys(
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)[None, :]
     k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE)
-    score = tl.dot(q_tile, tl.trans(k_block), input_precision=PRECISION) * alpha
-    if BIASED:
+    score = tl.dot(q_tile, tl.trans(k_block), input_precision=PRECISION)
+    if MODE[3] != "":
+        score = packed_scores(
+            score, alpha, row_times, own, times, first, (history_end, rule[3]), tables,
+            MODE[3], MODE[4], BLOCK_N // 2,
+        )  # fmt: skip
+    else:
+        score = score * alpha
+    if BIASED and MODE[3] == "":
         place = -j if INSIDE else -relative_position(j, history_end, rule[3], RULE)  # INSIDE: no targets
         key_times = load_times(times, j, first, length)
         score = add_bias(
@@ -189,10 +211,16 @@ def _add_keys(
     _, slope = silu_and_slope(score, True, MODE[1])
     v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE)
     grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION) * slope
-    return tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
+    grad_q = tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
+    if MODE[5] != "":
+        add_to_tables(
+            grad_score, row_times, own, times, first, (history_end, rule[3]), tables, sums,
+            MODE[5], MODE[6], BLOCK_N // 2,
+        )  # fmt: skip
+    return grad_q
 
 
-@triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"])
+@triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size", "copies"])
 def rows_kernel(
     q, k, v, grad_out, grad_q, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
@@ -200,25 +228,38 @@ def rows_kernel(
     position_table, time_table, time_edges, float_edges,
     timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds,
     position_stride, time_stride, reach, num_buckets,
+    position_sums, time_sums, copies,
     D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr,
+    TABLES_TEXT: tl.constexpr, TABLES_CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
-    """grad_q [T, H, D] contiguous. A program for each item and head; heads fastest."""
+    """grad_q [T, H, D] contiguous. A program for each item and head; heads fastest.
+
+    With TABLES_TEXT the gradients of the tables too, as those of `diagonals_kernel`, in an order that is not
+    fixed: position_sums, float32 [copies, H, 2 * reach + 1], and time_sums, [copies, H, num_buckets], zeros.
+    """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION)
+    MODE: tl.constexpr = (
+        BIASED, FAST, PRECISION, BIAS_TEXT, BIAS_CONSTRAINTS, TABLES_TEXT, TABLES_CONSTRAINTS
+    )  # fmt: skip
+    PACKED: tl.constexpr = BIAS_TEXT != ""
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     alpha = tl.full([1, 1], 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
-    tables = (
-        position_table + head * position_stride + reach,
-        (time_table + head * time_stride, time_edges, float_edges, num_buckets),
-    )
+    distances = position_table + head * position_stride + reach
+    if PACKED:
+        tables = (distances, time_table + head * time_stride)
+    else:
+        tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads
+    part = (own % copies) * num_heads + head
+    sums = (position_sums + part * (2 * reach + 1) + reach, time_sums + part * num_buckets)
     for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
@@ -229,31 +270,35 @@ def rows_kernel(
         grad_tile = load_block(o_head, first, length, V, BLOCK_M, BLOCK_V, False)
         k_head = head_of(k, start, length, head, (stride_kt, stride_kh))
         v_head = head_of(v, start, length, head, (stride_vt, stride_vh))
-        key_times = (timestamps + start, behind + start, key_bounds + start * 2)
-        sample = (k_head, v_head, key_times, length, history_end, alpha)
         i = first + tl.arange(0, BLOCK_M)[:, None]
-        row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
-        if BIASED:
-            row_times = load_times(row_times, i, first, length)
-        rows = (i, relative_position(i, history_end, group_size, RULE), row_times)
+        if PACKED:
+            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2)
+            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2)
+        else:
+            row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
+            key_times = (timestamps + start, behind + start, key_bounds + start * 2)
+            if BIASED:
+                row_times = load_times(row_times, i, first, length)
+        sample = (k_head, v_head, key_times, length, history_end, alpha)
+        rows = (i, relative_position(i, history_end, group_size, RULE), row_times, first)
         tiles = (q_tile, grad_tile)
         total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if BIASED:
+        if BIASED and not PACKED:
             for place in range(num_masked(runs)):
                 block = masked_block(place, runs)
                 total = _add_keys(
-                    total, tiles, block, True, sample, rows, rule, tables, SIZES, RULE, MODE, False
+                    total, tiles, block, True, sample, rows, rule, tables, sums, SIZES, RULE, MODE, False
                 )
             unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
             for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
                 total = _add_keys(
-                    total, tiles, block, False, sample, rows, rule, tables, SIZES, RULE, MODE, True
+                    total, tiles, block, False, sample, rows, rule, tables, sums, SIZES, RULE, MODE, True
                 )
         else:  # one loop: its pipeline is filled and emptied once
             for place in range(num_blocks(runs)):
                 block, masked = block_at(place, runs)
                 total = _add_keys(
-                    total, tiles, block, masked, sample, rows, rule, tables, SIZES, RULE, MODE, False
+                    total, tiles, block, masked, sample, rows, rule, tables, sums, SIZES, RULE, MODE, False
                 )
         head_q = grad_q + (start * num_heads + head) * D
         total = total * (alpha * inverse_scale)

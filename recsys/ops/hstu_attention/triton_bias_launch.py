@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recsys.ops.hstu_attention import triton_bias_ptx as ptx
 from recsys.ops.hstu_attention.triton_bias import PAST_THE_END, times_kernel
+from recsys.ops.hstu_attention.triton_bias_packed import packed_times_kernel, tables_kernel
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
 
@@ -19,6 +22,9 @@ MAX_EDGE = 2**62
 
 LARGEST_BLOCK = PAST_THE_END.value
 """Tokens: so far past the end of a sample blocks may reach."""
+
+TABLE_BLOCK = 512
+"""Entries that one program writes."""
 
 NUM_ARGUMENTS = 14
 """Of `bias_arguments`."""
@@ -48,11 +54,8 @@ def bias_arguments(
     position, time = (0.5 * table.detach().float() for table in (bias.position_table, bias.time_table))
     num_positions, num_buckets = int(position.shape[-1]), int(time.shape[-1])
     reach = longest + LARGEST_BLOCK
-    index = layout.memo(
-        ("distances", num_positions, reach),
-        lambda: torch.arange(-reach, reach + 1, device=position.device).clamp(0, num_positions - 1),
-    )
-    position, time = position.index_select(-1, index), time.contiguous()
+    position = position.index_select(-1, _distances(layout, num_positions, reach, position.device))
+    time = time.contiguous()
     edges = time_edges(num_buckets)  # a constant of the model, also in a traced graph
     exact = layout.memo(("time_edges", num_buckets), lambda: _constant(edges, time.device))
     rounded = layout.memo(("float_time_edges", num_buckets), exact.float)
@@ -67,6 +70,92 @@ def bias_arguments(
         reach,
         num_buckets,
     ]
+
+
+def can_pack(bias: RelativeBias) -> bool:
+    """Whether the inline assembly knows all edges of the time buckets: those of up to 34 years."""
+    return time_edges(int(bias.time_table.shape[-1]))[-2] <= ptx.MOST_SECONDS
+
+
+def packed_arguments(
+    bias: RelativeBias, layout: SequenceLayout, longest: int, items: Tensor, rows: int, keys: int
+) -> list[Tensor | int]:
+    """The same for kernels with the inline assembly of `triton_bias_ptx`, which `can_pack` allows.
+
+    In the place of `time_table` its look-up records, int32 [H or 1, n]; offsets as those of
+    `packed_times_kernel`.
+    """
+    tables = [table.detach().contiguous() for table in (bias.position_table, bias.time_table)]
+    num_positions, num_buckets = (int(table.shape[-1]) for table in tables)
+    reach, device = longest + LARGEST_BLOCK, tables[0].device
+    rows_of_tables = [table.shape[0] if table.dim() == 2 else 1 for table in tables]
+    num_heads = max(rows_of_tables)
+    numbers = [_constant(column, device) for column in record_columns(num_buckets)]
+    num_distances, num_words = 2 * reach + 1, numbers[0].shape[0]
+    position = torch.empty(num_heads, num_distances, dtype=torch.float32, device=device)
+    lookup = torch.empty(num_heads, num_words, dtype=torch.int32, device=device)
+    strides = [int(table.shape[-1]) if table.dim() == 2 else 0 for table in tables]
+    tables_kernel[(-(-max(num_distances, num_words) // TABLE_BLOCK), num_heads)](
+        *tables, *numbers, position, lookup, num_positions, reach, num_words, *strides, BLOCK=TABLE_BLOCK
+    )
+    times = [times.contiguous() for times in (bias.timestamps, bias.next_timestamps)]
+    size = times[0].shape[0] + LARGEST_BLOCK
+    behind, ahead = (times[0].new_empty(size, 4, dtype=torch.int32) for _ in times)
+    key_bounds, row_bounds = (times[0].new_empty(size, 2) for _ in times)
+    packed_times_kernel[(items.shape[0],)](
+        *times, behind, key_bounds, ahead, row_bounds, items,
+        COLUMNS=items.shape[1], BLOCK=max(rows, keys), ROWS=rows, KEYS=keys,
+    )  # fmt: skip
+    return [
+        position,
+        lookup,
+        key_bounds,
+        key_bounds,
+        times[0],
+        behind,
+        key_bounds,
+        times[1],
+        ahead,
+        row_bounds,
+        num_distances if num_heads > 1 else 0,
+        num_words if num_heads > 1 else 0,
+        reach,
+        num_buckets,
+    ]
+
+
+def _distances(layout: SequenceLayout, num_positions: int, reach: int, device: torch.device) -> Tensor:
+    """int64 [2 * reach + 1]: the entry of the position table for each distance from `-reach` on."""
+    return layout.memo(
+        ("distances", num_positions, reach),
+        lambda: torch.arange(-reach, reach + 1, device=device).clamp(0, num_positions - 1),
+    )
+
+
+def record_numbers(num_buckets: int) -> list[tuple[int, int, int]]:
+    """(number, -1, -1), (-1, entry of the table, -1) or (-1, entry, entry to subtract) of each word."""
+    edges, last = time_edges(num_buckets), num_buckets - 1
+    made: list[tuple[int, int, int]] = []
+    for cell in range(ptx.NUM_CELLS):
+        first, end = ((4 + n % 4) * 2 ** (n // 4) for n in (cell, cell + 1))  # in quarters of seconds
+        first, end = -(-first // 4), -(-end // 4)
+        below, above = (
+            min(bisect_right(edges, seconds) - 1, last) for seconds in (first, max(first, end - 1))
+        )
+        edge = edges[above] if above > below else -1
+        made += [(edge, -1, -1), (-1, below, -1), (-1, above, -1), (below | above << 16, -1, -1)]
+    for bucket in range(num_buckets):
+        later = [min(bucket + n, last) for n in range(5)]
+        made += [(min(edges[min(bucket + n, num_buckets)], 2**31 - 1), -1, -1) for n in range(1, 5)]
+        made += [(-1, bucket, -1)] + [(-1, later[n], later[n - 1]) for n in range(1, 4)]
+    return made
+
+
+@lru_cache(maxsize=64)
+def record_columns(num_buckets: int) -> tuple[tuple[int, ...], ...]:
+    """`record_numbers`, column by column."""
+    number, value, less = zip(*record_numbers(num_buckets), strict=True)
+    return number, value, less
 
 
 def cached_times(

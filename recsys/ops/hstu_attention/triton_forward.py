@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention.triton_bias import add_bias, load_times
+from recsys.ops.hstu_attention.triton_bias_packed import packed_scores
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
@@ -40,7 +41,7 @@ def _add_block(
     """
     k, v, times, length, before = keys
     history_end, alpha = sample
-    i, relative_i, row_times = rows
+    i, relative_i, row_times, i_first = rows
     D: tl.constexpr = SIZES[0]
     V: tl.constexpr = SIZES[1]
     BLOCK_N: tl.constexpr = SIZES[3]
@@ -51,8 +52,15 @@ def _add_block(
     at = first + tl.arange(0, BLOCK_N)[None, :]
     j = at + before
     k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE, MODE[3])
-    score = tl.dot(q_block, tl.trans(k_block), input_precision=MODE[2]) * alpha
-    if BIASED:
+    score = tl.dot(q_block, tl.trans(k_block), input_precision=MODE[2])
+    if MODE[4] != "":
+        score = packed_scores(
+            score, alpha, row_times, i_first, times, first, (history_end, rule[3]), tables,
+            MODE[4], MODE[5], BLOCK_N // 2,
+        )  # fmt: skip
+    else:
+        score = score * alpha
+    if BIASED and MODE[4] == "":
         place = -j if INSIDE else -relative_position(j, history_end, rule[3], RULE)  # INSIDE: no targets
         key_times = load_times(times, at, first, length)
         score = add_bias(
@@ -77,7 +85,7 @@ def add_blocks(
     sample  history_end, half of alpha
     rows    positions in the sample and in the bias, times of the tokens after them
     """
-    if MODE[0]:
+    if MODE[0] and MODE[4] == "":
         for place in range(num_masked(runs)):
             block = masked_block(place, runs)
             total = _add_block(
@@ -110,6 +118,7 @@ def forward_kernel(
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
+    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr,
 ):  # fmt: skip
     """out [T, H, V] contiguous. A program for each item and head; heads fastest.
 
@@ -117,15 +126,17 @@ def forward_kernel(
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION, DESCRIBED)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, DESCRIBED, BIAS_TEXT, BIAS_CONSTRAINTS)
+    PACKED: tl.constexpr = BIAS_TEXT != ""
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     alpha = tl.full([1, 1], 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
-    tables = (
-        position_table + head * position_stride + reach,
-        (time_table + head * time_stride, time_edges, float_edges, num_buckets),
-    )
+    distances = position_table + head * position_stride + reach
+    if PACKED:
+        tables = (distances, time_table + head * time_stride)
+    else:
+        tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads
     for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
@@ -134,13 +145,18 @@ def forward_kernel(
         q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
         k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
         v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
-        keys = (k_head, v_head, (timestamps + start, behind + start, key_bounds + start * 2), length, 0)
         q_block = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False, DESCRIBED)
         i = first + tl.arange(0, BLOCK_M)[:, None]
-        row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
-        if BIASED:
-            row_times = load_times(row_times, i, first, length)
-        rows = (i, relative_position(i, history_end, group_size, RULE), row_times)
+        if PACKED:
+            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2)
+            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2)
+            keys = (k_head, v_head, key_times, length, 0)
+        else:
+            keys = (k_head, v_head, (timestamps + start, behind + start, key_bounds + start * 2), length, 0)
+            row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
+            if BIASED:
+                row_times = load_times(row_times, i, first, length)
+        rows = (i, relative_position(i, history_end, group_size, RULE), row_times, first)
         total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         sample = (history_end, alpha)
         total = add_blocks(total, q_block, item, runs, keys, sample, rows, rule, tables, SIZES, RULE, MODE)

@@ -17,10 +17,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from recsys.ops.gradient_room import GradientRoom
+from recsys.ops.hstu_attention import triton_packed_launch
 from recsys.ops.hstu_attention.blocks import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
 from recsys.ops.hstu_attention.triton_backward import keys_kernel, rows_kernel
-from recsys.ops.hstu_attention.triton_bias_launch import bias_arguments
+from recsys.ops.hstu_attention.triton_bias_launch import bias_arguments, packed_arguments
 from recsys.ops.hstu_attention.triton_forward import forward_kernel
+from recsys.ops.hstu_attention.triton_packed_launch import (
+    Sums,
+    bias_constants,
+    finished,
+    tables_constants,
+    zero_sums,
+)
 from recsys.ops.hstu_attention.triton_tables import diagonals_kernel, others_kernel
 from recsys.ops.hstu_attention.triton_tile import RAGGED_ROWS
 from recsys.ops.hstu_attention.work_list import diagonal_work, key_work, row_work
@@ -48,6 +56,8 @@ class Problem:
     scale_len: float
     bias: RelativeBias | None
     room: GradientRoom | None = field(default=None, kw_only=True)
+    made: dict[tuple[Any, ...], list[Tensor | int]] = field(default_factory=dict, compare=False, kw_only=True)
+    """What forward and backward both need."""
 
     @property
     def num_contextual(self) -> int:
@@ -86,8 +96,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
     if q.shape[0] == 0:
         return out
     q, k, v = map(with_dense_rows, (q, k, v))
+    packed = _is_packed("forward", q, v, problem, wrap)
     described = can_describe(problem, wrap, q, k, v)
-    blocks = blocks_for("described" if described else "forward", q, v, problem)
+    kernel = "packed_forward" if packed else "described" if described else "forward"
+    blocks = blocks_for(kernel, q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
     wrap(forward_kernel)[(items.shape[0] * num_heads,)](
@@ -98,8 +110,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
         num_heads,
         *strides(q, k, v),
         *scalars(problem),
-        *_bias_arguments(problem, items, blocks, wrap),
+        *_bias_arguments(problem, items, blocks, wrap, packed),
         DESCRIBED=described,
+        **bias_constants(packed, blocks, rows_first=True),
         **constants(problem, q, v, blocks),
     )
     return out
@@ -131,7 +144,16 @@ def backward(
     q, k, v, grad_out = map(with_dense_rows, (q, k, v, grad_out))
     for kernel in keys_kernels(q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None):
         _launch_keys(kernel, q, k, v, grad_out, out, problem, wrap)
-    return _launch_rows(q, k, v, grad_out, out, problem, bias, wrap)
+    fused = bias is not None and not deterministic and _is_packed("rows", q, v, problem, wrap)
+    sums = zero_sums(q, problem.layout.max_len, bias) if bias is not None and fused else None
+    _launch_rows(q, k, v, grad_out, out, problem, sums, wrap)
+    if bias is None:
+        return out
+    if sums is not None:
+        position_table, time_table = finished(sums, problem.scale_len, bias)
+    else:
+        position_table, time_table = _table_gradients(q, k, v, grad_out, problem, bias, wrap)
+    return out._replace(position_table=position_table, time_table=time_table)
 
 
 def _launch_keys(
@@ -145,7 +167,8 @@ def _launch_keys(
     wrap: Wrap,
 ) -> None:
     """Fills in dK and dV, or one of them: see `keys_kernels`."""
-    blocks = blocks_for(kernel, q, v, problem)
+    packed = _is_packed(kernel, q, v, problem, wrap)
+    blocks = blocks_for(f"packed_{kernel}" if packed else kernel, q, v, problem)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
     wrap(keys_kernel)[(items.shape[0] * num_heads,)](
@@ -160,9 +183,10 @@ def _launch_keys(
         num_heads,
         *strides(q, k, v, grad_out),
         *scalars(problem),
-        *_bias_arguments(problem, items, blocks, wrap),
+        *_bias_arguments(problem, items, blocks, wrap, packed),
         GRAD_K=kernel != "grad_v",
         GRAD_V=kernel != "grad_k",
+        **bias_constants(packed, blocks, rows_first=False),
         **constants(problem, q, v, blocks),
     )
 
@@ -174,11 +198,12 @@ def _launch_rows(
     grad_out: Tensor,
     out: Gradients,
     problem: Problem,
-    bias: RelativeBias | None,
+    sums: Sums | None,
     wrap: Wrap,
-) -> Gradients:
-    """Fills in dQ; with `bias` also makes the gradients of its tables."""
-    blocks = blocks_for("rows", q, v, problem)
+) -> None:
+    """Fills in dQ, and the sums if they are given."""
+    packed = _is_packed("rows", q, v, problem, wrap)
+    blocks = blocks_for("packed_rows" if packed else "rows", q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
     wrap(rows_kernel)[(items.shape[0] * num_heads,)](
@@ -192,13 +217,12 @@ def _launch_rows(
         num_heads,
         *strides(q, k, v, grad_out),
         *scalars(problem),
-        *_bias_arguments(problem, items, blocks, wrap),
+        *_bias_arguments(problem, items, blocks, wrap, packed),
+        *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
+        **bias_constants(packed, blocks, rows_first=True),
+        **tables_constants(q, blocks, sums),
         **constants(problem, q, v, blocks),
     )
-    if bias is None:
-        return out
-    position_table, time_table = _table_gradients(q, k, v, grad_out, problem, bias, wrap)
-    return out._replace(position_table=position_table, time_table=time_table)
 
 
 def _table_gradients(
@@ -241,8 +265,21 @@ def _table_gradients(
     )
 
 
-def _bias_arguments(problem: Problem, items: Tensor, blocks: Blocks, wrap: Wrap) -> list[Tensor | int]:
+def _is_packed(kernel: str, q: Tensor, v: Tensor, problem: Problem, wrap: Wrap) -> bool:
+    """Whether the bias is added by inline assembly; never in graphs."""
+    return wrap is unwrapped and triton_packed_launch.is_packed(kernel, q, v, problem.bias)
+
+
+def _bias_arguments(
+    problem: Problem, items: Tensor, blocks: Blocks, wrap: Wrap, packed: bool = False
+) -> list[Tensor | int]:
     layout = problem.layout
+    if packed and problem.bias is not None:
+        found = problem.made.get((blocks.rows, blocks.keys))
+        if found is None:
+            found = packed_arguments(problem.bias, layout, layout.max_len, items, blocks.rows, blocks.keys)
+            problem.made[blocks.rows, blocks.keys] = found
+        return found
     return bias_arguments(problem.bias, layout, layout.max_len, items, blocks.rows, blocks.keys, wrap)
 
 
@@ -343,7 +380,7 @@ def scalars(problem: Problem) -> list[int | float]:
 
 def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[str, Any]:
     """What the kernels are compiled for, by the names of their parameters."""
-    mask, is_float32 = problem.mask, q.dtype == torch.float32
+    mask = problem.mask
     return {
         "D": int(q.shape[2]),
         "V": int(v.shape[2]),
@@ -356,8 +393,16 @@ def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[st
         "GROUPED": mask.target_group_size > 1,
         "CONTEXTUAL_READS": mask.contextual_reads_history,
         "BIASED": problem.bias is not None,
-        "FAST": q.device.type == "cuda" and not is_float32,
+        "FAST": _fast(q),
         "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
+        **({} if blocks.max_registers is None else {"maxnreg": blocks.max_registers}),
     }
+
+
+def _fast(q: Tensor) -> int:
+    """What of a GPU's own the kernels use, see `triton_tile`."""
+    if q.device.type != "cuda" or q.dtype == torch.float32:
+        return 0
+    return 2 if q.dtype == torch.bfloat16 else 1

@@ -7,6 +7,8 @@ Numbers that belong together travel as tuples:
 
     rule    num_contextual, window, prefix, group_size
     RULE    WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS: which parts of the mask there are
+
+FAST says what only GPUs have: 0 nothing, 1 inline PTX, 2 also a sigmoid of 11 bits, for bfloat16.
 """
 
 import triton
@@ -203,7 +205,7 @@ def relative_position(i, history_end, group_size, RULE: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """To about 11 bits, enough for operands of 16 bits: one instruction."""
+    """To about 11 bits, more than bfloat16 has but no more than float16: one instruction."""
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -212,7 +214,7 @@ def tanh(x):
 @triton.jit
 def sigmoid(x, FAST: tl.constexpr):
     """1 / (1 + exp(-x))."""
-    if FAST:
+    if FAST == 2:
         return 0.5 * tanh(0.5 * x) + 0.5
     else:
         return tl.sigmoid(x)
@@ -221,7 +223,7 @@ def sigmoid(x, FAST: tl.constexpr):
 @triton.jit
 def silu(score, HALVED: tl.constexpr, FAST: tl.constexpr):
     """x sigmoid(x) of a score x; HALVED: `score` is x / 2, as the form with tanh takes it."""
-    if HALVED and FAST:
+    if HALVED and FAST == 2:
         return score * tanh(score) + score
     elif HALVED:
         return 2.0 * score * tl.sigmoid(2.0 * score)
@@ -233,7 +235,7 @@ def silu(score, HALVED: tl.constexpr, FAST: tl.constexpr):
 def silu_and_slope(score, HALVED: tl.constexpr, FAST: tl.constexpr):
     """`silu` and its derivative; HALVED: twice that, u (1 + x (2 - u) / 2) with u = 2 sigmoid(x)."""
     if HALVED:
-        if FAST:
+        if FAST == 2:
             doubled = tanh(score) + 1.0
         else:
             doubled = 2.0 * tl.sigmoid(2.0 * score)

@@ -41,7 +41,10 @@ POINTERS = {
     "first_diagonal": "i64",
     "position_partial": "fp32",
     "time_partial": "fp32",
+    "position_sums": "fp32",
+    "time_sums": "fp32",
 }
+PACKED_POINTERS = {"time_table": "i32", "behind": "i32", "ahead": "i32"}
 OPERANDS = ("q", "k", "v", "cache_k", "cache_v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
 KERNELS = {
     "forward": "forward_kernel",
@@ -54,6 +57,9 @@ KERNELS = {
     "rows": "rows_kernel",
     "tables": "diagonals_kernel",
     "other_tables": "others_kernel",
+    "packed_forward": "forward_kernel",
+    "packed_keys": "keys_kernel",
+    "packed_rows": "rows_kernel",
 }
 SIZES = BLOCKS | {("cached", biased): BLOCKS["forward", biased] for biased in (False, True)}
 SIZES |= {("other_tables", True): BLOCKS["tables", True]}
@@ -89,24 +95,32 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     from recsys.ops.hstu_attention.cached import triton_kernel
 
     modules = {"forward": triton_forward, "described": triton_forward, "cached": triton_kernel}
-    modules |= {"split": triton_kernel}
+    modules |= {"split": triton_kernel, "packed_forward": triton_forward}
     modules |= {"tables": triton_tables, "other_tables": triton_tables}
     module = modules.get(kernel, triton_backward)
     function = getattr(module, KERNELS[kernel])
     blocks = sizes[kernel, biased][width, itemsize]
     constants = {"D": width, "V": width, "BLOCK_D": width, "BLOCK_V": width}
-    constants |= {"BLOCK_M": blocks.rows, "BLOCK_N": blocks.keys, "BIASED": biased, "FAST": itemsize == 2}
+    constants |= {
+        "BLOCK_M": blocks.rows,
+        "BLOCK_N": blocks.keys,
+        "BIASED": biased,
+        "FAST": 2 if itemsize == 2 else 0,
+    }
     constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
     constants |= {"PRECISION": precision, "GRAD_K": kernel != "grad_v", "GRAD_V": kernel != "grad_k"}
-    constants |= {"BUCKETS": 64, "DESCRIBED": kernel == "described", "SPLIT": kernel == "split"}
+    constants |= {"BUCKETS": 64, "DESCRIBED": kernel == "described"}
+    constants |= {"SPLIT": kernel == "split", **assemblies_of(kernel, blocks)}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature, aligned = {}, {}
     for index, name in enumerate(function.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif kernel.startswith("packed_") and name in PACKED_POINTERS:
+            signature[name] = f"*{PACKED_POINTERS[name]}"
         elif name in POINTERS:
             signature[name] = f"*{POINTERS[name]}"
-        elif kernel == "described" and name in ("q", "k", "v"):
+        elif constants.get("DESCRIBED") and name in ("q", "k", "v"):
             rows = blocks.rows if name == "q" else blocks.keys
             signature[name] = f"tensordesc<{TYPES[itemsize][0]}[1, 1, {rows}, {width}]>"
         elif name in OPERANDS:
@@ -117,7 +131,27 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
+    if blocks.max_registers is not None:
+        options["maxnreg"] = blocks.max_registers
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def assemblies_of(kernel, blocks):
+    """The inline assembly of the kernels with packed scores; none for the others."""
+    from recsys.ops.hstu_attention import triton_bias_ptx
+
+    bias, tables = ("", ""), ("", "")
+    if kernel.startswith("packed_"):
+        rows_first = kernel != "packed_keys"
+        others = blocks.keys if rows_first else blocks.rows
+        bias = triton_bias_ptx.add_bias(others // 8, rows_first)
+    if kernel == "packed_rows":
+        tables = triton_bias_ptx.add_to_tables(blocks.keys // 8, "bf16")
+    return dict(
+        zip(
+            ("BIAS_TEXT", "BIAS_CONSTRAINTS", "TABLES_TEXT", "TABLES_CONSTRAINTS"), bias + tables, strict=True
+        )
+    )
 
 
 def assemble(ptx: str, folder: Path, target: str = "sm_90a") -> str:
@@ -176,6 +210,22 @@ def test_sums_by_time_bucket_are_each_in_one_thread(kernel, width):
     for layout in layouts:
         (made,) = re.findall(rf"^{layout} = (.*)$", code, re.MULTILINE)
         assert "linear<{register = []," in made and "[0]" not in made, made
+
+
+@pytest.mark.parametrize("kernel", [name for name, _ in BLOCKS if name.startswith("packed_")])
+def test_packed_scores_are_where_the_assembly_takes_them_to_be(kernel):
+    """16 rows a warp, 8 columns after the other: all that the assembly handles is laid out like that."""
+    for width, itemsize in BLOCKS[kernel, True]:
+        blocks = BLOCKS[kernel, True][width, itemsize]
+        others = blocks.rows if kernel == "packed_keys" else blocks.keys
+        code = compiled(kernel, True, width, itemsize).asm["ttgir"]
+        packed = re.findall(rf"packed_element = {others // 2} .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", code)
+        assert len(packed) == (2 if kernel == "packed_rows" else 1)
+        for rows, columns, layout in packed:
+            (made,) = re.findall(rf"^{layout} = (.*)$", code, re.MULTILINE)
+            assert (int(rows), int(columns)) == (16 * blocks.num_warps, others)
+            assert "#ttg.nvidia_mma<{versionMajor = 3" in made, made
+            assert f"warpsPerCTA = [{blocks.num_warps}, 1], instrShape = [16, {others}, 16]" in made, made
 
 
 def test_a_traced_graph_holds_the_kernels(monkeypatch):

@@ -50,7 +50,7 @@ def cached_kernel(
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION, False)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, False, "", "")
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     alpha = tl.full([1, 1], 0.5 * alpha, tl.float32)
@@ -75,7 +75,7 @@ def cached_kernel(
         row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
         if BIASED:
             row_times = load_times(row_times, at, first, length)
-        rows = (i, relative_position(i, history_end, group_size, RULE), row_times)
+        rows = (i, relative_position(i, history_end, group_size, RULE), row_times, first)
         sample = (history_end, alpha)
         total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         for source in range(2):  # a loop, not code twice: that would not fit into the registers

@@ -1,0 +1,194 @@
+"""The relative bias by the inline assembly of `triton_bias_ptx`: what it reads, its calls, its sums."""
+
+import triton
+import triton.language as tl
+
+from recsys.ops.hstu_attention import triton_bias_ptx
+from recsys.ops.hstu_attention.triton_bias import FAR
+from recsys.ops.hstu_attention.triton_tile import load_tile
+
+MOST_SECONDS = tl.constexpr(triton_bias_ptx.MOST_SECONDS)
+
+
+@triton.jit(do_not_specialize=["num_positions", "reach", "num_words", "position_stride", "time_stride"])
+def tables_kernel(
+    position_table, time_table, numbers, values, others, distances, lookup,
+    num_positions, reach, num_words, position_stride, time_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both tables of a head (the second index of a program) as the inline assembly reads them, halved.
+
+    numbers, values, others: int32 [num_words], see `triton_bias_launch.record_numbers`.
+    distances: float32 [H, 2 * reach + 1], the position table from distance `-reach` on, its ends repeated.
+    lookup: int32 [H, num_words].
+    """
+    head = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    size = 2 * reach + 1
+    place = tl.minimum(tl.maximum(at - reach, 0), num_positions - 1)
+    entry = 0.5 * tl.load(position_table + head * position_stride + place).to(tl.float32)
+    tl.store(distances + head * size + at, entry, mask=at < size)
+    is_word = at < num_words
+    value = tl.load(values + at, mask=is_word, other=-1)
+    other = tl.load(others + at, mask=is_word, other=-1)
+    row = time_table + head * time_stride
+    entry = 0.5 * tl.load(row + value, mask=value >= 0, other=0.0).to(tl.float32)
+    entry -= 0.5 * tl.load(row + other, mask=other >= 0, other=0.0).to(tl.float32)
+    number = tl.load(numbers + at, mask=is_word, other=0)
+    word = tl.where(value >= 0, entry.to(tl.int32, bitcast=True), number)
+    tl.store(lookup + head * num_words + at, word, mask=is_word)
+
+
+@triton.jit
+def _total(sums, first, end, stride, copies, BLOCK: tl.constexpr):
+    """The sum of sums[copy * stride + place], place from `first` to `end`, over all copies."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(first, end, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        for copy in range(copies):
+            total += tl.load(sums + copy * stride + place, mask=place < end, other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit(do_not_specialize=["num_positions", "num_buckets", "reach", "num_heads", "copies"])
+def finish_kernel(
+    position_sums, time_sums, position_grad, time_grad,
+    num_positions, num_buckets, reach, num_heads, copies, scale,
+    SHARED_POSITIONS: tl.constexpr, SHARED_TIMES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the tables, of a head (the second index of a program) or, SHARED, of all heads.
+
+    position_sums: [copies, num_heads, 2 * reach + 1], from distance `-reach` on; those outside of the table
+    belong to its ends. time_sums: [copies, num_heads, num_buckets].
+    """
+    head = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    size = 2 * reach + 1
+    heads = tl.where(SHARED_POSITIONS, num_heads, 1)
+    if head * heads < num_heads:
+        sums = position_sums + head * size
+        stride = tl.where(SHARED_POSITIONS, 1, num_heads).to(tl.int64) * size
+        parts = copies * heads
+        total = tl.zeros([BLOCK], tl.float32)
+        for part in range(parts):
+            inside = (at < num_positions) & (at <= reach)
+            total += tl.load(sums + part * stride + reach + at, mask=inside, other=0.0)
+        if tl.program_id(0) == 0:
+            total += tl.where(at == 0, _total(sums, 0, reach, stride, parts, BLOCK), 0.0)
+        if tl.program_id(0) == (num_positions - 1) // BLOCK:
+            rest = _total(sums, reach + num_positions, size, stride, parts, BLOCK)
+            total += tl.where(at == num_positions - 1, rest, 0.0)
+        tl.store(position_grad + head * num_positions + at, total * scale, mask=at < num_positions)
+    heads = tl.where(SHARED_TIMES, num_heads, 1)
+    if (tl.program_id(0) * BLOCK < num_buckets) & (head * heads < num_heads):
+        stride = tl.where(SHARED_TIMES, 1, num_heads).to(tl.int64) * num_buckets
+        total = tl.zeros([BLOCK], tl.float32)
+        for part in range(copies * heads):
+            row = time_sums + head * num_buckets + part * stride
+            total += tl.load(row + at, mask=at < num_buckets, other=0.0)
+        tl.store(time_grad + head * num_buckets + at, total * scale, mask=at < num_buckets)
+
+
+@triton.jit
+def _write_packed(
+    times,
+    offsets,
+    bounds,
+    start,
+    first,
+    length,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BEHIND: tl.constexpr,
+):
+    """Of a tile of BLOCK tokens, in blocks of SIZE: see `packed_times_kernel`."""
+    block = first + tl.arange(0, BLOCK // SIZE) * SIZE
+    at = block[:, None] + tl.arange(0, SIZE)[None, :]
+    time = tl.load(times + start + at, mask=at < length, other=0)
+    low = tl.min(tl.where(at < length, time, FAR), 1)
+    high = tl.max(tl.where(at < length, time, -FAR), 1)
+    offset = high[:, None] - time if BEHIND else time - low[:, None]
+    pointer = offsets + (start + at // 2) * 4 + at % 2
+    seconds = offset.to(tl.float32).to(tl.int32, bitcast=True)
+    tl.store(pointer, seconds, mask=at < length)
+    tl.store(pointer + 2, tl.minimum(offset, MOST_SECONDS).to(tl.int32), mask=at < length)
+    pointer = bounds + (start + block) * 2
+    tl.store(pointer, low, mask=block < length)
+    tl.store(pointer + 1, high, mask=block < length)
+
+
+@triton.jit
+def packed_times_kernel(
+    timestamps, next_timestamps, behind, key_bounds, ahead, row_bounds, items,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """What `times_kernel` writes, as the inline assembly of `triton_bias_ptx` takes it.
+
+    behind, ahead: int32 [T + PAST_THE_END, 4]. From where a sample begins, its tokens two by two: two offsets
+        in float32, then the same two as integers, `MOST_SECONDS` at most.
+    """
+    start, length, _, first = load_tile(items + tl.program_id(0).to(tl.int64) * COLUMNS)
+    _write_packed(timestamps, behind, key_bounds, start, first, length, BLOCK, KEYS, True)
+    _write_packed(next_timestamps, ahead, row_bounds, start, first, length, BLOCK, ROWS, False)
+
+
+@triton.jit
+def packed_scores(
+    product, alpha, one, first_one, other, first_other, sample, tables,
+    TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Half of the scores [ones, others] from a product, by `triton_bias_ptx.add_bias`.
+
+    one, other: of the dimensions' tokens, that sample's length, times, packed offsets and bounds.
+    sample: first target, size of a group of them. tables: `distances` and `lookup`. SIZE: scores a thread.
+    """
+    return tl.inline_asm_elementwise(
+        TEXT,
+        CONSTRAINTS,
+        _arguments(product, alpha, one, first_one, other, first_other, sample, tables),
+        dtype=tl.float32,
+        is_pure=True,
+        pack=SIZE,
+    )
+
+
+@triton.jit
+def add_to_tables(
+    grad_score, one, first_one, other, first_other, sample, tables, sums,
+    TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients of a block's scores [rows, keys] to `sums`, by `triton_bias_ptx.add_to_tables`.
+
+    sums: by distance, where that of 0 is, and by time bucket. The rest as for `packed_scores`.
+    """
+    tl.inline_asm_elementwise(
+        TEXT,
+        CONSTRAINTS,
+        _arguments(grad_score, 0.0, one, first_one, other, first_other, sample, tables)
+        + (sums[0].to(tl.int64), sums[1].to(tl.int64)),
+        dtype=tl.int32,
+        is_pure=False,
+        pack=SIZE,
+    )
+
+
+@triton.jit
+def _arguments(values, alpha, one, first_one, other, first_other, sample, tables):
+    return (
+        values,
+        alpha,
+        tables[0].to(tl.int64),
+        first_one,
+        first_other,
+        one[0],
+        other[0],
+        sample[0],
+        sample[1],
+        one[1].to(tl.int64),
+        other[1].to(tl.int64),
+        one[2].to(tl.int64),
+        other[2].to(tl.int64),
+        one[3].to(tl.int64),
+        other[3].to(tl.int64),
+        tables[1].to(tl.int64),
+    )

@@ -1,0 +1,85 @@
+"""When the Triton kernels add the bias by inline assembly, what they are compiled for then, their sums."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.hstu_attention import triton_bias_launch
+from recsys.ops.hstu_attention import triton_bias_ptx as ptx
+from recsys.ops.hstu_attention.blocks import Blocks, can_pack
+from recsys.ops.hstu_attention.triton_bias_packed import finish_kernel
+from recsys.ops.relative_bias import RelativeBias
+
+PACKED = False
+"""Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be. Not yet: it has been
+executed line by line on a CPU, but as it stands it has neither passed its tests on a GPU nor been timed."""
+
+COPIES = 8
+"""Of the sums that many programs add to, so that they do not wait for one another."""
+
+
+class Sums(NamedTuple):
+    """The gradients of the bias tables in the making, float32, twice and less 1 / scale_len."""
+
+    by_distance: Tensor  # [COPIES, H, 2 * reach + 1], from distance -reach on
+    by_bucket: Tensor  # [COPIES, H, num_buckets]
+
+
+def is_packed(kernel: str, q: Tensor, v: Tensor, bias: RelativeBias | None) -> bool:
+    """Whether this kernel takes the inline assembly: on Hopper, for sizes and buckets that it knows."""
+    if bias is None or not PACKED or not _is_hopper(q.device):
+        return False
+    known = can_pack(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]))
+    return known and triton_bias_launch.can_pack(bias)
+
+
+@lru_cache(maxsize=16)
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def zero_sums(q: Tensor, longest: int, bias: RelativeBias) -> Sums:
+    """For samples of at most `longest` tokens."""
+    sizes = 2 * (longest + triton_bias_launch.LARGEST_BLOCK) + 1, int(bias.time_table.shape[-1])
+    rows = COPIES * int(q.shape[1])
+    both = q.new_zeros(rows * sum(sizes), dtype=torch.float32)
+    by_distance, by_bucket = both.split([rows * size for size in sizes])
+    return Sums(by_distance.view(COPIES, -1, sizes[0]), by_bucket.view(COPIES, -1, sizes[1]))
+
+
+def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, Tensor]:
+    """The gradients of both tables."""
+    tables = bias.position_table, bias.time_table
+    grads = [torch.empty(table.shape, dtype=table.dtype, device=table.device) for table in tables]
+    sizes = [int(table.shape[-1]) for table in tables]
+    shared = [table.dim() == 1 for table in tables]
+    num_heads, block = sums.by_distance.shape[1], triton_bias_launch.TABLE_BLOCK
+    finish_kernel[(-(-max(sizes) // block), 1 if all(shared) else num_heads)](
+        *sums, *grads, *sizes, sums.by_distance.shape[2] // 2, num_heads, COPIES, 0.5 / scale_len,
+        SHARED_POSITIONS=shared[0], SHARED_TIMES=shared[1], BLOCK=block,
+    )  # fmt: skip
+    return grads[0], grads[1]
+
+
+def bias_constants(packed: bool, blocks: Blocks, rows_first: bool) -> dict[str, str]:
+    """The assembly that adds the bias to blocks [rows, keys], or [keys, rows]; none if not `packed`."""
+    if not packed:
+        return {"BIAS_TEXT": "", "BIAS_CONSTRAINTS": ""}
+    made = _add_bias((blocks.keys if rows_first else blocks.rows) // 8, rows_first)
+    return {"BIAS_TEXT": made.text, "BIAS_CONSTRAINTS": made.constraints}
+
+
+def tables_constants(q: Tensor, blocks: Blocks, sums: Sums | None) -> dict[str, str]:
+    """The assembly that adds to the sums; none without them."""
+    if sums is None:
+        return {"TABLES_TEXT": "", "TABLES_CONSTRAINTS": ""}
+    made = _add_to_tables(blocks.keys // 8, "bf16" if q.dtype == torch.bfloat16 else "fp16")
+    return {"TABLES_TEXT": made.text, "TABLES_CONSTRAINTS": made.constraints}
+
+
+_add_bias = lru_cache(maxsize=16)(ptx.add_bias)
+_add_to_tables = lru_cache(maxsize=16)(ptx.add_to_tables)

@@ -1,0 +1,237 @@
+"""Runs the PTX of inline assembly on a CPU: the few instructions that `recsys` writes, all threads at once.
+
+A register is 64 bits a thread, whatever its type. Branches must be taken by all threads or by none.
+"""
+
+import re
+
+import numpy as np
+
+SIGNED, UNSIGNED = {32: np.int32, 64: np.int64}, {16: np.uint16, 32: np.uint32, 64: np.uint64}
+COMPARE = {"ge": np.greater_equal, "gt": np.greater, "le": np.less_equal, "lt": np.less, "eq": np.equal}
+COMPARE |= {"ne": np.not_equal, "neu": np.not_equal}
+
+
+class Memory:
+    """Arrays at addresses."""
+
+    def __init__(self):
+        self.arrays, self.next = [], 1 << 33
+
+    def place(self, array):
+        """The address of an array; `array` must stay contiguous, and is written in place."""
+        data = array.reshape(-1).view(np.uint8)
+        assert np.shares_memory(data, array) or data.size == 0
+        address = self.next
+        self.arrays.append((address, data))
+        self.next += (data.size + 4096) // 4096 * 4096 + (1 << 20)
+        return address
+
+    def find(self, addresses, size):
+        for start, data in self.arrays:
+            first = int(addresses.min()) - start
+            if 0 <= first and int(addresses.max()) - start + size <= data.size:
+                assert not (addresses % size).any(), f"misaligned for {size} bytes"
+                return data, (addresses - np.uint64(start)).astype(np.int64)
+        raise AssertionError(f"outside of all arrays: {addresses.min():x} to {addresses.max():x}")
+
+    def load(self, addresses, size):
+        data, at = self.find(addresses, size)
+        return data[at[:, None] + np.arange(size)].copy()
+
+    def add(self, addresses, values):
+        data, at = self.find(addresses, 4)
+        np.add.at(data.view(np.float32), at // 4, values)
+
+
+def bits(values):
+    """Values of any type as uint64."""
+    values = np.asarray(values)
+    return values.view(UNSIGNED[values.dtype.itemsize * 8]).astype(np.uint64)
+
+
+class Threads:
+    """Threads of one program."""
+
+    def __init__(self, count, memory):
+        self.count, self.memory, self.registers = count, memory, {}
+        self.executed = 0
+
+    def read(self, name, kind):
+        width = int(re.sub(r"\D", "", kind)[:2] or 32)
+        if name == "%tid.x":
+            raw = np.arange(self.count, dtype=np.uint64)
+        elif name == "%ntid.x":
+            raw = np.full(self.count, self.count, np.uint64)
+        elif re.fullmatch(r"0f[0-9A-Fa-f]{8}", name):
+            raw = np.full(self.count, int(name[2:], 16), np.uint64)
+        elif re.fullmatch(r"-?(0x)?[0-9a-fA-F]+", name) and name not in self.registers:
+            raw = np.full(self.count, int(name, 0) % 2**64, np.uint64)
+        else:
+            raw = self.registers[name]
+        if kind == "pred":
+            return raw.astype(bool)
+        raw = (raw & np.uint64(2**width - 1)).astype(UNSIGNED[width])
+        if kind.startswith("f"):
+            return raw.view(np.float32)
+        return raw.view(SIGNED[width]) if kind.startswith("s") else raw
+
+    def write(self, name, values, active):
+        new = values.astype(np.uint64) if values.dtype == bool else bits(values)
+        old = self.registers.get(name, np.zeros(self.count, np.uint64))
+        self.registers[name] = np.where(active, new, old)
+
+    def run(self, text):
+        """Executes the lines; registers that are given are set before."""
+        lines = [line.strip() for line in text.strip().strip("{}").splitlines()]
+        lines = [line for line in lines if line and not line.startswith(".reg")]
+        labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
+        at = 0
+        while at < len(lines):
+            line = lines[at]
+            at += 1
+            if line.endswith(":"):
+                continue
+            assert line.endswith(";"), line
+            self.executed += 1
+            active = np.ones(self.count, bool)
+            found = re.match(r"@(!?)(\w+)\s+(.*)", line)
+            if found:
+                active = self.read(found[2], "pred") ^ bool(found[1])
+                line = found[3]
+            name, _, rest = line[:-1].partition(" ")
+            if name.startswith("bra"):
+                assert active.all() or not active.any(), f"threads part at {line}"
+                if active.all():
+                    at = labels[rest.strip()]
+                continue
+            operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
+            with np.errstate(all="ignore"):
+                self.execute(name.split("."), operands, active)
+
+    def address(self, operand):
+        base, _, offset = operand.strip("[]").partition("+")
+        return self.read(base, "u64") + np.uint64(int(offset or "0") % 2**64)
+
+    def execute(self, parts, operands, active):
+        name, kind = parts[0], parts[-1]
+        if name in ("ld", "red"):
+            return self.reach(parts, operands, active)
+        if name == "shfl":
+            values = self.read(operands[-4 + 0] if len(operands) == 5 else operands[1], "b32")
+            lane = np.arange(self.count)
+            argument = self.read(operands[2], "u32").astype(np.int64)
+            source = lane ^ argument if parts[2] == "bfly" else (lane // 32 * 32 + argument % 32)
+            return self.write(operands[0], values[source], active)
+        if name == "setp":
+            one, other = (self.read(operand, kind) for operand in operands[1:3])
+            made = COMPARE[parts[1]](one, other)
+            if parts[2] in ("and", "or"):
+                third = self.read(operands[3], "pred")
+                made = made & third if parts[2] == "and" else made | third
+            return self.write(operands[0], made, active)
+        if name == "selp":
+            one, other = (self.read(operand, kind) for operand in operands[1:3])
+            return self.write(operands[0], np.where(self.read(operands[3], "pred"), one, other), active)
+        if name == "cvt":
+            return self.write(operands[0], self.convert(parts, operands), active)
+        if name == "prmt":
+            one, other, chosen = (self.read(operand, "b32").astype(np.uint64) for operand in operands[1:])
+            both, made = one | other << np.uint64(32), np.zeros(self.count, np.uint64)
+            for byte in range(4):
+                index = chosen >> np.uint64(4 * byte) & np.uint64(7)
+                made |= (both >> index * np.uint64(8) & np.uint64(255)) << np.uint64(8 * byte)
+            return self.write(operands[0], made.astype(np.uint32), active)
+        if kind == "bf16x2" or kind == "f16x2":
+            return self.write(operands[0], self.halves(name, kind, operands), active)
+        values = [self.read(operand, kind) for operand in operands[1:]]
+        if name == "mad" and "wide" in parts:
+            wide = np.int64 if kind.startswith("s") else np.uint64
+            product = values[0].astype(wide) * values[1].astype(wide)
+            return self.write(operands[0], product + self.read(operands[3], kind[0] + "64"), active)
+        return self.write(operands[0], self.compute(name, parts, values, kind), active)
+
+    def compute(self, name, parts, values, kind):
+        if name == "mov":
+            return values[0]
+        if name in ("add", "sub"):
+            made = values[0] + values[1] if name == "add" else values[0] - values[1]
+            return np.nan_to_num(np.clip(made, 0, 1)).astype(np.float32) if "sat" in parts else made
+        if name in ("mul", "mad"):
+            if "wide" in parts:
+                wide = np.int64 if kind.startswith("s") else np.uint64
+                made = values[0].astype(wide) * values[1].astype(wide)
+                return made
+            made = values[0] * values[1]
+            return made + values[2] if name == "mad" else made
+        if name == "fma":
+            return (values[0].astype(np.float64) * values[1] + values[2]).astype(np.float32)
+        if name in ("and", "or", "shl", "shr", "xor"):
+            operation = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+            operation |= {"shl": np.left_shift, "shr": np.right_shift}
+            if kind == "pred":
+                return values[0] & values[1] if name == "and" else values[0] | values[1]
+            return operation[name](values[0], values[1])
+        if name in ("max", "min"):
+            return (np.maximum if name == "max" else np.minimum)(values[0], values[1])
+        if name == "rem":
+            return values[0] % values[1]
+        if name == "abs":
+            return np.abs(values[0])
+        raise AssertionError(f"{name} is not known")
+
+    def halves(self, name, kind, operands):
+        assert name == "add"
+        one, other = (self.read(operand, "b32") for operand in operands[1:])
+        parts = [unpacked(one, h, kind) + unpacked(other, h, kind) for h in (0, 1)]
+        return packed(parts[0], parts[1], kind)
+
+    def convert(self, parts, operands):
+        target, source = parts[-2], parts[-1]
+        if target in ("bf16x2", "f16x2"):  # the first operand is the upper half
+            high, low = (self.read(operand, "f32") for operand in operands[1:])
+            return packed(low, high, target)
+        if source == "f16":
+            return self.read(operands[1], "u16").view(np.float16).astype(np.float32)
+        values = self.read(operands[1], source)
+        if target == "f32":
+            return values.astype(np.float32)
+        return values.astype(
+            {"u32": np.uint32, "s64": np.int64, "u64": np.uint64, "s32": np.int32, "u16": np.uint16}[target]
+        )
+
+    def reach(self, parts, operands, active):
+        kind = parts[-1]
+        size = int(kind[1:]) // 8
+        if parts[0] == "red":
+            assert kind == "f32"
+            addresses, values = self.address(operands[0])[active], self.read(operands[1], kind)[active]
+            if active.any():
+                self.memory.add(addresses, values)
+            return
+        count = next((int(part[1]) for part in parts if part in ("v2", "v4")), 1)
+        names = re.findall(r"\w+", operands[0]) if count > 1 else [operands[0]]
+        raw = self.memory.load(self.address(operands[1]), size * count)
+        for number, name in enumerate(names):
+            piece = np.ascontiguousarray(raw[:, number * size : (number + 1) * size])
+            self.write(name, piece.view(UNSIGNED[size * 8])[:, 0], active)
+
+
+def packed(low, high, kind):
+    """Two float32 rounded to 16 bits each."""
+    made = []
+    for values in (low, high):
+        values = np.asarray(values, np.float32)
+        if kind == "bf16x2":
+            raw = values.view(np.uint32)
+            made.append((raw + 0x7FFF + (raw >> 16 & 1)) >> 16)
+        else:
+            made.append(values.astype(np.float16).view(np.uint16).astype(np.uint32))
+    return (made[0] | made[1] << 16).astype(np.uint32)
+
+
+def unpacked(raw, half, kind):
+    part = raw >> np.uint32(16 * half) & np.uint32(0xFFFF)
+    if kind == "bf16x2":
+        return (part << np.uint32(16)).astype(np.uint32).view(np.float32)
+    return part.astype(np.uint16).view(np.float16).astype(np.float32)
