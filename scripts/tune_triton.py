@@ -61,7 +61,7 @@ class Choice(NamedTuple):
     blocks: Blocks
 
     def __str__(self) -> str:
-        rows, keys, warps, stages = self.blocks
+        rows, keys, warps, stages = self.blocks[:4]
         return f"{self.kernel:<9} D{self.dim:<3} {rows:>3} x {keys:<3} {warps} warps {stages} stages"
 
 
