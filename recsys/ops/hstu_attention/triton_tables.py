@@ -118,9 +118,13 @@ def _heads(tensors, start, length, head, strides):
     )
 
 
-@triton.jit(do_not_specialize=["num_diagonals", "num_contextual", "window", "prefix", "group_size", "lines"])
+@triton.jit(
+    do_not_specialize=[
+        "num_near", "num_diagonals", "num_contextual", "window", "prefix", "group_size", "lines"
+    ]
+)  # fmt: skip
 def diagonals_kernel(
-    q, k, v, grad_out, items, ends, shifts, first_diagonal, num_diagonals, num_heads,
+    q, k, v, grad_out, items, ends, shifts, first_diagonal, num_near, num_diagonals, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
     alpha, inverse_scale, num_contextual, window, prefix, group_size,
     position_table, time_table, time_edges, float_edges,
@@ -135,7 +139,7 @@ def diagonals_kernel(
 ):  # fmt: skip
     """The tables' gradients, twice and less 1 / scale_len, one part a program; from history rows.
 
-    items, ends, shifts, first_diagonal: see `work_list.diagonal_work`.
+    items, ends, shifts, first_diagonal, num_near: see `work_list.diagonal_work`.
     position_partial: float32 [programs, (lines + 2) * BLOCK_N], zeros: see `_add_by_distance`.
     time_partial: float32 [programs, BUCKETS, BLOCK_M * 2], zeros.
     """
@@ -153,12 +157,22 @@ def diagonals_kernel(
     strides = (stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh)
     row = tl.arange(0, BLOCK_M)[:, None]
     column = tl.arange(0, BLOCK_N)[None, :]
-    total = tl.load(ends + num_diagonals - 1)
-    place = (total * worker // num_workers).to(tl.int32)
-    last = (total * (worker + 1) // num_workers).to(tl.int32)
-    number = tl.load(first_diagonal + worker).to(tl.int32)
-    while place < last:
-        end = tl.minimum(last, tl.load(ends + number).to(tl.int32))
+    num_near = tl.minimum(num_near, num_diagonals)
+    near = tl.load(ends + num_near - 1)
+    rest = tl.load(ends + num_diagonals - 1) - near
+    behind_near = (near + rest * worker // num_workers).to(tl.int32)
+    last = (near + rest * (worker + 1) // num_workers).to(tl.int32)
+    number = tl.zeros([], tl.int32)
+    while (number < num_near) | (behind_near < last):
+        stop = tl.load(ends + number)
+        if number < num_near:
+            begin = tl.load(ends + number - 1, mask=number > 0, other=0)
+            place = (begin + (stop - begin) * worker // num_workers).to(tl.int32)
+            end = (begin + (stop - begin) * (worker + 1) // num_workers).to(tl.int32)
+        else:
+            place = behind_near
+            end = tl.minimum(last, stop.to(tl.int32))
+            behind_near = tl.maximum(end, place)
         if place < end:
             shift = tl.load(shifts + number)
             distance = (number + 1) * BLOCK_N - BLOCK_M  # of the first row and key of each block
@@ -190,8 +204,9 @@ def diagonals_kernel(
                 sums += grad_score
                 _add_by_bucket(by_bucket, grad_score, rows, keys, tables, BLOCK_M, BLOCK_N, FAST)
             _add_by_distance(by_distance, sums, distance + row, 0, lines, BLOCK_N)
-            place = end
         number += 1
+        if number == num_near:
+            number = tl.load(first_diagonal + worker).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size", "lines"])

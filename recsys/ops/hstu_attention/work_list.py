@@ -95,6 +95,10 @@ def key_work(
     )
 
 
+NEAR_TILES = 4
+"""Tiles: blocks that are less far behind the main diagonal are near it."""
+
+
 class DiagonalWork(NamedTuple):
     """Blocks of scores in the order of their diagonals, those next to the main diagonal first.
 
@@ -104,7 +108,11 @@ class DiagonalWork(NamedTuple):
     items: Tensor  # int64 [n, 4], the first columns of an item of `row_work`: history only, last tiles first
     ends: Tensor  # int64 [diagonals], of the numbers of each diagonal's blocks, counted through all
     shifts: Tensor  # int64 [diagonals], from the number of a block to the item that has its rows
-    first_diagonal: Tensor  # int64 [workers], that of the first block of each worker, if they share evenly
+    first_diagonal: Tensor  # int64 [workers], that of the first block of each worker behind the near ones
+    num_near: int  # so many diagonals, if there are so many, are each shared by all workers
+
+    # The others are shared as one, so that a worker visits few diagonals. Near the main diagonal a block has
+    # ten times as many time buckets, and is more work.
 
 
 def diagonal_work(
@@ -350,12 +358,16 @@ def _diagonal_work(
         skipped = torch.where(outside, num_from(distance + always * block), skipped)
     counts = (num_from(distance) - skipped).clamp(min=0)
     ends = counts.cumsum(0)
-    shares = ends[-1:] * torch.arange(workers, device=layout.device) // workers
+    num_near = NEAR_TILES * tile // block
+    is_near = torch.arange(num_diagonals, device=layout.device) < num_near
+    near = torch.where(is_near, counts, 0).sum(0, keepdim=True)
+    shares = near + (ends[-1:] - near) * torch.arange(workers, device=layout.device) // workers
     return DiagonalWork(
         items=torch.stack(tiles[:4], dim=1).index_select(0, order),
         ends=ends,
         shifts=skipped - (ends - counts),
         first_diagonal=torch.searchsorted(ends, shares, right=True),
+        num_near=num_near,
     )
 
 
