@@ -15,9 +15,9 @@ from recsys.modules.sequence import JaggedSequence
 from recsys.ops import Selection, SequenceLayout, gather_rows
 
 Keep = Callable[[Tensor], Tensor]
-"""Where a cache's tensors come to lie: takes one that may be a view of something larger, [T, ...], and returns
-an equal one that stays. Of each stage it is called for times, if there are any, then for keys and values of
-each layer in turn.
+"""Where a cache's tensors come to lie: takes one that may be a view of something larger, [T, ...], and
+returns an equal one that stays. Of each stage it is called for times, if there are any, then for keys and
+values of each layer in turn.
 """
 
 
