@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.hstu_attention import triton_packed_launch
 from recsys.ops.hstu_attention.blocks import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
+from recsys.ops.hstu_attention.diagonal_work import diagonal_work
 from recsys.ops.hstu_attention.triton_backward import keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.triton_bias_launch import bias_arguments, packed_arguments
 from recsys.ops.hstu_attention.triton_forward import forward_kernel
@@ -31,7 +32,7 @@ from recsys.ops.hstu_attention.triton_packed_launch import (
 )
 from recsys.ops.hstu_attention.triton_tables import diagonals_kernel, others_kernel
 from recsys.ops.hstu_attention.triton_tile import RAGGED_ROWS
-from recsys.ops.hstu_attention.work_list import diagonal_work, key_work, row_work
+from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias

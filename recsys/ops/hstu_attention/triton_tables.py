@@ -139,7 +139,7 @@ def diagonals_kernel(
 ):  # fmt: skip
     """The tables' gradients, twice and less 1 / scale_len, one part a program; from history rows.
 
-    items, ends, shifts, first_diagonal, num_near: see `work_list.diagonal_work`.
+    items, ends, shifts, first_diagonal, num_near: see `diagonal_work`.
     position_partial: float32 [programs, (lines + 2) * BLOCK_N], zeros: see `_add_by_distance`.
     time_partial: float32 [programs, BUCKETS, BLOCK_M * 2], zeros.
     """
