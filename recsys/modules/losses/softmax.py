@@ -79,6 +79,20 @@ class SoftmaxLoss(nn.Module):
                 ignore_index=IGNORED,
                 l2_normalize=l2_normalize,
             ).logp
+        return self._against_drawn(
+            queries, items, targets, widen(positives), item_ids, log_weights, l2_normalize
+        )
+
+    def _against_drawn(
+        self,
+        queries: Tensor,
+        items: Tensor,
+        targets: Tensor,
+        positives: Tensor,
+        item_ids: Tensor | None,
+        log_weights: Tensor | None,
+        l2_normalize: bool,
+    ) -> Tensor:
         negatives = linear_lse(
             queries,
             items,
@@ -89,7 +103,6 @@ class SoftmaxLoss(nn.Module):
             target_ids=targets,
             l2_normalize=l2_normalize,
         )
-        positives = widen(positives)
         if l2_normalize:
             queries, positives = (F.normalize(rows, dim=1, eps=SHORTEST) for rows in (queries, positives))
         positive = (queries * positives).sum(1) / self.temperature
