@@ -219,7 +219,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         table = json.loads(options.table.read_text(encoding="utf-8"))
         quality, speed = runs_of(table, options.seeds, options.variant, options.timing_steps)
-    except (OSError, ValueError, KeyError) as error:
+    except OSError as error:
+        sys.stderr.write(f"error: {options.table}: {error.strerror}\n")
+        return 2
+    except KeyError as error:
+        sys.stderr.write(f"error: {options.table}: {error} is missing; --help shows what a table has\n")
+        return 2
+    except ValueError as error:
         sys.stderr.write(f"error: {options.table}: {error}\n")
         return 2
     options.runs.mkdir(parents=True, exist_ok=True)

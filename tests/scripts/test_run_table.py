@@ -62,5 +62,8 @@ def test_wrong_tables(tmp_path, capsys):
     assert main([table, "--runs", str(tmp_path), "--variant", "b"]) == 2
     assert "no variant is named b; there are a" in capsys.readouterr().err
     assert main([str(tmp_path / "none.json"), "--runs", str(tmp_path)]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert main([written(tmp_path, variants=[{"name": "a"}]), "--runs", str(tmp_path)]) == 2
+    assert "'config' is missing" in capsys.readouterr().err
     with pytest.raises(ValueError, match="twice"):
         runs_of({"variants": [{"name": "a", "config": TINY}] * 2}, [1], [], 0)
