@@ -64,7 +64,8 @@ def case(shapes, contextual, dim, v_dim, heads, dtype, bias_rows=0, seed=0):
 
 
 def results(layout, q, k, v, bias, mask, backend, deterministic=True, to=None):
-    """Output and all gradients for random cotangents, with the inputs rounded to another type if `to`."""
+    """Output and all gradients for random cotangents; `to`: computed in another type, from the same inputs."""
+    cotangent = torch.randn(v.shape, generator=torch.Generator().manual_seed(1)).to(v)
     if to is not None:
         q, k, v = (t.detach().to(to).requires_grad_() for t in (q, k, v))
         if bias is not None:
@@ -74,9 +75,8 @@ def results(layout, q, k, v, bias, mask, backend, deterministic=True, to=None):
         q, k, v, layout, mask, scale_len=64, bias=bias, backend=backend, deterministic=deterministic
     )
     assert last_backend("hstu_attention") == backend
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     leaves = [q, k, v] + ([] if bias is None else [bias.position_table, bias.time_table])
-    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(out))]
 
 
 def reference(arguments, mask, to=None):
