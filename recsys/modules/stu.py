@@ -122,6 +122,23 @@ class STULayer(nn.Module):
             return self._heads(x, *_compiled_front()(self, x))
         return self._divide(x, self._join(x))
 
+    def keys_and_values(self, x: Tensor) -> "Kept":
+        """k and v of `project` alone, for tokens that are looked at and do not look themselves."""
+        _, weight_v, _, weight_k = self.uvqk.weight.split(self.widths)
+        _, bias_v, _, bias_k = self.uvqk.bias.split(self.widths)
+        parts = norm_linear(
+            x,
+            self.input_norm.weight,
+            self.input_norm.bias,
+            torch.cat([weight_v, weight_k]),
+            torch.cat([bias_v, bias_k]),
+            [len(weight_v), len(weight_k)],
+            eps=self.input_norm.eps,
+            dtype=product_dtype(x),
+        ).parts
+        v, k = map(F.silu, parts) if self.form.activation == "uvqk" else parts
+        return Kept(k.unflatten(1, (self.num_heads, -1)), v.unflatten(1, (self.num_heads, -1)))
+
     def finish(
         self,
         x: Tensor,
@@ -271,6 +288,13 @@ class Projected(NamedTuple):
     v: Tensor  # [T, H, V]
     x: Tensor  # [T, E], the input, for `STULayer.finish`
     room: GradientRoom | None  # for the gradients of the others, where ops can use one
+
+
+class Kept(NamedTuple):
+    """What a layer looks at of tokens that it has seen before."""
+
+    k: Tensor  # [T, H, D]
+    v: Tensor  # [T, H, V]
 
 
 class RelativeBiasTables(nn.Module):

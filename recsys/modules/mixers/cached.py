@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from recsys.modules.cache import CacheStage, Keep, copied
-from recsys.modules.mixers.step import Halves, finish, in_policy, parts_of, project
+from recsys.modules.mixers.step import Halves, finish, in_policy, keys_and_values, parts_of, project
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def prefill(
     stacks: Sequence[HstuMixer], sequence: JaggedSequence, keep: Keep = copied
 ) -> tuple[CacheStage, ...]:
-    """Runs contextual and history tokens as far as targets will look at them: the last layer only projects.
+    """Runs contextual and history tokens as far as targets will look at them: of the last layer only keys and
+    values are computed.
 
     Args:
         sequence: without targets.
@@ -42,16 +43,17 @@ def prefill(
     for number, rule in enumerate(first.rules):
         sequence = rule.truncate(sequence)
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
-        halves = project(layers, parts)
         if number == 0 or rule.tail_len is not None:
             times = keep(sequence.timestamps) if first.biases else None
             stages.append(CacheStage(sequence.layout, times))
-        stages[-1] = stages[-1].with_layer(keep(halves.k), keep(halves.v))
-        if number + 1 < len(first.rules):
-            q, k, v = halves.q, halves.k, halves.v
+        is_last = number + 1 == len(first.rules)
+        made = keys_and_values(layers, parts) if is_last else project(layers, parts)
+        stages[-1] = stages[-1].with_layer(keep(made.k), keep(made.v))
+        if isinstance(made, Halves):
+            q, k, v = made.q, made.k, made.v
             bias = first.biases[number](sequence) if first.biases else None
             attended = first.attention(q, k, v, layout=sequence.layout, mask=rule.mask, bias=bias)
-            sequence = sequence.with_values(finish(layers, parts, halves, attended))
+            sequence = sequence.with_values(finish(layers, parts, made, attended))
     return tuple(stages)
 
 
@@ -105,12 +107,12 @@ def extend(
     keys, values = [], []
     for number, (stage, place) in enumerate(_layers(stages)):
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
-        halves = project(layers, parts)
-        keys.append(halves.k)
-        values.append(halves.v)
-        if number < last:
-            attended = _attend(stacks[0], number, sequence, halves, stage, place)
-            sequence = sequence.with_values(finish(layers, parts, halves, attended))
+        made = project(layers, parts) if number < last else keys_and_values(layers, parts)
+        keys.append(made.k)
+        values.append(made.v)
+        if isinstance(made, Halves):
+            attended = _attend(stacks[0], number, sequence, made, stage, place)
+            sequence = sequence.with_values(finish(layers, parts, made, attended))
     grown, first = [], 0
     for stage in stages:
         own = slice(first, first + len(stage.keys))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import STULayer, product_dtype
+from recsys.modules.stu import Kept, STULayer, product_dtype
 
 
 class Halves(NamedTuple):
@@ -34,6 +34,12 @@ def project(layers: Sequence[STULayer], parts: Sequence[JaggedSequence]) -> Halv
     found = [layer.project(part.values) for layer, part in zip(layers, parts, strict=True)]
     q, k, v = (_join([getattr(half, name) for half in found]) for name in "qkv")
     return Halves([half.u for half in found], q, k, v)
+
+
+def keys_and_values(layers: Sequence[STULayer], parts: Sequence[JaggedSequence]) -> Kept:
+    """Of `project` what other tokens look at: [T of all, H, D] and [T of all, H, V]."""
+    found = [layer.keys_and_values(part.values) for layer, part in zip(layers, parts, strict=True)]
+    return Kept(_join([half.k for half in found]), _join([half.v for half in found]))
 
 
 def finish(
