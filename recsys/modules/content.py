@@ -7,7 +7,8 @@ from recsys import features
 from recsys import protos as pb
 from recsys.modules.contextualized import ContextualizedMLP, RowContext
 from recsys.modules.flops import linear_flops
-from recsys.modules.mlp import build_mlp
+from recsys.modules.mlp import MLP, build_mlp
+from recsys.modules.stu import product_dtype
 
 
 class ContentEncoder(nn.Module):
@@ -58,6 +59,8 @@ class ContentEncoder(nn.Module):
             self.missing[name].expand(count, -1) if name in self.missing else inputs[name]
             for name in self.slots[side]
         ]
+        if isinstance(self.project, MLP):  # rounded as its first product would, before they are joined
+            parts = [part.to(product_dtype(part)) for part in parts]
         joined = torch.cat(parts, dim=1)
         contextualized = isinstance(self.project, ContextualizedMLP)
         return self.project(joined, rows) if contextualized else self.project(joined)

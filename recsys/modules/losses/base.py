@@ -51,7 +51,7 @@ def smooth(labels: Tensor, share: float) -> Tensor:
 
     Source: arXiv 1512.00567, section 7, with two classes.
     """
-    return labels * (1 - share) + share / 2
+    return labels * (1 - share) + share / 2 if share else labels
 
 
 def checked_share(name: str, value: float) -> float:

@@ -9,6 +9,9 @@ from recsys.modules.losses.base import RankingLoss, checked_share, smooth, widen
 from recsys.ops import SequenceLayout
 from recsys.registry import register
 
+LINEAR = 40
+"""Above, log(1 + exp(x)) is x, in float64 too."""
+
 
 @register(pb.BinaryCrossEntropy)
 class BinaryCrossEntropy(RankingLoss):
@@ -25,10 +28,12 @@ class BinaryCrossEntropy(RankingLoss):
 
     def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout | None = None) -> Tensor:
         logits = widen(logits)
-        # From logits, never from p: log(1 - p) is -inf as soon as p rounds to 1.
-        positive, negative = -F.logsigmoid(logits), -F.logsigmoid(-logits)
-        labels = smooth(labels.to(logits.dtype), self.label_smoothing)
-        return self.positive_weight * labels * positive + (1 - labels) * negative
+        # From logits, never from p: log(1 - p) is -inf as soon as p rounds to 1. Few and short operations:
+        # there are hundreds of candidates, and what takes time is to start them.
+        positive, negative = F.softplus(-logits, threshold=LINEAR), F.softplus(logits, threshold=LINEAR)
+        if self.positive_weight != 1:
+            positive = self.positive_weight * positive
+        return torch.lerp(negative, positive, smooth(labels.to(logits.dtype), self.label_smoothing))
 
     def predict(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(widen(logits))

@@ -5,7 +5,8 @@ sample are not in the list, so padding costs nothing, and the longest tiles star
 is left alone at the end. For each tile the list says which blocks of keys (or rows) it has to visit: those
 outside of the window are not among them, and those that need no mask are marked.
 
-Plain PyTorch on the layout's device: nothing waits for the host, and a compiler can trace it.
+Plain PyTorch on the layout's device: nothing waits for the host, and a compiler can trace it. On a GPU, in
+eager mode, `work_list_start` makes the same lists by a kernel.
 """
 
 from __future__ import annotations
@@ -44,12 +45,6 @@ PART, PART_FIRST, PART_LENGTH = 22, 23, 24
 it has. Blocks of cached keys are counted from there."""
 
 NUM_CACHED_COLUMNS = 25
-
-
-KERNEL = False
-"""Whether lists on a GPU are made by one kernel. Not as long as nobody has run it there."""
-
-KERNEL_DEVICES = ("cuda",)
 
 _START = f"{__name__.rpartition('.')[0]}.work_list_start"
 
@@ -128,7 +123,7 @@ def _row_work(
 
 def _has_kernel(layout: SequenceLayout) -> bool:
     """Whether `work_list_start` makes the list."""
-    return KERNEL and layout.device.type in KERNEL_DEVICES and not torch.compiler.is_compiling()
+    return layout.device.type == "cuda" and not torch.compiler.is_compiling()
 
 
 def _in_sections(
