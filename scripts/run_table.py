@@ -8,13 +8,17 @@ TABLE.json:
 
     {"set": ["data.num_workers=1"],                          for every run
      "columns": ["is_click/auc", "is_click/gauc"],           metrics to print
-     "split": "test",                                        what is evaluated; "test" if absent
+     "split": "test",                                        what is evaluated, "test" if absent; "": what the
+                                                             last evaluation in training found is taken
+     "goal": {"ndcg@10": 0.1893},                            how long until an evaluation in training is there
      "variants": [{"name": "plain", "config": "configs/x.config", "set": ["PATH=VALUE"]}, ...]}
 
 Each run is `python -m recsys.train` and then `python -m recsys.evaluate` in processes of its own, --parallel
 of them at a time on each of --gpus devices; output goes to RUNS/NAME-SEED.log. A run that has ended is not
-trained again, one that broke off goes on. With --timing-steps each variant is trained once more for that many
-steps, alone on its device, for its step time and memory; the first third of the steps is not counted.
+trained again, one that broke off goes on. The record has each run's evaluations in training with the seconds
+since its process began: start-up and compilation count, and what else runs on the device slows it down.
+With --timing-steps each variant is trained once more for that many steps, alone on its device, for its step
+time and memory; the first third of the steps is not counted.
 
 Exit code 1 when a run failed; the others are in the record all the same.
 """
@@ -29,15 +33,18 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys import config, files
 from recsys.flags import Parser, positive
 
 ROOT = Path(__file__).resolve().parent.parent
+METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Run:
 
     Attributes:
         name: of its folder. variant: whose run it is. seed: `train.seed`; None for a run that is only timed.
-        config: file. overrides: values of --set. split: what is evaluated; "" for nothing.
+        config: file. overrides: values of --set. split: what is evaluated; "" for nothing more.
     """
 
     name: str
@@ -64,6 +71,10 @@ class Outcome:
     Attributes:
         variant, seed: of the run. error: what went wrong, or "".
         metrics: of the split. ms: a step, median; memory_mb: at most. Both None where it was not timed.
+        seconds: of training, from the start of its process to the end. first_seconds: until the first line of
+            metrics.jsonl, so start-up, compilation and the first `train.log_every_steps` steps.
+        curve: evaluations in training: `step`, `seconds` since the start, and the metrics of `columns`.
+            These three are of a run that began from nothing; empty for one that went on.
     """
 
     variant: str
@@ -72,6 +83,51 @@ class Outcome:
     metrics: dict[str, float | None] = field(default_factory=dict)
     ms: float | None = None
     memory_mb: float | None = None
+    seconds: float | None = None
+    first_seconds: float | None = None
+    curve: list[dict[str, float | None]] = field(default_factory=list)
+
+    def seconds_to(self, goal: dict[str, float]) -> float | None:
+        """Seconds until an evaluation had all of `goal`; None if none had."""
+        for point in self.curve:
+            if all((point.get(name) or -1.0) >= value for name, value in goal.items()):
+                return point["seconds"]
+        return None
+
+
+class Follower:
+    """Reads a metrics.jsonl while it is written, and notes when each line came."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._place = 0
+        self._began = time.monotonic()
+        self.first: float | None = None
+        self.evaluations: list[tuple[float, dict]] = []
+
+    def look(self) -> None:
+        """Takes in the lines that have come since."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as stream:
+            stream.seek(self._place)
+            new = stream.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._place += len(whole)
+        now = round(time.monotonic() - self._began, 1)
+        for line in whole.splitlines():
+            self.first = now if self.first is None else self.first
+            record = json.loads(line)
+            if record["kind"] == "evaluation":
+                self.evaluations.append((now, record))
+
+    def curve(self, columns: Sequence[str]) -> list[dict[str, float | None]]:
+        """Evaluations as `Outcome.curve` has them."""
+        return [
+            {"step": record["step"], "seconds": seconds}
+            | {name: record["metrics"].get(name) for name in columns}
+            for seconds, record in self.evaluations
+        ]
 
 
 def runs_of(table: dict, seeds: Sequence[int], chosen: Sequence[str], timing_steps: int) -> tuple[list, list]:
@@ -105,7 +161,7 @@ def runs_of(table: dict, seeds: Sequence[int], chosen: Sequence[str], timing_ste
     return quality, speed
 
 
-def carry_out(run: Run, folder: Path, device: int | None) -> Outcome:
+def carry_out(run: Run, folder: Path, device: int | None, columns: Sequence[str] = ()) -> Outcome:
     """Trains and evaluates in processes of their own."""
     place = folder / run.name
     outcome = Outcome(run.variant, run.seed)
@@ -117,24 +173,46 @@ def carry_out(run: Run, folder: Path, device: int | None) -> Outcome:
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(device)
     log = folder / f"{run.name}.log"
+    follower = None if (place / METRICS).exists() else Follower(place / METRICS)
     with log.open("w", encoding="utf-8") as stream:
         for command in commands:
-            done = subprocess.run(
-                [sys.executable, "-m", *command],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                cwd=ROOT,
-                check=False,
-            )
-            if done.returncode:
-                outcome.error = f"{command[0]} ended with exit code {done.returncode}: see {log}"
+            began = time.monotonic()
+            code = _call([sys.executable, "-m", *command], stream, environment, follower)
+            if follower and command is commands[0]:
+                outcome.seconds = round(time.monotonic() - began, 1)
+                outcome.first_seconds, outcome.curve = follower.first, follower.curve(columns)
+            if code:
+                outcome.error = f"{command[0]} ended with exit code {code}: see {log}"
                 return outcome
-    if run.split:
+    if run.seed is None:
+        outcome.ms, outcome.memory_mb = speed_of(place, rows_of_a_step(run))
+    elif run.split:
         outcome.metrics = json.loads((place / f"{run.split}_metrics.json").read_text())["metrics"]
     else:
-        outcome.ms, outcome.memory_mb = speed_of(place, rows_of_a_step(run))
+        outcome.metrics = last_evaluation(place)
     return outcome
+
+
+def _call(
+    command: Sequence[str], stream: TextIO, environment: dict[str, str], follower: Follower | None
+) -> int:
+    """Runs a command to its end, and returns its exit code."""
+    process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=ROOT)
+    try:
+        while True:
+            try:
+                return process.wait(0.1 if follower else None)
+            except subprocess.TimeoutExpired:
+                follower.look()
+    finally:
+        if follower:
+            follower.look()
+
+
+def last_evaluation(folder: Path) -> dict[str, float | None]:
+    """Metrics of the last evaluation in training."""
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "evaluation"][-1]["metrics"]
 
 
 def rows_of_a_step(run: Run) -> int:
@@ -145,7 +223,7 @@ def rows_of_a_step(run: Run) -> int:
 
 def speed_of(folder: Path, rows: int) -> tuple[float, float]:
     """(ms a step, MB at most) of a run's metrics.jsonl, whose first third is not looked at."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     logged = [line for line in lines if line["kind"] == "train"]
     counted = logged[len(logged) // 3 :]
     rates = [line["samples_per_s"] for line in counted]
@@ -179,28 +257,36 @@ def carry_out_all(
     return [outcomes[number] for number in range(len(runs))]
 
 
-def summary(outcomes: Sequence[Outcome], columns: Sequence[str]) -> str:
+def summary(outcomes: Sequence[Outcome], columns: Sequence[str], goal: dict[str, float] | None = None) -> str:
     """A Markdown table: a line a variant, mean and standard deviation over seeds."""
+    more = ["seconds", *([f"seconds to {_named(goal)}"] if goal else []), "ms a step", "MB"]
     lines = [
-        "| variant | seeds | " + " | ".join(columns) + " | ms a step | MB |",
-        "| --- | --- |" + " --- |" * (len(columns) + 2),
+        "| variant | seeds | " + " | ".join([*columns, *more]) + " |",
+        "| --- | --- |" + " --- |" * (len(columns) + len(more)),
     ]
     for variant in dict.fromkeys(outcome.variant for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.variant == variant and not outcome.error]
         seeds = [outcome for outcome in mine if outcome.seed is not None]
         cells = [_mean([outcome.metrics.get(column) for outcome in seeds]) for column in columns]
+        cells.append(_mean([outcome.seconds for outcome in seeds], 0))
+        if goal:
+            cells.append(_mean([outcome.seconds_to(goal) for outcome in seeds], 0))
         timed = next((outcome for outcome in mine if outcome.ms is not None), None)
         cells += ["", ""] if timed is None else [f"{timed.ms:.1f}", f"{timed.memory_mb:.0f}"]
         lines.append(f"| {variant} | {len(seeds)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _mean(values: Sequence[float | None]) -> str:
+def _mean(values: Sequence[float | None], digits: int = 4) -> str:
     there = [value for value in values if value is not None]
     if not there:
         return ""
-    spread = f" ± {statistics.stdev(there):.4f}" if len(there) > 1 else ""
-    return f"{statistics.mean(there):.4f}{spread}"
+    spread = f" ± {statistics.stdev(there):.{digits}f}" if len(there) > 1 else ""
+    return f"{statistics.mean(there):.{digits}f}{spread}"
+
+
+def _named(goal: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in goal.items())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -229,16 +315,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {options.table}: {error}\n")
         return 2
     options.runs.mkdir(parents=True, exist_ok=True)
+    columns = table.get("columns", [])
+    began = time.monotonic()
 
     def work(run: Run, device: int | None) -> Outcome:
-        return carry_out(run, options.runs.resolve(), device)
+        return carry_out(run, options.runs.resolve(), device, columns)
 
     # Speed comes first and alone: what else runs on a device changes it.
     outcomes = carry_out_all(speed, options.gpus, 1, work)
     outcomes += carry_out_all(quality, options.gpus, options.parallel, work)
     if options.record:
         files.write_text(options.record, json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
-    print("\n" + summary(outcomes, table.get("columns", [])))
+    print("\n" + summary(outcomes, columns, table.get("goal")))
+    print(f"\n{time.monotonic() - began:.0f} s for all of it")
     return 1 if any(outcome.error for outcome in outcomes) else 0
 
 

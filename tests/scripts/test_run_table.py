@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripts import run_table
-from scripts.run_table import Outcome, main, runs_of, summary
+from scripts.run_table import Follower, Outcome, main, runs_of, summary
 
 TINY = "tests/integration/tiny.config"
 
@@ -41,13 +41,51 @@ def test_a_table_of_real_runs(tmp_path, capsys):
     timed, run = (one for one in outcomes if one.variant == "plain")
     assert timed.seed is None and timed.ms > 0 and timed.memory_mb > 0 and not timed.metrics
     assert run.seed == 2 and 0 < run.metrics["is_click/auc"] < 1
-    assert f"| plain | 1 | {run.metrics['is_click/auc']:.4f} | {timed.ms:.1f} |" in output
-    assert "| broken | 0 |  |  |  |" in output
+    last = run.curve[-1]
+    assert last["step"] == 4 and 0 < run.first_seconds <= last["seconds"] <= run.seconds
+    assert f"| plain | 1 | {run.metrics['is_click/auc']:.4f} | {run.seconds:.0f} | {timed.ms:.1f} |" in output
+    assert "| broken | 0 |  |  |  |  |" in output
+
+
+def test_the_last_evaluation_of_training(tmp_path):
+    """Without a split nothing more is run: the figures are those that training ended with."""
+    table = written(tmp_path, split="", set=["train.num_steps=2"], variants=[{"name": "a", "config": TINY}])
+    record = tmp_path / "record.json"
+    assert main([table, "--runs", str(tmp_path / "runs"), "--seeds", "1", "--record", str(record)]) == 0
+    (run,) = (Outcome(**one) for one in json.loads(record.read_text()))
+    assert run.metrics["is_click/auc"] == run.curve[-1]["is_click/auc"]
+    assert not (tmp_path / "runs/a-1/validation_metrics.json").exists()
 
 
 def test_mean_and_spread():
     outcomes = [Outcome("a", seed, metrics={"x": value}) for seed, value in ((1, 0.1), (2, 0.3), (3, None))]
-    assert "| a | 3 | 0.2000 ± 0.1414 |  |  |" in summary(outcomes, ["x"])
+    assert "| a | 3 | 0.2000 ± 0.1414 |  |  |  |" in summary(outcomes, ["x"])
+
+
+def test_seconds_to_a_goal():
+    """Each run counts from when it first had all of the goal; one that never had is left out."""
+    rising = [{"step": 1, "seconds": 3.0, "x": 0.1}, {"step": 2, "seconds": 9.0, "x": 0.3}]
+    undefined = [{"step": 1, "seconds": 1.0, "x": None}, {"step": 2, "seconds": 5.0, "x": 0.2}]
+    outcomes = [Outcome("a", n, curve=curve, seconds=20) for n, curve in enumerate([rising, undefined, []])]
+    assert outcomes[0].seconds_to({"x": 0.2}) == 9 and outcomes[2].seconds_to({"x": 0.2}) is None
+    table = summary(outcomes, [], {"x": 0.2})
+    assert "seconds to x 0.2" in table and "| a | 3 | 20 ± 0 | 7 ± 3 |" in table
+
+
+def test_a_file_is_followed_while_it_grows(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    follower = Follower(path)
+    follower.look()
+    path.write_text('{"kind": "train", "step": 4}\n{"kind": "evalu')
+    follower.look()
+    assert follower.first is not None and not follower.evaluations
+    path.write_text(
+        '{"kind": "train", "step": 4}\n{"kind": "evaluation", "step": 4, "metrics": {"x": 0.5}}\n'
+    )
+    follower.look()
+    follower.look()
+    (point,) = follower.curve(["x", "y"])
+    assert point.pop("seconds") >= 0 and point == {"step": 4, "x": 0.5, "y": None}
 
 
 def test_the_first_third_is_not_timed(tmp_path):
