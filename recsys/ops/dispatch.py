@@ -154,6 +154,12 @@ class Op:
             logger.warning("%s: backend %s is not used: %s", self.name, name, reason)
 
 
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which a compiler of PyTorch 2.11 takes for true in all its graphs."""
+    return torch.compiler.is_exporting()
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
     """Which backends of `op` can run this call, and why not the others. Arguments as of the op itself.
 

@@ -16,6 +16,11 @@ from torch import Tensor
 Wrap = Callable[[Any], Any]
 
 
+def unwrapped(kernel: Any) -> Any:
+    """The `wrap` of eager mode, where a traced graph has `torch.library.wrap_triton`."""
+    return kernel
+
+
 def start(
     kernel: Any,
     programs: int,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from recsys.ops import triton_backend
 from recsys.ops.bucket_embedding import BucketFacts, reference
-from recsys.ops.dispatch import Support
+from recsys.ops.dispatch import Support, is_exporting
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
@@ -27,7 +27,7 @@ def supports(facts: BucketFacts) -> Support:
 
 def run(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
     """In float32. A traced graph leaves the sum to the compiler, which knows what comes before and after."""
-    if torch.compiler.is_exporting():  # no gradient is needed
+    if is_exporting():  # no gradient is needed
         return reference.run(x, tables, buckets, scale)
     ops = triton_backend.load(_OPS)
     if not torch.compiler.is_compiling():

@@ -15,7 +15,7 @@ from torch import Tensor
 from recsys import environment
 from recsys.ops import triton_backend
 from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.dispatch import Support
+from recsys.ops.dispatch import Support, is_exporting
 from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
@@ -51,7 +51,7 @@ def _missing_from_the_call(facts: AttentionFacts) -> str:
         return f"it takes bfloat16 and float16, not {facts.dtype}"
     if facts.qk_dim != facts.v_dim or facts.qk_dim not in WIDTHS:
         return f"it takes heads of {WIDTHS} for q, k and v alike, not {facts.qk_dim} and {facts.v_dim}"
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return "a package cannot embed it"
     return ""
 

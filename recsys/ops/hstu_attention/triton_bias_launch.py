@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +14,7 @@ from recsys.ops.hstu_attention.triton_bias import PAST_THE_END, times_kernel
 from recsys.ops.hstu_attention.triton_bias_packed import packed_times_kernel, tables_kernel
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
+from recsys.ops.triton_start import Wrap, unwrapped
 
 MAX_EDGE = 2**62
 """No difference of two times in seconds comes near it."""
@@ -37,7 +36,7 @@ def bias_arguments(
     items: Tensor,
     rows: int,
     keys: int,
-    wrap: Callable[[Any], Any],
+    wrap: Wrap,
 ) -> list[Tensor | int]:
     """From `position_table` to `num_buckets`, in the order of the kernels' parameters.
 
@@ -57,7 +56,7 @@ def bias_arguments(
     position = position.index_select(-1, _distances(layout, num_positions, reach, position.device))
     time = time.contiguous()
     edges = time_edges(num_buckets)  # a constant of the model, also in a traced graph
-    exact = layout.memo(("time_edges", num_buckets), lambda: _constant(edges, time.device))
+    exact = layout.memo(("time_edges", num_buckets), lambda: _constant(edges, time.device, wrap))
     rounded = layout.memo(("float_time_edges", num_buckets), exact.float)
     return [
         position,
@@ -90,7 +89,7 @@ def packed_arguments(
     reach, device = longest + LARGEST_BLOCK, tables[0].device
     rows_of_tables = [table.shape[0] if table.dim() == 2 else 1 for table in tables]
     num_heads = max(rows_of_tables)
-    numbers = [_constant(column, device) for column in record_columns(num_buckets)]
+    numbers = [_constant(column, device, unwrapped) for column in record_columns(num_buckets)]
     num_distances, num_words = 2 * reach + 1, numbers[0].shape[0]
     position = torch.empty(num_heads, num_distances, dtype=torch.float32, device=device)
     lookup = torch.empty(num_heads, num_words, dtype=torch.int32, device=device)
@@ -159,7 +158,7 @@ def record_columns(num_buckets: int) -> tuple[tuple[int, ...], ...]:
 
 
 def cached_times(
-    times: Tensor, items: Tensor, tile: int, keys: int, wrap: Callable[[Any], Any]
+    times: Tensor, items: Tensor, tile: int, keys: int, wrap: Wrap
 ) -> list[Tensor]:
     """Of cached tokens: their times, offsets and bounds; `items` are tiles of `tile` of them."""
     times = times.contiguous()
@@ -178,7 +177,7 @@ def _times(
     items: Tensor,
     rows: int,
     keys: int,
-    wrap: Callable[[Any], Any],
+    wrap: Wrap,
 ) -> list[Tensor]:
     """From `timestamps` to `row_bounds`."""
     timestamps, next_timestamps = timestamps.contiguous(), next_timestamps.contiguous()
@@ -195,9 +194,10 @@ def _offsets_and_bounds(times: Tensor) -> tuple[Tensor, Tensor]:
     return times.new_empty(size, dtype=torch.float32), times.new_empty(size, 2)
 
 
-def _constant(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 [n] on the device, without waiting for it."""
-    if device.type != "cuda" or torch.compiler.is_compiling():
+def _constant(numbers: tuple[int, ...], device: torch.device, wrap: Wrap) -> Tensor:
+    """int64 [n] on the device, in eager mode without waiting for it. A graph has one of its own: where it is
+    traced tensors are fake, and must not be kept nor meet real ones."""
+    if device.type != "cuda" or wrap is not unwrapped:
         return torch.tensor(numbers, device=device)
     return _sent(numbers, device)
 

@@ -159,16 +159,33 @@ def add_to_tables(
 ):  # fmt: skip
     """Adds the gradients of a block's scores [rows, keys] to `sums`, by `triton_bias_ptx.add_to_tables`.
 
-    sums: by distance, where that of 0 is, and by time bucket. The rest as for `packed_scores`.
+    sums: where that of distance 0 is. Those by time bucket are in memory of the program, between
+    `begin_sums` and `finish_sums`. The rest as for `packed_scores`.
     """
     tl.inline_asm_elementwise(
         TEXT,
         CONSTRAINTS,
         _arguments(grad_score, 0.0, one, first_one, other, first_other, sample, tables)
-        + (sums[0].to(tl.int64), sums[1].to(tl.int64)),
+        + (sums.to(tl.int64),),
         dtype=tl.int32,
         is_pure=False,
         pack=SIZE,
+    )
+
+
+@triton.jit
+def begin_sums(TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, THREADS: tl.constexpr):
+    """By `triton_bias_ptx.begin_sums`."""
+    thread = tl.arange(0, THREADS)
+    tl.inline_asm_elementwise(TEXT, CONSTRAINTS, [thread], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def finish_sums(sums, num_buckets, TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, THREADS: tl.constexpr):
+    """By `triton_bias_ptx.finish_sums`, to `sums` by bucket."""
+    thread = tl.arange(0, THREADS)
+    tl.inline_asm_elementwise(
+        TEXT, CONSTRAINTS, [thread, sums.to(tl.int64), num_buckets], dtype=tl.int32, is_pure=False, pack=1
     )
 
 

@@ -36,6 +36,14 @@ BUCKET_BYTES = 32
 BUCKETS_AT = NUM_CELLS * CELL_BYTES
 """Where the records of the buckets are."""
 
+MOST_BUCKETS = 72
+"""Of the sums of a warp: none has more whose edges are not past `MOST_SECONDS`."""
+
+LINE_BYTES = 128
+"""Of a bucket's sums: one for each thread of a warp."""
+
+WARP_BYTES = MOST_BUCKETS * LINE_BYTES
+
 MOST_SECONDS = 2**30
 """Offsets in a block are cut off there."""
 
@@ -66,8 +74,8 @@ class Assembly(NamedTuple):
     constraints: str
 
 
-SUMS = ("position_sums", "time_sums")
-"""After these, for `add_to_tables`: float32, of the head, from distance 0 and from bucket 0 on."""
+SUMS = ("position_sums",)
+"""After these, for `add_to_tables`: float32, of the head, from distance 0 on."""
 
 POINTERS = frozenset(
     {"distances", "one_times", "other_times", "one_offsets", "other_offsets"}
@@ -440,21 +448,22 @@ def add_to_tables(groups: int, kind: str) -> Assembly:
 def _declare_sums(text: Writer) -> None:
     lines = text.groups + 2
     text.add(
-        ".reg .pred first_lane, q, q0, q1, q2;",
-        ".reg .b32 lane, source, chosen, bucket, now0, now1, b0, b1;",
-        ".reg .b64 at_bucket, at_bucket0, at_bucket1;",
+        ".reg .pred q, q0, q1, q2;",
+        ".reg .b32 lane, source, chosen, bucket, mine, at_bucket;",
         ".reg .f32 total, part, sum, sum0, sum1;",
         ".reg .b16 half0, half1;",
         f".reg .b32 w<{lines + 1}>, n<{lines}>, y<{lines + 1}>;",
         "and.b32 lane, thread, 31;",
-        "setp.eq.u32 first_lane, lane, 0;",
+        "mov.u32 mine, bucket_sums;",
+        "shr.u32 t, thread, 5;",
+        f"mad.lo.u32 mine, t, {WARP_BYTES}, mine;",
+        "mad.lo.u32 mine, lane, 4, mine;",
     )
 
 
 def _sum_few(text: Writer) -> None:
-    """By bucket, where there are few: what is past each edge, over the warp."""
-    text.add("@!few bra.uni MANY;")
-    text.add("mul.wide.u32 wide_t, lowest, 4;", f"add.s64 at_bucket, wide_t, {text.argument('time_sums')};")
+    """By bucket, where there are few: what is past each edge."""
+    text.add("@!few bra.uni MANY;", f"mad.lo.u32 at_bucket, lowest, {LINE_BYTES}, mine;")
     _tree(text, "total", [text.score(number) for number in range(text.size)])
     text.add("@!p1 bra.uni LAST;")
     load_offsets(text, "f32", "x", "a")
@@ -470,10 +479,10 @@ def _sum_few(text: Writer) -> None:
                 f"fma.rn.f32 sum{b}, part, {text.score(number)}, sum{b};",
             )
         text.add("add.f32 sum, sum0, sum1;", "sub.f32 part, total, sum;")
-        _add_of_warp(text, "part")
-        text.add("add.s64 at_bucket, at_bucket, 4;", "mov.f32 total, sum;")
+        _add_to_bucket(text, "part")
+        text.add(f"add.u32 at_bucket, at_bucket, {LINE_BYTES};", "mov.f32 total, sum;")
     text.add("LAST:")
-    _add_of_warp(text, "total")
+    _add_to_bucket(text, "total")
     text.add("bra.uni POSITIONS;")
 
 
@@ -487,18 +496,17 @@ def _tree(text: Writer, name: str, terms: list[str]) -> None:
     text.add("add.f32 sum, sum, sum0;", "add.f32 sum1, sum1, part;", f"add.f32 {name}, sum, sum1;")
 
 
-def _add_of_warp(text: Writer, name: str) -> None:
-    """Adds the sum of a number over the warp to `at_bucket`; spoils the number, f and g of no one else."""
-    for distance in (16, 8, 4, 2, 1):
-        text.add(
-            f"shfl.sync.bfly.b32 v0, {name}, {distance}, 31, -1;",
-            f"add.f32 {name}, {name}, v0;",
-        )
-    text.add(f"@first_lane red.global.add.f32 [at_bucket], {name};")
+def _add_to_bucket(text: Writer, name: str) -> None:
+    """Adds a number to the thread's own sum at `at_bucket`."""
+    text.add(
+        "ld.shared.f32 v0, [at_bucket];",
+        f"add.f32 v0, v0, {name};",
+        "st.shared.f32 [at_bucket], v0;",
+    )
 
 
 def _sum_many(text: Writer, seconds: Callable[[Writer, int, int, int], None]) -> None:
-    """By bucket, each score's own: what follows one another in a row in one bucket is added at once."""
+    """By bucket, each score's own."""
     for number, k, h, b in text.entries():
         seconds(text, k, h, b)
         cell_of(text, "span")
@@ -508,29 +516,66 @@ def _sum_many(text: Writer, seconds: Callable[[Writer, int, int, int], None]) ->
             "and.b32 bucket, e3, 65535;",
             "shr.u32 t, e3, 16;",
             "selp.b32 bucket, t, bucket, p;",
+            f"mad.lo.u32 at_bucket, bucket, {LINE_BYTES}, mine;",
         )
-        if number in (0, 2):
-            text.add(f"mov.b32 now{h}, bucket;", f"mov.f32 sum{h}, {text.score(number)};")
-        else:
-            text.add(f"setp.ne.u32 q, bucket, now{h};")
-            _add_of_thread(text, h, "q")
-            text.add(
-                f"@q mov.f32 sum{h}, 0f00000000;",
-                f"mov.b32 now{h}, bucket;",
-                f"add.f32 sum{h}, sum{h}, {text.score(number)};",
-            )
-    for h in (0, 1):
-        text.add("setp.eq.u32 q, now0, now0;")
-        _add_of_thread(text, h, "q")
+        _add_to_bucket(text, text.score(number))
 
 
-def _add_of_thread(text: Writer, h: int, condition: str) -> None:
-    text.add(
-        f"setp.neu.and.f32 p, sum{h}, 0f00000000, {condition};",
-        f"mul.wide.u32 wide_t, now{h}, 4;",
-        f"add.s64 at_bucket, wide_t, {text.argument('time_sums')};",
-        f"@p red.global.add.f32 [at_bucket], sum{h};",
-    )
+def begin_sums(warps: int) -> Assembly:
+    """Before the first `add_to_tables` of a program: its sums by bucket, zeros. One argument, not used."""
+    lines = [
+        f".shared .align 1024 .b8 bucket_sums[{warps * WARP_BYTES}];",
+        "{",
+        ".reg .b32 mine, thread;",
+        "mov.u32 thread, %tid.x;",
+        "mov.u32 mine, bucket_sums;",
+        "mad.lo.u32 mine, thread, 16, mine;",
+    ]
+    for place in range(0, WARP_BYTES, 512):
+        lines.append(f"st.shared.v4.f32 [mine+{warps * place}], {{{', '.join(['0f00000000'] * 4)}}};")
+    return Assembly("\n".join([*lines, "bar.sync 0;", "mov.b32 $0, 0;", "}"]), "=r,r")
+
+
+def finish_sums(warps: int) -> Assembly:
+    """After the last: adds the program's sums by bucket to those of all. Arguments: one that is not used, where
+    the head's are, and how many."""
+    lines = [
+        "{",
+        ".reg .pred p;",
+        ".reg .b32 mine, thread, lane, at, bucket;",
+        ".reg .b64 address, wide_t;",
+        ".reg .f32 f, sum<4>;",
+        "bar.sync 0;",
+        "mov.u32 thread, %tid.x;",
+        "mov.u32 mine, bucket_sums;",
+        f"mad.lo.u32 mine, thread, {LINE_BYTES}, mine;",
+        *(f"mov.f32 sum{n}, 0f00000000;" for n in range(4)),
+        f"setp.lt.u32 p, thread, {MOST_BUCKETS};",
+    ]
+    for turn in range(32):
+        lines += [
+            f"add.u32 lane, thread, {turn};",  # no two threads of a warp in the same bank
+            "and.b32 lane, lane, 31;",
+            "mad.lo.u32 at, lane, 4, mine;",
+        ]
+        for warp in range(warps):
+            lines += [
+                f"@p ld.shared.f32 f, [at+{warp * WARP_BYTES}];",
+                f"@p add.f32 sum{warp % 4}, sum{warp % 4}, f;",
+            ]
+    lines += [
+        "add.f32 sum0, sum0, sum1;",
+        "add.f32 sum2, sum2, sum3;",
+        "add.f32 sum0, sum0, sum2;",
+        "setp.lt.u32 p, thread, $3;",
+        "mul.wide.u32 wide_t, thread, 4;",
+        "add.s64 address, wide_t, $2;",
+        "setp.neu.and.f32 p, sum0, 0f00000000, p;",
+        "@p red.global.add.f32 [address], sum0;",
+        "mov.b32 $0, 0;",
+        "}",
+    ]
+    return Assembly("\n".join(lines), "=r,r,l,r")
 
 
 def _sum_line(text: Writer, kind: str) -> None:

@@ -7,7 +7,6 @@ what a compiler can trace: `wrap` stands around each kernel, the identity in eag
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -37,8 +36,7 @@ from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.triton_backend import num_processors
-
-Wrap = Callable[[Any], Any]
+from recsys.ops.triton_start import Wrap, unwrapped
 
 ANY_ROWS = 0x7FFF0000
 """More than any coordinate, and a size that a descriptor may have."""
@@ -84,11 +82,6 @@ class Gradients(NamedTuple):
 
 PROGRAMS_PER_PROCESSOR = 2
 """Of the kernels that sum gradients of tables, which need memory for each program."""
-
-
-def unwrapped(kernel: Any) -> Any:
-    """Around a kernel in eager mode."""
-    return kernel
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwrapped) -> Tensor:

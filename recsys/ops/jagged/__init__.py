@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from recsys.ops.dispatch import Op
+from recsys.ops.dispatch import Op, is_exporting
 
 __all__ = ["OP", "gather_rows"]
 
@@ -94,7 +94,7 @@ def _checked(sources: tuple[Tensor, ...], maps: tuple[Tensor, ...], inverse: Ten
     if inverse is not None:
         _check_inverse(inverse, first, len(maps), sum([tensor.shape[0] for tensor in sources]))
     if torch.compiler.is_compiling():
-        return GatherFacts(device.type, dtype, len(maps), exported=torch.compiler.is_exporting())
+        return GatherFacts(device.type, dtype, len(maps), exported=is_exporting())
     return _known_facts(device.type, dtype, len(maps))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.dispatch import SUPPORTED, Support, is_exporting
 
 
 def supports(facts: object) -> Support:
@@ -22,14 +22,14 @@ def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | Non
     if len(index) == 1:
         return gather_rows(rows, index[0], inverse)
     joined = torch.cat(list(index))
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return _take(rows, joined)
     return _GatherRows.apply(rows, joined, inverse, [one.shape[0] for one in index])
 
 
 def gather_rows(values: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
     """With a single map."""
-    if torch.compiler.is_exporting():  # an exported graph needs no gradient
+    if is_exporting():  # an exported graph needs no gradient
         return _take(values, index)
     return _GatherRows.apply(values, index, inverse, None)
 

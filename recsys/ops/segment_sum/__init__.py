@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recsys.ops.dispatch import Op
+from recsys.ops.dispatch import Op, is_exporting
 
 __all__ = ["OP", "segment_sum"]
 
@@ -55,7 +55,7 @@ def _facts(values: Tensor, lengths: Tensor) -> SegmentFacts:
         total = int(lengths.sum())
         if total != values.shape[0]:
             raise ValueError(f"lengths add up to {total}, but values has {values.shape[0]} rows")
-    exported = torch.compiler.is_exporting()
+    exported = is_exporting()
     return SegmentFacts(values.device.type, values.dtype, exported)
 
 

@@ -33,7 +33,7 @@ class CachedFacts(AttentionFacts):
 def cached_facts(facts: AttentionFacts, layout: SequenceLayout) -> CachedFacts:
     """The facts of one call; `layout` is that of the new tokens. A graph is for many sizes and knows none."""
     if torch.compiler.is_compiling():
-        return CachedFacts(**vars(facts))
+        return _extended(facts, False, 0)
     tiles = max(layout.total_len // TILE, min(layout.batch_size, layout.total_len))
     units = min(tiles * facts.num_heads, MOST_UNITS)
     return _known_facts(facts, layout.total_targets == layout.total_len, units)
@@ -41,4 +41,21 @@ def cached_facts(facts: AttentionFacts, layout: SequenceLayout) -> CachedFacts:
 
 @lru_cache(maxsize=1024)
 def _known_facts(facts: AttentionFacts, only_targets: bool, num_units: int) -> CachedFacts:
-    return CachedFacts(**vars(facts), only_targets=only_targets, num_units=num_units)
+    return _extended(facts, only_targets, num_units)
+
+
+def _extended(facts: AttentionFacts, only_targets: bool, num_units: int) -> CachedFacts:
+    # Field by field: a compiler of PyTorch 2.11 knows no dictionary of a frozen object.
+    return CachedFacts(
+        facts.device,
+        facts.dtype,
+        facts.num_heads,
+        facts.qk_dim,
+        facts.v_dim,
+        facts.mask,
+        facts.has_bias,
+        facts.needs_grad,
+        facts.deterministic,
+        only_targets,
+        num_units,
+    )
