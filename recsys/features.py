@@ -115,7 +115,11 @@ def shared_columns(pipeline: pb.Pipeline) -> list[str]:
 
 def samples_negatives(pipeline: pb.Pipeline) -> bool:
     """Whether a retriever is trained on some items of the catalogue at a time."""
-    return pipeline.model.retriever.loss.softmax.WhichOneof("negatives") in ("uniform", "in_batch")
+    return pipeline.model.retriever.loss.softmax.WhichOneof("negatives") in (
+        "uniform",
+        "in_batch",
+        "frequency",
+    )
 
 
 def _item_table(pipeline: pb.Pipeline) -> str:

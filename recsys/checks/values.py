@@ -70,6 +70,7 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     pb.SoftmaxLoss: {"temperature": POSITIVE},
     pb.UniformNegatives: {"num_negatives": COUNT},
     pb.InBatchNegatives: {"num_uniform": NOT_NEGATIVE},
+    pb.FrequencyNegatives: {"num_negatives": COUNT, "power": NOT_NEGATIVE},
     pb.LogLoss: {"eps": Range(lambda x: 0 < x < 0.5, "between 0 and 0.5")},
     pb.NormalizedEntropy: {"eps": Range(lambda x: 0 < x < 0.5, "between 0 and 0.5")},
     pb.HitRate: {"k": COUNT},

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from recsys import features
 from recsys import protos as pb
@@ -21,6 +22,10 @@ from recsys.data.vocabulary import Vocabulary, mappings
 from recsys.errors import DataError
 
 _REMEDY = "The preparation tools write items.parquet, a row for each item of the catalogue."
+_COUNT_REMEDY = (
+    "Negatives are drawn or weighed by how often an item occurs in training: the preparation tools write it. "
+    "Or choose uniform negatives, or in_batch { log_q: false }."
+)
 
 
 class Catalogue:
@@ -90,7 +95,7 @@ def occurrences(vocabulary: Vocabulary, path: str) -> np.ndarray:
     Raises:
         DataError: the file has no column `count`.
     """
-    counts = _read(path, ["count"])["count"].to_numpy()
+    counts = _read(path, ["count"], "the item's vocabulary", _COUNT_REMEDY)["count"].to_numpy()
     found = np.zeros(vocabulary.rows)
     found[vocabulary.order.rows(np.arange(len(counts)))] = counts
     return found
@@ -103,19 +108,19 @@ def _field(column: features.Column) -> Field:
     return Field(name, pb.USER, kind, multi_valued=multi_valued, feature=column.feature)
 
 
-def _read(path: str, wanted: list[str]) -> pa.Table:
+def _read(path: str, wanted: list[str], what: str = "data.item_file", remedy: str = _REMEDY) -> pa.Table:
     try:
-        with open_parquet(path, _REMEDY) as file:
+        with open_parquet(path, remedy) as file:
             there = [name for name in wanted if name in file.schema_arrow.names]
             if there != wanted:
                 missing = ", ".join(name for name in wanted if name not in there)
                 names = ", ".join(file.schema_arrow.names)
-                raise DataError(f"{path}: no column {missing}; it has {names}. {_REMEDY}")
+                raise DataError(f"{path}: no column {missing}; it has {names}. {remedy}")
             return file.read(columns=wanted)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file (data.item_file). {_REMEDY}") from error
+        raise DataError(f"{path}: no such file ({what}). {remedy}") from error
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read ({first_line(error)}). {_REMEDY}") from error
+        raise DataError(f"{path}: cannot be read ({first_line(error)}). {remedy}") from error
 
 
 def item_ids(table: pa.Table, item: pb.Feature, path: str = "items") -> pa.Array:
@@ -132,7 +137,9 @@ def item_ids(table: pa.Table, item: pb.Feature, path: str = "items") -> pa.Array
     check_fields(table.schema, [Field(item.name, pb.USER, Kind.ID, feature=item)], path)
     ids = one_array(table[item.name])
     if ids.null_count:
-        raise DataError(f"{path}: {item.name} has {ids.null_count} nulls; each row is an item. {_REMEDY}")
+        row = pc.index(ids.is_null(), True).as_py()
+        what = f"{item.name} is null, {ids.null_count} in all; each row is an item"
+        raise DataError(f"{path}, row {row}: {what}. {_REMEDY}")
     return ids
 
 

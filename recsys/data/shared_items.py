@@ -16,7 +16,7 @@ from recsys.data.arrays import Arrays
 from recsys.data.block import Flat
 from recsys.data.catalogue import Catalogue, occurrences
 from recsys.data.contract import Mode
-from recsys.data.hashing import buckets, combine
+from recsys.data.hashing import buckets, combine, uniform
 from recsys.data.vocabulary import Vocabulary, mappings
 
 _NEGATIVES = 4
@@ -53,9 +53,7 @@ class SharedItems:
         self._samples = mode == "train" and features.samples_negatives(pipeline)
         # A package predicts without the file: it has the vectors.
         self._catalogue = Catalogue(pipeline) if self._columns and mode != "predict" else None
-        self._weights = None
-        if self._samples and retriever.loss.softmax.in_batch.log_q:
-            self._weights = LogWeights.of(pipeline)
+        self._weights = _weights(pipeline) if self._samples else None
         self._always: SharedColumns | None = None
 
     def of(self, arrays: Arrays, epoch: int, index: int) -> SharedColumns:
@@ -87,8 +85,10 @@ class SharedItems:
             ids[column.name] = flat.values
             if flat.offsets is not None:
                 counts[column.name] = np.diff(flat.offsets)
-        if self._weights is not None:
+        if isinstance(self._weights, LogWeights):
             numbers[features.LOG_WEIGHTS] = self._weights.of_items(items, num_events)
+        elif self._weights is not None:
+            numbers[features.LOG_WEIGHTS] = self._weights.log_weights(negatives)
         return SharedColumns(ids, counts, numbers)
 
     def _unknown(self) -> Mapping[str, Flat]:
@@ -112,16 +112,54 @@ class Negatives:
         self._rows = features.table_rows(item)
         self._seed = pipeline.train.seed
         drawn = mode == "train" and features.samples_negatives(pipeline)
-        self._count = num_drawn(retriever.loss.softmax) if drawn else None
+        softmax = retriever.loss.softmax
+        self._count = num_drawn(softmax) if drawn else None
         self._catalogue = None if drawn else np.arange(1, self._rows)
+        self._frequencies = Frequencies.of(pipeline) if drawn and softmax.HasField("frequency") else None
 
     def draw(self, epoch: int, index: int) -> np.ndarray:
-        """The whole catalogue, or for training with sampled negatives a uniform draw (with repetition) that
-        depends on nothing else."""
+        """The whole catalogue, or for training with sampled negatives a draw (with repetition), uniform or by
+        frequency, that depends on nothing else."""
         if self._catalogue is not None:
             return self._catalogue
         hashes = combine(self._seed, epoch, _NEGATIVES, index, np.arange(self._count))
+        if self._frequencies is not None:
+            return self._frequencies.draw(hashes)
         return buckets(hashes, self._rows - 1) + 1
+
+
+class Frequencies:
+    """Chances of items to be drawn: in proportion to their events in training to some power.
+
+    Args:
+        counts: [rows of the item table], events of each item in training; row 0 is no item.
+        power: 0 makes all equal, 1 follows popularity.
+        num_drawn: how many are drawn for a batch.
+    """
+
+    def __init__(self, counts: np.ndarray, power: float, num_drawn: int) -> None:
+        # An item that training has not counted is drawn as one that was seen once.
+        chances = np.maximum(counts[1:], 1.0) ** power
+        self._chances = chances / chances.sum()
+        self._ends = np.cumsum(self._chances)
+        self._drawn = num_drawn
+
+    @classmethod
+    def of(cls, pipeline: pb.Pipeline) -> "Frequencies":
+        """By the counts in the vocabulary file of a resolved pipeline's items."""
+        chosen = pipeline.model.retriever.loss.softmax.frequency
+        return cls(_counts(pipeline), chosen.power, chosen.num_negatives)
+
+    def draw(self, hashes: np.ndarray) -> np.ndarray:
+        """int64 rows of the item table, one a hash."""
+        found = np.searchsorted(self._ends, uniform(hashes) * self._ends[-1], side="right")
+        return np.minimum(found, len(self._ends) - 1) + 1
+
+    def log_weights(self, rows: np.ndarray) -> np.ndarray:
+        """float32, -log of how often each of these rows of the item table is expected in a draw: then the
+        sum of weight x exp(score) over drawn items is expected to be that over the catalogue (Bengio and
+        Senecal 2008)."""
+        return -np.log(self._drawn * self._chances[rows - 1]).astype(np.float32)
 
 
 class LogWeights:
@@ -144,12 +182,7 @@ class LogWeights:
     @classmethod
     def of(cls, pipeline: pb.Pipeline) -> "LogWeights":
         """By the counts in the vocabulary file of a resolved pipeline's items."""
-        retriever = pipeline.model.retriever
-        item = next(feature for feature in pipeline.features if feature.name == retriever.item_feature)
-        vocabulary = mappings(pipeline)[item.id.table]
-        if not isinstance(vocabulary, Vocabulary):
-            raise ValueError(f"features {item.name}: the item of a retriever has a vocabulary")
-        return cls(occurrences(vocabulary, item.id.vocabulary.file), num_drawn(retriever.loss.softmax))
+        return cls(_counts(pipeline), num_drawn(pipeline.model.retriever.loss.softmax))
 
     def of_items(self, rows: np.ndarray, num_events: int) -> np.ndarray:
         """float32, one for each row of the item table in `rows`."""
@@ -158,7 +191,28 @@ class LogWeights:
 
 
 def num_drawn(softmax: pb.SoftmaxLoss) -> int:
-    """Negatives of a batch that are drawn uniformly."""
+    """Negatives of a batch that are drawn."""
     if softmax.HasField("in_batch"):
         return softmax.in_batch.num_uniform
-    return softmax.uniform.num_negatives
+    return softmax.frequency.num_negatives if softmax.HasField("frequency") else softmax.uniform.num_negatives
+
+
+def _weights(pipeline: pb.Pipeline) -> LogWeights | Frequencies | None:
+    """What weighs the negatives of training, if the config wants it."""
+    softmax = pipeline.model.retriever.loss.softmax
+    # Only of the kind that is chosen: what is not set has defaults, too.
+    if softmax.HasField("in_batch") and softmax.in_batch.log_q:
+        return LogWeights.of(pipeline)
+    if softmax.HasField("frequency") and softmax.frequency.log_q:
+        return Frequencies.of(pipeline)
+    return None
+
+
+def _counts(pipeline: pb.Pipeline) -> np.ndarray:
+    """Events of each row of the item table in training, from the vocabulary file of the retriever's item."""
+    retriever = pipeline.model.retriever
+    item = next(feature for feature in pipeline.features if feature.name == retriever.item_feature)
+    vocabulary = mappings(pipeline)[item.id.table]
+    if not isinstance(vocabulary, Vocabulary):
+        raise ValueError(f"features {item.name}: the item of a retriever has a vocabulary")
+    return occurrences(vocabulary, item.id.vocabulary.file)

@@ -275,6 +275,10 @@ RETRIEVER_RULES = [
         "in_batch.num_uniform: -1 is given; it must be 0 or more",
     ),
     (
+        "model.retriever.loss={softmax {frequency {power: -0.5}}}",
+        "frequency.power: -0.5 is given; it must be 0 or more",
+    ),
+    (
         "model.retriever.preprocessor={contextual {}}",
         "preprocessor.contextual: does not fit a retriever; use uih",
     ),

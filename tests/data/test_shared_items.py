@@ -6,16 +6,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from google.protobuf import text_format
 
 from recsys import config, features
 from recsys import protos as pb
 from recsys.data.batch import LayoutRule
 from recsys.data.catalogue import convert
+from recsys.data.hashing import combine
 from recsys.data.loader import Loader
-from recsys.data.shared_items import LogWeights
+from recsys.data.shared_items import Frequencies, LogWeights, Negatives
 from recsys.data.vocabulary import mappings
 from recsys.errors import DataError
+from recsys.models.retriever import NextItemLoss, RetrieverOutputs
 
 RULE = LayoutRule(num_contextual=0, targets=False)
 ITEM_FEATURES = """
@@ -148,6 +151,76 @@ def test_no_item_is_weighted_as_impossible():
     assert np.isfinite(LogWeights(np.array([0, 0, 5]), num_drawn=0).of_items(np.array([1, 2]), 1)).all()
 
 
+def choose(sample, negatives: str) -> None:
+    softmax = sample.pipeline.model.retriever.loss.softmax
+    softmax.Clear()
+    text_format.Parse(negatives, softmax)
+
+
+def test_frequent_items_are_drawn_in_proportion_to_a_power_of_their_events(retriever):
+    for power in (1.0, 0.5, 0.0):
+        choose(retriever, f"frequency {{ num_negatives: 600 power: {power} }}")
+        drawn = Negatives(retriever.pipeline, "train")
+        rows = np.concatenate([drawn.draw(0, batch) for batch in range(100)])
+        # 60,000 draws; the counts of the vocabulary file are 6 to 1.
+        weights = np.arange(6, 0, -1.0) ** power
+        expected = 60_000 * weights / weights.sum()
+        assert (abs(np.bincount(rows, minlength=7)[1:] - expected) < 5 * np.sqrt(expected)).all()
+        assert rows.min() == 1 and rows.max() == 6
+    assert drawn.draw(3, 17).tolist() == Negatives(retriever.pipeline, "train").draw(3, 17).tolist()
+
+
+def test_frequent_negatives_are_weighed_by_their_expected_number(retriever):
+    choose(retriever, "frequency { num_negatives: 5 power: 2 }")
+    squares = {row: (7 - row) ** 2 for row in range(1, 7)}
+    for batch in Loader(retriever.pipeline, "train", RULE, mode="train").epoch(0):
+        rows = batch.ids[features.NEGATIVES].values().tolist()
+        wanted = [-math.log(5 * squares[row] / sum(squares.values())) for row in rows]
+        assert batch.numbers[features.LOG_WEIGHTS].tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+def test_drawn_and_weighed_frequent_items_add_up_to_the_catalogue():
+    values = np.random.default_rng(0).uniform(0.5, 2, 5)
+    frequencies = Frequencies(np.array([0, 400, 50, 10, 1, 0]), power=0.75, num_drawn=10**6)
+    rows = frequencies.draw(combine(0, np.arange(10**6)))
+    total = (np.exp(frequencies.log_weights(rows)) * values[rows - 1]).sum()
+    assert total == pytest.approx(values.sum(), rel=0.015)
+
+
+@pytest.mark.parametrize(
+    "negatives",
+    [
+        "full {}",
+        "uniform { num_negatives: 3 }",
+        "in_batch { num_uniform: 3 }",
+        "in_batch { num_uniform: 3 log_q: false }",
+        "frequency { num_negatives: 3 }",
+        "frequency { num_negatives: 3 log_q: false }",
+    ],
+)
+def test_batches_of_all_kinds_of_negatives_fit_the_loss(retriever, negatives):
+    """The reader's negatives and weights as the model compares with them."""
+    loss = retriever.pipeline.model.retriever.loss
+    loss.softmax.Clear()
+    text_format.Parse(negatives, loss.softmax)
+    torch.manual_seed(0)
+    seen = 0
+    for batch in Loader(retriever.pipeline, "train", RULE, mode="train").epoch(0):
+        num_events = len(batch.uih_timestamps)
+        shared = [batch.ids[name].values() for name in features.shared_columns(retriever.pipeline)]
+        vectors = [torch.randn(n, 4) for n in (num_events, len(shared[0]), *(len(one) for one in shared[1:]))]
+        outputs = RetrieverOutputs(*vectors, *([torch.empty(0, 4)] if len(vectors) == 2 else []))
+        objective = NextItemLoss(loss, "uih_item_id", num_items=6, l2_normalize=True)
+        losses = objective(outputs, batch)
+        assert losses.sums.isfinite().all()
+        seen += int(losses.counts)
+        drawn = losses.sums.item()
+        batch.numbers.pop(features.LOG_WEIGHTS, None)
+        weighed = negatives.startswith(("in_batch", "frequency")) and "log_q" not in negatives
+        assert (objective(outputs, batch).sums.item() != drawn) == (weighed and int(losses.counts) > 0)
+    assert seen > 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -156,7 +229,10 @@ def test_no_item_is_weighted_as_impossible():
             "items.parquet: 1 of the 6 items of .*item.parquet are missing, the first is 99",
         ),
         (lambda items: [*items, items[4]], "items.parquet: 1 of the 6 items of .* are twice, the first is 7"),
-        (lambda items: [{**items[0], "item_id": None}, *items], "items.parquet: item_id has 1 nulls"),
+        (
+            lambda items: [items[0], {**items[0], "item_id": None}, *items],
+            "items.parquet, row 1: item_id is null, 1 in all; each row is an item. The preparation tools",
+        ),
         (lambda items: [{**items[0], "year": None}, *items[1:]], "items.parquet, row 0: year is null"),
         (lambda items: [{**items[0], "labels": None}, *items[1:]], "row 0: labels is null. An empty list is"),
     ],
@@ -180,5 +256,10 @@ def test_a_missing_column_is_named(retriever):
 def test_weights_need_counts(retriever):
     path = retriever.folder / "vocabulary" / "item.parquet"
     pq.write_table(pq.read_table(path).drop(["count"]), path)
-    with pytest.raises(DataError, match="item.parquet: no column count"):
+    for chosen in ("in_batch {}", "frequency { log_q: false }"):
+        choose(retriever, chosen)
+        with pytest.raises(DataError, match="item.parquet: no column count; it has id. Negatives are"):
+            Loader(retriever.pipeline, "train", RULE, mode="train")
+    for chosen in ("in_batch { log_q: false }", "uniform {}"):
+        choose(retriever, chosen)
         Loader(retriever.pipeline, "train", RULE, mode="train")
