@@ -5,7 +5,8 @@
 
 A case runs its backend in bfloat16 against float64 on the same inputs, for some samples of the batch, output
 and all gradients; it may be twice as far off as the reference backend in bfloat16. Then it is timed over
-several sets of inputs with CUDA events (medians): `fwd`, and `bwd` alone. Useful FLOP are those of visible
+several sets of inputs with CUDA events (medians): `fwd`, and `bwd` alone. On a GPU all cases are compared
+first, in several processes, since most of that time kernels are compiled. Useful FLOP are those of visible
 pairs: 2 (D + V) a pair and head forward, 2.5 times that backward. Cases with a cache are of
 `hstu_attention_cached`: forward only, compared with whole samples of `hstu_attention`. What a backend does
 not do is passed over, with the reason. `--record` writes a list of `{op, backend, shape, pass, ms, tflops,
@@ -20,12 +21,16 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import multiprocessing
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,6 +61,15 @@ CHECKED_TOKENS = 4096
 
 INPUT_SETS = 3
 """Timed in turn, so that the caches do not hold the operands."""
+
+MOST_WORKERS = 14
+"""Processes that compare: each takes 0.5 GB of a GPU's memory for itself."""
+
+LONG = 8192
+"""From so many tokens a sample on, one process compares at a time: scores in float64 take 10 GB and more."""
+
+_long: Lock | None = None
+"""Of the processes that compare."""
 
 
 class CachedInputs(NamedTuple):
@@ -102,18 +116,19 @@ class Record:
 
 def make_inputs(case: Case, layout: SequenceLayout, seed: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
     """Random inputs on the layout's device; times of a history that grows by minutes to days."""
-    device, generator = layout.device, torch.Generator().manual_seed(seed)
+    device = layout.device
+    generator = torch.Generator(device).manual_seed(seed)  # on a CPU it would take longer than what is timed
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     tensors = [normal(layout.total_len, case.heads, case.dim) for _ in range(4)]
     bias = None
     if case.biased:
-        gaps = torch.rand(layout.total_len, generator=generator, dtype=torch.float64).mul(11).exp()
-        times = 1_700_000_000 + gaps.cumsum(0).to(torch.int64).to(device)
+        gaps = torch.rand(layout.total_len, generator=generator, device=device, dtype=torch.float64)
+        times = 1_700_000_000 + gaps.mul(11).exp().cumsum(0).to(torch.int64)
         following = torch.cat([times[1:], times[-1:] + 60])
-        tables = [torch.randn(case.heads, size, generator=generator).to(device) for size in (2048, 64)]
+        tables = [torch.randn(case.heads, size, generator=generator, device=device) for size in (2048, 64)]
         bias = RelativeBias(*(table.requires_grad_() for table in tables), times, following)
     q, k, v = (tensor.requires_grad_() for tensor in tensors[:3])
     return Inputs(q, k, v, bias, tensors[3])
@@ -186,7 +201,7 @@ def widest_error(case: Case, device: str, backend: str) -> float:
     total = case.lengths.cumsum(0)
     kept = max(1, int((total <= max(CHECKED_TOKENS, int(case.lengths[0]))).sum()))
     num_cached = None if case.num_cached is None else case.num_cached[:kept]
-    small = replace(case, lengths=case.lengths[:kept], num_cached=num_cached, deterministic=False)
+    small = replace(case, lengths=case.lengths[:kept], num_cached=num_cached)
     layout = small.layout().to(device)
     inputs = make_inputs(small, layout, seed=1)
     exact_bias = inputs.bias
@@ -196,7 +211,8 @@ def widest_error(case: Case, device: str, backend: str) -> float:
         exact_bias = RelativeBias(*exact_tables, inputs.bias.timestamps, inputs.bias.next_timestamps)
     exact_qkv = [tensor.detach().double().requires_grad_() for tensor in inputs[:3]]
     exact = Inputs(*exact_qkv, exact_bias, inputs.cotangent.double())
-    theirs, want = (results_of(small, given, layout, "reference") for given in (inputs, exact))
+    plain = replace(small, deterministic=False)  # the reference adds up with atomics
+    theirs, want = (results_of(plain, given, layout, "reference") for given in (inputs, exact))
     if case.num_cached is None:
         ours = results_of(small, inputs, layout, backend)
     else:
@@ -211,9 +227,9 @@ def widest_error(case: Case, device: str, backend: str) -> float:
     return worst
 
 
-def median_ms(run: Callable[[int], object], device: str, repeats: int) -> float:
-    """Median time of `run(i)` for i = 0, 1, ..., after three calls that do not count."""
-    for i in range(3):
+def median_ms(run: Callable[[int], object], device: str, repeats: int, warm: int = 3) -> float:
+    """Median time of `run(i)` for i = 0, 1, ..., after as many calls that do not count."""
+    for i in range(warm):
         run(i)
     if device != "cuda":
         measured = []
@@ -252,15 +268,65 @@ def missing(case: Case, device: str, backend: str) -> str:
     return "" if support.ok else support.reason
 
 
-def bench(case: Case, device: str, backend: str, commit: str, repeats: int) -> list[Record]:
-    """A record for each pass, forward and backward; without times when the case is wrong."""
+class Answer(NamedTuple):
+    """Of one case and backend, before it is timed."""
+
+    missing: str = ""  # why the backend cannot run it
+    error: float = 0.0  # relative to the allowed one
+    failure: str = ""
+
+
+def compared(case: Case, device: str, backend: str) -> Answer:
+    """Whether the backend can run the case, and how far off it is."""
+    if reason := missing(case, device, backend):
+        return Answer(reason)
     try:
-        error = widest_error(case, device, backend)
+        return Answer(error=widest_error(case, device, backend))
     except (RuntimeError, ValueError) as failure:
-        print(f"{case.shape}: {type(failure).__name__}: {failure}", file=sys.stderr)
-        error = float("inf")
-    if not error <= 1:
-        print(f"{case.shape}: {error:.2f} times the allowed error", file=sys.stderr)
+        return Answer(error=float("inf"), failure=f"{type(failure).__name__}: {failure}")
+
+
+def _share_lock(lock: Lock) -> None:
+    global _long
+    _long = lock
+    torch.set_num_threads(1)
+
+
+def _compared_apart(case: Case, device: str, backend: str) -> Answer:
+    """`compared`, in a process of several on one GPU."""
+    if _long is None or int(case.lengths[0]) < LONG:
+        return compared(case, device, backend)
+    with _long:
+        answer = compared(case, device, backend)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        return answer
+
+
+def compare_all(jobs: Sequence[tuple[Case, str]], device: str, workers: int) -> list[Answer]:
+    """`compared` for all of them; with more than one worker in processes of their own, which leave their
+    compiled kernels on the disk."""
+    if workers < 2:
+        return [compared(case, device, backend) for case, backend in jobs]
+
+    def code(job: tuple[Case, str]) -> Hashable:  # about what kernels are compiled for
+        case, backend = job
+        return backend, case.op, case.dim, case.mask, case.biased, case.deterministic
+
+    # What is compiled already need not be compiled by several at the same time.
+    kinds = [code(job) for job in jobs]
+    order = sorted(range(len(jobs)), key=lambda i: kinds.index(kinds[i]) != i)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, initializer=_share_lock, initargs=(context.Lock(),)) as pool:
+        futures = {i: pool.submit(_compared_apart, jobs[i][0], device, jobs[i][1]) for i in order}
+        return [futures[i].result() for i in range(len(jobs))]
+
+
+def bench(case: Case, device: str, backend: str, commit: str, repeats: int, answer: Answer) -> list[Record]:
+    """A record for each pass, forward and backward; without times when the case is wrong."""
+    if not answer.error <= 1:
+        reason = answer.failure or f"{answer.error:.2f} times the allowed error"
+        print(f"{case.shape}: {reason}", file=sys.stderr)
         return [
             Record(case.op, backend, case.shape, direction, None, None, None, False, commit)
             for direction in case.directions
@@ -328,6 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, help="where to write the list of records")
     parser.add_argument("--quick", action="store_true", help="four cases")
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--workers", type=int, help="processes that compare and compile")
     parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -335,13 +402,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.case:
         chosen = [case for case in chosen if any(name in case.shape for name in options.case)]
     backends = options.backend or (["sm90", "triton"] if device == "cuda" else ["reference"])
+    workers = options.workers
+    if workers is None:
+        workers = min(MOST_WORKERS, os.cpu_count() or 1) if device == "cuda" else 1
+    jobs = list(itertools.product(chosen, backends))
+    commit = options.commit or current_commit()
     records: list[Record] = []
-    for case, backend in itertools.product(chosen, backends):
-        reason = missing(case, device, backend)
-        if reason:
-            print(f"{case.shape}: {backend} is passed over: {reason}", flush=True)
+    for (case, backend), answer in zip(jobs, compare_all(jobs, device, workers), strict=True):
+        if answer.missing:
+            print(f"{case.shape}: {backend} is passed over: {answer.missing}", flush=True)
             continue
-        made = bench(case, device, backend, options.commit or current_commit(), options.repeats)
+        made = bench(case, device, backend, commit, options.repeats, answer)
         print(table(made).split("\n", 1)[1], flush=True)
         records += made
         if options.record is not None:  # after each case: a time limit may end this process

@@ -60,12 +60,29 @@ def test_what_is_wrong_is_not_timed(case, monkeypatch):
 
     monkeypatch.setattr(bench_ops, "attend", off_by_a_window)
     monkeypatch.setattr(bench_ops, "FACTOR", 0.0)
-    records = bench_ops.bench(case, "cpu", "reference", "abc", repeats=1)
+    answer = bench_ops.compared(case, "cpu", "reference")
+    records = bench_ops.bench(case, "cpu", "reference", "abc", 1, answer)
     assert [record.ok for record in records] == [False] * len(case.directions)
     assert all(record.ms is None and record.tflops is None for record in records)
 
 
-def test_a_backend_that_cannot_run_is_a_wrong_case(capsys):
-    records = bench_ops.bench(bench_ops.tiny_cases()[0], "cpu", "triton", "abc", repeats=1)
-    assert not any(record.ok for record in records)
-    assert "triton" in capsys.readouterr().err
+def test_what_fails_is_a_wrong_case(monkeypatch, capsys):
+    def fails(*_arguments):
+        raise RuntimeError("no such kernel")
+
+    case = bench_ops.tiny_cases()[0]
+    monkeypatch.setattr(bench_ops, "widest_error", fails)
+    records = bench_ops.bench(case, "cpu", "reference", "a", 1, bench_ops.compared(case, "cpu", "reference"))
+    assert [record.ok for record in records] == [False, False]
+    assert "no such kernel" in capsys.readouterr().err
+
+
+def test_a_backend_that_cannot_run_is_passed_over(capsys):
+    assert bench_ops.main(["--backend", "triton", "--backend", "reference", "--repeats", "1"]) == 0
+    assert "tiny: triton is passed over: it needs" in capsys.readouterr().out
+
+
+def test_several_processes_answer_as_one():
+    jobs = [(case, backend) for case in bench_ops.tiny_cases()[1:] for backend in ("reference", "triton")]
+    answers = bench_ops.compare_all(jobs, "cpu", workers=2)
+    assert answers == bench_ops.compare_all(jobs, "cpu", workers=1)
