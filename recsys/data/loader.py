@@ -6,8 +6,6 @@ decided in `plan` and depends on neither ranks nor readers; a loader only decide
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from itertools import count
 
 from recsys import protos as pb
 from recsys.data.arrays import Arrays
@@ -16,6 +14,7 @@ from recsys.data.collate import Collator
 from recsys.data.contract import Mode
 from recsys.data.counts import Account
 from recsys.data.duplicates import find_duplicates
+from recsys.data.places import Places, indices
 from recsys.data.plan import Order
 from recsys.data.reader import Reader
 from recsys.data.reader_pool import ReaderPool
@@ -25,30 +24,6 @@ from recsys.errors import DataError
 
 _IN_USE = 3
 """Batches that training works on at a time: a pipeline holds as many."""
-
-
-def _indices(reader: Reader, epoch: int, first: int, step: int) -> range:
-    return range(first, reader.plan(epoch).num_batches, step)
-
-
-@dataclass(frozen=True)
-class _Places:
-    """(epoch, index) of a rank's batches from a batch of an epoch on, until an epoch has none."""
-
-    reader: Reader
-    epoch: int
-    start: int
-    rank: int
-    world_size: int
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        start = self.start
-        for epoch in count(self.epoch):
-            indices = _indices(self.reader, epoch, start + self.rank, self.world_size)
-            if not indices:
-                return
-            yield from ((epoch, index) for index in indices)
-            start = 0
 
 
 class Loader:
@@ -151,7 +126,7 @@ class Loader:
         number = epoch
         while True:
             rank = (self._rank, self._world_size)
-            with closing(self._stream(_Places(self._reader, number, start, *rank))) as stream:
+            with closing(self._stream(Places(self._reader, number, start, *rank))) as stream:
                 nothing = False
                 # The places end at an epoch that has nothing for this rank; a new stream begins behind it.
                 while not nothing:
@@ -160,7 +135,7 @@ class Loader:
                     number, start = number + 1, 0
 
     def _indices(self, epoch: int, start: int) -> range:
-        return _indices(self._reader, epoch, start + self._rank, self._world_size)
+        return indices(self._reader, epoch, start + self._rank, self._world_size)
 
     def _batches(self, epoch: int, start: int, stream: Iterator[Arrays]) -> Iterator[Batch]:
         self.account.begin()
@@ -181,8 +156,8 @@ class Loader:
             self._unknown_ids.look(arrays)
         return arrays
 
-    def _stream(self, places: list[tuple[int, int]] | _Places) -> Generator[Arrays]:
-        most = self._num_workers if isinstance(places, _Places) else len(places)
+    def _stream(self, places: list[tuple[int, int]] | Places) -> Generator[Arrays]:
+        most = self._num_workers if isinstance(places, Places) else len(places)
         num_workers = min(self._num_workers, most)
         if num_workers == 0:
             yield from self._here(places)

@@ -1,7 +1,13 @@
 """Reader processes start early, and import what reading needs and no more."""
 
+import pickle
 import subprocess
 import sys
+
+import pytest
+
+from recsys.data import loader
+from recsys.data.layout_rule import LayoutRule
 
 PROGRAM = """
 import sys
@@ -18,6 +24,28 @@ with reader_processes.context().Pool(1) as pool:
 def test_the_command_imports_nothing_for_it_and_readers_neither_torch_nor_models():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == ["[]", "['recsys.data.reader_pool']"], done.stderr
+
+
+class SentError(Exception):
+    """What would have gone to the reader processes."""
+
+
+@pytest.mark.parametrize("pass_of", ["epoch", "epochs"])
+def test_what_is_sent_to_them_brings_no_torch(sample, monkeypatch, pass_of):
+    """An import of torch takes seconds, and the first batch would wait for it."""
+    sample.write(sample.rows(9))
+    sample.pipeline.data.num_workers = 1
+
+    def sent(*args, **kwargs):
+        raise SentError(pickle.dumps((args, kwargs)))
+
+    monkeypatch.setattr(loader, "ReaderPool", sent)
+    batches = loader.Loader(sample.pipeline, "train", LayoutRule(num_contextual=2))
+    with pytest.raises(SentError) as caught:
+        next(getattr(batches, pass_of)())
+    program = "import pickle, sys; pickle.load(sys.stdin.buffer); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], input=caught.value.args[0], capture_output=True)
+    assert done.stdout.split() == [b"False"], done.stderr.decode()
 
 
 IMPORTING = """
