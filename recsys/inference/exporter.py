@@ -7,6 +7,7 @@ for, the programs that score with a cache. Only a package that agrees gets its n
 
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from recsys.inference import cached_programs, package
 from recsys.inference.cached_programs import CachedDescription
 from recsys.inference.item_embeddings import write_vectors
 from recsys.models.base import Model, layout_rule
-from recsys.models.item_tower import ItemTower, first_items, flatten_items, item_signature
+from recsys.models.item_tower import ItemTower, example_items, first_items, flatten_items, item_signature
 from recsys.models.kernels import check_kernels
 from recsys.models.retriever import Retriever
 from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
@@ -154,8 +155,9 @@ def _compile_programs(source: Source, graph: ScoringGraph, folder: Path) -> None
     compile_to(graph, scoring_signature(pipeline), flatten(example), package.MODEL)
     if isinstance(source.model, Retriever) and source.model.compare.encode is not None:
         log.info("capturing and compiling the item tower")
-        items = flatten_items(source.batches[0], pipeline)
-        compile_to(ItemTower(source.model).eval(), item_signature(pipeline), items, package.ITEM_TOWER)
+        specs = item_signature(pipeline)
+        items = example_items(flatten_items(source.batches[0], pipeline), specs)
+        compile_to(ItemTower(source.model).eval(), specs, items, package.ITEM_TOWER)
     if cached:
         log.info("capturing and compiling the programs that score with a cache")
         cached_programs.compile_programs(source.model, compile_to)
@@ -295,6 +297,12 @@ def _golden_items(model: Retriever, source: Source, most: int | None = None) -> 
     return package.golden_tensors(inputs, vectors[:most])
 
 
+def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
+    """What a process that failed says of it: its error, behind which C++ may have named its frames."""
+    lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode} and no message"]
+    return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
+
+
 def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
     """Runs every batch through the package in a process of its own; writes `parity.json`.
 
@@ -314,11 +322,10 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
     command = [sys.executable, "-m", "recsys.inference.exporter", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        last = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode} and no message"]
         raise ParityError(
-            f"the package does not run in a fresh process: {last[0]}. If it crashed while loading, the C++ "
-            "compiler may link libstdc++ statically: name another one in CXX (`python -m recsys.doctor` "
-            "tries a tiny package)"
+            f"the package does not run in a fresh process: {why_it_failed(done)}. If it crashed while loading, "
+            "the C++ compiler may link libstdc++ statically: name another one in CXX (`python -m "
+            "recsys.doctor` tries a tiny package)"
         )
     differences = json.loads(done.stdout.strip().splitlines()[-1])
     shutil.rmtree(trial)

@@ -57,6 +57,20 @@ def first_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec], most: int |
     return tuple(found)
 
 
+def example_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec]) -> tuple[Tensor, ...]:
+    """Inputs of the item tower like these to capture its graph with: at least two items, and two values of
+    each multi-valued column. Of a size of 0 or 1 a graph would be made that is right for no other.
+    """
+    times = 2 if inputs[0].shape[0] == 1 else 1
+    given = {spec.name: torch.cat([tensor] * times) for spec, tensor in zip(specs, inputs, strict=True)}
+    for name in [spec.name for spec in specs if f"{spec.name}.counts" in given]:
+        missing = max(0, 2 - given[name].shape[0])
+        given[name] = torch.cat([given[name], given[name].new_zeros(missing)])
+        given[f"{name}.counts"] = given[f"{name}.counts"].clone()
+        given[f"{name}.counts"][-1:] += missing
+    return tuple(given.values())
+
+
 class ItemTower(nn.Module):
     """float32 [n, E], the vectors that queries are compared with, from flat tensors.
 
