@@ -217,7 +217,8 @@ def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
         needed += contextual + candidates
         parts = f"{contextual} contextual tokens, {parts} and {candidates} candidates"
     if model.max_seq_len < needed:
-        yield Finding("model.max_seq_len", f"{model.max_seq_len} is given; {parts} need {needed}")
+        what = f"{model.max_seq_len} is given; {parts} need {needed}: give it as much, or lower those"
+        yield Finding("model.max_seq_len", what)
 
 
 RULES = (

@@ -323,8 +323,8 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ParityError(
-            f"the package does not run in a fresh process: {why_it_failed(done)}. If it crashed while loading, "
-            "the C++ compiler may link libstdc++ statically: name another one in CXX (`python -m "
+            f"the package does not run in a fresh process: {why_it_failed(done)}. If it crashed while "
+            "loading, the C++ compiler may link libstdc++ statically: name another one in CXX (`python -m "
             "recsys.doctor` tries a tiny package)"
         )
     differences = json.loads(done.stdout.strip().splitlines()[-1])

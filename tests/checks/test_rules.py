@@ -315,7 +315,10 @@ RETRIEVER_RULES = [
         "model.retriever.metrics=[{ndcg {}}, {ndcg {k: 10}}]",
         "metrics[1]: ndcg@10 is also model.retriever.metrics[0]",
     ),
-    ("model.max_seq_len=49", "model.max_seq_len: 49 is given; data.max_history_len 50 need 50"),
+    (
+        "model.max_seq_len=49",
+        "model.max_seq_len: 49 is given; data.max_history_len 50 need 50: give it as much, or lower those",
+    ),
     (
         "train.evaluation.patience=3",
         "train.evaluation.patience: there is nothing to evaluate on; set data.validation",

@@ -12,8 +12,9 @@ from recsys.inference.exporter import why_it_failed
     [
         ("Traceback (most recent call last):\n  File x\nValueError: a word\n", "ValueError: a word"),
         (
-            "a warning\nRuntimeError: index out of bounds: 0 <= tmp2 < 2L\nException raised from kernel.cpp:115\n"
-            "<omitting python frames>\nframe #45: _start + 0x21 (0x565132dfc081 in python)\n\n",
+            "a warning\nRuntimeError: index out of bounds: 0 <= tmp2 < 2L\n"
+            "Exception raised from kernel.cpp:115 (most recent call first):\n<omitting python frames>\n"
+            "frame #45: _start + 0x21 (0x565132dfc081 in python)\n\n",
             "RuntimeError: index out of bounds: 0 <= tmp2 < 2L",
         ),
         ("Segmentation fault\n", "Segmentation fault"),
