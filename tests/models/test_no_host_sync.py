@@ -25,6 +25,25 @@ GROUPS = """model { ranker { mixer { hstu {
 FORMS = {**{name: (*texts, DROPOUT) for name, texts in RANKERS.items()}, "groups": (RANKER, DROPOUT, GROUPS)}
 ON_CUDA = {**FORMS, "retriever": (RETRIEVER,)}
 
+WIDE = (
+    """model { embedding_dim: 128  precision: BF16  ranker { mixer { hstu { qk_dim: 64  v_dim: 64 } } } }"""
+)
+GROUPS_WIDE = """num_heads: 2  qk_dim: 64  dropout: 0.1
+  layer_groups { num_layers: 1  mask { window: 2  prefix: 1 } }
+  layer_groups { num_layers: 1  mask { window: 2  target_window: true }  tail_len: 3 }"""
+CHANNELS_WIDE = f"""model {{ ranker {{
+  preprocessor {{ contextual {{ channels {{ name: "click"  bits: 0 }}  channels {{ name: "all" }} }} }}
+  mixer {{ mixture {{
+    stacks {{ channel: "click"  hstu {{ {GROUPS_WIDE} }} }}
+    stacks {{ channel: "all"  hstu {{ {GROUPS_WIDE} }} }}
+  }} }}
+}} }}"""
+IN_BFLOAT16 = {
+    "plain": "",
+    "groups": f"model {{ ranker {{ mixer {{ hstu {{ {GROUPS_WIDE} }} }} }} }}",
+    "channels": CHANNELS_WIDE,
+}
+
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
@@ -86,6 +105,18 @@ def test_a_model_that_reads_a_number_is_found():
 def test_a_step_on_cuda_does_not_wait(name, backend):
     pipeline = pipeline_of(*ON_CUDA[name])
     name_backend(pipeline, backend)
+    assert_no_waiting(pipeline)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", IN_BFLOAT16)
+def test_a_step_in_bfloat16_on_cuda_does_not_wait(name):
+    """With the kernels that are chosen for wide models, which those of `ON_CUDA` are too narrow for."""
+    assert_no_waiting(pipeline_of(RANKER, DROPOUT, WIDE, IN_BFLOAT16[name]))
+
+
+def assert_no_waiting(pipeline: pb.Pipeline) -> None:
+    """In training and in evaluation, once all kernels are compiled."""
     model = build_model(pipeline).to("cuda").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     first, second = (batch_on(pipeline, "cuda", seed) for seed in (0, 1))

@@ -232,3 +232,23 @@ def test_a_channel_is_the_sequence_of_a_row_that_has_only_its_events(form):
         assert torch.equal(part.timestamps, expected.sequence.timestamps)
         assert torch.equal(part.next_timestamps, expected.sequence.next_timestamps)
         torch.testing.assert_close(together.candidates, expected.candidates)
+
+
+@pytest.mark.parametrize("form", ["channels", "interleaved channels"])
+def test_channels_share_what_was_encoded(form):
+    """However many channels there are, each event, candidate and user is encoded once."""
+    calls = []
+    counted = {}
+    for texts in (RANKERS[form], RANKERS["interleaved" if form.startswith("interleaved") else "plain"]):
+        pipeline = pipeline_of(*texts)
+        module, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
+        calls.clear()
+        for name, part in module.named_modules():
+            if isinstance(part, torch.nn.Linear):
+                part.register_forward_hook(
+                    lambda _, inputs, __, name=name: calls.append((name, inputs[0].shape))
+                )
+        module(EmbeddingGroup(pipeline)(batch), batch)
+        counted[len(batch.channel_events)] = sorted(calls)
+    assert len(counted) == 2 and counted[0]
+    assert counted[3] == counted[0]
