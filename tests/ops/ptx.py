@@ -50,6 +50,13 @@ def bits(values):
     return values.view(UNSIGNED[values.dtype.itemsize * 8]).astype(np.uint64)
 
 
+SHARED: dict[str, np.ndarray] = {}
+"""Shared memory of the program that runs, by name: it outlives a piece of assembly."""
+
+SHARED_AT = 1 << 20
+"""Where it begins; so far from one another the names are."""
+
+
 class Threads:
     """Threads of one program."""
 
@@ -65,6 +72,8 @@ class Threads:
             raw = np.full(self.count, self.count, np.uint64)
         elif re.fullmatch(r"0f[0-9A-Fa-f]{8}", name):
             raw = np.full(self.count, int(name[2:], 16), np.uint64)
+        elif name in SHARED:
+            raw = np.full(self.count, SHARED_AT * (1 + list(SHARED).index(name)), np.uint64)
         elif re.fullmatch(r"-?(0x)?[0-9a-fA-F]+", name) and name not in self.registers:
             raw = np.full(self.count, int(name, 0) % 2**64, np.uint64)
         else:
@@ -84,7 +93,10 @@ class Threads:
     def run(self, text):
         """Executes the lines; registers that are given are set before."""
         lines = [line.strip() for line in text.strip().strip("{}").splitlines()]
-        lines = [line for line in lines if line and not line.startswith(".reg")]
+        for size in (re.fullmatch(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\];", line) for line in lines):
+            if size:
+                SHARED[size[1]] = np.full(int(size[2]), 255, np.uint8)
+        lines = [line for line in lines if line.strip("{}") and not line.startswith((".reg", ".shared"))]
         labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
         at = 0
         while at < len(lines):
@@ -115,6 +127,10 @@ class Threads:
 
     def execute(self, parts, operands, active):
         name, kind = parts[0], parts[-1]
+        if name == "bar":  # the threads run together
+            return None
+        if parts[1] == "shared":
+            return self.reach_shared(parts, operands, active)
         if name in ("ld", "red"):
             return self.reach(parts, operands, active)
         if name == "shfl":
@@ -199,6 +215,22 @@ class Threads:
         return values.astype(
             {"u32": np.uint32, "s64": np.int64, "u64": np.uint64, "s32": np.int32, "u16": np.uint16}[target]
         )
+
+    def reach_shared(self, parts, operands, active):
+        to, kind = operands if parts[0] == "ld" else operands[::-1], parts[-1]
+        names, place = re.findall(r"\w+", to[0]), to[1].strip("[]").partition("+")
+        address = self.read(place[0], "u32").astype(np.int64) + int(place[2] or "0")
+        assert kind == "f32" and len(np.unique(address // SHARED_AT)) == 1
+        assert not (address % (4 * len(names))).any()
+        memory = list(SHARED.values())[int(address[0]) // SHARED_AT - 1].view(np.float32)
+        index = address % SHARED_AT // 4
+        for number, name in enumerate(names):
+            if parts[0] == "ld":
+                inside = np.where(active, index + number, 0)
+                self.write(name, memory[inside], active)
+            else:
+                assert len(np.unique(index[active])) == active.sum(), "two threads write one number"
+                memory[(index + number)[active]] = self.read(name, kind)[active]
 
     def reach(self, parts, operands, active):
         kind = parts[-1]

@@ -217,10 +217,10 @@ def _add_keys(
     v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE)
     grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION) * slope
     grad_q = tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
-    if len(MODE[5]) > 0:
+    if MODE[5] != "":
         add_to_tables(
             grad_score, row_times, own, times, first, (history_end, rule[3]), tables, sums,
-            MODE[5][0], MODE[5][1], BLOCK_N // 2,
+            MODE[5], MODE[6], BLOCK_N // 2,
         )  # fmt: skip
     return grad_q
 
@@ -240,17 +240,18 @@ def rows_kernel(
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr,
-    TABLES: tl.constexpr,
+    TABLES_TEXT: tl.constexpr, TABLES_CONSTRAINTS: tl.constexpr,
+    BEGIN_TEXT: tl.constexpr, FINISH_TEXT: tl.constexpr,
 ):  # fmt: skip
     """grad_q [T, H, D] contiguous. A program for each item and head; heads fastest.
 
-    With TABLES the gradients of the tables too, as those of `diagonals_kernel`, in an order that is not
+    With TABLES_TEXT the gradients of the tables too, as those of `diagonals_kernel`, in an order that is not
     fixed: position_sums, float32 [copies, H, 2 * reach + 1], and time_sums, [copies, H, num_buckets], zeros.
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     MODE: tl.constexpr = (
-        BIASED, FAST, PRECISION, BIAS_TEXT, BIAS_CONSTRAINTS, TABLES
+        BIASED, FAST, PRECISION, BIAS_TEXT, BIAS_CONSTRAINTS, TABLES_TEXT, TABLES_CONSTRAINTS
     )  # fmt: skip
     PACKED: tl.constexpr = BIAS_TEXT != ""
     rule = (num_contextual, window, prefix, group_size)
@@ -265,8 +266,8 @@ def rows_kernel(
     own = tl.program_id(0) // num_heads
     part = (own % copies) * num_heads + head
     sums = position_sums + part * (2 * reach + 1) + reach
-    if len(TABLES) > 0:
-        begin_sums(TABLES[2], TABLES[3], 2 * BLOCK_M)
+    if BEGIN_TEXT != "":
+        begin_sums(BEGIN_TEXT, 2 * BLOCK_M)
     for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
@@ -310,5 +311,5 @@ def rows_kernel(
         head_q = grad_q + (start * num_heads + head) * D
         total = total * (alpha * inverse_scale)
         store_block(head_q, first, length, num_heads * D, total, D, BLOCK_M, BLOCK_D)
-    if len(TABLES) > 0:
-        finish_sums(time_sums + part * num_buckets, num_buckets, TABLES[4], TABLES[5], 2 * BLOCK_M)
+    if FINISH_TEXT != "":
+        finish_sums(time_sums + part * num_buckets, num_buckets, FINISH_TEXT, 2 * BLOCK_M)

@@ -37,6 +37,7 @@ def bias_arguments(
     rows: int,
     keys: int,
     wrap: Wrap,
+    shared: bool = False,
 ) -> list[Tensor | int]:
     """From `position_table` to `num_buckets`, in the order of the kernels' parameters.
 
@@ -47,6 +48,7 @@ def bias_arguments(
         longest: no sample has more tokens, cached ones among them.
         items: tiles of `max(rows, keys)` tokens.
         rows, keys: tokens of a block of rows and of a block of keys, powers of two.
+        shared: calls with the same layout and times share what is made of the times; not in graphs.
     """
     if bias is None:
         return [items] * 10 + [0, 0, 0, 1]
@@ -58,12 +60,17 @@ def bias_arguments(
     edges = time_edges(num_buckets)  # a constant of the model, also in a traced graph
     exact = layout.memo(("time_edges", num_buckets), lambda: _constant(edges, time.device, wrap))
     rounded = layout.memo(("float_time_edges", num_buckets), exact.float)
+    given = bias.timestamps, bias.next_timestamps
+
+    def build() -> list[Tensor]:
+        return _times(*given, items, rows, keys, wrap)
+
     return [
         position,
         time,
         exact,
         rounded,
-        *_times(bias.timestamps, bias.next_timestamps, items, rows, keys, wrap),
+        *(_kept(layout, ("bias_times", rows, keys), given, build) if shared else build()),
         position.stride(0) if position.dim() == 2 else 0,
         time.stride(0) if time.dim() == 2 else 0,
         reach,
@@ -97,23 +104,21 @@ def packed_arguments(
     tables_kernel[(-(-max(num_distances, num_words) // TABLE_BLOCK), num_heads)](
         *tables, *numbers, position, lookup, num_positions, reach, num_words, *strides, BLOCK=TABLE_BLOCK
     )
-    times = [times.contiguous() for times in (bias.timestamps, bias.next_timestamps)]
-    size = times[0].shape[0] + LARGEST_BLOCK
-    behind, ahead = (times[0].new_empty(size, 4, dtype=torch.int32) for _ in times)
-    key_bounds, row_bounds = (times[0].new_empty(size, 2) for _ in times)
-    packed_times_kernel[(items.shape[0],)](
-        *times, behind, key_bounds, ahead, row_bounds, items,
-        COLUMNS=items.shape[1], BLOCK=max(rows, keys), ROWS=rows, KEYS=keys,
-    )  # fmt: skip
+    times, behind, key_bounds, next_times, ahead, row_bounds = _kept(
+        layout,
+        ("packed_bias_times", rows, keys),
+        (bias.timestamps, bias.next_timestamps),
+        lambda: _packed_times(bias.timestamps, bias.next_timestamps, items, rows, keys),
+    )
     return [
         position,
         lookup,
         key_bounds,
         key_bounds,
-        times[0],
+        times,
         behind,
         key_bounds,
-        times[1],
+        next_times,
         ahead,
         row_bounds,
         num_distances if num_heads > 1 else 0,
@@ -121,6 +126,34 @@ def packed_arguments(
         reach,
         num_buckets,
     ]
+
+
+def _packed_times(
+    timestamps: Tensor, next_timestamps: Tensor, items: Tensor, rows: int, keys: int
+) -> list[Tensor]:
+    """The same as `_times`, of `packed_times_kernel`."""
+    timestamps, next_timestamps = timestamps.contiguous(), next_timestamps.contiguous()
+    size = timestamps.shape[0] + LARGEST_BLOCK
+    behind, ahead = (timestamps.new_empty(size, 4, dtype=torch.int32) for _ in range(2))
+    key_bounds, row_bounds = (timestamps.new_empty(size, 2) for _ in range(2))
+    packed_times_kernel[(items.shape[0],)](
+        timestamps, next_timestamps, behind, key_bounds, ahead, row_bounds, items,
+        COLUMNS=items.shape[1], BLOCK=max(rows, keys), ROWS=rows, KEYS=keys,
+    )  # fmt: skip
+    return [timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds]
+
+
+def _kept(
+    layout: SequenceLayout,
+    name: tuple[Hashable, ...],
+    times: tuple[Tensor, ...],
+    build: Callable[[], list[Tensor]],
+) -> list[Tensor]:
+    """`build()`, which the layers of a model share while they give the same times."""
+    if any(t.is_inference() for t in times):  # these have no version
+        return build()
+    key = (*name, *((t.data_ptr(), t._version, t.stride(0)) for t in times))
+    return layout.memo(key, lambda: (times, build()))[1]  # with `times`, whose memory is not another's then
 
 
 def _distances(layout: SequenceLayout, num_positions: int, reach: int, device: torch.device) -> Tensor:

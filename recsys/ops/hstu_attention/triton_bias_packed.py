@@ -174,18 +174,18 @@ def add_to_tables(
 
 
 @triton.jit
-def begin_sums(TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, THREADS: tl.constexpr):
+def begin_sums(TEXT: tl.constexpr, THREADS: tl.constexpr):
     """By `triton_bias_ptx.begin_sums`."""
     thread = tl.arange(0, THREADS)
-    tl.inline_asm_elementwise(TEXT, CONSTRAINTS, [thread], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(TEXT, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def finish_sums(sums, num_buckets, TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, THREADS: tl.constexpr):
+def finish_sums(sums, num_buckets, TEXT: tl.constexpr, THREADS: tl.constexpr):
     """By `triton_bias_ptx.finish_sums`, to `sums` by bucket."""
     thread = tl.arange(0, THREADS)
     tl.inline_asm_elementwise(
-        TEXT, CONSTRAINTS, [thread, sums.to(tl.int64), num_buckets], dtype=tl.int32, is_pure=False, pack=1
+        TEXT, "=r,r,l,r", [thread, sums.to(tl.int64), num_buckets], dtype=tl.int32, is_pure=False, pack=1
     )
 
 

@@ -521,7 +521,7 @@ def _sum_many(text: Writer, seconds: Callable[[Writer, int, int, int], None]) ->
         _add_to_bucket(text, text.score(number))
 
 
-def begin_sums(warps: int) -> Assembly:
+def begin_sums(warps: int) -> str:
     """Before the first `add_to_tables` of a program: its sums by bucket, zeros. One argument, not used."""
     lines = [
         f".shared .align 1024 .b8 bucket_sums[{warps * WARP_BYTES}];",
@@ -533,10 +533,10 @@ def begin_sums(warps: int) -> Assembly:
     ]
     for place in range(0, WARP_BYTES, 512):
         lines.append(f"st.shared.v4.f32 [mine+{warps * place}], {{{', '.join(['0f00000000'] * 4)}}};")
-    return Assembly("\n".join([*lines, "bar.sync 0;", "mov.b32 $0, 0;", "}"]), "=r,r")
+    return "\n".join([*lines, "bar.sync 0;", "mov.b32 $0, 0;", "}"])
 
 
-def finish_sums(warps: int) -> Assembly:
+def finish_sums(warps: int) -> str:
     """After the last: adds the program's sums by bucket to those of all. Arguments: one that is not used, where
     the head's are, and how many."""
     lines = [
@@ -575,7 +575,7 @@ def finish_sums(warps: int) -> Assembly:
         "mov.b32 $0, 0;",
         "}",
     ]
-    return Assembly("\n".join(lines), "=r,r,l,r")
+    return "\n".join(lines)
 
 
 def _sum_line(text: Writer, kind: str) -> None:

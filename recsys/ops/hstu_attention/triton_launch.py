@@ -55,6 +55,7 @@ class Problem:
     scale_len: float
     bias: RelativeBias | None
     room: GradientRoom | None = field(default=None, kw_only=True)
+    tail: int | None = field(default=None, kw_only=True)
     made: dict[tuple[Any, ...], list[Tensor | int]] = field(default_factory=dict, compare=False, kw_only=True)
     """What forward and backward both need."""
 
@@ -267,14 +268,16 @@ def _is_packed(kernel: str, q: Tensor, v: Tensor, problem: Problem, wrap: Wrap) 
 def _bias_arguments(
     problem: Problem, items: Tensor, blocks: Blocks, wrap: Wrap, packed: bool = False
 ) -> list[Tensor | int]:
-    layout = problem.layout
-    if packed and problem.bias is not None:
-        found = problem.made.get((blocks.rows, blocks.keys))
-        if found is None:
-            found = packed_arguments(problem.bias, layout, layout.max_len, items, blocks.rows, blocks.keys)
-            problem.made[blocks.rows, blocks.keys] = found
-        return found
-    return bias_arguments(problem.bias, layout, layout.max_len, items, blocks.rows, blocks.keys, wrap)
+    layout, key = problem.layout, (packed, blocks.rows, blocks.keys)
+    found = problem.made.get(key)
+    if found is None:
+        bias, sizes = problem.bias, (layout.max_len, items, blocks.rows, blocks.keys)
+        if packed and bias is not None:
+            found = packed_arguments(bias, layout, *sizes)
+        else:
+            found = bias_arguments(bias, layout, *sizes, wrap, shared=wrap is unwrapped)
+        problem.made[key] = found
+    return found
 
 
 def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:

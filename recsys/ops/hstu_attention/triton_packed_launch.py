@@ -73,18 +73,22 @@ def bias_constants(packed: bool, blocks: Blocks, rows_first: bool) -> dict[str, 
     return {"BIAS_TEXT": made.text, "BIAS_CONSTRAINTS": made.constraints}
 
 
-def tables_constants(q: Tensor, blocks: Blocks, sums: Sums | None) -> dict[str, tuple[str, ...]]:
-    """The assembly that adds to the sums, before it, after it; none without them."""
+def tables_constants(q: Tensor, blocks: Blocks, sums: Sums | None) -> dict[str, str]:
+    """The assembly that adds to the sums, that before it and that after it; none without them."""
     if sums is None:
-        return {"TABLES": ()}
-    kind = "bf16" if q.dtype == torch.bfloat16 else "fp16"
-    return {"TABLES": tables_assembly(blocks.keys // 8, kind, blocks.num_warps)}
+        return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "BEGIN_TEXT", "FINISH_TEXT"), "")
+    return _tables_assembly(blocks.keys // 8, "bf16" if q.dtype == torch.bfloat16 else "fp16", blocks.num_warps)
 
 
 @lru_cache(maxsize=16)
-def tables_assembly(groups: int, kind: str, warps: int) -> tuple[str, ...]:
-    """Texts and constraints of the three pieces."""
-    return (*ptx.add_to_tables(groups, kind), *ptx.begin_sums(warps), *ptx.finish_sums(warps))
+def _tables_assembly(groups: int, kind: str, warps: int) -> dict[str, str]:
+    made = ptx.add_to_tables(groups, kind)
+    return {
+        "TABLES_TEXT": made.text,
+        "TABLES_CONSTRAINTS": made.constraints,
+        "BEGIN_TEXT": ptx.begin_sums(warps),
+        "FINISH_TEXT": ptx.finish_sums(warps),
+    }
 
 
 _add_bias = lru_cache(maxsize=16)(ptx.add_bias)

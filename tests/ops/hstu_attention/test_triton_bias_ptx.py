@@ -179,6 +179,17 @@ def test_scores_get_the_bias_of_their_pair(kind, rows_first):
         np.testing.assert_allclose(got[case.inside], want[case.inside], atol=2e-6)
 
 
+def begin_sums() -> None:
+    ptx.Threads(THREADS, ptx.Memory()).run(triton_bias_ptx.begin_sums(THREADS // 32).replace("$", "operand"))
+
+
+def finish_sums(by_bucket: np.ndarray) -> None:
+    threads = ptx.Threads(THREADS, ptx.Memory())
+    threads.registers["operand2"] = np.full(THREADS, threads.memory.place(by_bucket), np.uint64)
+    threads.registers["operand3"] = np.full(THREADS, len(by_bucket), np.uint64)
+    threads.run(triton_bias_ptx.finish_sums(THREADS // 32).replace("$", "operand"))
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sums_by_distance_and_by_bucket(kind, dtype):
@@ -190,7 +201,9 @@ def test_sums_by_distance_and_by_bucket(kind, dtype):
         by_distance = np.zeros(2 * reach + 1, np.float32)
         by_bucket = np.zeros(len(case.times_table), np.float32)
         assembly = triton_bias_ptx.add_to_tables(block.groups, dtype)
-        case.run(assembly, names, grad_scores, (by_distance, by_bucket))
+        begin_sums()
+        case.run(assembly, names, grad_scores, (by_distance,))
+        finish_sums(by_bucket)
         got = np.pad(by_distance[reach:], (0, POSITIONS))[:POSITIONS]
         got[0] += by_distance[:reach].sum()
         got[-1] += by_distance[reach + POSITIONS :].sum()

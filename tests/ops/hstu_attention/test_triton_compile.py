@@ -140,18 +140,16 @@ def assemblies_of(kernel, blocks):
     """The inline assembly of the kernels with packed scores; none for the others."""
     from recsys.ops.hstu_attention import triton_bias_ptx
 
-    bias, tables = ("", ""), ("", "")
+    bias, tables = ("", ""), ("", "", "", "")
     if kernel.startswith("packed_"):
         rows_first = kernel != "packed_keys"
         others = blocks.keys if rows_first else blocks.rows
         bias = triton_bias_ptx.add_bias(others // 8, rows_first)
     if kernel == "packed_rows":
         tables = triton_bias_ptx.add_to_tables(blocks.keys // 8, "bf16")
-    return dict(
-        zip(
-            ("BIAS_TEXT", "BIAS_CONSTRAINTS", "TABLES_TEXT", "TABLES_CONSTRAINTS"), bias + tables, strict=True
-        )
-    )
+        tables += triton_bias_ptx.begin_sums(blocks.num_warps), triton_bias_ptx.finish_sums(blocks.num_warps)
+    names = ("BIAS_TEXT", "BIAS_CONSTRAINTS", "TABLES_TEXT", "TABLES_CONSTRAINTS", "BEGIN_TEXT", "FINISH_TEXT")
+    return dict(zip(names, bias + tables, strict=True))
 
 
 def assemble(ptx: str, folder: Path, target: str = "sm_90a") -> str:

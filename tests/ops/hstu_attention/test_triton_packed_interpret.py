@@ -1,6 +1,7 @@
 """The kernels with the bias by inline assembly on a CPU: Triton's interpreter around `tests.ops.ptx`."""
 
 import ctypes
+import math
 import re
 
 import numpy as np
@@ -49,18 +50,19 @@ def execute(builder, text, constraints, values, types, is_pure, pack):
     from triton.language import float32
     from triton.runtime.interpreter import TensorHandle
 
-    rows, columns = shape = values[0].data.shape
-    threads = ptx.Threads(rows * columns // pack, HostMemory())
+    shape = values[0].data.shape
+    threads = ptx.Threads(math.prod(shape) // pack, HostMemory())
+    spread = places if len(shape) == 2 else lambda threads, entry: np.arange(threads)
     for number, value in enumerate(values):
         block = np.broadcast_to(value.data, shape)
         for entry in range(pack if number == 0 else 1):
-            part = np.ascontiguousarray(block[places(threads.count, entry)])
+            part = np.ascontiguousarray(block[spread(threads.count, entry)])
             threads.registers[f"operand{pack * (1 + number) + entry}"] = ptx.bits(part)
     threads.run(re.sub(r"\$(\d+)", r"operand\1", text))
     out = np.zeros(shape, np.float32)
-    for entry in range(pack):
+    for entry in range(pack if len(shape) == 2 else 0):
         raw = threads.registers[f"operand{entry}"].astype(np.uint32)
-        out[places(threads.count, entry)] = raw.view(np.float32)
+        out[spread(threads.count, entry)] = raw.view(np.float32)
     return Executed(TensorHandle(out, float32))
 
 
