@@ -268,14 +268,12 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
             item_inputs = [spec.to_json() for spec in item_signature(pipeline)]
             package.write_tensors(folder / package.GOLDEN_ITEMS, _golden_items(model, source, GOLDEN_ROWS))
     device = next(model.parameters()).device.type
-    architecture = (
-        "sm_{}{}".format(*torch.cuda.get_device_capability()) if device == "cuda" else pipeline.export.march
-    )
+    target = package.architecture() if device == "cuda" else pipeline.export.march
     description = package.Description(
         kind="ranker" if ranker else "retriever",
         step=source.step,
         device=device,
-        target=architecture,
+        target=target,
         inputs=[spec.to_json() for spec in scoring_signature(pipeline)],
         outputs=[task.name for task in pipeline.model.ranker.tasks] if ranker else ["query"],
         max_batch_size=pipeline.export.max_batch_size,

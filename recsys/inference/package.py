@@ -15,6 +15,7 @@ With `export.cached_scoring` there are also the files of `cached_programs`.
 """
 
 import json
+import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from recsys.inference.item_embeddings import new_items, read_vectors
 from recsys.inference.program import PackageError, Program
 from recsys.models.cached import RankerCache
 from recsys.models.scoring import TensorSpec, flatten
+
+log = logging.getLogger(__name__)
 
 FORMAT = 3
 MODEL, GOLDEN, VOCABULARY = "model.pt2", "golden.safetensors", "vocabulary"
@@ -96,6 +99,7 @@ class Package:
             raise PackageError("\n".join([*faults, "The package is not whole: export it again."]))
         self.folder = folder
         self.description = _read_description(folder)
+        _require_device(folder, self.description)
         self.pipeline = _read_config(folder)
         self.items = read_vectors(folder) if self.description.kind == "retriever" else None
         specs = [TensorSpec.from_json(entry) for entry in self.description.inputs]
@@ -114,13 +118,15 @@ class Package:
             self._check_golden()
 
     def run(self, batch: Batch) -> Tensor:
-        """Scores a batch: ranking [N, tasks] predictions, retrieval [B, E] queries; float32 on the host.
+        """Scores a batch: ranking [N, tasks] predictions, retrieval [B, E] queries; float32 on the package's
+        device, perhaps still being computed.
 
         Raises:
             PackageError: more rows than the package accepts.
         """
         self._check_rows(batch)
-        return self.run_flat(flatten(batch))
+        (output,) = self._program(flatten(batch))
+        return output.float()
 
     def prefill(self, batch: Batch) -> RankerCache:
         """What candidates look at of each row's user and history; see `CachedPrograms`.
@@ -132,7 +138,7 @@ class Package:
         return self._cached_programs().prefill(batch)
 
     def score(self, batch: Batch, cache: RankerCache) -> Tensor:
-        """As `run`, of the candidates of a batch whose users are those of the cache, but not on the host: see
+        """As `run`, of the candidates of a batch whose users are those of the cache; see
         `CachedPrograms.score`.
 
         Raises:
@@ -181,7 +187,9 @@ class Package:
             )
 
     def run_flat(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """As `run`, from the flat inputs of `models.scoring`, in the order of `description.inputs`."""
+        """As `run`, from the flat inputs of `models.scoring`, in the order of `description.inputs`; on the
+        host.
+        """
         (output,) = self._program(inputs)
         return output.float().cpu()
 
@@ -240,6 +248,11 @@ def write_description(folder: Path, description: Description) -> None:
     (folder / "package.json").write_text(json.dumps(asdict(description), indent=1) + "\n", encoding="utf-8")
 
 
+def architecture() -> str:
+    """That of this process's GPU, as packages name it."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability())
+
+
 def _read_description(folder: Path) -> Description:
     stored = json.loads((folder / "package.json").read_text(encoding="utf-8"))
     if stored.get("format") != FORMAT:
@@ -247,6 +260,21 @@ def _read_description(folder: Path) -> Description:
             f"{folder}: package format {stored.get('format')}, this version reads format {FORMAT}"
         )
     return Description(**stored)
+
+
+def _require_device(folder: Path, description: Description) -> None:
+    """Raises PackageError where the package's device is missing or another one; says so where a GPU idles."""
+    if description.device != "cuda":
+        if torch.cuda.is_available():
+            log.info("%s: compiled for a CPU; a package exported on this machine would use its GPU", folder)
+        return
+    made = f"{folder}: compiled for a GPU of architecture {description.target}"
+    again = "export the run again on a machine like this one, or predict where there is such a GPU"
+    if not torch.cuda.is_available():
+        raise PackageError(f"{made}; PyTorch finds no GPU here: {again}")
+    found = architecture()
+    if found != description.target:
+        raise PackageError(f"{made}; {torch.cuda.get_device_name()} here is {found}: {again}")
 
 
 def _read_config(folder: Path) -> pb.Pipeline:

@@ -8,8 +8,11 @@ columns, the best items and their scores.
 
 import json
 import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +27,7 @@ from recsys.data.block import Block
 from recsys.data.collate import Collator
 from recsys.data.columns import Converter, Origin
 from recsys.data.duplicates import MANY, Duplicates, count_repeated, find_duplicates
+from recsys.data.plan import RowGroup
 from recsys.data.sources import Source
 from recsys.data.unknown import UnknownIds
 from recsys.errors import RecsysError
@@ -31,14 +35,13 @@ from recsys.inference.package import Package
 from recsys.inference.rows import (
     Histories,
     group_size,
-    in_pieces,
     item_column,
     piece_size,
     runs,
     whole_histories,
 )
 from recsys.inference.search import Recall, open_search
-from recsys.inference.shared_prefill import score_with_cache
+from recsys.inference.shared_prefill import Limits, RowScores
 from recsys.models.base import layout_rule
 
 JOB, SUCCESS, INDEX = "_job.json", "_SUCCESS", "_index.json"
@@ -46,10 +49,14 @@ JOB, SUCCESS, INDEX = "_job.json", "_SUCCESS", "_index.json"
 LEFT_OUT = "left_out"
 """Entry of a part's schema metadata: how many of its rows were bad and have null scores."""
 
-PIECE = 512
-"""Candidates of a row that are scored together, at least; time and memory grow with the square of it."""
+PIECE = {"cpu": 512, "cuda": 8192}
+"""By device: candidates of a row that run through the model with its whole history, at least. On a CPU time
+and memory grow with the square of it; kernels on a GPU leave out what does not see each other.
+"""
 
 MODE, ORIGIN = "predict", Origin()
+
+_Given, _Made = TypeVar("_Given"), TypeVar("_Made")
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +94,9 @@ class Predictor:
         self.packer = Packer(self.pipeline, rule, MODE)
         self.collator = Collator(self.pipeline, rule, MODE)
         self.unknown_ids = UnknownIds(self.pipeline)
-        if package.items is not None:
+        if package.items is None:
+            self.scores = RowScores(package, self._batch, limits(self.pipeline, self.settings, package))
+        else:
             self.item = self.pipeline.model.retriever.item_feature
             self.vocabulary = self.converter.mappings[_table(self.pipeline, self.item)]
             device = torch.device(package.description.device)
@@ -106,7 +115,10 @@ class Predictor:
         Raises:
             DataError: a bad row, unless `data.bad_rows` leaves them out.
         """
-        block = self.converter.block(table, origin, duplicates)
+        return self.answer(table, self.converter.block(table, origin, duplicates))
+
+    def answer(self, table: pa.Table, block: Block) -> pa.Table:
+        """`table` of what has been converted to a block."""
         found = (self._rank if self.package.items is None else self._retrieve)(block, table)
         answer = table.select(list(self.pipeline.data.key_columns))
         for name, column in found.items():
@@ -119,31 +131,11 @@ class Predictor:
 
     def _rank(self, block: Block, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         names = self.package.description.outputs
-        flat = (self._score_whole_rows if self.package.cached is None else self._score_with_cache)(block)
+        flat = self.scores.of(block)
         lengths = _lengths(block.lengths[pb.CANDIDATE], block)
         item = item_column(self.pipeline)
         found = {item: table[item]} if item else {}
         return found | {name: _lists(pa.array(flat[:, i]), lengths) for i, name in enumerate(names)}
-
-    def _score_whole_rows(self, block: Block) -> np.ndarray:
-        """float32 [N, tasks]."""
-        scores = [np.zeros((0, len(self.package.description.outputs)), np.float32)]
-        least = max(self.package.pipeline.data.max_candidates, PIECE)
-        pieces = in_pieces(block, piece_size(self.pipeline, least))
-        for rows in runs(len(pieces.row), self.settings.batch_size):
-            scores.append(self.package.run(self._batch(pieces.select(rows))).numpy())
-        return np.concatenate(scores)
-
-    def _score_with_cache(self, block: Block) -> np.ndarray:
-        """float32 [N, tasks]."""
-        return score_with_cache(
-            self.package,
-            block,
-            self._batch,
-            users=self.settings.batch_size,
-            most=piece_size(self.pipeline, self.settings.candidates_per_microbatch),
-            group_size=group_size(self.pipeline),
-        )
 
     def _retrieve(self, block: Block, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         k = self.settings.top_k
@@ -155,7 +147,7 @@ class Predictor:
         seen = replace(seen, items=self.vocabulary.order.places(seen.items))
         for rows in runs(len(block.row), self.settings.batch_size):
             removed, removed_lengths = seen.of(rows)
-            queries = self.package.run(self._batch(block.select(rows)))
+            queries = self.package.run(self._batch(block.select(rows))).cpu()
             # An unknown item is at place -1, which is passed over.
             best = self.search.best(queries, k, removed=removed, removed_lengths=removed_lengths)
             items.append(best.items.numpy())
@@ -174,6 +166,22 @@ class Predictor:
         return self.collator.collate(arrays, Position(), 0)
 
 
+def limits(pipeline: pb.Pipeline, settings: pb.Predict, package: Package) -> Limits:
+    """How much of a table a package scores at a time, by what `predict` says and by its device."""
+    device = package.description.device
+    least = max(package.pipeline.data.max_candidates, PIECE[device])
+    piece = piece_size(pipeline, least)
+    return Limits(
+        rows=settings.batch_size,
+        piece=piece,
+        total=settings.batch_size * max(package.pipeline.data.max_candidates, PIECE["cpu"]),
+        # Where it does not bound memory, one pass is the faster way on a GPU.
+        cached_from=piece + 1 if device == "cuda" else 0,
+        cached_piece=piece_size(pipeline, settings.candidates_per_microbatch),
+        group_size=group_size(pipeline),
+    )
+
+
 def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
     """Scores every row group of a source into a folder of parquet parts; goes on with a folder that it began.
 
@@ -189,11 +197,15 @@ def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
     parts = {
         group: output / f"part-{group.file:05d}-{group.number:05d}.parquet" for group in source.row_groups
     }
-    for group, part in parts.items():
-        if not part.exists():
-            origin = Origin(group.file, group.first_row, source.files[group.file].path)
-            table = source.read(group.file, group.number, columns)
-            _write(predictor.table(table, origin, duplicates), part)
+
+    def converted(group: RowGroup) -> tuple[pa.Table, Block]:
+        table = source.read(group.file, group.number, columns)
+        origin = Origin(group.file, group.first_row, source.files[group.file].path)
+        return table, predictor.converter.block(table, origin, duplicates)
+
+    left = [group for group, part in parts.items() if not part.exists()]
+    for group, (table, block) in zip(left, _one_ahead(converted, left), strict=True):
+        _write(predictor.answer(table, block), parts[group])
     rows = left_out = 0
     for group, part in parts.items():
         with pq.ParquetFile(part) as written:
@@ -206,6 +218,19 @@ def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
     _say_recall(predictor.recall(), output)
     files.write_text(output / SUCCESS, json.dumps({"rows": rows, "left_out": left_out}) + "\n")
     return Predicted(output, rows, left_out)
+
+
+def _one_ahead(make: Callable[[_Given], _Made], given: Sequence[_Given]) -> Iterator[_Made]:
+    """`make` of each; a thread makes the next one while somebody is busy with the one before."""
+    with ThreadPoolExecutor(1) as thread:
+        before: Future[_Made] | None = None
+        for one in given:
+            coming = thread.submit(make, one)
+            if before is not None:
+                yield before.result()
+            before = coming
+        if before is not None:
+            yield before.result()
 
 
 def _say_repeated(source: Source, pipeline: pb.Pipeline, duplicates: Duplicates | None) -> None:

@@ -63,7 +63,7 @@ class Program:
         Raises:
             PackageError: naming the input that does not fit.
         """
-        moved = check_inputs(tuple(tensor.to(self._device) for tensor in inputs), self._specs)
+        moved = check_inputs(tuple(_to(self._device, tensor) for tensor in inputs), self._specs)
         with torch.no_grad():
             output = self._compiled(*moved)
         return tuple(output) if isinstance(output, list | tuple) else (output,)
@@ -78,6 +78,13 @@ class Program:
             found[name] = own
         self._compiled.load_constants(found, check_full_update=True, user_managed=True)
         return found
+
+
+def _to(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor on a device, without waiting for what that is doing."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def check_inputs(inputs: tuple[Tensor, ...], specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:

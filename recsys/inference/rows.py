@@ -103,6 +103,18 @@ def runs(total: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + most, total))
 
 
+def bounded_runs(lengths: Sequence[int], rows: int, total: int) -> Iterator[slice]:
+    """Neighbours in runs of at most `rows` whose lengths add up to at most `total`; a longer one is alone."""
+    start, held = 0, 0
+    for place, length in enumerate(lengths):
+        if place > start and (place - start == rows or held + length > total):
+            yield slice(start, place)
+            start, held = place, 0
+        held += length
+    if start < len(lengths):
+        yield slice(start, len(lengths))
+
+
 def item_column(pipeline: pb.Pipeline) -> str | None:
     """Column that says which items the candidates of a ranker are: its first single-valued id feature on that
     side.

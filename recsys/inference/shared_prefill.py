@@ -1,56 +1,96 @@
-"""Rows that share one prefill: the candidates of neighbouring rows with the same user, request and history.
+"""A ranker's scores of a block: neighbouring rows with the same user, request and history share a run of it.
 
-Such rows become one row with all their candidates; its history runs through the model once, then candidates
-are scored against what was kept of it, some at a time.
+Such rows become one row with all their candidates. Rows run through the model whole, long ones in pieces; or
+a history runs once, and candidates are scored against what was kept of it, some at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from recsys import protos as pb
 from recsys.data.batch import Batch
-from recsys.data.block import Block, Flat, offsets_of
+from recsys.data.block import Block, Flat
 from recsys.inference.package import Package
-from recsys.inference.rows import cut_into_pieces, in_pieces, runs
+from recsys.inference.rows import bounded_runs, cut_into_pieces, in_pieces, runs
 
 
-def score_with_cache(
-    package: Package,
-    block: Block,
-    to_batch: Callable[[Block], Batch],
-    *,
-    users: int,
-    most: int,
-    group_size: int,
-) -> np.ndarray:
-    """float32 [N, tasks], the scores of all candidates of a block, in its order.
+@dataclass(frozen=True)
+class Limits:
+    """How much is scored at a time.
 
-    Args:
-        package: that has the programs for it.
-        to_batch: makes a batch of rows.
-        users: whose caches are held at a time.
-        most: candidates that are scored together, padding included; whole target groups.
+    Attributes:
+        rows: of a call; users whose caches are held.
+        piece: candidates of a row that run through the model with its whole history; whole target groups.
+        total: candidates of a call on whole rows, unless a single row has more.
+        cached_from: rows with as many candidates are scored with a cache, by a package that can.
+        cached_piece: candidates that are scored together against caches, padding included; whole target
+            groups.
         group_size: candidates of a target group.
     """
-    found: list[torch.Tensor] = []
-    merged = merge(block, group_size)
-    merged = merged.select(np.flatnonzero(merged.lengths[pb.CANDIDATE]))
-    for rows in runs(len(merged.row), users):
-        part = merged.select(rows)
-        cache = package.prefill(to_batch(without(part, pb.CANDIDATE)))
-        pieces, lengths = in_pieces(without(part, pb.HISTORY), most), part.lengths[pb.CANDIDATE]
-        owner = cut_into_pieces(lengths, most).row.tolist()
-        for run in packed(pieces.lengths[pb.CANDIDATE].tolist(), most):
-            mine = owner[run]
-            own = cache if mine == list(range(len(lengths))) else cache.select(mine)
-            # Left on the device: the next piece is put together while this one is scored.
-            found.append(package.score(to_batch(pieces.select(run)), own))
-    if not found:
-        return np.zeros((0, len(package.description.outputs)), np.float32)
-    return torch.cat(found).cpu().numpy()
+
+    rows: int
+    piece: int
+    total: int
+    cached_from: int
+    cached_piece: int
+    group_size: int
+
+
+class RowScores:
+    """Scores blocks with a package.
+
+    Args:
+        package: of a ranker.
+        to_batch: makes a batch of rows.
+        limits: see there.
+    """
+
+    def __init__(self, package: Package, to_batch: Callable[[Block], Batch], limits: Limits):
+        self.package, self.to_batch, self.limits = package, to_batch, limits
+
+    def of(self, block: Block) -> np.ndarray:
+        """float32 [N, tasks], the scores of all candidates of a block, in its order."""
+        merged = merge(block, self.limits.group_size)
+        lengths = merged.lengths[pb.CANDIDATE]
+        asked, cached = lengths > 0, np.zeros(len(lengths), bool)
+        if self.package.cached is not None:
+            cached = asked & (lengths >= self.limits.cached_from)
+        # Left on the device until all are computed: the next batch is put together meanwhile.
+        whole = list(self._whole_rows(_rows(merged, asked & ~cached)))
+        found = whole + list(self._with_cache(_rows(merged, cached)))
+        if not found:
+            return np.zeros((0, len(self.package.description.outputs)), np.float32)
+        scores = torch.cat(found).cpu().numpy()
+        if not (whole and cached.any()):
+            return scores
+        ordered, is_cached = np.empty_like(scores), np.repeat(cached, lengths)
+        ordered[np.concatenate([np.flatnonzero(~is_cached), np.flatnonzero(is_cached)])] = scores
+        return ordered
+
+    def _whole_rows(self, block: Block) -> Iterator[Tensor]:
+        limits, pieces = self.limits, in_pieces(block, self.limits.piece)
+        for rows in bounded_runs(pieces.lengths[pb.CANDIDATE].tolist(), limits.rows, limits.total):
+            yield self.package.run(self.to_batch(pieces.select(rows)))
+
+    def _with_cache(self, block: Block) -> Iterator[Tensor]:
+        package, most = self.package, self.limits.cached_piece
+        for rows in runs(len(block.row), self.limits.rows):
+            part = block.select(rows)
+            cache = package.prefill(self.to_batch(without(part, pb.CANDIDATE)))
+            pieces, lengths = in_pieces(without(part, pb.HISTORY), most), part.lengths[pb.CANDIDATE]
+            owner = cut_into_pieces(lengths, most).row.tolist()
+            for run in packed(pieces.lengths[pb.CANDIDATE].tolist(), most):
+                mine = owner[run]
+                own = cache if mine == list(range(len(lengths))) else cache.select(mine)
+                yield package.score(self.to_batch(pieces.select(run)), own)
+
+
+def _rows(block: Block, chosen: np.ndarray) -> Block:
+    return block if chosen.all() else block.select(np.flatnonzero(chosen))
 
 
 def merge(block: Block, group_size: int) -> Block:
@@ -73,16 +113,24 @@ def merge(block: Block, group_size: int) -> Block:
 
 def same_as_before(block: Block) -> np.ndarray:
     """bool [rows]: whether a row has the user, request and history of the row before it."""
-    rows = len(block.row)
-    same = np.arange(rows) > 0
-    for column in block.flat.values():
-        if column.side == pb.CANDIDATE:
+    count, lengths = len(block.row), block.lengths[pb.HISTORY]
+    users = [column for column in block.flat.values() if column.side == pb.USER]
+    events = [column for column in block.flat.values() if column.side == pb.HISTORY]
+    same = np.arange(count) > 0
+    for column in users:
+        if column.offsets is None:
+            same[1:] &= column.values[1:] == column.values[:-1]
+    same[1:] &= lengths[1:] == lengths[:-1]
+    for row in np.flatnonzero(same):
+        same[row] = all(_repeats(column, row, row + 1, 1) for column in users if column.offsets is not None)
+    # Long columns are compared last and as far as rows may be alike: in runs of such rows, mostly one a user.
+    ends = np.cumsum(lengths)
+    for first, stop in _runs_of_true(same):
+        length = int(lengths[first])
+        if _all_repeat(events, ends[first] - length, ends[stop - 1], length):
             continue
-        counts = np.ones(rows, np.int64) if column.side == pb.USER else block.lengths[column.side]
-        if column.offsets is not None:
-            same &= _equal(np.diff(column.offsets), counts)
-            counts = np.diff(column.offsets[offsets_of(counts)])
-        same &= _equal(column.values, counts)
+        for row in range(first, stop):
+            same[row] = _all_repeat(events, ends[row] - length, ends[row], length)
     return same
 
 
@@ -107,14 +155,27 @@ def packed(lengths: Sequence[int], most: int) -> Iterator[slice]:
         yield slice(start, len(lengths))
 
 
-def _equal(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """bool [rows]: whether a row has the values of the row before it. `counts` are those of each row."""
-    row = np.repeat(np.arange(len(counts)), counts)
-    # Where the row before has as many, its value at the same place is one row's length away.
-    before = np.maximum(np.arange(len(values)) - counts[row], 0)
-    unlike = np.bincount(row, weights=values != values[before], minlength=len(counts)) > 0
-    unlike[1:] |= counts[1:] != counts[:-1]
-    return ~unlike
+def _runs_of_true(flags: np.ndarray) -> list[tuple[int, int]]:
+    """First and behind the last place of each run."""
+    changes = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    return [(int(first), int(stop)) for first, stop in changes.reshape(-1, 2)]
+
+
+def _all_repeat(columns: Sequence[Flat], first: int, stop: int, length: int) -> bool:
+    return all(_repeats(column, first, stop, length) for column in columns)
+
+
+def _repeats(column: Flat, first: int, stop: int, length: int) -> bool:
+    """Whether elements `first` to `stop` - 1 are those that lie `length` places in front of them."""
+    if length == 0:
+        return True
+    if column.offsets is None:
+        return np.array_equal(column.values[first:stop], column.values[first - length : stop - length])
+    offsets = column.offsets[first - length : stop + 1]
+    counts, shift = np.diff(offsets), offsets[length] - offsets[0]
+    return np.array_equal(counts[length:], counts[:-length]) and np.array_equal(
+        column.values[offsets[length] : offsets[-1]], column.values[offsets[0] : offsets[-1] - shift]
+    )
 
 
 def _nothing(column: Flat) -> np.ndarray | None:

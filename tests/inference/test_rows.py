@@ -48,7 +48,8 @@ def test_a_row_in_pieces_has_the_scores_of_the_whole_row(group, monkeypatch):
         with torch.no_grad():
             return graph(*flatten(batch))
 
-    outputs = SimpleNamespace(outputs=[task.name for task in resolved.model.ranker.tasks])
+    names = [task.name for task in resolved.model.ranker.tasks]
+    outputs = SimpleNamespace(outputs=names, device="cpu")
     package = SimpleNamespace(pipeline=resolved, items=None, description=outputs, run=run, cached=None)
     table = pq.read_table("tests/data/kuairand/test.parquet")
     lists = [name for name in table.column_names if name.startswith("candidate_")]
@@ -57,9 +58,9 @@ def test_a_row_in_pieces_has_the_scores_of_the_whole_row(group, monkeypatch):
     row |= {name: [value for other in pool for value in other[name]][:40] for name in lists}
     row["candidate_timestamps"] = [row["request_time"]] * 40
     long = pa.Table.from_pylist([row], table.schema)
-    monkeypatch.setattr(predictor, "PIECE", 16)
+    monkeypatch.setitem(predictor.PIECE, "cpu", 16)
     found = Predictor(package).table(long).column("is_click").to_pylist()[0]
     assert sizes == [[16, 16, 8] if group == 1 else [18, 18, 4]] and len(set(found)) > 5
-    monkeypatch.setattr(predictor, "PIECE", 1000)
+    monkeypatch.setitem(predictor.PIECE, "cpu", 1000)
     whole = Predictor(package).table(long).column("is_click").to_pylist()[0]
     np.testing.assert_allclose(found, whole, atol=1e-6)

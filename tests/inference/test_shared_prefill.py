@@ -11,8 +11,9 @@ import torch
 from recsys import config
 from recsys import protos as pb
 from recsys.data.columns import Origin
+from recsys.inference import predictor
 from recsys.inference.predictor import Predictor
-from recsys.inference.rows import cut_into_pieces
+from recsys.inference.rows import bounded_runs, cut_into_pieces
 from recsys.inference.shared_prefill import merge, packed, same_as_before, without
 from recsys.models import build_model
 
@@ -38,7 +39,7 @@ class Watched(SimpleNamespace):
         super().__init__(
             pipeline=pipeline,
             items=None,
-            description=SimpleNamespace(outputs=outputs),
+            description=SimpleNamespace(outputs=outputs, device="cpu"),
             cached=self if cached else None,
             prefilled=[],
             scored=[],
@@ -203,3 +204,25 @@ def test_pieces_are_packed_by_their_padded_size():
     # 2 x 2, since 3 x 2 are too many; 3 alone; 1, 1.
     assert list(packed([1, 2, 2, 3, 1, 1], 4)) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 6)]
     assert list(packed([9, 1], 4)) == [slice(0, 1), slice(1, 2)]
+
+
+def test_on_a_gpu_only_rows_that_are_too_long_for_one_pass_use_a_cache(monkeypatch):
+    monkeypatch.setitem(predictor.PIECE, "cuda", 11)
+    table = rows_with_much_in_common()
+    package = Watched(pipeline_of("predict.candidates_per_microbatch=8"), cached=True)
+    package.description.device = "cuda"
+    found = Predictor(package).table(table)
+    expected = Predictor(Watched(package.pipeline, cached=False)).table(table)
+    for name in package.description.outputs:
+        one, two = (side[name].combine_chunks().flatten().to_numpy() for side in (found, expected))
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+    # Twice 30 candidates; the other users have up to 11.
+    assert package.prefilled == [2]
+    assert sum(map(sum, package.scored)) == 60
+
+
+def test_calls_on_whole_rows_are_bounded_in_rows_and_candidates():
+    assert list(bounded_runs([], 4, 9)) == []
+    assert list(bounded_runs([3, 3, 3, 3], 4, 9)) == [slice(0, 3), slice(3, 4)]
+    assert list(bounded_runs([1, 1, 1], 2, 9)) == [slice(0, 2), slice(2, 3)]
+    assert list(bounded_runs([10, 1, 8, 10], 4, 9)) == [slice(0, 1), slice(1, 3), slice(3, 4)]
