@@ -38,12 +38,12 @@ class JaggedSequence:
         """
         return self.take(self.layout.truncate(tail_len))
 
-    def take(self, selection: Selection) -> "JaggedSequence":
-        """Some of the tokens, each with its times."""
+    def take(self, selection: Selection, values: Tensor | None = None) -> "JaggedSequence":
+        """Some of the tokens, each with its times; `values`: what a layer has made of them already."""
         layout, index = selection
-        columns = (self.values, self.timestamps, self.next_timestamps)
-        values, timestamps, next_timestamps = (gather_rows(column, index) for column in columns)
-        return JaggedSequence(values, layout, timestamps, next_timestamps)
+        values = gather_rows(self.values, index) if values is None else values
+        times = [gather_rows(column, index) for column in (self.timestamps, self.next_timestamps)]
+        return JaggedSequence(values, layout, *times)
 
     def split(self) -> list["JaggedSequence"]:
         """The sequences of each of `layout.parts`."""

@@ -4,7 +4,7 @@ Source: Zhai et al., Actions Speak Louder than Words, arXiv 2402.17152. How toke
 in as a function, so the layer is the same with any mask, bias or kernel.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal, NamedTuple
@@ -17,11 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from recsys.modules.norm import HeadNorm, LayerNorm
 from recsys.modules.recompute import Watch, rebuilt_in_backward
 from recsys.modules.sequence import JaggedSequence
-from recsys.ops import GradientRoom, RelativeBias, linear_add, norm_linear, norm_mul_dropout
+from recsys.ops import GradientRoom, RelativeBias, gather_rows, linear_add, norm_linear, norm_mul_dropout
+from recsys.ops.norm_linear import NormLinear
 
 Attend = Callable[..., Tensor]
 """Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]. On a GPU it also gets `room`,
 see `recsys.ops.hstu_attention`."""
+
+_U, _V, _Q, _K = range(4)
+"""Places of the parts in `STULayer.widths`."""
 
 
 @dataclass(frozen=True)
@@ -124,18 +128,52 @@ class STULayer(nn.Module):
 
     def keys_and_values(self, x: Tensor) -> "Kept":
         """k and v of `project` alone, for tokens that are looked at and do not look themselves."""
-        _, weight_v, _, weight_k = self.uvqk.weight.split(self.widths)
-        _, bias_v, _, bias_k = self.uvqk.bias.split(self.widths)
-        parts = norm_linear(
+        return self._kept(self._some_parts(x, _V, _K).parts)
+
+    def forward_some(self, x: Tensor, index: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
+        """[S, E], the rows `index` of `forward`, where nobody looks at the others.
+
+        u, q and all behind attention are computed for these rows alone, k and v for all.
+
+        Args:
+            x: [T, E].
+            index: int64 [S], rows of x, none twice.
+            attend: of T tokens; the others have a q of zeros, and what it returns for them is not read.
+            scale: [S, 1], see `forward`.
+        """
+        places = torch.arange(index.shape[0], device=index.device)
+        inverse = index.new_full((x.shape[0],), -1).scatter_(0, index, places)
+        looked_at = self._some_parts(x, _V, _K)
+        own = self._some_parts(gather_rows(looked_at.x, index, inverse), _U, _Q)
+        u, q = map(F.silu, own.parts) if self.form.activation == "uvqk" else own.parts
+        if self.form.activation == "u" and not self._is_fused(x):
+            u = F.silu(u)
+        q = gather_rows(q.unflatten(1, (self.num_heads, -1)), inverse, index)
+        k, v = self._kept(looked_at.parts)
+        plain = self.form.activation == "u"  # else the gradients of the parts pass an activation
+        attended = attend(q, k, v, **_room(looked_at.room if plain else None))
+        attended = gather_rows(attended, index, inverse)
+        return self.finish(own.x, u, attended, scale, own.room if plain else None)
+
+    def may_forward_some(self) -> bool:
+        """Whether `forward_some` keeps what this layer is to keep for backward: it computes nothing again."""
+        return not self.compiled and not {"normed_x", "uvqk"} & set(self._recomputed())
+
+    def _some_parts(self, x: Tensor, *which: int) -> NormLinear:
+        """Two of u, v, q and k before their activation."""
+        weights, biases = self.uvqk.weight.split(self.widths), self.uvqk.bias.split(self.widths)
+        return norm_linear(
             x,
             self.input_norm.weight,
             self.input_norm.bias,
-            torch.cat([weight_v, weight_k]),
-            torch.cat([bias_v, bias_k]),
-            [len(weight_v), len(weight_k)],
+            torch.cat([weights[number] for number in which]),
+            torch.cat([biases[number] for number in which]),
+            [self.widths[number] for number in which],
             eps=self.input_norm.eps,
             dtype=product_dtype(x),
-        ).parts
+        )
+
+    def _kept(self, parts: Sequence[Tensor]) -> "Kept":
         v, k = map(F.silu, parts) if self.form.activation == "uvqk" else parts
         return Kept(k.unflatten(1, (self.num_heads, -1)), v.unflatten(1, (self.num_heads, -1)))
 
@@ -164,8 +202,7 @@ class STULayer(nn.Module):
 
     def _through(self, given: "Projected", attend: Attend, scale: Tensor | None) -> Tensor:
         """Attention, and what comes behind it."""
-        room = {} if given.room is None else {"room": given.room}
-        attended = attend(given.q, given.k, given.v, **room)
+        attended = attend(given.q, given.k, given.v, **_room(given.room))
         return self.finish(given.x, given.u, attended, scale, given.room)
 
     def _is_fused(self, x: Tensor) -> bool:
@@ -258,6 +295,10 @@ class STULayer(nn.Module):
             silu=self.form.activation == "u" and self._is_fused(u),
             room=room,
         )
+
+
+def _room(room: GradientRoom | None) -> dict[str, GradientRoom]:
+    return {} if room is None else {"room": room}
 
 
 @lru_cache(maxsize=1)

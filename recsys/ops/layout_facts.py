@@ -165,11 +165,16 @@ class LayoutFacts:
         return self.lengths - self.num_targets
 
     @property
+    def host_copy(self) -> HostCopy | None:
+        """The lengths on the host, when they can be had without waiting for a device; else None."""
+        if self._host is None and self.lengths.device.type == "cpu":
+            return HostCopy(self.lengths, self.num_targets)
+        return self._host
+
+    @property
     def host_lengths(self) -> Tensor | None:
-        """int64 [B] on the host, when they can be had without waiting for a device; else None."""
-        if self._host is not None:
-            return self._host.lengths
-        return self.lengths if self.lengths.device.type == "cpu" else None
+        """int64 [B] on the host; None as for `host_copy`."""
+        return None if self.host_copy is None else self.host_copy.lengths
 
     def __repr__(self) -> str:
         names = ("batch_size", "total_len", "max_len", "num_contextual", "total_targets", "device")

@@ -1,6 +1,7 @@
 """The STU layer made of fused ops against the layer of PyTorch's, in Triton's interpreter."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -103,6 +104,33 @@ def test_with_attention_and_stochastic_depth(form):
             found.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def some_results(layer, x, layout, index, narrowed):
+    """Rows of the output and all gradients, with another scale for each row."""
+    attend = partial(hstu_attention, layout=layout, mask=AttentionMask(window=7, prefix=2), scale_len=9.0)
+    scale = torch.linspace(0.5, 1.5, layout.total_len)[:, None]
+    if narrowed:
+        out = layer.forward_some(x, index, attend, scale[index])
+    else:
+        out = layer(x, attend, scale)[index]
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
+    return [out, *torch.autograd.grad(out, [x, *layer.parameters()], cotangent)]
+
+
+@interpreted
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_some_rows_are_those_of_the_whole_layer(form, fused):
+    layout = layout_of(samples(2, [(30, 3), (0, 0), (5, 2)]))
+    x = torch.randn(layout.total_len, EMBEDDING, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    index = layout.truncate(6).index
+    layer = random_layer(form)
+    layer.fused = fused
+    # The rows that nobody reads are zeros in the whole layer's gradients, too.
+    got, want = (some_results(layer, x, layout, index, narrowed) for narrowed in (True, False))
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @interpreted

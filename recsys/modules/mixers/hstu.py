@@ -4,12 +4,13 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import nn
 
 from recsys import protos as pb
 from recsys.modules.cache import Keep, MixerCache, copied
 from recsys.modules.mixers import cached
-from recsys.modules.mixers.rules import layer_rules, stack_flops
+from recsys.modules.mixers.rules import LayerRule, layer_rules, stack_flops
 from recsys.modules.mixers.step import finish, in_policy, project
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.modules.stochastic_depth import StochasticDepth, linear_schedule
@@ -21,6 +22,10 @@ _ACTIVATION = {pb.HstuMixer.U: "u", pb.HstuMixer.UVQK: "uvqk"}
 _NORM = {pb.HstuMixer.LAYER_NORM: "layer", pb.HstuMixer.GROUP_NORM: "group"}
 _GATE = {pb.HstuMixer.UGN: "ugn", pb.HstuMixer.CONCAT: "concat"}
 _RECOMPUTE = {pb.NORMED_X: "normed_x", pb.UVQK: "uvqk", pb.GATED: "gated"}
+
+MOST_KEPT = 0.75
+"""Share of the tokens: up to it a layer in front of a truncation saves more by leaving the others out than it
+costs to move rows."""
 
 
 @register(pb.HstuMixer)
@@ -67,13 +72,28 @@ class HstuMixer(nn.Module):
         """Tokens [T, E] in, mixed tokens out: fewer behind a truncation, but all contextual and targets."""
         given = sequence.values.dtype
         sequence = in_policy(sequence.with_values(self.input_dropout(sequence.values)))
-        for number, (layer, rule) in enumerate(zip(self.layers, self.rules, strict=True)):
-            sequence = rule.truncate(sequence)
-            layout = sequence.layout
-            bias = self.biases[number](sequence) if self.biases else None
-            attend = partial(self.attention, layout=layout, mask=rule.mask, bias=bias)
-            sequence = sequence.with_values(layer(sequence.values, attend, self.depths[number](layout)))
+        sequence = self.rules[0].truncate(sequence)
+        for number in range(len(self.layers)):
+            sequence = self._layer(number, sequence)
         return sequence.with_values(self.output_dropout(sequence.values.to(given)))
+
+    def _layer(self, number: int, sequence: JaggedSequence) -> JaggedSequence:
+        """One layer, and the truncation behind it."""
+        layer, mask, layout = self.layers[number], self.rules[number].mask, sequence.layout
+        bias = self.biases[number](sequence) if self.biases else None
+        attend = partial(self.attention, layout=layout, mask=mask, bias=bias)
+        behind = self.rules[number + 1] if number + 1 < len(self.rules) else LayerRule(mask)
+        if behind.tail_len is None:
+            return sequence.with_values(layer(sequence.values, attend, self.depths[number](layout)))
+        selection = layout.truncate(behind.tail_len)
+        kept = selection.layout
+        if not _leaves_few(kept, layout) or not layer.may_forward_some():
+            values = layer(sequence.values, attend, self.depths[number](layout))
+            return sequence.with_values(values).take(selection)
+        attend_some = partial(attend, tail=behind.tail_len)
+        scale = self.depths[number](kept)
+        values = layer.forward_some(sequence.values, selection.index, attend_some, scale)
+        return sequence.take(selection, values)
 
     @property
     def target_group_size(self) -> int:
@@ -99,6 +119,13 @@ class HstuMixer(nn.Module):
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
         return stack_flops(self.layers, self.rules, layout, self.attention_width)
+
+
+def _leaves_few(kept: SequenceLayout, layout: SequenceLayout) -> bool:
+    """Whether a truncation drops so many tokens that the layer in front of it had better not compute them."""
+    if torch.compiler.is_compiling():  # numbers of tokens are not known there
+        return False
+    return kept.total_len <= MOST_KEPT * layout.total_len
 
 
 def may_mix_as_one(config: pb.HstuMixer) -> bool:

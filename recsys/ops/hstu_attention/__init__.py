@@ -35,6 +35,7 @@ def hstu_attention(
     backend: str = "auto",
     deterministic: bool | None = None,
     room: GradientRoom | None = None,
+    tail: int | None = None,
 ) -> Tensor:
     """`out[i] = sum_j silu(alpha <q_i, k_j> + bias[i, j]) v_j / scale_len` over the keys `j` that `i` sees, a
     head.
@@ -52,6 +53,8 @@ def hstu_attention(
         deterministic: whether gradients must be bitwise repeatable; None follows
             `torch.use_deterministic_algorithms`.
         room: where a backend may put the gradients of q, k and v, parts of the room's tensor.
+        tail: of the history only the newest `tail` rows of the result are read, beside those of contextual
+            tokens and targets. The others, whose q must be zeros, may hold anything.
 
     Returns:
         [T, H, V]. Differentiable in q, k, v and both tables of the bias.
@@ -62,7 +65,16 @@ def hstu_attention(
     Source: Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152.
     """
     facts = _facts(
-        q, k, v, layout, mask, alpha=alpha, scale_len=scale_len, bias=bias, deterministic=deterministic
+        q,
+        k,
+        v,
+        layout,
+        mask,
+        alpha=alpha,
+        scale_len=scale_len,
+        bias=bias,
+        deterministic=deterministic,
+        tail=tail,
     )
     alpha = q.shape[2] ** -0.5 if alpha is None else alpha
     OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=scale_len, bias=bias)
@@ -78,6 +90,7 @@ def hstu_attention(
         bias=bias,
         deterministic=facts.deterministic,
         room=room,
+        tail=tail,
     )
 
 
@@ -93,10 +106,13 @@ def _facts(
     bias: RelativeBias | None = None,
     deterministic: bool | None = None,
     room: GradientRoom | None = None,
+    tail: int | None = None,
 ) -> AttentionFacts:
     """The one validator of all backends, and what is left to know once the arguments are sound."""
     check_attention(q, k, v, layout, mask)
     check_number("scale_len", scale_len, positive=True)
+    if tail is not None and tail < 0:
+        raise ValueError(f"tail must be >= 0, got {tail}")
     if alpha is not None:
         check_number("alpha", alpha)
     if bias is not None:

@@ -35,6 +35,7 @@ def run(
     bias: RelativeBias | None,
     deterministic: bool,
     room: GradientRoom | None = None,
+    tail: int | None = None,
 ) -> Tensor:
     """Chunk by chunk: scores [H, b, L, L] of b padded samples, plus bias and mask, SiLU, times v.
 

@@ -68,10 +68,11 @@ def run(
     bias: RelativeBias | None,
     deterministic: bool,
     room: GradientRoom | None = None,
+    tail: int | None = None,
 ) -> Tensor:
     """Scores and sums in float32, weights rounded to the type of v."""
     ops = triton_backend.load(_OPS)
-    problem = ops.Problem(layout, mask, alpha, scale_len, bias, room=room)
+    problem = ops.Problem(layout, mask, alpha, scale_len, bias, room=room, tail=tail)
     if torch.compiler.is_compiling():
         return ops.call_op(q, k, v, problem, deterministic)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -92,7 +92,8 @@ def forward(
     sizes = sizes or SIZES[dim]
     mask = problem.mask
     q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
-    items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section_of(num_heads * dim * 4, mask))
+    section = section_of(num_heads * dim * 4, mask)
+    items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail)
     num_items = items.shape[0]
     start(
         forward_kernel,
@@ -142,7 +143,7 @@ def backward(
     mask, layout, device = problem.mask, problem.layout, q.device
     keys = STRIP.value * BACKWARD_STRIPS
     q, k, v, grad_out = map(with_loadable_rows, (q, k, v, grad_out))
-    items = key_work(mask, layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask))
+    items = key_work(mask, layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask), problem.tail)
     sums = torch.zeros(total_len, num_heads, dim, dtype=torch.float32, device=device)
     start(
         backward_kernel,

@@ -71,7 +71,8 @@ def start_keys(
     _, num_heads, dim = q.shape
     strip = STRIP.value
     tile = STRIPS.value * strip if sizes.v_tiles else strip
-    items = key_work(problem.mask, problem.layout, tile, sizes.rows, _section(q, problem))
+    section = _section(q, problem)
+    items = key_work(problem.mask, problem.layout, tile, sizes.rows, section, problem.tail)
     buffers = {"V_STAGES": sizes.v_tiles} if sizes.v_tiles else {}
     start(
         keys_kernel if sizes.v_tiles else wide_keys_kernel,
@@ -102,8 +103,9 @@ def start_rows(
     """Launches what computes dQ."""
     q, grad_out, k, v = operands
     _, num_heads, dim = q.shape
-    strip = STRIP.value
-    items = row_work(problem.mask, problem.layout, STRIPS.value * strip, sizes.keys, _section(q, problem))
+    strip, section = STRIP.value, _section(q, problem)
+    tile = STRIPS.value * strip
+    items = row_work(problem.mask, problem.layout, tile, sizes.keys, section, problem.tail)
     start(
         rows_kernel,
         (q.dtype, dim, problem.mask, sizes),

@@ -46,6 +46,7 @@ def run(
     bias: RelativeBias | None,
     deterministic: bool,
     room: GradientRoom | None = None,
+    tail: int | None = None,
 ) -> Tensor:
     """Scores, sums and bias in float32; work and memory follow the tokens that are there."""
     ops = triton_backend.load(_OPS)

@@ -68,25 +68,41 @@ class Tiles(NamedTuple):
 
 
 def row_work(
-    mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, section: int | None = None
+    mask: AttentionMask,
+    layout: SequenceLayout,
+    tile: int,
+    block: int,
+    section: int | None = None,
+    tail: int | None = None,
 ) -> Tensor:
     """int64 [n, NUM_COLUMNS]: tiles of `tile` rows, each with the blocks of `block` keys that it sees.
 
-    `section`: so many tokens of keys and values fit into a cache. The samples, longest first, are then worked
-    through in sections of about so many, and only within a section the longest tile comes first.
+    Args:
+        section: so many tokens of keys and values fit into a cache. The samples, longest first, are then
+            worked through in sections of about so many, and only within a section the longest tile comes
+            first.
+        tail: tiles of nothing but history older than the newest `tail` tokens of it are left out.
     """
     return layout.memo(
-        ("row_work", mask, tile, block, section), lambda: _row_work(mask, layout, tile, block, section)
+        ("row_work", mask, tile, block, section, tail),
+        lambda: _row_work(mask, layout, tile, block, section, tail),
     )
 
 
 def key_work(
-    mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, section: int | None = None
+    mask: AttentionMask,
+    layout: SequenceLayout,
+    tile: int,
+    block: int,
+    section: int | None = None,
+    tail: int | None = None,
 ) -> Tensor:
     """int64 [n, NUM_COLUMNS]: tiles of `tile` keys, each with the blocks of `block` rows that see it, in
-    sections as those of `row_work`."""
+    sections as those of `row_work`. `tail`: blocks of nothing but older history are left out, as far as a
+    tile has others."""
     return layout.memo(
-        ("key_work", mask, tile, block, section), lambda: _key_work(mask, layout, tile, block, section)
+        ("key_work", mask, tile, block, section, tail),
+        lambda: _key_work(mask, layout, tile, block, section, tail),
     )
 
 
@@ -111,11 +127,16 @@ def cached_work(
 
 
 def _row_work(
-    mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, section: int | None
+    mask: AttentionMask,
+    layout: SequenceLayout,
+    tile: int,
+    block: int,
+    section: int | None,
+    tail: int | None = None,
 ) -> Tensor:
     if _has_kernel(layout):
-        return triton_backend.load(_START).items_of(mask, layout, tile, block, section, keys=False)
-    tiles = tiles_of(layout, tile)
+        return triton_backend.load(_START).items_of(mask, layout, tile, block, section, tail, keys=False)
+    tiles = tiles_of(layout, tile, tail)
     seen = _seen(mask, tiles, None, layout.num_contextual)
     runs = _runs(tiles, _hulls(seen), _unmasked(seen), block)
     return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
@@ -219,9 +240,10 @@ def _key_work(
     tile: int,
     block: int,
     section: int | None,
+    tail: int | None = None,
 ) -> Tensor:
     if _has_kernel(layout):
-        return triton_backend.load(_START).items_of(mask, layout, tile, block, section, keys=True)
+        return triton_backend.load(_START).items_of(mask, layout, tile, block, section, tail, keys=True)
     tiles = tiles_of(layout, tile)
     contextual, always = layout.num_contextual, layout.num_contextual + mask.prefix
     outside = tiles.history_end - (mask.window or 0)  # the first key of the last target's window
@@ -233,6 +255,10 @@ def _key_work(
     kinds = _union(readers.start, readers.end)
     history = _intersection(readers.start[..., 1], readers.end[..., 1])
     targets = _intersection(readers.start[..., 2], readers.end[..., 2])
+    if tail is not None:
+        first = (tiles.history_end - tail).clamp(min=0) // block * block
+        kinds = Interval(_without_older(kinds, first), kinds.end)
+        history = Interval(torch.maximum(history.start, first), history.end)
     # History rows that see all keys, and targets that do, follow one another when both reach the border.
     joined = (history.start < history.end) & (history.end == targets.start) & (targets.start < targets.end)
     history = Interval(history.start, torch.where(joined, targets.end, history.end))
@@ -243,22 +269,53 @@ def _key_work(
     return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
 
 
-def tiles_of(layout: SequenceLayout, tile: int) -> Tiles:
-    """`num_tiles_of` tiles, those of all samples first."""
-    return layout.memo(("tiles", tile), lambda: _new_tiles(layout, tile))
+def _without_older(kinds: Interval, first: Tensor) -> Tensor:
+    """The starts of what sees each tile of keys, of history from token `first` on; the last block of it stays
+    where nothing else sees the tile: a program that visits no block would write nothing."""
+    contextual, history, targets = kinds.start.unbind(1)
+    newer = torch.maximum(history, first)
+    alone = (kinds.end[:, 0] <= contextual) & (kinds.end[:, 2] <= targets)
+    newer = torch.where(alone, torch.minimum(newer, kinds.end[:, 1] - 1).clamp(min=0), newer)
+    return torch.stack([contextual, newer, targets], dim=1)
 
 
-def num_tiles_of(layout: SequenceLayout, tile: int) -> int:
+def tiles_of(layout: SequenceLayout, tile: int, tail: int | None = None) -> Tiles:
+    """`num_tiles_of` tiles, those of all samples first. `tail`: see `row_work`."""
+    return layout.memo(("tiles", tile, tail), lambda: _new_tiles(layout, tile, tail))
+
+
+def num_tiles_of(layout: SequenceLayout, tile: int, tail: int | None = None) -> int:
     """Of all samples; where the lengths are on the device only, as many as there may be."""
-    host = layout.host_lengths
+    host = layout.host_copy
     if host is None or torch.compiler.is_compiling():
         return layout.total_len // tile + layout.batch_size
-    return int(((host + tile - 1) // tile).sum())
+    counts = (host.lengths + tile - 1) // tile
+    if tail is not None:
+        history_end = host.lengths - host.num_targets
+        counts = counts - tiles_left_out(history_end, layout.num_contextual, tile, tail).count
+    return int(counts.sum())
 
 
-def _new_tiles(layout: SequenceLayout, tile: int) -> Tiles:
-    num_tiles = num_tiles_of(layout, tile)
-    counts = (layout.lengths + tile - 1) // tile
+class LeftOut(NamedTuple):
+    """Some tiles in the middle of each sample, int64 [B] each; 0 where there is none."""
+
+    first: Tensor | int
+    count: Tensor | int
+
+
+def tiles_left_out(history_end: Tensor, contextual: int, tile: int, tail: int | None) -> LeftOut:
+    """The tiles of nothing but history older than its newest `tail` tokens."""
+    if tail is None:
+        return LeftOut(0, 0)
+    end = (history_end - tail).clamp(min=contextual) // tile
+    first = end.clamp(max=(contextual + tile - 1) // tile)
+    return LeftOut(first, end - first)
+
+
+def _new_tiles(layout: SequenceLayout, tile: int, tail: int | None) -> Tiles:
+    num_tiles = num_tiles_of(layout, tile, tail)
+    left_out = tiles_left_out(layout.history_end, layout.num_contextual, tile, tail)
+    counts = (layout.lengths + tile - 1) // tile - left_out.count
     ends = counts.cumsum(0)
     number = torch.arange(num_tiles, device=layout.device)
     sample = torch.searchsorted(ends, number, right=True)
@@ -266,7 +323,11 @@ def _new_tiles(layout: SequenceLayout, tile: int) -> Tiles:
     sample = sample.clamp(max=max(layout.batch_size - 1, 0))
     of_sample = torch.stack([layout.offsets[:-1], layout.lengths, layout.history_end, ends - counts], dim=1)
     start, length, history_end, before = (of_sample.index_select(0, sample) * is_real.unsqueeze(1)).unbind(1)
-    first = torch.where(is_real, (number - before) * tile, 0)
+    place = number - before
+    if tail is not None:
+        behind, skipped = (column.index_select(0, sample) for column in left_out)
+        place = place + torch.where(place >= behind, skipped, 0)
+    first = torch.where(is_real, place * tile, 0)
     return Tiles(start, length, history_end, first, torch.minimum(first + tile, length) - 1, sample)
 
 

@@ -91,14 +91,15 @@ def _longer(start, end, other_start, other_end):
         "prefix",
         "group_size",
         "total_len",
+        "tail",
     ]  # fmt: skip
 )
 def items_kernel(
     offsets, lengths, num_targets, ends, sections, items, order_by,
-    num_tiles, batch_size, steps, contextual, window, prefix, group_size, total_len,
+    num_tiles, batch_size, steps, contextual, window, prefix, group_size, total_len, tail,
     KEYS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SECTIONED: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
-    LANES: tl.constexpr,
+    TAIL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """items [num_tiles, NUM_COLUMNS] and what to sort them by, the largest first.
 
@@ -115,8 +116,14 @@ def items_kernel(
     length = tl.load(lengths + sample, mask=is_real, other=0)
     history_end = length - tl.load(num_targets + sample, mask=is_real, other=0)
     start = tl.load(offsets + sample, mask=is_real, other=0)
-    before = tl.load(ends + sample, mask=is_real, other=0) - (length + TILE - 1) // TILE
-    first = tl.where(is_real, (number - before) * TILE, 0)
+    place = number - tl.load(ends + sample, mask=is_real, other=0) + (length + TILE - 1) // TILE
+    oldest = tl.maximum(history_end - tail, 0)  # of the history that counts, where not all of it does
+    if TAIL and not KEYS:
+        end = tl.maximum(oldest, contextual) // TILE
+        behind = tl.minimum(end, (contextual + TILE - 1) // TILE)
+        place -= end - behind
+        place += tl.where(place >= behind, end - behind, 0)
+    first = tl.where(is_real, place * TILE, 0)
     last = tl.minimum(first + TILE, length) - 1
 
     low_a, low_b, low_c = number * 0 + MOST, number * 0 + MOST, number * 0 + MOST
@@ -154,6 +161,13 @@ def items_kernel(
         all_a, all_b, all_c = tl.minimum(all_a, a), tl.minimum(all_b, c), tl.minimum(all_c, e)
         from_b, from_c = tl.maximum(from_b, b), tl.maximum(from_c, d)
 
+    if KEYS and TAIL:
+        oldest = oldest // BLOCK * BLOCK
+        low_b = tl.where(high_b > 0, low_b, 0)
+        newer = tl.maximum(low_b, oldest)
+        alone = (high_a == 0) & (high_c == 0)  # and a program that visits no block would write nothing
+        low_b = tl.where(alone, tl.maximum(tl.minimum(newer, high_b - 1), 0), newer)
+        from_b = tl.maximum(from_b, oldest)
     if KEYS:
         joined = (from_b < all_b) & (all_b == from_c) & (from_c < all_c)
         free_start, free_end = _longer(from_b, tl.where(joined, all_c, all_b), from_c, all_c)
@@ -161,7 +175,9 @@ def items_kernel(
         free_end = tl.where(free_end == length, free_end + BLOCK - 1, free_end)
     else:
         free_start, free_end = _longer(all_a * 0, all_a, from_b, all_b)
-    low_a, low_b = tl.where(high_a > 0, low_a, 0), tl.where(high_b > 0, low_b, 0)
+    low_a = tl.where(high_a > 0, low_a, 0)
+    if not (KEYS and TAIL):
+        low_b = tl.where(high_b > 0, low_b, 0)
     low_c = tl.where(high_c > 0, low_c, 0)
 
     some = length > 0

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from recsys import protos as pb
 from recsys import registry
-from recsys.modules import mixers  # noqa: F401
+from recsys.modules.mixers import hstu
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout, offsets_from_lengths
 from tests.modules.mixers.sequences import WIDTH, part, random_sequence
@@ -42,6 +42,12 @@ MIXERS = {
         bias { num_positions: 7 num_time_buckets: 40 } """,
     "sasrec": "sasrec { num_heads: 2 feed_forward_dim: 7 ",
 }
+
+
+@pytest.fixture(autouse=True, params=["whole layers", "only what goes on"])
+def before_a_truncation(request, monkeypatch):
+    """What a layer computes when few of its tokens go on."""
+    monkeypatch.setattr(hstu, "MOST_KEPT", 0.0 if request.param == "whole layers" else 1.0)
 
 
 def build(kind: str, groups: str):

@@ -52,16 +52,23 @@ def visited(item) -> list[tuple[int, bool]]:
     return [(block, number not in free) for number, block in enumerate(blocks)]
 
 
+def is_read(sample, token: int, tail: int | None) -> bool:
+    """Whether someone looks at the result of a token."""
+    return tail is None or not sample.contextual <= token < sample.contextual + sample.uih - tail
+
+
 SOME_MASKS = [*MASKS[::2], *MASKS[1::6], *MORE_MASKS]
 
 
 @pytest.mark.parametrize("contextual", [0, 5])
 @pytest.mark.parametrize("mask", SOME_MASKS, ids=str)
-def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mask, contextual):
+@pytest.mark.parametrize("tail", [None, 0, 3, 9])
+def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mask, contextual, tail):
+    """With a tail, every pair whose row is read; and a tile of keys has something to visit all the same."""
     batch = samples(contextual, SHAPES)
     layout = layout_of(batch)
     for (tile, block), by_rows in itertools.product([(8, 4), (4, 8), (16, 2)], [True, False]):
-        items = (row_work if by_rows else key_work)(mask, layout, tile, block).tolist()
+        items = (row_work if by_rows else key_work)(mask, layout, tile, block, tail=tail).tolist()
         covered = Counter()
         for item in items:
             number = layout.offsets.tolist().index(item[START])
@@ -70,6 +77,8 @@ def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mas
             assert item[LENGTH] == sample.length
             assert item[HISTORY_END] == sample.contextual + sample.uih
             tokens = range(item[FIRST], min(item[FIRST] + tile, sample.length))
+            assert visited(item)
+            assert not (by_rows and tail) or any(is_read(sample, i, tail) for i in tokens)
             for at, masked in visited(item):
                 others = range(at * block, min((at + 1) * block, sample.length))
                 pairs = [(one, other) if by_rows else (other, one) for one in tokens for other in others]
@@ -81,7 +90,21 @@ def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mas
         assert not covered or max(covered.values()) == 1
         for number, sample in enumerate(batch):
             for i, j in itertools.product(range(sample.length), repeat=2):
-                assert covered[number, i, j] or not sees(sample, i, j, mask)
+                needed = sees(sample, i, j, mask) and is_read(sample, i, tail)
+                assert covered[number, i, j] or not needed
+
+
+def test_a_tail_leaves_out_tiles_of_rows_and_blocks_that_keys_would_visit():
+    layout = SequenceLayout(torch.tensor([2 + 4096 + 32]), torch.tensor([32]), 2)
+    for mask in (AttentionMask(), AttentionMask(window=256, prefix=64)):
+        rows, keys = (
+            [work(mask, layout, 128, 64, tail=tail)[:, [COUNT_A, COUNT_B, COUNT_C]] for tail in (None, 512)]
+            for work in (row_work, key_work)
+        )
+        assert [len(one) for one in rows] == [33, 6]  # of 512 + 32 rows, and the one with contextual tokens
+        assert [len(one) for one in keys] == [33, 33]
+        assert int(keys[1].sum()) < 0.75 * int(keys[0].sum())
+        assert bool((keys[1][:, 0] > 0).all())  # contextual tokens look at all history
 
 
 @pytest.mark.parametrize("contextual", [0, 5])
@@ -158,7 +181,7 @@ def test_an_unknown_number_of_tiles_is_bounded(monkeypatch):
     known = layout_of(samples(1, SHAPES))
     unknown = layout_of(samples(1, SHAPES))
     items = [work(AttentionMask(), known, 8, 8) for work in (row_work, key_work)]
-    monkeypatch.setattr(SequenceLayout, "host_lengths", None)
+    monkeypatch.setattr(SequenceLayout, "host_copy", None)
     bounded = [work(AttentionMask(), unknown, 8, 8) for work in (row_work, key_work)]
     for exact, longer in zip(items, bounded, strict=True):
         assert len(longer) == known.total_len // 8 + known.batch_size
@@ -170,7 +193,7 @@ def test_an_unknown_number_of_tiles_is_bounded(monkeypatch):
 def test_an_unknown_number_of_tiles_is_bounded_with_a_cache_too(monkeypatch):
     cuts = [cut(samples(1, SHAPES), [5, 0, 0, 20, 2, 11]) for _ in range(2)]
     exact = cached_work(AttentionMask(), cuts[0].layout, cuts[0].cache_layout, 8, 8)
-    monkeypatch.setattr(SequenceLayout, "host_lengths", None)
+    monkeypatch.setattr(SequenceLayout, "host_copy", None)
     longer = cached_work(AttentionMask(), cuts[1].layout, cuts[1].cache_layout, 8, 8)
     assert len(longer) == cuts[0].layout.total_len // 8 + cuts[0].layout.batch_size
     assert torch.equal(longer[: len(exact)], exact) and not longer[len(exact) :].any()

@@ -49,11 +49,11 @@ def assert_equal_lists(seed: int, device: str = "cpu") -> None:
     chance = random.Random(seed)
     layout, mask = random_case(chance)
     tile, block = chance.choice(TILES)
-    section = chance.choice([None, 500])
+    section, tail = chance.choice([None, 500]), chance.choice([None, 0, 1, 64, 200])
     for keys, expected in ((False, _row_work), (True, _key_work)):
-        wanted = expected(mask, layout, tile, block, section)
-        found = items_of(mask, layout.to(device), tile, block, section, keys=keys)
-        assert torch.equal(found.cpu(), wanted), (mask, layout.lengths, layout.num_targets, keys)
+        wanted = expected(mask, layout, tile, block, section, tail)
+        found = items_of(mask, layout.to(device), tile, block, section, tail, keys=keys)
+        assert torch.equal(found.cpu(), wanted), (mask, layout.lengths, layout.num_targets, keys, tail)
 
 
 @interpreted
@@ -91,9 +91,9 @@ def test_it_fits_into_the_registers(keys, window, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     environment.prefer_packaged_ptxas()
     constants = {"KEYS": keys, "TILE": 128, "BLOCK": 64, "SECTIONED": not window, "WINDOWED": window}
-    constants |= {"TARGET_WINDOW": window, "CONTEXTUAL_READS": True, "LANES": 128}
+    constants |= {"TARGET_WINDOW": window, "CONTEXTUAL_READS": True, "TAIL": window, "LANES": 128}
     signature = dict.fromkeys(items_kernel.arg_names[:7], "*i64")
-    signature |= dict.fromkeys(items_kernel.arg_names[7:15], "i32")
+    signature |= dict.fromkeys(items_kernel.arg_names[7:16], "i32")
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(items_kernel, signature=signature, constexprs=constants)
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
