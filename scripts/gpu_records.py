@@ -1,0 +1,107 @@
+#!/usr/bin/env python3
+"""One list of what the GPU benchmarks wrote into a folder, in one form.
+
+    python scripts/gpu_records.py FOLDER
+
+Reads ops.json, stu.json, logp.json, topk.json, jagged.json, step.json and serving.json, as far as they are
+there, and writes record.json: a list of `{op, backend, shape, pass, ms, tflops, peak_mb, ok, commit}`. `pass`
+is `fwd`, `bwd` or `fwd+bwd`; `peak_mb` is in MiB, beyond what the call was given, of a training step all
+that it holds; null is what a benchmark does not measure. What it measures besides (bytes a second, the host's
+time, recall, ratios) stays in its own file. Exit code 1 when one of them is wrong, or there is nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+Entry = dict[str, Any]
+
+FIELDS = ("op", "backend", "shape", "pass", "ms", "tflops", "peak_mb", "ok", "commit")
+
+WAYS = ("uncached", "one_pass", "prefill", "eager", "cached", "pieces")
+"""Of scoring, each waited for alone, as `bench_serving.py` explains them."""
+
+
+def _as_it_is(entry: Entry) -> list[Entry]:
+    """Ops, layers and moved rows: `extra_mb` is the peak of those that say it."""
+    return [{"tflops": None, "peak_mb": entry.get("extra_mb")} | entry]
+
+
+def _top_k(entry: Entry) -> list[Entry]:
+    """Exact search on a GPU; an index is searched on the CPU."""
+    if entry["search"] != "exact":
+        return []
+    flop = 2 * entry["queries"] * entry["items"] * entry["dim"]
+    return [
+        entry
+        | {
+            "op": "top_k",
+            "shape": "B{queries} V{items} D{dim} k{k} {dtype}".format_map(entry),
+            "pass": "fwd",
+            "ms": entry["milliseconds"],
+            "tflops": flop / entry["milliseconds"] / 1e9,
+            "peak_mb": entry["extra_mib"],
+            # A wrong answer is not recorded at all.
+            "ok": True,
+        }
+    ]
+
+
+def _step(entry: Entry) -> list[Entry]:
+    shape = "{variant} B{batch} L{history} E{embedding_dim} {num_layers} layers".format_map(entry)
+    return [entry | {"op": "training_step", "shape": shape, "pass": "fwd+bwd"}]
+
+
+def _scoring(entry: Entry) -> list[Entry]:
+    shape = "{variant} B{rows} L{history} candidates {candidates}".format_map(entry)
+    known = {"op": "scoring", "shape": shape, "pass": "fwd", "ms": None, "tflops": None, "peak_mb": None}
+    times = {way: entry.get(f"{way}_ms") for way in WAYS}
+    timed = [{"shape": f"{shape}, {way}", "ms": ms} for way, ms in times.items() if ms is not None]
+    return [entry | known | one for one in timed or [{}]]
+
+
+FORMS: dict[str, Callable[[Entry], list[Entry]]] = {
+    "ops": _as_it_is,
+    "stu": _as_it_is,
+    "logp": _as_it_is,
+    "topk": _top_k,
+    "jagged": _as_it_is,
+    "step": _step,
+    "serving": _scoring,
+}
+
+
+def records(folder: Path) -> list[Entry]:
+    """What record.json holds for the files of a folder."""
+    found = []
+    for name, form in FORMS.items():
+        path = folder / f"{name}.json"
+        entries: Iterable[Entry] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else ()
+        found += [{field: made[field] for field in FIELDS} for entry in entries for made in form(entry)]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="One list of what GPU benchmarks wrote.", allow_abbrev=False)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args(arguments).folder
+    found = records(folder)
+    if not found:
+        known = ", ".join(f"{name}.json" for name in FORMS)
+        print(f"{folder}: there is nothing to put together; expected are {known}", file=sys.stderr)
+        return 1
+    (folder / "record.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    wrong = [entry for entry in found if entry["ok"] is False]
+    for entry in wrong:
+        print("WRONG: {op} {backend} {shape} {pass}".format_map(entry), file=sys.stderr)
+    print(f"{folder / 'record.json'}: {len(found)} measurements, {len(wrong)} of them wrong")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
