@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import platform
 import subprocess
 import sys
@@ -133,19 +134,20 @@ def check_ptxas() -> Iterator[Finding]:
     """Triton 3.6 and 3.7 bring an assembler that miscompiles some Hopper code; 13.3 does not."""
     environment.prefer_packaged_ptxas()
     path = environment.find_ptxas()
-    if path is None or environment.driver_version() is None:
+    if environment.driver_version() is None:
+        return
+    if path is None:
+        named = os.environ.get("TRITON_PTXAS_PATH")
+        if named:
+            detail = f"TRITON_PTXAS_PATH names {named}, which cannot be run: kernels cannot be compiled"
+            yield Finding("warning", "ptxas", detail, environment.newer_ptxas())
         return
     version = environment.tool_version(path)
     if environment.version_numbers(version) >= environment.MINIMAL_PTXAS:
         yield Finding("ok", "ptxas", f"{version} ({path})")
         return
     detail = f"{version or 'unknown version'} ({path}); before 13.3 it miscompiles some kernels on Hopper"
-    yield Finding(
-        "warning",
-        "ptxas",
-        detail,
-        "pip install 'nvidia-cuda-nvcc>=13.3'",
-    )
+    yield Finding("warning", "ptxas", detail, environment.newer_ptxas())
 
 
 def describe_device() -> str:

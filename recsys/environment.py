@@ -142,6 +142,13 @@ def find_ptxas() -> str | None:
     return shutil.which("ptxas")
 
 
+def newer_ptxas() -> str:
+    """The line to type for an assembler that is fit for Hopper, when the one at hand is not."""
+    install = "pip install 'nvidia-cuda-nvcc>=13.3'"
+    # The one that the user named is taken before any that is installed.
+    return f"unset TRITON_PTXAS_PATH; {install}" if os.environ.get("TRITON_PTXAS_PATH") else install
+
+
 def version_numbers(version: str) -> tuple[int, ...]:
     """`13.5` as (13, 5); empty for an unknown version."""
     return tuple(int(part) for part in version.split(".") if part.isdigit())

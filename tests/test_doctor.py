@@ -69,6 +69,15 @@ def test_an_old_ptxas_is_a_warning(monkeypatch, shown, state):
     assert finding.state == state
 
 
+def test_a_ptxas_that_is_not_there_is_a_warning(monkeypatch, tmp_path):
+    monkeypatch.setattr(diagnosis.environment, "driver_version", lambda: "570.86")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
+    (finding,) = diagnosis.check_ptxas()
+    assert finding.state == "warning"
+    assert finding.detail.startswith(f"TRITON_PTXAS_PATH names {tmp_path / 'ptxas'}, which cannot be run")
+    assert finding.remedy == "unset TRITON_PTXAS_PATH; pip install 'nvidia-cuda-nvcc>=13.3'"
+
+
 def test_no_compiler_is_a_warning_with_a_remedy():
     finding = diagnosis.check_compiler(None)
     assert (finding.state, finding.remedy) == ("warning", "apt install g++")

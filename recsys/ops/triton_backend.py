@@ -87,7 +87,7 @@ def _looked_for_hopper() -> str:
     path = environment.find_ptxas()
     found = environment.tool_version(path) if path else ""
     if environment.version_numbers(found) < environment.MINIMAL_PTXAS:
-        return "it needs ptxas 13.3 or later; type: pip install 'nvidia-cuda-nvcc>=13.3'"
+        return f"it needs ptxas 13.3 or later; type: {environment.newer_ptxas()}"
     return ""
 
 
@@ -100,7 +100,8 @@ def _warn_about_assembler() -> None:
     if on_hopper and environment.version_numbers(version) < environment.MINIMAL_PTXAS:
         logger.warning(
             "ptxas %s (%s) miscompiles some Triton kernels on Hopper: wrong numbers or illegal accesses. "
-            "Type: pip install 'nvidia-cuda-nvcc>=13.3'",
+            "Type: %s",
             version or "of unknown version",
             path,
+            environment.newer_ptxas(),
         )
