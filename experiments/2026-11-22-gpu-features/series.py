@@ -33,7 +33,7 @@ def main() -> int:
     if options.process is None:
         command = [sys.executable, __file__, *sys.argv[1:], "--process"]
         processes = [subprocess.Popen([*command, str(number)]) for number in range(options.parallel)]
-        code = max(process.wait() for process in processes)
+        code = max((process.wait() for process in processes), default=0)
         print(summary(options), flush=True)
         return code
     return serve(options)
