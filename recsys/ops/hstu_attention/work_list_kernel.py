@@ -1,4 +1,6 @@
-"""The items of `work_list` from one kernel: a program has some tiles, each is a number in its registers.
+"""The items of `work_list` from two kernels, one that makes them and one that puts them in order.
+
+A program has some tiles, each is a number in its registers.
 
 The rules are those of `recsys.ops.mask.row_intervals` and `column_intervals`, at the same edges, and of
 `work_list`; tests compare every number. All in int64.
@@ -81,11 +83,17 @@ def _longer(start, end, other_start, other_end):
     return tl.where(first, start, other_start), tl.where(first, end, other_end)
 
 
+@triton.jit
+def _left_out(oldest, contextual, TILE: tl.constexpr):
+    """The tiles [behind, end) of nothing but older history."""
+    end = tl.maximum(oldest, contextual) // TILE
+    return tl.minimum(end, (contextual + TILE - 1) // TILE), end
+
+
 @triton.jit(
     do_not_specialize=[
         "num_tiles",
         "batch_size",
-        "steps",
         "contextual",
         "window",
         "prefix",
@@ -95,33 +103,41 @@ def _longer(start, end, other_start, other_end):
     ]  # fmt: skip
 )
 def items_kernel(
-    offsets, lengths, num_targets, ends, sections, items, order_by,
-    num_tiles, batch_size, steps, contextual, window, prefix, group_size, total_len, tail,
+    offsets, lengths, num_targets, sections, items, order_by,
+    num_tiles, batch_size, contextual, window, prefix, group_size, total_len, tail,
     KEYS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SECTIONED: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
-    TAIL: tl.constexpr, LANES: tl.constexpr,
+    TAIL: tl.constexpr, LANES: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
     """items [num_tiles, NUM_COLUMNS] and what to sort them by, the largest first.
 
-    `ends` [B]: tiles up to each sample's last; `sections` [B], of the samples. `steps`: 2^steps > B.
+    `sections` [B], of the samples. Tiles past the last one of the last sample are none.
     """
     number = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = number < num_tiles
-    low, high = number * 0, number * 0 + batch_size
-    for _ in range(steps):
-        middle = (low + high) // 2
-        passed = tl.load(ends + middle, mask=inside & (low < high), other=MOST) <= number
-        low, high = tl.where(passed, middle + 1, low), tl.where(passed, high, middle)
-    sample, is_real = low, inside & (low < batch_size)
+    sample, before = number * 0, number * 0  # tiles of the samples before
+    passed = tl.sum(number * 0)
+    for block in range(0, batch_size, SAMPLES):
+        one = block + tl.arange(0, SAMPLES)
+        some = tl.load(lengths + one, mask=one < batch_size, other=0)
+        count = (some + TILE - 1) // TILE
+        if TAIL and not KEYS:
+            oldest = tl.maximum(some - tl.load(num_targets + one, mask=one < batch_size, other=0) - tail, 0)
+            behind, end = _left_out(oldest, contextual, TILE)
+            count -= tl.where(one < batch_size, end - behind, 0)
+        ends = passed + tl.cumsum(count, 0)
+        is_before = (ends[None, :] <= number[:, None]) & (one < batch_size)[None, :]
+        sample += tl.sum(is_before.to(tl.int64), 1)
+        before = tl.maximum(before, tl.max(tl.where(is_before, ends[None, :], 0), 1))
+        passed += tl.sum(count)
+    is_real = inside & (sample < batch_size)
     length = tl.load(lengths + sample, mask=is_real, other=0)
     history_end = length - tl.load(num_targets + sample, mask=is_real, other=0)
     start = tl.load(offsets + sample, mask=is_real, other=0)
-    place = number - tl.load(ends + sample, mask=is_real, other=0) + (length + TILE - 1) // TILE
+    place = number - before
     oldest = tl.maximum(history_end - tail, 0)  # of the history that counts, where not all of it does
     if TAIL and not KEYS:
-        end = tl.maximum(oldest, contextual) // TILE
-        behind = tl.minimum(end, (contextual + TILE - 1) // TILE)
-        place -= end - behind
+        behind, end = _left_out(oldest, contextual, TILE)
         place += tl.where(place >= behind, end - behind, 0)
     first = tl.where(is_real, place * TILE, 0)
     last = tl.minimum(first + TILE, length) - 1
@@ -216,3 +232,22 @@ def items_kernel(
         section = tl.load(sections + sample, mask=is_real, other=0)
         work = tl.where(some, (total_len - section) * (total_len // BLOCK + 2 * NUM_COLUMNS) + work, 0)
     tl.store(order_by + number, work, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def order_kernel(items, order_by, ordered, num_tiles, LANES: tl.constexpr, OTHERS: tl.constexpr):
+    """`ordered` = `items` [num_tiles, NUM_COLUMNS], the largest of `order_by` first, equals as they were: a
+    tile's place is the number of those that come before it."""
+    number = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    inside = number < num_tiles
+    own = tl.load(order_by + number, mask=inside, other=0)[:, None]
+    place = tl.zeros([LANES], tl.int32)
+    for block in range(0, num_tiles, OTHERS):
+        other = block + tl.arange(0, OTHERS)
+        theirs = tl.load(order_by + other, mask=other < num_tiles, other=-1)[None, :]
+        first = (theirs > own) | ((theirs == own) & (other[None, :] < number[:, None]))
+        place += tl.sum(first.to(tl.int32), 1)
+    column = tl.arange(0, 16)[None, :]
+    used = inside[:, None] & (column < NUM_COLUMNS)
+    item = tl.load(items + number[:, None] * NUM_COLUMNS + column, mask=used, other=0)
+    tl.store(ordered + place[:, None] * NUM_COLUMNS + column, item, mask=used)

@@ -1,18 +1,27 @@
-"""Work lists of a batch from one kernel and a sort, in place of some hundred operations on small tensors."""
+"""Work lists of a batch from two kernels, in place of some hundred operations on small tensors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention.work_list import num_tiles_of, sections_of, tiles_left_out
-from recsys.ops.hstu_attention.work_list_kernel import NUM_COLUMNS, items_kernel
+from recsys.ops.hstu_attention.work_list import num_tiles_of, sections_of
+from recsys.ops.hstu_attention.work_list_kernel import NUM_COLUMNS, items_kernel, order_kernel
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.triton_start import start
 
 LANES = 128
 """Tiles of a program."""
+
+SAMPLES = 32
+"""That it looks at, at a time, for those of its tiles."""
+
+ORDERED, OTHERS = 32, 256
+"""Tiles of a program that puts them in order, and of those that it compares them with at a time."""
+
+MOST_COMPARED = 2**14
+"""Tiles, above which comparing each with each takes longer than a sort."""
 
 
 def items_of(
@@ -26,17 +35,13 @@ def items_of(
     keys: bool,
 ) -> Tensor:
     """What `work_list.row_work` returns, or `key_work`."""
-    left_out = None if keys else tail  # of keys no tile is left out, but blocks that they would visit
-    device, num_tiles = layout.device, num_tiles_of(layout, tile, left_out)
+    # Of keys no tile is left out, but blocks that they would visit.
+    device, num_tiles = layout.device, num_tiles_of(layout, tile, None if keys else tail)
     items = torch.empty(num_tiles, NUM_COLUMNS.value, dtype=torch.int64, device=device)
     if num_tiles == 0:
         return items
     sections = None if section is None else sections_of(layout.lengths, section)
     order_by = torch.empty(num_tiles, dtype=torch.int64, device=device)
-    counts = (layout.lengths + tile - 1) // tile
-    if left_out is not None:
-        counts = counts - tiles_left_out(layout.history_end, layout.num_contextual, tile, tail).count
-    ends = counts.cumsum(0)
     start(
         items_kernel,
         -(-num_tiles // LANES),
@@ -44,15 +49,13 @@ def items_of(
             layout.offsets,
             layout.lengths,
             layout.num_targets,
-            ends,
-            ends if sections is None else sections,
+            layout.lengths if sections is None else sections,
             items,
             order_by,
         ),
         (
             num_tiles,
             layout.batch_size,
-            layout.batch_size.bit_length(),
             layout.num_contextual,
             mask.window or 0,
             mask.prefix,
@@ -70,7 +73,24 @@ def items_of(
             "CONTEXTUAL_READS": mask.contextual_reads_history,
             "TAIL": tail is not None,
             "LANES": LANES,
+            "SAMPLES": SAMPLES,
             "num_warps": 4,
         },
     )
-    return items.index_select(0, torch.argsort(order_by, descending=True, stable=True))
+    return _in_order(items, order_by)
+
+
+def _in_order(items: Tensor, order_by: Tensor) -> Tensor:
+    """The items with the largest number first, equals as they were."""
+    num_tiles = items.shape[0]
+    if num_tiles > MOST_COMPARED:
+        return items.index_select(0, torch.argsort(order_by, descending=True, stable=True))
+    ordered = torch.empty_like(items)
+    start(
+        order_kernel,
+        -(-num_tiles // ORDERED),
+        (items, order_by, ordered),
+        (num_tiles,),
+        {"LANES": ORDERED, "OTHERS": OTHERS, "num_warps": 4},
+    )
+    return ordered

@@ -13,6 +13,7 @@ from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention.work_list import _key_work, _row_work
 from tests.ops.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
 
+ORDERING = {"LANES": 32, "OTHERS": 256}
 TILES = ((128, 64), (64, 128), (128, 128), (16, 32))
 FLAGS = [(keys, window) for keys in (True, False) for window in (True, False)]
 
@@ -23,7 +24,8 @@ def few_lanes(monkeypatch):
     from recsys.ops.hstu_attention import work_list_start
 
     mend_interpreter(monkeypatch)
-    monkeypatch.setattr(work_list_start, "LANES", 16)
+    for name, value in (("LANES", 16), ("SAMPLES", 2), ("ORDERED", 8), ("OTHERS", 16)):
+        monkeypatch.setattr(work_list_start, name, value)
 
 
 def random_case(chance: random.Random) -> tuple[SequenceLayout, AttentionMask]:
@@ -74,6 +76,16 @@ def test_tiles_that_are_none_come_last(few_lanes):
     assert torch.equal(items_of(AttentionMask(), unknown, 16, 32, None, keys=False)[: len(known)], known)
 
 
+@interpreted
+def test_a_long_list_is_sorted(few_lanes, monkeypatch):
+    """In the same order as the kernel's, which compares each tile with each."""
+    from recsys.ops.hstu_attention import work_list_start
+
+    for seed in range(5):
+        monkeypatch.setattr(work_list_start, "MOST_COMPARED", 0)
+        assert_equal_lists(seed)
+
+
 @starts_it
 def test_the_kernel_in_the_interpreter():
     run_interpreted(__file__)
@@ -86,21 +98,28 @@ def test_it_fits_into_the_registers(keys, window, tmp_path, monkeypatch):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from recsys.ops.hstu_attention.work_list_kernel import items_kernel
+    from recsys.ops.hstu_attention.work_list_kernel import items_kernel, order_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     environment.prefer_packaged_ptxas()
     constants = {"KEYS": keys, "TILE": 128, "BLOCK": 64, "SECTIONED": not window, "WINDOWED": window}
-    constants |= {"TARGET_WINDOW": window, "CONTEXTUAL_READS": True, "TAIL": window, "LANES": 128}
-    signature = dict.fromkeys(items_kernel.arg_names[:7], "*i64")
-    signature |= dict.fromkeys(items_kernel.arg_names[7:16], "i32")
-    signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(items_kernel, signature=signature, constexprs=constants)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-    (tmp_path / "kernel.ptx").write_text(ptx)
-    command = [environment.find_ptxas(), "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", os.devnull]
-    report = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
-    assert re.search("0 bytes spill stores, 0 bytes spill loads", report), report
+    constants |= {
+        "TARGET_WINDOW": window,
+        "CONTEXTUAL_READS": True,
+        "TAIL": window,
+        "LANES": 128,
+        "SAMPLES": 32,
+    }
+    for kernel, pointers, sizes in ((items_kernel, 6, constants), (order_kernel, 3, ORDERING)):
+        signature = dict.fromkeys(kernel.arg_names[:pointers], "*i64")
+        signature |= dict.fromkeys(kernel.arg_names[pointers : -len(sizes)], "i32")
+        signature |= dict.fromkeys(sizes, "constexpr")
+        source = ASTSource(kernel, signature=signature, constexprs=sizes)
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+        (tmp_path / "kernel.ptx").write_text(ptx)
+        command = [environment.find_ptxas(), "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", os.devnull]
+        report = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
+        assert re.search("0 bytes spill stores, 0 bytes spill loads", report), report
 
 
 @pytest.mark.gpu
