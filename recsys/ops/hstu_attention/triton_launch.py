@@ -402,4 +402,4 @@ def _fast(q: Tensor) -> int:
     """What of a GPU's own the kernels use, see `triton_tile`."""
     if q.device.type != "cuda" or q.dtype == torch.float32:
         return 0
-    return 2 if q.dtype == torch.bfloat16 else 1
+    return 2

@@ -8,7 +8,7 @@ Numbers that belong together travel as tuples:
     rule    num_contextual, window, prefix, group_size
     RULE    WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS: which parts of the mask there are
 
-FAST says what only GPUs have: 0 nothing, 1 inline PTX, 2 also a sigmoid of 11 bits, for bfloat16.
+FAST says what only GPUs have: 0 nothing, 1 inline PTX, 2 also a sigmoid of 11 bits, for 16 bits.
 """
 
 import triton
@@ -205,7 +205,7 @@ def relative_position(i, history_end, group_size, RULE: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """To about 11 bits, more than bfloat16 has but no more than float16: one instruction."""
+    """To about 11 bits, one instruction. float16 has as many, and its results are no further off for it."""
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )

@@ -143,8 +143,10 @@ def _row_work(
 
 
 def _has_kernel(layout: SequenceLayout) -> bool:
-    """Whether `work_list_start` makes the list."""
-    return layout.device.type == "cuda" and not torch.compiler.is_compiling()
+    """Whether `work_list_start` makes the list. Not where an op is looked into, for a graph: its tensors are
+    of other types there, and hold no numbers."""
+    is_real = type(layout.lengths) is Tensor and not torch.compiler.is_compiling()
+    return layout.device.type == "cuda" and is_real
 
 
 def _in_sections(
