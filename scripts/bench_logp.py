@@ -6,11 +6,12 @@
 The loss of a catalogue, forward and backward, bfloat16, all gradients, random upstream gradients for both
 outputs. Beside it, with `--peers`, two ways of PyTorch. Chunked: `cross_entropy` over as many rows at a time
 as make 2^28 scores, under `checkpoint`. Held, where there is room: `cross_entropy` of all scores at once, in
-bfloat16, in as few passes as one can write it; its products are the library's. A case may be twice as far
-from float64 as PyTorch that holds its scores in bfloat16. Memory is what is allocated at most beyond inputs
-and gradients. `--record` writes a list of `{op, backend, shape, pass, ms, tflops, extra_mb, ok, commit}`;
-useful FLOP are 6 N V D: two products backward, one forward. On a CPU it runs a tiny shape, to test itself.
-Exit code 1 when a case was wrong.
+bfloat16, in as few passes as one can write it; its products are the library's. Compared are 1024 rows with
+all candidates; a case may be twice as far from float64 as PyTorch in bfloat16 is, also in the gradients of
+those candidates alone that are no row's target. Memory is what is allocated at most beyond inputs and
+gradients. `--record` writes a list of `{op, backend, shape, pass, ms, tflops, extra_mb, ok, commit}`; useful
+FLOP are 6 N V D: two products backward, one forward. On a CPU it runs a tiny shape, to test itself. Exit code
+1 when a case was wrong.
 """
 
 from __future__ import annotations
@@ -39,8 +40,14 @@ CHUNK_SCORES = 1 << 28
 HELD_SCORES = 1 << 31
 """Most scores that are held all at once: 4 GiB in bfloat16, several times."""
 
-CHECKED = (1024, 20_000)
-"""Rows and candidates of a case that are compared, at most: float64 scores for each pair."""
+CHECKED_ROWS = 1024
+"""Of a case, at most, are compared with float64 scores of all candidates."""
+
+COMPARED_NUMBERS = 1 << 26
+"""Of two matrices at a time."""
+
+FEW = 1 << 17
+"""Candidates of which several sets of inputs are made: one might stay in a cache."""
 
 TEMPERATURE = 0.05
 
@@ -149,45 +156,75 @@ def with_gradients(inputs: Inputs, outs: list[Tensor]) -> list[Tensor]:
     return [*(out.detach() for out in outs), *torch.autograd.grad(outs, inputs.leaves, given)]
 
 
+def from_scores(inputs: Inputs) -> list[Tensor]:
+    """Outputs and gradients of `by_scores`, a few rows at a time."""
+    size, weight = max(1, CHUNK_SCORES // inputs.weight.shape[0]), inputs.weight
+    of_rows = (inputs.hidden.detach(), inputs.target, *inputs.cotangents)
+    kept, of_weight = [], torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    for hidden, target, *cotangents in zip(*(one.split(size) for one in of_rows), strict=True):
+        part = Inputs(hidden.requires_grad_(), weight, target, cotangents)
+        *rows, share = with_gradients(part, by_scores(part))
+        kept.append(rows)
+        of_weight += share
+    return [*(torch.cat(parts) for parts in zip(*kept, strict=True)), of_weight]
+
+
+def sizes(matrix: Tensor, chosen: Tensor, less: Tensor | None = None) -> Tensor:
+    """Norm and largest number, float64, of the rows of `matrix - less` [n, ...] that are `chosen` [n]."""
+    less = matrix.new_zeros(1).expand(matrix.shape) if less is None else less
+    squares = largest = torch.zeros((), dtype=torch.float64, device=matrix.device)
+    rows = max(1, COMPARED_NUMBERS // max(1, matrix[:1].numel()))
+    for one, two, which in zip(matrix.split(rows), less.split(rows), chosen.split(rows), strict=True):
+        if which.any():
+            apart = one[which].double() - two[which].double()
+            squares, largest = squares + apart.square().sum(), torch.maximum(largest, apart.abs().max())
+    return torch.stack([squares.sqrt(), largest])
+
+
 def widest_error(case: Case, device: str, backend: str) -> float:
     """Of all outputs and gradients, relative to what is allowed; above 1 is wrong."""
-    small = Case(min(case.rows, CHECKED[0]), min(case.candidates, CHECKED[1]), case.width)
-    inputs = make_inputs(small, device, seed=1)
+    inputs = make_inputs(case._replace(rows=min(case.rows, CHECKED_ROWS)), device, seed=1)
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs.leaves]
-    exact = Inputs(wide[0], wide[1], inputs.target, inputs.cotangents)
+    exact = Inputs(wide[0], wide[1], inputs.target, [one.double() for one in inputs.cotangents])
     ours = with_gradients(inputs, by_op(inputs, backend))
     if backend not in ("auto", last_backend("linear_logp")):
         raise RuntimeError(f"{backend} was asked for, {last_backend('linear_logp')} ran")
-    theirs, want = with_gradients(inputs, by_scores(inputs)), with_gradients(exact, by_scores(exact))
+    theirs, want = from_scores(inputs), from_scores(exact)
+    all_rows = torch.ones(inputs.hidden.shape[0], dtype=torch.bool, device=device)
+    is_target = torch.zeros(case.candidates, dtype=torch.bool, device=device)
+    is_target[inputs.target] = True
     worst = 0.0
-    for got, other, right in zip(ours, theirs, want, strict=True):
-        for size in (torch.linalg.vector_norm, lambda difference: difference.abs().max()):
-            allowed = FACTOR * size(other.double() - right) + 1e-3 * size(right)
-            error = size(got.double() - right) / allowed
-            worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
+    for place, chosen in ((0, all_rows), (1, all_rows), (2, all_rows), (3, is_target), (3, ~is_target)):
+        got, other, right = ours[place], theirs[place], want[place]
+        allowed = FACTOR * sizes(other, chosen, right) + 1e-3 * sizes(right, chosen)
+        error = (sizes(got, chosen, right) / allowed.clamp(min=1e-30)).max()
+        worst = max(worst, float(error) if bool(error.isfinite()) else float("inf"))
     return worst
 
 
-def measure(case: Case, run: Callable[[Inputs], list[Tensor]], device: str, repeats: int) -> list[float]:
+def measure(
+    case: Case, run: Callable[[Inputs], list[Tensor]], device: str, repeats: int, warm: int = 3
+) -> list[float]:
     """ms of forward, ms of forward and backward, MiB beyond inputs and gradients."""
-    inputs = make_inputs(case, device, seed=2)
+    inputs = [make_inputs(case, device, seed) for seed in range(2, 5 if case.candidates <= FEW else 3)]
 
-    def forward(_: int) -> None:
+    def forward(i: int) -> None:
         with torch.no_grad():
-            run(inputs)
+            run(inputs[i % len(inputs)])
 
-    def both(_: int) -> None:
-        outs = run(inputs)
-        torch.autograd.grad(outs, inputs.leaves, inputs.cotangents[: len(outs)])
+    def both(i: int) -> None:
+        given = inputs[i % len(inputs)]
+        outs = run(given)
+        torch.autograd.grad(outs, given.leaves, given.cotangents[: len(outs)])
 
-    found = [median_ms(forward, device, repeats), median_ms(both, device, repeats)]
+    of_forward = median_ms(forward, device, repeats, warm)
     if device != "cuda":
-        return [*found, float("nan")]
+        return [of_forward, median_ms(both, device, repeats, warm), float("nan")]
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    both(0)
-    gradients = sum(leaf.numel() * leaf.element_size() for leaf in inputs.leaves)
-    return [*found, (torch.cuda.max_memory_allocated() - before - gradients) / 2**20]
+    of_both = median_ms(both, device, repeats, warm)
+    gradients = sum(leaf.numel() * leaf.element_size() for leaf in inputs[0].leaves)
+    return [of_forward, of_both, (torch.cuda.max_memory_allocated() - before - gradients) / 2**20]
 
 
 def bench(
@@ -204,13 +241,15 @@ def bench(
         return [Record("linear_logp", backend, case.shape, "fwd+bwd", None, None, None, False, commit)]
     records = []
     name = last_backend("linear_logp") or backend
-    ways = [(name, lambda inputs: by_op(inputs, backend), repeats)]
+    ways = [(name, lambda inputs: by_op(inputs, backend), (repeats, 3))]
     if peers:
-        ways.append(("chunked PyTorch", by_chunks, 2))
+        ways.append(("chunked PyTorch", by_chunks, (1 if case.candidates > 1 << 20 else 2, 1)))
         if case.rows * case.candidates <= HELD_SCORES:
-            ways.append(("held scores", by_held, repeats))
+            ways.append(("held scores", by_held, (repeats, 3)))
     for name, run, times in ways:
-        forward, both, extra = measure(case, run, device, times)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        forward, both, extra = measure(case, run, device, *times)
         for direction, ms, flop in (("fwd", forward, case.flop / 3), ("fwd+bwd", both, case.flop)):
             memory = extra if direction == "fwd+bwd" and extra == extra else None
             tflops = flop / ms / 1e9

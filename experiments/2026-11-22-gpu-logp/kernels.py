@@ -4,8 +4,9 @@
     python experiments/2026-11-22-gpu-logp/kernels.py --float32     # as the ml_1m configs call it
 
 A pass is what a call of the op does, from outputs or gradients that are there: forward; backward to hidden
-alone, to the weight alone, to both. With --float32 the reference stands beside Triton. Right numbers are the
-business of tests/ops/linear_logp/test_linear_logp_gpu.py.
+alone, to the weight alone, to both. The gradients of narrow rows are Triton's in both backends. With
+--float32 the reference stands beside Triton. Right numbers are the business of
+tests/ops/linear_logp/test_linear_logp_gpu.py.
 """
 
 import argparse

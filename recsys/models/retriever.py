@@ -25,6 +25,7 @@ from recsys.models.catalogue import rank_targets
 from recsys.models.halves import without_catalogue
 from recsys.modules.flops import linear_flops
 from recsys.modules.item_encoder import ItemEncoder
+from recsys.modules.losses.base import widen
 from recsys.modules.losses.softmax import IGNORED
 from recsys.modules.preprocessors.preprocessed import inputs_of
 from recsys.modules.sequence import JaggedSequence, following
@@ -38,8 +39,8 @@ MAX_SCORES = 2**24
 
 @dataclass(frozen=True, eq=False)
 class RetrieverOutputs:
-    """Vectors to compare, float32. While the model trains they are as they come, and its objective compares
-    them as of unit length where the config says so; else they have it.
+    """Vectors to compare, float32. While the model trains they are bfloat16 where its precision is that, and
+    as they come: its objective compares them as of unit length where the config says so; else they have it.
 
     Attributes:
         queries: [U, E], what each event of each history expects next.
@@ -65,7 +66,7 @@ class Items(NamedTuple):
 
 
 class SharedVectors(NamedTuple):
-    """Items that all rows of a batch share: float32 [V, E] negatives and [D, E] those of its histories."""
+    """Items that all rows of a batch share: [V, E] negatives and [D, E] those of its histories."""
 
     items: Tensor
     batch_items: Tensor
@@ -98,6 +99,7 @@ class Retriever(Model):
             ItemEncoder(config.item_encoder, pipeline=pipeline) if config.HasField("item_encoder") else None,
             features.shared_columns(pipeline),
             l2_normalize=config.l2_normalize,
+            trains_in=torch.bfloat16 if self.precision == pb.BF16 else None,
         )
         (item,) = (one for one in pipeline.features if one.name == config.item_feature)
         self.objective = NextItemLoss(
@@ -178,13 +180,15 @@ class Retriever(Model):
 
 
 class ComparableVectors(nn.Module):
-    """Queries and items in one space, in float32.
+    """Queries and items in one space, in float32 but while the model trains.
 
     Args:
         postprocess: applied to queries.
         encode: the item tower; None leaves an item its embedding.
         shared_columns: `features.shared_columns`.
         l2_normalize: make all of unit length, but while the model trains: then the objective does it.
+        trains_in: type while the model trains; None leaves it float32. The objective's scores are sums in
+            float32, of products of vectors that are rounded to this.
     """
 
     def __init__(
@@ -194,12 +198,14 @@ class ComparableVectors(nn.Module):
         shared_columns: list[str],
         *,
         l2_normalize: bool,
+        trains_in: torch.dtype | None,
     ):
         super().__init__()
         self.postprocess = postprocess
         self.encode = encode
         self.shared_columns = shared_columns
         self.l2_normalize = l2_normalize
+        self.trains_in = trains_in
 
     def forward(self, mixed: JaggedSequence, embeddings: dict[str, Tensor], batch: Batch) -> RetrieverOutputs:
         """From mixed tokens and looked-up columns."""
@@ -219,7 +225,9 @@ class ComparableVectors(nn.Module):
         return SharedVectors(vectors[:negatives], vectors[negatives:])
 
     def _comparable(self, vectors: Tensor) -> Tensor:
-        """[n, E] of any float type -> at least float32 [n, E]."""
+        """[n, E] of any float type -> [n, E], at least float32 unless the model trains in less."""
+        if self.training and self.trains_in is not None:
+            return vectors.to(self.trains_in)
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
         if self.training or not self.l2_normalize:
             return vectors
@@ -273,6 +281,7 @@ class NextItemLoss(nn.Module):
         negatives, ids = outputs.items, batch.ids[features.NEGATIVES].values()
         # Behind the items stands what a position without a target is compared with, which no one looks at.
         others = torch.cat([outputs.batch_items, outputs.batch_items.new_zeros(1, negatives.shape[1])])
+        others = widen(others)  # an item's gradients are summed over all that look for it
         positives = others[torch.searchsorted(known, target)]
         if self.in_batch:
             negatives, ids = torch.cat([negatives, outputs.batch_items]), torch.cat([ids, known])

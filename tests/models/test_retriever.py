@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import normalize
 
 from recsys.models import Retriever, build_model
-from recsys.models.retriever import last_of_each
+from recsys.models.retriever import RetrieverOutputs, last_of_each
 from recsys.training.evaluator import evaluate
 from tests.modules.pipelines import (
     RETRIEVER,
@@ -248,6 +248,26 @@ def test_every_parameter_gets_a_gradient(texts):
     batch = batch_of(pipeline, random_rows(pipeline, SIZES), negatives)
     model.objective(model(batch), batch).sums.sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+@pytest.mark.parametrize("change", ["", UNIFORM, IN_BATCH], ids=["full", "uniform", "in batch"])
+def test_in_bfloat16_the_loss_of_a_step_is_of_rounded_vectors_in_float32(change):
+    """And an evaluation compares vectors in float32."""
+    pipeline = pipeline_of(RETRIEVER, change, "model { precision: BF16 }")
+    model = build(pipeline).train()
+    batch = batch_of(pipeline, random_rows(pipeline, SIZES), NEGATIVES if change else None)
+    outputs = model(batch)
+    assert outputs.queries.dtype == outputs.items.dtype == outputs.batch_items.dtype == torch.bfloat16
+    losses = model.objective(outputs, batch)
+    assert losses.sums.dtype == torch.float32
+    wide = RetrieverOutputs(*(one.detach().double() for one in vars(outputs).values()))
+    torch.testing.assert_close(
+        losses.sums.double(), model.objective(wide, batch).sums.double(), rtol=1e-5, atol=0
+    )
+    losses.sums.sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+    outputs = model.eval()(batch)
+    assert outputs.queries.dtype == outputs.items.dtype == torch.float32
 
 
 def test_rows_without_targets(model, pipeline):

@@ -19,7 +19,7 @@ IGNORED = -1
 
 @register(pb.SoftmaxLoss)
 class SoftmaxLoss(nn.Module):
-    """-log softmax(<query, item> / temperature)[target], in float32 whatever the precision of the model."""
+    """-log softmax(<query, item> / temperature)[target]; scores are float32 whatever the type of vectors."""
 
     kind: Kind = "retrieval"
 
@@ -68,8 +68,6 @@ class SoftmaxLoss(nn.Module):
             raise ValueError(
                 "positives and item_ids belong together: give both for shared negatives, or neither"
             )
-        # bfloat16 scores are too coarse for a small temperature.
-        queries, items = widen(queries), widen(items)
         if positives is None:
             return -linear_logp(
                 queries,
@@ -79,9 +77,7 @@ class SoftmaxLoss(nn.Module):
                 ignore_index=IGNORED,
                 l2_normalize=l2_normalize,
             ).logp
-        return self._against_drawn(
-            queries, items, targets, widen(positives), item_ids, log_weights, l2_normalize
-        )
+        return self._against_drawn(queries, items, targets, positives, item_ids, log_weights, l2_normalize)
 
     def _against_drawn(
         self,
@@ -103,6 +99,8 @@ class SoftmaxLoss(nn.Module):
             target_ids=targets,
             l2_normalize=l2_normalize,
         )
+        # bfloat16 scores are too coarse for a small temperature.
+        queries, positives = widen(queries), widen(positives)
         if l2_normalize:
             queries, positives = (F.normalize(rows, dim=1, eps=SHORTEST) for rows in (queries, positives))
         positive = (queries * positives).sum(1) / self.temperature

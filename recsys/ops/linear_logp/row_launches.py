@@ -19,12 +19,20 @@ from recsys.ops.linear_logp.launching import (
     to_whole_tiles,
 )
 from recsys.ops.linear_logp.recompute import Found, Operands, Parts, Upstream, is_row
-from recsys.ops.linear_logp.triton_rows import finish_kernel, target_kernel, upstream_kernel
+from recsys.ops.linear_logp.triton_rows import (
+    finish_kernel,
+    project_kernel,
+    target_kernel,
+    upstream_kernel,
+)
 
 LOG2E = math.log2(math.e)
 
 ROWS = 64
 """Of a program."""
+
+FEW_ROWS = 16
+"""Of a program that only reads and writes them."""
 
 
 def parts_of_sums(
@@ -72,6 +80,24 @@ def target_scores(operands: Operands, launch: Launch = launch_shortly) -> Tensor
         constants,
     )
     return scores
+
+
+def project(grad: Tensor, rows: Tensor, norms: Tensor) -> Tensor:
+    """[n, D], the gradient of rows from that of their normalised forms, [n, D or more], which is overwritten
+    where there is no more."""
+    count, width = rows.shape[0], int(rows.shape[1])
+    stride = int(grad.shape[1])
+    out = grad if stride == width else grad.new_empty(count, width)
+    constants = {"D": width, "STRIDE": stride, "BLOCK": FEW_ROWS, "BLOCK_D": padded_width(width)}
+    launch_shortly(
+        project_kernel,
+        (grad.dtype, rows.dtype, width, stride),
+        tiles_of(count, FEW_ROWS),
+        (grad, rows, norms, out),
+        (count,),
+        constants | {"num_warps": 4},
+    )
+    return out
 
 
 class Side(NamedTuple):

@@ -27,14 +27,14 @@ if (environment.installed_version("triton") or "").startswith(f"{triton_backend.
 def supports(facts: LogpFacts) -> Support:
     """Scores of 16 bits, nothing added to them, on a Hopper GPU.
 
-    For those who name it: "auto" may take it once its tests have passed on a GPU.
+    Rows that are to be normalised or end within 16 bytes are copied, in each pass anew.
     """
-    able = triton_backend.support(facts.device, facts.dtype)._replace(auto=False)
+    able = triton_backend.support(facts.device, facts.dtype)
     if not able.ok or facts.device != "cuda":
         return able._replace(ok=False, reason=able.reason or "it needs CUDA tensors", auto=False)
-    for missing in (_missing_from_the_call(facts), triton_backend.missing_for_hopper()):
+    for missing in (triton_backend.missing_for_hopper(), _missing_from_the_call(facts)):
         if missing:
-            return able._replace(ok=False, reason=missing, auto=False)
+            return able._replace(ok=False, reason=missing)
     return able
 
 
@@ -42,10 +42,8 @@ def _missing_from_the_call(facts: LogpFacts) -> str:
     for present, what in (
         (facts.has_bias, "it adds no bias"),
         (facts.has_ids, "it compares no ids"),
-        (facts.normalized, "it does not normalise"),
         (facts.dtype.itemsize != 2, f"it takes bfloat16 and float16, not {facts.dtype}"),
         (facts.width > MAX_WIDTH, f"hidden has {facts.width} columns, it takes up to {MAX_WIDTH}"),
-        (facts.width % 8 != 0, f"hidden has {facts.width} columns, it takes multiples of 8"),
         (torch.compiler.is_compiling(), "a graph cannot hold it"),
     ):
         if present:

@@ -1,4 +1,5 @@
-"""Launches of the Hopper kernels of `linear_logp`: sizes, parts. What is left for each row is Triton's."""
+"""Launches of the Hopper kernels of `linear_logp`: sizes, parts. What is left for each row is Triton's, and
+so are the gradients of narrow rows."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops.hstu_attention.sm90_start import Boxes, start, with_loadable_rows
-from recsys.ops.linear_logp import launching, row_launches
+from recsys.ops.linear_logp import launching, row_launches, triton_ops
 from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, Upstream, Wanted
 from recsys.ops.linear_logp.sm90_kernels import STRIP, forward_kernel, gradient_kernel
 from recsys.ops.linear_logp.sm90_wide import CHUNK, slopes_kernel, sums_kernel
@@ -35,9 +36,16 @@ class Sizes(NamedTuple):
 FORWARD = {64: Sizes(128, 6, 4, 120), 128: Sizes(128, 4, 4, 120), 256: Sizes(64, 4, 2, 240)}
 """By width."""
 
-OF_HIDDEN = {64: Sizes(128, 6, 2, 240), 128: Sizes(128, 4, 2, 240), 256: Sizes(64, 4, 2, 240)}
+OF_HIDDEN = {128: Sizes(128, 4, 2, 240), 256: Sizes(64, 4, 2, 240)}
 
 OF_WEIGHT = dict(OF_HIDDEN)
+
+NARROW = 64
+"""Up to this width Triton's gradients are faster: what there is beside the products is most of the work, and
+plain programs, several a processor, share it out better."""
+
+PIECE = 8
+"""Columns of 16 bytes."""
 
 WIDE_FROM = 257
 """Columns from which on gradients of scores are written, a section of the candidates at a time."""
@@ -54,15 +62,53 @@ LEAST_SECTION = 512
 
 
 def forward(operands: Operands) -> Parts:
-    """The arguments have been validated and are not empty; no bias, no ids, no norms."""
-    operands = launching.prepared(operands)
+    """The arguments have been validated and are not empty; no bias, no ids."""
+    operands = launching.prepared(with_own_rows(operands))
     return row_launches.parts_of_sums(operands, *launch_sums(operands))
 
 
 def whole_forward(operands: Operands, ignore_index: int | None) -> Found:
     """The same and what is made of it."""
-    operands = launching.prepared(operands)
+    operands = launching.prepared(with_own_rows(operands))
     return row_launches.finished(operands, *launch_sums(operands), ignore_index)
+
+
+def with_own_rows(operands: Operands) -> Operands:
+    """The operands with rows that a tensor map can describe, which are of unit length where they count so.
+
+    What is in the way is mended in copies, which live as long as a pass: rows of whole pieces of 16 bytes,
+    the rest zeros; multiplied by the inverse norms and rounded.
+    """
+    hidden, weight, *_, hidden_norms, weight_norms = operands
+    if hidden_norms is None and hidden.shape[1] % PIECE == 0:
+        return operands
+    hidden, weight = _copied(hidden, hidden_norms), _copied(weight, weight_norms)
+    return operands._replace(hidden=hidden, weight=weight, hidden_norms=None, weight_norms=None)
+
+
+def _copied(rows: Tensor, norms: Tensor | None) -> Tensor:
+    count, width = rows.shape
+    whole = rows.new_empty(count, -(-width // PIECE) * PIECE)
+    whole[:, width:] = 0
+    if norms is None:
+        whole[:, :width] = rows
+    else:
+        torch.mul(rows, norms[:, None], out=whole[:, :width])
+    return whole
+
+
+def of_given_rows(made: Gradients, operands: Operands) -> Gradients:
+    """`made` for `with_own_rows(operands)`, as gradients of `operands`."""
+    return made._replace(
+        hidden=_of_given(made.hidden, operands.hidden, operands.hidden_norms),
+        weight=_of_given(made.weight, operands.weight, operands.weight_norms),
+    )
+
+
+def _of_given(grad: Tensor | None, rows: Tensor, norms: Tensor | None) -> Tensor | None:
+    if grad is None or norms is None:
+        return grad if grad is None else grad[:, : rows.shape[1]]
+    return row_launches.project(grad, rows.contiguous(), norms)
 
 
 def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
@@ -86,17 +132,25 @@ def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
 
 def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradients:
     """As `triton_ops.launch_backward`."""
-    operands = launching.prepared(operands)
-    return gradients(operands, *row_launches.upstream_by_torch(operands, upstream, sides(operands)), wanted)
+    own = launching.prepared(with_own_rows(operands))
+    if width_of(own) <= NARROW:
+        made = triton_ops.launch_backward(own, upstream, wanted)
+    else:
+        made = gradients(own, *row_launches.upstream_by_torch(own, upstream, sides(own)), wanted)
+    return of_given_rows(made, operands)
 
 
 def whole_backward(
     operands: Operands, found: Found, grad_logp: Tensor | None, grad_lse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """As `triton_ops.whole_backward`."""
-    operands = launching.prepared(operands)
-    found_by_row = row_launches.upstream_of(operands, found, (grad_logp, grad_lse), sides(operands))
-    return gradients(operands, *found_by_row, wanted)
+    own = launching.prepared(with_own_rows(operands))
+    if width_of(own) <= NARROW:
+        made = triton_ops.whole_backward(own, found, grad_logp, grad_lse, wanted)
+    else:
+        by_row = row_launches.upstream_of(own, found, (grad_logp, grad_lse), sides(own))
+        made = gradients(own, *by_row, wanted)
+    return of_given_rows(made, operands)
 
 
 def sides(operands: Operands) -> tuple[row_launches.Side, row_launches.Side]:

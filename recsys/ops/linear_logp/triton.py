@@ -5,7 +5,6 @@ The modules of kernels are imported when one of them runs, so that this one can 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from recsys.ops import triton_backend
@@ -16,6 +15,9 @@ from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, 
 MAX_WIDTH = {2: 512, 4: 128}
 """By bytes of a number."""
 
+LIBRARY_FROM = 64
+"""Columns of float32 beyond which products of the library are faster, forward and backward together."""
+
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
 triton_backend.preload(_OPS)
@@ -24,11 +26,10 @@ triton_backend.preload(_OPS)
 def supports(facts: LogpFacts) -> Support:
     """What any Triton backend can do, up to some width: a program holds whole rows of its operand.
 
-    For those who name it in float32, which has not been timed against the reference on a GPU, and in graphs,
-    which have not passed there as they stand.
+    Wide rows in float32 are for those who name it: there the products of the library are faster.
     """
     able = triton_backend.support(facts.device, facts.dtype)
-    if facts.dtype.itemsize != 2 or torch.compiler.is_compiling():
+    if facts.dtype.itemsize == 4 and facts.width > LIBRARY_FROM:
         able = able._replace(auto=False)
     if not able.ok or facts.width <= (most := MAX_WIDTH[facts.dtype.itemsize]):
         return able

@@ -5,7 +5,7 @@ import math
 import triton
 import triton.language as tl
 
-from recsys.ops.linear_logp.triton_kernels import _load_rows, _load_these, _row_or_none
+from recsys.ops.linear_logp.triton_kernels import LONGEST_INVERSE, _load_rows, _load_these, _row_or_none
 
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -151,3 +151,23 @@ def upstream_kernel(
         tl.store(marks + of_hidden, one, mask=place >= 0)
         of_weight = weight_marks + (place // WEIGHT_ROWS).to(tl.int64) * weight_tiles + i // WEIGHT_OTHERS
         tl.store(marks + of_weight, one, mask=place >= 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def project_kernel(
+    grad, rows, norms, out, num_rows,
+    D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out [num_rows, D], as `recompute.projected`, of grad [num_rows, STRIDE]; the two may be the same.
+
+    norms [num_rows] float32, inverse ones.
+    """
+    i = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = (i < num_rows) & (column < D)
+    given = tl.load(grad + i * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(rows + i * D + column, mask=inside, other=0.0).to(tl.float32)
+    norm = tl.load(norms + i, mask=i < num_rows, other=0.0)
+    along = tl.sum(given * row, 1)[:, None] * norm * norm
+    along = tl.where(norm < LONGEST_INVERSE, along, 0.0)
+    tl.store(out + i * D + column, (given - row * along) * norm, mask=inside)

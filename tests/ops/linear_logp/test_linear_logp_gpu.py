@@ -5,8 +5,12 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from recsys.ops import last_backend, linear_logp
-from tests.ops.linear_logp.problems import IGNORED, gradients, leaves_of, problem
+from recsys import protos as pb
+from recsys.modules.losses.softmax import IGNORED as NO_TARGET
+from recsys.modules.losses.softmax import SoftmaxLoss
+from recsys.ops import explain, last_backend, linear_logp, linear_lse
+from recsys.ops.linear_logp import OP
+from tests.ops.linear_logp.problems import IGNORED, cotangents, gradients, leaves_of, problem
 
 pytestmark = pytest.mark.gpu
 
@@ -91,7 +95,7 @@ def test_random_sizes(dtype, width, bias, ids, rows, candidates):
 
 
 ON_HOPPER = [(torch.bfloat16, 64), (torch.float16, 72), (torch.bfloat16, 128), (torch.bfloat16, 256)]
-ON_HOPPER += [(torch.float16, 264), (torch.bfloat16, 512)]
+ON_HOPPER += [(torch.float16, 264), (torch.bfloat16, 512), (torch.bfloat16, 50), (torch.float16, 100)]
 
 
 @on_hopper
@@ -107,17 +111,96 @@ def test_random_sizes_on_hopper(dtype, width, rows, candidates):
 @pytest.mark.parametrize(
     ("dtype", "width"), [(torch.bfloat16, 128), (torch.float16, 50), (torch.float32, 64)]
 )
-@pytest.mark.parametrize("ids", [False, True])
-def test_normalised_rows(dtype, width, ids):
+@pytest.mark.parametrize(
+    ("backend", "ids"), [("triton", False), ("triton", True), pytest.param("sm90", False, marks=on_hopper)]
+)
+def test_normalised_rows(dtype, width, backend, ids):
+    if backend == "sm90" and dtype == torch.float32:
+        pytest.skip("16 bits only")
     given = on_device(problem(300, 2000, width, dtype=dtype, bias=ids, ids=ids))
     given["hidden"][3] = 0
     given["l2_normalize"] = True
-    got, want = results(given, "triton"), results(given, "reference", torch.float64)
+    got, want = results(given, backend), results(given, "reference", torch.float64)
     for ours, exact in zip(got, want, strict=True):
         left = exact.isfinite()
         ours, exact = (torch.where(left, one.double(), 0) for one in (ours, exact))
         unit = 2.0**-9 if dtype.itemsize == 2 else 2.0**-18
         assert (ours - exact).norm() <= 4 * unit * exact.norm() + 1e-4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "full"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)]
+)
+def test_sums_alone(dtype, full):
+    """No row has its target among the candidates; with ids, biases and norms, and without."""
+    given = on_device(problem(300, 2000, 50, dtype=dtype, bias=full, ids=full))
+    given.pop("target")
+    found = []
+    for backend, wide in (("triton", dtype), ("reference", torch.float64)):
+        one = {name: value.detach().to(wide) if is_float(value) else value for name, value in given.items()}
+        leaves = leaves_of(one)
+        lse = linear_lse(**one, l2_normalize=full, backend=backend)
+        assert last_backend("linear_logp") == backend
+        found.append([lse.detach(), *torch.autograd.grad(lse, leaves, cotangents(300, lse.dtype, DEVICE)[0])])
+    unit = 2.0**-9 if dtype.itemsize == 2 else 2.0**-18
+    for ours, exact in zip(*found, strict=True):
+        assert (ours.double() - exact).norm() <= 4 * unit * exact.norm() + 1e-4
+
+
+def loss_problem(dtype, drawn):
+    """What a retriever hands to its loss."""
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(count):
+        return torch.randn(count, 50, generator=generator).to(DEVICE, dtype).requires_grad_()
+
+    targets = torch.randint(1000, (700,), generator=generator)
+    targets[::9] = NO_TARGET
+    given = {"queries": normal(700), "items": normal(400 if drawn else 1000), "targets": targets.to(DEVICE)}
+    if drawn:
+        given["positives"] = normal(700)
+        given["item_ids"] = torch.randint(1000, (400,), generator=generator).to(DEVICE)
+        given["log_weights"] = torch.randn(400, generator=generator).to(DEVICE)
+    return given
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_loss_of_a_retriever_in_bfloat16(drawn):
+    loss, given = SoftmaxLoss(pb.SoftmaxLoss(temperature=0.05)), loss_problem(torch.bfloat16, drawn)
+    wide = {
+        name: value.detach().double().requires_grad_() if is_float(value) else value
+        for name, value in given.items()
+    }
+    found = []
+    for one, backend in ((given, "triton" if drawn or not is_hopper else "sm90"), (wide, "reference")):
+        out = loss(**one, l2_normalize=True)
+        assert last_backend("linear_logp") == backend
+        leaves = [value for name, value in one.items() if is_float(value) and name != "log_weights"]
+        cotangent = cotangents(700, out.dtype, DEVICE)[0]
+        found.append([out.detach(), *torch.autograd.grad(out, leaves, cotangent)])
+    assert found[0][0].dtype == torch.float32
+    for ours, exact in zip(*found, strict=True):
+        assert (ours.double() - exact).norm() <= 2.0**-7 * exact.norm()
+
+
+@on_hopper
+def test_auto_takes_the_fastest_that_can():
+    def taken(given, **options):
+        linear_logp(**given, **options)
+        return last_backend("linear_logp")
+
+    plain = on_device(problem(30, 40, 50, dtype=torch.bfloat16, bias=False, ids=False))
+    before = OP.fallbacks.copy()
+    assert taken(plain) == taken(plain, l2_normalize=True) == "sm90" and OP.fallbacks == before
+    biased = on_device(problem(30, 40, 50, dtype=torch.bfloat16, bias=True, ids=False))
+    assert taken(biased) == "triton"
+    assert OP.fallbacks - before == {("sm90", "it adds no bias"): 1}
+    assert "it adds no bias" in str(explain("linear_logp", **biased))
+    assert taken(on_device(problem(30, 40, 64, dtype=torch.bfloat16, bias=False))) == "triton"
+    for width, expected in ((64, "triton"), (65, "reference")):
+        assert taken(on_device(problem(30, 40, width, dtype=torch.float32))) == expected
+    wide = on_device(problem(30, 40, 520, dtype=torch.bfloat16, bias=False, ids=False))
+    assert taken(wide) == "reference"
 
 
 @pytest.mark.parametrize("ids", [False, True])
@@ -202,14 +285,16 @@ def test_memory_is_that_of_the_inputs():
 
 def test_a_compiled_graph_serves_all_sizes():
     def head(hidden, weight, target, temperature):
-        return linear_logp(hidden, weight, target, temperature=temperature, backend="triton")
+        return linear_logp(hidden, weight, target, temperature=temperature)
 
     compiled = torch.compile(head, dynamic=True, fullgraph=True)
     for rows, candidates in ((50, 900), (9, 40), (3000, 333)):
         given = on_device(problem(rows, candidates, 64, dtype=torch.bfloat16, bias=False, ids=False))
         leaves = [given[name].requires_grad_() for name in ("hidden", "weight", "temperature")]
         arguments = [given[name] for name in ("hidden", "weight", "target", "temperature")]
-        got, want = compiled(*arguments), head(*arguments)
+        got = compiled(*arguments)
+        assert last_backend("linear_logp") == "triton"
+        want = head(*arguments)
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other)
         for one, other in zip(gradients(got, leaves), gradients(want, leaves), strict=True):

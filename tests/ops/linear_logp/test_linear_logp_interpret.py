@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from recsys.ops import explain, last_backend, linear_logp, linear_lse
+from recsys.ops.linear_logp import norms_of
+from recsys.ops.linear_logp.recompute import SHORTEST
 from tests.ops.interpreter import (
     INTERPRETED,
     WithNumbersOnly,
@@ -262,3 +264,20 @@ def test_auto_stays_with_the_reference_on_a_cpu_and_wide_rows_are_refused():
 @starts_it
 def test_the_kernels_in_the_interpreter():
     run_interpreted(__file__)
+
+
+@interpreted
+@pytest.mark.parametrize("stride", [20, 24])
+def test_gradients_of_rows_through_their_unit_forms(stride):
+    """With a row that is divided by a constant, and columns behind the last that count for nothing."""
+    from recsys.ops.linear_logp import row_launches
+
+    generator = torch.Generator().manual_seed(0)
+    rows, grad = torch.randn(70, 20, generator=generator), torch.randn(70, stride, generator=generator)
+    rows[3] = 1e-8
+    rows.requires_grad_()
+    unit = torch.nn.functional.normalize(rows, dim=1, eps=SHORTEST)
+    (want,) = torch.autograd.grad(unit, rows, grad[:, :20])
+    norms = norms_of(rows, rows)[0]
+    got = row_launches.project(between_poison(grad), between_poison(rows.detach()), between_poison(norms))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -79,11 +79,11 @@ def check_resources(shared, report, sizes, spilled_bytes=SPILLED):
         assert max(map(int, spilled.groups())) <= spilled_bytes, report
 
 
-def widths(usual):
-    return [pytest.param(d, marks=[] if d == usual else pytest.mark.slow) for d in sm90_ops.FORWARD]
+def widths(table, usual):
+    return [pytest.param(d, marks=[] if d == usual else pytest.mark.slow) for d in table]
 
 
-@pytest.mark.parametrize("width", widths(128))
+@pytest.mark.parametrize("width", widths(sm90_ops.FORWARD, 128))
 def test_the_sums(width, tmp_path):
     sizes = sm90_ops.FORWARD[width]
     boxes = {"own_desc": (64, width), "other_desc": (sizes.others, width)}
@@ -95,7 +95,7 @@ def test_the_sums(width, tmp_path):
 
 @pytest.mark.parametrize("with_scale", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("of_weight", [False, True])
-@pytest.mark.parametrize("width", widths(128))
+@pytest.mark.parametrize("width", widths(sm90_ops.OF_HIDDEN, 128))
 def test_the_gradients(width, of_weight, with_scale, tmp_path):
     sizes = (sm90_ops.OF_WEIGHT if of_weight else sm90_ops.OF_HIDDEN)[width]
     if of_weight and with_scale:

@@ -5,14 +5,14 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops.linear_logp import launching, reference, row_launches, sm90_ops
-from recsys.ops.linear_logp.recompute import Operands, Parts, Upstream, Wanted
+from recsys.ops.linear_logp import launching, norms_of, reference, row_launches, sm90_ops, triton_ops
+from recsys.ops.linear_logp.recompute import Operands, Parts, Upstream, Wanted, projected
 from tests.ops.gluon_emulator import Emulated
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    """What is Triton's is left to PyTorch."""
+    """What is Triton's is left to PyTorch, the gradients of narrow rows with it."""
     for kernel in ("forward_kernel", "gradient_kernel", "sums_kernel", "slopes_kernel"):
         monkeypatch.setattr(sm90_ops, kernel, Emulated(getattr(sm90_ops, kernel)))
     monkeypatch.setattr(launching, "processors", lambda device: 3)
@@ -21,7 +21,12 @@ def emulated(monkeypatch):
         best = maxima.amax(0)
         return Parts(best, (totals * (maxima - best).exp()).sum(0), best)
 
+    def project(grad, rows, norms):
+        return projected(grad[:, : rows.shape[1]].float(), rows.float(), norms).to(grad.dtype)
+
+    monkeypatch.setattr(triton_ops, "launch_backward", reference.backward)
     monkeypatch.setattr(row_launches, "parts_of_sums", parts_of_sums)
+    monkeypatch.setattr(row_launches, "project", project)
     mm = torch.mm
 
     def product(one, other, out_dtype=None, **rest):
@@ -31,7 +36,7 @@ def emulated(monkeypatch):
     monkeypatch.setattr(torch, "mm", product)
 
 
-def problem(rows, candidates, width, *, targets=True, seed=0):
+def problem(rows, candidates, width, *, targets=True, normalized=False, seed=0):
     generator = torch.Generator().manual_seed(seed)
     hidden, weight = (torch.randn(n, width, generator=generator).bfloat16() for n in (rows, candidates))
     target = None
@@ -39,7 +44,8 @@ def problem(rows, candidates, width, *, targets=True, seed=0):
         target = torch.randint(candidates, (rows,), generator=generator)
         target[::5] = -7
         target[1::7], target[2::7] = 0, candidates - 1
-    operands = Operands(hidden, weight, None, torch.tensor([0.3]), target, None, None)
+    norms = norms_of(hidden, weight) if normalized else (None, None)
+    operands = Operands(hidden, weight, None, torch.tensor([0.3]), target, None, None, *norms)
     parts = reference.forward(operands)
     factor = torch.randn(rows, generator=generator) / parts.total
     factor[0] = 0
@@ -50,21 +56,35 @@ def problem(rows, candidates, width, *, targets=True, seed=0):
 SHAPES = [
     (130, 300, 64),
     (70, 1000, 128),
-    (5, 33, 64),
+    (5, 33, 128),
     (300, 130, 72),
-    (64, 128, 64),
+    (64, 128, 100),
     (1, 1, 8),
+    (1, 1, 65),
     (257, 40, 256),
+    (130, 70, 50),
 ]
 
 
 @pytest.mark.parametrize("targets", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sums_and_gradients(shape, targets):
-    operands, parts, upstream = problem(*shape, targets=targets)
+    compare(*problem(*shape, targets=targets), exactly=True)
+
+
+@pytest.mark.parametrize("shape", [(130, 300, 72), (70, 100, 50), (33, 70, 264)])
+def test_rows_of_unit_length(shape):
+    compare(*problem(*shape, normalized=True), exactly=False)
+
+
+def compare(operands, parts, upstream, *, exactly):
+    """Against the reference; not `exactly` where rows have been rounded once more."""
     got = sm90_ops.forward(operands)
-    torch.testing.assert_close(got.maximum, parts.maximum, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.total, parts.total, rtol=1e-4, atol=1e-5)
+    if exactly:
+        torch.testing.assert_close(got.maximum, parts.maximum, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got.total, parts.total, rtol=1e-4, atol=1e-5)
+    ours, theirs = (one.maximum + one.total.log() for one in (got, parts))
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-5)
     wanted = Wanted(True, True, False, True)
     ours, theirs = (way.backward(operands, upstream, wanted) for way in (sm90_ops, reference))
     for name in ("hidden", "weight", "scale"):
@@ -76,10 +96,10 @@ def test_sums_and_gradients(shape, targets):
 @pytest.mark.parametrize(("others", "stages", "strips"), [(64, 2, 2), (128, 3, 2), (128, 2, 4)])
 def test_other_sizes(others, stages, strips, monkeypatch):
     sizes = sm90_ops.Sizes(others, stages, strips, 120)
-    monkeypatch.setitem(sm90_ops.FORWARD, 64, sizes)
+    monkeypatch.setitem(sm90_ops.FORWARD, 128, sizes)
     for table in (sm90_ops.OF_HIDDEN, sm90_ops.OF_WEIGHT):
-        monkeypatch.setitem(table, 64, sizes._replace(strips=2))
-    test_sums_and_gradients((300, 700, 64), True)
+        monkeypatch.setitem(table, 128, sizes._replace(strips=2))
+    test_sums_and_gradients((300, 700, 72), True)
 
 
 @pytest.mark.parametrize("targets", [True, False])
@@ -92,9 +112,9 @@ def test_wide_rows_in_sections(shape, targets, monkeypatch):
 @pytest.mark.parametrize(("candidates", "wanted"), [(130, (True, False)), (256, (False, True))])
 def test_rows_past_the_last_are_of_no_account(candidates, wanted):
     """With scores far below 0 the weights of rows of zeros overflow."""
-    operands, _, _ = problem(70, candidates, 64)
+    operands, _, _ = problem(70, candidates, 72)
     one = operands.weight[:1]
-    operands = operands._replace(hidden=-9 * one.expand(70, 64), weight=one.expand(candidates, 64))
+    operands = operands._replace(hidden=-9 * one.expand(70, 72), weight=one.expand(candidates, 72))
     parts = reference.forward(operands)
     assert (parts.maximum < -100).all()
     upstream = Upstream(parts.maximum, 1 / parts.total, torch.ones(70))
