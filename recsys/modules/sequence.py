@@ -92,6 +92,6 @@ def following(values: Tensor, lengths: Tensor, last: Tensor) -> Tensor:
     """
     count = values.shape[0]
     shifted = torch.cat([values, values.new_zeros(1)])[1:]
-    ends = torch.repeat_interleave(lengths.cumsum(0), lengths, output_size=count)
-    is_last = torch.arange(1, count + 1, device=values.device) == ends
-    return torch.where(is_last, torch.repeat_interleave(last, lengths, output_size=count), shifted)
+    own = torch.repeat_interleave(lengths, output_size=count)
+    is_last = torch.arange(1, count + 1, device=values.device) == lengths.cumsum(0).index_select(0, own)
+    return torch.where(is_last, last.index_select(0, own), shifted)

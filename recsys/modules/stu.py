@@ -24,9 +24,6 @@ Attend = Callable[..., Tensor]
 """Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]. On a GPU it also gets `room`,
 see `recsys.ops.hstu_attention`."""
 
-_U, _V, _Q, _K = range(4)
-"""Places of the parts in `STULayer.widths`."""
-
 
 @dataclass(frozen=True)
 class STUForm:
@@ -128,7 +125,8 @@ class STULayer(nn.Module):
 
     def keys_and_values(self, x: Tensor) -> "Kept":
         """k and v of `project` alone, for tokens that are looked at and do not look themselves."""
-        return self._kept(self._some_parts(x, _V, _K).parts)
+        _, v, _, k = self._weights()
+        return self._kept(self._some_parts(x, v, k).parts)
 
     def forward_some(self, x: Tensor, index: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
         """[S, E], the rows `index` of `forward`, where nobody looks at the others.
@@ -143,8 +141,9 @@ class STULayer(nn.Module):
         """
         places = torch.arange(index.shape[0], device=index.device)
         inverse = index.new_full((x.shape[0],), -1).scatter_(0, index, places)
-        looked_at = self._some_parts(x, _V, _K)
-        own = self._some_parts(gather_rows(looked_at.x, index, inverse), _U, _Q)
+        of_u, of_v, of_q, of_k = self._weights()
+        looked_at = self._some_parts(x, of_v, of_k)
+        own = self._some_parts(gather_rows(looked_at.x, index, inverse), of_u, of_q)
         u, q = map(F.silu, own.parts) if self.form.activation == "uvqk" else own.parts
         if self.form.activation == "u" and not self._is_fused(x):
             u = F.silu(u)
@@ -159,16 +158,20 @@ class STULayer(nn.Module):
         """Whether `forward_some` keeps what this layer is to keep for backward: it computes nothing again."""
         return not self.compiled and not {"normed_x", "uvqk"} & set(self._recomputed())
 
-    def _some_parts(self, x: Tensor, *which: int) -> NormLinear:
-        """Two of u, v, q and k before their activation."""
-        weights, biases = self.uvqk.weight.split(self.widths), self.uvqk.bias.split(self.widths)
+    def _weights(self) -> list[tuple[Tensor, Tensor]]:
+        """Weight and bias of u, v, q and k."""
+        parameters = (self.uvqk.weight, self.uvqk.bias)
+        return list(zip(*(one.split(self.widths) for one in parameters), strict=True))
+
+    def _some_parts(self, x: Tensor, *chosen: tuple[Tensor, Tensor]) -> NormLinear:
+        """Some of u, v, q and k before their activation, by their weight and bias."""
         return norm_linear(
             x,
             self.input_norm.weight,
             self.input_norm.bias,
-            torch.cat([weights[number] for number in which]),
-            torch.cat([biases[number] for number in which]),
-            [self.widths[number] for number in which],
+            torch.cat([weight for weight, _ in chosen]),
+            torch.cat([bias for _, bias in chosen]),
+            [len(bias) for _, bias in chosen],
             eps=self.input_norm.eps,
             dtype=product_dtype(x),
         )

@@ -224,7 +224,7 @@ class LayoutFacts:
     def sample_ids(self) -> Tensor:
         """int64 [T], the sample of each token."""
         return self.memo(
-            "sample_ids", lambda: self._per_token(torch.arange(self.batch_size, device=self.device))
+            "sample_ids", lambda: torch.repeat_interleave(self.lengths, output_size=self.total_len)
         )
 
     def positions(self) -> Tensor:
@@ -250,7 +250,7 @@ class LayoutFacts:
 
     def _per_token(self, per_sample: Tensor) -> Tensor:
         """[B] to [T]: each token gets the number of its sample."""
-        return torch.repeat_interleave(per_sample, self.lengths, output_size=self.total_len)
+        return per_sample.index_select(0, self.sample_ids())
 
     def _map(self: _Layout, move: Callable[[Tensor], Tensor]) -> _Layout:
         moved = self.trusted(
