@@ -64,6 +64,7 @@ class Program:
             PackageError: naming the input that does not fit.
         """
         moved = check_inputs(tuple(_to(self._device, tensor) for tensor in inputs), self._specs)
+        enter_device(self._device)
         with torch.no_grad():
             output = self._compiled(*moved)
         return tuple(output) if isinstance(output, list | tuple) else (output,)
@@ -78,6 +79,14 @@ class Program:
             found[name] = own
         self._compiled.load_constants(found, check_full_update=True, user_managed=True)
         return found
+
+
+def enter_device(device: torch.device) -> None:
+    """Lets this thread start kernels of a package: these ask the driver, for which a thread that has not yet
+    used the device has no context. PyTorch's own kernels make one.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).query()
 
 
 def _to(device: torch.device, tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from recsys.models.cached import RankerCache
-from recsys.modules.cache import CacheStage, MixerCache
+from recsys.modules.cache import CacheStage, MixerCache, copy_rows
 from recsys.ops import SequenceLayout, offsets_from_lengths
 
 
@@ -37,7 +37,7 @@ class CacheRoom:
             buffer = tensor.new_zeros(_capacity(size), *tensor.shape[1:])
             self._buffers[number : number + 1] = [buffer]
             self.version += 1
-        return self._buffers[number][:size].copy_(tensor)
+        return copy_rows(tensor, self._buffers[number][:size])
 
     def settle(self, cache: RankerCache) -> RankerCache:
         """Ends what `begin` began: `cache` has the tensors that `keep` returned."""
