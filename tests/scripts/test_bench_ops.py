@@ -27,6 +27,16 @@ def test_a_causal_shape_has_the_published_work():
     assert bench_ops.useful_flop(case) == 32 * 4 * (4096 * 4097 / 2) * 4 * 128
 
 
+@pytest.mark.parametrize(
+    ("shape", "ms", "tflops"),
+    [("B64 uniform 1..4096 D128", 0.773, 487), ("B512 Pareto 16..2048 D128", 0.348, 133)],
+)
+def test_ragged_batches_have_the_published_work(shape, ms, tflops):
+    """NVIDIA's forward, in time and in speed."""
+    case = next(case for case in bench_ops.cases() if case.shape == shape)
+    assert bench_ops.useful_flop(case) == pytest.approx(ms * tflops * 1e9, rel=0.004)
+
+
 def test_names_are_unique_and_every_case_has_a_layout():
     names = [case.shape for case in bench_ops.cases()]
     assert len(names) == len(set(names))
