@@ -41,7 +41,7 @@ def supports(facts: AttentionFacts) -> Support:
     for missing in (triton_backend.missing_for_hopper(), _missing_from_the_call(facts)):
         if missing:
             return able._replace(ok=False, reason=missing)
-    return able._replace(auto=able.auto and not torch.compiler.is_compiling())  # not run in graphs yet
+    return able
 
 
 def _missing_from_the_call(facts: AttentionFacts) -> str:

@@ -25,7 +25,9 @@ def test_it_is_taken_for_all_widths_with_and_without_gradients(dim, deterministi
     assert sm90.supports(facts) == Support(True)
 
 
-def test_a_graph_is_for_those_who_name_it(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+def test_it_is_taken_in_compiled_graphs_but_not_in_exports(monkeypatch):
     facts = AttentionFacts("cuda", torch.bfloat16, 4, 64, 64, AttentionMask(), False, True, False)
-    assert sm90.supports(facts) == Support(True, auto=False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert sm90.supports(facts) == Support(True)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert sm90.supports(facts) == Support(False, "a package cannot embed it")
