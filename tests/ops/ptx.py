@@ -190,6 +190,8 @@ class Threads:
             return operation[name](values[0], values[1])
         if name in ("max", "min"):
             return (np.maximum if name == "max" else np.minimum)(values[0], values[1])
+        if name == "bfe":
+            return values[0] >> values[1] & ((1 << values[2]) - 1).astype(np.uint32)
         if name == "rem":
             return values[0] % values[1]
         if name == "abs":

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from recsys.ops.hstu_attention.triton_bias import add_bias, load_times
 from recsys.ops.hstu_attention.triton_bias_packed import (
+    NEAR_BYTES,
     add_to_tables,
     begin_sums,
     finish_sums,
@@ -29,6 +30,7 @@ from recsys.ops.hstu_attention.triton_tile import (
     UNMASKED_COUNT,
     UNMASKED_START,
     UNSEEN,
+    VARYING,
     block_at,
     head_of,
     load_block,
@@ -94,7 +96,7 @@ def _add_rows(
     return grad_k, grad_v
 
 
-@triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"])
+@triton.jit(do_not_specialize=[*VARYING])
 def keys_kernel(
     q, k, v, grad_out, grad_k, grad_v, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
@@ -141,8 +143,9 @@ def keys_kernel(
         token = (start * num_heads + head).to(tl.int64)
         j = first + tl.arange(0, BLOCK_N)[:, None]
         if PACKED:
-            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2)
-            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2)
+            near_rows, near_keys = time_edges + start * NEAR_BYTES, float_edges + start * NEAR_BYTES
+            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2, near_rows)
+            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2, near_keys)
         else:
             row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
             key_times = (timestamps + start, behind + start, key_bounds + start * 2)
@@ -225,7 +228,7 @@ def _add_keys(
     return grad_q
 
 
-@triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size", "copies"])
+@triton.jit(do_not_specialize=[*VARYING, "copies"])
 def rows_kernel(
     q, k, v, grad_out, grad_q, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
@@ -280,8 +283,9 @@ def rows_kernel(
         v_head = head_of(v, start, length, head, (stride_vt, stride_vh))
         i = first + tl.arange(0, BLOCK_M)[:, None]
         if PACKED:
-            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2)
-            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2)
+            near_rows, near_keys = time_edges + start * NEAR_BYTES, float_edges + start * NEAR_BYTES
+            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2, near_rows)
+            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2, near_keys)
         else:
             row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
             key_times = (timestamps + start, behind + start, key_bounds + start * 2)

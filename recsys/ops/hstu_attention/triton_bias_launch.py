@@ -11,7 +11,11 @@ from torch import Tensor
 
 from recsys.ops.hstu_attention import triton_bias_ptx as ptx
 from recsys.ops.hstu_attention.triton_bias import PAST_THE_END, times_kernel
-from recsys.ops.hstu_attention.triton_bias_packed import packed_times_kernel, tables_kernel
+from recsys.ops.hstu_attention.triton_bias_packed import (
+    near_buckets_kernel,
+    packed_times_kernel,
+    tables_kernel,
+)
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
 from recsys.ops.triton_start import Wrap, unwrapped
@@ -110,11 +114,18 @@ def packed_arguments(
         (bias.timestamps, bias.next_timestamps),
         lambda: _packed_times(bias.timestamps, bias.next_timestamps, items, rows, keys),
     )
+    near = [key_bounds, key_bounds]
+    if rows == keys == ptx.NEAR_SIZE:
+        near = _kept(
+            layout,
+            ("near_buckets", num_buckets),
+            (bias.timestamps, bias.next_timestamps),
+            lambda: _near_buckets(times, next_times, items, num_buckets),
+        )
     return [
         position,
         lookup,
-        key_bounds,
-        key_bounds,
+        *near,
         times,
         behind,
         key_bounds,
@@ -143,6 +154,18 @@ def _packed_times(
     return [timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds]
 
 
+def _near_buckets(timestamps: Tensor, next_timestamps: Tensor, items: Tensor, num_buckets: int) -> list[Tensor]:
+    """Of rows and of keys, see `near_buckets_kernel`."""
+    size = timestamps.shape[0] + ptx.NEAR_SIZE
+    found = [timestamps.new_empty(size, ptx.NEAR_BYTES, dtype=torch.uint8) for _ in range(2)]
+    edges = _constant(time_edges(num_buckets), timestamps.device, unwrapped)
+    near_buckets_kernel[(items.shape[0],)](
+        timestamps, next_timestamps, *found, edges, items, timestamps.shape[0], num_buckets,
+        COLUMNS=items.shape[1],
+    )  # fmt: skip
+    return found
+
+
 def _kept(
     layout: SequenceLayout,
     name: tuple[Hashable, ...],
@@ -167,7 +190,7 @@ def _distances(layout: SequenceLayout, num_positions: int, reach: int, device: t
 def record_numbers(num_buckets: int) -> list[tuple[int, int, int]]:
     """(number, -1, -1), (-1, entry of the table, -1) or (-1, entry, entry to subtract) of each word."""
     edges, last = time_edges(num_buckets), num_buckets - 1
-    made: list[tuple[int, int, int]] = []
+    made = [(-1, min(bucket, last), -1) for bucket in range(ptx.MOST_BUCKETS)]
     for cell in range(ptx.NUM_CELLS):
         first, end = ((4 + n % 4) * 2 ** (n // 4) for n in (cell, cell + 1))  # in quarters of seconds
         first, end = -(-first // 4), -(-end // 4)

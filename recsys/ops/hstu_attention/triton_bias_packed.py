@@ -4,10 +4,13 @@ import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention import triton_bias_ptx
-from recsys.ops.hstu_attention.triton_bias import FAR
+from recsys.ops.hstu_attention.triton_bias import FAR, time_bucket
 from recsys.ops.hstu_attention.triton_tile import load_tile
 
 MOST_SECONDS = tl.constexpr(triton_bias_ptx.MOST_SECONDS)
+NEAR_SIZE = tl.constexpr(triton_bias_ptx.NEAR_SIZE)
+NEAR_BLOCKS = tl.constexpr(triton_bias_ptx.NEAR_BLOCKS)
+NEAR_BYTES = tl.constexpr(triton_bias_ptx.NEAR_BYTES)
 
 
 @triton.jit(do_not_specialize=["num_positions", "reach", "num_words", "position_stride", "time_stride"])
@@ -133,13 +136,61 @@ def packed_times_kernel(
 
 
 @triton.jit
+def _write_near(
+    times, buckets, start, first, length, time_edges, num_buckets, ROWS_FIRST: tl.constexpr, DISTANCE: tl.constexpr
+):  # fmt: skip
+    """Of one block of NEAR_SIZE by NEAR_SIZE scores, DISTANCE blocks from the diagonal."""
+    timestamps, next_timestamps = times
+    one = first + tl.arange(0, NEAR_SIZE)[:, None]
+    place = tl.arange(0, NEAR_SIZE)[None, :]
+    within = place % (NEAR_SIZE // 4)
+    other = within // 2 * 8 + place // (NEAR_SIZE // 4) * 2 + within % 2
+    shift = DISTANCE * NEAR_SIZE
+    other = first + other + tl.where(ROWS_FIRST, -shift, shift)
+    last = length - 1
+    row = tl.where(ROWS_FIRST, one, other)
+    key = tl.where(ROWS_FIRST, other, one)
+    row = start + tl.minimum(tl.maximum(row, 0), last)
+    key = start + tl.minimum(tl.maximum(key, 0), last)
+    seconds = tl.load(next_timestamps + row) - tl.load(timestamps + key)
+    bucket = time_bucket(seconds, time_edges, num_buckets)
+    pointer = buckets + (start + one) * NEAR_BYTES + DISTANCE * NEAR_SIZE + place
+    tl.store(pointer, bucket.to(tl.uint8), mask=one < length)
+
+
+@triton.jit(do_not_specialize=["total_len", "num_buckets"])
+def near_buckets_kernel(
+    timestamps, next_timestamps, of_rows, of_keys, time_edges, items, total_len, num_buckets,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The time buckets of scores near the diagonal. A program a tile of NEAR_SIZE tokens of a sample.
+
+    of_rows, of_keys: uint8 [T + NEAR_SIZE, NEAR_BYTES], of each row (key) those of its scores with the keys of
+        its tile and of the tiles before it (the rows of its tile and of those behind it), in the order that
+        `triton_bias_ptx` loads. Zeros past the end.
+    """
+    start, length, _, first = load_tile(items + tl.program_id(0).to(tl.int64) * COLUMNS)
+    times = timestamps, next_timestamps
+    for distance in tl.static_range(NEAR_BLOCKS):
+        _write_near(times, of_rows, start, first, length, time_edges, num_buckets, True, distance)
+        _write_near(times, of_keys, start, first, length, time_edges, num_buckets, False, distance)
+    if tl.program_id(0) == 0:
+        zeros = tl.zeros([NEAR_SIZE, NEAR_SIZE], tl.uint8)
+        end = (total_len + tl.arange(0, NEAR_SIZE)[:, None]).to(tl.int64) * NEAR_BYTES
+        end += tl.arange(0, NEAR_SIZE)[None, :]
+        for distance in tl.static_range(NEAR_BLOCKS):
+            tl.store(of_rows + end + distance * NEAR_SIZE, zeros)
+            tl.store(of_keys + end + distance * NEAR_SIZE, zeros)
+
+
+@triton.jit
 def packed_scores(
     product, alpha, one, first_one, other, first_other, sample, tables,
     TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Half of the scores [ones, others] from a product, by `triton_bias_ptx.add_bias`.
 
-    one, other: of the dimensions' tokens, that sample's length, times, packed offsets and bounds.
+    one, other: of the dimensions' tokens, that sample's length, times, packed offsets, bounds and near buckets.
     sample: first target, size of a group of them. tables: `distances` and `lookup`. SIZE: scores a thread.
     """
     return tl.inline_asm_elementwise(
@@ -208,4 +259,5 @@ def _arguments(values, alpha, one, first_one, other, first_other, sample, tables
         one[3].to(tl.int64),
         other[3].to(tl.int64),
         tables[1].to(tl.int64),
+        one[4].to(tl.int64),
     )

@@ -33,11 +33,24 @@ CELL_BYTES = 16
 BUCKET_BYTES = 32
 """The edges of the next four buckets; value, and three steps to the next ones."""
 
-BUCKETS_AT = NUM_CELLS * CELL_BYTES
+MOST_BUCKETS = 72
+"""None has more whose edges are not past `MOST_SECONDS`; a multiple of 4."""
+
+CELLS_AT = MOST_BUCKETS * 4
+"""Where the records of the cells are; before them are the values of the buckets."""
+
+BUCKETS_AT = CELLS_AT + NUM_CELLS * CELL_BYTES
 """Where the records of the buckets are."""
 
-MOST_BUCKETS = 72
-"""Of the sums of a warp: none has more whose edges are not past `MOST_SECONDS`."""
+NEAR_SIZE = 64
+"""Tokens of a block, in both dimensions, for which the buckets of near scores are at hand."""
+
+NEAR_BLOCKS = 3
+"""So many blocks from the diagonal on are near it."""
+
+NEAR_BYTES = NEAR_BLOCKS * NEAR_SIZE
+"""Of a token: the buckets of its scores with the others of the near blocks, each block's in the order of threads
+(t % 4), k and b."""
 
 LINE_BYTES = 128
 """Of a bucket's sums: one for each thread of a warp."""
@@ -63,6 +76,7 @@ ARGUMENTS = (
     "one_bounds",
     "other_bounds",
     "lookup",
+    "near",
 )
 """After the scores. Pointers are those of the sample; `distances` and `lookup` are the head's."""
 
@@ -79,7 +93,7 @@ SUMS = ("position_sums",)
 
 POINTERS = frozenset(
     {"distances", "one_times", "other_times", "one_offsets", "other_offsets"}
-    | {"one_bounds", "other_bounds", "lookup", *SUMS}
+    | {"one_bounds", "other_bounds", "lookup", "near", *SUMS}
 )
 
 
@@ -112,17 +126,29 @@ class Writer:
         return Assembly("{\n" + "\n".join(self.lines) + "\n}", ",".join(kinds))
 
 
-def add_bias(groups: int, rows_first: bool) -> Assembly:
+def add_bias(groups: int, rows_first: bool, near: bool) -> Assembly:
     """Half of the scores of a block, from the products: times half of alpha, plus half of the bias.
 
-    rows_first: the first dimension is that of rows, not of keys.
+    rows_first: the first dimension is that of rows, not of keys. near: buckets near the diagonal are given.
     """
     text = Writer(groups, ARGUMENTS)
     places(text)
-    load_bounds(text, rows_first)
     _load_line(text, rows_first)
+    if near:
+        load_near_buckets(text, rows_first)
+    load_bounds(text, rows_first)
     find_buckets(text)
     _add_positions(text, rows_first)
+    if near:
+        text.add("@!is_near bra.uni NOT_NEAR;")
+        for number, k, h, b in text.entries():
+            near_bucket(text, "t", k, h, b)
+            text.add(
+                f"mad.wide.u32 address, t, 4, {text.argument('lookup')};",
+                "ld.global.nc.f32 f, [address];",
+                f"add.f32 ${number}, s{number}, f;",
+            )
+        text.add("bra.uni END;", "NOT_NEAR:")
     _add_few(text)
     text.add("bra.uni END;", "MANY:")
     is_wide(text)
@@ -144,7 +170,8 @@ def places(text: Writer) -> None:
     """Of the thread: `one`, `other` in the block; `at_one`, `at_other` in the sample. And all registers."""
     size = text.size
     text.add(
-        ".reg .pred toeplitz, few, wide, p, p1, p2, p3;",
+        ".reg .pred toeplitz, is_near, few, wide, p, p1, p2, p3;",
+        f".reg .b32 near<{text.groups}>;",
         ".reg .b32 thread, one, other, at_one, at_other, zero, rows_end, distance;",
         ".reg .b32 t, low, least, span, cell, lowest;",
         ".reg .b64 address, wide_t, first_low, first_high, second_low, second_high, least64, most64, record;",
@@ -162,6 +189,35 @@ def places(text: Writer) -> None:
         # Always zero, but a compiler cannot know. Where little is done seldom, it keeps nothing ready for it.
         f"shr.s32 zero, {text.argument('first_other')}, 31;",
     )
+
+
+def load_near_buckets(text: Writer, rows_first: bool) -> None:
+    """`is_near`, and if so the thread's buckets, four to a register: near0.. of its first row, then the rest. What
+    `find_buckets` finds is left out: `v0` is 0."""
+    first, second = ("one", "other") if rows_first else ("other", "one")
+    text.add(
+        "mov.f32 v0, 0f00000000;",
+        "setp.ne.u32 few, zero, zero;",
+        f"sub.s32 low, {text.argument(f'first_{first}')}, {text.argument(f'first_{second}')};",
+        f"setp.lt.u32 is_near, low, {NEAR_BYTES};",
+        "@!is_near bra.uni FAR;",
+        f"mul.wide.s32 wide_t, at_one, {NEAR_BYTES};",
+        f"add.s64 address, wide_t, {text.argument('near')};",
+        f"mad.lo.u32 low, other, {text.groups}, low;",
+        "cvt.u64.u32 wide_t, low;",
+        "add.s64 address, address, wide_t;",
+    )
+    size = text.groups // 2
+    for h in (0, 1):
+        names = ", ".join(f"near{size * h + n}" for n in range(size))
+        text.add(f"ld.global.nc.v{size}.b32 {{{names}}}, [address+{8 * h * NEAR_BYTES}];")
+    text.add("bra.uni FOUND;", "FAR:")
+
+
+def near_bucket(text: Writer, name: str, k: int, h: int, b: int) -> None:
+    """One of the buckets that `load_near_buckets` loaded."""
+    byte = 2 * k + b
+    text.add(f"bfe.u32 {name}, near{text.groups // 2 * h + byte // 4}, {8 * (byte % 4)}, 8;")
 
 
 def load_bounds(text: Writer, rows_first: bool) -> None:
@@ -284,7 +340,7 @@ def cell_of(text: Writer, seconds: str) -> None:
         "mov.b32 t, f;",
         "shr.u32 t, t, 21;",
         f"mad.wide.u32 record, t, {CELL_BYTES}, {text.argument('lookup')};",
-        f"sub.s64 record, record, {FIRST_CELL * CELL_BYTES};",
+        f"sub.s64 record, record, {FIRST_CELL * CELL_BYTES - CELLS_AT};",
     )
 
 
@@ -408,17 +464,26 @@ def _add_from_cell(text: Writer, number: int) -> None:
     )
 
 
-def add_to_tables(groups: int, kind: str) -> Assembly:
+def add_to_tables(groups: int, kind: str, near: bool) -> Assembly:
     """Adds the gradients of a block's scores [rows, keys] to the sums by distance and by bucket. No output.
 
     kind: bf16 or fp16, what the gradients of a line are rounded to, as they are for the other products.
     """
     text = Writer(groups, (*ARGUMENTS, *SUMS))
     places(text)
-    load_bounds(text, True)
     find_line(text, True)
+    if near:
+        load_near_buckets(text, True)
+    load_bounds(text, True)
     find_buckets(text)
     _declare_sums(text)
+    if near:
+        text.add("@!is_near bra.uni NOT_NEAR;")
+        for number, k, h, b in text.entries():
+            near_bucket(text, "bucket", k, h, b)
+            text.add(f"mad.lo.u32 at_bucket, bucket, {LINE_BYTES}, mine;")
+            _add_to_bucket(text, text.score(number))
+        text.add("bra.uni POSITIONS;", "NOT_NEAR:")
     _sum_few(text)
     text.add("MANY:")
     is_wide(text)

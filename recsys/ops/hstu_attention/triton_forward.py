@@ -9,12 +9,13 @@ import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention.triton_bias import add_bias, load_times
-from recsys.ops.hstu_attention.triton_bias_packed import packed_scores
+from recsys.ops.hstu_attention.triton_bias_packed import NEAR_BYTES, packed_scores
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
     UNMASKED_START,
     UNSEEN,
+    VARYING,
     block_at,
     head_of,
     load_block,
@@ -105,7 +106,7 @@ def add_blocks(
     return total
 
 
-@triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size"])
+@triton.jit(do_not_specialize=[*VARYING])
 def forward_kernel(
     q, k, v, out, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
@@ -148,8 +149,9 @@ def forward_kernel(
         q_block = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False, DESCRIBED)
         i = first + tl.arange(0, BLOCK_M)[:, None]
         if PACKED:
-            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2)
-            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2)
+            near_rows, near_keys = time_edges + start * NEAR_BYTES, float_edges + start * NEAR_BYTES
+            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2, near_rows)
+            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2, near_keys)
             keys = (k_head, v_head, key_times, length, 0)
         else:
             keys = (k_head, v_head, (timestamps + start, behind + start, key_bounds + start * 2), length, 0)

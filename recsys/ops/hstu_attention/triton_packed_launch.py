@@ -69,7 +69,7 @@ def bias_constants(packed: bool, blocks: Blocks, rows_first: bool) -> dict[str, 
     """The assembly that adds the bias to blocks [rows, keys], or [keys, rows]; none if not `packed`."""
     if not packed:
         return {"BIAS_TEXT": "", "BIAS_CONSTRAINTS": ""}
-    made = _add_bias((blocks.keys if rows_first else blocks.rows) // 8, rows_first)
+    made = _add_bias((blocks.keys if rows_first else blocks.rows) // 8, rows_first, _has_near(blocks))
     return {"BIAS_TEXT": made.text, "BIAS_CONSTRAINTS": made.constraints}
 
 
@@ -77,12 +77,16 @@ def tables_constants(q: Tensor, blocks: Blocks, sums: Sums | None) -> dict[str, 
     """The assembly that adds to the sums, that before it and that after it; none without them."""
     if sums is None:
         return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "BEGIN_TEXT", "FINISH_TEXT"), "")
-    return _tables_assembly(blocks.keys // 8, "bf16" if q.dtype == torch.bfloat16 else "fp16", blocks.num_warps)
+    return _tables_assembly("bf16" if q.dtype == torch.bfloat16 else "fp16", blocks)
+
+
+def _has_near(blocks: Blocks) -> bool:
+    return blocks.rows == blocks.keys == ptx.NEAR_SIZE
 
 
 @lru_cache(maxsize=16)
-def _tables_assembly(groups: int, kind: str, warps: int) -> dict[str, str]:
-    made = ptx.add_to_tables(groups, kind)
+def _tables_assembly(kind: str, blocks: Blocks) -> dict[str, str]:
+    made, warps = ptx.add_to_tables(blocks.keys // 8, kind, _has_near(blocks)), blocks.num_warps
     return {
         "TABLES_TEXT": made.text,
         "TABLES_CONSTRAINTS": made.constraints,

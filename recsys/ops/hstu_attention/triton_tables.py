@@ -25,6 +25,7 @@ from recsys.ops.hstu_attention.triton_bias import (
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
     UNSEEN,
+    VARYING,
     block_at,
     head_of,
     load_block,
@@ -118,11 +119,7 @@ def _heads(tensors, start, length, head, strides):
     )
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_near", "num_diagonals", "num_contextual", "window", "prefix", "group_size", "lines"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=[*VARYING, "num_near", "num_diagonals", "lines"])
 def diagonals_kernel(
     q, k, v, grad_out, items, ends, shifts, first_diagonal, num_near, num_diagonals, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
@@ -209,7 +206,7 @@ def diagonals_kernel(
             number = tl.load(first_diagonal + worker).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_items", "num_contextual", "window", "prefix", "group_size", "lines"])
+@triton.jit(do_not_specialize=[*VARYING, "lines"])
 def others_kernel(
     q, k, v, grad_out, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,

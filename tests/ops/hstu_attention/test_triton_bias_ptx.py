@@ -114,6 +114,17 @@ class Case:
             bounds[first] = part.min(), part.max()
         return offsets, bounds
 
+    def near_buckets(self) -> np.ndarray:
+        """What `near_buckets_kernel` writes; zeros past the end."""
+        last = self.block.length - 1
+        near = np.zeros((self.block.length + 64, 3, 4, 8, 2), np.uint8)
+        one, n, q, k, b = np.ogrid[: self.block.length, :3, :4, :8, :2]
+        other = one // 64 * 64 + 8 * k + 2 * q + b + (-64 * n if self.rows_first else 64 * n)
+        row, key = (one, other.clip(0, last)) if self.rows_first else (other.clip(0, last), one)
+        seconds = torch.tensor(self.following[row] - self.times[key])
+        near[: self.block.length] = time_bucket(seconds, len(self.times_table)).numpy()
+        return near
+
     def lookup(self) -> np.ndarray:
         def word(number, value, less):
             if value < 0:
@@ -139,6 +150,7 @@ class Case:
             "lookup": memory.place(self.lookup()),
             "history_end": block.history_end,
             "group_size": block.group_size,
+            "near": memory.place(self.near_buckets()),
         }
         for name, first, (times, offsets, bounds) in zip(("one", "other"), self.first, pairs, strict=True):
             values |= {f"first_{name}": first, f"length_{name}": block.length}
@@ -168,7 +180,7 @@ class Case:
 def test_scores_get_the_bias_of_their_pair(kind, rows_first):
     for number, block in enumerate(BLOCKS):
         case = Case(kind, block, (64, 40, 70, 5)[number % 4], rows_first)
-        assembly = triton_bias_ptx.add_bias(block.groups, rows_first)
+        assembly = triton_bias_ptx.add_bias(block.groups, rows_first, block.groups == 8)
         threads = case.run(assembly, triton_bias_ptx.ARGUMENTS, case.scores)
         got = np.full(case.sizes, np.nan, np.float32)
         for entry in range(4 * block.groups):
@@ -200,7 +212,7 @@ def test_sums_by_distance_and_by_bucket(kind, dtype):
         reach = block.length + 128
         by_distance = np.zeros(2 * reach + 1, np.float32)
         by_bucket = np.zeros(len(case.times_table), np.float32)
-        assembly = triton_bias_ptx.add_to_tables(block.groups, dtype)
+        assembly = triton_bias_ptx.add_to_tables(block.groups, dtype, block.groups == 8)
         begin_sums()
         case.run(assembly, names, grad_scores, (by_distance,))
         finish_sums(by_bucket)
@@ -233,6 +245,6 @@ def test_records_of_cells_know_every_second_next_to_an_edge():
         for edge in time_edges(num_buckets)[:-1]:
             for seconds in {max(edge - 1, 1), edge, edge + 1}:
                 cell = (np.array([seconds], np.float32).view(np.uint32)[0] >> 21) - triton_bias_ptx.FIRST_CELL
-                first, _, _, buckets = (words[4 * int(cell) + n][0] for n in range(4))
+                first, _, _, buckets = (words[triton_bias_ptx.MOST_BUCKETS + 4 * int(cell) + n][0] for n in range(4))
                 bucket = buckets >> 16 if seconds >= first % 2**32 else buckets & 0xFFFF
                 assert bucket == time_bucket(torch.tensor(seconds), num_buckets)

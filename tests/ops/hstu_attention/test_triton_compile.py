@@ -44,7 +44,7 @@ POINTERS = {
     "position_sums": "fp32",
     "time_sums": "fp32",
 }
-PACKED_POINTERS = {"time_table": "i32", "behind": "i32", "ahead": "i32"}
+PACKED_POINTERS = {"time_table": "i32", "behind": "i32", "ahead": "i32", "time_edges": "u8", "float_edges": "u8"}
 OPERANDS = ("q", "k", "v", "cache_k", "cache_v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
 KERNELS = {
     "forward": "forward_kernel",
@@ -144,9 +144,9 @@ def assemblies_of(kernel, blocks):
     if kernel.startswith("packed_"):
         rows_first = kernel != "packed_keys"
         others = blocks.keys if rows_first else blocks.rows
-        bias = triton_bias_ptx.add_bias(others // 8, rows_first)
+        bias = triton_bias_ptx.add_bias(others // 8, rows_first, blocks.rows == blocks.keys == 64)
     if kernel == "packed_rows":
-        tables = triton_bias_ptx.add_to_tables(blocks.keys // 8, "bf16")
+        tables = triton_bias_ptx.add_to_tables(blocks.keys // 8, "bf16", blocks.rows == blocks.keys == 64)
         tables += triton_bias_ptx.begin_sums(blocks.num_warps), triton_bias_ptx.finish_sums(blocks.num_warps)
     names = ("BIAS_TEXT", "BIAS_CONSTRAINTS", "TABLES_TEXT", "TABLES_CONSTRAINTS", "BEGIN_TEXT", "FINISH_TEXT")
     return dict(zip(names, bias + tables, strict=True))
