@@ -17,19 +17,21 @@ class RankingLoss(nn.Module):
         kind: "binary" (labels 0 or 1, predictions are probabilities) or "regression" (predictions are in the
             label's unit).
         num_logits: logits that it wants of each candidate.
+        compares: whether it looks at several candidates of a row at a time.
     """
 
     kind: Kind
     num_logits: int = 1
+    compares: bool = False
 
-    def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout | None = None) -> Tensor:
         """Loss of each candidate.
 
         Args:
             logits: [N] of any float type; [N, num_logits] when that is more than 1.
             labels: [N].
-            rows: of which candidates a row consists: a layout of N tokens, all targets. Losses that look at
-                one candidate at a time leave it alone.
+            rows: of which candidates a row consists: a layout of N tokens, all targets. Only a loss that
+                `compares` needs it.
 
         Returns:
             [N] float32 (float64 for float64 logits).

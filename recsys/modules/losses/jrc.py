@@ -24,6 +24,7 @@ class JrcLoss(RankingLoss):
 
     kind = "binary"
     num_logits = 2
+    compares = True
 
     def __init__(self, config: pb.JrcLoss):
         super().__init__()

@@ -27,6 +27,7 @@ class PairwiseLoss(RankingLoss):
     """
 
     kind = "binary"
+    compares = True
 
     def __init__(self, config: pb.PairwiseLoss):
         super().__init__()

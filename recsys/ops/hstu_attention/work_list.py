@@ -20,6 +20,7 @@ from torch import Tensor
 
 from recsys.ops import triton_backend
 from recsys.ops.layout import SequenceLayout
+from recsys.ops.layout_facts import HostCopy
 from recsys.ops.mask import AttentionMask, KeyIntervals, column_intervals, row_intervals
 
 START, LENGTH, HISTORY_END, FIRST = 0, 1, 2, 3
@@ -291,10 +292,14 @@ def num_tiles_of(layout: SequenceLayout, tile: int, tail: int | None = None) -> 
     host = layout.host_copy
     if host is None or torch.compiler.is_compiling():
         return layout.total_len // tile + layout.batch_size
+    return layout.memo(("num_tiles", tile, tail), lambda: _counted(host, layout.num_contextual, tile, tail))
+
+
+def _counted(host: HostCopy, contextual: int, tile: int, tail: int | None) -> int:
     counts = (host.lengths + tile - 1) // tile
     if tail is not None:
         history_end = host.lengths - host.num_targets
-        counts = counts - tiles_left_out(history_end, layout.num_contextual, tile, tail).count
+        counts = counts - tiles_left_out(history_end, contextual, tile, tail).count
     return int(counts.sum())
 
 
