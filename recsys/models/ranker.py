@@ -227,7 +227,8 @@ class TaskLosses(nn.Module):
     def forward(self, outputs: RankerOutputs, batch: Batch) -> Losses:
         """Sums and counts over the candidates of this rank."""
         weights = per_candidate(batch.sample_weight, batch)
-        rows = batch.layout.targets_only().layout
+        compares = any(loss.compares for loss in self.losses)
+        rows = batch.layout.targets_only().layout if compares else None
         sums = [
             (loss(logits, batch.labels[name], rows) * weights).sum()
             for name, loss, logits in zip(
