@@ -15,8 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recsys.ops import triton_backend
 from recsys.ops.layout_facts import (
     CONTEXTUAL,
+    STARTED_BY,
     TARGET,
     UIH,
     HostCopy,
@@ -125,9 +127,13 @@ class SequenceLayout(LayoutFacts):
 
     def _newest(self, kept: _Rule, total_len: int | None, max_len: int | None) -> Selection:
         layout = self._derive(kept, self.num_contextual, total_len, self.total_targets, max_len)
-        dropped = layout._per_token(self.lengths - layout.lengths)
-        index = self._source_rows(layout, torch.zeros_like(self.lengths))
-        return Selection(layout, index + torch.where(layout.positions() >= self.num_contextual, dropped, 0))
+        dropped, first = self.lengths - layout.lengths, torch.zeros_like(self.lengths)
+        if triton_backend.has_kernels(self.device):
+            return Selection(
+                layout, triton_backend.load(STARTED_BY).source_rows(self, layout, first, dropped)
+            )
+        index, behind = self._source_rows(layout, first), layout.positions() >= self.num_contextual
+        return Selection(layout, index + torch.where(behind, layout._per_token(dropped), 0))
 
     def contextual_only(self) -> Selection:
         """Only the contextual tokens."""
@@ -233,11 +239,15 @@ class SequenceLayout(LayoutFacts):
         Each of the three blocks is jagged by sample, in the order of the samples, as `contextual_only`,
         `history_only` and `targets_only` would cut them out again.
         """
+        if triton_backend.has_kernels(self.device):
+            return self._tokens().assemble_index
         token = self.disassemble_index()
         return torch.empty_like(token).scatter(0, token, torch.arange(self.total_len, device=self.device))
 
     def disassemble_index(self) -> Tensor:
         """int64 [T], the inverse of `assemble_index`: token of each contextual, then uih, then target row."""
+        if triton_backend.has_kernels(self.device):
+            return self._tokens().disassemble_index
 
         def build() -> Tensor:
             contextual = torch.full_like(self.lengths, self.num_contextual)
@@ -252,6 +262,8 @@ class SequenceLayout(LayoutFacts):
 
     def _source_rows(self, derived: SequenceLayout, first: Tensor) -> Tensor:
         """Rows of self for the tokens of `derived`: one run a sample, from position `first` [B] on."""
+        if triton_backend.has_kernels(self.device):
+            return triton_backend.load(STARTED_BY).source_rows(self, derived, first)
         shift = self.offsets[:-1] + first - derived.offsets[:-1]
         return torch.arange(derived.total_len, device=self.device) + derived._per_token(shift)
 

@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from recsys.ops import triton_backend
 from recsys.ops.layout_checks import check_samples, first_true, require_int_vector
 
 if TYPE_CHECKING:
     from recsys.ops.layout import SequenceLayout
+    from recsys.ops.layout_start import Tokens
 
 CONTEXTUAL, UIH, TARGET = 0, 1, 2
 """Values of `SequenceLayout.kinds()`."""
+
+STARTED_BY = "recsys.ops.layout_start"
+"""What on a GPU takes the place of operations on a number a token."""
 
 _T = TypeVar("_T")
 _Layout = TypeVar("_Layout", bound="LayoutFacts")
@@ -223,12 +228,16 @@ class LayoutFacts:
 
     def sample_ids(self) -> Tensor:
         """int64 [T], the sample of each token."""
+        if triton_backend.has_kernels(self.device):
+            return self._tokens().sample_ids
         return self.memo(
             "sample_ids", lambda: torch.repeat_interleave(self.lengths, output_size=self.total_len)
         )
 
     def positions(self) -> Tensor:
         """int64 [T], the index of each token in its sample, contextual tokens first."""
+        if triton_backend.has_kernels(self.device):
+            return self._tokens().positions
 
         def build() -> Tensor:
             return torch.arange(self.total_len, device=self.device) - self._per_token(self.offsets[:-1])
@@ -247,6 +256,9 @@ class LayoutFacts:
         position = torch.arange(self.max_len, device=self.device)
         valid = position < self.lengths[:, None]
         return PaddedIndex(torch.where(valid, self.offsets[:-1, None] + position, -1), valid)
+
+    def _tokens(self) -> Tokens:
+        return self.memo("tokens", lambda: triton_backend.load(STARTED_BY).tokens_of(self))
 
     def _per_token(self, per_sample: Tensor) -> Tensor:
         """[B] to [T]: each token gets the number of its sample."""

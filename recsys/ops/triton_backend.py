@@ -46,6 +46,11 @@ def support(device: str, dtype: torch.dtype) -> Support:
     return Support(True, auto=device == "cuda")  # in the interpreter only for those who name it
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether what has no backends to choose from should take kernels here and now."""
+    return device.type == "cuda" and _INSTALLED and not torch.compiler.is_compiling()
+
+
 def preload(module: str) -> None:
     """Imports a module of kernels where they can run: a traced call could not import it."""
     if _INSTALLED and torch.version.cuda is not None:
