@@ -34,10 +34,18 @@ class CacheRoom:
         old = self._buffers[number] if number < len(self._buffers) else None
         if old is None or old.shape[0] < size or not _are_alike(old, tensor):
             # Zeros: rows that nobody writes are read, and what comes of them is thrown away.
-            buffer = tensor.new_zeros(_capacity(size), *tensor.shape[1:])
+            buffer = tensor.new_zeros(capacity_of(size), *tensor.shape[1:])
             self._buffers[number : number + 1] = [buffer]
             self.version += 1
         return copy_rows(tensor, self._buffers[number][:size])
+
+    def view(self, layout: SequenceLayout, num_layers: int, has_times: bool) -> CacheStage:
+        """The start of the memory as the only stage of a cache, filled by somebody else."""
+        buffers = iter([buffer[: layout.total_len] for buffer in self._buffers])
+        stage = CacheStage(layout, next(buffers) if has_times else None)
+        for _ in range(num_layers):
+            stage = stage.with_layer(next(buffers), next(buffers))
+        return stage
 
     def settle(self, cache: RankerCache) -> RankerCache:
         """Ends what `begin` began: `cache` has the tensors that `keep` returned."""
@@ -122,7 +130,7 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     return one.shape[1:] == other.shape[1:] and one.dtype == other.dtype and one.device == other.device
 
 
-def _capacity(rows: int) -> int:
+def capacity_of(rows: int) -> int:
     """`rows`, rounded up to eighths of a power of two."""
     step = max(1 << max(rows - 1, 1).bit_length() >> 3, 1)
     return -(-max(rows, 1) // step) * step

@@ -8,7 +8,6 @@ the cache and its lengths.
 
 from __future__ import annotations
 
-import gc
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,21 +21,12 @@ from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.models.cache_room import CacheRoom, lengths_of, longest_of
 from recsys.models.cached import RankerCache
+from recsys.models.graph_prefill import GraphPrefill
 from recsys.models.ranker import Ranker
+from recsys.models.recorded import WARM_UP, Record, Replay, record_of, room_for
 from recsys.modules.cache import MixerCache
 from recsys.modules.sequence import JaggedSequence
-from recsys.ops import SequenceLayout, last_backend, offsets_from_lengths
-
-Replay = Callable[[], Tensor]
-"""Runs what was recorded: the same tensor each time, overwritten."""
-
-Record = Callable[[Callable[[], Tensor]], Replay]
-"""Records a function of no arguments, which reads and makes tensors of constant sizes."""
-
-WARM_UP = 2
-"""Pieces of a form that run unrecorded: kernels are compiled, and a form that is not seen again costs no
-graph.
-"""
+from recsys.ops import SequenceLayout, offsets_from_lengths
 
 MOST_FORMS = 8
 """Forms whose graphs are kept, the latest used."""
@@ -58,6 +48,7 @@ class GraphScoring:
         group_size = model.caching_mixer().target_group_size
         self.model, self.size = model, max(size // group_size, 1) * group_size
         self.room = CacheRoom()
+        self._prefill = GraphPrefill(model, self.room, record=record)
         self._half = _SecondHalf(model)
         self._record = record
         self._forms: OrderedDict[tuple[int, ...], _Form] = OrderedDict()
@@ -66,13 +57,12 @@ class GraphScoring:
     @property
     def num_graphs(self) -> int:
         """Graphs recorded and kept."""
-        return sum(form.num_graphs for form in self._forms.values())
+        return self._prefill.num_graphs + sum(form.num_graphs for form in self._forms.values())
 
     @torch.no_grad()
     def prefill(self, batch: Batch) -> RankerCache:
         """`Ranker.prefill`; the cache is good for `score` until the next one."""
-        self.room.begin()
-        return self.room.settle(self.model.prefill(batch, self.room.keep))
+        return self._prefill.run(batch)
 
     @torch.no_grad()
     def score(self, batch: Batch, cache: RankerCache) -> Tensor:
@@ -111,7 +101,7 @@ class GraphScoring:
         """Scores of each piece, its own tensor."""
         before, filled = None, set()
         for number, (count, *piece) in enumerate(zip(pieces.counts, *columns, strict=True)):
-            form = self._form(cache, _room_for(count), piece[0], piece[2])
+            form = self._form(cache, room_for(count), piece[0], piece[2])
             if form not in filled:
                 torch.cat(lengths_of(cache), out=form.cached)
                 filled.add(form)
@@ -125,7 +115,7 @@ class GraphScoring:
             yield form.run(fresh, self._record)[:count].clone()
 
     def _form(self, cache: RankerCache, count: int, values: Tensor, candidates: Tensor) -> _Form:
-        longest = _room_for(longest_of(cache))
+        longest = room_for(longest_of(cache))
         key = (cache.batch_size, count, longest)
         if key not in self._forms:
             cached = torch.cat(lengths_of(cache))
@@ -258,8 +248,9 @@ class _Form:
             fresh: `kept` or `cached` is not what it was.
         """
         self._runs += 1
-        if self._graphs is None and self._runs > WARM_UP and record_of(record, self.values.device):
-            self._graphs = self._recorded(record_of(record, self.values.device))
+        record = record_of(record, self.values.device, "hstu_attention_cached")
+        if self._graphs is None and self._runs > WARM_UP and record is not None:
+            self._graphs = self._recorded(record)
             fresh = True
         if self._graphs is None:
             return self._first() if fresh else self._again()
@@ -327,40 +318,3 @@ class _SecondHalf(nn.Module):
     def scores(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
         """`forward` with the weights of `round_weights`."""
         return torch.func.functional_call(self, self._rounded, (sequence, candidates, cache))
-
-
-def record_of(record: Record | None, device: torch.device) -> Record | None:
-    """What records on a device: as given, else CUDA graphs where kernels do not wait."""
-    if record is not None or device.type != "cuda":
-        return record
-    return None if last_backend("hstu_attention_cached") == "reference" else CudaGraph
-
-
-class CudaGraph:
-    """A function's kernels as one CUDA graph.
-
-    Args:
-        run: has run before, with tensors of these sizes.
-    """
-
-    def __init__(self, run: Callable[[], Tensor]):
-        self._graph = torch.cuda.CUDAGraph()
-        gc.collect()  # to destroy another graph while this one is recorded would spoil it
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-                self._output = run()
-        finally:
-            if enabled:
-                gc.enable()
-
-    def __call__(self) -> Tensor:
-        """Starts it; returns its output."""
-        self._graph.replay()
-        return self._output
-
-
-def _room_for(count: int) -> int:
-    """The next power of two: few forms for many sizes."""
-    return 1 << max(count - 1, 0).bit_length()

@@ -19,7 +19,7 @@ from recsys.models.halves import Halves
 from recsys.modules.cache import CachingMixer, Keep, MixerCache, copied
 from recsys.modules.flops import linear_flops
 from recsys.modules.losses import RankingLoss
-from recsys.modules.preprocessors import Preprocessed
+from recsys.modules.preprocessors import EncodedPrefix, Preprocessed
 from recsys.modules.sequence import JaggedSequence
 from recsys.registry import pick, register
 
@@ -93,9 +93,9 @@ class Ranker(Model):
         Raises:
             ValueError: the mixer keeps no cache. RuntimeError: the model is in training.
         """
-        mixer, batch = self.caching_mixer(), self.halves.users(batch)
+        mixer = self.caching_mixer()
         with self.autocast():
-            sequence, prefix = self.preprocess.prefix(self.embed(batch), batch)
+            sequence, prefix = self.encode_users(batch)
             return RankerCache(prefix, mixer.prefill(sequence, keep))
 
     def score_cached(self, batch: Batch, cache: RankerCache) -> Tensor:
@@ -149,6 +149,11 @@ class Ranker(Model):
         with self.autocast():
             sequence = self.preprocess.events(self.embed(batch), batch, cache.prefix)
             return RankerCache(cache.prefix.append(batch.sequences), mixer.extend(sequence, cache.mixer))
+
+    def encode_users(self, batch: Batch) -> EncodedPrefix:
+        """The first half of `prefill`: contextual and history tokens. Within `autocast`."""
+        batch = self.halves.users(batch)
+        return self.preprocess.prefix(self.embed(batch), batch)
 
     def encode_candidates(self, batch: Batch, cache: RankerCache) -> Preprocessed:
         """The first half of `score_cached`: target tokens, and candidates for the head. Within `autocast`."""

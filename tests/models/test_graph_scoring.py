@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from recsys.models.graph_scoring import WARM_UP, GraphScoring
+from recsys.modules.mixers import HstuMixer
 from tests.models.test_no_host_sync import batch_on, name_backend, no_waiting
 from tests.models.test_ranker_cached import FORMS, SIZES, build, close
 from tests.modules.pipelines import batch_of, pipeline_of, random_rows
@@ -64,6 +65,25 @@ def test_scores_are_those_of_whole_rows(pipeline, size):
 
 
 @torch.no_grad()
+def test_a_recorded_prefill_leaves_the_same_cache(pipeline):
+    model = build(pipeline)
+    scoring, old = GraphScoring(model, 2, record=Recorded), batch_of(pipeline, random_rows(pipeline, SIZES))
+    for _ in range(WARM_UP + 1):
+        scoring.prefill(old)
+    recordable = isinstance(model.mix, HstuMixer) and all(rule.tail_len is None for rule in model.mix.rules)
+    assert scoring.num_graphs == int(recordable)
+    for seed, sizes in enumerate([SIZES, [(events, 1) for events, _ in reversed(SIZES)], SIZES]):
+        batch = batch_of(pipeline, random_rows(pipeline, sizes, seed))
+        found, expected = scoring.prefill(batch), model.prefill(batch)
+        stages = [[stage for stack in cache.mixer.stacks for stage in stack] for cache in (found, expected)]
+        for one, other in zip(*stages, strict=True):
+            assert torch.equal(one.layout.lengths, other.layout.lengths)
+            for ours, theirs in zip(one.tensors, other.tensors, strict=True):
+                close(ours, theirs)
+        close(scoring.score(batch, found), model.score(batch))
+
+
+@torch.no_grad()
 def test_weights_may_change():
     pipeline = pipeline_of(*FORMS["plain"], "model { precision: BF16 }")
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
@@ -118,10 +138,11 @@ def test_a_form_that_is_dropped_is_gone():
     try:
         for _ in range(WARM_UP + 1):
             scoring.score(batches[0], scoring.prefill(batches[0]))
-        forms = [weakref.ref(form) for form in scoring._forms.values()]
-        assert scoring.num_graphs == 2
-        scoring.score(batches[1], scoring.prefill(batches[1]))  # more room: older forms are void
-        assert [form() for form in forms] == [None]
+        forms = [weakref.ref(form) for form in (*scoring._forms.values(), *scoring._prefill._forms.values())]
+        assert scoring.num_graphs == 3
+        for _ in range(2):  # more room: older forms are void
+            scoring.score(batches[1], scoring.prefill(batches[1]))
+        assert [form() for form in forms] == [None, None]
     finally:
         gc.enable()
 

@@ -6,7 +6,7 @@ module here and a line below.
 """
 
 from recsys.modules.preprocessors.contextual import ContextualPreprocessor
-from recsys.modules.preprocessors.preprocessed import Preprocessed
+from recsys.modules.preprocessors.preprocessed import EncodedPrefix, Preprocessed
 from recsys.modules.preprocessors.uih import UihPreprocessor
 
-__all__ = ["ContextualPreprocessor", "Preprocessed", "UihPreprocessor"]
+__all__ = ["ContextualPreprocessor", "EncodedPrefix", "Preprocessed", "UihPreprocessor"]

@@ -1,0 +1,167 @@
+"""Prefill whose layers are the replay of a recorded CUDA graph: of a few users it costs what its work costs.
+
+On a GPU Python takes several ms to start the kernels of a stack. Below some ten thousand tokens that is
+longer than they run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from recsys.data.batch import Batch
+from recsys.models.cache_room import CacheRoom, capacity_of
+from recsys.models.cached import RankerCache
+from recsys.models.ranker import Ranker
+from recsys.models.recorded import WARM_UP, CudaGraph, Record, Replay, record_of, room_for
+from recsys.modules.cache import MixerCache
+from recsys.modules.mixers import HstuMixer
+from recsys.modules.mixers.step import in_policy
+from recsys.modules.sequence import JaggedSequence
+from recsys.ops import SequenceLayout, offsets_from_lengths
+
+MOST_TOKENS = 1 << 17
+"""More of them are bound by their work, and a graph keeps the memory that it needs."""
+
+MOST_FORMS = 8
+"""Forms whose graphs are kept, the latest used."""
+
+
+class GraphPrefill:
+    """`Ranker.prefill` into a room. Stacks with a truncation, whose sizes only the host knows, and channels
+    are started by Python.
+
+    Args:
+        model: in evaluation mode. Its weights may change in place.
+        room: where caches lie.
+        record: see `GraphScoring`.
+    """
+
+    def __init__(self, model: Ranker, room: CacheRoom, *, record: Record | None = None):
+        self.model, self.room = model, room
+        self._record = record
+        self._forms: OrderedDict[tuple[int, ...], _Form] = OrderedDict()
+        self._version = room.version
+        self._pool: tuple[int, int] | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs recorded and kept."""
+        return sum(form.replay is not None for form in self._forms.values())
+
+    def run(self, batch: Batch) -> RankerCache:
+        """The cache of a batch's users, inside of the room until the next one; under `torch.no_grad()`."""
+        mixer = self.model.caching_mixer()
+        with self.model.autocast():
+            sequence, prefix = self.model.encode_users(batch)
+            sequence = in_policy(sequence)
+            replayed = isinstance(mixer, HstuMixer) and self._replay(mixer, sequence)
+            self.room.begin()
+            if replayed:
+                stage = self.room.view(sequence.layout, len(mixer.rules), has_times=len(mixer.biases) > 0)
+                cache = MixerCache(((stage,),))
+            else:
+                cache = mixer.prefill(sequence, self.room.keep)
+        return self.room.settle(RankerCache(prefix, cache))
+
+    def _replay(self, mixer: HstuMixer, sequence: JaggedSequence) -> bool:
+        """Whether the room has been filled by a graph."""
+        layout = sequence.layout
+        record = self._record_of(layout.device)
+        truncated = any(rule.tail_len is not None for rule in mixer.rules)
+        if record is None or truncated or layout.parts or layout.total_len > MOST_TOKENS:
+            return False
+        if self._version != self.room.version:
+            self._drop(len(self._forms) if self.num_graphs else 0)
+            self._version = self.room.version
+        size, longest = capacity_of(layout.total_len), room_for(layout.max_len)
+        key = (layout.batch_size, size, longest)
+        self._forms.setdefault(key, _Form())
+        self._forms.move_to_end(key)
+        self._drop(len(self._forms) - MOST_FORMS)
+        form = self._forms[key]
+        form.runs += 1
+        if form.runs <= WARM_UP:
+            return False
+        if form.replay is None:
+            form.record(record, mixer, self.room, sequence, size, longest)
+        form.fill(sequence)
+        form.replay()
+        return True
+
+    def _record_of(self, device: torch.device) -> Record | None:
+        found = record_of(self._record, device, "hstu_attention")
+        if found is not CudaGraph:
+            return found
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return partial(
+            CudaGraph, pool=self._pool
+        )  # what they compute lies in the room before another one runs
+
+    def _drop(self, count: int) -> None:
+        if count > 0 and self.num_graphs and next(self.model.parameters()).is_cuda:
+            torch.cuda.current_stream().synchronize()  # only what does not run may be destroyed
+        for _ in range(count):
+            self._forms.popitem(last=False)
+
+
+class _Form:
+    """Tensors that stay in place, and what reads them: for up to `size` tokens of B samples.
+
+    Attributes:
+        runs: how many prefills have asked for it.
+        replay: fills the room; None until recorded.
+    """
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.replay: Replay | None = None
+
+    def record(
+        self,
+        record: Record,
+        mixer: HstuMixer,
+        room: CacheRoom,
+        like: JaggedSequence,
+        size: int,
+        longest: int,
+    ) -> None:
+        """Tokens behind those of the samples belong to none: they are computed, and nobody looks at them."""
+        given, num_contextual = like.values, like.layout.num_contextual
+        self.lengths = torch.zeros_like(like.layout.lengths)
+        self.values = given.new_zeros(size, given.shape[1])
+        self.times = self.lengths.new_zeros(2, size)
+        lengths, values, times = self.lengths, self.values, self.times
+
+        def run() -> Tensor:
+            layout = SequenceLayout.trusted(
+                lengths,
+                offsets_from_lengths(lengths),
+                torch.zeros_like(lengths),
+                num_contextual,
+                total_len=size,
+                max_len=longest,
+                total_targets=0,
+            )
+            room.begin()
+            mixer.prefill(JaggedSequence(values, layout, *times), room.keep)
+            return lengths
+
+        self.fill(like)
+        run()  # kernels for these sizes are compiled
+        # What autocast rounds is rounded in the graph, each time.
+        torch.clear_autocast_cache()
+        self.replay = record(run)
+        torch.clear_autocast_cache()
+
+    def fill(self, sequence: JaggedSequence) -> None:
+        """Copies the tokens in."""
+        count = sequence.layout.total_len
+        self.lengths.copy_(sequence.layout.lengths)
+        self.values[:count].copy_(sequence.values)
+        self.times[0, :count].copy_(sequence.timestamps)
+        self.times[1, :count].copy_(sequence.next_timestamps)
