@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import wrap_triton
 
 from recsys.ops.bucket_embedding.triton_kernels import embed_kernel
 from recsys.ops.jagged.triton_ops import blocks_of, dense_rows, step_of
+from recsys.ops.registration import visible
 from recsys.ops.segment_sum.triton_ops import Segments, launch_sums
 from recsys.ops.triton_start import start
 
@@ -107,7 +108,7 @@ def sorted_by_bucket(buckets: Tensor, num_buckets: int) -> Segments:
     return Segments(keys, torch.searchsorted(keys, numbers), order)
 
 
-@triton_op("recsys::sum_by_bucket_triton", mutates_args=())
+@visible("sum_by_bucket_triton")
 def sum_by_bucket_triton(values: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
     """float32 [num_buckets, E], the sum of the rows of values [T, E] in each bucket, for traced graphs."""
     return launch_sums(values, sorted_by_bucket(buckets, num_buckets), torch.float32, wrap_triton)

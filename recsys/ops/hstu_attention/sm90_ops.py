@@ -11,10 +11,10 @@ from recsys.ops.hstu_attention import sm90_launch, sm90_two_pass, triton_ops
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
+from recsys.ops.registration import differentiable, opaque, saving
 
 __all__ = ["HstuAttention", "Problem", "call_op", "forward"]
 
-_NAMES = ("recsys::hstu_attention_sm90", "recsys::hstu_attention_sm90_backward")
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor offsets, Tensor num_targets, int num_contextual, "
     "int? window, int prefix, bool target_window, int target_group_size, bool contextual_reads_history, "
@@ -26,9 +26,6 @@ SEEN_BY_A_ROW = 512
 seven; two passes do not start with zeros nor end with rounding, and wait less where tiles are short. On an
 H200 (experiments/2026-11-22-gpu-attention-2) two passes win by 4 % at 1024 tokens of 128 columns and by 21 %
 at 256 tokens of 64, one pass from 2048 tokens on by 8 to 14 % of 128 columns, by 3 to 9 % of 64."""
-
-torch.library.define(_NAMES[0], f"({_ARGUMENTS}) -> Tensor")
-torch.library.define(_NAMES[1], f"(Tensor grad_out, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
@@ -88,7 +85,7 @@ def _few_are_seen(problem: Problem) -> bool:
 def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem, deterministic: bool) -> Tensor:
     """The library op, for traced graphs."""
     layout, mask = problem.layout, problem.mask
-    return torch.ops.recsys.hstu_attention_sm90(
+    return hstu_attention_sm90(
         q,
         k,
         v,
@@ -140,16 +137,10 @@ def _run_backward(
     return gradients.q, gradients.k, gradients.v
 
 
-for _name, _kernel in zip(_NAMES, (_run, _run_backward), strict=True):
-    torch.library.impl(_name, "cuda", _kernel)
-
-
-@torch.library.register_fake(_NAMES[0])
 def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake(_NAMES[1])
 def _fake_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,14 +150,21 @@ def _fake_backward(
     return grad_q, grad_k, grad_v
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:6])
-    ctx.rest = inputs[6:]
+hstu_attention_sm90 = opaque(
+    "hstu_attention_sm90", _run, _fake, devices=("cuda",), arguments=f"({_ARGUMENTS}) -> Tensor"
+)
+hstu_attention_sm90_backward = opaque(
+    "hstu_attention_sm90_backward",
+    _run_backward,
+    _fake_backward,
+    devices=("cuda",),
+    arguments=f"(Tensor grad_out, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.recsys.hstu_attention_sm90_backward(grad_out, *ctx.saved_tensors, *ctx.rest)
+    gradients = hstu_attention_sm90_backward(grad_out, *ctx.saved_tensors, *ctx.rest)
     return (*gradients, None, None, None, *(None for _ in ctx.rest))
 
 
-torch.library.register_autograd(_NAMES[0], _backward, setup_context=_setup_context)
+differentiable(hstu_attention_sm90, _backward, saving(6))

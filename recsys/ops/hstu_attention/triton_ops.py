@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import wrap_triton
 
 from recsys.ops.hstu_attention import triton_launch
 from recsys.ops.hstu_attention.triton_launch import Problem
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
+from recsys.ops.registration import differentiable, saving, visible
 from recsys.ops.relative_bias import RelativeBias
 
 
@@ -105,7 +106,7 @@ def _problem(
     return Problem(layout, mask, alpha, scale_len, bias)
 
 
-@triton_op("recsys::hstu_attention_triton", mutates_args=())
+@visible("hstu_attention_triton")
 def hstu_attention_triton(
     q: Tensor,
     k: Tensor,
@@ -149,7 +150,7 @@ def hstu_attention_triton(
     return triton_launch.forward(q, k, v, problem, wrap_triton)
 
 
-@triton_op("recsys::hstu_attention_triton_backward", mutates_args=())
+@visible("hstu_attention_triton_backward")
 def hstu_attention_triton_backward(
     grad_out: Tensor,
     q: Tensor,
@@ -204,15 +205,10 @@ def hstu_attention_triton_backward(
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:10])
-    ctx.rest = inputs[10:]
-
-
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     gradients = hstu_attention_triton_backward(grad_out, *ctx.saved_tensors, *ctx.rest)
     tables = tuple(gradients[3:]) or (None, None)
     return (*gradients[:3], None, None, None, *tables, None, None, *(None for _ in ctx.rest))
 
 
-hstu_attention_triton.register_autograd(_backward, setup_context=_setup_context)
+differentiable(hstu_attention_triton, _backward, saving(10))

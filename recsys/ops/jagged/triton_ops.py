@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import wrap_triton
 
 from recsys.ops.jagged.reference import invert_each
 from recsys.ops.jagged.triton_kernels import gather_kernel, invert_kernel, sum_kernel
+from recsys.ops.registration import differentiable, visible
 from recsys.ops.triton_start import Wrap, start
 
 MAX_SOURCES = 4
@@ -206,7 +207,7 @@ def is_zero(number: int) -> bool:
     return isinstance(number, int) and number == 0
 
 
-@triton_op("recsys::gather_rows_triton", mutates_args=())
+@visible("gather_rows_triton")
 def gather_rows_triton(
     values: list[Tensor], index: Tensor, inverse: Tensor | None, sizes: list[int]
 ) -> Tensor:
@@ -214,7 +215,7 @@ def gather_rows_triton(
     return launch_gather(values, index, wrap_triton)
 
 
-@triton_op("recsys::gather_rows_triton_backward", mutates_args=())
+@visible("gather_rows_triton_backward")
 def gather_rows_triton_backward(grad_out: Tensor, places: Tensor, num_rows: int) -> Tensor:
     """Gradients of all `values`, one after the other."""
     return launch_sum(grad_out, places, num_rows, wrap_triton)
@@ -235,4 +236,4 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
     return list(grad.split(ctx.rows)), None, None, None
 
 
-gather_rows_triton.register_autograd(_backward, setup_context=_setup_context)
+differentiable(gather_rows_triton, _backward, _setup_context)

@@ -22,6 +22,7 @@ from recsys.ops.linear_logp.recompute import (
     is_row,
     projected,
 )
+from recsys.ops.registration import opaque
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Most scores held at once, by device: 2 MiB of float32 stay in a CPU's cache; a GPU wants large blocks."""
@@ -80,8 +81,7 @@ def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradient
     )
 
 
-@torch.library.custom_op("recsys::linear_logp_forward", mutates_args=())
-def forward_op(
+def _forward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -99,13 +99,11 @@ def forward_op(
     return forward(operands)
 
 
-@forward_op.register_fake
-def _(hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms):
+def _fake(hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms):
     return tuple(scale.new_empty(hidden.shape[0]) for _ in range(3))
 
 
-@torch.library.custom_op("recsys::linear_logp_backward", mutates_args=())
-def backward_op(
+def _backward(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -128,10 +126,12 @@ def backward_op(
     return [gradient for gradient in found if gradient is not None]
 
 
-@backward_op.register_fake
-def _(hidden, weight, bias, scale, *rest):
+def _fake_backward(hidden, weight, bias, scale, *rest):
     return fake_gradients(hidden, weight, scale, rest[-1])
 
+
+forward_op = opaque("linear_logp_forward", _forward, _fake)
+backward_op = opaque("linear_logp_backward", _backward, _fake_backward)
 
 PIECES = Pieces(forward, backward, forward_op, backward_op)
 

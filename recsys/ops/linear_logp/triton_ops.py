@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import triton_op
 
 from recsys.ops.linear_logp.launching import (
     MAX_PARTS,
@@ -33,6 +32,7 @@ from recsys.ops.linear_logp.row_launches import (
     upstream_of,
 )
 from recsys.ops.linear_logp.triton_kernels import backward_kernel, forward_kernel
+from recsys.ops.registration import visible
 
 
 class Blocks(NamedTuple):
@@ -258,7 +258,7 @@ def constants_of(operands: Operands, blocks: Blocks) -> dict[str, Any]:
     }
 
 
-@triton_op("recsys::linear_logp_triton", mutates_args=())
+@visible("linear_logp_triton")
 def forward_op(
     hidden: Tensor,
     weight: Tensor,
@@ -277,7 +277,7 @@ def forward_op(
     return tuple(launch_forward(operands, launch_traced))
 
 
-@triton_op("recsys::linear_logp_triton_backward", mutates_args=())
+@visible("linear_logp_triton_backward")
 def backward_op(
     hidden: Tensor,
     weight: Tensor,

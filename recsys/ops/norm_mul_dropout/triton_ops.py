@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import wrap_triton
 
 from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.linear_parts import sum_of_parts
 from recsys.ops.norm_mul_dropout import counter
 from recsys.ops.norm_mul_dropout.triton_kernels import backward_kernel, forward_kernel
+from recsys.ops.registration import differentiable, saving, visible
 from recsys.ops.triton_backend import num_processors
 from recsys.ops.triton_start import Wrap, start
 
@@ -178,7 +179,7 @@ def _constants(width: int, options: Options, blocks: Blocks) -> dict[str, Any]:
     }
 
 
-@triton_op("recsys::norm_mul_dropout_triton", mutates_args=())
+@visible("norm_mul_dropout_triton")
 def norm_mul_dropout_triton(
     attended: Tensor,
     u: Tensor,
@@ -196,7 +197,7 @@ def norm_mul_dropout_triton(
     return launch_forward(attended, u, weight, bias, seed, options, wrap_triton)
 
 
-@triton_op("recsys::norm_mul_dropout_triton_backward", mutates_args=())
+@visible("norm_mul_dropout_triton_backward")
 def norm_mul_dropout_triton_backward(
     grad_out: Tensor,
     attended: Tensor,
@@ -216,14 +217,9 @@ def norm_mul_dropout_triton_backward(
     return grad_a, grad_u, both[0].clone(), both[1].clone()
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.options = inputs[5:]
-
-
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = norm_mul_dropout_triton_backward(grad_out, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, None, *(None for _ in ctx.options))
+    gradients = norm_mul_dropout_triton_backward(grad_out, *ctx.saved_tensors, *ctx.rest)
+    return (*gradients, None, *(None for _ in ctx.rest))
 
 
-norm_mul_dropout_triton.register_autograd(_backward, setup_context=_setup_context)
+differentiable(norm_mul_dropout_triton, _backward, saving(5))

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import wrap_triton
 
 from recsys.ops.jagged.triton_ops import dense_rows, is_zero, launch_gather, step_of, width_of
 from recsys.ops.layout import offsets_from_lengths
+from recsys.ops.registration import differentiable, visible
 from recsys.ops.segment_sum.reference import segment_ids
 from recsys.ops.segment_sum.triton_kernels import pieces_kernel, shares_kernel
 from recsys.ops.triton_start import Wrap, start
@@ -139,13 +140,13 @@ def cuts_of(num_rows: int, num_segments: int, block: int, *, ordered: bool) -> C
     return Cuts(max(SMALLEST_PIECE, piece), 1)
 
 
-@triton_op("recsys::segment_sum_triton", mutates_args=())
+@visible("segment_sum_triton")
 def segment_sum_triton(values: Tensor, lengths: Tensor) -> Tensor:
     """`segment_sum` for traced graphs."""
     return launch_sums(values, consecutive(lengths, values.shape[0]), values.dtype, wrap_triton)
 
 
-@triton_op("recsys::segment_sum_triton_backward", mutates_args=())
+@visible("segment_sum_triton_backward")
 def segment_sum_triton_backward(grad_out: Tensor, lengths: Tensor, num_rows: int) -> Tensor:
     """The gradient of `values`."""
     return launch_gather([grad_out], segment_ids(lengths, num_rows), wrap_triton)
@@ -162,4 +163,4 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
     return segment_sum_triton_backward(grad_out, lengths, ctx.num_rows), None
 
 
-segment_sum_triton.register_autograd(_backward, setup_context=_setup_context)
+differentiable(segment_sum_triton, _backward, _setup_context)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
+from torch.library import wrap_triton
 
 from recsys.ops.hstu_attention.blocks import Blocks
 from recsys.ops.hstu_attention.cached.triton_kernel import cached_kernel
@@ -24,6 +24,7 @@ from recsys.ops.hstu_attention.triton_launch import (
 from recsys.ops.hstu_attention.work_list import cached_work, row_work
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
+from recsys.ops.registration import visible
 from recsys.ops.relative_bias import CachedRelativeBias
 from recsys.ops.triton_backend import num_processors
 
@@ -143,7 +144,7 @@ def call_op(
     )
 
 
-@triton_op("recsys::hstu_attention_cached_triton", mutates_args=())
+@visible("hstu_attention_cached_triton")
 def hstu_attention_cached_triton(
     q: Tensor,
     k: Tensor,
