@@ -7,13 +7,22 @@ Triton) Triton's way is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 Wrap = Callable[[Any], Any]
+
+
+class Boxes(NamedTuple):
+    """What a ragged descriptor of a tensor [T, H, D] shows at a time."""
+
+    tensor: Tensor
+    rows: int
+    columns: int
 
 
 def unwrapped(kernel: Any) -> Any:
@@ -42,13 +51,31 @@ def start(
         kernel[(programs,)](*pointers, *numbers, **constants)
         return
     key = (*constants.values(), *[tensor.dtype for tensor in pointers])
-    short(kernel, key, programs, (), pointers, numbers, lambda: constants)
+    short.start(kernel, key, programs, (), pointers, numbers, lambda: constants)
+
+
+def start_specialised(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Boxes | Tensor | int | float],
+    constants: dict[str, Any],
+    describe: Callable[[Boxes], Any],
+) -> None:
+    """`kernel[(programs,)](*arguments, **constants)` in eager mode, with what `describe` makes of boxes.
+
+    For kernels that Triton compiles anew for some of their numbers, of which there must be few in all.
+    """
+    if (short := _short_way()) is not None:
+        short.start_specialised(kernel, programs, arguments, constants, describe)
+        return
+    given = [describe(one) if isinstance(one, Boxes) else one for one in arguments]
+    kernel[(programs,)](*given, **constants)
 
 
 @lru_cache(maxsize=1)
-def _short_way() -> Callable[..., None] | None:
+def _short_way() -> ModuleType | None:
     try:
-        from recsys.ops.hstu_attention.sm90_start import start as short
+        from recsys.ops.hstu_attention import sm90_start
     except ImportError:
         return None
-    return short
+    return sm90_start

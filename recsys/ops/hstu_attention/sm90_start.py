@@ -12,7 +12,7 @@ A change of Triton's settings after the first launch of a kind (TRITON_DEBUG and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
 from recsys.ops.hstu_attention.sm90_forward import RAGGED_ROWS
+from recsys.ops.triton_start import Boxes
 
 LAUNCHED_BY = "3.6."
 """The Triton whose launchers take the arguments that `_start_again` gives them."""
@@ -39,14 +40,6 @@ _BACK = 2**34
 
 ALIGNMENT = 16
 """Bytes: of addresses that Triton compiles special code for."""
-
-
-class Boxes(NamedTuple):
-    """What a ragged descriptor of a tensor [T, H, D] shows at a time."""
-
-    tensor: Tensor
-    rows: int
-    columns: int
 
 
 class _Encoding(NamedTuple):
@@ -97,12 +90,64 @@ def start(
     """
     device = pointers[0].device
     found = _FOUND.get((id(kernel), device.index, key))
-    if found is not None and _start_again(found, device, programs, boxes, pointers, numbers):
+    if found is not None and _start_again(found, device, programs, (*boxes, *pointers, *numbers)):
         return
     require_one_code(kernel, len(boxes) + len(pointers), numbers)
     descriptors = [ragged_descriptor(*box) for box in boxes]
     made = kernel[(programs,)](*descriptors, *pointers, *numbers, **constants())
-    if found is None and isinstance(kernel, triton.JITFunction) and _aligned(pointers):
+    if found is None:
+        _remember(kernel, key, made, device, pointers)
+
+
+def start_specialised(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Boxes | Tensor | int | float],
+    constants: dict[str, Any],
+    describe: Callable[[Boxes], Any],
+) -> None:
+    """`kernel[(programs,)](*arguments, **constants)`, with descriptors made by `describe` for the boxes.
+
+    For kernels that Triton compiles anew for some of their numbers: those numbers are part of the key, so
+    there must be few of them in all.
+    """
+    tensors = [given for given in arguments if isinstance(given, Tensor)]
+    device = tensors[0].device
+    kinds = [_kind(arguments[place]) for place in _specialised(kernel, len(arguments))]
+    key = (*constants.values(), *kinds)
+    found = _FOUND.get((id(kernel), device.index, key))
+    if found is not None and _start_again(found, device, programs, arguments):
+        return
+    given = [describe(one) if isinstance(one, Boxes) else one for one in arguments]
+    made = kernel[(programs,)](*given, **constants)
+    if found is None:
+        _remember(kernel, key, made, device, tensors)
+
+
+def _kind(argument: Boxes | Tensor | float) -> Hashable:
+    """What of an argument the code of a kernel depends on, or more."""
+    if isinstance(argument, Boxes):
+        return argument.tensor.dtype, argument.rows, argument.columns
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    return argument if isinstance(argument, int) else float
+
+
+_PLACES: dict[tuple[int, int], tuple[int, ...]] = {}
+
+
+def _specialised(kernel: Any, number: int) -> tuple[int, ...]:
+    """The places, of the first `number` parameters, of those that the code depends on."""
+    place = (id(kernel), number)
+    if place not in _PLACES:
+        parameters = getattr(kernel, "params", [])[:number]
+        _PLACES[place] = tuple(i for i, one in enumerate(parameters) if not one.do_not_specialize)
+    return _PLACES[place]
+
+
+def _remember(kernel: Any, key: Hashable, made: Any, device: torch.device, tensors: Sequence[Tensor]) -> None:
+    """Keeps a kernel that has just been started, if it can be started the short way."""
+    if isinstance(kernel, triton.JITFunction) and _aligned(tensors):
         found = _compiled(kernel, made, device)
         if found is not None:
             _FOUND[(id(kernel), device.index, key)] = found
@@ -155,12 +200,7 @@ def zero_counter(device: torch.device) -> Tensor:
 
 
 def _start_again(
-    found: _Compiled,
-    device: torch.device,
-    programs: int,
-    boxes: tuple[Boxes, ...],
-    pointers: tuple[Tensor, ...],
-    numbers: tuple[int | float, ...],
+    found: _Compiled, device: torch.device, programs: int, given: Sequence[Boxes | Tensor | int | float]
 ) -> bool:
     """Whether the short way could be taken; if so, the kernel has been started."""
     hooks = knobs.runtime
@@ -169,22 +209,23 @@ def _start_again(
     index = device.index
     if torch.cuda.current_device() != index:
         return False
-    arguments, encode = [], found.encode
-    for (tensor, _, _), (swizzle, elem_size, elem_type, block_size) in zip(
-        boxes, found.encodings, strict=True
-    ):
-        shape, strides, both, _ = _ragged(
-            tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size()
-        )
-        arguments.append(
-            encode(tensor.data_ptr(), swizzle, elem_size, elem_type, block_size, shape, strides, 0)
-        )
-        arguments += both
-    for pointer in pointers:
-        address = pointer.data_ptr()
-        if address % ALIGNMENT:
-            return False
-        arguments.append(address)
+    arguments: list[Any] = []
+    encodings = iter(found.encodings)
+    for one in given:
+        if isinstance(one, Tensor):
+            address = one.data_ptr()
+            if address % ALIGNMENT:
+                return False
+            arguments.append(address)
+        elif isinstance(one, Boxes):
+            tensor, encoding = one.tensor, next(encodings)
+            shape, strides, both, _ = _ragged(
+                tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size()
+            )
+            arguments.append(found.encode(tensor.data_ptr(), *encoding, shape, strides, 0))
+            arguments += both
+        else:
+            arguments.append(one)
     try:
         found.launch(
             programs,
@@ -201,7 +242,6 @@ def _start_again(
             None,
             None,
             *arguments,
-            *numbers,
             *found.constants,
         )
     except OverflowError:  # a number past 32 bits, for which there is other code
@@ -209,8 +249,8 @@ def _start_again(
     return True
 
 
-def _aligned(pointers: tuple[Tensor, ...]) -> bool:
-    return all(pointer.data_ptr() % ALIGNMENT == 0 for pointer in pointers)
+def _aligned(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
 
 
 def _compiled(kernel: Any, made: Any, device: torch.device) -> _Compiled | None:

@@ -53,5 +53,8 @@ def run(
     problem = ops.Problem(layout, mask, alpha, scale_len, bias, room=room)
     if torch.compiler.is_compiling():
         return ops.call_op(q, k, v, problem, deterministic)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if bias is None and not needs_grad:
+        return ops.triton_launch.forward(q, k, v, problem)
     tables = (None, None) if bias is None else (bias.position_table, bias.time_table)
     return ops.HstuAttention.apply(q, k, v, *tables, problem, deterministic)

@@ -36,7 +36,7 @@ from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.triton_backend import num_processors
-from recsys.ops.triton_start import Wrap, unwrapped
+from recsys.ops.triton_start import Boxes, Wrap, start_specialised, unwrapped
 
 ANY_ROWS = 0x7FFF0000
 """More than any coordinate, and a size that a descriptor may have."""
@@ -97,7 +97,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
     blocks = blocks_for(kernel, q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
-    wrap(forward_kernel)[(items.shape[0] * num_heads,)](
+    arguments = [
         *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)),
         out,
         items,
@@ -106,10 +106,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
         *strides(q, k, v),
         *scalars(problem),
         *_bias_arguments(problem, items, blocks, wrap, packed),
-        DESCRIBED=described,
+    ]
+    compiled_for = {
+        "DESCRIBED": described,
         **bias_constants(packed, blocks, rows_first=True),
         **constants(problem, q, v, blocks),
-    )
+    }
+    _start(forward_kernel, items.shape[0] * num_heads, arguments, compiled_for, problem, wrap)
     return out
 
 
@@ -166,7 +169,7 @@ def _launch_keys(
     blocks = blocks_for(f"packed_{kernel}" if packed else kernel, q, v, problem)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
-    wrap(keys_kernel)[(items.shape[0] * num_heads,)](
+    arguments = [
         q,
         k,
         v,
@@ -178,12 +181,15 @@ def _launch_keys(
         num_heads,
         *strides(q, k, v, grad_out),
         *scalars(problem),
-        *_bias_arguments(problem, items, blocks, wrap, packed),
-        GRAD_K=kernel != "grad_v",
-        GRAD_V=kernel != "grad_k",
+        *_bias_arguments(problem, items, blocks, wrap, packed, rows_first=False),
+    ]
+    compiled_for = {
+        "GRAD_K": kernel != "grad_v",
+        "GRAD_V": kernel != "grad_k",
         **bias_constants(packed, blocks, rows_first=False),
         **constants(problem, q, v, blocks),
-    )
+    }
+    _start(keys_kernel, items.shape[0] * num_heads, arguments, compiled_for, problem, wrap)
 
 
 def _launch_rows(
@@ -201,7 +207,7 @@ def _launch_rows(
     blocks = blocks_for("packed_rows" if packed else "rows", q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
-    wrap(rows_kernel)[(items.shape[0] * num_heads,)](
+    arguments = [
         q,
         k,
         v,
@@ -214,10 +220,28 @@ def _launch_rows(
         *scalars(problem),
         *_bias_arguments(problem, items, blocks, wrap, packed),
         *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
+    ]
+    compiled_for = {
         **bias_constants(packed, blocks, rows_first=True),
         **tables_constants(q, blocks, sums),
         **constants(problem, q, v, blocks),
-    )
+    }
+    _start(rows_kernel, items.shape[0] * num_heads, arguments, compiled_for, problem, wrap)
+
+
+def _start(
+    kernel: Any,
+    programs: int,
+    arguments: list[Boxes | Tensor | int | float],
+    compiled_for: dict[str, Any],
+    problem: Problem,
+    wrap: Wrap,
+) -> None:
+    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode without a bias the short way."""
+    if wrap is unwrapped and problem.bias is None:
+        start_specialised(kernel, programs, arguments, compiled_for, described_boxes)
+    else:
+        wrap(kernel)[(programs,)](*arguments, **compiled_for)
 
 
 def _table_gradients(
@@ -266,16 +290,27 @@ def _is_packed(kernel: str, q: Tensor, v: Tensor, problem: Problem, wrap: Wrap) 
 
 
 def _bias_arguments(
-    problem: Problem, items: Tensor, blocks: Blocks, wrap: Wrap, packed: bool = False
+    problem: Problem,
+    items: Tensor,
+    blocks: Blocks,
+    wrap: Wrap,
+    packed: bool = False,
+    rows_first: bool = True,
 ) -> list[Tensor | int]:
-    layout, key = problem.layout, (packed, blocks.rows, blocks.keys)
+    layout, bias, key = (
+        problem.layout,
+        problem.bias,
+        (packed, blocks.rows, blocks.keys, packed and rows_first),
+    )
     found = problem.made.get(key)
     if found is None:
-        bias, sizes = problem.bias, (layout.max_len, items, blocks.rows, blocks.keys)
         if packed and bias is not None:
-            found = packed_arguments(bias, layout, *sizes)
+            found = packed_arguments(bias, layout, problem.mask, items, blocks.rows, blocks.keys, rows_first)
         else:
-            found = bias_arguments(bias, layout, *sizes, wrap, shared=wrap is unwrapped)
+            sizes = blocks.rows, blocks.keys
+            found = bias_arguments(
+                bias, layout, layout.max_len, items, *sizes, wrap, shared=wrap is unwrapped
+            )
         problem.made[key] = found
     return found
 
@@ -334,9 +369,14 @@ def _is_describable(tensor: Tensor) -> bool:
     return aligned and whole and 0 <= head and (num_heads - 1) * head + dim <= row
 
 
-def operands(described: bool, *tensors: tuple[Tensor, int]) -> list[Tensor | TensorDescriptor]:
-    """Tensors as they are, or as descriptors of blocks of so many rows."""
-    return [ragged_descriptor(tensor, rows) if described else tensor for tensor, rows in tensors]
+def operands(described: bool, *tensors: tuple[Tensor, int]) -> list[Tensor | Boxes]:
+    """Tensors as they are, or the boxes of so many rows that descriptors show of them."""
+    return [Boxes(tensor, rows, tensor.shape[2]) if described else tensor for tensor, rows in tensors]
+
+
+def described_boxes(boxes: Boxes) -> TensorDescriptor:
+    """The descriptor, for Triton."""
+    return ragged_descriptor(boxes.tensor, boxes.rows)
 
 
 def ragged_descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:

@@ -22,6 +22,7 @@ from recsys.ops.hstu_attention.sm90_start import (
     ragged_descriptor,
     require_one_code,
     start,
+    start_specialised,
     with_loadable_rows,
 )
 from recsys.ops.hstu_attention.triton_launch import Problem
@@ -160,6 +161,41 @@ def test_only_what_a_tensor_map_cannot_describe_is_copied():
     ):
         copied = with_loadable_rows(odd)
         assert copied is not odd and copied.is_contiguous() and torch.equal(copied, odd)
+
+
+@triton.jit(do_not_specialize=["varying"])
+def some_kernel(x, boxes, varying, stride, factor, WIDTH: triton.language.constexpr):
+    pass
+
+
+class Specialised(Kernel):
+    """With the parameters of `some_kernel`."""
+
+    params = some_kernel.params
+
+
+def test_numbers_that_triton_compiles_for_are_part_of_the_key(kernel):
+    kernel = Specialised()
+    x, tensor = torch.zeros(4), rows()
+
+    def call(x=x, tensor=tensor, varying=5, stride=64, factor=0.5, constants=None):
+        arguments = [x, Boxes(tensor, 64, 64), varying, stride, factor]
+        start_specialised(
+            kernel, 3, arguments, constants or {"WIDTH": 64}, lambda boxes: ("described", boxes)
+        )
+        return len(kernel.slow)
+
+    assert call() == 1 and call(varying=1, factor=2.0) == 1
+    assert kernel.slow[0] == ((3,), (x, ("described", Boxes(tensor, 64, 64)), 5, 64, 0.5), {"WIDTH": 64})
+    given = kernel.launched[0][13:]
+    assert given[0] == x.data_ptr() and given[1][:2] == ("map", tensor.data_ptr())
+    assert given[10:] == (1, 64, 2.0, None, None)
+    others = [{"stride": 1}, {"x": x.double()}, {"tensor": rows(dtype=torch.float16)}]
+    others.append({"constants": {"WIDTH": 32}})
+    for number, other in enumerate(others):
+        assert call(**other) == call(**other) == 2 + number
+    odd = torch.zeros(5)[1:]
+    assert call(x=odd) == 6 and call(x=odd) == 7
 
 
 FLOATS = ("half_alpha", "inverse_scale", "factor")

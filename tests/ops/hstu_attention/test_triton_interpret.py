@@ -237,7 +237,7 @@ def test_the_library_ops(shapes, monkeypatch):
     from recsys.ops.hstu_attention import triton_ops
 
     monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
-    monkeypatch.setattr(SequenceLayout, "host_lengths", None)  # as if the lengths were on a device
+    monkeypatch.setattr(SequenceLayout, "host_copy", None)  # as if the lengths were on a device
     layout = layout_of(samples(0, shapes))
     q, k, v = (t.detach().float() for t in qkv(layout.total_len, heads=2, dim=3, v_dim=5))
     k = k.transpose(0, 1).contiguous().transpose(0, 1)

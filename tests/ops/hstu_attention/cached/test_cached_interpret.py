@@ -195,7 +195,7 @@ def test_the_library_op(monkeypatch):
     """What a compiler relies on: its schema, shapes without numbers; with D != V and a strided input."""
     from recsys.ops.hstu_attention.cached import triton_ops
 
-    monkeypatch.setattr(SequenceLayout, "host_lengths", None)  # as if the lengths were on a device
+    monkeypatch.setattr(SequenceLayout, "host_copy", None)  # as if the lengths were on a device
     monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
     for batch in (samples(1, SHAPES), samples(1, [(0, 0)])):
         parts = cut(batch, CUTS["ragged"][: len(batch)])
