@@ -160,13 +160,16 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-def explain(op: str, *args: Any, **kwargs: Any) -> Explanation:
-    """Which backends of `op` can run this call, and why not the others. Arguments as of the op itself.
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which backends of an op can run this call, and why not the others.
+
+    Args:
+        op: its name, or the function itself; the other arguments are those of that function.
 
     Raises:
         ValueError: no op of this name.
     """
-    known = _op(op)
+    known = _op(op if isinstance(op, str) else op.__name__)
     kwargs.pop("backend", None)
     return known.explain(known.facts(*args, **kwargs))
 

@@ -122,6 +122,7 @@ def test_the_facts_of_a_real_op():
     rows = explain("hstu_attention", q, q, v, layout, scale_len=1, backend="auto").rows
     assert [name for name, _ in rows] == ["sm90", "triton", "reference"]
     assert dict(rows)["reference"] == SUPPORTED
+    assert explain(hstu_attention, q, q, v, layout, scale_len=1).rows == rows
     with pytest.raises(ValueError, match="v has 5 rows, the layout total_len = 4"):
         explain("hstu_attention", q[:4], q[:4], v, SequenceLayout(torch.tensor([4])), scale_len=1)
     hstu_attention(q, q, v, layout, scale_len=1)
