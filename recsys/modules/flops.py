@@ -16,10 +16,11 @@ def linear_flops(module: nn.Module, rows: int) -> int:
     return 2 * rows * sum(one.weight.numel() for one in module.modules() if isinstance(one, nn.Linear))
 
 
-def attention_flops(mask: AttentionMask, layout: SequenceLayout, width: int) -> int:
+def attention_flops(mask: AttentionMask, layout: SequenceLayout, width: int, tail: int | None = None) -> int:
     """FLOP of one attention: <q, k> and p * v for every pair of tokens that see each other.
 
     Args:
         width: heads x (width of a key + width of a value).
+        tail: of the history only the newest `tail` tokens look.
     """
-    return 2 * count_pairs(mask, layout) * width
+    return 2 * count_pairs(mask, layout, tail) * width

@@ -118,25 +118,34 @@ def visible_pairs(mask: AttentionMask, history_end: Tensor, num_contextual: int,
     return torch.where(i < end, before_targets & history_key, target_row | own_group)
 
 
-def count_pairs(mask: AttentionMask, layout: SequenceLayout) -> int:
+def count_pairs(mask: AttentionMask, layout: SequenceLayout, tail: int | None = None) -> int:
     """How many pairs of a query and a key that it sees there are in all samples: the True of `dense_mask`.
 
-    Taken from the lengths on the host, B numbers, so that it waits for no device.
+    Taken from the lengths on the host, B numbers, so that it waits for no device. `tail`: of the history only
+    the newest `tail` tokens count as queries.
 
     Raises:
         ValueError: the layout has its lengths on a device only.
     """
     host = layout.on_host()
     contextual, uih, targets = host.num_contextual, host.num_uih, host.num_targets
-    near = uih if mask.window is None else uih.clamp(max=mask.window + mask.prefix)
+    most = max(host.max_len, 1) if mask.window is None else mask.window + mask.prefix
+    near = uih.clamp(max=most)
     contextual_sees = contextual + uih if mask.contextual_reads_history else contextual
-    # History token number h sees min(h, near) events; the first `near` of them are a triangle.
-    history = uih * contextual + near * (near + 1) // 2 + (uih - near) * near
+    history = _pairs_of_history(uih, contextual, most)
+    if tail is not None:
+        history = history - _pairs_of_history((uih - tail).clamp(min=0), contextual, most)
     target_sees = contextual + (near if mask.target_window else uih)
     size = mask.target_group_size
     rest = targets % size
     within_groups = targets // size * (size * (size + 1) // 2) + rest * (rest + 1) // 2
     return int((contextual * contextual_sees + history + targets * target_sees + within_groups).sum())
+
+
+def _pairs_of_history(count: Tensor, contextual: int, most: int) -> Tensor:
+    """Of the first `count` history tokens; number h sees min(h, most) events, the first `most` a triangle."""
+    near = count.clamp(max=most)
+    return count * contextual + near * (near + 1) // 2 + (count - near) * near
 
 
 def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:

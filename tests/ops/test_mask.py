@@ -44,6 +44,10 @@ def test_the_number_of_pairs_is_that_of_the_table(mask, contextual):
     places = [(sample, i, j) for sample in batch for i in range(sample.length) for j in range(sample.length)]
     expected = sum(sees(sample, i, j, mask) for sample, i, j in places)
     assert count_pairs(mask, layout_of(batch)) == expected
+    for tail in (0, 2, 50):
+        read = [(s, i, j) for s, i, j in places if not s.contextual <= i < s.contextual + s.uih - tail]
+        expected = sum(sees(sample, i, j, mask) for sample, i, j in read)
+        assert count_pairs(mask, layout_of(batch), tail) == expected
     assert count_pairs(mask, layout_of([])) == 0
 
 

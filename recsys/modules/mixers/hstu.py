@@ -43,6 +43,7 @@ class HstuMixer(nn.Module):
     def __init__(self, config: pb.HstuMixer, *, embedding_dim: int):
         super().__init__()
         self.rules = layer_rules(config)
+        self.embedding_dim = embedding_dim
         self.num_heads, self.qk_dim, self.v_dim = config.num_heads, config.qk_dim, config.v_dim
         self.layers = nn.ModuleList(_layer(config, embedding_dim) for _ in self.rules)
         self.biases = nn.ModuleList()
@@ -118,7 +119,7 @@ class HstuMixer(nn.Module):
 
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
-        return stack_flops(self.layers, self.rules, layout, self.attention_width)
+        return stack_flops(self.layers, self.rules, layout, self.embedding_dim, self.attention_width)
 
 
 def _leaves_few(kept: SequenceLayout, layout: SequenceLayout) -> bool:

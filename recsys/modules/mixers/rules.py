@@ -63,18 +63,29 @@ def layer_rules(config: pb.HstuMixer | pb.SasRecMixer) -> list[LayerRule]:
 
 
 def stack_flops(
-    layers: Iterable[nn.Module], rules: Sequence[LayerRule], layout: SequenceLayout, attention_width: int
+    layers: Iterable[nn.Module],
+    rules: Sequence[LayerRule],
+    layout: SequenceLayout,
+    embedding_dim: int,
+    attention_width: int,
 ) -> int:
     """FLOP of all layers, each on the tokens that are left; see `recsys.modules.flops`.
 
+    In front of a truncation tokens that do not go on need keys and values alone.
+
     Args:
+        embedding_dim: E.
         attention_width: heads x (width of a key + width of a value).
     """
     total = 0
-    for layer, rule in zip(layers, rules, strict=True):
-        layout = rule.truncate_layout(layout)
-        attention = attention_flops(rule.mask, layout, attention_width)
-        total += linear_flops(layer, layout.total_len) + attention
+    layout = rules[0].truncate_layout(layout)
+    for number, (layer, rule) in enumerate(zip(layers, rules, strict=True)):
+        tail_len = rules[number + 1].tail_len if number + 1 < len(rules) else None
+        kept = layout if tail_len is None else layout.truncate(tail_len).layout
+        attention = attention_flops(rule.mask, layout, attention_width, tail_len)
+        looked_at = 2 * (layout.total_len - kept.total_len) * embedding_dim * attention_width
+        total += linear_flops(layer, kept.total_len) + looked_at + attention
+        layout = kept
     return total
 
 

@@ -30,6 +30,7 @@ class SasRecMixer(nn.Module):
                 f"sasrec.num_heads = {config.num_heads} must divide model.embedding_dim = {embedding_dim}"
             )
         self.rules = layer_rules(config)
+        self.embedding_dim = embedding_dim
         self.attention_width = 2 * embedding_dim
         self.blocks = nn.ModuleList(
             TransformerBlock(
@@ -51,7 +52,7 @@ class SasRecMixer(nn.Module):
 
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
-        return stack_flops(self.blocks, self.rules, layout, self.attention_width)
+        return stack_flops(self.blocks, self.rules, layout, self.embedding_dim, self.attention_width)
 
 
 class TransformerBlock(nn.Module):

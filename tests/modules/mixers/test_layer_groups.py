@@ -120,6 +120,16 @@ def through_groups(sample: Dense, groups: str, layer: Callable) -> Dense:
     return sample
 
 
+def tails_behind(groups: str) -> list[int | None]:
+    """Of each layer the tail of a truncation right behind it."""
+    found: list[int | None] = []
+    for group in text_format.Parse(groups, pb.HstuMixer()).layer_groups:
+        if found and group.HasField("tail_len"):
+            found[-1] = group.tail_len
+        found += [None] * group.num_layers
+    return found
+
+
 def dense_hstu(mixer, sample: Dense, groups: str) -> Dense:
     heads, key, value, scale_len = 2, 4, 3, 3.0
 
@@ -275,18 +285,25 @@ def test_history_does_not_see_later_events_or_targets(kind):
 
 @pytest.mark.parametrize("contextual", [0, 3])
 @pytest.mark.parametrize("groups", GROUPS)
-def test_flops_are_those_of_the_tokens_and_pairs_that_are_left(kind, groups, contextual):
+def test_flops_are_those_of_the_tokens_and_pairs_that_are_needed(kind, groups, contextual):
+    """Tokens that do not go on behind a layer are looked at in it and do not look themselves."""
     mixer, sequence = build(kind, GROUPS[groups]), random_sequence(SHAPES, contextual=contextual)
     # Of each layer: its weights for a token; its keys and values for a pair.
     if kind == "hstu":
         weights, width = WIDTH * (2 * 2 * 3 + 2 * 2 * 4) + 3 * 2 * 3 * WIDTH, 2 * (4 + 3)
     else:
         weights, width = WIDTH * (3 * WIDTH + WIDTH + 2 * 7), 2 * WIDTH
+    tails = tails_behind(GROUPS[groups])
     flops = 0
 
     def count(number, sample, mask):
         nonlocal flops
-        flops += 2 * (sample.shape.length * weights + int(sample.mask(mask).sum()) * width)
+        contextual, uih, targets = sample.shape
+        older = 0 if tails[number] is None else max(uih - tails[number], 0)
+        visible = sample.mask(mask)
+        visible[contextual : contextual + older] = False
+        looking = (sample.shape.length - older) * weights + older * WIDTH * width
+        flops += 2 * (looking + int(visible.sum()) * width)
         return sample.x
 
     for sample in dense_samples(sequence, SHAPES):
