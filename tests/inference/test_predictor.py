@@ -1,6 +1,7 @@
 """Recommendations of a package, against all scores sorted in Python. The graph is the model itself, not
 compiled; `tests/integration` has whole packages."""
 
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,7 @@ from recsys.data.sources import open_source
 from recsys.data.vocabulary import mappings
 from recsys.errors import DataError
 from recsys.inference.exporter import catalogue
-from recsys.inference.predictor import Predictor, predict
+from recsys.inference.predictor import Predictor, _one_ahead, predict
 from recsys.models import build_model
 from tests.modules.pipelines import RETRIEVER, batch_of, pipeline_of, random_row
 
@@ -160,3 +161,34 @@ def test_a_key_at_two_times_has_two_predictions_and_a_warning(repeated, tmp_path
     pq.write_table(last.slice(0, 1), repeated.paths[1])
     predict(Predictor(repeated.package), repeated.source(), tmp_path / "other")
     assert "another request_time" not in caplog.text
+
+
+def test_what_came_before_a_bad_row_group_is_written(repeated, tmp_path):
+    rows = pq.read_table(repeated.paths[1]).set_column(0, "user_id", pa.array([5, 6])).to_pylist()
+    rows[1]["uih_timestamps"] = [1, 2, 3, 4]
+    pq.write_table(pa.Table.from_pylist(rows, pq.read_schema(repeated.paths[1])), repeated.paths[1])
+    with pytest.raises(DataError, match="1.parquet, row 1"):
+        predict(Predictor(repeated.package), repeated.source(), tmp_path / "out")
+    names = sorted(path.name for path in (tmp_path / "out").glob("*.parquet"))
+    assert names == ["part-00000-00000.parquet", "part-00000-00001.parquet"]
+
+
+def test_the_next_is_made_while_one_is_used():
+    made, second = [], threading.Event()
+
+    def make(number: int) -> int:
+        made.append(number)
+        if number == 2:
+            second.set()
+        if number == 4:
+            raise DataError("four")
+        return number
+
+    used = []
+    with pytest.raises(DataError, match="four"):
+        for number in _one_ahead(make, [1, 2, 3, 4, 5]):
+            if number == 1:
+                assert second.wait(60) and 3 not in made
+            used.append(number)
+    assert used == [1, 2, 3] and made[:4] == [1, 2, 3, 4]
+    assert list(_one_ahead(make, [])) == []
