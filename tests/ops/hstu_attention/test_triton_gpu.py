@@ -91,7 +91,7 @@ def assert_near(got, arguments, mask):
         assert torch.isfinite(ours).all(), f"result {i} is not finite"
         norm = exact.norm()
         error, allowed = ((tensor.double() - exact).norm() for tensor in (ours, other))
-        own = 1e-5 if arguments[1].dtype == torch.float32 else 1e-3  # of the fast sigmoid: 11 bits
+        own = 1e-5 if arguments[1].dtype == torch.float32 else 2**-11  # of the fast sigmoid
         assert error <= 2 * allowed + own * norm + 1e-12, (
             f"result {i}: {error / norm:.2e} off, reference {allowed / norm:.2e}"
         )
