@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.modules.cache import Prefix
-from recsys.ops import SequenceLayout, bucket_embedding
+from recsys.ops import SequenceLayout, bucket_embedding, triton_backend
+from recsys.ops.layout_facts import STARTED_BY
 
 
 class PositionalEncoder(nn.Module):
@@ -56,10 +57,14 @@ class PositionalEncoder(nn.Module):
         Returns:
             [T, E].
         """
-        tables, buckets = [self.position.weight], [self.positions(layout, behind)]
-        if self.time is not None:
-            tables.append(self.time.weight)
-            buckets.append(self.time_buckets(layout, request_times - timestamps))
+        tables = [self.position.weight, *([] if self.time is None else [self.time.weight])]
+        by_kernel = behind is None and triton_backend.has_kernels(values.device)
+        if by_kernel and (self.time_unit.is_integer() and self.time_unit < 2**31):
+            buckets = self._buckets_by_kernel(layout, timestamps, request_times)
+        else:
+            buckets = [self.positions(layout, behind)]
+            if self.time is not None:
+                buckets.append(self.time_buckets(layout, request_times - timestamps))
         return bucket_embedding(values, tables, buckets, scale=self.scale)
 
     def require_extendable(self) -> None:
@@ -79,6 +84,18 @@ class PositionalEncoder(nn.Module):
                 "events cannot be appended with positional.num_time_buckets > 0: ages of older events were "
                 f"those at an earlier request; {instead}"
             )
+
+    def _buckets_by_kernel(
+        self, layout: SequenceLayout, timestamps: Tensor, request_times: Tensor
+    ) -> list[Tensor]:
+        """`positions` and `time_buckets` at once."""
+        ops, scale = triton_backend.load(STARTED_BY), None
+        if self.time is not None:
+            scale = ops.TimeScale(self.num_time_buckets, int(self.time_unit), self.logarithmic)
+        rows = self.position.num_embeddings
+        return ops.buckets_of(
+            layout, timestamps, request_times, rows, from_start=self.from_start, scale=scale
+        )
 
     def positions(self, layout: SequenceLayout, behind: Prefix | None = None) -> Tensor:
         """int64 [T], rows of the position table."""

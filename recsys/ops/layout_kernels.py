@@ -61,3 +61,76 @@ def source_kernel(
         missing = tl.load(dropped + sample, mask=is_real & (position >= contextual), other=0)
         source += missing
     tl.store(index + token, source, mask=inside)
+
+
+@triton.jit(do_not_specialize=["total_len", "first_event", "first_candidate"])
+def times_kernel(
+    rows, sample_ids, positions, lengths, num_targets, request_times, events, candidates, times,
+    total_len, first_event, first_candidate,
+    PER_EVENT: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """times [total_len, 3]: a token's own time, that of the next one and that of its request. `rows`: as
+    `tokens_kernel` makes them; those from `first_event` on are of events, `PER_EVENT` each, those from
+    `first_candidate` on of candidates."""
+    token = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
+    inside = token < total_len
+    sample = tl.load(sample_ids + token, mask=inside, other=0)
+    row, position = (
+        tl.load(rows + token, mask=inside, other=0),
+        tl.load(positions + token, mask=inside, other=0),
+    )
+    history_end = tl.load(lengths + sample, mask=inside, other=0)
+    history_end -= tl.load(num_targets + sample, mask=inside, other=0)
+    asked = tl.load(request_times + sample, mask=inside, other=0)
+    is_event = inside & (row >= first_event) & (row < first_candidate)
+    is_candidate = inside & (row >= first_candidate)
+    event = (row - first_event) // PER_EVENT
+    own = tl.load(events + event, mask=is_event, other=0)
+    after = tl.load(events + event + 1, mask=is_event & (position + 1 < history_end), other=0)
+    after = tl.where(position + 1 < history_end, after, asked)
+    if PER_EVENT == 2:  # what comes after the content of an event is its action, at the same time
+        after = tl.where((row - first_event) % 2 == 0, own, after)
+    wanted = tl.load(candidates + row - first_candidate, mask=is_candidate, other=0)
+    place = times + token * 3
+    tl.store(place, tl.where(is_candidate, wanted, tl.where(is_event, own, asked)), mask=inside)
+    tl.store(place + 1, tl.where(is_candidate, wanted, tl.where(is_event, after, asked)), mask=inside)
+    tl.store(place + 2, tl.where(is_candidate, wanted, asked), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "total_len",
+        "contextual",
+        "last_position",
+        "num_buckets",
+        "unit",
+        "stride",
+        "stride_of_requests",
+    ]
+)
+def buckets_kernel(
+    sample_ids, positions, lengths, num_targets, times, request_times, of_position, of_time,
+    total_len, contextual, last_position, num_buckets, unit, stride, stride_of_requests,
+    FROM_START: tl.constexpr, TIMED: tl.constexpr, LOGARITHMIC: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """of_position, of_time [total_len]: the rows of the tables of `recsys.modules.positional`."""
+    token = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
+    inside = token < total_len
+    sample = tl.load(sample_ids + token, mask=inside, other=0)
+    index = tl.load(positions + token, mask=inside, other=0)
+    history_end = tl.load(lengths + sample, mask=inside, other=0)
+    history_end -= tl.load(num_targets + sample, mask=inside, other=0)
+    position = tl.minimum(index, history_end)
+    if not FROM_START:
+        position = tl.where(index < contextual, index, contextual + history_end - position)
+    tl.store(of_position + token, tl.minimum(position, last_position), mask=inside)
+    if TIMED:
+        age = tl.load(request_times + token * stride_of_requests, mask=inside, other=0)
+        age -= tl.load(times + token * stride, mask=inside, other=0)
+        units = age.to(tl.float64) / (token * 0 + unit).to(tl.float64)
+        if LOGARITHMIC:
+            bucket = tl.log(tl.maximum(units, 1.0)).to(tl.int64)
+        else:
+            bucket = tl.sqrt(tl.maximum(units, 0.0)).to(tl.int64)
+        bucket = tl.where(index < contextual, num_buckets, tl.minimum(bucket, num_buckets - 1))
+        tl.store(of_time + token, bucket, mask=inside)

@@ -61,8 +61,17 @@ def test_the_kernels_in_the_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize(("name", "pointers"), [("tokens_kernel", 8), ("source_kernel", 5)])
-def test_they_fit_into_the_registers(name, pointers, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "pointers", "constants"),
+    [
+        ("tokens_kernel", 8, {}),
+        ("source_kernel", 5, {"DROPS": True}),
+        ("times_kernel", 9, {"PER_EVENT": 2}),
+        ("buckets_kernel", 8, {"FROM_START": False, "TIMED": True, "LOGARITHMIC": False}),
+        ("buckets_kernel", 8, {"FROM_START": True, "TIMED": True, "LOGARITHMIC": True}),
+    ],
+)
+def test_they_fit_into_the_registers(name, pointers, constants, tmp_path, monkeypatch):
     triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -71,9 +80,7 @@ def test_they_fit_into_the_registers(name, pointers, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     environment.prefer_packaged_ptxas()
-    kernel, constants = getattr(layout_kernels, name), {"LANES": 512}
-    if name == "source_kernel":
-        constants = {"DROPS": True} | constants
+    kernel, constants = getattr(layout_kernels, name), {**constants, "LANES": 512}
     signature = dict.fromkeys(kernel.arg_names[:pointers], "*i64")
     signature |= dict.fromkeys(kernel.arg_names[pointers : -len(constants)], "i32")
     signature |= dict.fromkeys(constants, "constexpr")

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from recsys.data.batch import Batch
 from recsys.modules.sequence import following
-from recsys.ops import SequenceLayout
+from recsys.ops import SequenceLayout, triton_backend
+from recsys.ops.layout_facts import STARTED_BY
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ def views(batch: Batch, tokens_per_event: int) -> list[View]:
 
 def _of_all(batch: Batch, tokens_per_event: int) -> View:
     index, inverse = batch.layout.assemble_index(), batch.layout.disassemble_index()
-    times = _times(batch, batch.uih_timestamps, batch.uih_lengths, tokens_per_event).index_select(0, index)
+    times = _times(batch, batch.layout, batch.uih_timestamps, batch.uih_lengths, tokens_per_event)
     if tokens_per_event == 1:
         return View(index, times, inverse)
     count = batch.uih_timestamps.shape[0]
@@ -54,9 +55,10 @@ def _of_all(batch: Batch, tokens_per_event: int) -> View:
 def _of_channel(batch: Batch, layout: SequenceLayout, name: str, tokens_per_event: int) -> View:
     events, lengths = batch.channel_events[name], batch.channel_lengths[name]
     index = layout.assemble_index()
-    times = _times(batch, batch.uih_timestamps.index_select(0, events), lengths, tokens_per_event)
+    own = batch.uih_timestamps.index_select(0, events)
+    times = _times(batch, layout, own, lengths, tokens_per_event)
     rows = _rows(batch, events, tokens_per_event)
-    return View(rows.index_select(0, index), times.index_select(0, index))
+    return View(rows.index_select(0, index), times)
 
 
 def _rows(batch: Batch, events: Tensor, tokens_per_event: int) -> Tensor:
@@ -73,13 +75,19 @@ def _rows(batch: Batch, events: Tensor, tokens_per_event: int) -> Tensor:
     return torch.cat([own, first + history, last + candidates])
 
 
-def _times(batch: Batch, events: Tensor, lengths: Tensor, tokens_per_event: int) -> Tensor:
-    """int64 [rows, 3]: own, next and request time; contextual rows, then history tokens, then candidates.
+def _times(
+    batch: Batch, layout: SequenceLayout, events: Tensor, lengths: Tensor, tokens_per_event: int
+) -> Tensor:
+    """int64 [T, 3]: own, next and request time of each token.
 
     Args:
+        layout: of the tokens.
         events: int64 [n], when they happened; `lengths` [B] of each row.
     """
     request = batch.request_time
+    if triton_backend.has_kernels(layout.device):
+        start = triton_backend.load(STARTED_BY)
+        return start.times_of(layout, request, events, batch.candidate_timestamps, tokens_per_event)
     contextual = request[:, None].expand(-1, batch.layout.num_contextual).flatten()
     after = following(events, lengths, last=request)
     asked = torch.repeat_interleave(request, lengths, output_size=events.shape[0])
@@ -88,4 +96,5 @@ def _times(batch: Batch, events: Tensor, lengths: Tensor, tokens_per_event: int)
         # What comes after the content of an event is its action, at the same time.
         history = torch.stack([events, events, asked, events, after, asked], dim=1).view(-1, 3)
     candidates = batch.candidate_timestamps[:, None].expand(-1, 3)
-    return torch.cat([contextual[:, None].expand(-1, 3), history, candidates])
+    rows = torch.cat([contextual[:, None].expand(-1, 3), history, candidates])
+    return rows.index_select(0, layout.assemble_index())
