@@ -41,8 +41,15 @@ TESTED = (
     Row(torch="2.13", fbgemm="1.8.0", torchrec="1.8.0"),
 )
 
+FOR_GPUS = TESTED[0]
+"""What has been run and timed on GPUs. Its torch brings Triton 3.6, in whose Gluon the kernels for Hopper are
+written; later ones bring another, with which they are not used."""
+
 MINIMAL_PTXAS = (13, 3)
 """Earlier assemblers miscompile some products of Triton's on Hopper."""
+
+PACKAGED_PTXAS = "nvidia-cuda-nvcc>=13.3"
+"""A distribution that has one which does not."""
 
 REPAIR = "type `python scripts/install.py`; `python -m recsys.doctor` says what is wrong"
 """What to do about an installation that does not work, for the end of a sentence."""
@@ -144,7 +151,7 @@ def find_ptxas() -> str | None:
 
 def newer_ptxas() -> str:
     """The line to type for an assembler that is fit for Hopper, when the one at hand is not."""
-    install = "pip install 'nvidia-cuda-nvcc>=13.3'"
+    install = f"pip install '{PACKAGED_PTXAS}'"
     # The one that the user named is taken before any that is installed.
     return f"unset TRITON_PTXAS_PATH; {install}" if os.environ.get("TRITON_PTXAS_PATH") else install
 

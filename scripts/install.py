@@ -3,10 +3,12 @@
     python scripts/install.py [--dev] [--dry-run]
 
 It keeps a torch that is installed (2.11, 2.12 or 2.13), else installs the newest tested one, and picks the
-fbgemm-gpu and torchrec that match it (`recsys.environment.TESTED`). With an NVIDIA driver that is the CUDA
-build, fbgemm-gpu; it cannot be imported without a driver, so other machines get fbgemm-gpu-cpu. torchrec asks
-for the name `fbgemm-gpu` in either case, hence a stand-in distribution of that name, with nothing in it but
-the requirement on fbgemm-gpu-cpu of the same version. One pip call installs all, and `pip check` stays clean.
+fbgemm-gpu and torchrec that match it (`recsys.environment.TESTED`). With an NVIDIA driver that is torch 2.11,
+with whose Triton the kernels for Hopper work, an assembler that is right about them (nvidia-cuda-nvcc), and
+the CUDA build, fbgemm-gpu; it cannot be imported without a driver, so other machines get fbgemm-gpu-cpu.
+torchrec asks for the name `fbgemm-gpu` in either case, hence a stand-in distribution of that name, with nothing
+in it but the requirement on fbgemm-gpu-cpu of the same version. One pip call installs all, and `pip check`
+stays clean.
 
 pip's own settings hold (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`, pip.conf). Standard library only; exit code 5
 when the machine does not fit, else pip's or `recsys.doctor`'s.
@@ -34,7 +36,15 @@ if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells users of
     sys.exit(WRONG_ENVIRONMENT)
 
 sys.path.insert(0, str(ROOT))
-from recsys.environment import TESTED, Row, driver_version, installed_version, tested_row  # noqa: E402
+from recsys.environment import (  # noqa: E402
+    FOR_GPUS,
+    PACKAGED_PTXAS,
+    TESTED,
+    Row,
+    driver_version,
+    installed_version,
+    tested_row,
+)
 
 
 class Plan(NamedTuple):
@@ -94,8 +104,8 @@ def make_plan(
     """
     if system.lower() not in ("linux x86_64", "linux aarch64"):
         raise CannotInstall(f"this is {system}; FBGEMM has wheels for Linux x86_64 and Linux aarch64 only")
-    row, reasons = _choose_row(torch)
     cuda = driver is not None and not (torch or "").endswith("+cpu")
+    row, reasons = _choose_row(torch, cuda)
     reasons.append(_why_build(cuda, driver))
     if not cuda and torch is None:
         reasons.append(
@@ -109,6 +119,7 @@ def make_plan(
         f"torch=={torch or row.torch + '.0'}",
         f"torchrec=={row.torchrec}",
         str(alias.relative_to(ROOT)) if alias else f"fbgemm-gpu=={row.fbgemm}",
+        *([PACKAGED_PTXAS] if cuda else []),
         "--editable",
         ".[dev]" if dev else ".",
     ]
@@ -157,7 +168,9 @@ def write_alias_wheel(path: Path) -> None:
             wheel.writestr(file, text)
 
 
-def _choose_row(torch: str | None) -> tuple[Row, list[str]]:
+def _choose_row(torch: str | None, cuda: bool) -> tuple[Row, list[str]]:
+    if torch is None and cuda:
+        return FOR_GPUS, [f"torch: {FOR_GPUS.torch}.0, the one that is tested on GPUs (none is installed)"]
     if torch is None:
         row = TESTED[-1]
         return row, [f"torch: {row.torch}.0, the newest tested (none is installed)"]
@@ -168,7 +181,10 @@ def _choose_row(torch: str | None) -> tuple[Row, list[str]]:
             f"torch {torch} is installed, tested are {allowed}. Use a fresh venv, or type: "
             f"{sys.executable} -m pip uninstall torch"
         )
-    return row, [f"torch: {torch}, kept as installed"]
+    reasons = [f"torch: {torch}, kept as installed"]
+    if cuda and row != FOR_GPUS:
+        reasons.append(f"(on a Hopper GPU the fastest kernels want torch {FOR_GPUS.torch}, for its Triton)")
+    return row, reasons
 
 
 def _why_build(cuda: bool, driver: str | None) -> str:

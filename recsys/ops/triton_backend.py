@@ -87,7 +87,8 @@ def _looked_for_hopper() -> str:
         return "it needs a Hopper GPU"
     version = environment.installed_version("triton") or ""
     if not version.startswith(f"{GLUON}."):
-        return f"it needs Triton {GLUON}, this is {version}"
+        brings = f"torch {environment.FOR_GPUS.torch} brings it"
+        return f"it needs Triton {GLUON}, this is {version or 'none'}; {brings}"
     environment.prefer_packaged_ptxas()
     path = environment.find_ptxas()
     found = environment.tool_version(path) if path else ""

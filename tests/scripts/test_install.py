@@ -44,6 +44,22 @@ def test_a_bare_machine_gets_the_newest_row_behind_a_stand_in():
     assert plan(dev=True).install[3:] == ["--editable", ".[dev]"]
 
 
+def test_a_machine_with_a_driver_gets_what_its_kernels_want():
+    chosen = plan(driver="570.86")
+    assert chosen.install == [
+        "torch==2.11.0",
+        "torchrec==1.6.1",
+        "fbgemm-gpu==1.6.0",
+        "nvidia-cuda-nvcc>=13.3",
+        "--editable",
+        ".",
+    ]
+    assert "tested on GPUs" in chosen.reasons[0]
+    kept = plan(torch="2.13.0", driver="570.86")
+    assert "nvidia-cuda-nvcc>=13.3" in kept.install and "want torch 2.11" in kept.reasons[1]
+    assert "nvidia-cuda-nvcc>=13.3" not in plan(torch="2.13.0+cpu", driver="570.86").install
+
+
 def test_a_cpu_torch_on_a_machine_with_a_driver_gets_the_cpu_build():
     assert plan(torch="2.13.0+cpu", driver="570.86").alias is not None
 
