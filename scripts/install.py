@@ -6,9 +6,9 @@ It keeps a torch that is installed (2.11, 2.12 or 2.13), else installs the newes
 fbgemm-gpu and torchrec that match it (`recsys.environment.TESTED`). With an NVIDIA driver that is torch 2.11,
 with whose Triton the kernels for Hopper work, an assembler that is right about them (nvidia-cuda-nvcc), and
 the CUDA build, fbgemm-gpu; it cannot be imported without a driver, so other machines get fbgemm-gpu-cpu.
-torchrec asks for the name `fbgemm-gpu` in either case, hence a stand-in distribution of that name, with nothing
-in it but the requirement on fbgemm-gpu-cpu of the same version. One pip call installs all, and `pip check`
-stays clean.
+torchrec asks for the name `fbgemm-gpu` in either case, hence a stand-in distribution of that name, with
+nothing in it but the requirement on fbgemm-gpu-cpu of the same version. One pip call installs all, and
+`pip check` stays clean.
 
 pip's own settings hold (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`, pip.conf). Standard library only; exit code 5
 when the machine does not fit, else pip's or `recsys.doctor`'s.
