@@ -22,6 +22,7 @@ SIZES = [(3, 1), (0, 1), (6, 2), (2, 0), (1, 1)]
 SASREC = "model { retriever { mixer { sasrec { num_heads: 2 } } } }"
 UNIFORM = "model { retriever { loss { softmax { uniform { num_negatives: 5 } } } } }"
 IN_BATCH = "model { retriever { loss { softmax { in_batch { num_uniform: 5 } } } } }"
+LEARNED = "model { retriever { loss { softmax { learn_temperature: true } } } }"
 NEGATIVES = [5, 9, 7, 7, 20]
 
 
@@ -238,12 +239,13 @@ def test_nothing_but_unknown_items_and_no_drawn_ones_is_a_loss_of_0():
 
 @pytest.mark.parametrize(
     "texts",
-    [(RETRIEVER,), (RETRIEVER, UNIFORM), (RETRIEVER, IN_BATCH), (TWO_TOWER,)],
-    ids=["full", "uniform", "in batch", "two tower"],
+    [(RETRIEVER,), (RETRIEVER, UNIFORM), (RETRIEVER, IN_BATCH), (TWO_TOWER,), (TWO_TOWER, LEARNED)],
+    ids=["full", "uniform", "in batch", "two tower", "learned temperature"],
 )
 def test_every_parameter_gets_a_gradient(texts):
     pipeline = pipeline_of(*texts)
     model = build(pipeline).train()
+    assert ("objective.loss.log_excess" in dict(model.named_parameters())) == (LEARNED in texts)
     negatives = None if len(texts) == 1 and texts[0] is RETRIEVER else NEGATIVES
     batch = batch_of(pipeline, random_rows(pipeline, SIZES), negatives)
     model.objective(model(batch), batch).sums.sum().backward()

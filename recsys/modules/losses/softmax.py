@@ -16,10 +16,16 @@ from recsys.registry import register
 IGNORED = -1
 """The target of a query that has none: its loss is 0 and it moves nothing."""
 
+LOWEST = 0.01
+"""What a learned temperature stays above: below it gradients of unit vectors are too large to train with."""
+
 
 @register(pb.SoftmaxLoss)
 class SoftmaxLoss(nn.Module):
-    """-log softmax(<query, item> / temperature)[target]; scores are float32 whatever the type of vectors."""
+    """-log softmax(<query, item> / temperature)[target]; scores are float32 whatever the type of vectors.
+
+    A learned temperature is a + exp(b) with a constant `a` above 0: wherever b goes, it has a gradient.
+    """
 
     kind: Kind = "retrieval"
 
@@ -27,7 +33,17 @@ class SoftmaxLoss(nn.Module):
         super().__init__()
         if not config.temperature > 0:
             raise ValueError(f"temperature: {config.temperature} is given; it must be above 0")
-        self.temperature = config.temperature
+        self._given = config.temperature
+        self._lowest = min(LOWEST, config.temperature / 2)
+        self.register_parameter("log_excess", None)
+        if config.learn_temperature:
+            excess = torch.tensor([config.temperature - self._lowest], dtype=torch.float64)
+            self.log_excess = nn.Parameter(excess.log().float())
+
+    @property
+    def temperature(self) -> float | Tensor:
+        """A number, or where it is learned a tensor [1]."""
+        return self._given if self.log_excess is None else self._lowest + self.log_excess.exp()
 
     def forward(
         self,
@@ -89,12 +105,13 @@ class SoftmaxLoss(nn.Module):
         log_weights: Tensor | None,
         l2_normalize: bool,
     ) -> Tensor:
+        temperature = self.temperature
         negatives = linear_lse(
             queries,
             items,
             # The op divides it by the temperature, like the product.
-            bias=None if log_weights is None else log_weights * self.temperature,
-            temperature=self.temperature,
+            bias=None if log_weights is None else log_weights * temperature,
+            temperature=temperature,
             candidate_ids=item_ids,
             target_ids=targets,
             l2_normalize=l2_normalize,
@@ -103,9 +120,9 @@ class SoftmaxLoss(nn.Module):
         queries, positives = widen(queries), widen(positives)
         if l2_normalize:
             queries, positives = (F.normalize(rows, dim=1, eps=SHORTEST) for rows in (queries, positives))
-        positive = (queries * positives).sum(1) / self.temperature
+        positive = (queries * positives).sum(1) / temperature
         # log(exp positive + exp negatives) - positive, which keeps the digits of a sure target.
         return torch.where(targets == IGNORED, 0, F.softplus(negatives - positive))
 
     def extra_repr(self) -> str:
-        return f"temperature={self.temperature}"
+        return f"temperature={self._given}{'' if self.log_excess is None else ', learned'}"

@@ -211,3 +211,46 @@ def test_normalised_vectors_are_compared_as_of_unit_length(sampled):
         losses.append(make()(rows[0], rows[1], targets, **options))
     torch.testing.assert_close(*losses)
     assert losses[0].any()
+
+
+def learned(temperature: float) -> SoftmaxLoss:
+    return SoftmaxLoss(pb.SoftmaxLoss(temperature=temperature, learn_temperature=True)).double()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.012, 0.004])
+def test_a_learned_temperature_begins_where_it_is_told_and_stays_above_its_limit(temperature):
+    loss = learned(temperature)
+    assert loss.temperature.item() == pytest.approx(temperature, rel=1e-6)
+    with torch.no_grad():
+        loss.log_excess.fill_(-1000)
+    assert loss.temperature.item() == min(0.01, temperature / 2)
+    queries, items, targets = full_problem()
+    assert loss(queries, items, targets).isfinite().all()
+    assert "learned" in repr(loss) and "learned" not in repr(make())
+    assert list(make().parameters()) == []
+
+
+@pytest.mark.parametrize("l2_normalize", [False, True])
+@pytest.mark.parametrize("form", ["full", "sampled", "weighed"])
+def test_the_gradient_of_a_learned_temperature(form, l2_normalize):
+    """Against differences of the loss of two fixed temperatures."""
+    kinds = {"l2_normalize": l2_normalize}
+    if form == "full":
+        given = full_problem()
+    else:
+        queries, table, item_ids, targets = sampled_problem()
+        given = (queries, table[item_ids], targets)
+        kinds |= {"positives": table[targets.clamp(min=0)], "item_ids": item_ids}
+        if form == "weighed":
+            kinds["log_weights"] = torch.tensor([0.3, -1.0, 2.0, 0.0, -0.4], dtype=torch.float64)
+    cotangent = torch.randn(len(given[2]), dtype=torch.float64)
+    loss = learned(TEMPERATURE)
+    found = loss(*given, **kinds)
+    at = loss.temperature.item()
+    (gradient,) = torch.autograd.grad(found, loss.log_excess, cotangent)
+    step = 1e-5
+    around = [(make(at + sign * step)(*given, **kinds) * cotangent).sum().item() for sign in (1, -1)]
+    # temperature = limit + exp(log_excess)
+    wanted = (around[0] - around[1]) / (2 * step) * (at - 0.01)
+    assert gradient.item() == pytest.approx(wanted, rel=1e-6)
+    torch.testing.assert_close(found, make(at)(*given, **kinds))
