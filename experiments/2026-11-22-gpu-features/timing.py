@@ -1,8 +1,8 @@
 """Step time, GPU time and memory of the variants of a table, one beside the other on a GPU of their own.
 
-    python experiments/2026-11-22-gpu-features/timing.py TABLE.json [--batch 64 512] [--rounds 12] [--record FILE]
+    python experiments/2026-11-22-gpu-features/timing.py TABLE.json [--batch 64 512] [--rounds 10] [--record FILE]
 
-Each step is one of `recsys.train` on real rows, with everything but reading: eight batches are made beforehand
+Each step is one of `recsys.train` on real rows, with everything but reading: six batches are made beforehand
 and used in turn, the same for all variants. Variants take turns, five steps at a time; the time of a step is the
 median over rounds. GPU time is the sum of kernel times in three further steps; where it is far below the step's
 time, the step waits for the host. Memory is the most that the variant adds: weights, optimizer state, batches
@@ -33,7 +33,7 @@ from recsys.training.distributed import Processes, process_group
 from recsys.training.session import open_session
 from recsys.training.trainer import _pipeline
 
-BATCHES, STEPS = 8, 5
+BATCHES, STEPS = 6, 5
 
 
 class Variant:
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("table", type=Path)
     parser.add_argument("--batch", type=int, nargs="*", required=True)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     table, found = json.loads(options.table.read_text()), []
