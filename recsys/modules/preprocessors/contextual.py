@@ -151,7 +151,7 @@ class ContextualPreprocessor(nn.Module):
         found, layout = views(batch, self.tokens_per_event), batch.sequences
         inverse = found[0].inverse if len(found) == 1 else None
         values = gather_rows([_rounded(one) for one in encoded], [view.index for view in found], inverse)
-        times = torch.cat([view.times for view in found])
+        times = found[0].times if len(found) == 1 else torch.cat([view.times for view in found])
         if self.positional is not None:
             values = self.positional(values, layout, times[:, 0], request_times=times[:, 2], behind=behind)
         return JaggedSequence(self.dropout(_widened(values)), layout, times[:, 0], times[:, 1])
