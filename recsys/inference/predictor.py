@@ -168,16 +168,14 @@ class Predictor:
 
 def limits(pipeline: pb.Pipeline, settings: pb.Predict, package: Package) -> Limits:
     """How much of a table a package scores at a time, by what `predict` says and by its device."""
-    device = package.description.device
-    least = max(package.pipeline.data.max_candidates, PIECE[device])
-    piece = piece_size(pipeline, least)
+    device, longest = package.description.device, package.pipeline.data.max_candidates
+    # A GPU is faster at a history and thousands of candidates in one pass than at both in pieces.
+    cached = package.cached is not None and device == "cpu"
     return Limits(
         rows=settings.batch_size,
-        piece=piece,
-        total=settings.batch_size * max(package.pipeline.data.max_candidates, PIECE["cpu"]),
-        # Where it does not bound memory, one pass is the faster way on a GPU.
-        cached_from=piece + 1 if device == "cuda" else 0,
-        cached_piece=piece_size(pipeline, settings.candidates_per_microbatch),
+        piece=piece_size(pipeline, max(longest, PIECE[device])),
+        total=settings.batch_size * max(longest, PIECE["cpu"]),
+        cached_piece=piece_size(pipeline, settings.candidates_per_microbatch) if cached else None,
         group_size=group_size(pipeline),
     )
 

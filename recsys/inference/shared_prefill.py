@@ -26,17 +26,15 @@ class Limits:
         rows: of a call; users whose caches are held.
         piece: candidates of a row that run through the model with its whole history; whole target groups.
         total: candidates of a call on whole rows, unless a single row has more.
-        cached_from: rows with as many candidates are scored with a cache, by a package that can.
         cached_piece: candidates that are scored together against caches, padding included; whole target
-            groups.
+            groups. None: rows run whole.
         group_size: candidates of a target group.
     """
 
     rows: int
     piece: int
     total: int
-    cached_from: int
-    cached_piece: int
+    cached_piece: int | None
     group_size: int
 
 
@@ -55,29 +53,21 @@ class RowScores:
     def of(self, block: Block) -> np.ndarray:
         """float32 [N, tasks], the scores of all candidates of a block, in its order."""
         merged = merge(block, self.limits.group_size)
-        lengths = merged.lengths[pb.CANDIDATE]
-        asked, cached = lengths > 0, np.zeros(len(lengths), bool)
-        if self.package.cached is not None:
-            cached = asked & (lengths >= self.limits.cached_from)
+        merged = merged.select(np.flatnonzero(merged.lengths[pb.CANDIDATE]))
+        most = self.limits.cached_piece
         # Left on the device until all are computed: the next batch is put together meanwhile.
-        whole = list(self._whole_rows(_rows(merged, asked & ~cached)))
-        found = whole + list(self._with_cache(_rows(merged, cached)))
+        found = list(self._whole_rows(merged) if most is None else self._with_cache(merged, most))
         if not found:
             return np.zeros((0, len(self.package.description.outputs)), np.float32)
-        scores = torch.cat(found).cpu().numpy()
-        if not (whole and cached.any()):
-            return scores
-        ordered, is_cached = np.empty_like(scores), np.repeat(cached, lengths)
-        ordered[np.concatenate([np.flatnonzero(~is_cached), np.flatnonzero(is_cached)])] = scores
-        return ordered
+        return torch.cat(found).cpu().numpy()
 
     def _whole_rows(self, block: Block) -> Iterator[Tensor]:
         limits, pieces = self.limits, in_pieces(block, self.limits.piece)
         for rows in bounded_runs(pieces.lengths[pb.CANDIDATE].tolist(), limits.rows, limits.total):
             yield self.package.run(self.to_batch(pieces.select(rows)))
 
-    def _with_cache(self, block: Block) -> Iterator[Tensor]:
-        package, most = self.package, self.limits.cached_piece
+    def _with_cache(self, block: Block, most: int) -> Iterator[Tensor]:
+        package = self.package
         for rows in runs(len(block.row), self.limits.rows):
             part = block.select(rows)
             cache = package.prefill(self.to_batch(without(part, pb.CANDIDATE)))
@@ -87,10 +77,6 @@ class RowScores:
                 mine = owner[run]
                 own = cache if mine == list(range(len(lengths))) else cache.select(mine)
                 yield package.score(self.to_batch(pieces.select(run)), own)
-
-
-def _rows(block: Block, chosen: np.ndarray) -> Block:
-    return block if chosen.all() else block.select(np.flatnonzero(chosen))
 
 
 def merge(block: Block, group_size: int) -> Block:

@@ -206,19 +206,20 @@ def test_pieces_are_packed_by_their_padded_size():
     assert list(packed([9, 1], 4)) == [slice(0, 1), slice(1, 2)]
 
 
-def test_on_a_gpu_only_rows_that_are_too_long_for_one_pass_use_a_cache(monkeypatch):
+def test_on_a_gpu_rows_run_whole_and_share_histories(monkeypatch):
     monkeypatch.setitem(predictor.PIECE, "cuda", 11)
+    package = Watched(pipeline_of(), cached=True)
+    package.description.device, batches, run = "cuda", [], package.run
+    package.run = lambda batch: batches.append(batch) or run(batch)
     table = rows_with_much_in_common()
-    package = Watched(pipeline_of("predict.candidates_per_microbatch=8"), cached=True)
-    package.description.device = "cuda"
     found = Predictor(package).table(table)
-    expected = Predictor(Watched(package.pipeline, cached=False)).table(table)
+    package.description.device = "cpu"
+    expected = Predictor(package).table(table)
     for name in package.description.outputs:
         one, two = (side[name].combine_chunks().flatten().to_numpy() for side in (found, expected))
         np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
-    # Twice 30 candidates; the other users have up to 11.
-    assert package.prefilled == [2]
-    assert sum(map(sum, package.scored)) == 60
+    # 8 users, the first and the last of them with 30 candidates: in 3 pieces.
+    assert sum(len(batch.uih_lengths) for batch in batches) == 12
 
 
 def test_calls_on_whole_rows_are_bounded_in_rows_and_candidates():
