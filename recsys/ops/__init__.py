@@ -12,6 +12,7 @@ from recsys.ops.hstu_attention.cached import hstu_attention_cached
 from recsys.ops.jagged import gather_rows
 from recsys.ops.layout import PaddedIndex, Selection, SequenceLayout, offsets_from_lengths
 from recsys.ops.linear_add import linear_add
+from recsys.ops.linear_attention import LinearAttention, linear_attention
 from recsys.ops.linear_logp import LinearLogp, linear_logp, linear_lse
 from recsys.ops.mask import AttentionMask
 from recsys.ops.norm_linear import norm_linear
@@ -25,6 +26,7 @@ __all__ = [
     "AttentionMask",
     "CachedRelativeBias",
     "GradientRoom",
+    "LinearAttention",
     "LinearLogp",
     "PaddedIndex",
     "RelativeBias",
@@ -38,6 +40,7 @@ __all__ = [
     "hstu_attention_cached",
     "last_backend",
     "linear_add",
+    "linear_attention",
     "linear_logp",
     "linear_lse",
     "norm_linear",

@@ -1,0 +1,119 @@
+"""`linear_attention`: a recurrence over jagged samples whose state is a matrix a head, which decays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.attention_args import check_attention, check_number
+from recsys.ops.dispatch import Op
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
+
+__all__ = ["OP", "LinearAttention", "linear_attention"]
+
+_CAUSAL = AttentionMask()
+
+
+class LinearAttention(NamedTuple):
+    """What `linear_attention` returns."""
+
+    out: Tensor
+    """[T, H, V], dtype of v."""
+    final_state: Tensor
+    """[B, H, D, V] behind each history, at least float32: what a later call goes on from."""
+
+
+@dataclass(frozen=True)
+class LinearAttentionFacts:
+    """All that a backend may know when it says whether it can run."""
+
+    device: str
+    dtype: torch.dtype
+    qk_dim: int
+    v_dim: int
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    layout: SequenceLayout,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    backend: str = "auto",
+) -> LinearAttention:
+    """`S_i = diag(exp(log_decay_i)) S_(i-1) + k_i v_i^T` and `out_i = scale S_i^T q_i`, a head.
+
+    Contextual tokens and history follow each other as they lie. A target goes on from the state behind the
+    history, each by itself: it sees no other target, and leaves nothing in `final_state`.
+
+    Args:
+        q: [T, H, D] floating point; `T == layout.total_len`.
+        k: [T, H, D], dtype and device of q.
+        v: [T, H, V], dtype and device of q; V may differ from D.
+        log_decay: [T, H, D], or [T, H] for one number a head; finite and floating point, at most 0 in a state
+            that forgets. It decays what lies before token i.
+        scale: None for `1 / sqrt(D)`; an explicit 0.0 means 0.0.
+        initial_state: [B, H, D, V] floating point, in front of each sample; None for zeros.
+        backend: "auto" takes the first usable one; a named one runs or raises.
+
+    Returns:
+        Both differentiable in q, k, v, log_decay and initial_state. Sums are of at least float32.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: Yang et al., Gated Linear Attention Transformers, arXiv 2312.06635, its recurrent form.
+    """
+    facts = _facts(q, k, v, log_decay, layout, scale=scale, initial_state=initial_state)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    run = OP.select(facts, backend).run
+    return LinearAttention(*run(q, k, v, log_decay, layout, scale=scale, initial_state=initial_state))
+
+
+def _facts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    layout: SequenceLayout,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+) -> LinearAttentionFacts:
+    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    check_attention(q, k, v, layout, _CAUSAL)
+    _check_float("log_decay", log_decay, q)
+    shape = tuple(q.shape)
+    if tuple(log_decay.shape) not in (shape, shape[:2]):
+        raise ValueError(
+            f"log_decay must have the shape of q, {shape}, or {shape[:2]}, got {tuple(log_decay.shape)}"
+        )
+    if initial_state is not None:
+        _check_float("initial_state", initial_state, q)
+        wanted = (layout.batch_size, *shape[1:], v.shape[2])
+        if tuple(initial_state.shape) != wanted:
+            raise ValueError(
+                f"initial_state must have shape [samples, heads, D, V] = {wanted}, got "
+                f"{tuple(initial_state.shape)}"
+            )
+    if scale is not None:
+        check_number("scale", scale)
+    return LinearAttentionFacts(q.device.type, q.dtype, shape[2], v.shape[2])
+
+
+def _check_float(name: str, tensor: object, q: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a floating point tensor, got {given}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
+
+
+OP = Op("linear_attention", __name__, backends=("reference",), facts=_facts)

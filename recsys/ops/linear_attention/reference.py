@@ -1,0 +1,177 @@
+"""Chunks of tokens in plain PyTorch: the definition of correct, on any device and in any type.
+
+Samples are padded, and walked through chunk by chunk: what a chunk gets from the state is one product, what
+its tokens get from each other a table of all pairs, in which no decay is divided by another. Backward
+computes each chunk again. In a traced graph all of it is one node, whatever the number of chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.layout import SequenceLayout
+from recsys.ops.registration import differentiable, opaque, saving
+
+CHUNK = 16
+"""Tokens of a sample at a time: [B, CHUNK, CHUNK, H, D] numbers are held."""
+
+
+def supports(facts: object) -> Support:
+    """Everything."""
+    return SUPPORTED
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    layout: SequenceLayout,
+    *,
+    scale: float,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """[T, H, V] and [B, H, D, V]; the arguments have been validated."""
+    if log_decay.dim() == 2:
+        log_decay = log_decay[:, :, None].expand(q.shape)
+    if initial_state is None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        initial_state = q.new_zeros(layout.batch_size, *q.shape[1:], v.shape[2], dtype=wide)
+    if torch.compiler.is_compiling():
+        facts = (layout.lengths, layout.offsets, layout.num_targets, layout.num_contextual, layout.max_len)
+        return linear_attention_op(q, k, v, log_decay, initial_state, *facts, scale)
+    return _attend(q, k, v, log_decay, initial_state, layout, scale)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, layout: SequenceLayout, scale: float
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    with torch.autocast(q.device.type, enabled=False):
+        tokens = (q.to(wide) * scale, k.to(wide), v.to(wide), log_decay.to(wide))
+        rows = _padded_rows(layout)
+        padded = [torch.cat([one, one.new_zeros(1, *one.shape[1:])])[rows] for one in tokens]
+        state, outputs = state.to(wide), []
+        for chunk in zip(*(one.split(CHUNK, dim=1) for one in padded), strict=True):
+            if chunk[0].shape[1]:  # nothing is split into one chunk of nothing
+                out, state = checkpoint(_chunk, state, *chunk, use_reentrant=False, preserve_rng_state=False)
+                outputs.append(out)
+        of_targets = _alone(state, layout.targets_only().index, layout, tokens)
+        of_history = torch.cat(outputs, dim=1).flatten(0, 1) if outputs else of_targets[:0]
+        out = torch.cat([of_history, of_targets])[_places(layout, rows.shape[1])]
+        return out.to(v.dtype), state
+
+
+def _padded_rows(layout: SequenceLayout) -> Tensor:
+    """int64 [B, longest history]: rows of contextual and history tokens; -1 for padding, which is zeros."""
+    history = layout.without_targets()
+    return torch.cat([history.index, history.index.new_full((1,), -1)])[history.layout.padded_index().index]
+
+
+def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Out [B, c, H, V] and the state behind tokens [B, c, H, ...], given that in front of them."""
+    total = g.cumsum(1)
+    carried = torch.einsum("bihd,bhdv->bihv", q * total.exp(), state)
+    earlier = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
+    between = (total[:, :, None] - total[:, None]).masked_fill(~earlier[:, :, None, None], -torch.inf).exp()
+    scores = (q[:, :, None] * k[:, None] * between).sum(4)
+    remains = total[:, -1]
+    added = torch.einsum("bjhd,bjhv->bhdv", k * (remains[:, None] - total).exp(), v)
+    out = carried + torch.einsum("bijh,bjhv->bihv", scores, v)
+    return out, remains.exp()[..., None] * state + added
+
+
+def _alone(state: Tensor, rows: Tensor, layout: SequenceLayout, tokens: tuple[Tensor, ...]) -> Tensor:
+    """[N, H, V] of targets, each behind the state of its sample."""
+    q, k, v, g = (one[rows] for one in tokens)
+    carried = torch.einsum("nhd,nhdv->nhv", q * g.exp(), state[layout.sample_ids()[rows]])
+    return carried + (q * k).sum(2, keepdim=True) * v
+
+
+def _places(layout: SequenceLayout, max_len: int) -> Tensor:
+    """int64 [T]: where each token's output is among those of padded histories and, behind them, targets."""
+    samples, positions = layout.sample_ids(), layout.positions()
+    is_target = positions >= layout.history_end[samples]
+    behind = layout.batch_size * max_len + is_target.cumsum(0) - 1
+    return torch.where(is_target, behind, samples * max_len + positions)
+
+
+def _layout(
+    q: Tensor, lengths: Tensor, offsets: Tensor, num_targets: Tensor, num_contextual: int, max_len: int
+) -> SequenceLayout:
+    total_targets = int(num_targets.sum())
+    return SequenceLayout.trusted(
+        lengths, offsets, num_targets, num_contextual, q.shape[0], max_len, total_targets
+    )
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    lengths: Tensor,
+    offsets: Tensor,
+    num_targets: Tensor,
+    num_contextual: int,
+    max_len: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    layout = _layout(q, lengths, offsets, num_targets, num_contextual, max_len)
+    with torch.no_grad():
+        out, final = _attend(q, k, v, log_decay, state, layout, scale)
+    return out, final.clone()  # without any history it is the state that was given
+
+
+def _backward_op(
+    grad_out: Tensor,
+    grad_final: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    lengths: Tensor,
+    offsets: Tensor,
+    num_targets: Tensor,
+    num_contextual: int,
+    max_len: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    layout = _layout(q, lengths, offsets, num_targets, num_contextual, max_len)
+    with torch.enable_grad():
+        leaves = [one.detach().requires_grad_() for one in (q, k, v, log_decay, state)]
+        found = _attend(*leaves, layout, scale)
+        of_q, of_k, of_v, of_g, of_state = torch.autograd.grad(
+            found, leaves, (grad_out, grad_final), materialize_grads=True
+        )
+    return of_q.contiguous(), of_k.contiguous(), of_v.contiguous(), of_g.contiguous(), of_state.clone()
+
+
+def _fake(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return v.new_empty(v.shape), state.new_empty(state.shape, dtype=wide)
+
+
+def _fake_backward(grad_out: Tensor, grad_final: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(one.new_empty(one.shape) for one in rest[:5])
+
+
+linear_attention_op = opaque("linear_attention", _forward, _fake)
+linear_attention_backward_op = opaque("linear_attention_backward", _backward_op, _fake_backward)
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = linear_attention_backward_op(grad_out, grad_final, *ctx.saved_tensors, *ctx.rest)
+    return (*gradients, *(None,) * 6)
+
+
+differentiable(linear_attention_op, _backward, saving(8))
