@@ -1,14 +1,16 @@
 """Jagged tensors as padded chunks of samples, for the reference backends.
 
 In eager mode the samples are sorted by size and cut into chunks, so that little is padded and a chunk's
-scores stay small; how a sample is grouped does not change its numbers beyond rounding. A traced graph takes
-one chunk of all samples: a single path for all batches.
+scores stay small; how a sample is grouped does not change its numbers beyond rounding. A GPU gets few large
+ones, where launches cost more than padding. A traced graph takes one chunk of all samples: a single path for
+all batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +19,17 @@ from recsys.ops.jagged.reference import gather_rows, invert
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 
-MAX_SCORES = 2**22
-"""Scores (heads x samples x rows x keys) in one chunk, unless a single sample has more."""
 
-WASTED_SCORES = 2**15
-"""Scores of padding that a chunk takes in before a new one is cheaper: about the fixed cost of its calls."""
+class Limits(NamedTuple):
+    """How samples are grouped on a device."""
+
+    max_scores: int  # (heads x samples x rows x keys) in one chunk, unless a single sample has more
+    wasted_scores: int  # of padding that a chunk takes in before a new one is cheaper: its calls' fixed cost
+
+
+CPU_LIMITS = Limits(max_scores=2**22, wasted_scores=2**15)
+GPU_LIMITS = Limits(max_scores=2**26, wasted_scores=2**24)
+"""A chunk costs the host some 0.2 ms of launches; a GPU goes over 2**24 scores several times meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ def padded_chunks(layout: SequenceLayout, mask: AttentionMask, num_heads: int) -
     if lengths is None or torch.compiler.is_compiling():
         return _one_chunk(layout)
     order = lengths.argsort(descending=True, stable=True)
-    ends = _chunk_ends([(length, length) for length in lengths[order].tolist()], num_heads)
+    ends = _chunk_ends([(length, length) for length in lengths[order].tolist()], num_heads, _limits(layout))
     # Without targets the rows of all samples follow one rule, unless contextual rows read a whole history.
     alike = layout.total_targets == 0 and not (layout.num_contextual and mask.contextual_reads_history)
     return _cut(layout, lengths, order, ends, alike)
@@ -76,7 +84,7 @@ def paired_chunks(
         return _one_chunk(layout), _one_chunk(cache_layout)
     order = (new * (new + cached)).argsort(descending=True, stable=True)
     sizes = torch.stack([new, new + cached], dim=1)[order].tolist()
-    ends = _chunk_ends(sizes, num_heads)
+    ends = _chunk_ends(sizes, num_heads, _limits(layout))
     return _cut(layout, new, order, ends), _cut(cache_layout, cached, order, ends)
 
 
@@ -106,7 +114,11 @@ def _one_chunk(layout: SequenceLayout) -> PaddedChunks:
     return PaddedChunks([chunk], layout.padded_index().index.flatten(), inverse)
 
 
-def _chunk_ends(sizes: Sequence[Sequence[int]], num_heads: int) -> list[int]:
+def _limits(layout: SequenceLayout) -> Limits:
+    return CPU_LIMITS if layout.device.type == "cpu" else GPU_LIMITS
+
+
+def _chunk_ends(sizes: Sequence[Sequence[int]], num_heads: int, limits: Limits) -> list[int]:
     """Ends of the runs of samples that share a chunk, for samples with scores of (rows, keys) each.
 
     The samples with the most scores come first; empty ones, at the end, join the last chunk.
@@ -116,8 +128,8 @@ def _chunk_ends(sizes: Sequence[Sequence[int]], num_heads: int) -> list[int]:
     for sample, (rows, keys) in enumerate(sizes):
         most_rows, most_keys, used = max(most_rows, rows), max(most_keys, keys), used + rows * keys
         padded = (sample - begin + 1) * most_rows * most_keys
-        too_many = num_heads * padded > MAX_SCORES
-        if sample > begin and (too_many or num_heads * (padded - used) > WASTED_SCORES):
+        too_many = num_heads * padded > limits.max_scores
+        if sample > begin and (too_many or num_heads * (padded - used) > limits.wasted_scores):
             ends.append(sample)
             begin, most_rows, most_keys, used = sample, rows, keys, rows * keys
     return [*ends, len(sizes)]

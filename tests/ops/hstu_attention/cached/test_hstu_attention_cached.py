@@ -128,8 +128,7 @@ def test_candidates_in_microbatches_against_one_cache(size):
 
 @pytest.mark.parametrize("limits", [(0, 1), (2**40, 2**40)])
 def test_it_is_the_same_however_it_is_cut_into_chunks(limits, monkeypatch):
-    monkeypatch.setattr(padding, "WASTED_SCORES", limits[0])
-    monkeypatch.setattr(padding, "MAX_SCORES", limits[1])
+    monkeypatch.setattr(padding, "CPU_LIMITS", padding.Limits(max_scores=limits[1], wasted_scores=limits[0]))
     batch = samples(1)
     parts = cut(batch, CUTS["ragged"])
     inputs = [tensor.detach() for tensor in qkv(sum(sample.length for sample in batch))]
