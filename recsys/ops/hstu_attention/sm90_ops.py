@@ -70,16 +70,10 @@ def _gradients(
 ) -> Gradients:
     """In one pass, which adds up dQ in any order, where it may, can and is faster. `captured`: see
     `sm90_launch`."""
-    if deterministic or q.shape[2] not in sm90_launch.BACKWARD_SIZES or _few_are_seen(problem):
+    few = sm90_launch.seen_by_a_row(problem) <= SEEN_BY_A_ROW
+    if deterministic or few or q.shape[2] not in sm90_launch.BACKWARD_SIZES:
         return sm90_two_pass.backward(grad_out, q, k, v, problem, captured=captured)
     return sm90_launch.backward(grad_out, q, k, v, problem, captured=captured)
-
-
-def _few_are_seen(problem: Problem) -> bool:
-    """By the rows of an average sample."""
-    layout, window = problem.layout, problem.mask.window
-    seen = layout.total_len / max(layout.batch_size, 1) / 2
-    return min(seen, seen if window is None else window) <= SEEN_BY_A_ROW
 
 
 def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem, deterministic: bool) -> Tensor:

@@ -22,7 +22,7 @@ if not triton.__version__.startswith("3.6."):
 
 from recsys.ops import AttentionMask  # noqa: E402
 from recsys.ops.hstu_attention import sm90_launch  # noqa: E402
-from recsys.ops.hstu_attention.sm90_launch import SIZES  # noqa: E402
+from recsys.ops.hstu_attention.sm90_launch import SHORT_SIZES, SIZES  # noqa: E402
 
 SPILLED = 128
 """Bytes that may be: numbers of a tile, far from the loops over blocks."""
@@ -33,12 +33,13 @@ OTHER_SIZES = [
     ),
     pytest.param(64, SIZES[64]._replace(turns=True)),
     pytest.param(128, SIZES[128]._replace(turns=True)),
-    pytest.param(128, SIZES[128]._replace(keys=64, stages=4)),
+    pytest.param(128, SIZES[128]._replace(keys=128, stages=2)),
     pytest.param(256, SIZES[256]._replace(turns=True)),
 ]
 MASKS = {"causal": (False, False, False, True), "everything": (True, True, True, True)}
 CASES = [
     *(pytest.param(dim, sizes, "causal", id=f"{dim}") for dim, sizes in SIZES.items()),
+    *(pytest.param(dim, sizes, "causal", id=f"{dim}-short") for dim, sizes in SHORT_SIZES.items()),
     *(
         pytest.param(dim, SIZES[dim], "everything", id=f"{dim}-masks", marks=pytest.mark.slow)
         for dim in SIZES

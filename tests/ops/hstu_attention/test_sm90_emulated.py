@@ -65,13 +65,14 @@ def test_masks(mask, contextual):
 
 
 @pytest.mark.parametrize("turns", [False, True])
-@pytest.mark.parametrize("strips", [2, 3])
+@pytest.mark.parametrize(("strips", "q_tiles"), [(2, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize(("keys", "stages"), [(128, 2), (64, 2), (64, 3), (32, 4)])
-def test_sizes(strips, keys, stages, turns):
-    sizes = sm90_launch.Sizes(keys, stages, strips, False, 160, 24, turns)
+def test_sizes(strips, q_tiles, keys, stages, turns):
+    sizes = sm90_launch.Sizes(keys, stages, strips, False, 160, 24, turns, q_tiles)
     mask = AttentionMask(window=100, prefix=10)
-    check(layout_of(samples(2, [(400, 5), (3, 0), (130, 60)])), mask, sizes=sizes, heads=1)
-    check(layout_of(samples(2, [(400, 5), (3, 0), (130, 60)])), AttentionMask(), sizes=sizes, heads=1)
+    shapes = [(400, 5), (3, 0), (130, 60)]
+    for some in (mask, AttentionMask()):
+        check(layout_of(samples(2, shapes)), some, sizes=sizes, heads=1)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
