@@ -12,7 +12,8 @@ events and --candidates candidates. What is timed, in turns, from a batch on the
     one pass   all candidates in one call, with the memory that this takes
     prefill    what is kept of users and histories, once
     eager      prefill, then pieces of --microbatch candidates of each row against it, started by Python
-    cached     the same with `GraphScoring`, which replays recorded pieces; without CUDA it records nothing
+    cached     the same with `GraphScoring`, which replays a recorded prefill, if that is not too long, and
+               recorded pieces; without CUDA it records nothing
     pieces     cached, less the prefill: the cache is there
 
 Each call is waited for. Uncached, cached and pieces are also timed in a row, as a server with a queue runs
