@@ -62,6 +62,9 @@ CHECKED_TOKENS = 4096
 INPUT_SETS = 3
 """Timed in turn, so that the caches do not hold the operands."""
 
+REST = 0.3
+"""Seconds without work before a pass is timed: a GPU that one case has heated lowers its clock for the next."""
+
 MOST_WORKERS = 14
 """Processes that compare: each takes 0.5 GB of a GPU's memory for itself."""
 
@@ -351,6 +354,8 @@ def bench(case: Case, device: str, backend: str, commit: str, repeats: int, answ
         run, work = (forward, flop) if direction == "fwd" else (backward, BACKWARD_FLOP * flop)
         before = 0
         if device == "cuda":
+            torch.cuda.synchronize()
+            time.sleep(REST)
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
         ms = median_ms(run, device, repeats)
