@@ -63,7 +63,7 @@ INPUT_SETS = 3
 """Timed in turn, so that the caches do not hold the operands."""
 
 REST = 0.3
-"""Seconds without work before a pass is timed: a GPU that one case has heated lowers its clock for the next."""
+"""Seconds without work before a pass is timed: a GPU that is hot from one case is slower in the next."""
 
 MOST_WORKERS = 14
 """Processes that compare: each takes 0.5 GB of a GPU's memory for itself."""
