@@ -2,8 +2,8 @@
 
     python experiments/2026-11-22-gpu-ml-1m/stretches.py data/ml-1m/train.parquet FOLDER
 
-Train on `--set 'data.train.parquet.paths=["FOLDER/part-*.parquet"]' --set data.find_duplicates=false` for a tenth
-of the epochs.
+Train on `--set 'data.train.parquet.paths=["FOLDER/part-*.parquet"]' --set data.find_duplicates=false`, for
+as many steps.
 """
 
 import sys
