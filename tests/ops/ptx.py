@@ -245,6 +245,10 @@ class Threads:
             return
         count = next((int(part[1]) for part in parts if part in ("v2", "v4")), 1)
         names = re.findall(r"\w+", operands[0]) if count > 1 else [operands[0]]
+        if not active.any():
+            for name in names:
+                self.registers.setdefault(name, np.zeros(self.count, np.uint64))
+            return
         raw = self.memory.load(self.address(operands[1]), size * count)
         for number, name in enumerate(names):
             piece = np.ascontiguousarray(raw[:, number * size : (number + 1) * size])

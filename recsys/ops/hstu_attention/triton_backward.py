@@ -19,11 +19,12 @@ import triton.language as tl
 
 from recsys.ops.hstu_attention.triton_bias import add_bias, load_times
 from recsys.ops.hstu_attention.triton_bias_packed import (
-    NEAR_BYTES,
     add_to_tables,
     begin_sums,
     finish_sums,
+    load_record,
     packed_scores,
+    records_of,
 )
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
@@ -67,7 +68,7 @@ def _add_rows(
     GRAD_V: tl.constexpr = MODE[4]
     first = block * BLOCK_M
     i = first + tl.arange(0, BLOCK_M)[None, :]
-    q_block = load_block(q, first, length, D, BLOCK_M, BLOCK_D, False)
+    q_block = load_block(q, first, length, D, BLOCK_M, BLOCK_D, False, MODE[7])
     score = tl.dot(k_tile, tl.trans(q_block), input_precision=PRECISION)
     if MODE[5] != "":
         score = packed_scores(
@@ -85,7 +86,7 @@ def _add_rows(
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
     weight, slope = silu_and_slope(score, True, MODE[1])
-    grad_block = load_block(grad_out, first, length, V, BLOCK_M, BLOCK_V, False)
+    grad_block = load_block(grad_out, first, length, V, BLOCK_M, BLOCK_V, False, MODE[7])
     if GRAD_K:
         grad_weight = tl.dot(v_tile, tl.trans(grad_block), input_precision=PRECISION)
         grad_score = grad_weight * slope
@@ -110,7 +111,7 @@ def keys_kernel(
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     GRAD_K: tl.constexpr, GRAD_V: tl.constexpr,
-    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr,
+    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """With GRAD_K grad_k [T, H, D], with GRAD_V grad_v [T, H, V], both contiguous.
 
@@ -118,7 +119,7 @@ def keys_kernel(
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION, GRAD_K, GRAD_V, BIAS_TEXT, BIAS_CONSTRAINTS)
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, GRAD_K, GRAD_V, BIAS_TEXT, BIAS_CONSTRAINTS, DESCRIBED)
     PACKED: tl.constexpr = BIAS_TEXT != ""
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -126,7 +127,8 @@ def keys_kernel(
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     distances = position_table + head * position_stride + reach
     if PACKED:
-        tables = (distances, time_table + head * time_stride)
+        lookup = time_table + head * time_stride
+        records = records_of(float_edges, tl.program_id(0) // num_heads)
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads
@@ -134,18 +136,17 @@ def keys_kernel(
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
         runs = load_runs(item)
-        k_head = head_of(k, start, length, head, (stride_kt, stride_kh))
-        v_head = head_of(v, start, length, head, (stride_vt, stride_vh))
-        k_tile = load_block(k_head, first, length, D, BLOCK_N, BLOCK_D, False)
-        v_tile = load_block(v_head, first, length, V, BLOCK_N, BLOCK_V, False)
-        q_head = head_of(q, start, length, head, (stride_qt, stride_qh))
-        o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh))
+        k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
+        v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
+        k_tile = load_block(k_head, first, length, D, BLOCK_N, BLOCK_D, False, DESCRIBED)
+        v_tile = load_block(v_head, first, length, V, BLOCK_N, BLOCK_V, False, DESCRIBED)
+        q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
+        o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh), DESCRIBED)
         token = (start * num_heads + head).to(tl.int64)
         j = first + tl.arange(0, BLOCK_N)[:, None]
         if PACKED:
-            near_rows, near_keys = time_edges + start * NEAR_BYTES, float_edges + start * NEAR_BYTES
-            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2, near_rows)
-            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2, near_keys)
+            row_times = (length, next_timestamps, ahead, row_bounds, start)
+            key_times = (length, timestamps, behind, key_bounds, time_edges)
         else:
             row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
             key_times = (timestamps + start, behind + start, key_bounds + start * 2)
@@ -167,6 +168,18 @@ def keys_kernel(
                 sum_k, sum_v = _add_rows(
                     (sum_k, sum_v), keys, block, False, sample, columns, rule, tables, SIZES, RULE, MODE
                 )
+        elif PACKED:
+            count = num_blocks(runs)
+            block, masked = block_at(0, runs)
+            record, past1, past2, past3 = load_record(records, block)
+            for place in range(count):
+                of_block = (distances, lookup, record, past1, past2, past3)
+                next_block, next_masked = block_at(tl.minimum(place + 1, count - 1), runs)
+                record, past1, past2, past3 = load_record(records, next_block)
+                sum_k, sum_v = _add_rows(
+                    (sum_k, sum_v), keys, block, masked, sample, columns, rule, of_block, SIZES, RULE, MODE
+                )
+                block, masked = next_block, next_masked
         else:  # one loop: its pipeline is filled and emptied once
             for place in range(num_blocks(runs)):
                 block, masked = block_at(place, runs)
@@ -199,7 +212,7 @@ def _add_keys(
     PRECISION: tl.constexpr = MODE[2]
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)[None, :]
-    k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE)
+    k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE, MODE[7])
     score = tl.dot(q_tile, tl.trans(k_block), input_precision=PRECISION)
     if MODE[3] != "":
         score = packed_scores(
@@ -217,7 +230,7 @@ def _add_keys(
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
     _, slope = silu_and_slope(score, True, MODE[1])
-    v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE)
+    v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE, MODE[7])
     grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION) * slope
     grad_q = tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
     if MODE[5] != "":
@@ -244,7 +257,7 @@ def rows_kernel(
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr,
     TABLES_TEXT: tl.constexpr, TABLES_CONSTRAINTS: tl.constexpr,
-    BEGIN_TEXT: tl.constexpr, FINISH_TEXT: tl.constexpr,
+    BEGIN_TEXT: tl.constexpr, FINISH_TEXT: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """grad_q [T, H, D] contiguous. A program for each item and head; heads fastest.
 
@@ -254,7 +267,7 @@ def rows_kernel(
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     MODE: tl.constexpr = (
-        BIASED, FAST, PRECISION, BIAS_TEXT, BIAS_CONSTRAINTS, TABLES_TEXT, TABLES_CONSTRAINTS
+        BIASED, FAST, PRECISION, BIAS_TEXT, BIAS_CONSTRAINTS, TABLES_TEXT, TABLES_CONSTRAINTS, DESCRIBED
     )  # fmt: skip
     PACKED: tl.constexpr = BIAS_TEXT != ""
     rule = (num_contextual, window, prefix, group_size)
@@ -263,7 +276,8 @@ def rows_kernel(
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     distances = position_table + head * position_stride + reach
     if PACKED:
-        tables = (distances, time_table + head * time_stride)
+        lookup = time_table + head * time_stride
+        records = records_of(float_edges, tl.program_id(0) // num_heads)
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads
@@ -275,17 +289,16 @@ def rows_kernel(
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
         runs = load_runs(item)
-        q_head = head_of(q, start, length, head, (stride_qt, stride_qh))
-        o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh))
-        q_tile = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False)
-        grad_tile = load_block(o_head, first, length, V, BLOCK_M, BLOCK_V, False)
-        k_head = head_of(k, start, length, head, (stride_kt, stride_kh))
-        v_head = head_of(v, start, length, head, (stride_vt, stride_vh))
+        q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
+        o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh), DESCRIBED)
+        q_tile = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False, DESCRIBED)
+        grad_tile = load_block(o_head, first, length, V, BLOCK_M, BLOCK_V, False, DESCRIBED)
+        k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
+        v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
         i = first + tl.arange(0, BLOCK_M)[:, None]
         if PACKED:
-            near_rows, near_keys = time_edges + start * NEAR_BYTES, float_edges + start * NEAR_BYTES
-            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2, near_rows)
-            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2, near_keys)
+            row_times = (length, next_timestamps, ahead, row_bounds, time_edges)
+            key_times = (length, timestamps, behind, key_bounds, start)
         else:
             row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
             key_times = (timestamps + start, behind + start, key_bounds + start * 2)
@@ -306,6 +319,18 @@ def rows_kernel(
                 total = _add_keys(
                     total, tiles, block, False, sample, rows, rule, tables, sums, SIZES, RULE, MODE, True
                 )
+        elif PACKED:
+            count = num_blocks(runs)
+            block, masked = block_at(0, runs)
+            record, past1, past2, past3 = load_record(records, block)
+            for place in range(count):
+                of_block = (distances, lookup, record, past1, past2, past3)
+                next_block, next_masked = block_at(tl.minimum(place + 1, count - 1), runs)
+                record, past1, past2, past3 = load_record(records, next_block)
+                total = _add_keys(
+                    total, tiles, block, masked, sample, rows, rule, of_block, sums, SIZES, RULE, MODE, False
+                )
+                block, masked = next_block, next_masked
         else:  # one loop: its pipeline is filled and emptied once
             for place in range(num_blocks(runs)):
                 block, masked = block_at(place, runs)

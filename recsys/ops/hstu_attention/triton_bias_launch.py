@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 
 import torch
@@ -14,9 +15,11 @@ from recsys.ops.hstu_attention.triton_bias import PAST_THE_END, times_kernel
 from recsys.ops.hstu_attention.triton_bias_packed import (
     near_buckets_kernel,
     packed_times_kernel,
+    records_kernel,
     tables_kernel,
 )
 from recsys.ops.layout import SequenceLayout
+from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
 from recsys.ops.triton_start import Wrap, unwrapped
 
@@ -88,16 +91,24 @@ def can_pack(bias: RelativeBias) -> bool:
 
 
 def packed_arguments(
-    bias: RelativeBias, layout: SequenceLayout, longest: int, items: Tensor, rows: int, keys: int
+    bias: RelativeBias,
+    layout: SequenceLayout,
+    mask: AttentionMask,
+    items: Tensor,
+    rows: int,
+    keys: int,
+    rows_first: bool,
 ) -> list[Tensor | int]:
     """The same for kernels with the inline assembly of `triton_bias_ptx`, which `can_pack` allows.
 
-    In the place of `time_table` its look-up records, int32 [H or 1, n]; offsets as those of
+    In the place of `time_table` its look-up records, int32 [H or 1, n]; in those of `time_edges` and
+    `float_edges` what `near_buckets_kernel` and `records_kernel` write; offsets as those of
     `packed_times_kernel`.
+    rows_first: `items` are tiles of rows, not of keys.
     """
     tables = [table.detach().contiguous() for table in (bias.position_table, bias.time_table)]
     num_positions, num_buckets = (int(table.shape[-1]) for table in tables)
-    reach, device = longest + LARGEST_BLOCK, tables[0].device
+    reach, device = layout.max_len + LARGEST_BLOCK, tables[0].device
     rows_of_tables = [table.shape[0] if table.dim() == 2 else 1 for table in tables]
     num_heads = max(rows_of_tables)
     numbers = [_constant(column, device, unwrapped) for column in record_columns(num_buckets)]
@@ -114,18 +125,27 @@ def packed_arguments(
         (bias.timestamps, bias.next_timestamps),
         lambda: _packed_times(bias.timestamps, bias.next_timestamps, items, rows, keys),
     )
-    near = [key_bounds, key_bounds]
+    given, near = (bias.timestamps, bias.next_timestamps), [key_bounds, key_bounds]
     if rows == keys == ptx.NEAR_SIZE:
         near = _kept(
             layout,
             ("near_buckets", num_buckets),
-            (bias.timestamps, bias.next_timestamps),
+            given,
             lambda: _near_buckets(times, next_times, items, num_buckets),
         )
+    (records,) = _kept(
+        layout,
+        ("bias_records", mask, rows, keys, rows_first, num_buckets),
+        given,
+        lambda: [
+            _records(row_bounds, key_bounds, items, (rows, keys), rows_first, layout.max_len, num_buckets)
+        ],
+    )
     return [
         position,
         lookup,
-        *near,
+        near[0 if rows_first else 1],
+        records,
         times,
         behind,
         key_bounds,
@@ -154,7 +174,9 @@ def _packed_times(
     return [timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds]
 
 
-def _near_buckets(timestamps: Tensor, next_timestamps: Tensor, items: Tensor, num_buckets: int) -> list[Tensor]:
+def _near_buckets(
+    timestamps: Tensor, next_timestamps: Tensor, items: Tensor, num_buckets: int
+) -> list[Tensor]:
     """Of rows and of keys, see `near_buckets_kernel`."""
     size = timestamps.shape[0] + ptx.NEAR_SIZE
     found = [timestamps.new_empty(size, ptx.NEAR_BYTES, dtype=torch.uint8) for _ in range(2)]
@@ -164,6 +186,29 @@ def _near_buckets(timestamps: Tensor, next_timestamps: Tensor, items: Tensor, nu
         COLUMNS=items.shape[1],
     )  # fmt: skip
     return found
+
+
+def _records(
+    row_bounds: Tensor,
+    key_bounds: Tensor,
+    items: Tensor,
+    sizes: tuple[int, int],
+    rows_first: bool,
+    longest: int,
+    num_buckets: int,
+) -> Tensor:
+    """See `records_kernel`: 16 bytes for each block of scores."""
+    bounds, (rows, keys) = (row_bounds, key_bounds), sizes
+    size = keys if rows_first else rows
+    num_blocks = -(-longest // size)
+    records = items.new_empty(1 + items.shape[0] * num_blocks, 4, dtype=torch.int32)
+    edges = _constant(time_edges(num_buckets), items.device, unwrapped)
+    records_kernel[(items.shape[0],)](
+        *(bounds if rows_first else bounds[::-1]), edges, items, records, num_blocks, num_buckets,
+        COLUMNS=items.shape[1], SIZE=size, ROWS_FIRST=rows_first,
+        WITH_NEAR=rows == keys == ptx.NEAR_SIZE, BLOCK=32,
+    )  # fmt: skip
+    return records
 
 
 def _kept(
@@ -200,8 +245,7 @@ def record_numbers(num_buckets: int) -> list[tuple[int, int, int]]:
         edge = edges[above] if above > below else -1
         made += [(edge, -1, -1), (-1, below, -1), (-1, above, -1), (below | above << 16, -1, -1)]
     for bucket in range(num_buckets):
-        later = [min(bucket + n, last) for n in range(5)]
-        made += [(min(edges[min(bucket + n, num_buckets)], 2**31 - 1), -1, -1) for n in range(1, 5)]
+        later = [min(bucket + n, last) for n in range(4)]
         made += [(-1, bucket, -1)] + [(-1, later[n], later[n - 1]) for n in range(1, 4)]
     return made
 
@@ -213,9 +257,7 @@ def record_columns(num_buckets: int) -> tuple[tuple[int, ...], ...]:
     return number, value, less
 
 
-def cached_times(
-    times: Tensor, items: Tensor, tile: int, keys: int, wrap: Wrap
-) -> list[Tensor]:
+def cached_times(times: Tensor, items: Tensor, tile: int, keys: int, wrap: Wrap) -> list[Tensor]:
     """Of cached tokens: their times, offsets and bounds; `items` are tiles of `tile` of them."""
     times = times.contiguous()
     offsets, bounds = _offsets_and_bounds(times)

@@ -4,10 +4,13 @@ import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention import triton_bias_ptx
-from recsys.ops.hstu_attention.triton_bias import FAR, time_bucket
+from recsys.ops.hstu_attention.triton_bias import EXACT, FAR, time_bucket
 from recsys.ops.hstu_attention.triton_tile import load_tile
 
 MOST_SECONDS = tl.constexpr(triton_bias_ptx.MOST_SECONDS)
+MOST_EDGES = tl.constexpr(triton_bias_ptx.MOST_EDGES)
+MANY = tl.constexpr(triton_bias_ptx.MANY)
+NEAR = tl.constexpr(triton_bias_ptx.NEAR)
 NEAR_SIZE = tl.constexpr(triton_bias_ptx.NEAR_SIZE)
 NEAR_BLOCKS = tl.constexpr(triton_bias_ptx.NEAR_BLOCKS)
 NEAR_BYTES = tl.constexpr(triton_bias_ptx.NEAR_BYTES)
@@ -137,7 +140,8 @@ def packed_times_kernel(
 
 @triton.jit
 def _write_near(
-    times, buckets, start, first, length, time_edges, num_buckets, ROWS_FIRST: tl.constexpr, DISTANCE: tl.constexpr
+    times, buckets, start, first, length, time_edges, num_buckets,
+    ROWS_FIRST: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
     """Of one block of NEAR_SIZE by NEAR_SIZE scores, DISTANCE blocks from the diagonal."""
     timestamps, next_timestamps = times
@@ -165,9 +169,9 @@ def near_buckets_kernel(
 ):  # fmt: skip
     """The time buckets of scores near the diagonal. A program a tile of NEAR_SIZE tokens of a sample.
 
-    of_rows, of_keys: uint8 [T + NEAR_SIZE, NEAR_BYTES], of each row (key) those of its scores with the keys of
-        its tile and of the tiles before it (the rows of its tile and of those behind it), in the order that
-        `triton_bias_ptx` loads. Zeros past the end.
+    of_rows, of_keys: uint8 [T + NEAR_SIZE, NEAR_BYTES], of each row (key) those of its scores with the
+        keys of its tile and of the tiles before it (the rows of its tile and of those behind it), in the
+        order that `triton_bias_ptx` loads. Zeros past the end.
     """
     start, length, _, first = load_tile(items + tl.program_id(0).to(tl.int64) * COLUMNS)
     times = timestamps, next_timestamps
@@ -183,6 +187,61 @@ def near_buckets_kernel(
             tl.store(of_keys + end + distance * NEAR_SIZE, zeros)
 
 
+@triton.jit(do_not_specialize=["num_blocks", "num_buckets"])
+def records_kernel(
+    own_bounds, other_bounds, time_edges, items, records, num_blocks, num_buckets,
+    COLUMNS: tl.constexpr, SIZE: tl.constexpr, ROWS_FIRST: tl.constexpr, WITH_NEAR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Which time buckets there are in each block of a tile's scores with SIZE others. A program an item.
+
+    own_bounds, other_bounds: those of rows and keys (if ROWS_FIRST; else of keys and rows).
+    records: int32 [1 + items * num_blocks, 4]: `record` and `past1` to `past3` of `triton_bias_ptx`. The
+        first says `num_blocks`.
+    """
+    number = tl.program_id(0).to(tl.int64)
+    start, length, _, first = load_tile(items + number * COLUMNS)
+    own_low = tl.load(own_bounds + (start + first) * 2)
+    own_high = tl.load(own_bounds + (start + first) * 2 + 1)
+    if number == 0:
+        tl.store(records, num_blocks)
+    for begin in range(0, num_blocks, BLOCK):
+        block = begin + tl.arange(0, BLOCK)
+        inside = (block < num_blocks) & (block * SIZE < length)
+        pointer = other_bounds + (start + block * SIZE) * 2
+        low = tl.load(pointer, mask=inside, other=0)
+        high = tl.load(pointer + 1, mask=inside, other=0)
+        if ROWS_FIRST:
+            least, most, ahead = own_low - high, own_high - low, first - block * SIZE
+        else:
+            least, most, ahead = low - own_high, high - own_low, block * SIZE - first
+        exact = (least >= 0) & (most < 2 * MOST_SECONDS - EXACT) & (most - least < EXACT)
+        lowest = time_bucket(tl.maximum(least, 0), time_edges, num_buckets)
+        count = time_bucket(tl.maximum(most, 0), time_edges, num_buckets) - lowest
+        kind = tl.where(exact & (count <= MOST_EDGES), count, MANY)
+        if WITH_NEAR:  # two edges cost as much as reading buckets
+            kind = tl.where((ahead >= 0) & (ahead < NEAR_BYTES) & (kind > 1), NEAR, kind)
+        pointer = records + (1 + number * num_blocks + block) * 4
+        tl.store(pointer, lowest + kind * 256, mask=inside)
+        for edge in tl.static_range(1, 4):
+            seconds = tl.load(time_edges + tl.minimum(lowest + edge, num_buckets)) - least
+            past = (1 - seconds).to(tl.float32)
+            tl.store(pointer + edge, past.to(tl.int32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def records_of(records, number):
+    """Where those of an item are."""
+    return records + 4 + number * tl.load(records) * 4
+
+
+@triton.jit
+def load_record(records, block):
+    """The four words of a block."""
+    pointer = records + block * 4
+    return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
+
+
 @triton.jit
 def packed_scores(
     product, alpha, one, first_one, other, first_other, sample, tables,
@@ -190,8 +249,10 @@ def packed_scores(
 ):  # fmt: skip
     """Half of the scores [ones, others] from a product, by `triton_bias_ptx.add_bias`.
 
-    one, other: of the dimensions' tokens, that sample's length, times, packed offsets, bounds and near buckets.
-    sample: first target, size of a group of them. tables: `distances` and `lookup`. SIZE: scores a thread.
+    one, other: of the dimensions' tokens: length of the sample, times, packed offsets and bounds, then near
+    buckets (of one) and the first token (of other).
+    sample: first target, size of a group of them. tables: `distances`, `lookup`, and the block's four words
+    that `load_record` loads. SIZE: scores a thread.
     """
     return tl.inline_asm_elementwise(
         TEXT,
@@ -259,5 +320,10 @@ def _arguments(values, alpha, one, first_one, other, first_other, sample, tables
         one[3].to(tl.int64),
         other[3].to(tl.int64),
         tables[1].to(tl.int64),
+        other[4].to(tl.int32),
         one[4].to(tl.int64),
+        tables[2],
+        tables[3],
+        tables[4],
+        tables[5],
     )

@@ -30,8 +30,8 @@ NUM_CELLS = 33 * 4
 CELL_BYTES = 16
 """edge, value below it, value from it on, bucket below + 2^16 * bucket from it on."""
 
-BUCKET_BYTES = 32
-"""The edges of the next four buckets; value, and three steps to the next ones."""
+BUCKET_BYTES = 16
+"""Value, and three steps to the next ones."""
 
 MOST_BUCKETS = 72
 """None has more whose edges are not past `MOST_SECONDS`; a multiple of 4."""
@@ -49,13 +49,20 @@ NEAR_BLOCKS = 3
 """So many blocks from the diagonal on are near it."""
 
 NEAR_BYTES = NEAR_BLOCKS * NEAR_SIZE
-"""Of a token: the buckets of its scores with the others of the near blocks, each block's in the order of threads
-(t % 4), k and b."""
+"""Of a token: the buckets of its scores with the others of the near blocks, those of a block in the order of
+threads (t % 4), k and b."""
 
 LINE_BYTES = 128
 """Of a bucket's sums: one for each thread of a warp."""
 
 WARP_BYTES = MOST_BUCKETS * LINE_BYTES
+
+MOST_EDGES = 3
+"""Of a block with few. 2 ** 8 times their number and the lowest bucket are its `record`; `past1` to `past3`
+are what to add to offsets, in float32, for a number that is at least 1 past the edge."""
+
+MANY, NEAR = 4, 5
+"""In the place of their number: the bucket of each score is to be found; is at hand in `near`."""
 
 MOST_SECONDS = 2**30
 """Offsets in a block are cut off there."""
@@ -76,9 +83,15 @@ ARGUMENTS = (
     "one_bounds",
     "other_bounds",
     "lookup",
+    "start",
     "near",
+    "record",
+    "past1",
+    "past2",
+    "past3",
 )
-"""After the scores. Pointers are those of the sample; `distances` and `lookup` are the head's."""
+"""After the scores. `start` is the first token of the sample. `distances` and `lookup` are the head's; what
+is of tokens begins with the first of all, since fewer registers hold that."""
 
 
 class Assembly(NamedTuple):
@@ -133,14 +146,18 @@ def add_bias(groups: int, rows_first: bool, near: bool) -> Assembly:
     """
     text = Writer(groups, ARGUMENTS)
     places(text)
+    read_record(text)
+    text.add(
+        "mov.f32 v0, 0f00000000;",
+        f"mad.wide.u32 address, lowest, {BUCKET_BYTES}, {text.argument('lookup')};",
+        f"@few ld.global.nc.v4.f32 {{v0, v1, v2, v3}}, [address+{BUCKETS_AT}];",
+    )
     _load_line(text, rows_first)
     if near:
         load_near_buckets(text, rows_first)
-    load_bounds(text, rows_first)
-    find_buckets(text)
     _add_positions(text, rows_first)
     if near:
-        text.add("@!is_near bra.uni NOT_NEAR;")
+        text.add("@!near bra.uni NOT_NEAR;")
         for number, k, h, b in text.entries():
             near_bucket(text, "t", k, h, b)
             text.add(
@@ -151,6 +168,7 @@ def add_bias(groups: int, rows_first: bool, near: bool) -> Assembly:
         text.add("bra.uni END;", "NOT_NEAR:")
     _add_few(text)
     text.add("bra.uni END;", "MANY:")
+    load_bounds(text, rows_first)
     is_wide(text)
     text.add("@wide bra.uni WIDE;")
     load_near(text)
@@ -170,13 +188,13 @@ def places(text: Writer) -> None:
     """Of the thread: `one`, `other` in the block; `at_one`, `at_other` in the sample. And all registers."""
     size = text.size
     text.add(
-        ".reg .pred toeplitz, is_near, few, wide, p, p1, p2, p3;",
-        f".reg .b32 near<{text.groups}>;",
+        ".reg .pred toeplitz, near, few, wide, p, p1, p2, p3;",
         ".reg .b32 thread, one, other, at_one, at_other, zero, rows_end, distance;",
         ".reg .b32 t, low, least, span, cell, lowest;",
         ".reg .b64 address, wide_t, first_low, first_high, second_low, second_high, least64, most64, record;",
         f".reg .b32 d<{2 * text.groups}>, e<8>;",
-        f".reg .f32 s<{size}>, line<{2 * text.groups + 2}>, x<{2 * text.groups}>, a<2>, c<4>, v<4>, f, g;",
+        f".reg .f32 s<{size}>, line<{2 * text.groups + 2}>, a<2>, c<4>, v<4>, f, g;",
+        f".reg .b32 x<{2 * text.groups}>;",  # offsets in float32 of the others, or buckets of near scores
         "mov.u32 thread, %tid.x;",
         "shr.u32 one, thread, 2;",
         "and.b32 one, one, 7;",
@@ -191,17 +209,28 @@ def places(text: Writer) -> None:
     )
 
 
+def read_record(text: Writer) -> None:
+    """`few`, `near`, `lowest`; p1 to p3 say which edges there are if there are few, c1 to c3 where."""
+    record = text.argument("record")
+    text.add(
+        f"and.b32 lowest, {record}, 255;",
+        f"shr.u32 t, {record}, 8;",
+        f"setp.le.u32 few, t, {MOST_EDGES};",
+        f"setp.eq.u32 near, t, {NEAR};",
+    )
+    for edge in range(1, MOST_EDGES + 1):
+        text.add(
+            f"setp.ge.and.u32 p{edge}, t, {edge}, few;", f"mov.b32 c{edge}, {text.argument(f'past{edge}')};"
+        )
+
+
 def load_near_buckets(text: Writer, rows_first: bool) -> None:
-    """`is_near`, and if so the thread's buckets, four to a register: near0.. of its first row, then the rest. What
-    `find_buckets` finds is left out: `v0` is 0."""
+    """If near, the thread's buckets, four to a register: x0.. of its first row, then the rest."""
     first, second = ("one", "other") if rows_first else ("other", "one")
     text.add(
-        "mov.f32 v0, 0f00000000;",
-        "setp.ne.u32 few, zero, zero;",
         f"sub.s32 low, {text.argument(f'first_{first}')}, {text.argument(f'first_{second}')};",
-        f"setp.lt.u32 is_near, low, {NEAR_BYTES};",
-        "@!is_near bra.uni FAR;",
-        f"mul.wide.s32 wide_t, at_one, {NEAR_BYTES};",
+        f"add.s32 t, at_one, {text.argument('start')};",
+        f"mul.wide.s32 wide_t, t, {NEAR_BYTES};",
         f"add.s64 address, wide_t, {text.argument('near')};",
         f"mad.lo.u32 low, other, {text.groups}, low;",
         "cvt.u64.u32 wide_t, low;",
@@ -209,22 +238,22 @@ def load_near_buckets(text: Writer, rows_first: bool) -> None:
     )
     size = text.groups // 2
     for h in (0, 1):
-        names = ", ".join(f"near{size * h + n}" for n in range(size))
-        text.add(f"ld.global.nc.v{size}.b32 {{{names}}}, [address+{8 * h * NEAR_BYTES}];")
-    text.add("bra.uni FOUND;", "FAR:")
+        names = ", ".join(f"x{size * h + n}" for n in range(size))
+        text.add(f"@near ld.global.nc.v{size}.b32 {{{names}}}, [address+{8 * h * NEAR_BYTES}];")
 
 
 def near_bucket(text: Writer, name: str, k: int, h: int, b: int) -> None:
     """One of the buckets that `load_near_buckets` loaded."""
     byte = 2 * k + b
-    text.add(f"bfe.u32 {name}, near{text.groups // 2 * h + byte // 4}, {8 * (byte % 4)}, 8;")
+    text.add(f"bfe.u32 {name}, x{text.groups // 2 * h + byte // 4}, {8 * (byte % 4)}, 8;")
 
 
 def load_bounds(text: Writer, rows_first: bool) -> None:
     """`least64` and `most64`, the least and the largest time that passed, int64."""
     for name, low, high in (("one", "first_low", "first_high"), ("other", "second_low", "second_high")):
         text.add(
-            f"mul.wide.s32 wide_t, {text.argument(f'first_{name}')}, 16;",
+            f"add.s32 t, {text.argument(f'first_{name}')}, {text.argument('start')};",
+            "mul.wide.s32 wide_t, t, 16;",
             f"add.s64 address, wide_t, {text.argument(f'{name}_bounds')};",
             f"ld.global.nc.v2.s64 {{{low}, {high}}}, [address];",
         )
@@ -239,15 +268,19 @@ def load_offsets(text: Writer, kind: str, others: str, ones: str) -> None:
     integers, for each pair of tokens."""
     start = 8 if kind == "u32" else 0
     text.add(
-        "mul.wide.s32 wide_t, at_other, 8;", f"add.s64 address, wide_t, {text.argument('other_offsets')};"
+        f"mad.lo.s32 t, {text.argument('start')}, 2, at_other;",
+        "mul.wide.s32 wide_t, t, 8;",
+        f"add.s64 address, wide_t, {text.argument('other_offsets')};",
     )
     for k in range(text.groups):
         place = start + 64 * k
-        text.add(f"ld.global.nc.v2.{kind} {{{others}{2 * k}, {others}{2 * k + 1}}}, [address+{place}];")
+        names = f"{others}{2 * k}, {others}{2 * k + 1}"
+        text.add(f"ld.global.nc.v2.{kind} {{{names}}}, [address+{place}];")
     text.add(
         "and.b32 t, at_one, 1;",
         "mul.lo.s32 t, t, -4;",
-        "mul.wide.s32 wide_t, at_one, 8;",
+        f"mad.lo.s32 low, {text.argument('start')}, 2, at_one;",
+        "mul.wide.s32 wide_t, low, 8;",
         f"add.s64 address, wide_t, {text.argument('one_offsets')};",
         "cvt.s64.s32 wide_t, t;",
         "add.s64 address, address, wide_t;",
@@ -286,50 +319,6 @@ def _load_line(text: Writer, rows_first: bool) -> None:
             offset = sign * (32 * u + 4 * b)
             text.add(f"ld.global.nc.f32 line{2 * (u + 1) + b}, [address+{offset}];")
     text.add("NO_LINE:")
-
-
-def find_buckets(text: Writer) -> None:
-    """`few`: three edges at most, and exact offsets. Then p1 to p3 say which there are, c1 to c3 are what to
-    add to offsets for a number that is at least 1 past the edge, v0 is the value below, v1 to v3 the steps,
-    `lowest` the bucket. Otherwise v0 is 0."""
-    text.add(
-        "setp.ge.s64 few, least64, 0;",
-        "setp.lt.s64 p, most64, 2130706432;",
-        "and.pred few, few, p;",
-        "sub.s64 wide_t, most64, least64;",
-        "setp.lt.s64 p, wide_t, 16777216;",
-        "and.pred few, few, p;",
-        "mov.f32 v0, 0f00000000;",
-        "@!few bra.uni FOUND;",
-        "cvt.u32.u64 least, least64;",
-        "cvt.u32.u64 span, wide_t;",
-    )
-    cell_of(text, "least")
-    text.add(
-        "ld.global.nc.v4.u32 {e0, e1, e2, e3}, [record];",
-        "setp.ge.u32 p, least, e0;",
-        "and.b32 lowest, e3, 65535;",
-        "shr.u32 t, e3, 16;",
-        "selp.b32 lowest, t, lowest, p;",
-        f"mul.wide.u32 wide_t, lowest, {BUCKET_BYTES};",
-        f"add.s64 record, wide_t, {text.argument('lookup')};",
-        f"ld.global.nc.v4.u32 {{e0, e1, e2, e3}}, [record+{BUCKETS_AT}];",
-        f"ld.global.nc.v4.f32 {{v0, v1, v2, v3}}, [record+{BUCKETS_AT + 16}];",
-    )
-    for number in range(4):
-        text.add(f"sub.u32 e{number}, e{number}, least;")
-    for number in range(3):
-        text.add(
-            f"setp.le.u32 p{number + 1}, e{number}, span;",
-            f"cvt.rn.f32.u32 f, e{number};",
-            f"sub.f32 c{number + 1}, 0f3f800000, f;",
-        )
-    text.add(
-        "setp.gt.u32 few, e3, span;",
-        "@few bra.uni FOUND;",
-        "mov.f32 v0, 0f00000000;",
-        "FOUND:",
-    )
 
 
 def cell_of(text: Writer, seconds: str) -> None:
@@ -387,9 +376,10 @@ def own_distance(text: Writer, k: int, h: int, b: int, rows_first: bool) -> None
 
 def _add_few(text: Writer) -> None:
     text.add("@!few bra.uni MANY;")
-    load_offsets(text, "f32", "x", "a")
     for edge in (1, 2, 3):
         text.add(f"@!p{edge} bra.uni ADDED;")
+        if edge == 1:
+            load_offsets(text, "f32", "x", "a")
         for h in (0, 1):
             text.add(f"add.f32 c0, a{h}, c{edge};" if h == 0 else f"add.f32 g, a{h}, c{edge};")
         for number, k, h, b in text.entries():
@@ -442,6 +432,7 @@ def wide_seconds(text: Writer, k: int, h: int, b: int) -> None:
     ):
         text.add(
             f"min.s32 {at}, {at}, {last};",
+            f"add.s32 {at}, {at}, {text.argument('start')};",
             f"mul.wide.s32 wide_t, {at}, 8;",
             f"add.s64 address, wide_t, {text.argument(name)};",
             f"ld.global.nc.s64 {time}, [address];",
@@ -472,13 +463,12 @@ def add_to_tables(groups: int, kind: str, near: bool) -> Assembly:
     text = Writer(groups, (*ARGUMENTS, *SUMS))
     places(text)
     find_line(text, True)
+    read_record(text)
     if near:
         load_near_buckets(text, True)
-    load_bounds(text, True)
-    find_buckets(text)
     _declare_sums(text)
     if near:
-        text.add("@!is_near bra.uni NOT_NEAR;")
+        text.add("@!near bra.uni NOT_NEAR;")
         for number, k, h, b in text.entries():
             near_bucket(text, "bucket", k, h, b)
             text.add(f"mad.lo.u32 at_bucket, bucket, {LINE_BYTES}, mine;")
@@ -486,6 +476,7 @@ def add_to_tables(groups: int, kind: str, near: bool) -> Assembly:
         text.add("bra.uni POSITIONS;", "NOT_NEAR:")
     _sum_few(text)
     text.add("MANY:")
+    load_bounds(text, True)
     is_wide(text)
     text.add("@wide bra.uni WIDE;")
     load_near(text)
@@ -602,8 +593,8 @@ def begin_sums(warps: int) -> str:
 
 
 def finish_sums(warps: int) -> str:
-    """After the last: adds the program's sums by bucket to those of all. Arguments: one that is not used, where
-    the head's are, and how many."""
+    """After the last: adds the program's sums by bucket to those of all. Arguments: one that is not used,
+    where the head's are, and how many."""
     lines = [
         "{",
         ".reg .pred p;",
@@ -698,21 +689,33 @@ def _sum_line(text: Writer, kind: str) -> None:
 
 def _scatter(text: Writer, kind: str, count: int) -> None:
     """Sums w0.. over the eight rows of lanes, halved among them three times, and adds them to memory."""
-    kept = [f"w{number}" for number in range(count)]
-    text.add("mov.b32 e7, 0;", "mov.b32 t, 0;")
+    text.add("mov.b32 e7, 0;", "mov.b32 t, 0;", "mov.f32 v0, 0f00000000;")
     for bit, distance in enumerate((16, 8, 4)):
-        half = (len(kept) + 1) // 2
-        upper = kept[half:] + ["e7"] * (2 * half - len(kept))
         text.add(f"and.b32 span, lane, {distance};", f"setp.ne.u32 q{bit}, span, 0;")
-        for number in range(half):
+    half = (count + 1) // 2
+    for number in range(half):
+        upper = f"w{half + number}" if half + number < count else "e7"
+        text.add(
+            f"selp.b32 span, w{number}, {upper}, q0;",
+            f"selp.b32 y{number}, {upper}, w{number}, q0;",
+            f"shfl.sync.bfly.b32 n{number}, span, 16, 31, -1;",
+        )
+        _unpack(text, kind, f"y{number}", (f"s{2 * number}", f"s{2 * number + 1}"))
+        _unpack(text, kind, f"n{number}", ("sum0", "sum1"))
+        for b in (0, 1):
+            text.add(f"add.f32 s{2 * number + b}, s{2 * number + b}, sum{b};")
+    text.add(f"@q0 add.u32 t, t, {half};")
+    for bit, distance in ((1, 8), (2, 4)):
+        kept, half = half, (half + 1) // 2
+        for number in range(2 * half):
+            upper = f"s{2 * half + number}" if half + number // 2 < kept else "v0"
             text.add(
-                f"selp.b32 span, {kept[number]}, {upper[number]}, q{bit};",
-                f"selp.b32 y{number}, {upper[number]}, {kept[number]}, q{bit};",
-                f"shfl.sync.bfly.b32 n{number}, span, {distance}, 31, -1;",
-                f"add.rn.{kind} w{number}, y{number}, n{number};",
+                f"selp.f32 f, s{number}, {upper}, q{bit};",
+                f"selp.f32 g, {upper}, s{number}, q{bit};",
+                f"shfl.sync.bfly.b32 part, f, {distance}, 31, -1;",
+                f"add.f32 s{number}, g, part;",
             )
         text.add(f"@q{bit} add.u32 t, t, {half};")
-        kept = [f"w{number}" for number in range(half)]
     # This lane has sums from number t on; those that others have too, or that there are not, are zeros.
     text.add(
         "shl.b32 span, t, 3;",
@@ -725,21 +728,23 @@ def _scatter(text: Writer, kind: str, count: int) -> None:
         "mul.wide.s32 wide_t, distance, 4;",
         f"add.s64 address, wide_t, {text.argument('position_sums')};",
     )
-    for number in range(len(kept)):
-        if kind == "bf16x2":
-            text.add(f"shl.b32 low, w{number}, 16;", f"and.b32 cell, w{number}, {0xFFFF0000};")
-            text.add("mov.b32 sum0, low;", "mov.b32 sum1, cell;")
-        else:
-            text.add(
-                f"and.b32 low, w{number}, 65535;",
-                f"shr.u32 cell, w{number}, 16;",
-                "cvt.u16.u32 half0, low;",
-                "cvt.u16.u32 half1, cell;",
-                "cvt.f32.f16 sum0, half0;",
-                "cvt.f32.f16 sum1, half1;",
-            )
-        for b in (0, 1):
-            text.add(
-                f"setp.neu.f32 q, sum{b}, 0f00000000;",
-                f"@q red.global.add.f32 [address+{-32 * number - 4 * b}], sum{b};",
-            )
+    for number in range(2 * half):
+        text.add(
+            f"setp.neu.f32 q, s{number}, 0f00000000;",
+            f"@q red.global.add.f32 [address+{-32 * (number // 2) - 4 * (number % 2)}], s{number};",
+        )
+
+
+def _unpack(text: Writer, kind: str, pair: str, values: tuple[str, str]) -> None:
+    if kind == "bf16x2":
+        text.add(f"shl.b32 low, {pair}, 16;", f"and.b32 cell, {pair}, {0xFFFF0000};")
+        text.add(f"mov.b32 {values[0]}, low;", f"mov.b32 {values[1]}, cell;")
+        return
+    text.add(
+        f"and.b32 low, {pair}, 65535;",
+        f"shr.u32 cell, {pair}, 16;",
+        "cvt.u16.u32 half0, low;",
+        "cvt.u16.u32 half1, cell;",
+        f"cvt.f32.f16 {values[0]}, half0;",
+        f"cvt.f32.f16 {values[1]}, half1;",
+    )

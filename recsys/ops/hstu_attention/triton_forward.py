@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention.triton_bias import add_bias, load_times
-from recsys.ops.hstu_attention.triton_bias_packed import NEAR_BYTES, packed_scores
+from recsys.ops.hstu_attention.triton_bias_packed import load_record, packed_scores, records_of
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
@@ -97,6 +97,19 @@ def add_blocks(
             total = _add_block(
                 total, q_block, block, False, keys, sample, rows, rule, tables, SIZES, RULE, MODE, True
             )
+    elif MODE[4] != "":
+        count = num_blocks(runs)
+        distances, lookup, records = tables
+        block, masked = block_at(0, runs)
+        record, past1, past2, past3 = load_record(records, block)
+        for place in range(count):
+            of_block = (distances, lookup, record, past1, past2, past3)
+            next_block, next_masked = block_at(tl.minimum(place + 1, count - 1), runs)
+            record, past1, past2, past3 = load_record(records, next_block)
+            total = _add_block(
+                total, q_block, block, masked, keys, sample, rows, rule, of_block, SIZES, RULE, MODE, False
+            )
+            block, masked = next_block, next_masked
     else:  # one loop: its pipeline is filled and emptied once
         for place in range(num_blocks(runs)):
             block, masked = block_at(place, runs)
@@ -135,7 +148,8 @@ def forward_kernel(
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     distances = position_table + head * position_stride + reach
     if PACKED:
-        tables = (distances, time_table + head * time_stride)
+        lookup = time_table + head * time_stride
+        tables = (distances, lookup, records_of(float_edges, tl.program_id(0) // num_heads))
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads
@@ -149,9 +163,8 @@ def forward_kernel(
         q_block = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False, DESCRIBED)
         i = first + tl.arange(0, BLOCK_M)[:, None]
         if PACKED:
-            near_rows, near_keys = time_edges + start * NEAR_BYTES, float_edges + start * NEAR_BYTES
-            row_times = (length, next_timestamps + start, ahead + start * 4, row_bounds + start * 2, near_rows)
-            key_times = (length, timestamps + start, behind + start * 4, key_bounds + start * 2, near_keys)
+            row_times = (length, next_timestamps, ahead, row_bounds, time_edges)
+            key_times = (length, timestamps, behind, key_bounds, start)
             keys = (k_head, v_head, key_times, length, 0)
         else:
             keys = (k_head, v_head, (timestamps + start, behind + start, key_bounds + start * 2), length, 0)

@@ -26,6 +26,7 @@ from recsys.ops.hstu_attention.triton_packed_launch import (
     Sums,
     bias_constants,
     finished,
+    start_with_own_memory,
     tables_constants,
     zero_sums,
 )
@@ -41,6 +42,7 @@ from recsys.ops.triton_start import Boxes, Wrap, start_specialised, unwrapped
 ANY_ROWS = 0x7FFF0000
 """More than any coordinate, and a size that a descriptor may have."""
 
+DESCRIBED_PACKED = True
 DESCRIPTORS = True
 """Whether descriptors are used where they can be; for tests."""
 
@@ -92,7 +94,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
         return out
     q, k, v = map(with_dense_rows, (q, k, v))
     packed = _is_packed("forward", q, v, problem, wrap)
-    described = can_describe(problem, wrap, q, k, v)
+    described = can_describe(problem, wrap, packed, q, k, v)
     kernel = "packed_forward" if packed else "described" if described else "forward"
     blocks = blocks_for(kernel, q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
@@ -112,7 +114,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
         **bias_constants(packed, blocks, rows_first=True),
         **constants(problem, q, v, blocks),
     }
-    _start(forward_kernel, items.shape[0] * num_heads, arguments, compiled_for, problem, wrap)
+    _start(forward_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
     return out
 
 
@@ -169,11 +171,9 @@ def _launch_keys(
     blocks = blocks_for(f"packed_{kernel}" if packed else kernel, q, v, problem)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
+    described = packed and can_describe(problem, wrap, packed, q, k, v, grad_out)
     arguments = [
-        q,
-        k,
-        v,
-        grad_out,
+        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
         out.k,
         out.v,
         items,
@@ -186,10 +186,11 @@ def _launch_keys(
     compiled_for = {
         "GRAD_K": kernel != "grad_v",
         "GRAD_V": kernel != "grad_k",
+        "DESCRIBED": described,
         **bias_constants(packed, blocks, rows_first=False),
         **constants(problem, q, v, blocks),
     }
-    _start(keys_kernel, items.shape[0] * num_heads, arguments, compiled_for, problem, wrap)
+    _start(keys_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
 
 
 def _launch_rows(
@@ -204,14 +205,13 @@ def _launch_rows(
 ) -> None:
     """Fills in dQ, and the sums if they are given."""
     packed = _is_packed("rows", q, v, problem, wrap)
-    blocks = blocks_for("packed_rows" if packed else "rows", q, v, problem)
+    kernel = "packed_rows" if packed else "rows"
+    blocks = blocks_for(kernel if sums is None else "packed_sums", q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
+    described = packed and can_describe(problem, wrap, packed, q, k, v, grad_out)
     arguments = [
-        q,
-        k,
-        v,
-        grad_out,
+        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
         out.q,
         items,
         items.shape[0],
@@ -222,11 +222,16 @@ def _launch_rows(
         *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
     ]
     compiled_for = {
+        "DESCRIBED": described,
         **bias_constants(packed, blocks, rows_first=True),
         **tables_constants(q, blocks, sums),
         **constants(problem, q, v, blocks),
     }
-    _start(rows_kernel, items.shape[0] * num_heads, arguments, compiled_for, problem, wrap)
+    programs = items.shape[0] * num_heads
+    if sums is None:
+        _start(rows_kernel, programs, arguments, compiled_for, wrap)
+    else:
+        start_with_own_memory(rows_kernel, programs, arguments, compiled_for, described_boxes)
 
 
 def _start(
@@ -234,11 +239,10 @@ def _start(
     programs: int,
     arguments: list[Boxes | Tensor | int | float],
     compiled_for: dict[str, Any],
-    problem: Problem,
     wrap: Wrap,
 ) -> None:
-    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode without a bias the short way."""
-    if wrap is unwrapped and problem.bias is None:
+    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way."""
+    if wrap is unwrapped:
         start_specialised(kernel, programs, arguments, compiled_for, described_boxes)
     else:
         wrap(kernel)[(programs,)](*arguments, **compiled_for)
@@ -348,14 +352,16 @@ def with_dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def can_describe(problem: Problem, wrap: Wrap, *tensors: Tensor) -> bool:
+def can_describe(problem: Problem, wrap: Wrap, packed: bool, *tensors: Tensor) -> bool:
     """Whether the copy engine of Hopper and later can fetch blocks of all these tensors [T, H, D].
 
     Rows of 16-byte steps, heads side by side within a row, no columns to cut off. Graphs do without: they
     would have to make the descriptors. Every GPU with so much shared memory has a copy engine.
     """
     device = tensors[0].device
-    if not DESCRIPTORS or problem.bias is not None or wrap is not unwrapped or device.type != "cuda":
+    if not DESCRIPTORS or wrap is not unwrapped or device.type != "cuda":
+        return False
+    if problem.bias is not None and not (packed and DESCRIBED_PACKED):
         return False
     return is_roomy(device) and all(map(_is_describable, tensors))
 

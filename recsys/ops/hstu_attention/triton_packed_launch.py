@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +15,13 @@ from recsys.ops.hstu_attention import triton_bias_ptx as ptx
 from recsys.ops.hstu_attention.blocks import Blocks, can_pack
 from recsys.ops.hstu_attention.triton_bias_packed import finish_kernel
 from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.triton_start import Boxes, start_specialised
 
 PACKED = False
-"""Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be. Not yet: it has been
-executed line by line on a CPU, but as it stands it has neither passed its tests on a GPU nor been timed."""
+"""Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be; for tests."""
+
+DYNAMIC_SHARED_BYTES = ctypes.c_int(8)
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 COPIES = 8
 """Of the sums that many programs add to, so that they do not wait for one another."""
@@ -40,6 +45,34 @@ def is_packed(kernel: str, q: Tensor, v: Tensor, bias: RelativeBias | None) -> b
 @lru_cache(maxsize=16)
 def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def start_with_own_memory(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Boxes | Tensor | int | float],
+    compiled_for: dict[str, Any],
+    describe: Callable[[Boxes], Any],
+) -> None:
+    """`kernel[(programs,)](*arguments, **compiled_for)`, of a kernel whose assembly declares shared memory.
+
+    Triton does not know of that, and asks for leave to use more than 48 KB only where its own is more.
+    """
+
+    def start() -> None:
+        start_specialised(kernel, programs, arguments, compiled_for, describe)
+
+    try:
+        start()
+    except RuntimeError as error:
+        if "invalid argument" not in str(error):
+            raise
+        given = [describe(one) if isinstance(one, Boxes) else one for one in arguments]
+        made = kernel.warmup(*given, grid=(programs,), **compiled_for)
+        of_function = ctypes.c_void_p(made.function), DYNAMIC_SHARED_BYTES, ctypes.c_int(made.metadata.shared)
+        if ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(*of_function) != 0:
+            raise
+        start()
 
 
 def zero_sums(q: Tensor, longest: int, bias: RelativeBias) -> Sums:

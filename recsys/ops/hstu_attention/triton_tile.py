@@ -40,7 +40,7 @@ NUM_CACHED_COLUMNS = tl.constexpr(work_list.NUM_CACHED_COLUMNS)
 
 VARYING = ("num_items", "num_contextual", "window", "prefix", "group_size", "num_buckets")
 VARYING += ("position_stride", "time_stride", "reach")
-"""Parameters of the kernels for which they are not compiled anew: they differ from batch to batch or model to model."""
+"""Parameters that differ from batch to batch or model to model: kernels are not compiled anew for them."""
 
 RAGGED_ROWS = tl.constexpr(2**30)
 """No batch has as many tokens."""

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops.hstu_attention import triton_bias_ptx
-from recsys.ops.hstu_attention.triton_bias_launch import record_numbers
+from recsys.ops.hstu_attention.triton_bias_launch import record_numbers, time_edges
 from recsys.ops.relative_bias import relative_positions, time_bucket
 from tests.ops import ptx
 
@@ -125,6 +125,21 @@ class Case:
         near[: self.block.length] = time_bucket(seconds, len(self.times_table)).numpy()
         return near
 
+    def record(self) -> dict[str, int]:
+        """What `records_kernel` writes for the block."""
+        row_size, key_size = self.sizes if self.rows_first else self.sizes[::-1]
+        rows = self.following[self.block.first_row : self.block.first_row + row_size]
+        keys = self.times[self.block.first_key : self.block.first_key + key_size]
+        least, most = int(rows.min() - keys.max()), int(rows.max() - keys.min())
+        low, high = (int(time_bucket(torch.tensor(end), len(self.times_table))) for end in (least, most))
+        few = 0 <= least and most < 2**31 - 2**24 and most - least < 2**24 and high - low <= 3
+        near = row_size == key_size and 0 <= self.block.first_row - self.block.first_key < 192
+        kind = high - low if few else triton_bias_ptx.MANY
+        kind = triton_bias_ptx.NEAR if near and kind > 1 else kind
+        edges = [time_edges(len(self.times_table))[min(low + n, len(self.times_table))] for n in (1, 2, 3)]
+        past = [int(np.float32(1 - (edge - least)).view(np.uint32)) for edge in edges]
+        return {"record": low % 256 + 256 * kind, **{f"past{n + 1}": past[n] for n in range(3)}}
+
     def lookup(self) -> np.ndarray:
         def word(number, value, less):
             if value < 0:
@@ -151,6 +166,8 @@ class Case:
             "history_end": block.history_end,
             "group_size": block.group_size,
             "near": memory.place(self.near_buckets()),
+            "start": 0,
+            **self.record(),
         }
         for name, first, (times, offsets, bounds) in zip(("one", "other"), self.first, pairs, strict=True):
             values |= {f"first_{name}": first, f"length_{name}": block.length}
@@ -228,8 +245,6 @@ def test_sums_by_distance_and_by_bucket(kind, dtype):
 
 def test_no_edge_is_next_to_the_end_of_a_cell():
     """Whole seconds past 2^24 are rounded before their cell is found."""
-    from recsys.ops.hstu_attention.triton_bias_launch import time_edges
-
     for edge in time_edges(71)[:-1]:
         if edge > 2**24 - 4:
             near = np.array([edge - 1, edge], np.int64)
@@ -238,13 +253,13 @@ def test_no_edge_is_next_to_the_end_of_a_cell():
 
 
 def test_records_of_cells_know_every_second_next_to_an_edge():
-    from recsys.ops.hstu_attention.triton_bias_launch import time_edges
-
     for num_buckets in (1, 2, 17, 64, 70):
         words = record_numbers(num_buckets)
         for edge in time_edges(num_buckets)[:-1]:
             for seconds in {max(edge - 1, 1), edge, edge + 1}:
                 cell = (np.array([seconds], np.float32).view(np.uint32)[0] >> 21) - triton_bias_ptx.FIRST_CELL
-                first, _, _, buckets = (words[triton_bias_ptx.MOST_BUCKETS + 4 * int(cell) + n][0] for n in range(4))
+                first, _, _, buckets = (
+                    words[triton_bias_ptx.MOST_BUCKETS + 4 * int(cell) + n][0] for n in range(4)
+                )
                 bucket = buckets >> 16 if seconds >= first % 2**32 else buckets & 0xFFFF
                 assert bucket == time_bucket(torch.tensor(seconds), num_buckets)

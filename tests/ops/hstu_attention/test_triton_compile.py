@@ -44,7 +44,13 @@ POINTERS = {
     "position_sums": "fp32",
     "time_sums": "fp32",
 }
-PACKED_POINTERS = {"time_table": "i32", "behind": "i32", "ahead": "i32", "time_edges": "u8", "float_edges": "u8"}
+PACKED_POINTERS = {
+    "time_table": "i32",
+    "behind": "i32",
+    "ahead": "i32",
+    "time_edges": "u8",
+    "float_edges": "i32",
+}
 OPERANDS = ("q", "k", "v", "cache_k", "cache_v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
 KERNELS = {
     "forward": "forward_kernel",
@@ -60,6 +66,7 @@ KERNELS = {
     "packed_forward": "forward_kernel",
     "packed_keys": "keys_kernel",
     "packed_rows": "rows_kernel",
+    "packed_sums": "rows_kernel",
 }
 SIZES = BLOCKS | {("cached", biased): BLOCKS["forward", biased] for biased in (False, True)}
 SIZES |= {("other_tables", True): BLOCKS["tables", True]}
@@ -145,10 +152,17 @@ def assemblies_of(kernel, blocks):
         rows_first = kernel != "packed_keys"
         others = blocks.keys if rows_first else blocks.rows
         bias = triton_bias_ptx.add_bias(others // 8, rows_first, blocks.rows == blocks.keys == 64)
-    if kernel == "packed_rows":
+    if kernel == "packed_sums":
         tables = triton_bias_ptx.add_to_tables(blocks.keys // 8, "bf16", blocks.rows == blocks.keys == 64)
         tables += triton_bias_ptx.begin_sums(blocks.num_warps), triton_bias_ptx.finish_sums(blocks.num_warps)
-    names = ("BIAS_TEXT", "BIAS_CONSTRAINTS", "TABLES_TEXT", "TABLES_CONSTRAINTS", "BEGIN_TEXT", "FINISH_TEXT")
+    names = (
+        "BIAS_TEXT",
+        "BIAS_CONSTRAINTS",
+        "TABLES_TEXT",
+        "TABLES_CONSTRAINTS",
+        "BEGIN_TEXT",
+        "FINISH_TEXT",
+    )
     return dict(zip(names, bias + tables, strict=True))
 
 
@@ -160,10 +174,11 @@ def assemble(ptx: str, folder: Path, target: str = "sm_90a") -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def check_spills(report, width, itemsize):
+def check_spills(report, kernel, width, itemsize):
     version = environment.version_numbers(environment.tool_version(environment.find_ptxas()))
     chosen_for = triton.__version__.startswith(CHOSEN_WITH) and version >= environment.MINIMAL_PTXAS
-    if chosen_for and (width, itemsize) != (256, 4):
+    timed = kernel.endswith("tables") or kernel.startswith("packed_")  # faster so on an H200
+    if chosen_for and (width, itemsize) != (256, 4) and not (timed and (width, itemsize) == (64, 2)):
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
         assert spilled.groups() == ("0", "0"), report
 
@@ -175,7 +190,7 @@ def test_it_fits_into_the_registers_and_the_shared_memory(kernel, biased, width,
     assert made.metadata.shared <= 227 * 1024
     report = assemble(made.asm["ptx"], tmp_path)
     assert "serializ" not in report, report  # of wgmma: each would wait for the one before it
-    check_spills(report, width, itemsize)
+    check_spills(report, kernel, width, itemsize)
 
 
 @pytest.mark.parametrize("capability", [80, 89])
@@ -184,7 +199,7 @@ def test_it_fits_into_other_gpus(kernel, biased, width, itemsize, capability, tm
     environment.prefer_packaged_ptxas()
     made = compiled(kernel, biased, width, itemsize, sizes=SMALL_SIZES, capability=capability)
     assert made.metadata.shared <= SMALL_SHARED
-    check_spills(assemble(made.asm["ptx"], tmp_path, f"sm_{capability}"), width, itemsize)
+    check_spills(assemble(made.asm["ptx"], tmp_path, f"sm_{capability}"), kernel, width, itemsize)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "cached"])
@@ -218,7 +233,7 @@ def test_packed_scores_are_where_the_assembly_takes_them_to_be(kernel):
         others = blocks.rows if kernel == "packed_keys" else blocks.keys
         code = compiled(kernel, True, width, itemsize).asm["ttgir"]
         packed = re.findall(rf"packed_element = {others // 2} .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", code)
-        assert len(packed) == (2 if kernel == "packed_rows" else 1)
+        assert len(packed) == (2 if kernel == "packed_sums" else 1)
         for rows, columns, layout in packed:
             (made,) = re.findall(rf"^{layout} = (.*)$", code, re.MULTILINE)
             assert (int(rows), int(columns)) == (16 * blocks.num_warps, others)
