@@ -98,6 +98,7 @@ def _serve(
     """Runs in a reader process until all batches are taken or the other end is closed."""
     # Ctrl-C reaches every process of a terminal; whoever takes the batches decides when the reading ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    reader_processes.leave_group()
     waiting = 0
     try:
         places, first, step = share

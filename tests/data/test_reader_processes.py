@@ -16,7 +16,7 @@ from recsys.data import reader_processes
 reader_processes.start_server()
 print([name for name in ("torch", "pyarrow") if name in sys.modules])
 names = ["recsys.data.reader_pool", "torch", "torchrec", "recsys.models"]
-with reader_processes.context().Pool(1) as pool:
+with reader_processes.context().Pool(1, initializer=reader_processes.leave_group) as pool:
     print(pool.apply(eval, (f"[name for name in {names} if name in __import__('sys').modules]",)))
 """
 
@@ -56,7 +56,7 @@ from recsys.data import reader_processes
 reader_processes.start_server()
 time.sleep(0.4)
 os.kill(forkserver._forkserver._forkserver_pid, 2)
-with reader_processes.context().Pool(1) as pool:
+with reader_processes.context().Pool(1, initializer=reader_processes.leave_group) as pool:
     print(pool.apply(abs, (-7,)))
 try:
     os.kill(os.getpid(), 2)

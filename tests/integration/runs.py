@@ -38,11 +38,17 @@ def evaluate(*arguments: str) -> int:
     return cli.main("evaluate", evaluate_command.run, list(arguments), add_flags=evaluate_command.add_flags)
 
 
-def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
-    """Runs the command in a process of its own, which is still running on return."""
+def start(folder: Path, *overrides: str, own_group: bool = False) -> subprocess.Popen[str]:
+    """Runs the command in a process of its own, which is still running on return; in a group of its own if
+    that is asked for."""
     command = [sys.executable, "-m", "recsys.train", *flags(folder, *overrides)]
     return subprocess.Popen(
-        command, env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=one_thread(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=own_group,
     )
 
 

@@ -1,6 +1,7 @@
 """Killed, stopped, damaged: a run that is started again continues as if nothing had happened, bit for bit."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -157,6 +158,17 @@ def test_stopped_by_a_signal_then_continued_from_a_damaged_checkpoint(tmp_path, 
     assert f"checkpoint {saved[-1]} is damaged and passed over: {data}" in caplog.text
     assert f"going on from {tmp_path}/checkpoints/{saved[-2]}" in caplog.text
     assert_same_run(tmp_path, uninterrupted)
+
+
+def test_a_signal_to_all_processes_of_a_run_stops_it_as_well(tmp_path):
+    """`timeout` and torchrun send it to a whole group: readers are not to die before the state is saved."""
+    many = ("data.num_workers=2", "data.prefetch_batches=1", "train.num_steps=5000")
+    process = start(tmp_path, *many, own_group=True)
+    wait_for(lambda: max(records(tmp_path), default=0) >= 7, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    output = finish(process, code=143)
+    assert "stopped by signal 15, saved as" in output
+    assert "reader process died" not in output
 
 
 def test_a_finished_run_says_so(uninterrupted, caplog):
