@@ -18,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from recsys import config
 from recsys import protos as pb
 from recsys.data.batch import Batch
@@ -29,7 +28,7 @@ from recsys.inference.predictor import Predictor
 from recsys.models import Ranker, build_model
 from scripts.serving_ways import draw_weights
 
-NOW = 1_750_000_000
+ROOT, NOW = Path(__file__).resolve().parents[2], 1_750_000_000
 
 
 def rows(users: int, requests: int, history: int, candidates: int) -> pa.Table:
