@@ -51,10 +51,16 @@ VARIANTS = {
     64: FOR_ALL
     | {
         "forward-one-tile": forward(q_tiles=1),
+        "forward-64-keys": forward(keys=64, stages=6),
         "one": one_pass,
         "two-wide-blocks": two_passes(keys=128, k_stages=3, v_stages=3),
     },
-    128: FOR_ALL | {"forward-one-tile": forward(q_tiles=1), "one": one_pass},
+    128: FOR_ALL
+    | {
+        "forward-one-tile": forward(q_tiles=1),
+        "forward-128-keys": forward(keys=128, stages=2),
+        "one": one_pass,
+    },
     256: FOR_ALL,
 }
 """By width of the heads."""
