@@ -53,7 +53,7 @@ SIZES = {
     128: Sizes(64, 4, 2, False, 240, 24, False, 2),
     256: Sizes(64, 2, 2, True, 232, 40, False),
 }
-"""By width of the heads. Of a block of 128 keys on the diagonal a strip sees a quarter to three, of one of 64
+"""By width of the heads. Of a block of 128 keys on the diagonal a strip sees a quarter or three, of one of 64
 keys half or all."""
 
 SHORT_SIZES = {64: SIZES[64]._replace(keys=64, stages=6)}
