@@ -34,7 +34,7 @@ def start(
     kernel: Any,
     programs: int,
     pointers: tuple[Tensor, ...],
-    numbers: tuple[int, ...],
+    numbers: tuple[int | float, ...],
     constants: dict[str, Any],
     wrap: Wrap | None = None,
 ) -> None:

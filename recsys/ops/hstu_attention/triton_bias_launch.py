@@ -21,7 +21,7 @@ from recsys.ops.hstu_attention.triton_bias_packed import (
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
-from recsys.ops.triton_start import Wrap, unwrapped
+from recsys.ops.triton_start import Wrap, start, unwrapped
 
 MAX_EDGE = 2**62
 """No difference of two times in seconds comes near it."""
@@ -116,8 +116,13 @@ def packed_arguments(
     position = torch.empty(num_heads, num_distances, dtype=torch.float32, device=device)
     lookup = torch.empty(num_heads, num_words, dtype=torch.int32, device=device)
     strides = [int(table.shape[-1]) if table.dim() == 2 else 0 for table in tables]
-    tables_kernel[(-(-max(num_distances, num_words) // TABLE_BLOCK), num_heads)](
-        *tables, *numbers, position, lookup, num_positions, reach, num_words, *strides, BLOCK=TABLE_BLOCK
+    parts = -(-max(num_distances, num_words) // TABLE_BLOCK)
+    start(
+        tables_kernel,
+        parts * num_heads,
+        (*tables, *numbers, position, lookup),
+        (num_positions, reach, num_words, *strides, parts),
+        {"BLOCK": TABLE_BLOCK},
     )
     times, behind, key_bounds, next_times, ahead, row_bounds = _kept(
         layout,

@@ -16,20 +16,22 @@ NEAR_BLOCKS = tl.constexpr(triton_bias_ptx.NEAR_BLOCKS)
 NEAR_BYTES = tl.constexpr(triton_bias_ptx.NEAR_BYTES)
 
 
-@triton.jit(do_not_specialize=["num_positions", "reach", "num_words", "position_stride", "time_stride"])
+@triton.jit(
+    do_not_specialize=["num_positions", "reach", "num_words", "position_stride", "time_stride", "parts"]
+)
 def tables_kernel(
     position_table, time_table, numbers, values, others, distances, lookup,
-    num_positions, reach, num_words, position_stride, time_stride,
+    num_positions, reach, num_words, position_stride, time_stride, parts,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Both tables of a head (the second index of a program) as the inline assembly reads them, halved.
+    """Both tables of a head as the inline assembly reads them, halved. Each head has `parts` programs.
 
     numbers, values, others: int32 [num_words], see `triton_bias_launch.record_numbers`.
     distances: float32 [H, 2 * reach + 1], the position table from distance `-reach` on, its ends repeated.
     lookup: int32 [H, num_words].
     """
-    head = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = (tl.program_id(0) // parts).to(tl.int64)
+    at = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     size = 2 * reach + 1
     place = tl.minimum(tl.maximum(at - reach, 0), num_positions - 1)
     entry = 0.5 * tl.load(position_table + head * position_stride + place).to(tl.float32)
@@ -56,37 +58,38 @@ def _total(sums, first, end, stride, copies, BLOCK: tl.constexpr):
     return tl.sum(total, 0)
 
 
-@triton.jit(do_not_specialize=["num_positions", "num_buckets", "reach", "num_heads", "copies"])
+@triton.jit(do_not_specialize=["num_positions", "num_buckets", "reach", "num_heads", "copies", "parts"])
 def finish_kernel(
     position_sums, time_sums, position_grad, time_grad,
-    num_positions, num_buckets, reach, num_heads, copies, scale,
+    num_positions, num_buckets, reach, num_heads, copies, parts, scale,
     SHARED_POSITIONS: tl.constexpr, SHARED_TIMES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the tables, of a head (the second index of a program) or, SHARED, of all heads.
+    """The gradients of the tables, of a head, each of which has `parts` programs, or, SHARED, of all heads.
 
     position_sums: [copies, num_heads, 2 * reach + 1], from distance `-reach` on; those outside of the table
     belong to its ends. time_sums: [copies, num_heads, num_buckets].
     """
-    head = tl.program_id(1).to(tl.int64)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = (tl.program_id(0) // parts).to(tl.int64)
+    own = tl.program_id(0) % parts
+    at = own * BLOCK + tl.arange(0, BLOCK)
     size = 2 * reach + 1
     heads = tl.where(SHARED_POSITIONS, num_heads, 1)
     if head * heads < num_heads:
         sums = position_sums + head * size
         stride = tl.where(SHARED_POSITIONS, 1, num_heads).to(tl.int64) * size
-        parts = copies * heads
+        rows = copies * heads
         total = tl.zeros([BLOCK], tl.float32)
-        for part in range(parts):
+        for part in range(rows):
             inside = (at < num_positions) & (at <= reach)
             total += tl.load(sums + part * stride + reach + at, mask=inside, other=0.0)
-        if tl.program_id(0) == 0:
-            total += tl.where(at == 0, _total(sums, 0, reach, stride, parts, BLOCK), 0.0)
-        if tl.program_id(0) == (num_positions - 1) // BLOCK:
-            rest = _total(sums, reach + num_positions, size, stride, parts, BLOCK)
+        if own == 0:
+            total += tl.where(at == 0, _total(sums, 0, reach, stride, rows, BLOCK), 0.0)
+        if own == (num_positions - 1) // BLOCK:
+            rest = _total(sums, reach + num_positions, size, stride, rows, BLOCK)
             total += tl.where(at == num_positions - 1, rest, 0.0)
         tl.store(position_grad + head * num_positions + at, total * scale, mask=at < num_positions)
     heads = tl.where(SHARED_TIMES, num_heads, 1)
-    if (tl.program_id(0) * BLOCK < num_buckets) & (head * heads < num_heads):
+    if (own * BLOCK < num_buckets) & (head * heads < num_heads):
         stride = tl.where(SHARED_TIMES, 1, num_heads).to(tl.int64) * num_buckets
         total = tl.zeros([BLOCK], tl.float32)
         for part in range(copies * heads):

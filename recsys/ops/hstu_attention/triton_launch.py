@@ -42,7 +42,6 @@ from recsys.ops.triton_start import Boxes, Wrap, start_specialised, unwrapped
 ANY_ROWS = 0x7FFF0000
 """More than any coordinate, and a size that a descriptor may have."""
 
-DESCRIBED_PACKED = True
 DESCRIPTORS = True
 """Whether descriptors are used where they can be; for tests."""
 
@@ -94,7 +93,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
         return out
     q, k, v = map(with_dense_rows, (q, k, v))
     packed = _is_packed("forward", q, v, problem, wrap)
-    described = can_describe(problem, wrap, packed, q, k, v)
+    described = problem.bias is None and can_describe(wrap, q, k, v)
     kernel = "packed_forward" if packed else "described" if described else "forward"
     blocks = blocks_for(kernel, q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
@@ -171,7 +170,7 @@ def _launch_keys(
     blocks = blocks_for(f"packed_{kernel}" if packed else kernel, q, v, problem)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
-    described = packed and can_describe(problem, wrap, packed, q, k, v, grad_out)
+    described = packed and can_describe(wrap, q, k, v, grad_out)
     arguments = [
         *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
         out.k,
@@ -209,7 +208,7 @@ def _launch_rows(
     blocks = blocks_for(kernel if sums is None else "packed_sums", q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
-    described = packed and can_describe(problem, wrap, packed, q, k, v, grad_out)
+    described = sums is not None and can_describe(wrap, q, k, v, grad_out)
     arguments = [
         *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
         out.q,
@@ -352,7 +351,7 @@ def with_dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
-def can_describe(problem: Problem, wrap: Wrap, packed: bool, *tensors: Tensor) -> bool:
+def can_describe(wrap: Wrap, *tensors: Tensor) -> bool:
     """Whether the copy engine of Hopper and later can fetch blocks of all these tensors [T, H, D].
 
     Rows of 16-byte steps, heads side by side within a row, no columns to cut off. Graphs do without: they
@@ -360,8 +359,6 @@ def can_describe(problem: Problem, wrap: Wrap, packed: bool, *tensors: Tensor) -
     """
     device = tensors[0].device
     if not DESCRIPTORS or wrap is not unwrapped or device.type != "cuda":
-        return False
-    if problem.bias is not None and not (packed and DESCRIBED_PACKED):
         return False
     return is_roomy(device) and all(map(_is_describable, tensors))
 

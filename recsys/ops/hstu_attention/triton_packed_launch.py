@@ -15,9 +15,9 @@ from recsys.ops.hstu_attention import triton_bias_ptx as ptx
 from recsys.ops.hstu_attention.blocks import Blocks, can_pack
 from recsys.ops.hstu_attention.triton_bias_packed import finish_kernel
 from recsys.ops.relative_bias import RelativeBias
-from recsys.ops.triton_start import Boxes, start_specialised
+from recsys.ops.triton_start import Boxes, start, start_specialised
 
-PACKED = False
+PACKED = True
 """Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be; for tests."""
 
 DYNAMIC_SHARED_BYTES = ctypes.c_int(8)
@@ -59,11 +59,11 @@ def start_with_own_memory(
     Triton does not know of that, and asks for leave to use more than 48 KB only where its own is more.
     """
 
-    def start() -> None:
+    def again() -> None:
         start_specialised(kernel, programs, arguments, compiled_for, describe)
 
     try:
-        start()
+        again()
     except RuntimeError as error:
         if "invalid argument" not in str(error):
             raise
@@ -72,7 +72,7 @@ def start_with_own_memory(
         of_function = ctypes.c_void_p(made.function), DYNAMIC_SHARED_BYTES, ctypes.c_int(made.metadata.shared)
         if ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(*of_function) != 0:
             raise
-        start()
+        again()
 
 
 def zero_sums(q: Tensor, longest: int, bias: RelativeBias) -> Sums:
@@ -91,10 +91,10 @@ def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, 
     sizes = [int(table.shape[-1]) for table in tables]
     shared = [table.dim() == 1 for table in tables]
     num_heads, block = sums.by_distance.shape[1], triton_bias_launch.TABLE_BLOCK
-    finish_kernel[(-(-max(sizes) // block), 1 if all(shared) else num_heads)](
-        *sums, *grads, *sizes, sums.by_distance.shape[2] // 2, num_heads, COPIES, 0.5 / scale_len,
-        SHARED_POSITIONS=shared[0], SHARED_TIMES=shared[1], BLOCK=block,
-    )  # fmt: skip
+    parts = -(-max(sizes) // block)
+    numbers = *sizes, sums.by_distance.shape[2] // 2, num_heads, COPIES, parts, 0.5 / scale_len
+    compiled_for = {"SHARED_POSITIONS": shared[0], "SHARED_TIMES": shared[1], "BLOCK": block}
+    start(finish_kernel, parts * (1 if all(shared) else num_heads), (*sums, *grads), numbers, compiled_for)
     return grads[0], grads[1]
 
 

@@ -116,7 +116,7 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     }
     constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
     constants |= {"PRECISION": precision, "GRAD_K": kernel != "grad_v", "GRAD_V": kernel != "grad_k"}
-    constants |= {"BUCKETS": 64, "DESCRIBED": kernel == "described"}
+    constants |= {"BUCKETS": 64, "DESCRIBED": kernel in ("described", "packed_keys", "packed_sums")}
     constants |= {"SPLIT": kernel == "split", **assemblies_of(kernel, blocks)}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature, aligned = {}, {}
@@ -127,8 +127,8 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
             signature[name] = f"*{PACKED_POINTERS[name]}"
         elif name in POINTERS:
             signature[name] = f"*{POINTERS[name]}"
-        elif constants.get("DESCRIBED") and name in ("q", "k", "v"):
-            rows = blocks.rows if name == "q" else blocks.keys
+        elif constants.get("DESCRIBED") and name in ("q", "k", "v", "grad_out"):
+            rows = blocks.rows if name in ("q", "grad_out") else blocks.keys
             signature[name] = f"tensordesc<{TYPES[itemsize][0]}[1, 1, {rows}, {width}]>"
         elif name in OPERANDS:
             signature[name] = f"*{TYPES[itemsize][0]}"
