@@ -88,6 +88,7 @@ def main(
     if flags.log_level is None:
         flags.log_level = _level_of_variable(parser)
     _share_cores()
+    environment.quiet_torch()
     with _log_to_stderr(flags.log_level):
         return _guard(_recorded(lambda: _prepare_and_run(command, run, flags, needs_config, config_file)))
 
@@ -179,7 +180,7 @@ def _prepare_and_run(
         folder = flags.run_dir
     if ready is not None:
         # Those of the config in a run folder were shown when the run began.
-        for warning in ready.warnings if flags.config is not None else ():
+        for warning in ready.warnings if flags.config is not None and _is_first_process() else ():
             logger.warning("%s", warning)
         if flags.validate or flags.print_config:
             print("ok" if flags.validate else config.to_text(ready.pipeline, ready.origins).rstrip())

@@ -64,6 +64,13 @@ _WRONG_WARNINGS = (
     "is_fx_tracing will return true for both fx.symbolic_trace and torch.export",
 )
 
+_WARNINGS_ON_CUDA = (
+    r".*_get_pg_default_device",
+    "Multiple backends are registered with this ProcessGroup",
+    "TBE B200 optimization",
+)
+"""Beginnings, as regular expressions, of what TorchRec 1.6 and FBGEMM 1.6 warn of on every GPU."""
+
 
 def tested_row(torch_version: str) -> Row | None:
     """The row of the table for a torch version such as `2.13.0+cpu`, or None when it was never tested."""
@@ -177,13 +184,16 @@ def import_torchrec_quietly() -> ModuleType:
     - FBGEMM logs through the root logger while it is imported, which would install a root handler for the
       whole process.
     - torch.fx warns about its own API at the first KeyedJaggedTensor that TorchRec makes.
-    - DistributedDataParallel warns on every rank, from C++, of the time that the search for unused parameters
-      takes; the level of those logs is read once, when torch is loaded.
+    - DistributedDataParallel warns on every rank, see `quiet_torch`.
+    - On CUDA, TorchRec asks torch for the device of a process group with two backends, by a function that
+      warns of itself and of the two; FBGEMM warns that this GPU is none of the next kind.
 
     Raises:
         InstallationError: it cannot be imported.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    quiet_torch()
+    for beginning in _WARNINGS_ON_CUDA:
+        warnings.filterwarnings("ignore", message=beginning, category=UserWarning)
     try:
         with _quiet_root_logger():
             module = importlib.import_module("torchrec")
@@ -191,6 +201,15 @@ def import_torchrec_quietly() -> ModuleType:
         raise InstallationError(f"torchrec cannot be imported ({error}): {REPAIR}") from error
     logging.getLogger("torch.fx._symbolic_trace").addFilter(_is_worth_reading)
     return module
+
+
+def quiet_torch() -> None:
+    """Call before torch is imported, which reads the level of its C++ logs once.
+
+    DistributedDataParallel warns there, on every rank, of the time that its search for unused parameters
+    takes, which `training.distributed` wants for another reason. What the user has set stays.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @contextmanager

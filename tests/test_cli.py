@@ -72,6 +72,26 @@ def test_validate_shows_warnings(folder, run, capsys):
     assert shown.out == "ok\n"
 
 
+def test_warnings_of_a_config_are_shown_once_for_all_processes(folder, run, monkeypatch, capsys):
+    arguments = ["--config", "x.config", "--set", "train.schedule.warmup_steps=1000000"]
+    shown = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.main("train", run, arguments) == 0
+        shown.append(capsys.readouterr().err.count("learning rate still grows"))
+    assert shown == [1, 0]
+
+
+def test_torchs_own_log_is_quiet_before_torch_is_there(folder, run, monkeypatch):
+    """Under torchrun the command line imports it."""
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    assert cli.main("train", run, ["--config", "x.config", "--validate"]) == 0
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    assert cli.main("train", run, ["--config", "x.config", "--validate"]) == 0
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
+
+
 def test_a_printed_config_is_a_config(folder, run, calls, capsys):
     assert cli.main("train", run, ["--config", "x.config", "--print-config"]) == 0
     printed = capsys.readouterr().out

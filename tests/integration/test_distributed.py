@@ -171,7 +171,8 @@ def test_all_ranks_stop_at_the_step_in_which_one_loss_is_nan(two_ranks):
 def test_the_command_under_torchrun_survives_the_death_of_a_rank_and_a_stop(tmp_path):
     """Two ranks, one of them killed; then SIGTERM to torchrun; the curve is that of an uninterrupted run."""
     command = ("-m", "recsys.train")
-    finish(torchrun(2, *command, *flags(tmp_path / "whole")))
+    said = finish(torchrun(2, *command, *flags(tmp_path / "whole")))
+    assert "find_unused_parameters" not in said
     parts = tmp_path / "parts"
 
     def interrupt(step: int, number: int) -> None:
