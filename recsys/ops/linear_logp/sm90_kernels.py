@@ -34,6 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from recsys.ops.hstu_attention.sm90_forward import next_stage
+
 STRIP = gl.constexpr(64)
 """Rows of a warp group: those of one matrix instruction."""
 
@@ -49,14 +51,6 @@ def exp2(x):
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
-
-
-@gluon.jit
-def next_stage(cursor, STAGES: gl.constexpr):
-    """The buffer after this one, and the parity that its barriers have then."""
-    stage, parity = cursor
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
 
 
 @gluon.jit

@@ -17,16 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from recsys.ops.hstu_attention.sm90_forward import next_stage
+
 STRIP = gl.constexpr(64)
 """Queries of a warp group: the rows of one matrix instruction."""
-
-
-@gluon.jit
-def next_stage(cursor, STAGES: gl.constexpr):
-    """The buffer after this one, and the parity that its barriers have then."""
-    stage, parity = cursor
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
 
 
 @gluon.jit
