@@ -1,5 +1,4 @@
-"""`scripts/run_table.py` for a machine that is there for a few minutes: runs share processes, and what is done
-is on disk.
+"""`scripts/run_table.py` for a machine that is there for minutes: runs share processes, results lie on disk.
 
     python experiments/2026-11-22-gpu-features/series.py TABLE.json --runs DIR --outcomes DIR \
         [--parallel 5] [--seeds 1 2 3] [--variant NAME ...] [--set PATH=VALUE] [--timing-steps 200]

@@ -1,12 +1,12 @@
 """Step time, GPU time and memory of the variants of a table, one beside the other on a GPU of their own.
 
-    python experiments/2026-11-22-gpu-features/timing.py TABLE.json [--batch 64 512] [--rounds 10] [--record FILE]
+    python experiments/2026-11-22-gpu-features/timing.py TABLE.json --batch 64 512 [--record FILE]
 
 Each step is one of `recsys.train` on real rows, with everything but reading: six batches are made beforehand
-and used in turn, the same for all variants. Variants take turns, five steps at a time; the time of a step is the
-median over rounds. GPU time is the sum of kernel times in three further steps; where it is far below the step's
-time, the step waits for the host. Memory is the most that the variant adds: weights, optimizer state, batches
-in flight and the steps.
+and used in turn, the same for all variants. Variants take turns, five steps at a time; the time of a step is
+the median over rounds. GPU time is the sum of kernel times in three further steps; where it is far below the
+step's time, the step waits for the host. Memory is the most that the variant adds: weights, optimizer state,
+batches in flight and the steps.
 """
 
 import argparse
@@ -22,12 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from recsys import config, environment
-
-environment.import_torchrec_quietly()
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from recsys import config
 from recsys.data.batch import Batch
 from recsys.training.distributed import Processes, process_group
 from recsys.training.session import open_session

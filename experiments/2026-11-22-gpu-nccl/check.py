@@ -1,12 +1,14 @@
-"""Trainings whose result does not depend on the number of ranks: one list for each number, and their comparison.
+"""Trainings whose result does not depend on the number of ranks, and the comparison of what came out.
 
-    python experiments/2026-11-22-gpu-nccl/check.py jobs FOLDER 1 2 4         writes FOLDER/jobs-N.json
-    torchrun --standalone --nproc-per-node N -m tests.integration.ranks FOLDER/jobs-N.json     and without torchrun for 1
+    python experiments/2026-11-22-gpu-nccl/check.py jobs FOLDER 1 2 4
+    torchrun --standalone --nproc-per-node N -m tests.integration.ranks FOLDER/jobs-N.json
     python experiments/2026-11-22-gpu-nccl/check.py compare FOLDER 1 2 4
 
-The runs are those of tests/integration/test_distributed.py, in which two gloo processes agree with one to 1e-6:
-nothing is drawn, and the N batches of a step are the one batch of a single process. In `uneven`, ranks run out
-of rows at different steps, and every rank has another number of candidates.
+The first writes FOLDER/jobs-N.json; the second is for each number of ranks, for one without torchrun.
+
+The runs are those of tests/integration/test_distributed.py, in which two gloo processes agree with one to
+1e-6: nothing is drawn, and the N batches of a step are the one batch of a single process. In `uneven`, ranks
+run out of rows at different steps, and every rank has another number of candidates.
 """
 
 import json
@@ -30,7 +32,9 @@ def jobs(folder: Path, ranks: int) -> list[dict]:
         whole = pq.read_table("tests/data/kuairand/train.parquet").slice(0, 72)
         pq.write_table(whole, rows, row_group_size=72)
     uneven = (f'data.train.parquet.paths=["{rows}"]', f'data.validation.parquet.paths=["{rows}"]')
-    variants = {"sharded": ()} | tests.VARIANTS | {"uneven": uneven, "uneven_rows": (*uneven, *tests.OVER_ROWS)}
+    variants = (
+        {"sharded": ()} | tests.VARIANTS | {"uneven": uneven, "uneven_rows": (*uneven, *tests.OVER_ROWS)}
+    )
     sizes = (f"data.batch_size={BATCH // ranks}", f"data.eval_batch_size={EVALUATED // ranks}")
     return [
         {"folder": str(folder / str(ranks) / name), "overrides": [*tests.STILL, *STEPS, *extra, *sizes]}
@@ -78,8 +82,8 @@ def main() -> None:
     found = compare(folder, ranks)
     for line in found:
         print(
-            f"{line['run']:<22} {line['ranks']} ranks  losses {line['losses']:.1e}  norm {line['grad_norm']:.1e}  "
-            f"metrics {line['metrics']:.1e}  steps {line['train_steps']}"
+            f"{line['run']:<22} {line['ranks']} ranks  losses {line['losses']:.1e}  "
+            f"norm {line['grad_norm']:.1e}  metrics {line['metrics']:.1e}  steps {line['train_steps']}"
         )
     (folder / "compare.json").write_text(json.dumps(found, indent=1) + "\n")
 

@@ -1,6 +1,6 @@
 """How far two runs are apart: the largest relative difference of each loss at the same step, and of metrics.
 
-    python experiments/2026-11-22-gpu-nccl/curves.py RUN OTHER
+python experiments/2026-11-22-gpu-nccl/curves.py RUN OTHER
 """
 
 import json

@@ -1,10 +1,10 @@
 """Samples a second of a whole training step on the ranks that torchrun starts, the same batch on each.
 
-    torchrun --standalone --nproc-per-node 4 experiments/2026-11-22-gpu-nccl/scaling.py [--steps 40] [--record FILE]
+    torchrun --standalone --nproc-per-node 4 experiments/2026-11-22-gpu-nccl/scaling.py [--record FILE]
 
-The step is that of `recsys.train`: TorchRec's pipeline, tables cut over ranks, the one sum of losses, averaged
-gradients, clipping, both optimizers. Only reading is left out: four batches of each rank are made beforehand
-and used in turn.
+The step is that of `recsys.train`: TorchRec's pipeline, tables cut over ranks, the one sum of losses,
+averaged gradients, clipping, both optimizers. Only reading is left out: four batches of each rank are made
+beforehand and used in turn.
 """
 
 import argparse
@@ -17,12 +17,10 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from recsys import config, environment
-
-environment.import_torchrec_quietly()
 import torch
 import torch.distributed as dist
 
+from recsys import config
 from recsys.training.distributed import Processes, gather, process_group
 from recsys.training.session import open_session
 from recsys.training.trainer import _pipeline
