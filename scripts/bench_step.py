@@ -16,11 +16,11 @@ variants, all with the same number of layers of the same width:
 
 Every history has --history made-up events, every row --candidates candidates; id features become hashes, so
 no data is needed. A variant's loss and gradients are compared before it is timed, on rows of at most 512
-events: its backend in the model's precision may be twice as far from the reference backend in float32 as the
-reference in that precision is. Then variants take turns, step by step (forward, loss, backward, AdamW), and
-ratios are medians over pairs. Useful FLOP: three times those of a forward pass over real tokens and visible
-pairs. Memory: the most that a step holds with weights and optimizer state. `--record` writes a list with a
-line a variant.
+events, a quarter of which a truncation leaves: its backend in the model's precision may be twice as far from
+the reference backend in float32 as the reference in that precision is. Then variants take turns, step by step
+(forward, loss, backward, AdamW), and ratios are medians over pairs. Useful FLOP: three times those of a
+forward pass over real tokens and visible pairs. Memory: the most that a step holds with weights and optimizer
+state. `--record` writes a list with a line a variant.
 
 On CUDA when it is there. Exit code 1 when a variant is wrong or does not fit.
 """
@@ -55,8 +55,8 @@ from scripts.step_variants import BATCHES, VARIANTS, Shape, variant_of
 FACTOR = 2.0
 """How many times the reference's error in the model's precision a backend may have."""
 
-CHECKED_EVENTS = 512
-"""Longest history of the rows that are compared."""
+CHECKED_EVENTS, CHECKED_TAIL = 512, 4
+"""Longest history of the rows that are compared, and the share of it that a truncation may leave at most."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def batches_of(pipeline: pb.Pipeline, device: torch.device) -> list[Batch]:
 
 def error_of(base: pb.Pipeline, name: str, shape: Shape, device: torch.device) -> float:
     """The largest error of loss and gradients relative to what is allowed; above 1 is wrong."""
-    short = replace(shape, history=min(shape.history, CHECKED_EVENTS), batch=2)
+    history = min(shape.history, CHECKED_EVENTS)
+    short = replace(shape, history=history, batch=2, tail=min(shape.tail, max(1, history // CHECKED_TAIL)))
     pipeline = variant_of(base, name, short)
     batch = batches_of(pipeline, device)[0]
     found = []
