@@ -39,11 +39,14 @@ def base():
     return config.load(BASE, SMALL)
 
 
-def pairs(history, window=None, prefix=0):
-    """Visible pairs of a row, counted one by one."""
+def pairs(history, window=None, prefix=0, kept=None):
+    """Visible pairs of a row, counted one by one; only the newest `kept` events look."""
     kinds = [0] * CONTEXTUAL + [1] * history + [2] * SHAPE.candidates
+    older = 0 if kept is None else history - kept
     found = 0
     for i, query in enumerate(kinds):
+        if CONTEXTUAL <= i < CONTEXTUAL + older:
+            continue
         for j, key in enumerate(kinds):
             if key == 0:
                 found += 1
@@ -57,12 +60,17 @@ def pairs(history, window=None, prefix=0):
     return found
 
 
-def layer_flop(history, window=None, prefix=0):
-    """Forward FLOP of one layer for a row: uvqk, output projection of [u, a, u * norm(a)], attention."""
-    tokens = CONTEXTUAL + history + SHAPE.candidates
+def layer_flop(history, window=None, prefix=0, kept=None):
+    """Forward FLOP of one layer for a row: uvqk, output projection of [u, a, u * norm(a)], attention.
+
+    Behind it go on the newest `kept` events: the others need keys and values alone.
+    """
+    older = 0 if kept is None else history - kept
+    tokens = CONTEXTUAL + history - older + SHAPE.candidates
     inner = HEADS * DIM
     weights = WIDTH * 4 * inner + 3 * inner * WIDTH
-    return 2 * tokens * weights + 2 * pairs(history, window, prefix) * 2 * inner
+    products = tokens * weights + older * WIDTH * 2 * inner
+    return 2 * products + 2 * pairs(history, window, prefix, kept) * 2 * inner
 
 
 def flop(name):
@@ -75,9 +83,10 @@ def test_useful_flop_are_those_of_a_count_by_hand():
     measured = {name: flop(name) for name in VARIANTS if "channels" not in name}
     assert measured["full"] - measured["semi-local"] == 3 * rows * LAYERS * (full - semi)
     behind = LAYERS - SHAPE.split_layer
-    assert measured["full"] - measured["truncation"] == 3 * rows * behind * (full - short)
-    both = full - semi + behind * (semi - layer_flop(7, 5, 2)) + (LAYERS - 1) * (full - semi)
-    assert measured["full"] - measured["semi-local truncation"] == 3 * rows * both
+    saved = full - layer_flop(24, kept=7) + behind * (full - short)
+    assert measured["full"] - measured["truncation"] == 3 * rows * saved
+    saved = full - layer_flop(24, 5, 2, kept=7) + behind * (full - layer_flop(7, 5, 2))
+    assert measured["full"] - measured["semi-local truncation"] == 3 * rows * saved
 
 
 def test_all_rows_are_as_long_as_asked_and_channels_hold_half_of_the_events_each():
