@@ -12,8 +12,8 @@ events and --candidates candidates. What is timed, in turns, from a batch on the
     one pass   all candidates in one call, with the memory that this takes
     prefill    what is kept of users and histories, once
     eager      prefill, then pieces of --microbatch candidates of each row against it, started by Python
-    cached     the same with `GraphScoring`, which replays a recorded prefill, if that is not too long, and
-               recorded pieces; without CUDA it records nothing
+    cached     the same with `GraphScoring`, which replays recorded pieces, and with --record-prefill short
+               prefills; without CUDA it records nothing
     pieces     cached, less the prefill: the cache is there
 
 Each call is waited for. Uncached, cached and pieces are also timed in a row, as a server with a queue runs
@@ -108,14 +108,21 @@ class Record:
     commit: str
 
 
-def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device: torch.device) -> float:
+def error_of(
+    base: pb.Pipeline,
+    name: str,
+    shape: Shape,
+    microbatch: int,
+    device: torch.device,
+    record_prefill: bool = False,
+) -> float:
     """The largest error of cached scores relative to what is allowed; above 1 is wrong."""
     short = replace(shape, history=min(shape.history, CHECKED_EVENTS), batch=2)
     pipeline = variant_of(base, name, short)
     exact = variant_of(base, name, replace(short, backend="reference"))
     exact.model.precision = pb.FP32
     right = Scoring(exact, microbatch, device).one_pass()
-    scoring = Scoring(pipeline, microbatch, device)
+    scoring = Scoring(pipeline, microbatch, device, record_prefill=record_prefill)
     uncached = (scoring.uncached() - right).abs().max()
     allowed = FACTOR * uncached + CLOSE * right.abs().max().clamp(min=1)
     wrong = [(found - right).abs().max() for found in _with_a_cache(scoring)]
@@ -138,18 +145,23 @@ def _with_a_cache(scoring: Scoring) -> list[Tensor]:
 
 
 def build(
-    base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device: torch.device
+    base: pb.Pipeline,
+    name: str,
+    shape: Shape,
+    microbatch: int,
+    device: torch.device,
+    record_prefill: bool = False,
 ) -> tuple[Scoring, float] | None:
     """A variant that is ready to be timed, and its difference; None, with a line on stderr, where it is
     wrong or too large.
     """
     try:
-        error = error_of(base, name, shape, microbatch, device)
+        error = error_of(base, name, shape, microbatch, device, record_prefill)
         if not error <= 1:
             print(f"{name}: {error:.2f} times the allowed error", file=sys.stderr)
             return None
         pipeline = variant_of(base, name, shape)
-        scoring = Scoring(pipeline, microbatch, device)
+        scoring = Scoring(pipeline, microbatch, device, record_prefill=record_prefill)
         difference = difference_of(scoring)
         if pipeline.model.precision == pb.FP32 and not difference <= CLOSE:
             print(f"{name}: cached and uncached scores differ by {difference:.1e}", file=sys.stderr)
@@ -286,7 +298,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         base = config.load(options.config, options.overrides)
         for name in dict.fromkeys(options.variant or ("full", "semi-local truncation")):
             pipeline = variant_of(base, name, shape)
-            scoring, difference = build(base, name, shape, options.microbatch, device) or (None, None)
+            how = (options.microbatch, device, options.record_prefill)
+            scoring, difference = build(base, name, shape, *how) or (None, None)
             times = times_of(scoring, options.repeats, device) if scoring else {}
             records.append(
                 record_of(name, scoring, difference, times, pipeline, shape, options.microbatch, commit)
@@ -326,6 +339,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
     parser.add_argument("--backend", help="of attention; default: auto on CUDA, else reference")
     parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="repeatable")
+    parser.add_argument("--record-prefill", action="store_true", help="prefills are recorded too")
     parser.add_argument("--record", type=Path, help="file for the list of results")
     parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
     return parser.parse_args(arguments)

@@ -22,11 +22,16 @@ from recsys.ops import SequenceLayout
 class Scoring:
     """A model and one batch, scored in several ways.
 
+    Args:
+        record_prefill: see `GraphScoring`.
+
     Raises:
         ConfigError: a candidate feature is multi-valued.
     """
 
-    def __init__(self, pipeline: pb.Pipeline, microbatch: int, device: torch.device):
+    def __init__(
+        self, pipeline: pb.Pipeline, microbatch: int, device: torch.device, *, record_prefill: bool = False
+    ):
         torch.manual_seed(0)
         self.model: Ranker = build_model(pipeline).eval()
         draw_weights(self.model)
@@ -36,7 +41,7 @@ class Scoring:
         self.kept, self.microbatch, self.device = batch.to(device), microbatch, device
         starts = range(0, int(batch.num_candidates.max()), microbatch)
         self.slices = [piece(pipeline, batch, start, start + microbatch).to(device) for start in starts]
-        self.graphs = GraphScoring(self.model, microbatch)
+        self.graphs = GraphScoring(self.model, microbatch, record_prefill=record_prefill)
         self.cache: RankerCache | None = None
 
     @property

@@ -198,9 +198,6 @@ def compile_graph(
     if example[0].device.type == "cpu":
         # Named instead of "native": the package runs on other machines than the one that made it.
         settings |= {"cpp.march": pipeline.export.march, "cpp.simdlen": 256}
-    else:
-        # Too little runs on the host for half a minute of finding out which instructions it knows.
-        settings["cpp.vec_isa_ok"] = False
     if weights is not None:
         settings["aot_inductor.package_constants_in_so"] = False
         weights |= {name: _on_host(weight) for name, weight in captured.state_dict.items()}

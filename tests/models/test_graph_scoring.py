@@ -57,7 +57,7 @@ def test_scores_are_those_of_whole_rows(pipeline, size):
     batches = [batch_of(pipeline, random_rows(pipeline, sizes, seed)) for seed, sizes in enumerate(MANY)]
     expected = [model.score(batch) for batch in batches]
     Recorded.count = 0
-    scoring = GraphScoring(model, size, record=Recorded)
+    scoring = GraphScoring(model, size, record=Recorded, record_prefill=True)
     for _ in range(2):  # forms are recorded on the way, and forms of other batches used again
         check(scoring, batches, expected)
     assert Recorded.count > 0
@@ -67,7 +67,8 @@ def test_scores_are_those_of_whole_rows(pipeline, size):
 @torch.no_grad()
 def test_a_recorded_prefill_leaves_the_same_cache(pipeline):
     model = build(pipeline)
-    scoring, old = GraphScoring(model, 2, record=Recorded), batch_of(pipeline, random_rows(pipeline, SIZES))
+    scoring = GraphScoring(model, 2, record=Recorded, record_prefill=True)
+    old = batch_of(pipeline, random_rows(pipeline, SIZES))
     for _ in range(WARM_UP + 1):
         scoring.prefill(old)
     recordable = isinstance(model.mix, HstuMixer) and all(rule.tail_len is None for rule in model.mix.rules)
@@ -87,7 +88,7 @@ def test_a_recorded_prefill_leaves_the_same_cache(pipeline):
 def test_weights_may_change():
     pipeline = pipeline_of(*FORMS["plain"], "model { precision: BF16 }")
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
-    scoring = GraphScoring(model, 2, record=Recorded)
+    scoring = GraphScoring(model, 2, record=Recorded, record_prefill=True)
     before = [scoring.score(batch, scoring.prefill(batch)) for _ in range(WARM_UP + 1)][-1]
     for parameter in model.parameters():
         parameter.mul_(0.5)
@@ -132,7 +133,7 @@ def test_a_form_that_is_dropped_is_gone():
         output = run()
         return lambda: output
 
-    scoring = GraphScoring(model, 2, record=recorded)
+    scoring = GraphScoring(model, 2, record=recorded, record_prefill=True)
     gc.collect()
     gc.disable()
     try:
@@ -153,9 +154,10 @@ def test_size_is_checked():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("record_prefill", [False, True])
 @pytest.mark.parametrize("name", FORMS)
 @torch.no_grad()
-def test_graphs_on_cuda(name):
+def test_graphs_on_cuda(name, record_prefill):
     pipeline = pipeline_of(*FORMS[name])
     name_backend(pipeline, "triton")
     model = build(pipeline).to("cuda")
@@ -164,7 +166,7 @@ def test_graphs_on_cuda(name):
         for seed, sizes in enumerate(MANY)
     ]
     expected = [model.score(batch) for batch in batches]
-    scoring = GraphScoring(model, 2)
+    scoring = GraphScoring(model, 2, record_prefill=record_prefill)
     for _ in range(3):
         check(scoring, batches, expected)
     assert scoring.num_graphs > 0
@@ -174,14 +176,15 @@ def test_graphs_on_cuda(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("record_prefill", [False, True])
 @pytest.mark.parametrize("name", ["plain", "channels", "truncated"])
 @torch.no_grad()
-def test_nothing_waits_for_the_device(name):
+def test_nothing_waits_for_the_device(name, record_prefill):
     pipeline = pipeline_of(*FORMS[name])
     name_backend(pipeline, "triton")
     model = build(pipeline).to("cuda")
     batches = [batch_on(pipeline, "cuda", seed) for seed in (0, 1)]
-    scoring = GraphScoring(model, 2)
+    scoring = GraphScoring(model, 2, record_prefill=record_prefill)
     for _ in range(3):
         check(scoring, batches, [model.score(batch) for batch in batches])
     with no_waiting():
