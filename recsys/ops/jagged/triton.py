@@ -25,7 +25,7 @@ triton_backend.preload(_OPS)
 def supports(facts: GatherFacts) -> Support:
     """Any dtype, since bits are moved; with several maps gradients are added, in float32.
 
-    In an exported graph for those who name it: a package with these kernels has failed its test on a GPU.
+    In an exported graph for those who name it: no package with these kernels has passed a test in threads.
     """
     added = facts.num_maps > 1 and facts.dtype.is_floating_point
     able = triton_backend.support(facts.device, facts.dtype if added else torch.float32)

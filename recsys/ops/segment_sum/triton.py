@@ -20,7 +20,7 @@ triton_backend.preload(_OPS)
 def supports(facts: SegmentFacts) -> Support:
     """What any Triton backend can do.
 
-    In an exported graph for those who name it: a package with these kernels has failed its test on a GPU.
+    In an exported graph for those who name it: no package with these kernels has passed a test in threads.
     """
     able = triton_backend.support(facts.device, facts.dtype)
     return able._replace(auto=False) if facts.exported else able
