@@ -74,6 +74,25 @@ def test_equals_the_formula_token_by_token(form):
     torch.testing.assert_close(layer(x, attend), expected)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_keys_and_values_alone_are_those_of_the_formula(form):
+    layer, x = random_layer(form), torch.randn(4, EMBEDDING, dtype=torch.float64)
+    found = layer.keys_and_values(x)
+    joined = torch.stack(
+        [
+            layer.uvqk.weight @ normed(token, layer.input_norm.weight, layer.input_norm.bias)
+            + layer.uvqk.bias
+            for token in x
+        ]
+    )
+    if form[0] == "uvqk":
+        joined = silu(joined)
+    first = 2 * HEADS * V + HEADS * QK  # behind u, v and q
+    torch.testing.assert_close(found.k, joined[:, first:].view(4, HEADS, QK))
+    torch.testing.assert_close(found.v, joined[:, HEADS * V : 2 * HEADS * V].view(4, HEADS, V))
+    assert len(layer.keys_and_values(x[:0]).k) == 0
+
+
 @pytest.mark.parametrize("gate", ["ugn", "concat"])
 def test_only_the_research_form_has_an_output_bias(gate):
     layer = STULayer(EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, form=STUForm(gate=gate))
