@@ -242,8 +242,8 @@ def test_packed_scores_are_where_the_assembly_takes_them_to_be(kernel):
 
 
 def test_a_traced_graph_holds_the_kernels(monkeypatch):
-    """With sizes as symbols, for the compiler to embed; few nodes beside the work lists. Kernels: forward, keys,
-    rows, two of the tables, and of the times one for each pair of block sizes."""
+    """With sizes as symbols, for the compiler to embed; few nodes beside the work lists. Kernels: forward,
+    keys, rows, two of the tables, and of the times one for each pair of block sizes."""
     from torch._library.triton import set_wrap_triton_enabled
     from torch.fx.experimental.proxy_tensor import make_fx
 
