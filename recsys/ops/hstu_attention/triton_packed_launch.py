@@ -18,8 +18,8 @@ from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.triton_start import Boxes, start, start_specialised
 
 PACKED = False
-"""Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be. On an H200 that takes
-0.4 of the time of what is done without, but its test has not passed there as it stands:
+"""Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be. On an H200
+that takes 0.4 of the time of what is done without, but its test has not passed there as it stands:
 `experiments/2026-11-22-gpu-bias`."""
 
 DYNAMIC_SHARED_BYTES = ctypes.c_int(8)
