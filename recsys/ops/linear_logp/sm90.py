@@ -27,9 +27,12 @@ if (environment.installed_version("triton") or "").startswith(f"{triton_backend.
 def supports(facts: LogpFacts) -> Support:
     """Scores of 16 bits, nothing added to them, on a Hopper GPU.
 
-    Rows that are to be normalised or end within 16 bytes are copied, in each pass anew.
+    Rows that are to be normalised or end within 16 bytes are copied, in each pass anew. Normalised ones are
+    for those who name it: they are rounded once more than by Triton, and no training has been compared.
     """
     able = triton_backend.support(facts.device, facts.dtype)
+    if facts.normalized:
+        able = able._replace(auto=False)
     if not able.ok or facts.device != "cuda":
         return able._replace(ok=False, reason=able.reason or "it needs CUDA tensors", auto=False)
     for missing in (triton_backend.missing_for_hopper(), _missing_from_the_call(facts)):
