@@ -240,8 +240,12 @@ def _start(
     compiled_for: dict[str, Any],
     wrap: Wrap,
 ) -> None:
-    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way."""
-    if wrap is unwrapped:
+    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way.
+
+    With a bias that is not packed Triton's own way: the short one has not been seen with it on a GPU.
+    """
+    proven = not compiled_for["BIASED"] or compiled_for["BIAS_TEXT"] != ""
+    if wrap is unwrapped and proven:
         start_specialised(kernel, programs, arguments, compiled_for, described_boxes)
     else:
         wrap(kernel)[(programs,)](*arguments, **compiled_for)
