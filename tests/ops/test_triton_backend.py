@@ -13,6 +13,8 @@ from recsys.ops import triton_backend
 def machine(monkeypatch):
     """A machine with a GPU of some capability and a ptxas of some version; what a first kernel says there."""
     triton_backend._warn_about_assembler.cache_clear()
+    # Other tests of the same process may have chosen the packaged one.
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
 
     def make(capability, version, path="/some/ptxas"):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
