@@ -1,16 +1,13 @@
 """The kernel that makes work lists against the operations of `work_list`: interpreted, compiled, on a GPU."""
 
-import os
 import random
-import re
-import subprocess
 
 import pytest
 import torch
 
-from recsys import environment
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention.work_list import _key_work, _row_work
+from tests.ops.assembled import assemble
 from tests.ops.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
 
 ORDERING = {"LANES": 32, "OTHERS": 256}
@@ -93,15 +90,10 @@ def test_the_kernel_in_the_interpreter():
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
 @pytest.mark.parametrize(("keys", "window"), FLAGS)
-def test_it_fits_into_the_registers(keys, window, tmp_path, monkeypatch):
-    triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def test_it_fits_into_the_registers(keys, window, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
     from recsys.ops.hstu_attention.work_list_kernel import items_kernel, order_kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    environment.prefer_packaged_ptxas()
     constants = {"KEYS": keys, "TILE": 128, "BLOCK": 64, "SECTIONED": not window, "WINDOWED": window}
     constants |= {
         "TARGET_WINDOW": window,
@@ -110,16 +102,8 @@ def test_it_fits_into_the_registers(keys, window, tmp_path, monkeypatch):
         "LANES": 128,
         "SAMPLES": 32,
     }
-    for kernel, pointers, sizes in ((items_kernel, 6, constants), (order_kernel, 3, ORDERING)):
-        signature = dict.fromkeys(kernel.arg_names[:pointers], "*i64")
-        signature |= dict.fromkeys(kernel.arg_names[pointers : -len(sizes)], "i32")
-        signature |= dict.fromkeys(sizes, "constexpr")
-        source = ASTSource(kernel, signature=signature, constexprs=sizes)
-        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-        (tmp_path / "kernel.ptx").write_text(ptx)
-        command = [environment.find_ptxas(), "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", os.devnull]
-        report = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stderr
-        assert re.search("0 bytes spill stores, 0 bytes spill loads", report), report
+    assert assemble(items_kernel, {}, constants, tmp_path).spills == 0
+    assert assemble(order_kernel, {}, ORDERING, tmp_path).spills == 0
 
 
 @pytest.mark.gpu
