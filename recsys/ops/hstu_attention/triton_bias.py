@@ -36,28 +36,38 @@ PAST_THE_END = tl.constexpr(128)
 
 
 @triton.jit
-def _write_times(
-    times,
-    offsets,
-    bounds,
-    start,
-    first,
-    length,
-    BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-    BEHIND: tl.constexpr,
-):
-    """Of a tile of BLOCK tokens, in blocks of SIZE: see `times_kernel`."""
+def block_times(
+    times, start, first, length, BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr
+):  # fmt: skip
+    """A tile of BLOCK tokens in blocks of SIZE: their first tokens, all tokens [blocks, SIZE], the earliest
+    and latest time of each block, all offsets: seconds before the latest if BEHIND, else after the earliest.
+    """
     block = first + tl.arange(0, BLOCK // SIZE) * SIZE
     at = block[:, None] + tl.arange(0, SIZE)[None, :]
     time = tl.load(times + start + at, mask=at < length, other=0)
     low = tl.min(tl.where(at < length, time, FAR), 1)
     high = tl.max(tl.where(at < length, time, -FAR), 1)
     offset = high[:, None] - time if BEHIND else time - low[:, None]
-    tl.store(offsets + start + at, offset.to(tl.float32), mask=at < length)
+    return block, at, low, high, offset
+
+
+@triton.jit
+def store_bounds(bounds, start, block, length, low, high):
+    """Earliest and latest times of blocks, where the first token of each is."""
     pointer = bounds + (start + block) * 2
     tl.store(pointer, low, mask=block < length)
     tl.store(pointer + 1, high, mask=block < length)
+
+
+@triton.jit
+def _write_times(
+    times, offsets, bounds, start, first, length,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of BLOCK tokens, in blocks of SIZE: see `times_kernel`."""
+    block, at, low, high, offset = block_times(times, start, first, length, BLOCK, SIZE, BEHIND)
+    tl.store(offsets + start + at, offset.to(tl.float32), mask=at < length)
+    store_bounds(bounds, start, block, length, low, high)
 
 
 @triton.jit(do_not_specialize=["total_len"])

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention import triton_bias_ptx
-from recsys.ops.hstu_attention.triton_bias import EXACT, FAR, time_bucket
+from recsys.ops.hstu_attention.triton_bias import EXACT, block_times, store_bounds, time_bucket
 from recsys.ops.hstu_attention.triton_tile import load_tile
 
 MOST_SECONDS = tl.constexpr(triton_bias_ptx.MOST_SECONDS)
@@ -100,30 +100,16 @@ def finish_kernel(
 
 @triton.jit
 def _write_packed(
-    times,
-    offsets,
-    bounds,
-    start,
-    first,
-    length,
-    BLOCK: tl.constexpr,
-    SIZE: tl.constexpr,
-    BEHIND: tl.constexpr,
-):
+    times, offsets, bounds, start, first, length,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr,
+):  # fmt: skip
     """Of a tile of BLOCK tokens, in blocks of SIZE: see `packed_times_kernel`."""
-    block = first + tl.arange(0, BLOCK // SIZE) * SIZE
-    at = block[:, None] + tl.arange(0, SIZE)[None, :]
-    time = tl.load(times + start + at, mask=at < length, other=0)
-    low = tl.min(tl.where(at < length, time, FAR), 1)
-    high = tl.max(tl.where(at < length, time, -FAR), 1)
-    offset = high[:, None] - time if BEHIND else time - low[:, None]
+    block, at, low, high, offset = block_times(times, start, first, length, BLOCK, SIZE, BEHIND)
     pointer = offsets + (start + at // 2) * 4 + at % 2
     seconds = offset.to(tl.float32).to(tl.int32, bitcast=True)
     tl.store(pointer, seconds, mask=at < length)
     tl.store(pointer + 2, tl.minimum(offset, MOST_SECONDS).to(tl.int32), mask=at < length)
-    pointer = bounds + (start + block) * 2
-    tl.store(pointer, low, mask=block < length)
-    tl.store(pointer + 1, high, mask=block < length)
+    store_bounds(bounds, start, block, length, low, high)
 
 
 @triton.jit
