@@ -44,6 +44,9 @@ GOLDEN_ROWS = 8
 ITEM_TRIAL = ".trial/items.safetensors"
 HOW = {"cached": ", when it scores with a cache,", "items": " about items"}
 
+NATIVE = "native"
+"""The instruction set of the machine that compiles."""
+
 log = logging.getLogger(__name__)
 
 
@@ -94,6 +97,13 @@ def export(source: Source, folder: Path) -> Exported:
     """
     require_compiler()
     check_kernels(source.pipeline, next(source.model.parameters()).device.type)
+    if instruction_set(source.pipeline) != source.pipeline.export.march:
+        log.warning(
+            "PyTorch %s compiles for the processor of this machine, not for export.march (%s): on an older "
+            "one the package may stop with an illegal instruction; 2.13 compiles for export.march",
+            torch.__version__,
+            source.pipeline.export.march,
+        )
     if not any(len(batch.uih_lengths) for batch in source.batches):
         raise RecsysError(
             "there are no rows to compare the package on: data.validation and data.train are empty"
@@ -194,10 +204,13 @@ def compile_graph(
         "aot_inductor.check_lowerbound": False,
         # Only the glue between kernels; the kernels are optimised, and compiling takes half the time.
         "aot_inductor.compile_wrapper_opt_level": "O0",
+        # Named, so that PyTorch does not compile and start a program for each instruction set to find out
+        # what there is, which takes a minute.
+        "cpp.simdlen": 256,
+        "cpp.vec_isa_ok": True,
     }
-    if example[0].device.type == "cpu":
-        # Named instead of "native": the package runs on other machines than the one that made it.
-        settings |= {"cpp.march": pipeline.export.march, "cpp.simdlen": 256}
+    if instruction_set(pipeline) != NATIVE:
+        settings["cpp.march"] = instruction_set(pipeline)
     if weights is not None:
         settings["aot_inductor.package_constants_in_so"] = False
         weights |= {name: _on_host(weight) for name, weight in captured.state_dict.items()}
@@ -206,6 +219,13 @@ def compile_graph(
         weights |= {f"{path.stem}/{name}": _on_host(own) for name, own in lifted.items()}
     with environment.quiet_export():
         torch._inductor.aoti_compile_and_package(captured, package_path=str(path), inductor_configs=settings)
+
+
+def instruction_set(pipeline: pb.Pipeline) -> str:
+    """What the code for the host is compiled for, as the compiler's -march names it: `export.march`, so that
+    a package runs on other machines than the one that made it; PyTorch 2.11 knows its own machine only.
+    """
+    return pipeline.export.march if hasattr(torch._inductor.config.cpp, "march") else NATIVE
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -268,7 +288,7 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
             item_inputs = [spec.to_json() for spec in item_signature(pipeline)]
             package.write_tensors(folder / package.GOLDEN_ITEMS, _golden_items(model, source, GOLDEN_ROWS))
     device = next(model.parameters()).device.type
-    target = package.architecture() if device == "cuda" else pipeline.export.march
+    target = package.architecture() if device == "cuda" else instruction_set(pipeline)
     description = package.Description(
         kind="ranker" if ranker else "retriever",
         step=source.step,

@@ -1,10 +1,13 @@
-"""What an export says when the package that it made does not run."""
+"""What an export compiles for, and what it says when the package that it made does not run."""
 
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from recsys.inference.exporter import why_it_failed
+from recsys import protos as pb
+from recsys.inference.exporter import instruction_set, why_it_failed
 
 
 @pytest.mark.parametrize(
@@ -23,3 +26,13 @@ from recsys.inference.exporter import why_it_failed
 )
 def test_the_error_of_a_process_is_found_among_what_it_wrote(stderr, why):
     assert why_it_failed(subprocess.CompletedProcess([], -11, "", stderr)) == why
+
+
+@pytest.mark.parametrize(
+    "inductor, wanted", [(SimpleNamespace(march=None), "x86-64-v2"), (SimpleNamespace(), "native")]
+)
+def test_the_instruction_set_is_the_config_s_where_pytorch_can_be_told(monkeypatch, inductor, wanted):
+    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(cpp=inductor))
+    pipeline = pb.Pipeline()
+    pipeline.export.march = "x86-64-v2"
+    assert instruction_set(pipeline) == wanted
