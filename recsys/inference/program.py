@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor
 
 from recsys.errors import RecsysError
 from recsys.models.scoring import TensorSpec
@@ -50,7 +51,10 @@ class Program:
         loader = logging.getLogger("torch.export.pt2_archive._package")
         loader.addFilter(_is_not_target_warning)
         try:
-            self._compiled = torch._inductor.aoti_load_package(str(path))
+            # It compares the processor here with the one of the export, for the warning that is not wanted, and
+            # would compile and start a program for each instruction set to find out what there is: a minute.
+            with inductor.patch("cpp.vec_isa_ok", True):
+                self._compiled = torch._inductor.aoti_load_package(str(path))
         finally:
             loader.removeFilter(_is_not_target_warning)
         self._specs, self._device = list(specs), device
