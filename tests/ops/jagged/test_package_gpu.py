@@ -11,14 +11,7 @@ from torch.fx.experimental import _config as fx_config
 from recsys.inference.program import enter_device
 from recsys.ops import bucket_embedding, gather_rows, segment_sum
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.xfail(
-        strict=False,
-        reason="threads had no context of the device; that they enter it now has not run on a GPU",
-    ),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 DEVICE = "cuda"
 
