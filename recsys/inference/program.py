@@ -51,7 +51,7 @@ class Program:
         loader = logging.getLogger("torch.export.pt2_archive._package")
         loader.addFilter(_is_not_target_warning)
         try:
-            # It compares the processor here with the one of the export, for the warning that is not wanted, and
+            # It compares this processor with the one of the export, for the warning that is not wanted, and
             # would compile and start a program for each instruction set to find out what there is: a minute.
             with inductor.patch("cpp.vec_isa_ok", True):
                 self._compiled = torch._inductor.aoti_load_package(str(path))
