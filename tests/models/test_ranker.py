@@ -36,27 +36,6 @@ def test_build_model_makes_a_ranker(model):
     assert isinstance(model, Ranker)
 
 
-def test_a_row_is_scored_alike_alone_and_in_a_batch(model, pipeline):
-    rows = random_rows(pipeline, SIZES)
-    together = logits(model, pipeline, rows).split([n for _, n in SIZES])
-    for row, expected in zip(rows, together, strict=True):
-        torch.testing.assert_close(logits(model, pipeline, [row]), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_a_candidate_is_scored_alike_among_any_others(model, pipeline):
-    row = random_row(pipeline, 5, 4)
-    scores = logits(model, pipeline, [row])
-    for keep in ([3, 1, 0, 2], [2], [1, 3]):
-        found = logits(model, pipeline, [row.with_candidates(keep)])
-        torch.testing.assert_close(found, scores[keep], rtol=1e-4, atol=1e-5)
-
-
-def test_labels_do_not_reach_the_scores(model, pipeline):
-    rows = random_rows(pipeline, SIZES)
-    flipped = [row.changed(labels={k: [1 - x for x in v] for k, v in row.labels.items()}) for row in rows]
-    assert torch.equal(logits(model, pipeline, rows), logits(model, pipeline, flipped))
-
-
 @pytest.mark.parametrize(
     "change",
     [

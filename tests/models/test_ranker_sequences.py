@@ -1,12 +1,21 @@
-"""Rankers with every form of sequence and encoder: what holds for all of them."""
+"""Rankers with every form of sequence, encoder and mixer: what holds for all of them."""
 
 import pytest
 import torch
 
 from recsys.models import build_model
-from tests.modules.pipelines import RANKERS, batch_of, contextual, pipeline_of, random_row, random_rows
+from tests.modules.pipelines import (
+    RANKER,
+    RANKERS,
+    batch_of,
+    contextual,
+    pipeline_of,
+    random_row,
+    random_rows,
+)
 
 SIZES = [(3, 2), (0, 1), (6, 4), (2, 0), (1, 3)]
+FORMS = RANKERS | {"sasrec": (RANKER, "model { ranker { mixer { sasrec { num_heads: 2 } } } }")}
 
 
 def build(pipeline):
@@ -18,9 +27,9 @@ def build(pipeline):
     return model
 
 
-@pytest.fixture(params=RANKERS)
+@pytest.fixture(params=FORMS)
 def pipeline(request):
-    return pipeline_of(*RANKERS[request.param])
+    return pipeline_of(*FORMS[request.param])
 
 
 @pytest.fixture
@@ -53,6 +62,7 @@ def test_labels_do_not_reach_the_scores(model, pipeline):
     assert torch.equal(logits(model, pipeline, rows), logits(model, pipeline, flipped))
 
 
+@pytest.mark.parametrize("pipeline", RANKERS, indirect=True)  # sasrec does not look at times of candidates
 @pytest.mark.parametrize(
     "change",
     [
