@@ -19,12 +19,11 @@ code 1 when a case was wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +34,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from recsys.ops import SequenceLayout, bucket_embedding, gather_rows, segment_sum  # noqa: E402
-from scripts.bench_ops import FACTOR, current_commit, median_ms  # noqa: E402
+from scripts import bench_records  # noqa: E402
+from scripts.bench_ops import FACTOR, median_ms  # noqa: E402
 
 SAMPLES, CONTEXTUAL, TARGETS = 32, 4, 16
 """Of a batch; contextual tokens and targets of each sample."""
@@ -77,9 +77,6 @@ class Record:
     host_us: float | None
     ok: bool
     commit: str
-
-    def as_json(self) -> dict[str, object]:
-        return {("pass" if key == "direction" else key): value for key, value in asdict(self).items()}
 
 
 def layout_of(tokens: int, device: str) -> SequenceLayout:
@@ -310,7 +307,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokens = options.tokens
     if device == "cpu":
         kinds, tokens = [(8, torch.float32), (8, torch.bfloat16)], 2048
-    context = Context(device, options.backend, options.commit or current_commit(), options.repeats)
+    commit = options.commit or bench_records.current_commit()
+    context = Context(device, options.backend, commit, options.repeats)
     print(f"{'shape':<40} {'way':<10} {'pass':<4}{'ms':>9}{'TB/s':>9}{'host us':>9}")
     records: list[Record] = []
     for width, dtype in kinds:
@@ -330,9 +328,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
             print(table(made), flush=True)
             records += made
-    if options.record is not None:
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        options.record.write_text(json.dumps([record.as_json() for record in records], indent=1) + "\n")
+    bench_records.write(options.record, records)
     return 0 if all(record.ok for record in records) else 1
 
 

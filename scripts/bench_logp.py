@@ -17,10 +17,9 @@ FLOP are 6 N V D: two products backward, one forward. On a CPU it runs a tiny sh
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +31,8 @@ from torch.utils.checkpoint import checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from recsys.ops import last_backend, linear_logp  # noqa: E402
-from scripts.bench_ops import FACTOR, current_commit, median_ms  # noqa: E402
+from scripts import bench_records  # noqa: E402
+from scripts.bench_ops import FACTOR, median_ms  # noqa: E402
 
 CHUNK_SCORES = 1 << 28
 """Scores that chunked PyTorch holds at once: 512 MiB in bfloat16."""
@@ -81,9 +81,6 @@ class Record:
     extra_mb: float | None
     ok: bool
     commit: str
-
-    def as_json(self) -> dict[str, object]:
-        return {("pass" if key == "direction" else key): value for key, value in asdict(self).items()}
 
 
 def cases(rows: int) -> list[Case]:
@@ -289,13 +286,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{'shape':<24} {'backend':<16} {'pass':<8}{'ms':>10}{'TFLOP/s':>10}{'extra MB':>10}")
     records: list[Record] = []
     for case in chosen:
-        commit = options.commit or current_commit()
+        commit = options.commit or bench_records.current_commit()
         made = bench(case, device, options.backend, commit, options.repeats, peers=options.peers)
         print(table(made), flush=True)
         records += made
-        if options.record is not None:  # after each case: a time limit may end this process
-            options.record.parent.mkdir(parents=True, exist_ok=True)
-            options.record.write_text(json.dumps([record.as_json() for record in records], indent=1))
+        bench_records.write(options.record, records)  # after each case: a time limit may end this process
     return 0 if all(record.ok for record in records) else 1
 
 

@@ -20,16 +20,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.synchronize import Lock
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +46,7 @@ from recsys.ops import (  # noqa: E402
     hstu_attention_cached,
     last_backend,
 )
+from scripts import bench_records  # noqa: E402
 from scripts.bench_cases import CACHED_OP, OP, Case, cases, tiny_cases, useful_flop  # noqa: E402
 
 BACKWARD_FLOP = 2.5
@@ -111,10 +110,6 @@ class Record:
     peak_mb: float | None
     ok: bool
     commit: str
-
-    def as_json(self) -> dict[str, object]:
-        fields = asdict(self)
-        return {("pass" if name == "direction" else name): value for name, value in fields.items()}
 
 
 def make_inputs(case: Case, layout: SequenceLayout, seed: int, dtype: torch.dtype = torch.bfloat16) -> Inputs:
@@ -366,16 +361,6 @@ def bench(case: Case, device: str, backend: str, commit: str, repeats: int, answ
     return records
 
 
-def current_commit() -> str:
-    """Of the checkout; `unknown` where there is no git."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
 def table(records: Sequence[Record]) -> str:
     """One line a record."""
     width = max((len(record.shape) for record in records), default=5)
@@ -411,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if workers is None:
         workers = min(MOST_WORKERS, os.cpu_count() or 1) if device == "cuda" else 1
     jobs = list(itertools.product(chosen, backends))
-    commit = options.commit or current_commit()
+    commit = options.commit or bench_records.current_commit()
     records: list[Record] = []
     for (case, backend), answer in zip(jobs, compare_all(jobs, device, workers), strict=True):
         if answer.missing:
@@ -420,9 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made = bench(case, device, backend, commit, options.repeats, answer)
         print(table(made).split("\n", 1)[1], flush=True)
         records += made
-        if options.record is not None:  # after each case: a time limit may end this process
-            options.record.parent.mkdir(parents=True, exist_ok=True)
-            options.record.write_text(json.dumps([record.as_json() for record in records], indent=1))
+        bench_records.write(options.record, records)  # after each case: a time limit may end this process
     if not records:
         print("nothing was benched", file=sys.stderr)
         return 1

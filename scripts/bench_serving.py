@@ -31,12 +31,11 @@ On CUDA when it is there. Exit code 1 when a variant is wrong or does not fit.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,7 +47,7 @@ from recsys import protos as pb
 from recsys.errors import RecsysError
 from recsys.flags import Parser, positive
 from recsys.models.graph_scoring import WARM_UP
-from scripts.bench_ops import current_commit
+from scripts import bench_records
 from scripts.serving_ways import Scoring
 from scripts.step_variants import VARIANTS, Shape, variant_of
 
@@ -293,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         None,
         backend,
     )
-    commit, records = options.commit or current_commit(), []
+    commit, records = options.commit or bench_records.current_commit(), []
     try:
         base = config.load(options.config, options.overrides)
         for name in dict.fromkeys(options.variant or ("full", "semi-local truncation")):
@@ -313,9 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{shape.candidates:,} candidates, {options.microbatch} at a time"
     )
     print(table(records))
-    if options.record is not None:
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        options.record.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+    bench_records.write(options.record, records)
     return 0 if all(record.ok for record in records) else 1
 
 

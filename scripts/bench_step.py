@@ -28,12 +28,11 @@ On CUDA when it is there. Exit code 1 when a variant is wrong or does not fit.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -48,8 +47,8 @@ from recsys.data.loader import Loader
 from recsys.errors import RecsysError
 from recsys.flags import Parser, positive
 from recsys.models import Model, build_model, layout_rule
+from scripts import bench_records
 from scripts.bench_cpu import mean_loss
-from scripts.bench_ops import current_commit
 from scripts.step_variants import BATCHES, VARIANTS, Shape, variant_of
 
 FACTOR = 2.0
@@ -256,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     runners = bench(base, names, shape, device, options.repeats)
-    commit = options.commit or current_commit()
+    commit = options.commit or bench_records.current_commit()
     full = runners.get("full")
     records = [record_of(name, runners[name], full, pipelines[name], shape, commit) for name in names]
     print(
@@ -265,9 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{shape.candidates} candidates, window {shape.window}, prefix {shape.prefix}, tail {shape.tail}"
     )
     print(table(records))
-    if options.record is not None:
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        options.record.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+    bench_records.write(options.record, records)
     return 0 if all(record.ok for record in records) else 1
 
 

@@ -16,7 +16,6 @@ On a CPU it runs tiny shapes, to test itself. Exit code 1 when the layer was wro
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -31,7 +30,8 @@ from recsys.flags import Parser, positive  # noqa: E402
 from recsys.modules.flops import attention_flops, linear_flops  # noqa: E402
 from recsys.modules.stu import STUForm, STULayer  # noqa: E402
 from recsys.ops import AttentionMask, SequenceLayout, hstu_attention, last_backend  # noqa: E402
-from scripts.bench_ops import FACTOR, Record, current_commit, median_ms, table  # noqa: E402
+from scripts import bench_records  # noqa: E402
+from scripts.bench_ops import FACTOR, Record, median_ms, table  # noqa: E402
 
 OP = "stu_layer"
 
@@ -130,17 +130,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not error <= 1:
         print(f"the layer is wrong: {error:.2f} times the allowed error", file=sys.stderr)
         return 1
-    commit = options.commit or current_commit()
+    commit = options.commit or bench_records.current_commit()
     records = [
         bench(options.batch, length, options.width, options.heads, backend, commit, compiled)
         for length in options.lengths
         for compiled in (False, True)
     ]
     print(table(records))
-    if options.record is not None:
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        known = json.loads(options.record.read_text()) if options.record.exists() else []
-        options.record.write_text(json.dumps(known + [record.as_json() for record in records], indent=1))
+    bench_records.write(options.record, records, grow=True)
     return 0
 
 

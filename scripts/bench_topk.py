@@ -17,12 +17,11 @@ Exit code 1 when an answer is wrong.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from recsys.flags import Parser, positive
 from recsys.inference.search import Search, open_search
 from recsys.ops import TopK, last_backend, top_k
 from recsys.ops.top_k import OP
-from scripts.bench_ops import current_commit
+from scripts import bench_records
 
 CENTRES = 1000
 CHECKED = 16
@@ -138,7 +137,7 @@ def times_of(call: Callable[[], object], device: torch.device, repeats: int) -> 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code."""
     options = _options(arguments)
-    commit = options.commit or current_commit()
+    commit = options.commit or bench_records.current_commit()
     sizes = (options.items, options.dim, options.queries, options.k)
     problem = make(*sizes, options.removed, getattr(torch, options.dtype))
     records: list[Record] = []
@@ -158,9 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if wrong:
         print(wrong, file=sys.stderr)
         return 1
-    if options.record is not None:
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        options.record.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+    bench_records.write(options.record, records)
     return 0
 
 

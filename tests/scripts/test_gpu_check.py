@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts import bench_jagged, bench_logp, bench_ops, bench_serving, bench_step, bench_topk, gpu_records
+from scripts.bench_records import as_json
 
 ROOT = Path(__file__).resolve().parents[2]
 BASH = shutil.which("bash")
@@ -73,8 +74,7 @@ def test_every_test_for_a_gpu_stands_where_it_looks():
 def example(record, **changes):
     """A record as a benchmark makes it: every field is there."""
     known = {field.name: None for field in fields(record)} | {"ok": True, "commit": "abc"} | changes
-    made = record(**{name: known[name] for name in (field.name for field in fields(record))})
-    return made.as_json() if hasattr(made, "as_json") else vars(made)
+    return as_json(record(**{name: known[name] for name in (field.name for field in fields(record))}))
 
 
 def test_all_benchmarks_end_in_one_form(tmp_path, capsys):

@@ -1,0 +1,40 @@
+"""What all benchmarks do with their records: dataclasses whose field `direction` is `pass` in JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def current_commit() -> str:
+    """Of the checkout; `unknown` where there is no git."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def as_json(record: Any) -> dict[str, object]:
+    """A record's fields; `pass` is a keyword of Python."""
+    return {("pass" if name == "direction" else name): value for name, value in asdict(record).items()}
+
+
+def write(path: Path | None, records: Sequence[Any], *, grow: bool = False) -> None:
+    """Writes the list of records; with `grow` behind those that the file has.
+
+    Args:
+        path: None to write nothing; folders that are missing are made.
+        records: all of this run.
+        grow: see above.
+    """
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(path.read_text()) if grow and path.exists() else []
+    path.write_text(json.dumps([*known, *map(as_json, records)], indent=1) + "\n")
