@@ -24,20 +24,24 @@ class CacheRoom:
         self._next = 0
 
     def begin(self) -> None:
-        """Makes room for another cache; `keep` then takes its tensors. What was inside is gone."""
+        """Makes room for another cache, for whose tensors `keep` and `place` are. What was inside is gone."""
         self._inside, self._next = None, 0
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Copies the next tensor in; see `recsys.modules.cache.Keep`."""
-        number, size = self._next, tensor.shape[0]
+        """Copies the next tensor in; see `recsys.modules.cache.Memory`."""
+        return copy_rows(tensor, self.place(tuple(tensor.shape), tensor.dtype, tensor.device))
+
+    def place(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of the next tensor, for somebody else to fill."""
+        number, size = self._next, shape[0]
         self._next += 1
         old = self._buffers[number] if number < len(self._buffers) else None
-        if old is None or old.shape[0] < size or not _are_alike(old, tensor):
+        if old is None or old.shape[0] < size or not _is_like(old, shape, dtype, device):
             # Zeros: rows that nobody writes are read, and what comes of them is thrown away.
-            buffer = tensor.new_zeros(capacity_of(size), *tensor.shape[1:])
+            buffer = torch.zeros(capacity_of(size), *shape[1:], dtype=dtype, device=device)
             self._buffers[number : number + 1] = [buffer]
             self.version += 1
-        return copy_rows(tensor, self._buffers[number][:size])
+        return self._buffers[number][:size]
 
     def view(self, layout: SequenceLayout, num_layers: int, has_times: bool) -> CacheStage:
         """The start of the memory as the only stage of a cache, filled by somebody else."""
@@ -48,7 +52,7 @@ class CacheRoom:
         return stage
 
     def settle(self, cache: RankerCache) -> RankerCache:
-        """Ends what `begin` began: `cache` has the tensors that `keep` returned."""
+        """Ends what `begin` began: `cache` has the tensors that came of it."""
         self._inside = cache
         return cache
 
@@ -126,8 +130,8 @@ def _whole_stage(stage: CacheStage, buffers: Iterator[Tensor], lengths: Tensor, 
     return CacheStage(layout, times, keys, values)
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape[1:] == other.shape[1:] and one.dtype == other.dtype and one.device == other.device
+def _is_like(old: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return old.shape[1:] == shape[1:] and old.dtype == dtype and old.device == device
 
 
 def capacity_of(rows: int) -> int:

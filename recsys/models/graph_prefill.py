@@ -64,7 +64,7 @@ class GraphPrefill:
                 stage = self.room.view(sequence.layout, len(mixer.rules), has_times=len(mixer.biases) > 0)
                 cache = MixerCache(((stage,),))
             else:
-                cache = mixer.prefill(sequence, self.room.keep)
+                cache = mixer.prefill(sequence, self.room)
         return self.room.settle(RankerCache(prefix, cache))
 
     def _replay(self, mixer: HstuMixer, sequence: JaggedSequence) -> bool:
@@ -148,7 +148,7 @@ class _Form:
                 total_targets=0,
             )
             room.begin()
-            mixer.prefill(JaggedSequence(values, layout, *times), room.keep)
+            mixer.prefill(JaggedSequence(values, layout, *times), room)
             return lengths
 
         self.fill(like)

@@ -9,9 +9,10 @@ the cache and its lengths.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -26,10 +27,15 @@ from recsys.models.ranker import Ranker
 from recsys.models.recorded import WARM_UP, Record, Replay, record_of, room_for
 from recsys.modules.cache import MixerCache
 from recsys.modules.sequence import JaggedSequence
+from recsys.modules.stu import product_dtype
 from recsys.ops import SequenceLayout, offsets_from_lengths
 
 MOST_FORMS = 8
 """Forms whose graphs are kept, the latest used."""
+
+MOST_ROWS = 1 << 17
+"""Candidates whose scores are made of mixed tokens at a time: large tensors are worked on faster than many
+small ones, and a bound is needed."""
 
 
 class GraphScoring:
@@ -53,7 +59,7 @@ class GraphScoring:
         self.model, self.size = model, max(size // group_size, 1) * group_size
         self.room = CacheRoom()
         self._prefill = GraphPrefill(model, self.room, record=record) if record_prefill else None
-        self._half = _SecondHalf(model)
+        self._layers = _Layers(model)
         self._record = record
         self._forms: OrderedDict[tuple[int, ...], _Form] = OrderedDict()
         self._version = 0
@@ -70,7 +76,7 @@ class GraphScoring:
         if self._prefill is not None:
             return self._prefill.run(batch)
         self.room.begin()
-        return self.room.settle(self.model.prefill(batch, self.room.keep))
+        return self.room.settle(self.model.prefill(batch, self.room))
 
     @torch.no_grad()
     def score(self, batch: Batch, cache: RankerCache) -> Tensor:
@@ -95,21 +101,25 @@ class GraphScoring:
             pieces = _cut(layout, self.size)
             if not pieces.counts:
                 return self.model.score_encoded(sequence, candidates, cache.mixer)
-            channels = max(len(sequence.layout.parts), 1)
-            columns = (
-                pieces.cut(sequence.values.unflatten(0, (channels, -1)), 1),
-                pieces.cut(sequence.timestamps.unflatten(0, (channels, -1)), 1),
-                pieces.cut(candidates, 0),
-            )
-            return pieces.join(list(self._run(pieces, columns, cache)))
+            mixed = self._mix(pieces, sequence, cache)
+            given = (mixed, sequence.next_timestamps[: len(mixed)], candidates)
+            rows = zip(*(column.split(MOST_ROWS) for column in given), strict=True)
+            return torch.cat([self.model.score_mixed(*some) for some in rows])
 
-    def _run(
-        self, pieces: _Pieces, columns: tuple[list[Tensor], list[Tensor], list[Tensor]], cache: RankerCache
-    ) -> Iterator[Tensor]:
-        """Scores of each piece, its own tensor."""
-        before, filled = None, set()
-        for number, (count, *piece) in enumerate(zip(pieces.counts, *columns, strict=True)):
-            form = self._form(cache, room_for(count), piece[0], piece[2])
+    def _mix(self, pieces: _Pieces, sequence: JaggedSequence, cache: RankerCache) -> Tensor:
+        """[N, E], the targets behind the mixer, in the order of the candidates."""
+        channels = max(len(sequence.layout.parts), 1)
+        values, times = (
+            pieces.arrange(one.unflatten(0, (channels, -1)), dtype)
+            for one, dtype in (
+                (sequence.values, product_dtype(sequence.values)),
+                (sequence.timestamps, torch.int64),
+            )
+        )
+        mixed, before, filled = None, None, set()
+        stops = accumulate(pieces.counts)
+        for number, (count, stop) in enumerate(zip(pieces.counts, stops, strict=True)):
+            form = self._form(cache, room_for(count), values)
             if form not in filled:
                 torch.cat(lengths_of(cache), out=form.cached)
                 filled.add(form)
@@ -117,21 +127,23 @@ class GraphScoring:
             if fresh:
                 form.fill(pieces.kept[number], count)
             before = (form, pieces.same_as[number])
-            _put(form.values[:, :count], piece[0], 1)
-            _put(form.times[:, :count], piece[1], 1)
-            _put(form.candidates[:count], piece[2], 0)
-            yield form.run(fresh, self._record)[:count].clone()
+            own = slice(stop - count, stop)
+            form.values[:, :count].copy_(values[:, own])
+            form.times[:, :count].copy_(times[:, own])
+            found = form.run(fresh, self._record)[:count]
+            mixed = found.new_empty(values.shape[1], found.shape[1]) if mixed is None else mixed
+            mixed[own].copy_(found)
+        return pieces.restore(mixed, sequence.values.dtype)
 
-    def _form(self, cache: RankerCache, count: int, values: Tensor, candidates: Tensor) -> _Form:
+    def _form(self, cache: RankerCache, count: int, values: Tensor) -> _Form:
         longest = room_for(longest_of(cache))
         key = (cache.batch_size, count, longest)
         if key not in self._forms:
             cached = torch.cat(lengths_of(cache))
             self._forms[key] = _Form(
-                self._half,
+                self._layers,
                 values.new_zeros(values.shape[0], count, values.shape[-1]),
                 torch.zeros(values.shape[0], count, dtype=torch.int64, device=values.device),
-                candidates.new_zeros(count, candidates.shape[-1]),
                 torch.zeros(cache.batch_size, dtype=torch.int64, device=values.device),
                 cached,
                 partial(self.room.whole, cache, cached, longest),
@@ -158,20 +170,20 @@ class _Pieces(NamedTuple):
     kept: Tensor
     same_as: list[int]
 
-    def cut(self, tensor: Tensor, dim: int) -> list[Tensor]:
-        """What each piece has of a tensor with all N candidates in one dim; n of them, or [B, n / B]."""
+    def arrange(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """[channels, N, ...] piece by piece, in memory of its own."""
         if self.order is not None:
-            return list(tensor.index_select(dim, self.order).split(self.counts, dim))
+            return tensor.index_select(1, self.order).to(dtype)
         num_pieces, rows = self.kept.shape
-        return list(tensor.unflatten(dim, (rows, num_pieces, -1)).unbind(dim + 1))
+        return _copied(tensor.unflatten(1, (rows, num_pieces, -1)).transpose(1, 2), dtype).flatten(1, 3)
 
-    def join(self, scores: list[Tensor]) -> Tensor:
-        """[N, tasks] in the order of the candidates, from [n, tasks] of each piece."""
-        if self.order is None:
-            rows = self.kept.shape[1]
-            return torch.stack([one.unflatten(0, (rows, -1)) for one in scores], dim=1).flatten(0, 2)
-        found = torch.cat(scores)
-        return torch.empty_like(found).index_copy_(0, self.order, found)
+    def restore(self, found: Tensor, dtype: torch.dtype) -> Tensor:
+        """[N, E] in the order of the candidates, from that of `arrange`."""
+        if self.order is not None:
+            found = found.to(dtype)
+            return torch.empty_like(found).index_copy_(0, self.order, found)
+        num_pieces, rows = self.kept.shape
+        return _copied(found.unflatten(0, (num_pieces, rows, -1)).transpose(0, 1), dtype).flatten(0, 2)
 
 
 def _cut(layout: SequenceLayout, size: int) -> _Pieces:
@@ -203,11 +215,9 @@ def _wait_for(forms: Iterable[_Form]) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def _put(target: Tensor, source: Tensor, dim: int) -> None:
-    """Copies n rows in, which may come as [B, n / B]."""
-    if source.dim() > target.dim():
-        target = target.unflatten(dim, source.shape[dim : dim + 2])
-    target.copy_(source)
+def _copied(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous and of another type, in one step."""
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 
 @dataclass(eq=False)
@@ -216,7 +226,6 @@ class _Form:
 
     Attributes:
         values: [channels, n, E], target tokens. times: int64 [channels, n].
-        candidates: [n, width], for the head.
         kept: int64 [B], candidates of each row. They add up to n: where a piece has fewer, the last row has
             old ones behind its own, which nobody looks at.
         cached: int64 [samples of all stages], tokens of each.
@@ -224,10 +233,9 @@ class _Form:
             go when it is dropped, not when garbage is collected, which may be while a graph is recorded.
     """
 
-    half: _SecondHalf
+    layers: _Layers
     values: Tensor
     times: Tensor
-    candidates: Tensor
     kept: Tensor
     cached: Tensor
     whole: Callable[[], MixerCache]
@@ -246,11 +254,11 @@ class _Form:
     def fill(self, kept: Tensor, count: int) -> None:
         """How many candidates each row has, `count` in all."""
         self.kept.copy_(kept)
-        if count < self.candidates.shape[0]:
-            self.kept[-1:] += self.candidates.shape[0] - count
+        if count < self.values.shape[1]:
+            self.kept[-1:] += self.values.shape[1] - count
 
     def run(self, fresh: bool, record: Record | None) -> Tensor:
-        """[n, tasks], until the next run.
+        """[n, E], until the next run.
 
         Args:
             fresh: `kept` or `cached` is not what it was.
@@ -274,7 +282,7 @@ class _Form:
 
     def _first(self) -> Tensor:
         """Of a piece whose layouts are new: what layers work out from them is kept in them."""
-        count = self.candidates.shape[0]
+        count = self.values.shape[1]
         parts = [
             SequenceLayout.trusted(
                 self.kept, offsets_from_lengths(self.kept), self.kept, 0, count, count, count
@@ -283,46 +291,43 @@ class _Form:
         ]
         self._layout = SequenceLayout.join(parts) if len(parts) > 1 else parts[0]
         self._cache = self.whole()
-        self.half.round_weights()
+        self.layers.round_weights()
         return self._again()
 
     def _again(self) -> Tensor:
         times = self.times.flatten()
         sequence = JaggedSequence(self.values.flatten(0, 1), self._layout, times, times)
-        return self.half.scores(sequence, self.candidates, self._cache)
+        return self.layers.mix(sequence, self._cache)
 
 
-class _SecondHalf(nn.Module):
-    """`Ranker.score_encoded` with weights of linear layers that have been rounded before: else each of many
-    small pieces would round them.
+class _Layers(nn.Module):
+    """The mixer with weights of linear layers that have been rounded before: else each of many small pieces
+    would round them.
     """
 
     def __init__(self, model: Ranker):
         super().__init__()
-        self.model = model
-        parts = {"mix": model.mix, "postprocess": model.postprocess, "head": model.head}
-        modules = [(f"model.{part}", module) for part, module in parts.items()]
-        compiled = any(getattr(module, "compiled", False) for module in model.mix.modules())
+        self.mixer = model.caching_mixer()
+        compiled = any(getattr(module, "compiled", False) for module in self.mixer.modules())
         self._rounded: dict[str, Tensor] = {}
         self._exact: list[Tensor] = []
         if model.precision != pb.BF16 or compiled:  # what is compiled is so for its own parameters
             return
-        for prefix, part in modules:
-            for name, module in part.named_modules(prefix=prefix):
-                if isinstance(module, nn.Linear):
-                    for kind, parameter in module.named_parameters(prefix=name, recurse=False):
-                        self._exact.append(parameter)
-                        self._rounded[kind] = parameter.detach().to(torch.bfloat16)
+        for name, module in self.mixer.named_modules(prefix="mixer"):
+            if isinstance(module, nn.Linear):
+                for kind, parameter in module.named_parameters(prefix=name, recurse=False):
+                    self._exact.append(parameter)
+                    self._rounded[kind] = parameter.detach().to(torch.bfloat16)
 
     def round_weights(self) -> None:
         """As they are now."""
         if self._exact:
             torch._foreach_copy_(list(self._rounded.values()), [one.detach() for one in self._exact])
 
-    def forward(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
-        """[n, tasks]."""
-        return self.model.score_encoded(sequence, candidates, cache)
+    def forward(self, sequence: JaggedSequence, cache: MixerCache) -> Tensor:
+        """[n, E]."""
+        return self.mixer.score(sequence, cache).values
 
-    def scores(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
+    def mix(self, sequence: JaggedSequence, cache: MixerCache) -> Tensor:
         """`forward` with the weights of `round_weights`."""
-        return torch.func.functional_call(self, self._rounded, (sequence, candidates, cache))
+        return torch.func.functional_call(self, self._rounded, (sequence, cache))

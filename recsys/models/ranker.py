@@ -16,7 +16,7 @@ from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows, Model, build_postprocessor, layout_rule
 from recsys.models.cached import RankerCache, microbatches
 from recsys.models.halves import Halves
-from recsys.modules.cache import CachingMixer, Keep, MixerCache, copied
+from recsys.modules.cache import OWN, CachingMixer, Memory, MixerCache
 from recsys.modules.flops import linear_flops
 from recsys.modules.losses import RankingLoss
 from recsys.modules.preprocessors import EncodedPrefix, Preprocessed
@@ -85,10 +85,11 @@ class Ranker(Model):
         """float32 [N, tasks], predictions in the config's order of tasks."""
         return self._stack(self(batch))
 
-    def prefill(self, batch: Batch, keep: Keep = copied) -> RankerCache:
+    def prefill(self, batch: Batch, memory: Memory = OWN) -> RankerCache:
         """What candidates look at of each row's user and history; candidates of the batch are left alone.
 
-        For `score_cached`, in evaluation mode under `torch.no_grad()`. `keep`: see there.
+        For `score_cached`, in evaluation mode under `torch.no_grad()`. `memory`: where keys and
+        values come to lie.
 
         Raises:
             ValueError: the mixer keeps no cache. RuntimeError: the model is in training.
@@ -96,7 +97,7 @@ class Ranker(Model):
         mixer = self.caching_mixer()
         with self.autocast():
             sequence, prefix = self.encode_users(batch)
-            return RankerCache(prefix, mixer.prefill(sequence, keep))
+            return RankerCache(prefix, mixer.prefill(sequence, memory))
 
     def score_cached(self, batch: Batch, cache: RankerCache) -> Tensor:
         """`score` of a batch whose users and histories are in the cache; only candidates are looked at.
@@ -166,8 +167,13 @@ class Ranker(Model):
     def score_encoded(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
         """The second half of `score_cached`, of some candidates: [n, tasks]. Within `autocast`."""
         mixed = self.caching_mixer().score(sequence, cache)
-        targets = self.postprocess(mixed.values, mixed.next_timestamps)  # there are no other tokens
-        return self._stack(self.predict(self.head(targets, candidates)))
+        return self.score_mixed(mixed.values, mixed.next_timestamps, candidates)
+
+    def score_mixed(self, targets: Tensor, timestamps: Tensor, candidates: Tensor) -> Tensor:
+        """What follows the mixer: [n, tasks] from mixed target tokens [n, E], their times, int64 [n] seconds,
+        and the candidates [n, width] of `encode_candidates`. Within `autocast`.
+        """
+        return self._stack(self.predict(self.head(self.postprocess(targets, timestamps), candidates)))
 
     def _stack(self, outputs: RankerOutputs) -> Tensor:
         return torch.stack([outputs.predictions[task.name] for task in self.tasks], dim=1)

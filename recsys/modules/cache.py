@@ -14,11 +14,19 @@ from torch import Tensor
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import Selection, SequenceLayout, gather_rows
 
-Keep = Callable[[Tensor], Tensor]
-"""Where a cache's tensors come to lie: takes one that may be a view of something larger, [T, ...], and
-returns an equal one that stays. Of each stage it is called for times, if there are any, then for keys and
-values of each layer in turn.
-"""
+
+class Memory(Protocol):
+    """Where a cache's tensors come to lie. Of each stage one of the two is called for times, if there are
+    any, then for keys and values of each layer in turn.
+    """
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """An equal one that stays, of one that may be a view of something larger, [T, ...]."""
+        ...
+
+    def place(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What stays, contiguous, for the caller to fill."""
+        ...
 
 
 WORD = torch.complex128
@@ -30,6 +38,21 @@ def copied(tensor: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return tensor.clone(memory_format=torch.contiguous_format)
     return copy_rows(tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format))
+
+
+class OwnMemory:
+    """Tensors of their own, for each cache."""
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A copy."""
+        return copied(tensor)
+
+    def place(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """New memory."""
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+OWN: Memory = OwnMemory()
 
 
 def copy_rows(source: Tensor, target: Tensor) -> Tensor:
@@ -146,7 +169,7 @@ class CachingMixer(Protocol):
         """Neighbouring targets that are scored together or not at all."""
         ...
 
-    def prefill(self, sequence: JaggedSequence, keep: Keep = copied) -> MixerCache:
+    def prefill(self, sequence: JaggedSequence, memory: Memory = OWN) -> MixerCache:
         """What targets will look at of contextual and history tokens."""
         ...
 

@@ -115,18 +115,28 @@ class STULayer(nn.Module):
         with rebuilt_in_backward(partial(self._all_projected, x.detach()), x.device.type) as watch:
             return self._through(self._divide(x, joined, watch), attend, scale)
 
-    def project(self, x: Tensor) -> "Projected":
-        """The first half of `forward`, for layers that share one attention; keeps u, q, k and v."""
+    def project(self, x: Tensor, places: "Kept | None" = None) -> "Projected":
+        """The first half of `forward`, for layers that share one attention; keeps u, q, k and v.
+
+        Args:
+            places: memory for k and v, where `fills_places`.
+        """
         if self._is_fused(x):
-            return self._front(x)
+            return self._front(x, places=places)
         if self.compiled and x.shape[0] > 1 and not torch.compiler.is_compiling():
             return self._heads(x, *_compiled_front()(self, x))
         return self._divide(x, self._join(x))
 
-    def keys_and_values(self, x: Tensor) -> "Kept":
-        """k and v of `project` alone, for tokens that are looked at and do not look themselves."""
+    def fills_places(self, x: Tensor) -> bool:
+        """Whether k and v can be made where they are to stay; else whoever wants them there copies them."""
+        return self._is_fused(x) and self.form.activation == "u" and not torch.is_grad_enabled()
+
+    def keys_and_values(self, x: Tensor, places: "Kept | None" = None) -> "Kept":
+        """k and v of `project` alone, for tokens that are looked at and do not look themselves. `places`: see
+        there."""
         _, v, _, k = self._weights()
-        return self._kept(self._some_parts(x, v, k).parts)
+        out = None if places is None else [places.v.flatten(1), places.k.flatten(1)]
+        return self._kept(self._some_parts(x, v, k, out=out).parts)
 
     def forward_some(self, x: Tensor, index: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
         """[S, E], the rows `index` of `forward`, where nobody looks at the others.
@@ -163,7 +173,9 @@ class STULayer(nn.Module):
         parameters = (self.uvqk.weight, self.uvqk.bias)
         return list(zip(*(one.split(self.widths) for one in parameters), strict=True))
 
-    def _some_parts(self, x: Tensor, *chosen: tuple[Tensor, Tensor]) -> NormLinear:
+    def _some_parts(
+        self, x: Tensor, *chosen: tuple[Tensor, Tensor], out: Sequence[Tensor] | None = None
+    ) -> NormLinear:
         """Some of u, v, q and k before their activation, by their weight and bias."""
         return norm_linear(
             x,
@@ -174,6 +186,7 @@ class STULayer(nn.Module):
             [len(bias) for _, bias in chosen],
             eps=self.input_norm.eps,
             dtype=product_dtype(x),
+            out=out,
         )
 
     def _kept(self, parts: Sequence[Tensor]) -> "Kept":
@@ -187,8 +200,12 @@ class STULayer(nn.Module):
         attended: Tensor,
         scale: Tensor | None = None,
         room: GradientRoom | None = None,
+        in_place: bool = False,
     ) -> Tensor:
-        """The second half of `forward`: [T, E] from `project`'s result and attention's [T, H, V]."""
+        """The second half of `forward`: [T, E] from `project`'s result and attention's [T, H, V].
+
+        `in_place`: it may take the place of x, where no gradients are asked for.
+        """
         attended = attended.flatten(1)
         if "gated" in self._recomputed():
             random = self.training and self.dropout.p > 0
@@ -196,7 +213,8 @@ class STULayer(nn.Module):
                 self._gate_and_project, u, attended, room, use_reentrant=False, preserve_rng_state=random
             )
         elif scale is None and self._is_fused(x):
-            return linear_add(x, self._gate(u, attended, room), self.output.weight, self.output.bias)
+            gated = self._gate(u, attended, room)
+            return linear_add(x, gated, self.output.weight, self.output.bias, in_place=in_place)
         else:
             branch = self._gate_and_project(u, attended, room)
         if scale is not None:
@@ -213,7 +231,7 @@ class STULayer(nn.Module):
             return x.is_cuda and not self.compiled and not torch.compiler.is_compiling()
         return self.fused
 
-    def _front(self, x: Tensor, watch: Watch | None = None) -> "Projected":
+    def _front(self, x: Tensor, watch: Watch | None = None, places: "Kept | None" = None) -> "Projected":
         """`project` by an op; u before its activation in the form "u"."""
         widths = self.widths if self.form.activation == "u" else [sum(self.widths)]
         parts, x, room = norm_linear(
@@ -226,6 +244,7 @@ class STULayer(nn.Module):
             eps=self.input_norm.eps,
             dtype=product_dtype(x),
             keep_normed="normed_x" not in self._recomputed(),
+            out=None if places is None else [None, places.v.flatten(1), None, places.k.flatten(1)],
         )
         made = [parts[0]]
         if watch is not None:

@@ -8,6 +8,7 @@ import torch
 
 from recsys.models.graph_scoring import WARM_UP, GraphScoring
 from recsys.modules.mixers import HstuMixer
+from recsys.modules.stu import STULayer
 from tests.models.test_no_host_sync import batch_on, name_backend, no_waiting
 from tests.models.test_ranker_cached import FORMS, SIZES, build, close
 from tests.modules.pipelines import batch_of, pipeline_of, random_rows
@@ -62,6 +63,25 @@ def test_scores_are_those_of_whole_rows(pipeline, size):
         check(scoring, batches, expected)
     assert Recorded.count > 0
     check(GraphScoring(model, size), batches, expected)
+
+
+@torch.no_grad()
+def test_layers_of_ops_fill_the_cache_where_it_lies(pipeline, monkeypatch):
+    model = build(pipeline)
+    batches = [batch_of(pipeline, random_rows(pipeline, sizes, seed)) for seed, sizes in enumerate(MANY[:3])]
+    expected = [model.score(batch) for batch in batches]
+    monkeypatch.setattr(STULayer, "fused", True)
+    scoring = GraphScoring(model, 2, record=Recorded)
+    for _ in range(2):
+        check(scoring, batches, expected)
+    kept, cache = scoring.prefill(batches[0]), model.prefill(batches[0])
+    own = [stage.keys + stage.values for stack in kept.mixer.stacks for stage in stack]
+    new = [stage.keys + stage.values for stack in cache.mixer.stacks for stage in stack]
+    places = {buffer.data_ptr() for buffer in scoring.room._buffers}
+    for ours, theirs in zip(sum(own, ()), sum(new, ()), strict=True):
+        assert ours.data_ptr() in places
+        assert theirs.untyped_storage().nbytes() == theirs.nbytes
+        close(ours, theirs)
 
 
 @torch.no_grad()

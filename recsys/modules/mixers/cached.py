@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from recsys.modules.cache import CacheStage, Keep, copied
+from recsys.modules.cache import OWN, CacheStage, Memory
 from recsys.modules.mixers.step import Halves, finish, in_policy, keys_and_values, parts_of, project
 from recsys.modules.sequence import JaggedSequence
+from recsys.modules.stu import Kept, product_dtype
 from recsys.ops import SequenceLayout
 
 if TYPE_CHECKING:
@@ -22,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def prefill(
-    stacks: Sequence[HstuMixer], sequence: JaggedSequence, keep: Keep = copied
+    stacks: Sequence[HstuMixer], sequence: JaggedSequence, memory: Memory = OWN
 ) -> tuple[CacheStage, ...]:
     """Runs contextual and history tokens as far as targets will look at them: of the last layer only keys and
     values are computed.
 
     Args:
         sequence: without targets.
-        keep: see there.
+        memory: where keys, values and times come to lie.
 
     Raises:
         ValueError: there are targets. RuntimeError: the stacks are in training.
@@ -44,16 +45,19 @@ def prefill(
         sequence = rule.truncate(sequence)
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
         if number == 0 or rule.tail_len is not None:
-            times = keep(sequence.timestamps) if first.biases else None
+            times = memory.keep(sequence.timestamps) if first.biases else None
             stages.append(CacheStage(sequence.layout, times))
         is_last = number + 1 == len(first.rules)
-        made = keys_and_values(layers, parts) if is_last else project(layers, parts)
-        stages[-1] = stages[-1].with_layer(keep(made.k), keep(made.v))
+        places = _places(first, sequence, memory) if layers[0].fills_places(sequence.values) else None
+        made = (keys_and_values if is_last else project)(layers, parts, places)
+        k, v = places or (memory.keep(made.k), memory.keep(made.v))
+        stages[-1] = stages[-1].with_layer(k, v)
         if isinstance(made, Halves):
             q, k, v = made.q, made.k, made.v
             bias = first.biases[number](sequence) if first.biases else None
             attended = first.attention(q, k, v, layout=sequence.layout, mask=rule.mask, bias=bias)
-            sequence = sequence.with_values(finish(layers, parts, made, attended))
+            values = finish(layers, parts, made, attended, in_place=number > 0)
+            sequence = sequence.with_values(values)
     return tuple(stages)
 
 
@@ -76,7 +80,7 @@ def score(
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
         halves = project(layers, parts)
         attended = _attend(stacks[0], number, sequence, halves, stage, place)
-        sequence = sequence.with_values(finish(layers, parts, halves, attended))
+        sequence = sequence.with_values(finish(layers, parts, halves, attended, in_place=number > 0))
     return sequence.with_values(sequence.values.to(given))
 
 
@@ -164,6 +168,14 @@ def _layers(stages: Sequence[CacheStage]) -> Iterator[tuple[CacheStage, int]]:
     for stage in stages:
         for place in range(len(stage.keys)):
             yield stage, place
+
+
+def _places(mixer: HstuMixer, sequence: JaggedSequence, memory: Memory) -> Kept:
+    """Memory of the cache for a layer's keys and values."""
+    tokens, dtype = sequence.layout.total_len, product_dtype(sequence.values)
+    device = sequence.values.device
+    widths = (mixer.qk_dim, mixer.v_dim)
+    return Kept(*(memory.place((tokens, mixer.num_heads, width), dtype, device) for width in widths))
 
 
 def _attend(

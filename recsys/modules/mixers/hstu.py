@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from recsys import protos as pb
-from recsys.modules.cache import Keep, MixerCache, copied
+from recsys.modules.cache import OWN, Memory, MixerCache
 from recsys.modules.mixers import cached
 from recsys.modules.mixers.rules import LayerRule, layer_rules, stack_flops
 from recsys.modules.mixers.step import finish, in_policy, project
@@ -101,9 +101,9 @@ class HstuMixer(nn.Module):
         """Neighbouring targets that are scored together or not at all, by the groups of all layers."""
         return math.lcm(*(rule.mask.target_group_size for rule in self.rules))
 
-    def prefill(self, sequence: JaggedSequence, keep: Keep = copied) -> MixerCache:
+    def prefill(self, sequence: JaggedSequence, memory: Memory = OWN) -> MixerCache:
         """What targets will look at of these contextual and history tokens; see `mixers.cached`."""
-        return MixerCache((cached.prefill([self], sequence, keep),))
+        return MixerCache((cached.prefill([self], sequence, memory),))
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
         """Targets alone, [N, E] in and out: what `forward` makes of them behind the tokens of the cache."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
-from recsys.modules.cache import Keep, MixerCache, copied
+from recsys.modules.cache import OWN, Memory, MixerCache
 from recsys.modules.flops import linear_flops
 from recsys.modules.mixers import cached
 from recsys.modules.mixers.hstu import HstuMixer, may_mix_as_one, mix_as_one
@@ -58,11 +58,11 @@ class MixtureMixer(nn.Module):
         """Neighbouring targets that are scored together or not at all, by the groups of all stacks."""
         return math.lcm(*(stack.target_group_size for stack in self.stacks))
 
-    def prefill(self, sequence: JaggedSequence, keep: Keep = copied) -> MixerCache:
+    def prefill(self, sequence: JaggedSequence, memory: Memory = OWN) -> MixerCache:
         """What targets will look at of the channels' contextual and history tokens; see `mixers.cached`."""
         return MixerCache(
             tuple(
-                cached.prefill(stacks, _as_one(some), keep)
+                cached.prefill(stacks, _as_one(some), memory)
                 for stacks, some in self._in_step(sequence.split())
             )
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import Kept, STULayer, product_dtype
+from recsys.modules.stu import Kept, Projected, STULayer, product_dtype
 
 
 class Halves(NamedTuple):
@@ -29,16 +29,40 @@ def parts_of(sequence: JaggedSequence) -> list[JaggedSequence]:
     return sequence.split() if sequence.layout.parts else [sequence]
 
 
-def project(layers: Sequence[STULayer], parts: Sequence[JaggedSequence]) -> Halves:
-    """The first half of each layer, on its own part."""
-    found = [layer.project(part.values) for layer, part in zip(layers, parts, strict=True)]
-    q, k, v = (_join([getattr(half, name) for half in found]) for name in "qkv")
-    return Halves([half.u for half in found], q, k, v)
+def project(
+    layers: Sequence[STULayer], parts: Sequence[JaggedSequence], places: Kept | None = None
+) -> Halves:
+    """The first half of each layer, on its own part.
+
+    Args:
+        places: memory for k and v, where the layers fill it.
+    """
+    columns = zip(layers, parts, _cut(places, parts), strict=True)
+    found = [layer.project(part.values, own) for layer, part, own in columns]
+    q = _join([half.q for half in found])
+    return Halves([half.u for half in found], q, *_kept(found, places))
 
 
-def keys_and_values(layers: Sequence[STULayer], parts: Sequence[JaggedSequence]) -> Kept:
+def keys_and_values(
+    layers: Sequence[STULayer], parts: Sequence[JaggedSequence], places: Kept | None = None
+) -> Kept:
     """Of `project` what other tokens look at: [T of all, H, D] and [T of all, H, V]."""
-    found = [layer.keys_and_values(part.values) for layer, part in zip(layers, parts, strict=True)]
+    columns = zip(layers, parts, _cut(places, parts), strict=True)
+    return _kept([layer.keys_and_values(part.values, own) for layer, part, own in columns], places)
+
+
+def _cut(places: Kept | None, parts: Sequence[JaggedSequence]) -> list[Kept | None]:
+    """Of each part its own rows."""
+    if places is None:
+        return [None] * len(parts)
+    sizes = [part.layout.total_len for part in parts]
+    return [Kept(*pair) for pair in zip(places.k.split(sizes), places.v.split(sizes), strict=True)]
+
+
+def _kept(found: Sequence[Projected | Kept], places: Kept | None) -> Kept:
+    """k and v of all parts: the places, where they have been filled."""
+    if places is not None:
+        return places
     return Kept(_join([half.k for half in found]), _join([half.v for half in found]))
 
 
@@ -48,17 +72,24 @@ def finish(
     halves: Halves,
     attended: Tensor,
     scales: Sequence[Tensor | None] | None = None,
+    in_place: bool = False,
 ) -> Tensor:
     """The second half of each layer: [T of all, E].
 
     Args:
         attended: [T of all, H, V].
         scales: of each layer, see `STULayer.forward`.
+        in_place: whether the result may take the place of the tokens, see `STULayer.finish`.
     """
     own = attended.split([part.layout.total_len for part in parts])
     scales = [None] * len(parts) if scales is None else scales
     columns = zip(layers, parts, halves.u, own, scales, strict=True)
-    return _join([layer.finish(part.values, u, one, scale) for layer, part, u, one, scale in columns])
+    return _join(
+        [
+            layer.finish(part.values, u, one, scale, in_place=in_place)
+            for layer, part, u, one, scale in columns
+        ]
+    )
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:

@@ -21,7 +21,13 @@ class LinearAddFacts:
 
 
 def linear_add(
-    x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str = "auto"
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    in_place: bool = False,
+    backend: str = "auto",
 ) -> Tensor:
     """`x + y @ weight^T + bias`; the product in the type of y, the sum in that of x.
 
@@ -29,6 +35,8 @@ def linear_add(
         x: [T, E] floating point.
         y: [T, K] floating point.
         weight: [E, K] floating point. bias: [E], its dtype.
+        in_place: whether the sum may take the place of x, without gradients: cuBLAS then adds to what is
+            there, and the sum costs nothing.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
@@ -38,7 +46,7 @@ def linear_add(
         TypeError, ValueError: naming the argument.
     """
     facts = _facts(x, y, weight, bias)
-    return OP.select(facts, backend).run(x, y, weight, bias)
+    return OP.select(facts, backend).run(x, y, weight, bias, in_place and not torch.is_grad_enabled())
 
 
 def _facts(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> LinearAddFacts:

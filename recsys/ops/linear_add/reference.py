@@ -13,7 +13,7 @@ def supports(facts: object) -> Support:
     return SUPPORTED
 
 
-def run(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def run(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, in_place: bool = False) -> Tensor:
     """One operation after the other."""
     branch = F.linear(y, weight.to(y.dtype), None if bias is None else bias.to(y.dtype))
-    return x + branch.to(x.dtype)
+    return x.add_(branch) if in_place else x + branch.to(x.dtype)

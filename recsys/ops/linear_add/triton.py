@@ -25,7 +25,9 @@ def supports(facts: LinearAddFacts) -> Support:
     return able
 
 
-def run(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def run(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, in_place: bool) -> Tensor:
     """Backward adds up gradients of the parameters in float32."""
     ops = triton_backend.load(_OPS)
+    if in_place:
+        return ops.forward_in_place(x, y, weight, bias)
     return (ops.LinearAdd.apply if torch.is_grad_enabled() else ops.forward)(x, y, weight, bias)

@@ -16,6 +16,13 @@ def forward(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     return _added(x, linear(y, weight, bias))
 
 
+def forward_in_place(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`forward`, where x was: added to before it is rounded."""
+    if bias is not None or x.dtype != y.dtype:
+        return x.add_(linear(y, weight, bias))
+    return x.addmm_(y, weight.to(y.dtype).t())
+
+
 def _added(x: Tensor, branch: Tensor) -> Tensor:
     """The sum, in the memory of the branch if that will do."""
     return branch.add_(x) if x.dtype == branch.dtype else x + branch.to(x.dtype)

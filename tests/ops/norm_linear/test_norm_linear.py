@@ -82,6 +82,44 @@ def test_statistics_in_float32_and_products_in_the_given_type():
     assert torch.equal(torch.cat(found.parts, dim=1), same)
 
 
+@torch.no_grad()
+def test_parts_are_made_where_they_are_to_stay():
+    leaves = inputs(7)
+    expected = norm_linear(*leaves, WIDTHS).parts
+    room = torch.zeros(9, 4, dtype=torch.float64)
+    found = norm_linear(*leaves, WIDTHS, out=[None, room[1:8], None]).parts
+    assert found[1].data_ptr() == room[1:].data_ptr()
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert not room[0].any() and not room[8].any()
+
+
+def test_places_are_checked():
+    leaves, place = inputs(7), torch.zeros(7, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="no gradients into `out`"):
+        norm_linear(*leaves, WIDTHS, out=[None, place, None])
+    with torch.no_grad():
+        for out, error, message in (
+            ([place], ValueError, "an entry for each of 3 widths, got 1"),
+            ([place, None, None], ValueError, r"out\[0\] must be contiguous, of shape \[7, 3\]"),
+            ([None, place.float(), None], TypeError, r"out\[1\] must be torch.float64 on cpu"),
+            ([None, place.t().contiguous().t(), None], ValueError, "must be contiguous"),
+        ):
+            with pytest.raises(error, match=message):
+                norm_linear(*leaves, WIDTHS, out=out)
+
+
+def test_a_sum_in_place():
+    x, y, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((5, 4), (5, 3), (4, 3)))
+    expected = x + y @ weight.t()
+    kept = x.clone()
+    torch.testing.assert_close(linear_add(x, y, weight.requires_grad_(), in_place=True), expected)
+    assert torch.equal(x, kept), "not where gradients are asked for"
+    with torch.no_grad():
+        assert linear_add(x, y, weight, in_place=True) is x
+    torch.testing.assert_close(x, expected)
+
+
 def test_the_sum_has_the_type_of_x():
     x, y, weight = torch.randn(5, 4), torch.randn(5, 3).bfloat16(), torch.randn(4, 3)
     exact = x.double() + y.double() @ weight.double().t()

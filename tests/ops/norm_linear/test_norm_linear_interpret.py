@@ -98,6 +98,31 @@ def test_the_parts_lie_side_by_side_and_their_gradients_too():
 
 
 @interpreted
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [0, 7])
+def test_parts_are_made_where_they_are_to_stay(rows):
+    given = inputs(rows, 6, torch.float32)
+    expected = norm_linear(*given, WIDTHS, backend="reference").parts
+    places = [torch.full((rows, width), float("nan")) for width in WIDTHS]
+    found = norm_linear(*given, WIDTHS, out=[None, *places[1:]], backend="triton").parts
+    assert found[1] is places[1] and found[2] is places[2]
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+@torch.no_grad()
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_the_sum_in_place(kind, with_bias):
+    x, y, weight, bias = (torch.randn(shape) for shape in ((9, 20), (9, 5), (20, 5), (20,)))
+    rest = (y.to(kind), weight, bias if with_bias else None)
+    expected = linear_add(x, *rest, backend="reference")
+    assert linear_add(x, *rest, in_place=True, backend="triton") is x
+    torch.testing.assert_close(x, expected, rtol=1e-3, atol=1e-3)
+
+
+@interpreted
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("rows", [0, 1, 70])
 @pytest.mark.parametrize("types", [(torch.float32, torch.float32), (torch.float32, torch.float16)])
