@@ -177,6 +177,8 @@ def _cached_work(
     block: int,
     parts: int,
 ) -> Tensor:
+    if _has_kernel(layout):
+        return triton_backend.load(_START).cached_items_of(mask, layout, cache_layout, tile, block, parts)
     tiles = tiles_of(layout, tile)
     part = torch.zeros_like(tiles.first)
     if parts > 1:

@@ -235,8 +235,11 @@ def items_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
-def order_kernel(items, order_by, ordered, num_tiles, LANES: tl.constexpr, OTHERS: tl.constexpr):
-    """`ordered` = `items` [num_tiles, NUM_COLUMNS], the largest of `order_by` first, equals as they were: a
+def order_kernel(
+    items, order_by, ordered, num_tiles,
+    COLUMNS: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """`ordered` = `items` [num_tiles, COLUMNS], the largest of `order_by` first, equals as they were: a
     tile's place is the number of those that come before it."""
     number = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = number < num_tiles
@@ -247,7 +250,7 @@ def order_kernel(items, order_by, ordered, num_tiles, LANES: tl.constexpr, OTHER
         theirs = tl.load(order_by + other, mask=other < num_tiles, other=-1)[None, :]
         first = (theirs > own) | ((theirs == own) & (other[None, :] < number[:, None]))
         place += tl.sum(first.to(tl.int32), 1)
-    column = tl.arange(0, 16)[None, :]
-    used = inside[:, None] & (column < NUM_COLUMNS)
-    item = tl.load(items + number[:, None] * NUM_COLUMNS + column, mask=used, other=0)
-    tl.store(ordered + place[:, None] * NUM_COLUMNS + column, item, mask=used)
+    column = tl.arange(0, PADDED)[None, :]
+    used = inside[:, None] & (column < COLUMNS)
+    item = tl.load(items + number[:, None] * COLUMNS + column, mask=used, other=0)
+    tl.store(ordered + place[:, None] * COLUMNS + column, item, mask=used)

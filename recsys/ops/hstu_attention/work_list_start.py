@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention.work_list import num_tiles_of, sections_of
+from recsys.ops.hstu_attention.work_list import NUM_CACHED_COLUMNS, num_tiles_of, sections_of
+from recsys.ops.hstu_attention.work_list_cached_kernel import cached_items_kernel
 from recsys.ops.hstu_attention.work_list_kernel import NUM_COLUMNS, items_kernel, order_kernel
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.triton_start import start
 
-LANES = 128
-"""Tiles of a program."""
+LANES, CACHED_LANES = 128, 64
+"""Tiles of a program, and where there is a cache."""
 
 SAMPLES = 32
 """That it looks at, at a time, for those of its tiles."""
@@ -80,6 +81,55 @@ def items_of(
     return _in_order(items, order_by)
 
 
+def cached_items_of(
+    mask: AttentionMask,
+    layout: SequenceLayout,
+    cache_layout: SequenceLayout,
+    tile: int,
+    block: int,
+    parts: int,
+) -> Tensor:
+    """What `work_list.cached_work` returns."""
+    device, num_items = layout.device, num_tiles_of(layout, tile) * parts
+    items = torch.empty(num_items, NUM_CACHED_COLUMNS, dtype=torch.int64, device=device)
+    if num_items == 0:
+        return items
+    order_by = torch.empty(num_items, dtype=torch.int64, device=device)
+    start(
+        cached_items_kernel,
+        -(-num_items // CACHED_LANES),
+        (
+            layout.offsets,
+            layout.lengths,
+            layout.num_targets,
+            cache_layout.offsets,
+            cache_layout.lengths,
+            items,
+            order_by,
+        ),
+        (
+            num_items,
+            layout.batch_size,
+            cache_layout.num_contextual,
+            mask.window or 0,
+            mask.prefix,
+            mask.target_group_size,
+            parts,
+        ),
+        {
+            "TILE": tile,
+            "BLOCK": block,
+            "WINDOWED": mask.window is not None,
+            "TARGET_WINDOW": mask.target_window,
+            "CONTEXTUAL_READS": mask.contextual_reads_history,
+            "LANES": CACHED_LANES,
+            "SAMPLES": SAMPLES,
+            "num_warps": 4,
+        },
+    )
+    return _in_order(items, order_by)
+
+
 def _in_order(items: Tensor, order_by: Tensor) -> Tensor:
     """The items with the largest number first, equals as they were."""
     num_tiles = items.shape[0]
@@ -91,6 +141,12 @@ def _in_order(items: Tensor, order_by: Tensor) -> Tensor:
         -(-num_tiles // ORDERED),
         (items, order_by, ordered),
         (num_tiles,),
-        {"LANES": ORDERED, "OTHERS": OTHERS, "num_warps": 4},
+        {
+            "COLUMNS": items.shape[1],
+            "PADDED": 1 << (items.shape[1] - 1).bit_length(),
+            "LANES": ORDERED,
+            "OTHERS": OTHERS,
+            "num_warps": 4,
+        },
     )
     return ordered

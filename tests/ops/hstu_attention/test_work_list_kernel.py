@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from recsys.ops import AttentionMask, SequenceLayout
-from recsys.ops.hstu_attention.work_list import _key_work, _row_work
+from recsys.ops.hstu_attention.work_list import NUM_CACHED_COLUMNS, _cached_work, _key_work, _row_work
 from tests.ops.assembled import assemble
 from tests.ops.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
 
-ORDERING = {"LANES": 32, "OTHERS": 256}
+ORDERINGS = [
+    {"COLUMNS": columns, "PADDED": padded, "LANES": 32, "OTHERS": 256}
+    for columns, padded in ((12, 16), (NUM_CACHED_COLUMNS, 32))
+]
 TILES = ((128, 64), (64, 128), (128, 128), (16, 32))
 FLAGS = [(keys, window) for keys in (True, False) for window in (True, False)]
 
@@ -21,7 +24,7 @@ def few_lanes(monkeypatch):
     from recsys.ops.hstu_attention import work_list_start
 
     mend_interpreter(monkeypatch)
-    for name, value in (("LANES", 16), ("SAMPLES", 2), ("ORDERED", 8), ("OTHERS", 16)):
+    for name, value in (("LANES", 16), ("CACHED_LANES", 16), ("SAMPLES", 2), ("ORDERED", 8), ("OTHERS", 16)):
         monkeypatch.setattr(work_list_start, name, value)
 
 
@@ -55,10 +58,32 @@ def assert_equal_lists(seed: int, device: str = "cpu") -> None:
         assert torch.equal(found.cpu(), wanted), (mask, layout.lengths, layout.num_targets, keys, tail)
 
 
+def assert_equal_cached_lists(seed: int, device: str = "cpu") -> None:
+    """Of new tokens behind cached ones: history and targets, some samples without either."""
+    from recsys.ops.hstu_attention.work_list_start import cached_items_of
+
+    chance = random.Random(seed)
+    whole, mask = random_case(chance)
+    history = [chance.choice([0, 0, 1, 50]) for _ in range(whole.batch_size)]
+    layout = SequenceLayout(whole.num_targets + torch.tensor(history, dtype=torch.int64), whole.num_targets)
+    cached = SequenceLayout(whole.lengths - whole.num_targets, None, whole.num_contextual)
+    tile, block = chance.choice(TILES)
+    parts = chance.choice([1, 1, 2, 8])
+    wanted = _cached_work(mask, layout, cached, tile, block, parts)
+    found = cached_items_of(mask, layout.to(device), cached.to(device), tile, block, parts)
+    assert torch.equal(found.cpu(), wanted), (mask, layout.lengths, layout.num_targets, cached.lengths, parts)
+
+
 @interpreted
 @pytest.mark.parametrize("seed", range(60))
 def test_the_same_lists(few_lanes, seed):
     assert_equal_lists(seed)
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(60))
+def test_the_same_lists_with_a_cache(few_lanes, seed):
+    assert_equal_cached_lists(seed)
 
 
 @interpreted
@@ -71,6 +96,21 @@ def test_tiles_that_are_none_come_last(few_lanes):
     unknown = SequenceLayout.trusted(*numbers, 0, layout.total_len, 100, 5).to("cpu")
     known = items_of(AttentionMask(), layout, 16, 32, None, keys=False)
     assert torch.equal(items_of(AttentionMask(), unknown, 16, 32, None, keys=False)[: len(known)], known)
+
+
+@interpreted
+def test_tiles_that_are_none_of_candidates(few_lanes):
+    """All columns, as the operations have them."""
+    from recsys.ops.hstu_attention.work_list_start import cached_items_of
+
+    lengths = torch.tensor([30, 0, 70])
+    layout = SequenceLayout.trusted(
+        lengths, torch.tensor([0, 30, 30, 100]), lengths, 0, total_len=200, max_len=200, total_targets=200
+    )
+    cached = SequenceLayout(torch.tensor([5, 9, 0]), None, 0)
+    cached = SequenceLayout.trusted(cached.lengths, cached.offsets, cached.num_targets, 0, 999, 999, 0)
+    found = cached_items_of(AttentionMask(), layout, cached, 16, 32, 2)
+    assert torch.equal(found, _cached_work(AttentionMask(), layout, cached, 16, 32, 2))
 
 
 @interpreted
@@ -103,10 +143,23 @@ def test_it_fits_into_the_registers(keys, window, tmp_path):
         "SAMPLES": 32,
     }
     assert assemble(items_kernel, {}, constants, tmp_path).spills == 0
-    assert assemble(order_kernel, {}, ORDERING, tmp_path).spills == 0
+    for constants in ORDERINGS:
+        assert assemble(order_kernel, {}, constants, tmp_path).spills == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@pytest.mark.parametrize("window", [True, False])
+def test_that_of_candidates_fits_into_the_registers(window, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+    from recsys.ops.hstu_attention.work_list_cached_kernel import cached_items_kernel
+
+    constants = {"TILE": 128, "BLOCK": 64, "WINDOWED": window, "TARGET_WINDOW": window}
+    constants |= {"CONTEXTUAL_READS": True, "LANES": 64, "SAMPLES": 32}
+    assert assemble(cached_items_kernel, {}, constants, tmp_path).spills == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(100))
 def test_the_same_lists_on_a_gpu(seed):
     assert_equal_lists(seed, "cuda")
+    assert_equal_cached_lists(seed, "cuda")
