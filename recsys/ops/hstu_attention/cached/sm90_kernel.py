@@ -259,12 +259,12 @@ def computing_group(
 def candidates_kernel(
     q_desc, k_desc, v_desc, ck_desc, cv_desc, o_desc, items, counter, num_items, num_heads,
     stride_q, stride_k, stride_v, stride_ck, stride_cv, half_alpha, inverse_scale, group_size,
-    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_TILES: gl.constexpr,
-    GROUPED: gl.constexpr, COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    Q_TILES: gl.constexpr, GROUPED: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [T, H, D] contiguous, of the new tokens. One program a processor; `counter` is 0; the strides are
     those of a head."""
-    STRIPS: gl.constexpr = 2
     SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS, Q_TILES)
     dtype: gl.constexpr = q_desc.dtype
     q_buffer = gl.allocate_shared_memory(dtype, [Q_TILES * STRIPS] + q_desc.block_shape, q_desc.layout)
@@ -290,18 +290,43 @@ def candidates_kernel(
     buffers = (q_buffer, k_buffer, v_buffer, out_buffer, slots)
     barriers = (q_full, q_free, k_full, k_free, v_full, v_free)
     num_places = num_items * num_heads
+    loading = (
+        q_desc, (k_desc, v_desc), (ck_desc, cv_desc), buffers, barriers, items, counter, num_places,
+        num_heads, (stride_q, stride_k, stride_v, stride_ck, stride_cv), group_size, SIZES, GROUPED,
+    )  # fmt: skip
+    gl.static_assert(STRIPS == 2 or STRIPS == 4)
     # A tuple that had a name would lose what its members know at compile time.
-    gl.warp_specialize([
-        (computing_group, (
-            0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, group_size,
-            SIZES, GROUPED,
-        )),
-        (computing_group, (
-            1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, group_size,
-            SIZES, GROUPED,
-        )),
-        (loading_warp, (
-            q_desc, (k_desc, v_desc), (ck_desc, cv_desc), buffers, barriers, items, counter, num_places,
-            num_heads, (stride_q, stride_k, stride_v, stride_ck, stride_cv), group_size, SIZES, GROUPED,
-        )),
-    ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
+    if STRIPS == 2:
+        gl.warp_specialize([
+            (computing_group, (
+                0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+                group_size, SIZES, GROUPED,
+            )),
+            (computing_group, (
+                1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+                group_size, SIZES, GROUPED,
+            )),
+            (loading_warp, loading),
+        ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (computing_group, (
+                0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+                group_size, SIZES, GROUPED,
+            )),
+            (computing_group, (
+                1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+                group_size, SIZES, GROUPED,
+            )),
+            (computing_group, (
+                2, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+                group_size, SIZES, GROUPED,
+            )),
+            (computing_group, (
+                3, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+                group_size, SIZES, GROUPED,
+            )),
+            (loading_warp, loading),
+        ], [4, 4, 4, 1], [
+            COMPUTING_REGISTERS, COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS
+        ])  # fmt: skip

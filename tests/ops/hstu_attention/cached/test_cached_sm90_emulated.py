@@ -17,7 +17,10 @@ def emulated(monkeypatch):
     monkeypatch.setattr(sm90_start, "num_processors", lambda device: 3)
 
 
-def check(cached, targets, mask, dim=64, heads=2, contextual=0):
+SIZES = [*sm90_launch.SIZES.items(), *sm90_launch.LARGE_SIZES.items()]
+
+
+def check(cached, targets, mask, dim=64, heads=2, contextual=0, sizes=None):
     """Not further from float64 than twice the reference in bfloat16."""
     targets, cached = torch.tensor(targets), torch.tensor(cached)
     layout, cache_layout = SequenceLayout(targets, targets), SequenceLayout(cached, None, contextual)
@@ -27,7 +30,7 @@ def check(cached, targets, mask, dim=64, heads=2, contextual=0):
     room = torch.randn(2, cache_layout.total_len + 9, heads, dim, generator=generator).to(torch.bfloat16)
     room[:, cache_layout.total_len :] = float("nan")
     cache_k, cache_v = room[:, : cache_layout.total_len]
-    got = sm90_launch.forward(q, k, v, layout, cache_k, cache_v, cache_layout, mask, dim**-0.5, 50.0)
+    got = sm90_launch.forward(q, k, v, layout, cache_k, cache_v, cache_layout, mask, dim**-0.5, 50.0, sizes)
     rest = {"alpha": dim**-0.5, "scale_len": 50.0, "bias": None}
     exact, other = (
         reference.run(
@@ -45,16 +48,17 @@ def check(cached, targets, mask, dim=64, heads=2, contextual=0):
     assert got.isfinite().all() and error <= 2 * allowed + 1e-3, (float(error), float(allowed))
 
 
+@pytest.mark.parametrize(("dim", "sizes"), [SIZES[0], SIZES[2]])
 @pytest.mark.parametrize("group", [1, 3, 200])
-def test_ragged_samples(group):
+def test_ragged_samples(group, dim, sizes):
     cached, targets = [300, 0, 0, 129, 64, 5, 700, 1], [130, 3, 0, 0, 64, 65, 1, 257]
-    check(cached, targets, AttentionMask(target_group_size=group))
+    check(cached, targets, AttentionMask(target_group_size=group), dim, sizes=sizes)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dim", "sizes"), SIZES)
 @pytest.mark.parametrize("targets", [1, 63, 64, 65, 128, 129, 300])
-def test_one_sample(targets, dim):
-    check([257], [targets], AttentionMask(), dim, heads=1)
+def test_one_sample(targets, dim, sizes):
+    check([257], [targets], AttentionMask(), dim, heads=1, sizes=sizes)
 
 
 def test_a_window_of_the_history_is_no_matter_of_targets():

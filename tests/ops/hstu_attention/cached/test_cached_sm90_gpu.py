@@ -51,8 +51,12 @@ class Case:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("dim", sm90.WIDTHS)
-def test_random_batches_in_any_order(dim, dtype):
+@pytest.mark.parametrize(("dim", "large"), [(64, False), (64, True), (128, False)])
+def test_random_batches_in_any_order(dim, large, dtype, monkeypatch):
+    from recsys.ops.hstu_attention.cached import sm90_launch
+
+    sizes = (sm90_launch.LARGE_SIZES if large else sm90_launch.SIZES)[dim]
+    monkeypatch.setattr(sm90_launch, "sizes_for", lambda *_: sizes)
     draw = random.Random(dim)
     for number in range(40):
         rows = draw.randint(1, 9)
@@ -71,8 +75,9 @@ def test_full_size_to_the_same_bits(dim):
     assert all(torch.equal(case.attend(), expected) for _ in range(20))
 
 
-def test_replays_of_a_graph():
-    case = Case([1000, 30, 0, 700] * 16, [256, 3, 77, 128] * 16, 64)
+@pytest.mark.parametrize("times", [4, 40])
+def test_replays_of_a_graph(times):
+    case = Case([1000, 30, 0, 700] * times, [256, 3, 77, 128] * times, 64)
     expected = case.attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
