@@ -2,8 +2,11 @@
 `hstu_attention.sm90_forward`, whose parts it uses, where nobody looks back.
 
 All new tokens are targets, and each sees all that is cached of its sample and its own group. So a tile of
-rows visits the blocks of new keys from the start of its first row's group on, under the mask, and then all
-blocks of cached keys, without one: rows past the end of a sample are read as zeros, whose weight is silu(0).
+rows visits all blocks of cached keys, without a mask (rows past the end of a sample are read as zeros, whose
+weight is silu(0)), and then, under the mask, the blocks of new keys from the start of its first row's group.
+
+Two warp groups have registers enough to compute the weights of a block beside the products of another. Four
+do not, and need not: each waits for its products, and the others work meanwhile.
 """
 
 from triton.experimental import gluon
@@ -56,7 +59,9 @@ def fetch(items, place, num_heads, group_size, SIZES: gl.constexpr, GROUPED: gl.
     new_first = group // BLOCK_N
     end = gl.minimum(first + STRIPS * STRIP, length)
     new_count = gl.where(length > 0, (end + BLOCK_N - 1) // BLOCK_N - new_first, 0)
-    count = new_count + gl.where(length > 0, (cache_length + BLOCK_N - 1) // BLOCK_N, 0)
+    # Where nothing is cached, one block of zeros, from past the end of what is.
+    cached_count = gl.maximum((cache_length + BLOCK_N - 1) // BLOCK_N, 1)
+    count = new_count + gl.where(length > 0, cached_count, 0)
     tile, cache, blocks = (start, length, first), (cache_start, cache_length), (new_first, new_count, count)
     return tile, cache, blocks, place % num_heads
 
@@ -66,11 +71,12 @@ def load_block(
     number, new_desc, cache_desc, columns, tile, cache, blocks, full, buffer, BLOCK_N: gl.constexpr
 ):
     """The block visited as number `number`; `columns` are those of the head in both tensors."""
-    new_first, new_count, _ = blocks
-    if number < new_count:
-        load_rows(new_desc, tile, (new_first + number) * BLOCK_N, columns[0], full, buffer)
+    new_first, new_count, count = blocks
+    if number < count - new_count:
+        load_rows(cache_desc, cache, number * BLOCK_N, columns[1], full, buffer)
     else:
-        load_rows(cache_desc, cache, (number - new_count) * BLOCK_N, columns[1], full, buffer)
+        block = new_first + number - (count - new_count)
+        load_rows(new_desc, tile, block * BLOCK_N, columns[0], full, buffer)
 
 
 @gluon.jit
@@ -152,53 +158,82 @@ def attend(
     q, q_free, cursor, buffers, barriers, strip: gl.constexpr, tile, blocks, half_alpha, group_size,
     SIZES: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """float32 [STRIP, D], the sum over all blocks, of which the first is one of new keys; the cursor behind
-    the last."""
+    """float32 [STRIP, D], the sum over all blocks that the strip sees; the cursor behind the last of the
+    tile's."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     dtype: gl.constexpr = q.dtype
     k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
     new_first, new_count, count = blocks
-    i = tile[2] + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, scores))
+    row = tile[2] + strip * STRIP
     nothing = gl.zeros([STRIP, BLOCK_N], gl.float32, scores)
     total = gl.zeros([STRIP, D], gl.float32, sums)
 
     stage, parity = cursor
-    k = buffers[1].index(stage).reshape([BLOCK_N, D]).permute((1, 0))
     mbarrier.wait(k_full.index(stage), parity)
+    k = buffers[1].index(stage).reshape([BLOCK_N, D]).permute((1, 0))
     score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(0, deps=(score,))
     mbarrier.arrive(k_free.index(stage))
-    weight = weigh(hide(score, i, new_first * BLOCK_N, group_size, GROUPED), half_alpha)
-    weight = gl.convert_layout(weight.to(dtype), operand)
+    weight = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
     mbarrier.wait(v_full.index(stage), parity)
-    for number in range(1, new_count):
+    for _number in range(1, count - new_count):
         following = next_stage(cursor, STAGES)
-        score, total = step(
-            total, weight, q, following, cursor, buffers, barriers, strip, nothing, SIZES, False
-        )
-        new = weigh(hide(score, i, (new_first + number) * BLOCK_N, group_size, GROUPED), half_alpha)
-        new = gl.convert_layout(new.to(dtype), operand)
-        total, weight = settle(total, new, following, cursor, barriers)
+        if STRIPS == 2:
+            score, total = step(
+                total, weight, q, following, cursor, buffers, barriers, strip, nothing, SIZES, False
+            )
+            new = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
+            total, weight = settle(total, new, following, cursor, barriers)
+        else:
+            k = buffers[1].index(following[0]).reshape([BLOCK_N, D]).permute((1, 0))
+            v = buffers[2].index(cursor[0]).reshape([BLOCK_N, D])
+            mbarrier.wait(k_full.index(following[0]), following[1])
+            score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+            total = warpgroup_mma(weight, v, total, is_async=True)
+            score, total = warpgroup_mma_wait(0, deps=(score, total))
+            mbarrier.arrive(k_free.index(following[0]))
+            mbarrier.arrive(v_free.index(cursor[0]))
+            weight = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
+            mbarrier.wait(v_full.index(following[0]), following[1])
         cursor = following
-    for _number in range(new_count, count):
-        following = next_stage(cursor, STAGES)
-        score, total = step(
-            total, weight, q, following, cursor, buffers, barriers, strip, nothing, SIZES, False
-        )
-        new = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
-        total, weight = settle(total, new, following, cursor, barriers)
-        cursor = following
-    mbarrier.arrive(q_free)
     stage = cursor[0]
-    total = warpgroup_mma(weight, buffers[2].index(stage).reshape([BLOCK_N, D]), total, is_async=True)
+    v = buffers[2].index(stage).reshape([BLOCK_N, D])
+    total = warpgroup_mma(weight, v, total, is_async=True)
     total = warpgroup_mma_wait(0, deps=(total,))
     mbarrier.arrive(v_free.index(stage))
-    return total, next_stage(cursor, STAGES)
+    cursor = next_stage(cursor, STAGES)
+
+    i = row + gl.arange(0, STRIP, gl.SliceLayout(1, scores))
+    group = row
+    if GROUPED:
+        group = row // group_size * group_size
+    seen = group // BLOCK_N
+    past = (gl.minimum(row + STRIP, tile[1]) + BLOCK_N - 1) // BLOCK_N
+    cursor = skip_blocks(seen - new_first, cursor, barriers, strip, SIZES, False)
+    for block in range(seen, past):
+        stage, parity = cursor
+        mbarrier.wait(k_full.index(stage), parity)
+        k = buffers[1].index(stage).reshape([BLOCK_N, D]).permute((1, 0))
+        score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+        score = warpgroup_mma_wait(0, deps=(score,))
+        mbarrier.arrive(k_free.index(stage))
+        weight = weigh(hide(score, i, block * BLOCK_N, group_size, GROUPED), half_alpha)
+        weight = gl.convert_layout(weight.to(dtype), operand)
+        mbarrier.wait(v_full.index(stage), parity)
+        v = buffers[2].index(stage).reshape([BLOCK_N, D])
+        total = warpgroup_mma(weight, v, total, is_async=True)
+        total = warpgroup_mma_wait(0, deps=(total,))
+        mbarrier.arrive(v_free.index(stage))
+        cursor = next_stage(cursor, STAGES)
+    cursor = skip_blocks(new_first + new_count - past, cursor, barriers, strip, SIZES, False)
+    mbarrier.arrive(q_free)
+    return total, cursor
 
 
 @gluon.jit
@@ -222,6 +257,9 @@ def computing_group(
     )
     while place < num_places:
         at = turn % Q_TILES * STRIPS + strip
+        column = head * D
+        rows = RAGGED_ROWS - tile[1] + tile[2] + strip * STRIP
+        end = tile[0].to(gl.int32) + tile[1]
         total = gl.zeros([STRIP, D], gl.float32, sums)
         if tile[2] + strip * STRIP < tile[1]:
             q = q_buffer.index(at).reshape([STRIP, D])
@@ -234,7 +272,6 @@ def computing_group(
             mbarrier.arrive(q_free.index(at))
         turn += 1
         following = turn % Q_TILES * STRIPS + strip
-        done, column = tile, head * D
         mbarrier.wait(q_full.index(following), turn // Q_TILES % 2)  # early: the next item is on its way
         place = hear(slots.index(turn % (2 * Q_TILES)))
         tile, _cache, blocks, head = fetch(
@@ -245,8 +282,6 @@ def computing_group(
         # A strip past the end of the sample stores too: nothing of it is in bounds.
         buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
         fence_async_shared()
-        rows = RAGGED_ROWS - done[1] + done[2] + strip * STRIP
-        end = done[0].to(gl.int32) + done[1]
         tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, end, rows, column], buffer)
     tma.store_wait(0)
 
