@@ -12,8 +12,8 @@ events and --candidates candidates. What is timed, in turns, from a batch on the
     one pass   all candidates in one call, with the memory that this takes
     prefill    what is kept of users and histories, once
     eager      prefill, then pieces of --microbatch candidates of each row against it, started by Python
-    cached     the same with `GraphScoring`, which replays recorded pieces, and with --record-prefill short
-               prefills; without CUDA it records nothing
+    cached     the same with `GraphScoring`, which replays recorded pieces and, but for --no-record-prefill,
+               short prefills; without CUDA it records nothing
     pieces     cached, less the prefill: the cache is there
 
 Each call is waited for. Uncached, cached and pieces are also timed in a row, as a server with a queue runs
@@ -113,7 +113,7 @@ def error_of(
     shape: Shape,
     microbatch: int,
     device: torch.device,
-    record_prefill: bool = False,
+    record_prefill: bool = True,
 ) -> float:
     """The largest error of cached scores relative to what is allowed; above 1 is wrong."""
     short = replace(shape, history=min(shape.history, CHECKED_EVENTS), batch=2)
@@ -149,7 +149,7 @@ def build(
     shape: Shape,
     microbatch: int,
     device: torch.device,
-    record_prefill: bool = False,
+    record_prefill: bool = True,
 ) -> tuple[Scoring, float] | None:
     """A variant that is ready to be timed, and its difference; None, with a line on stderr, where it is
     wrong or too large.
@@ -336,7 +336,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
     parser.add_argument("--backend", help="of attention; default: auto on CUDA, else reference")
     parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="repeatable")
-    parser.add_argument("--record-prefill", action="store_true", help="prefills are recorded too")
+    parser.add_argument(
+        "--record-prefill",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether short prefills are recorded too; default: yes",
+    )
     parser.add_argument("--record", type=Path, help="file for the list of results")
     parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
     return parser.parse_args(arguments)

@@ -30,7 +30,7 @@ class Scoring:
     """
 
     def __init__(
-        self, pipeline: pb.Pipeline, microbatch: int, device: torch.device, *, record_prefill: bool = False
+        self, pipeline: pb.Pipeline, microbatch: int, device: torch.device, *, record_prefill: bool = True
     ):
         torch.manual_seed(0)
         self.model: Ranker = build_model(pipeline).eval()

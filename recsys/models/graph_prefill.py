@@ -31,8 +31,8 @@ MOST_FORMS = 8
 
 
 class GraphPrefill:
-    """`Ranker.prefill` into a room. Stacks with a truncation, whose sizes only the host knows, and channels
-    are started by Python.
+    """`Ranker.prefill` into a room. Stacks with a truncation, whose sizes only the host knows, channels, long
+    prefills and those for which there is no memory are started by Python.
 
     Args:
         model: in evaluation mode. Its weights may change in place.
@@ -87,6 +87,8 @@ class GraphPrefill:
         if form.runs <= WARM_UP:
             return False
         if form.replay is None:
+            if not _fits(mixer, sequence.values, size):
+                return False
             form.record(record, mixer, self.room, sequence, size, longest)
         form.fill(sequence)
         form.replay()
@@ -107,6 +109,17 @@ class GraphPrefill:
             torch.cuda.current_stream().synchronize()  # only what does not run may be destroyed
         for _ in range(count):
             self._forms.popitem(last=False)
+
+
+def _fits(mixer: HstuMixer, like: Tensor, size: int) -> bool:
+    """Whether the device has room for what a layer makes of so many tokens, and half of it is left."""
+    if not like.is_cuda:
+        return True
+    layer = mixer.layers[0]
+    width = sum(layer.widths) + layer.output.in_features + layer.widths[0] + 3 * like.shape[1]
+    cached = torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
+    free = torch.cuda.mem_get_info(like.device)[0] + cached  # a graph begins by handing back what is cached
+    return 2 * size * width * like.element_size() <= free
 
 
 class _Form:

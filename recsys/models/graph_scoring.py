@@ -46,12 +46,11 @@ class GraphScoring:
         size: candidates of a row that are scored together; rounded down to whole target groups, to at least
             one.
         record: None for CUDA graphs on CUDA, unless attention is the reference's; else nothing is recorded.
-        record_prefill: whether the layers of a prefill are recorded too, see `GraphPrefill`. Not by itself:
-            of its tests on a GPU one has failed, and the message was lost.
+        record_prefill: whether the layers of short prefills are recorded too, see `GraphPrefill`.
     """
 
     def __init__(
-        self, model: Ranker, size: int, *, record: Record | None = None, record_prefill: bool = False
+        self, model: Ranker, size: int, *, record: Record | None = None, record_prefill: bool = True
     ):
         if size < 1:
             raise ValueError(f"size must be >= 1, got {size}")
