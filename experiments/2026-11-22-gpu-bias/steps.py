@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Forward and backward of attention with a relative bias and without: time on the GPU and on the host.
 
-    python experiments/2026-11-22-gpu-bias/steps.py
+    python experiments/2026-11-22-gpu-bias/steps.py [auto] [triton] [plain] [packed]
 
 Shapes: that of the bar, and those of MovieLens-1M (512 users with up to 200 events). `auto` and `triton` are
 without a bias; `plain` is with it by Triton alone, `packed` by inline assembly.
@@ -91,7 +91,7 @@ def measure(run, repeats=20):
 def main():
     for name, shape in SHAPES.items():
         given = inputs(*shape)
-        for kind in ("auto", "triton", "plain", "packed"):
+        for kind in sys.argv[1:] or ("auto", "triton", "plain", "packed"):
             gpu, host, whole, kernels = measure(lambda kind=kind, given=given: step(kind, *given))
             longest = "  ".join(f"{ms:.3f} {kernel}" for ms, kernel in kernels)
             print(

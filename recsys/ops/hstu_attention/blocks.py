@@ -53,6 +53,7 @@ BLOCKS = {
     },
     # packed: 16 rows (of keys: keys) a warp; sums: rows with the sums of the tables
     ("packed_forward", True): {(64, 2): Blocks(64, 64, 4, 3, 168)},
+    ("packed_described", True): {(64, 2): Blocks(64, 64, 4, 2, 128)},
     ("packed_keys", True): {(64, 2): Blocks(64, 64, 4, 3)},
     ("packed_rows", True): {(64, 2): Blocks(64, 64, 4, 3, 168)},
     ("packed_sums", True): {(64, 2): Blocks(64, 64, 4, 3)},

@@ -20,9 +20,8 @@ import triton.language as tl
 from recsys.ops.hstu_attention.triton_bias import add_bias, load_times
 from recsys.ops.hstu_attention.triton_bias_packed import (
     add_to_tables,
-    begin_sums,
+    begin,
     finish_sums,
-    load_record,
     packed_scores,
     records_of,
 )
@@ -111,7 +110,8 @@ def keys_kernel(
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     GRAD_K: tl.constexpr, GRAD_V: tl.constexpr,
-    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr, DESCRIBED: tl.constexpr,
+    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr, BEGIN_TEXT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """With GRAD_K grad_k [T, H, D], with GRAD_V grad_v [T, H, V], both contiguous.
 
@@ -128,7 +128,8 @@ def keys_kernel(
     distances = position_table + head * position_stride + reach
     if PACKED:
         lookup = time_table + head * time_stride
-        records = records_of(float_edges, tl.program_id(0) // num_heads)
+        tables = (distances, lookup, records_of(float_edges, tl.program_id(0) // num_heads))
+        begin(lookup, BEGIN_TEXT, 2 * BLOCK_N)
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads
@@ -145,8 +146,8 @@ def keys_kernel(
         token = (start * num_heads + head).to(tl.int64)
         j = first + tl.arange(0, BLOCK_N)[:, None]
         if PACKED:
-            row_times = (length, next_timestamps, ahead, row_bounds, start)
-            key_times = (length, timestamps, behind, key_bounds, time_edges)
+            row_times = (length, next_timestamps, ahead, start)
+            key_times = (length, timestamps, behind, time_edges)
         else:
             row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
             key_times = (timestamps + start, behind + start, key_bounds + start * 2)
@@ -168,18 +169,6 @@ def keys_kernel(
                 sum_k, sum_v = _add_rows(
                     (sum_k, sum_v), keys, block, False, sample, columns, rule, tables, SIZES, RULE, MODE
                 )
-        elif PACKED:
-            count = num_blocks(runs)
-            block, masked = block_at(0, runs)
-            record, past1, past2, past3 = load_record(records, block)
-            for place in range(count):
-                of_block = (distances, lookup, record, past1, past2, past3)
-                next_block, next_masked = block_at(tl.minimum(place + 1, count - 1), runs)
-                record, past1, past2, past3 = load_record(records, next_block)
-                sum_k, sum_v = _add_rows(
-                    (sum_k, sum_v), keys, block, masked, sample, columns, rule, of_block, SIZES, RULE, MODE
-                )
-                block, masked = next_block, next_masked
         else:  # one loop: its pipeline is filled and emptied once
             for place in range(num_blocks(runs)):
                 block, masked = block_at(place, runs)
@@ -255,9 +244,9 @@ def rows_kernel(
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
-    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr,
-    TABLES_TEXT: tl.constexpr, TABLES_CONSTRAINTS: tl.constexpr,
-    BEGIN_TEXT: tl.constexpr, FINISH_TEXT: tl.constexpr, DESCRIBED: tl.constexpr,
+    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr, BEGIN_TEXT: tl.constexpr,
+    TABLES_TEXT: tl.constexpr, TABLES_CONSTRAINTS: tl.constexpr, FINISH_TEXT: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """grad_q [T, H, D] contiguous. A program for each item and head; heads fastest.
 
@@ -277,14 +266,13 @@ def rows_kernel(
     distances = position_table + head * position_stride + reach
     if PACKED:
         lookup = time_table + head * time_stride
-        records = records_of(float_edges, tl.program_id(0) // num_heads)
+        tables = (distances, lookup, records_of(float_edges, tl.program_id(0) // num_heads))
+        begin(lookup, BEGIN_TEXT, 2 * BLOCK_M)
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads
     part = (own % copies) * num_heads + head
     sums = position_sums + part * (2 * reach + 1) + reach
-    if BEGIN_TEXT != "":
-        begin_sums(BEGIN_TEXT, 2 * BLOCK_M)
     for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
@@ -297,8 +285,8 @@ def rows_kernel(
         v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)
         i = first + tl.arange(0, BLOCK_M)[:, None]
         if PACKED:
-            row_times = (length, next_timestamps, ahead, row_bounds, time_edges)
-            key_times = (length, timestamps, behind, key_bounds, start)
+            row_times = (length, next_timestamps, ahead, time_edges)
+            key_times = (length, timestamps, behind, start)
         else:
             row_times = (next_timestamps + start, ahead + start, row_bounds + start * 2)
             key_times = (timestamps + start, behind + start, key_bounds + start * 2)
@@ -319,18 +307,6 @@ def rows_kernel(
                 total = _add_keys(
                     total, tiles, block, False, sample, rows, rule, tables, sums, SIZES, RULE, MODE, True
                 )
-        elif PACKED:
-            count = num_blocks(runs)
-            block, masked = block_at(0, runs)
-            record, past1, past2, past3 = load_record(records, block)
-            for place in range(count):
-                of_block = (distances, lookup, record, past1, past2, past3)
-                next_block, next_masked = block_at(tl.minimum(place + 1, count - 1), runs)
-                record, past1, past2, past3 = load_record(records, next_block)
-                total = _add_keys(
-                    total, tiles, block, masked, sample, rows, rule, of_block, sums, SIZES, RULE, MODE, False
-                )
-                block, masked = next_block, next_masked
         else:  # one loop: its pipeline is filled and emptied once
             for place in range(num_blocks(runs)):
                 block, masked = block_at(place, runs)

@@ -62,11 +62,11 @@ def store_bounds(bounds, start, block, length, low, high):
 @triton.jit
 def _write_times(
     times, offsets, bounds, start, first, length,
-    BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Of a tile of BLOCK tokens, in blocks of SIZE: see `times_kernel`."""
     block, at, low, high, offset = block_times(times, start, first, length, BLOCK, SIZE, BEHIND)
-    tl.store(offsets + start + at, offset.to(tl.float32), mask=at < length)
+    tl.store(offsets + start * STEP + at, offset.to(tl.float32), mask=at < length)
     store_bounds(bounds, start, block, length, low, high)
 
 
@@ -74,20 +74,23 @@ def _write_times(
 def times_kernel(
     timestamps, next_timestamps, behind, key_bounds, ahead, row_bounds, items, total_len,
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of BLOCK tokens of a sample.
 
-    behind: float32 [T + PAST_THE_END], how many seconds before the last of its block of KEYS tokens each is.
+    behind: float32 [STEP * T + PAST_THE_END], how many seconds before the last of its block of KEYS tokens
+        each is.
     key_bounds: int64 [T, 2], earliest and latest time of a block, where its first token is.
     ahead, row_bounds: the same of `next_timestamps` in blocks of ROWS tokens, but seconds after the earliest.
         ROWS = 0 leaves them out.
+    STEP: a sample begins there times its first token; its tokens stand one behind the other.
     """
     start, length, _, first = load_tile(items + tl.program_id(0).to(tl.int64) * COLUMNS)
-    _write_times(timestamps, behind, key_bounds, start, first, length, BLOCK, KEYS, True)
+    _write_times(timestamps, behind, key_bounds, start, first, length, BLOCK, KEYS, True, STEP)
     if ROWS > 0:
-        _write_times(next_timestamps, ahead, row_bounds, start, first, length, BLOCK, ROWS, False)
+        _write_times(next_timestamps, ahead, row_bounds, start, first, length, BLOCK, ROWS, False, STEP)
     if tl.program_id(0) == 0:
-        end = total_len + tl.arange(0, PAST_THE_END)
+        end = total_len * STEP + tl.arange(0, PAST_THE_END)
         tl.store(behind + end, tl.zeros([PAST_THE_END], tl.float32))
         if ROWS > 0:
             tl.store(ahead + end, tl.zeros([PAST_THE_END], tl.float32))

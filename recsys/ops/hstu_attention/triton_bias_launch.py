@@ -14,7 +14,6 @@ from recsys.ops.hstu_attention import triton_bias_ptx as ptx
 from recsys.ops.hstu_attention.triton_bias import PAST_THE_END, times_kernel
 from recsys.ops.hstu_attention.triton_bias_packed import (
     near_buckets_kernel,
-    packed_times_kernel,
     records_kernel,
     tables_kernel,
 )
@@ -31,6 +30,9 @@ LARGEST_BLOCK = PAST_THE_END.value
 
 TABLE_BLOCK = 512
 """Entries that one program writes."""
+
+PACKED_STEP = 2
+"""Of packed offsets, see `times_kernel`: samples begin at even numbers, since two are loaded at a time."""
 
 NUM_ARGUMENTS = 14
 """Of `bias_arguments`."""
@@ -102,8 +104,7 @@ def packed_arguments(
     """The same for kernels with the inline assembly of `triton_bias_ptx`, which `can_pack` allows.
 
     In the place of `time_table` its look-up records, int32 [H or 1, n]; in those of `time_edges` and
-    `float_edges` what `near_buckets_kernel` and `records_kernel` write; offsets as those of
-    `packed_times_kernel`.
+    `float_edges` what `near_buckets_kernel` and `records_kernel` write; offsets with `PACKED_STEP`.
     rows_first: `items` are tiles of rows, not of keys.
     """
     tables = [table.detach().contiguous() for table in (bias.position_table, bias.time_table)]
@@ -128,7 +129,7 @@ def packed_arguments(
         layout,
         ("packed_bias_times", rows, keys),
         (bias.timestamps, bias.next_timestamps),
-        lambda: _packed_times(bias.timestamps, bias.next_timestamps, items, rows, keys),
+        lambda: _times(bias.timestamps, bias.next_timestamps, items, rows, keys, unwrapped, step=PACKED_STEP),
     )
     given, near = (bias.timestamps, bias.next_timestamps), [key_bounds, key_bounds]
     if rows == keys == ptx.NEAR_SIZE:
@@ -162,21 +163,6 @@ def packed_arguments(
         reach,
         num_buckets,
     ]
-
-
-def _packed_times(
-    timestamps: Tensor, next_timestamps: Tensor, items: Tensor, rows: int, keys: int
-) -> list[Tensor]:
-    """The same as `_times`, of `packed_times_kernel`."""
-    timestamps, next_timestamps = timestamps.contiguous(), next_timestamps.contiguous()
-    size = timestamps.shape[0] + LARGEST_BLOCK
-    behind, ahead = (timestamps.new_empty(size, 4, dtype=torch.int32) for _ in range(2))
-    key_bounds, row_bounds = (timestamps.new_empty(size, 2) for _ in range(2))
-    packed_times_kernel[(items.shape[0],)](
-        timestamps, next_timestamps, behind, key_bounds, ahead, row_bounds, items,
-        COLUMNS=items.shape[1], BLOCK=max(rows, keys), ROWS=rows, KEYS=keys,
-    )  # fmt: skip
-    return [timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds]
 
 
 def _near_buckets(
@@ -269,7 +255,7 @@ def cached_times(times: Tensor, items: Tensor, tile: int, keys: int, wrap: Wrap)
     if times.shape[0] > 0:
         wrap(times_kernel)[(items.shape[0],)](
             times, times, offsets, bounds, offsets, bounds, items, times.shape[0],
-            COLUMNS=items.shape[1], BLOCK=tile, ROWS=0, KEYS=keys,
+            COLUMNS=items.shape[1], BLOCK=tile, ROWS=0, KEYS=keys, STEP=1,
         )  # fmt: skip
     return [times, offsets, bounds]
 
@@ -281,20 +267,23 @@ def _times(
     rows: int,
     keys: int,
     wrap: Wrap,
+    *,
+    step: int = 1,
 ) -> list[Tensor]:
     """From `timestamps` to `row_bounds`."""
     timestamps, next_timestamps = timestamps.contiguous(), next_timestamps.contiguous()
-    behind, ahead = _offsets_and_bounds(timestamps), _offsets_and_bounds(next_timestamps)
+    behind, ahead = (_offsets_and_bounds(times, step) for times in (timestamps, next_timestamps))
     wrap(times_kernel)[(items.shape[0],)](
         timestamps, next_timestamps, *behind, *ahead, items, timestamps.shape[0],
-        COLUMNS=items.shape[1], BLOCK=max(rows, keys), ROWS=rows, KEYS=keys,
+        COLUMNS=items.shape[1], BLOCK=max(rows, keys), ROWS=rows, KEYS=keys, STEP=step,
     )  # fmt: skip
     return [timestamps, *behind, next_timestamps, *ahead]
 
 
-def _offsets_and_bounds(times: Tensor) -> tuple[Tensor, Tensor]:
-    size = times.shape[0] + LARGEST_BLOCK
-    return times.new_empty(size, dtype=torch.float32), times.new_empty(size, 2)
+def _offsets_and_bounds(times: Tensor, step: int = 1) -> tuple[Tensor, Tensor]:
+    size = times.shape[0]
+    offsets = times.new_empty(step * size + LARGEST_BLOCK, dtype=torch.float32)
+    return offsets, times.new_empty(size + LARGEST_BLOCK, 2)
 
 
 def _constant(numbers: tuple[int, ...], device: torch.device, wrap: Wrap) -> Tensor:

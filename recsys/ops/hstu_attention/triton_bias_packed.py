@@ -4,10 +4,9 @@ import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention import triton_bias_ptx
-from recsys.ops.hstu_attention.triton_bias import EXACT, block_times, store_bounds, time_bucket
+from recsys.ops.hstu_attention.triton_bias import EXACT, time_bucket
 from recsys.ops.hstu_attention.triton_tile import load_tile
 
-MOST_SECONDS = tl.constexpr(triton_bias_ptx.MOST_SECONDS)
 MOST_EDGES = tl.constexpr(triton_bias_ptx.MOST_EDGES)
 MANY = tl.constexpr(triton_bias_ptx.MANY)
 NEAR = tl.constexpr(triton_bias_ptx.NEAR)
@@ -48,83 +47,54 @@ def tables_kernel(
 
 
 @triton.jit
-def _total(sums, first, end, stride, copies, BLOCK: tl.constexpr):
-    """The sum of sums[copy * stride + place], place from `first` to `end`, over all copies."""
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(first, end, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        for copy in range(copies):
-            total += tl.load(sums + copy * stride + place, mask=place < end, other=0.0)
-    return tl.sum(total, 0)
+def _columns(sums, at, inside, heads, head_stride, copy_stride, COPIES: tl.constexpr):
+    """Of `sums`, over all copies and so many heads: all copies are loaded at once."""
+    copy = tl.arange(0, COPIES)[:, None]
+    total = tl.zeros([at.shape[0]], tl.float32)
+    for head in range(heads):
+        pointer = sums + head * head_stride + copy * copy_stride + at[None, :]
+        total += tl.sum(tl.load(pointer, mask=inside[None, :], other=0.0), 0)
+    return total
 
 
-@triton.jit(do_not_specialize=["num_positions", "num_buckets", "reach", "num_heads", "copies", "parts"])
+@triton.jit(do_not_specialize=["num_positions", "num_buckets", "reach", "num_heads", "parts"])
 def finish_kernel(
     position_sums, time_sums, position_grad, time_grad,
-    num_positions, num_buckets, reach, num_heads, copies, parts, scale,
-    SHARED_POSITIONS: tl.constexpr, SHARED_TIMES: tl.constexpr, BLOCK: tl.constexpr,
+    num_positions, num_buckets, reach, num_heads, parts, scale,
+    SHARED_POSITIONS: tl.constexpr, SHARED_TIMES: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the tables, of a head, each of which has `parts` programs, or, SHARED, of all heads.
 
-    position_sums: [copies, num_heads, 2 * reach + 1], from distance `-reach` on; those outside of the table
-    belong to its ends. time_sums: [copies, num_heads, num_buckets].
+    position_sums: [COPIES, num_heads, 2 * reach + 1], from distance `-reach` on; those outside of the table
+    belong to its ends. time_sums: [COPIES, num_heads, num_buckets].
     """
     head = (tl.program_id(0) // parts).to(tl.int64)
     own = tl.program_id(0) % parts
     at = own * BLOCK + tl.arange(0, BLOCK)
-    size = 2 * reach + 1
+    size = (2 * reach + 1).to(tl.int64)
+    copy = num_heads * size
     heads = tl.where(SHARED_POSITIONS, num_heads, 1)
     if head * heads < num_heads:
         sums = position_sums + head * size
-        stride = tl.where(SHARED_POSITIONS, 1, num_heads).to(tl.int64) * size
-        rows = copies * heads
-        total = tl.zeros([BLOCK], tl.float32)
-        for part in range(rows):
-            inside = (at < num_positions) & (at <= reach)
-            total += tl.load(sums + part * stride + reach + at, mask=inside, other=0.0)
+        inside = (at < num_positions) & (at <= reach)
+        total = _columns(sums + reach, at, inside, heads, size, copy, COPIES)
         if own == 0:
-            total += tl.where(at == 0, _total(sums, 0, reach, stride, rows, BLOCK), 0.0)
+            for first in range(0, reach, BLOCK):
+                place = first + tl.arange(0, BLOCK)
+                ends = _columns(sums, place, place < reach, heads, size, copy, COPIES)
+                total += tl.where(at == 0, tl.sum(ends, 0), 0.0)
         if own == (num_positions - 1) // BLOCK:
-            rest = _total(sums, reach + num_positions, size, stride, rows, BLOCK)
-            total += tl.where(at == num_positions - 1, rest, 0.0)
+            for first in range(reach + num_positions, 2 * reach + 1, BLOCK):
+                place = first + tl.arange(0, BLOCK)
+                ends = _columns(sums, place, place < size, heads, size, copy, COPIES)
+                total += tl.where(at == num_positions - 1, tl.sum(ends, 0), 0.0)
         tl.store(position_grad + head * num_positions + at, total * scale, mask=at < num_positions)
     heads = tl.where(SHARED_TIMES, num_heads, 1)
     if (own * BLOCK < num_buckets) & (head * heads < num_heads):
-        stride = tl.where(SHARED_TIMES, 1, num_heads).to(tl.int64) * num_buckets
-        total = tl.zeros([BLOCK], tl.float32)
-        for part in range(copies * heads):
-            row = time_sums + head * num_buckets + part * stride
-            total += tl.load(row + at, mask=at < num_buckets, other=0.0)
+        copy = num_heads * num_buckets
+        sums = time_sums + head * num_buckets
+        total = _columns(sums, at, at < num_buckets, heads, num_buckets, copy, COPIES)
         tl.store(time_grad + head * num_buckets + at, total * scale, mask=at < num_buckets)
-
-
-@triton.jit
-def _write_packed(
-    times, offsets, bounds, start, first, length,
-    BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr,
-):  # fmt: skip
-    """Of a tile of BLOCK tokens, in blocks of SIZE: see `packed_times_kernel`."""
-    block, at, low, high, offset = block_times(times, start, first, length, BLOCK, SIZE, BEHIND)
-    pointer = offsets + (start + at // 2) * 4 + at % 2
-    seconds = offset.to(tl.float32).to(tl.int32, bitcast=True)
-    tl.store(pointer, seconds, mask=at < length)
-    tl.store(pointer + 2, tl.minimum(offset, MOST_SECONDS).to(tl.int32), mask=at < length)
-    store_bounds(bounds, start, block, length, low, high)
-
-
-@triton.jit
-def packed_times_kernel(
-    timestamps, next_timestamps, behind, key_bounds, ahead, row_bounds, items,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """What `times_kernel` writes, as the inline assembly of `triton_bias_ptx` takes it.
-
-    behind, ahead: int32 [T + PAST_THE_END, 4]. From where a sample begins, its tokens two by two: two offsets
-        in float32, then the same two as integers, `MOST_SECONDS` at most.
-    """
-    start, length, _, first = load_tile(items + tl.program_id(0).to(tl.int64) * COLUMNS)
-    _write_packed(timestamps, behind, key_bounds, start, first, length, BLOCK, KEYS, True)
-    _write_packed(next_timestamps, ahead, row_bounds, start, first, length, BLOCK, ROWS, False)
 
 
 @triton.jit
@@ -185,8 +155,7 @@ def records_kernel(
     """Which time buckets there are in each block of a tile's scores with SIZE others. A program an item.
 
     own_bounds, other_bounds: those of rows and keys (if ROWS_FIRST; else of keys and rows).
-    records: int32 [1 + items * num_blocks, 4]: `record` and `past1` to `past3` of `triton_bias_ptx`. The
-        first says `num_blocks`.
+    records: int32 [1 + items * num_blocks, 4], see `triton_bias_ptx`. The first says `num_blocks`.
     """
     number = tl.program_id(0).to(tl.int64)
     start, length, _, first = load_tile(items + number * COLUMNS)
@@ -204,7 +173,7 @@ def records_kernel(
             least, most, ahead = own_low - high, own_high - low, first - block * SIZE
         else:
             least, most, ahead = low - own_high, high - own_low, block * SIZE - first
-        exact = (least >= 0) & (most < 2 * MOST_SECONDS - EXACT) & (most - least < EXACT)
+        exact = (least >= 0) & (most - least < EXACT)
         lowest = time_bucket(tl.maximum(least, 0), time_edges, num_buckets)
         count = time_bucket(tl.maximum(most, 0), time_edges, num_buckets) - lowest
         kind = tl.where(exact & (count <= MOST_EDGES), count, MANY)
@@ -225,28 +194,21 @@ def records_of(records, number):
 
 
 @triton.jit
-def load_record(records, block):
-    """The four words of a block."""
-    pointer = records + block * 4
-    return tl.load(pointer), tl.load(pointer + 1), tl.load(pointer + 2), tl.load(pointer + 3)
-
-
-@triton.jit
 def packed_scores(
     product, alpha, one, first_one, other, first_other, sample, tables,
     TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Half of the scores [ones, others] from a product, by `triton_bias_ptx.add_bias`.
 
-    one, other: of the dimensions' tokens: length of the sample, times, packed offsets and bounds, then near
-    buckets (of one) and the first token (of other).
-    sample: first target, size of a group of them. tables: `distances`, `lookup`, and the block's four words
-    that `load_record` loads. SIZE: scores a thread.
+    one, other: of the dimensions' tokens: length of the sample, times, offsets, then near buckets (of one)
+    and the first token (of other).
+    sample: first target, size of a group of them. tables: `distances`, `lookup`, the item's records. SIZE:
+    scores a thread.
     """
     return tl.inline_asm_elementwise(
         TEXT,
         CONSTRAINTS,
-        _arguments(product, alpha, one, first_one, other, first_other, sample, tables),
+        _arguments(product, alpha, one, first_one, other, first_other, sample, tables, 2 * SIZE),
         dtype=tl.float32,
         is_pure=True,
         pack=SIZE,
@@ -260,13 +222,13 @@ def add_to_tables(
 ):  # fmt: skip
     """Adds the gradients of a block's scores [rows, keys] to `sums`, by `triton_bias_ptx.add_to_tables`.
 
-    sums: where that of distance 0 is. Those by time bucket are in memory of the program, between
-    `begin_sums` and `finish_sums`. The rest as for `packed_scores`.
+    sums: where that of distance 0 is. Those by time bucket are in memory of the program, between `begin` and
+    `finish_sums`. The rest as for `packed_scores`.
     """
     tl.inline_asm_elementwise(
         TEXT,
         CONSTRAINTS,
-        _arguments(grad_score, 0.0, one, first_one, other, first_other, sample, tables)
+        _arguments(grad_score, 0.0, one, first_one, other, first_other, sample, tables, 2 * SIZE)
         + (sums.to(tl.int64),),
         dtype=tl.int32,
         is_pure=False,
@@ -275,10 +237,12 @@ def add_to_tables(
 
 
 @triton.jit
-def begin_sums(TEXT: tl.constexpr, THREADS: tl.constexpr):
-    """By `triton_bias_ptx.begin_sums`."""
+def begin(lookup, TEXT: tl.constexpr, THREADS: tl.constexpr):
+    """By `triton_bias_ptx.begin`, before everything else."""
     thread = tl.arange(0, THREADS)
-    tl.inline_asm_elementwise(TEXT, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        TEXT, "=r,r,l", [thread, lookup.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -291,7 +255,10 @@ def finish_sums(sums, num_buckets, TEXT: tl.constexpr, THREADS: tl.constexpr):
 
 
 @triton.jit
-def _arguments(values, alpha, one, first_one, other, first_other, sample, tables):
+def _arguments(
+    values, alpha, one, first_one, other, first_other, sample, tables, SIZE: tl.constexpr
+):  # fmt: skip
+    """SIZE: others in a block."""
     return (
         values,
         alpha,
@@ -306,13 +273,8 @@ def _arguments(values, alpha, one, first_one, other, first_other, sample, tables
         other[1].to(tl.int64),
         one[2].to(tl.int64),
         other[2].to(tl.int64),
-        one[3].to(tl.int64),
-        other[3].to(tl.int64),
         tables[1].to(tl.int64),
-        other[4].to(tl.int32),
-        one[4].to(tl.int64),
-        tables[2],
-        tables[3],
-        tables[4],
-        tables[5],
+        other[3].to(tl.int32),
+        one[3].to(tl.int64),
+        (tables[2] + first_other // SIZE * 4).to(tl.int64),
     )

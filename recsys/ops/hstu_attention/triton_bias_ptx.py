@@ -7,9 +7,9 @@ There, in comparison with a look-up for each score:
 
 - Distances are those of a line: 18 loads for 32 scores of a block with 64 others, at fixed places of one
   address. Only blocks with targets among their rows load each score's own.
-- Which buckets are in the block is found with 32 bits, by tables.
-- A bucket's edge costs two instructions a score. More than three in a block: the bucket of each score, by a
-  table with one edge at most in each of its cells, four cells an octave.
+- Which buckets are in the block says a record. A bucket's edge costs two instructions a score. Where there
+  are more, the bucket of each score: one byte near the diagonal; elsewhere by a table of seconds with one
+  edge at most in each of its cells, four cells an octave.
 
 Everything is exact as long as no edge lies past 2^30 s: then further apart is in the last bucket.
 
@@ -57,15 +57,22 @@ LINE_BYTES = 128
 
 WARP_BYTES = MOST_BUCKETS * LINE_BYTES
 
+LINE_STEP = 80
+"""Numbers from one row of a warp to the next in `lines`, where those by distance are added up: as many as
+rows of 64 scores have with eight columns more, and eight zeros."""
+
+LINES_BYTES = 4 * (8 + 8 * LINE_STEP + 16)
+"""Of a warp."""
+
 MOST_EDGES = 3
-"""Of a block with few. 2 ** 8 times their number and the lowest bucket are its `record`; `past1` to `past3`
-are what to add to offsets, in float32, for a number that is at least 1 past the edge."""
+"""Of a block with few. Its `record` is 2 ** 8 times their number and the lowest bucket, then for each edge
+what to add to offsets, in float32, for a number that is at least 1 past it."""
 
 MANY, NEAR = 4, 5
 """In the place of their number: the bucket of each score is to be found; is at hand in `near`."""
 
 MOST_SECONDS = 2**30
-"""Offsets in a block are cut off there."""
+"""No edge is past it."""
 
 ARGUMENTS = (
     "alpha",
@@ -80,18 +87,13 @@ ARGUMENTS = (
     "other_times",
     "one_offsets",
     "other_offsets",
-    "one_bounds",
-    "other_bounds",
     "lookup",
     "start",
     "near",
     "record",
-    "past1",
-    "past2",
-    "past3",
 )
-"""After the scores. `start` is the first token of the sample. `distances` and `lookup` are the head's; what
-is of tokens begins with the first of all, since fewer registers hold that."""
+"""After the scores. `start` is the first token of the sample. `distances` and `lookup` are the head's,
+`record` is the block's; what is of tokens begins with the first of all, since fewer registers hold that."""
 
 
 class Assembly(NamedTuple):
@@ -106,7 +108,7 @@ SUMS = ("position_sums",)
 
 POINTERS = frozenset(
     {"distances", "one_times", "other_times", "one_offsets", "other_offsets"}
-    | {"one_bounds", "other_bounds", "lookup", "near", *SUMS}
+    | {"lookup", "near", "record", *SUMS}
 )
 
 
@@ -147,39 +149,31 @@ def add_bias(groups: int, rows_first: bool, near: bool) -> Assembly:
     text = Writer(groups, ARGUMENTS)
     places(text)
     read_record(text)
-    text.add(
-        "mov.f32 v0, 0f00000000;",
-        f"mad.wide.u32 address, lowest, {BUCKET_BYTES}, {text.argument('lookup')};",
-        f"@few ld.global.nc.v4.f32 {{v0, v1, v2, v3}}, [address+{BUCKETS_AT}];",
-    )
+    # Loads without a branch between them wait beside the product. None has a predicate but those whose value
+    # does not matter: a register that is not written in every turn of a loop is kept through all of it.
     _load_line(text, rows_first)
-    if near:
-        load_near_buckets(text, rows_first)
+    text.add(
+        f"mad.wide.u32 address, lowest, {BUCKET_BYTES}, {text.argument('lookup')};",
+        f"ld.global.nc.v4.f32 {{v0, v1, v2, v3}}, [address+{BUCKETS_AT}];",
+        "selp.f32 v0, v0, 0f00000000, few;",
+    )
+    _load_ahead(text, rows_first, near)
     _add_positions(text, rows_first)
     if near:
         text.add("@!near bra.uni NOT_NEAR;")
+        load_near_buckets(text, rows_first, "ahead")
+        text.add("mov.u32 low, time_values;")
         for number, k, h, b in text.entries():
             near_bucket(text, "t", k, h, b)
             text.add(
-                f"mad.wide.u32 address, t, 4, {text.argument('lookup')};",
-                "ld.global.nc.f32 f, [address];",
+                "mad.lo.u32 t, t, 4, low;",
+                "ld.shared.f32 f, [t];",
                 f"add.f32 ${number}, s{number}, f;",
             )
         text.add("bra.uni END;", "NOT_NEAR:")
     _add_few(text)
     text.add("bra.uni END;", "MANY:")
-    load_bounds(text, rows_first)
-    is_wide(text)
-    text.add("@wide bra.uni WIDE;")
-    load_near(text)
-    for number, k, h, b in text.entries():
-        near_seconds(text, k, h, b)
-        _add_from_cell(text, number)
-    text.add("bra.uni END;", "WIDE:")
-    last_places(text)
-    for number, k, h, b in text.entries():
-        wide_seconds(text, k, h, b)
-        _add_from_cell(text, number)
+    _each(text, _add_from_cell)
     text.add("END:")
     return text.made("=f")
 
@@ -188,11 +182,10 @@ def places(text: Writer) -> None:
     """Of the thread: `one`, `other` in the block; `at_one`, `at_other` in the sample. And all registers."""
     size = text.size
     text.add(
-        ".reg .pred toeplitz, near, few, wide, p, p1, p2, p3;",
+        ".reg .pred toeplitz, near, few, p, p1, p2, p3;",
         ".reg .b32 thread, one, other, at_one, at_other, zero, rows_end, distance;",
-        ".reg .b32 t, low, least, span, cell, lowest;",
-        ".reg .b64 address, wide_t, first_low, first_high, second_low, second_high, least64, most64, record;",
-        f".reg .b32 d<{2 * text.groups}>, e<8>;",
+        ".reg .b32 t, low, span, cell, lowest, ahead, e<8>;",
+        ".reg .b64 address, wide_t, one_time<2>, other_time, of_cell;",
         f".reg .f32 s<{size}>, line<{2 * text.groups + 2}>, a<2>, c<4>, v<4>, f, g;",
         f".reg .b32 x<{2 * text.groups}>;",  # offsets in float32 of the others, or buckets of near scores
         "mov.u32 thread, %tid.x;",
@@ -211,21 +204,22 @@ def places(text: Writer) -> None:
 
 def read_record(text: Writer) -> None:
     """`few`, `near`, `lowest`; p1 to p3 say which edges there are if there are few, c1 to c3 where."""
-    record = text.argument("record")
     text.add(
-        f"and.b32 lowest, {record}, 255;",
-        f"shr.u32 t, {record}, 8;",
+        f"ld.global.nc.v4.b32 {{lowest, c1, c2, c3}}, [{text.argument('record')}];",
+        "shr.u32 t, lowest, 8;",
+        "and.b32 lowest, lowest, 255;",
         f"setp.le.u32 few, t, {MOST_EDGES};",
         f"setp.eq.u32 near, t, {NEAR};",
     )
     for edge in range(1, MOST_EDGES + 1):
-        text.add(
-            f"setp.ge.and.u32 p{edge}, t, {edge}, few;", f"mov.b32 c{edge}, {text.argument(f'past{edge}')};"
-        )
+        text.add(f"setp.ge.and.u32 p{edge}, t, {edge}, few;")
 
 
-def load_near_buckets(text: Writer, rows_first: bool) -> None:
-    """If near, the thread's buckets, four to a register: x0.. of its first row, then the rest."""
+def load_near_buckets(text: Writer, rows_first: bool, nothing: str = "0") -> None:
+    """Near the diagonal, the thread's buckets, four to a register: x0.. of its first row, then the rest.
+
+    nothing: what comes first, a zero.
+    """
     first, second = ("one", "other") if rows_first else ("other", "one")
     text.add(
         f"sub.s32 low, {text.argument(f'first_{first}')}, {text.argument(f'first_{second}')};",
@@ -233,13 +227,14 @@ def load_near_buckets(text: Writer, rows_first: bool) -> None:
         f"mul.wide.s32 wide_t, t, {NEAR_BYTES};",
         f"add.s64 address, wide_t, {text.argument('near')};",
         f"mad.lo.u32 low, other, {text.groups}, low;",
+        f"add.u32 low, low, {nothing};",
         "cvt.u64.u32 wide_t, low;",
         "add.s64 address, address, wide_t;",
     )
     size = text.groups // 2
     for h in (0, 1):
         names = ", ".join(f"x{size * h + n}" for n in range(size))
-        text.add(f"@near ld.global.nc.v{size}.b32 {{{names}}}, [address+{8 * h * NEAR_BYTES}];")
+        text.add(f"ld.global.nc.v{size}.b32 {{{names}}}, [address+{8 * h * NEAR_BYTES}];")
 
 
 def near_bucket(text: Writer, name: str, k: int, h: int, b: int) -> None:
@@ -248,45 +243,56 @@ def near_bucket(text: Writer, name: str, k: int, h: int, b: int) -> None:
     text.add(f"bfe.u32 {name}, x{text.groups // 2 * h + byte // 4}, {8 * (byte % 4)}, 8;")
 
 
-def load_bounds(text: Writer, rows_first: bool) -> None:
-    """`least64` and `most64`, the least and the largest time that passed, int64."""
-    for name, low, high in (("one", "first_low", "first_high"), ("other", "second_low", "second_high")):
+def _load_ahead(text: Writer, rows_first: bool, near: bool) -> None:
+    """Into the nearest cache what `load_offsets` or `load_near_buckets` will load, 32 bytes a thread.
+
+    `ahead` is a zero that only is there when that is.
+    """
+    text.add(
+        "mov.b32 ahead, 0;",
+        "and.b32 t, thread, 7;",
+        f"mad.lo.u32 t, t, 8, {text.argument('first_other')};",
+        f"mad.lo.u32 t, {text.argument('start')}, 2, t;",
+        "mul.wide.s32 wide_t, t, 4;",
+        f"add.s64 address, wide_t, {text.argument('other_offsets')};",
+        "@p1 ld.global.nc.b32 ahead, [address];",
+    )
+    if near:
+        first, second = ("one", "other") if rows_first else ("other", "one")
         text.add(
-            f"add.s32 t, {text.argument(f'first_{name}')}, {text.argument('start')};",
-            "mul.wide.s32 wide_t, t, 16;",
-            f"add.s64 address, wide_t, {text.argument(f'{name}_bounds')};",
-            f"ld.global.nc.v2.s64 {{{low}, {high}}}, [address];",
+            f"sub.s32 low, {text.argument(f'first_{first}')}, {text.argument(f'first_{second}')};",
+            "shr.u32 t, thread, 1;",
+            f"add.s32 t, t, {text.argument('first_one')};",
+            f"add.s32 t, t, {text.argument('start')};",
+            f"mul.wide.s32 wide_t, t, {NEAR_BYTES};",
+            f"add.s64 address, wide_t, {text.argument('near')};",
+            "and.b32 t, thread, 1;",
+            "mad.lo.u32 low, t, 32, low;",
+            "cvt.u64.u32 wide_t, low;",
+            "add.s64 address, address, wide_t;",
+            "@near ld.global.nc.b32 ahead, [address];",
         )
-    if rows_first:
-        text.add("sub.s64 least64, first_low, second_high;", "sub.s64 most64, first_high, second_low;")
-    else:
-        text.add("sub.s64 least64, second_low, first_high;", "sub.s64 most64, second_high, first_low;")
+    text.add("and.b32 ahead, ahead, zero;")
 
 
-def load_offsets(text: Writer, kind: str, others: str, ones: str) -> None:
-    """The offsets of the thread's others, `others`0.., and of its two ones: two float32, then the same two as
-    integers, for each pair of tokens."""
-    start = 8 if kind == "u32" else 0
+def load_offsets(text: Writer, nothing: str = "0") -> None:
+    """The offsets of the thread's others, x0.., and of its two ones, a0 and a1. nothing: what comes first, a
+    zero."""
     text.add(
         f"mad.lo.s32 t, {text.argument('start')}, 2, at_other;",
-        "mul.wide.s32 wide_t, t, 8;",
+        f"add.s32 t, t, {nothing};",
+        "mul.wide.s32 wide_t, t, 4;",
         f"add.s64 address, wide_t, {text.argument('other_offsets')};",
     )
     for k in range(text.groups):
-        place = start + 64 * k
-        names = f"{others}{2 * k}, {others}{2 * k + 1}"
-        text.add(f"ld.global.nc.v2.{kind} {{{names}}}, [address+{place}];")
+        text.add(f"ld.global.nc.v2.f32 {{x{2 * k}, x{2 * k + 1}}}, [address+{32 * k}];")
     text.add(
-        "and.b32 t, at_one, 1;",
-        "mul.lo.s32 t, t, -4;",
-        f"mad.lo.s32 low, {text.argument('start')}, 2, at_one;",
-        "mul.wide.s32 wide_t, low, 8;",
+        f"mad.lo.s32 t, {text.argument('start')}, 2, at_one;",
+        "mul.wide.s32 wide_t, t, 4;",
         f"add.s64 address, wide_t, {text.argument('one_offsets')};",
-        "cvt.s64.s32 wide_t, t;",
-        "add.s64 address, address, wide_t;",
     )
     for h in (0, 1):
-        text.add(f"ld.global.nc.{kind} {ones}{h}, [address+{start + 64 * h}];")
+        text.add(f"ld.global.nc.f32 a{h}, [address+{32 * h}];")
 
 
 def find_line(text: Writer, rows_first: bool) -> None:
@@ -303,13 +309,16 @@ def find_line(text: Writer, rows_first: bool) -> None:
             f"add.s32 rows_end, {text.argument('first_other')}, {8 * text.groups};",
             "sub.s32 distance, at_other, at_one;",
         )
-    text.add(f"setp.le.s32 toeplitz, rows_end, {text.argument('history_end')};")
+    length = text.argument("length_one" if rows_first else "length_other")
+    text.add(
+        f"min.s32 rows_end, rows_end, {length};",
+        f"setp.le.s32 toeplitz, rows_end, {text.argument('history_end')};",
+    )
 
 
 def _load_line(text: Writer, rows_first: bool) -> None:
     find_line(text, rows_first)
     text.add(
-        "@!toeplitz bra.uni NO_LINE;",
         "mul.wide.s32 wide_t, distance, 4;",
         f"add.s64 address, wide_t, {text.argument('distances')};",
     )
@@ -318,24 +327,10 @@ def _load_line(text: Writer, rows_first: bool) -> None:
         for b in (0, 1):
             offset = sign * (32 * u + 4 * b)
             text.add(f"ld.global.nc.f32 line{2 * (u + 1) + b}, [address+{offset}];")
-    text.add("NO_LINE:")
-
-
-def cell_of(text: Writer, seconds: str) -> None:
-    """`record`: the address of the cell of so many seconds, unsigned."""
-    text.add(
-        f"max.u32 t, {seconds}, 1;",
-        "cvt.rn.f32.u32 f, t;",
-        "mov.b32 t, f;",
-        "shr.u32 t, t, 21;",
-        f"mad.wide.u32 record, t, {CELL_BYTES}, {text.argument('lookup')};",
-        f"sub.s64 record, record, {FIRST_CELL * CELL_BYTES - CELLS_AT};",
-    )
 
 
 def _add_positions(text: Writer, rows_first: bool) -> None:
     """The scores s0.. with their parts of the position and v0."""
-    text.add("@!toeplitz bra.uni ALONE;")
     for number in range(2 * text.groups + 2):
         text.add(f"add.f32 line{number}, line{number}, v0;")
     for number, k, h, b in text.entries():
@@ -343,34 +338,54 @@ def _add_positions(text: Writer, rows_first: bool) -> None:
             f"fma.rn.f32 s{number}, {text.score(number)}, {text.argument('alpha')}, "
             f"line{2 * (k - h + 1) + b};"
         )
-    text.add("bra.uni PLACED;", "ALONE:")
-    for number, k, h, b in text.entries():
-        own_distance(text, k, h, b, rows_first)
+    text.add("@toeplitz bra.uni PLACED;")
+
+    def correct(number: int, k: int, h: int, b: int) -> None:
         text.add(
             "mul.wide.s32 wide_t, distance, 4;",
             f"add.s64 address, wide_t, {text.argument('distances')};",
             "ld.global.nc.f32 f, [address];",
             "add.f32 f, f, v0;",
-            f"fma.rn.f32 s{number}, {text.score(number)}, {text.argument('alpha')}, f;",
+            f"sub.f32 f, f, line{2 * (k - h + 1) + b};",  # what it is instead
+            f"add.f32 s{number}, s{number}, f;",
         )
+        wait_for(text, f"s{number}")
+
+    _each_distance(text, rows_first, correct)
     text.add("PLACED:")
 
 
-def own_distance(text: Writer, k: int, h: int, b: int, rows_first: bool) -> None:
-    """`distance` of one entry of any row: targets stand behind the history, those of a group in a line."""
-    row, key = ("low", "cell") if rows_first else ("cell", "low")
+def _each_distance(text: Writer, rows_first: bool, do: Callable[[int, int, int, int], None]) -> None:
+    """For each score of any row its `distance`, then what is to be done: targets stand behind the history,
+    those of a group in a line."""
+    if rows_first:
+        for h in (0, 1):
+            text.add(f"add.s32 low, at_one, {8 * h};")
+            _shift(text, f"e{4 + h}")
+    for k in range(text.groups):
+        for b in (0, 1):
+            text.add(f"add.s32 cell, at_other, {8 * k + b};", "add.s32 cell, cell, zero;")
+            if not rows_first:
+                text.add("mov.b32 low, cell;")
+                _shift(text, "e4")
+            for h in (0, 1):
+                text.add(f"add.s32 low, at_one, {8 * h};")
+                row, key, shift = ("low", "cell", f"e{4 + h}") if rows_first else ("cell", "low", "e4")
+                text.add(
+                    f"sub.s32 distance, {row}, {key};",
+                    f"setp.lt.s32 p, {key}, {text.argument('history_end')};",
+                    f"@p add.s32 distance, distance, {shift};",
+                )
+                do(4 * k + 2 * h + b, k, h, b)
+
+
+def _shift(text: Writer, name: str) -> None:
+    """`name`: what row `low` has to be moved by to where its distances from the history are counted."""
     text.add(
-        f"add.s32 low, at_one, {8 * h};",
-        "add.s32 low, low, zero;",
-        f"add.s32 cell, at_other, {8 * k + b};",
-        f"sub.s32 distance, {row}, {key};",
-        f"setp.ge.s32 p, {row}, {text.argument('history_end')};",
-        f"setp.lt.and.s32 p, {key}, {text.argument('history_end')}, p;",
-        f"sub.s32 t, {row}, {text.argument('history_end')};",
+        f"sub.s32 t, low, {text.argument('history_end')};",
         "max.s32 t, t, 0;",
         f"rem.u32 e7, t, {text.argument('group_size')};",
-        "sub.s32 t, e7, t;",
-        "@p add.s32 distance, distance, t;",
+        f"sub.s32 {name}, e7, t;",
     )
 
 
@@ -379,7 +394,7 @@ def _add_few(text: Writer) -> None:
     for edge in (1, 2, 3):
         text.add(f"@!p{edge} bra.uni ADDED;")
         if edge == 1:
-            load_offsets(text, "f32", "x", "a")
+            load_offsets(text, "ahead")
         for h in (0, 1):
             text.add(f"add.f32 c0, a{h}, c{edge};" if h == 0 else f"add.f32 g, a{h}, c{edge};")
         for number, k, h, b in text.entries():
@@ -392,109 +407,97 @@ def _add_few(text: Writer) -> None:
         text.add(f"mov.f32 ${number}, s{number};")
 
 
-def is_wide(text: Writer) -> None:
-    """`wide`: some difference of two times does not fit into 32 bits, or some offset was cut off."""
+def _each(text: Writer, do: Callable[[Writer, int], None]) -> None:
+    """For each score the cell of the seconds that passed, from the times themselves; then what is to be done.
+
+    Seconds from 2^31 - 1 on count as so many.
+    """
+    for name, length in (("e4", "length_one"), ("e5", "length_other")):
+        text.add(f"sub.s32 {name}, {text.argument(length)}, 1;")
+    for h in (0, 1):
+        _load_time(text, "one", f"one_time{h}", 8 * h)
+    for k in range(text.groups):
+        for b in (0, 1):
+            _load_time(text, "other", "other_time", 8 * k + b)
+            for h in (0, 1):
+                text.add(
+                    f"sub.s64 wide_t, one_time{h}, other_time;",
+                    "abs.s64 wide_t, wide_t;",
+                    "min.s64 wide_t, wide_t, 2147483647;",
+                    "cvt.u32.u64 span, wide_t;",
+                    "max.u32 t, span, 1;",
+                    "cvt.rn.f32.u32 f, t;",
+                    "mov.b32 t, f;",
+                    "shr.u32 t, t, 21;",
+                    f"mad.wide.u32 of_cell, t, {CELL_BYTES}, {text.argument('lookup')};",
+                    f"sub.s64 of_cell, of_cell, {FIRST_CELL * CELL_BYTES - CELLS_AT};",
+                )
+                do(text, 4 * k + 2 * h + b)
+
+
+def _load_time(text: Writer, name: str, time: str, shift: int) -> None:
+    """That of the thread's first one or other, so many further on, or of the last of the sample."""
     text.add(
-        f"setp.le.s64 wide, least64, -{MOST_SECONDS};",
-        "setp.ge.s64 p, most64, 2147483647;",
-        "or.pred wide, wide, p;",
-        "sub.s64 wide_t, most64, least64;",
-        f"setp.ge.s64 p, wide_t, {MOST_SECONDS};",
-        "or.pred wide, wide, p;",
+        f"add.s32 t, at_{name}, {shift};",
+        "add.s32 t, t, zero;",
+        f"min.s32 t, t, {'e4' if name == 'one' else 'e5'};",
+        f"add.s32 t, t, {text.argument('start')};",
+        "mul.wide.s32 wide_t, t, 8;",
+        f"add.s64 address, wide_t, {text.argument(f'{name}_times')};",
+        f"ld.global.nc.s64 {time}, [address];",
     )
 
 
-def load_near(text: Writer) -> None:
-    """For `near_seconds`: offsets of others in d0.., of ones, with the least difference, in e4 and e5."""
-    text.add("cvt.u32.u64 least, least64;")
-    load_offsets(text, "u32", "d", "e")
-    text.add("add.u32 e4, e0, least;", "add.u32 e5, e1, least;")
-
-
-def near_seconds(text: Writer, k: int, h: int, b: int) -> None:
-    """`span`: the seconds that passed."""
-    text.add(f"add.s32 span, e{4 + h}, d{2 * k + b};", "abs.s32 span, span;")
-
-
-def last_places(text: Writer) -> None:
-    """For `wide_seconds`."""
-    text.add(f"sub.s32 e4, {text.argument('length_one')}, 1;")
-    text.add(f"sub.s32 e5, {text.argument('length_other')}, 1;")
-
-
-def wide_seconds(text: Writer, k: int, h: int, b: int) -> None:
-    """`span`: the seconds that passed, cut off at 2^31 - 1, from the times themselves."""
-    text.add(f"add.s32 low, at_one, {8 * h};", f"add.s32 cell, at_other, {8 * k + b};")
-    text.add("add.s32 low, low, zero;")
-    for at, last, name, time in (
-        ("low", "e4", "one_times", "first_low"),
-        ("cell", "e5", "other_times", "second_low"),
-    ):
-        text.add(
-            f"min.s32 {at}, {at}, {last};",
-            f"add.s32 {at}, {at}, {text.argument('start')};",
-            f"mul.wide.s32 wide_t, {at}, 8;",
-            f"add.s64 address, wide_t, {text.argument(name)};",
-            f"ld.global.nc.s64 {time}, [address];",
-        )
-    text.add(
-        "sub.s64 wide_t, first_low, second_low;",
-        "abs.s64 wide_t, wide_t;",
-        "min.s64 wide_t, wide_t, 2147483647;",
-        "cvt.u32.u64 span, wide_t;",
-    )
+def wait_for(text: Writer, name: str) -> None:
+    """`zero` depends on `name` from here on, so loads that it is a part of wait: a compiler that has those of
+    all scores at once runs out of registers."""
+    text.add(f"mov.b32 t, {name};", "and.b32 zero, t, zero;")
 
 
 def _add_from_cell(text: Writer, number: int) -> None:
-    cell_of(text, "span")
     text.add(
-        "ld.global.nc.v4.b32 {e0, f, g, e3}, [record];",
+        "ld.global.nc.v2.b32 {e0, f}, [of_cell];",
         "setp.ge.u32 p, span, e0;",
-        "selp.f32 f, g, f, p;",
+        "@p ld.global.nc.f32 f, [of_cell+8];",
         f"add.f32 ${number}, s{number}, f;",
     )
+    wait_for(text, f"${number}")
 
 
-def add_to_tables(groups: int, kind: str, near: bool) -> Assembly:
-    """Adds the gradients of a block's scores [rows, keys] to the sums by distance and by bucket. No output.
-
-    kind: bf16 or fp16, what the gradients of a line are rounded to, as they are for the other products.
-    """
+def add_to_tables(groups: int, near: bool) -> Assembly:
+    """Adds the gradients of a block's scores [rows, keys] to the sums by distance and by bucket."""
     text = Writer(groups, (*ARGUMENTS, *SUMS))
     places(text)
     find_line(text, True)
     read_record(text)
-    if near:
-        load_near_buckets(text, True)
     _declare_sums(text)
-    if near:
-        text.add("@!near bra.uni NOT_NEAR;")
-        for number, k, h, b in text.entries():
-            near_bucket(text, "bucket", k, h, b)
-            text.add(f"mad.lo.u32 at_bucket, bucket, {LINE_BYTES}, mine;")
-            _add_to_bucket(text, text.score(number))
-        text.add("bra.uni POSITIONS;", "NOT_NEAR:")
-    _sum_few(text)
-    text.add("MANY:")
-    load_bounds(text, True)
-    is_wide(text)
-    text.add("@wide bra.uni WIDE;")
-    load_near(text)
-    _sum_many(text, near_seconds)
-    text.add("bra.uni POSITIONS;", "WIDE:")
-    last_places(text)
-    _sum_many(text, wide_seconds)
-    text.add("POSITIONS:", "@!toeplitz bra.uni ALONE;")
-    _sum_line(text, "bf16x2" if kind == "bf16" else "f16x2")
-    text.add("bra.uni END;", "ALONE:")
-    for number, k, h, b in text.entries():
-        own_distance(text, k, h, b, True)
+    text.add("@!toeplitz bra.uni ALONE;")
+    _sum_line(text)
+    text.add("bra.uni PLACED;", "ALONE:")
+
+    def add_alone(number: int, k: int, h: int, b: int) -> None:
         text.add(
             "mul.wide.s32 wide_t, distance, 4;",
             f"add.s64 address, wide_t, {text.argument('position_sums')};",
             f"setp.neu.f32 p, {text.score(number)}, 0f00000000;",
             f"@p red.global.add.f32 [address], {text.score(number)};",
         )
+
+    _each_distance(text, True, add_alone)
+    _tree(text, "total", [text.score(number) for number in range(text.size)])
+    text.add("PLACED:")
+    if near:
+        text.add("@!near bra.uni NOT_NEAR;")
+        load_near_buckets(text, True)
+        for number, k, h, b in text.entries():
+            near_bucket(text, "bucket", k, h, b)
+            text.add(f"mad.lo.u32 {'at_next' if b else 'at_bucket'}, bucket, {LINE_BYTES}, mine;")
+            if b:
+                _add_to_two(text, text.score(number - 1), text.score(number))
+        text.add("bra.uni END;", "NOT_NEAR:")
+    _sum_few(text)
+    text.add("MANY:")
+    _each(text, _sum_by_cell)
     text.add("END:")
     for number in range(text.size):
         text.add(f"mov.b32 ${number}, 0;")
@@ -502,27 +505,25 @@ def add_to_tables(groups: int, kind: str, near: bool) -> Assembly:
 
 
 def _declare_sums(text: Writer) -> None:
-    lines = text.groups + 2
     text.add(
-        ".reg .pred q, q0, q1, q2;",
-        ".reg .b32 lane, source, chosen, bucket, mine, at_bucket;",
+        ".reg .b32 lane, warp, bucket, mine, at_bucket, at_next;",
         ".reg .f32 total, part, sum, sum0, sum1;",
-        ".reg .b16 half0, half1;",
-        f".reg .b32 w<{lines + 1}>, n<{lines}>, y<{lines + 1}>;",
         "and.b32 lane, thread, 31;",
+        "shr.u32 warp, thread, 5;",
         "mov.u32 mine, bucket_sums;",
-        "shr.u32 t, thread, 5;",
-        f"mad.lo.u32 mine, t, {WARP_BYTES}, mine;",
+        f"mad.lo.u32 mine, warp, {WARP_BYTES}, mine;",
         "mad.lo.u32 mine, lane, 4, mine;",
     )
 
 
 def _sum_few(text: Writer) -> None:
-    """By bucket, where there are few: what is past each edge."""
-    text.add("@!few bra.uni MANY;", f"mad.lo.u32 at_bucket, lowest, {LINE_BYTES}, mine;")
-    _tree(text, "total", [text.score(number) for number in range(text.size)])
-    text.add("@!p1 bra.uni LAST;")
-    load_offsets(text, "f32", "x", "a")
+    """By bucket, where there are few, of the `total` of the scores: what is past each edge."""
+    text.add(
+        "@!few bra.uni MANY;",
+        f"mad.lo.u32 at_bucket, lowest, {LINE_BYTES}, mine;",
+        "@!p1 bra.uni LAST;",
+    )
+    load_offsets(text)
     for edge in (1, 2, 3):
         if edge > 1:
             text.add(f"@!p{edge} bra.uni LAST;")
@@ -539,7 +540,7 @@ def _sum_few(text: Writer) -> None:
         text.add(f"add.u32 at_bucket, at_bucket, {LINE_BYTES};", "mov.f32 total, sum;")
     text.add("LAST:")
     _add_to_bucket(text, "total")
-    text.add("bra.uni POSITIONS;")
+    text.add("bra.uni END;")
 
 
 def _tree(text: Writer, name: str, terms: list[str]) -> None:
@@ -561,34 +562,65 @@ def _add_to_bucket(text: Writer, name: str) -> None:
     )
 
 
-def _sum_many(text: Writer, seconds: Callable[[Writer, int, int, int], None]) -> None:
-    """By bucket, each score's own."""
-    for number, k, h, b in text.entries():
-        seconds(text, k, h, b)
-        cell_of(text, "span")
-        text.add(
-            "ld.global.nc.v4.b32 {e0, f, g, e3}, [record];",
-            "setp.ge.u32 p, span, e0;",
-            "and.b32 bucket, e3, 65535;",
-            "shr.u32 t, e3, 16;",
-            "selp.b32 bucket, t, bucket, p;",
-            f"mad.lo.u32 at_bucket, bucket, {LINE_BYTES}, mine;",
-        )
-        _add_to_bucket(text, text.score(number))
+def _add_to_two(text: Writer, name: str, other: str) -> None:
+    """Adds `name` at `at_bucket` and `other` at `at_next`, which may be the same place."""
+    text.add(
+        "ld.shared.f32 v0, [at_bucket];",
+        "ld.shared.f32 v1, [at_next];",
+        "setp.eq.u32 p, at_bucket, at_next;",
+        f"add.f32 v0, v0, {name};",
+        "selp.f32 v1, v0, v1, p;",
+        f"add.f32 v1, v1, {other};",
+        "st.shared.f32 [at_bucket], v0;",
+        "st.shared.f32 [at_next], v1;",
+    )
 
 
-def begin_sums(warps: int) -> str:
-    """Before the first `add_to_tables` of a program: its sums by bucket, zeros. One argument, not used."""
-    lines = [
-        f".shared .align 1024 .b8 bucket_sums[{warps * WARP_BYTES}];",
+def _sum_by_cell(text: Writer, number: int) -> None:
+    text.add(
+        "ld.global.nc.b32 e0, [of_cell];",
+        "ld.global.nc.b32 e3, [of_cell+12];",
+        "setp.ge.u32 p, span, e0;",
+        "and.b32 bucket, e3, 65535;",
+        "shr.u32 t, e3, 16;",
+        "selp.b32 bucket, t, bucket, p;",
+        f"mad.lo.u32 at_bucket, bucket, {LINE_BYTES}, mine;",
+    )
+    _add_to_bucket(text, text.score(number))
+    wait_for(text, "v0")
+
+
+def begin(warps: int, sums: bool) -> str:
+    """Before the first `add_bias` of a program: the values of its head's time buckets in shared memory, and
+    zeros for `add_to_tables` if there will be `sums`. Arguments: one that is not used, and `lookup`."""
+    lines = [f".shared .align 16 .b8 time_values[{4 * MOST_BUCKETS}];"]
+    if sums:
+        lines += [
+            f".shared .align 1024 .b8 bucket_sums[{warps * WARP_BYTES}];",
+            f".shared .align 16 .b8 lines[{warps * LINES_BYTES}];",
+        ]
+    lines += [
         "{",
+        ".reg .pred p;",
         ".reg .b32 mine, thread;",
+        ".reg .b64 address, wide_t;",
+        ".reg .f32 f;",
         "mov.u32 thread, %tid.x;",
-        "mov.u32 mine, bucket_sums;",
-        "mad.lo.u32 mine, thread, 16, mine;",
+        f"setp.lt.u32 p, thread, {MOST_BUCKETS};",
+        "mul.wide.u32 wide_t, thread, 4;",
+        "add.s64 address, wide_t, $2;",
+        "@p ld.global.nc.f32 f, [address];",
+        "mov.u32 mine, time_values;",
+        "mad.lo.u32 mine, thread, 4, mine;",
+        "@p st.shared.f32 [mine], f;",
     ]
-    for place in range(0, WARP_BYTES, 512):
-        lines.append(f"st.shared.v4.f32 [mine+{warps * place}], {{{', '.join(['0f00000000'] * 4)}}};")
+    for name, size in (("bucket_sums", WARP_BYTES), ("lines", LINES_BYTES)) if sums else ():
+        lines += [f"mov.u32 mine, {name};", "mad.lo.u32 mine, thread, 16, mine;"]
+        zeros = ", ".join(["0f00000000"] * 4)
+        for place in range(0, warps * size, 512 * warps):
+            left = (warps * size - place) // 16
+            lines.append(f"setp.lt.u32 p, thread, {left};")
+            lines.append(f"@p st.shared.v4.f32 [mine+{place}], {{{zeros}}};")
     return "\n".join([*lines, "bar.sync 0;", "mov.b32 $0, 0;", "}"])
 
 
@@ -634,117 +666,62 @@ def finish_sums(warps: int) -> str:
     return "\n".join(lines)
 
 
-def _sum_line(text: Writer, kind: str) -> None:
-    """By distance, where rows are one after the other.
+def _row_of_lines(row: int) -> int:
+    """Where in `lines` one of the eight rows of a warp begins: the four that are written at once differ by 8
+    modulo 32, so that they are in different banks; zeros between them."""
+    return 8 + LINE_STEP * row + 8 * (row >= 2) + 8 * (row >= 6)
 
-    Both of a thread's rows are added, eight columns apart; pairs of neighbours w0.. then begin at column 8 (n
-    - 2), w0 empty. The rows of a warp are turned by their number, first by one column, then by pairs; then
-    they are added up, so that each thread keeps a part.
+
+def _sum_line(text: Writer) -> None:
+    """By distance, where rows are one after the other; `total`, of the thread's part of these sums.
+
+    Both of a thread's rows are added, eight columns apart. The eight rows of a warp are written to shared
+    memory, where each thread adds up what lies on its diagonals; there are zeros in front and behind a row.
     """
-    count = text.groups + 2
-    text.add("mov.b32 w0, 0;", f"mov.b32 w{count}, 0;", f"mov.b32 y{count}, 0;")
-    for number in range(1, count):
-        u = number - 2
+    text.add(
+        "mov.u32 span, lines;",
+        f"mad.lo.u32 span, warp, {LINES_BYTES}, span;",
+        "mad.lo.u32 t, lane, 4, span;",
+        "shr.u32 low, lane, 2;",  # the row
+        f"mad.lo.u32 cell, low, {4 * LINE_STEP}, span;",
+        "setp.ge.u32 p, low, 2;",
+        "@p add.u32 cell, cell, 32;",
+        "setp.ge.u32 p, low, 6;",
+        "@p add.u32 cell, cell, 32;",
+        "mad.lo.u32 cell, other, 4, cell;",
+        "bar.warp.sync -1;",  # all have read what they wrote the last time
+    )
+    for u in range(-1, text.groups):
         for b in (0, 1):
-            name = ("sum0", "sum1")[b]
             low = text.score(4 * u + b) if u >= 0 else None
             high = text.score(4 * (u + 1) + 2 + b) if u + 1 < text.groups else None
             if low and high:
-                text.add(f"add.f32 {name}, {low}, {high};")
+                text.add(f"add.f32 sum{b}, {low}, {high};")
             else:
-                text.add(f"mov.f32 {name}, {low or high};")
-        text.add(f"cvt.rn.{kind}.f32 w{number}, sum1, sum0;")
+                text.add(f"mov.f32 sum{b}, {low or high};")
+        text.add(f"st.shared.v2.f32 [cell+{4 * (_row_of_lines(0) + 8 * (u + 1))}], {{sum0, sum1}};")
     text.add(
-        "and.b32 cell, lane, 3;",
-        "shr.u32 t, lane, 2;",  # the row
-        "and.b32 low, t, 1;",
-        "setp.eq.u32 q, low, 1;",
-        f"selp.b32 chosen, {0x5432}, {0x3210}, q;",
-        "setp.eq.u32 q, cell, 0;",
-        "add.u32 source, lane, 1;",
-        "and.b32 source, source, 3;",
-        "and.b32 low, lane, 28;",
-        "or.b32 source, source, low;",
-    )
-    for number in range(count):
-        text.add(
-            f"selp.b32 span, w{number + 1}, w{number}, q;",
-            f"shfl.sync.idx.b32 n{number}, span, source, 31, -1;",
-            f"prmt.b32 y{number}, w{number}, n{number}, chosen;",
-        )
-    text.add(
-        "shr.u32 t, t, 1;",
-        "setp.lt.u32 q, cell, t;",
-        "add.u32 source, cell, t;",
-        "and.b32 source, source, 3;",
-        "or.b32 source, source, low;",
-    )
-    for number in range(count):
-        text.add(
-            f"selp.b32 span, y{number + 1}, y{number}, q;",
-            f"shfl.sync.idx.b32 w{number}, span, source, 31, -1;",
-        )
-    _scatter(text, kind, count)
-
-
-def _scatter(text: Writer, kind: str, count: int) -> None:
-    """Sums w0.. over the eight rows of lanes, halved among them three times, and adds them to memory."""
-    text.add("mov.b32 e7, 0;", "mov.b32 t, 0;", "mov.f32 v0, 0f00000000;")
-    for bit, distance in enumerate((16, 8, 4)):
-        text.add(f"and.b32 span, lane, {distance};", f"setp.ne.u32 q{bit}, span, 0;")
-    half = (count + 1) // 2
-    for number in range(half):
-        upper = f"w{half + number}" if half + number < count else "e7"
-        text.add(
-            f"selp.b32 span, w{number}, {upper}, q0;",
-            f"selp.b32 y{number}, {upper}, w{number}, q0;",
-            f"shfl.sync.bfly.b32 n{number}, span, 16, 31, -1;",
-        )
-        _unpack(text, kind, f"y{number}", (f"s{2 * number}", f"s{2 * number + 1}"))
-        _unpack(text, kind, f"n{number}", ("sum0", "sum1"))
-        for b in (0, 1):
-            text.add(f"add.f32 s{2 * number + b}, s{2 * number + b}, sum{b};")
-    text.add(f"@q0 add.u32 t, t, {half};")
-    for bit, distance in ((1, 8), (2, 4)):
-        kept, half = half, (half + 1) // 2
-        for number in range(2 * half):
-            upper = f"s{2 * half + number}" if half + number // 2 < kept else "v0"
-            text.add(
-                f"selp.f32 f, s{number}, {upper}, q{bit};",
-                f"selp.f32 g, {upper}, s{number}, q{bit};",
-                f"shfl.sync.bfly.b32 part, f, {distance}, 31, -1;",
-                f"add.f32 s{number}, g, part;",
-            )
-        text.add(f"@q{bit} add.u32 t, t, {half};")
-    # This lane has sums from number t on; those that others have too, or that there are not, are zeros.
-    text.add(
-        "shl.b32 span, t, 3;",
-        "add.u32 span, span, other;",
-        "shr.u32 low, lane, 2;",
-        "add.s32 distance, distance, other;",
-        "sub.s32 distance, distance, low;",  # of the warp's first row and the block's first key
-        "sub.s32 distance, distance, span;",
-        "add.s32 distance, distance, 16;",
+        "bar.warp.sync -1;",
+        # Of the warp's first row and the block's first key, then of the thread's first diagonal.
+        f"mad.lo.s32 distance, warp, 16, {text.argument('first_one')};",
+        f"sub.s32 distance, distance, {text.argument('first_other')};",
+        "sub.s32 distance, distance, lane;",
         "mul.wide.s32 wide_t, distance, 4;",
         f"add.s64 address, wide_t, {text.argument('position_sums')};",
+        "mov.f32 total, 0f00000000;",
     )
-    for number in range(2 * half):
+    count = 8 * (text.groups + 1) + 7
+    for first in range(0, count, 32):
+        when = ""
+        if first + 32 > count:
+            text.add(f"setp.lt.u32 p, lane, {count - first};")
+            when = "@p "
+        for row in range(8):
+            name = "sum" if row == 0 else "part"
+            text.add(f"{when}ld.shared.f32 {name}, [t+{4 * (_row_of_lines(row) + first + row - 7)}];")
+            if row > 0:
+                text.add(f"{when}add.f32 sum, sum, part;")
         text.add(
-            f"setp.neu.f32 q, s{number}, 0f00000000;",
-            f"@q red.global.add.f32 [address+{-32 * (number // 2) - 4 * (number % 2)}], s{number};",
+            f"{when}add.f32 total, total, sum;",
+            f"{when}red.global.add.f32 [address+{4 * (15 - first)}], sum;",
         )
-
-
-def _unpack(text: Writer, kind: str, pair: str, values: tuple[str, str]) -> None:
-    if kind == "bf16x2":
-        text.add(f"shl.b32 low, {pair}, 16;", f"and.b32 cell, {pair}, {0xFFFF0000};")
-        text.add(f"mov.b32 {values[0]}, low;", f"mov.b32 {values[1]}, cell;")
-        return
-    text.add(
-        f"and.b32 low, {pair}, 65535;",
-        f"shr.u32 cell, {pair}, 16;",
-        "cvt.u16.u32 half0, low;",
-        "cvt.u16.u32 half1, cell;",
-        f"cvt.f32.f16 {values[0]}, half0;",
-        f"cvt.f32.f16 {values[1]}, half1;",
-    )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention.triton_bias import add_bias, load_times
-from recsys.ops.hstu_attention.triton_bias_packed import load_record, packed_scores, records_of
+from recsys.ops.hstu_attention.triton_bias_packed import begin, packed_scores, records_of
 from recsys.ops.hstu_attention.triton_tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
@@ -97,19 +97,6 @@ def add_blocks(
             total = _add_block(
                 total, q_block, block, False, keys, sample, rows, rule, tables, SIZES, RULE, MODE, True
             )
-    elif MODE[4] != "":
-        count = num_blocks(runs)
-        distances, lookup, records = tables
-        block, masked = block_at(0, runs)
-        record, past1, past2, past3 = load_record(records, block)
-        for place in range(count):
-            of_block = (distances, lookup, record, past1, past2, past3)
-            next_block, next_masked = block_at(tl.minimum(place + 1, count - 1), runs)
-            record, past1, past2, past3 = load_record(records, next_block)
-            total = _add_block(
-                total, q_block, block, masked, keys, sample, rows, rule, of_block, SIZES, RULE, MODE, False
-            )
-            block, masked = next_block, next_masked
     else:  # one loop: its pipeline is filled and emptied once
         for place in range(num_blocks(runs)):
             block, masked = block_at(place, runs)
@@ -132,7 +119,7 @@ def forward_kernel(
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr,
+    BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr, BEGIN_TEXT: tl.constexpr,
 ):  # fmt: skip
     """out [T, H, V] contiguous. A program for each item and head; heads fastest.
 
@@ -150,6 +137,7 @@ def forward_kernel(
     if PACKED:
         lookup = time_table + head * time_stride
         tables = (distances, lookup, records_of(float_edges, tl.program_id(0) // num_heads))
+        begin(lookup, BEGIN_TEXT, 2 * BLOCK_M)
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads
@@ -163,8 +151,8 @@ def forward_kernel(
         q_block = load_block(q_head, first, length, D, BLOCK_M, BLOCK_D, False, DESCRIBED)
         i = first + tl.arange(0, BLOCK_M)[:, None]
         if PACKED:
-            row_times = (length, next_timestamps, ahead, row_bounds, time_edges)
-            key_times = (length, timestamps, behind, key_bounds, start)
+            row_times = (length, next_timestamps, ahead, time_edges)
+            key_times = (length, timestamps, behind, start)
             keys = (k_head, v_head, key_times, length, 0)
         else:
             keys = (k_head, v_head, (timestamps + start, behind + start, key_bounds + start * 2), length, 0)

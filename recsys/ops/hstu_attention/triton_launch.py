@@ -93,9 +93,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
         return out
     q, k, v = map(with_dense_rows, (q, k, v))
     packed = _is_packed("forward", q, v, problem, wrap)
-    described = problem.bias is None and can_describe(wrap, q, k, v)
-    kernel = "packed_forward" if packed else "described" if described else "forward"
-    blocks = blocks_for(kernel, q, v, problem)
+    described = (packed or problem.bias is None) and can_describe(wrap, q, k, v)
+    kernel = "described" if described else "forward"
+    blocks = blocks_for(f"packed_{kernel}" if packed else kernel, q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
     arguments = [
@@ -222,15 +222,11 @@ def _launch_rows(
     ]
     compiled_for = {
         "DESCRIBED": described,
-        **bias_constants(packed, blocks, rows_first=True),
-        **tables_constants(q, blocks, sums),
+        **bias_constants(packed, blocks, rows_first=True, sums=sums is not None),
+        **tables_constants(blocks, sums),
         **constants(problem, q, v, blocks),
     }
-    programs = items.shape[0] * num_heads
-    if sums is None:
-        _start(rows_kernel, programs, arguments, compiled_for, wrap)
-    else:
-        start_with_own_memory(rows_kernel, programs, arguments, compiled_for, described_boxes)
+    _start(rows_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
 
 
 def _start(
@@ -240,12 +236,10 @@ def _start(
     compiled_for: dict[str, Any],
     wrap: Wrap,
 ) -> None:
-    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way.
-
-    With a bias that is not packed Triton's own way: the short one has not been seen with it on a GPU.
-    """
-    proven = not compiled_for["BIASED"] or compiled_for["BIAS_TEXT"] != ""
-    if wrap is unwrapped and proven:
+    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way."""
+    if compiled_for["BIAS_TEXT"] != "":
+        start_with_own_memory(kernel, programs, arguments, compiled_for, described_boxes)
+    elif wrap is unwrapped:
         start_specialised(kernel, programs, arguments, compiled_for, described_boxes)
     else:
         wrap(kernel)[(programs,)](*arguments, **compiled_for)

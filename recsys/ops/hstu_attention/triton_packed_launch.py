@@ -26,7 +26,10 @@ DYNAMIC_SHARED_BYTES = ctypes.c_int(8)
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 COPIES = 8
-"""Of the sums that many programs add to, so that they do not wait for one another."""
+"""Of the sums that many programs add to, so that they do not wait for one another. A power of two."""
+
+FINISH_BLOCK = 256
+"""Entries of the tables that one program finishes."""
 
 
 class Sums(NamedTuple):
@@ -92,42 +95,39 @@ def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, 
     grads = [torch.empty(table.shape, dtype=table.dtype, device=table.device) for table in tables]
     sizes = [int(table.shape[-1]) for table in tables]
     shared = [table.dim() == 1 for table in tables]
-    num_heads, block = sums.by_distance.shape[1], triton_bias_launch.TABLE_BLOCK
+    num_heads, block = sums.by_distance.shape[1], FINISH_BLOCK
     parts = -(-max(sizes) // block)
-    numbers = *sizes, sums.by_distance.shape[2] // 2, num_heads, COPIES, parts, 0.5 / scale_len
-    compiled_for = {"SHARED_POSITIONS": shared[0], "SHARED_TIMES": shared[1], "BLOCK": block}
+    numbers = *sizes, sums.by_distance.shape[2] // 2, num_heads, parts, 0.5 / scale_len
+    compiled_for = {"SHARED_POSITIONS": shared[0], "SHARED_TIMES": shared[1]}
+    compiled_for |= {"COPIES": COPIES, "BLOCK": block}
     start(finish_kernel, parts * (1 if all(shared) else num_heads), (*sums, *grads), numbers, compiled_for)
     return grads[0], grads[1]
 
 
-def bias_constants(packed: bool, blocks: Blocks, rows_first: bool) -> dict[str, str]:
-    """The assembly that adds the bias to blocks [rows, keys], or [keys, rows]; none if not `packed`."""
+def bias_constants(packed: bool, blocks: Blocks, rows_first: bool, sums: bool = False) -> dict[str, str]:
+    """The assembly that adds the bias to blocks [rows, keys], or [keys, rows], and that before the first of
+    them; none if not `packed`. sums: that of `tables_constants` is in the same kernel."""
     if not packed:
-        return {"BIAS_TEXT": "", "BIAS_CONSTRAINTS": ""}
+        return dict.fromkeys(("BIAS_TEXT", "BIAS_CONSTRAINTS", "BEGIN_TEXT"), "")
     made = _add_bias((blocks.keys if rows_first else blocks.rows) // 8, rows_first, _has_near(blocks))
-    return {"BIAS_TEXT": made.text, "BIAS_CONSTRAINTS": made.constraints}
+    begin = _begin(blocks.num_warps, sums)
+    return {"BIAS_TEXT": made.text, "BIAS_CONSTRAINTS": made.constraints, "BEGIN_TEXT": begin}
 
 
-def tables_constants(q: Tensor, blocks: Blocks, sums: Sums | None) -> dict[str, str]:
-    """The assembly that adds to the sums, that before it and that after it; none without them."""
+def tables_constants(blocks: Blocks, sums: Sums | None) -> dict[str, str]:
+    """The assembly that adds to the sums, and that after the last of them; none without them."""
     if sums is None:
-        return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "BEGIN_TEXT", "FINISH_TEXT"), "")
-    return _tables_assembly("bf16" if q.dtype == torch.bfloat16 else "fp16", blocks)
+        return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "FINISH_TEXT"), "")
+    made = _add_to_tables(blocks.keys // 8, _has_near(blocks))
+    finish = _finish_sums(blocks.num_warps)
+    return {"TABLES_TEXT": made.text, "TABLES_CONSTRAINTS": made.constraints, "FINISH_TEXT": finish}
 
 
 def _has_near(blocks: Blocks) -> bool:
     return blocks.rows == blocks.keys == ptx.NEAR_SIZE
 
 
-@lru_cache(maxsize=16)
-def _tables_assembly(kind: str, blocks: Blocks) -> dict[str, str]:
-    made, warps = ptx.add_to_tables(blocks.keys // 8, kind, _has_near(blocks)), blocks.num_warps
-    return {
-        "TABLES_TEXT": made.text,
-        "TABLES_CONSTRAINTS": made.constraints,
-        "BEGIN_TEXT": ptx.begin_sums(warps),
-        "FINISH_TEXT": ptx.finish_sums(warps),
-    }
-
-
 _add_bias = lru_cache(maxsize=16)(ptx.add_bias)
+_begin = lru_cache(maxsize=16)(ptx.begin)
+_add_to_tables = lru_cache(maxsize=16)(ptx.add_to_tables)
+_finish_sums = lru_cache(maxsize=16)(ptx.finish_sums)

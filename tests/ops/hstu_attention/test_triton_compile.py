@@ -46,8 +46,6 @@ POINTERS = {
 }
 PACKED_POINTERS = {
     "time_table": "i32",
-    "behind": "i32",
-    "ahead": "i32",
     "time_edges": "u8",
     "float_edges": "i32",
 }
@@ -64,10 +62,12 @@ KERNELS = {
     "tables": "diagonals_kernel",
     "other_tables": "others_kernel",
     "packed_forward": "forward_kernel",
+    "packed_described": "forward_kernel",
     "packed_keys": "keys_kernel",
     "packed_rows": "rows_kernel",
     "packed_sums": "rows_kernel",
 }
+DESCRIBED = ("described", "packed_described", "packed_keys", "packed_sums")
 SIZES = BLOCKS | {("cached", biased): BLOCKS["forward", biased] for biased in (False, True)}
 SIZES |= {("other_tables", True): BLOCKS["tables", True]}
 SMALL_SIZES = SMALL_BLOCKS | {("cached", False): SMALL_BLOCKS["forward", False]}
@@ -102,7 +102,8 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     from recsys.ops.hstu_attention.cached import triton_kernel
 
     modules = {"forward": triton_forward, "described": triton_forward, "cached": triton_kernel}
-    modules |= {"split": triton_kernel, "packed_forward": triton_forward}
+    modules |= {"split": triton_kernel}
+    modules |= {"packed_forward": triton_forward, "packed_described": triton_forward}
     modules |= {"tables": triton_tables, "other_tables": triton_tables}
     module = modules.get(kernel, triton_backward)
     function = getattr(module, KERNELS[kernel])
@@ -116,7 +117,7 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     }
     constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
     constants |= {"PRECISION": precision, "GRAD_K": kernel != "grad_v", "GRAD_V": kernel != "grad_k"}
-    constants |= {"BUCKETS": 64, "DESCRIBED": kernel in ("described", "packed_keys", "packed_sums")}
+    constants |= {"BUCKETS": 64, "DESCRIBED": kernel in DESCRIBED}
     constants |= {"SPLIT": kernel == "split", **assemblies_of(kernel, blocks)}
     constants = {name: value for name, value in constants.items() if name in function.arg_names}
     signature, aligned = {}, {}
@@ -147,20 +148,22 @@ def assemblies_of(kernel, blocks):
     """The inline assembly of the kernels with packed scores; none for the others."""
     from recsys.ops.hstu_attention import triton_bias_ptx
 
-    bias, tables = ("", ""), ("", "", "", "")
+    bias, tables = ("", "", ""), ("", "", "")
     if kernel.startswith("packed_"):
         rows_first = kernel != "packed_keys"
         others = blocks.keys if rows_first else blocks.rows
-        bias = triton_bias_ptx.add_bias(others // 8, rows_first, blocks.rows == blocks.keys == 64)
-    if kernel == "packed_sums":
-        tables = triton_bias_ptx.add_to_tables(blocks.keys // 8, "bf16", blocks.rows == blocks.keys == 64)
-        tables += triton_bias_ptx.begin_sums(blocks.num_warps), triton_bias_ptx.finish_sums(blocks.num_warps)
+        near, sums = blocks.rows == blocks.keys == 64, kernel == "packed_sums"
+        bias = triton_bias_ptx.add_bias(others // 8, rows_first, near)
+        bias += (triton_bias_ptx.begin(blocks.num_warps, sums),)
+        if sums:
+            tables = triton_bias_ptx.add_to_tables(blocks.keys // 8, near)
+            tables += (triton_bias_ptx.finish_sums(blocks.num_warps),)
     names = (
         "BIAS_TEXT",
         "BIAS_CONSTRAINTS",
+        "BEGIN_TEXT",
         "TABLES_TEXT",
         "TABLES_CONSTRAINTS",
-        "BEGIN_TEXT",
         "FINISH_TEXT",
     )
     return dict(zip(names, bias + tables, strict=True))
