@@ -35,17 +35,31 @@ def packed(monkeypatch):
     monkeypatch.setattr(triton_packed_launch, "PACKED", True)
 
 
+def check(shapes, contextual, rows, kind, dims, dtype, mask):
+    from recsys.ops.hstu_attention import triton_packed_launch
+
+    layout, q, k, v, bias = case(shapes, contextual, *dims, 2, dtype, rows)
+    assert triton_packed_launch.is_packed("rows", q, v, bias)
+    times = times_of(kind, layout.total_len).cuda()
+    tables = bias.position_table, bias.time_table
+    bias = RelativeBias(*tables, times, torch.cat([times[1:], times[-1:] + 60]))
+    for deterministic in (False, True):
+        got = results(layout, q, k, v, bias, mask, "triton", deterministic)
+        assert_near(got, (layout, q, k, v, bias), mask)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_output_and_gradients(mask, dtype):
     for number, (shapes, contextual, rows) in enumerate(itertools.product(SHAPES, [0, 1, 6], [None, 2])):
-        layout, q, k, v, bias = case(shapes, contextual, 64, 64, 2, dtype, rows)
-        times = times_of(KINDS[number % len(KINDS)], layout.total_len).cuda()
-        tables = bias.position_table, bias.time_table
-        bias = RelativeBias(*tables, times, torch.cat([times[1:], times[-1:] + 60]))
-        for deterministic in (False, True):
-            got = results(layout, q, k, v, bias, mask, "triton", deterministic)
-            assert_near(got, (layout, q, k, v, bias), mask)
+        check(shapes, contextual, rows, KINDS[number % len(KINDS)], (64, 64), dtype, mask)
+
+
+@pytest.mark.parametrize("dims", [(32, 32), (16, 64), (25, 25)], ids=str)
+def test_heads_of_other_widths(dims):
+    """Without the copy engine, and with less shared memory of Triton's own."""
+    for number, shapes in enumerate(SHAPES):
+        check(shapes, number % 2, 2, KINDS[number], dims, torch.bfloat16, MASKS[number % 2])
 
 
 def test_deterministic_means_the_same_bits():
