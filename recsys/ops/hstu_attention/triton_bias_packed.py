@@ -72,29 +72,30 @@ def finish_kernel(
     own = tl.program_id(0) % parts
     at = own * BLOCK + tl.arange(0, BLOCK)
     size = (2 * reach + 1).to(tl.int64)
-    copy = num_heads * size
+    step = num_heads * size  # from copy to copy
     heads = tl.where(SHARED_POSITIONS, num_heads, 1)
     if head * heads < num_heads:
         sums = position_sums + head * size
         inside = (at < num_positions) & (at <= reach)
-        total = _columns(sums + reach, at, inside, heads, size, copy, COPIES)
+        total = _columns(sums + reach, at, inside, heads, size, step, COPIES)
         if own == 0:
             for first in range(0, reach, BLOCK):
                 place = first + tl.arange(0, BLOCK)
-                ends = _columns(sums, place, place < reach, heads, size, copy, COPIES)
+                ends = _columns(sums, place, place < reach, heads, size, step, COPIES)
                 total += tl.where(at == 0, tl.sum(ends, 0), 0.0)
         if own == (num_positions - 1) // BLOCK:
             for first in range(reach + num_positions, 2 * reach + 1, BLOCK):
                 place = first + tl.arange(0, BLOCK)
-                ends = _columns(sums, place, place < size, heads, size, copy, COPIES)
+                ends = _columns(sums, place, place < size, heads, size, step, COPIES)
                 total += tl.where(at == num_positions - 1, tl.sum(ends, 0), 0.0)
         tl.store(position_grad + head * num_positions + at, total * scale, mask=at < num_positions)
     heads = tl.where(SHARED_TIMES, num_heads, 1)
     if (own * BLOCK < num_buckets) & (head * heads < num_heads):
-        copy = num_heads * num_buckets
-        sums = time_sums + head * num_buckets
-        total = _columns(sums, at, at < num_buckets, heads, num_buckets, copy, COPIES)
-        tl.store(time_grad + head * num_buckets + at, total * scale, mask=at < num_buckets)
+        of_time = _columns(
+            time_sums + head * num_buckets, at, at < num_buckets,
+            heads, num_buckets, num_heads * num_buckets, COPIES,
+        )  # fmt: skip
+        tl.store(time_grad + head * num_buckets + at, of_time * scale, mask=at < num_buckets)
 
 
 @triton.jit

@@ -64,6 +64,9 @@ rows of 64 scores have with eight columns more, and eight zeros."""
 LINES_BYTES = 4 * (8 + 8 * LINE_STEP + 16)
 """Of a warp."""
 
+SHARED_STEP = 1024
+"""Behind what is declared here Triton's own shared memory begins, which has to be at a multiple of it."""
+
 MOST_EDGES = 3
 """Of a block with few. Its `record` is 2 ** 8 times their number and the lowest bucket, then for each edge
 what to add to offsets, in float32, for a number that is at least 1 past it."""
@@ -593,13 +596,14 @@ def _sum_by_cell(text: Writer, number: int) -> None:
 def begin(warps: int, sums: bool) -> str:
     """Before the first `add_bias` of a program: the values of its head's time buckets in shared memory, and
     zeros for `add_to_tables` if there will be `sums`. Arguments: one that is not used, and `lookup`."""
-    lines = [f".shared .align 16 .b8 time_values[{4 * MOST_BUCKETS}];"]
+    sizes = {"time_values": 4 * MOST_BUCKETS}
     if sums:
-        lines += [
-            f".shared .align 1024 .b8 bucket_sums[{warps * WARP_BYTES}];",
-            f".shared .align 16 .b8 lines[{warps * LINES_BYTES}];",
-        ]
-    lines += [
+        sizes |= {"bucket_sums": warps * WARP_BYTES, "lines": warps * LINES_BYTES}
+    lines = [
+        *(
+            f".shared .align {SHARED_STEP} .b8 {name}[{-(-size // SHARED_STEP) * SHARED_STEP}];"
+            for name, size in sizes.items()
+        ),
         "{",
         ".reg .pred p;",
         ".reg .b32 mine, thread;",
