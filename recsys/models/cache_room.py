@@ -1,6 +1,6 @@
 """Memory at one place for the cache at hand: what a recorded graph reads must lie where it lay."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -43,14 +43,6 @@ class CacheRoom:
             self.version += 1
         return self._buffers[number][:size]
 
-    def view(self, layout: SequenceLayout, num_layers: int, has_times: bool) -> CacheStage:
-        """The start of the memory as the only stage of a cache, filled by somebody else."""
-        buffers = iter([buffer[: layout.total_len] for buffer in self._buffers])
-        stage = CacheStage(layout, next(buffers) if has_times else None)
-        for _ in range(num_layers):
-            stage = stage.with_layer(next(buffers), next(buffers))
-        return stage
-
     def settle(self, cache: RankerCache) -> RankerCache:
         """Ends what `begin` began: `cache` has the tensors that came of it."""
         self._inside = cache
@@ -64,9 +56,9 @@ class CacheRoom:
         """
         if cache is self._inside:
             return cache
-        mine = {buffer.data_ptr() for buffer in self._buffers}
+        mine = {buffer.untyped_storage().data_ptr() for buffer in self._buffers}
         tensors = (tensor for stage in _stages(cache) for tensor in stage.tensors)
-        if any(tensor.data_ptr() in mine for tensor in tensors if len(tensor)):
+        if any(tensor.untyped_storage().data_ptr() in mine for tensor in tensors if len(tensor)):
             raise ValueError(
                 "a later prefill has taken the place of this cache: score its candidates first, or keep a "
                 "copy of it (`cache.select(range(cache.batch_size))`)"
@@ -90,7 +82,7 @@ class CacheRoom:
             lengths: int64 [samples of all stages], of the cache inside, wherever graphs read them.
             longest: no sample is longer.
         """
-        buffers = iter(self._buffers)
+        buffers = {buffer.untyped_storage().data_ptr(): buffer for buffer in self._buffers}
         own = iter(lengths.split([stage.layout.batch_size for stage in _stages(cache)]))
         return MixerCache(
             tuple(
@@ -114,20 +106,24 @@ def _stages(cache: RankerCache) -> Iterator[CacheStage]:
     return (stage for stack in cache.mixer.stacks for stage in stack)
 
 
-def _whole_stage(stage: CacheStage, buffers: Iterator[Tensor], lengths: Tensor, longest: int) -> CacheStage:
-    times = None if stage.timestamps is None else next(buffers)
-    pairs = [(next(buffers), next(buffers)) for _ in stage.keys]
+def _whole_stage(
+    stage: CacheStage, buffers: Mapping[int, Tensor], lengths: Tensor, longest: int
+) -> CacheStage:
+    def whole(tensor: Tensor) -> Tensor:
+        buffer = buffers[tensor.untyped_storage().data_ptr()]
+        shape = (buffer.shape[0], *tensor.shape[1:])
+        return buffer.as_strided(shape, tensor.stride(), tensor.storage_offset())
+
     layout = SequenceLayout.trusted(
         lengths,
         offsets_from_lengths(lengths),
         torch.zeros_like(lengths),
         stage.layout.num_contextual,
-        total_len=pairs[0][0].shape[0],
+        total_len=min(whole(key).shape[0] for key in stage.keys),
         max_len=longest,
         total_targets=0,
     )
-    keys, values = zip(*pairs, strict=True)
-    return CacheStage(layout, times, keys, values)
+    return stage.map(lambda tensor: whole(tensor)[: layout.total_len], layout)
 
 
 def _is_like(old: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:

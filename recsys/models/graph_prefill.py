@@ -58,22 +58,18 @@ class GraphPrefill:
         with self.model.autocast():
             sequence, prefix = self.model.encode_users(batch)
             sequence = in_policy(sequence)
-            replayed = isinstance(mixer, HstuMixer) and self._replay(mixer, sequence)
+            replayed = self._replay(mixer, sequence) if isinstance(mixer, HstuMixer) else None
             self.room.begin()
-            if replayed:
-                stage = self.room.view(sequence.layout, len(mixer.rules), has_times=len(mixer.biases) > 0)
-                cache = MixerCache(((stage,),))
-            else:
-                cache = mixer.prefill(sequence, self.room)
+            cache = mixer.prefill(sequence, self.room) if replayed is None else replayed
         return self.room.settle(RankerCache(prefix, cache))
 
-    def _replay(self, mixer: HstuMixer, sequence: JaggedSequence) -> bool:
-        """Whether the room has been filled by a graph."""
+    def _replay(self, mixer: HstuMixer, sequence: JaggedSequence) -> MixerCache | None:
+        """What a graph has filled the room with; None where there is none for it."""
         layout = sequence.layout
         record = self._record_of(layout.device)
         truncated = any(rule.tail_len is not None for rule in mixer.rules)
         if record is None or truncated or layout.parts or layout.total_len > MOST_TOKENS:
-            return False
+            return None
         if self._version != self.room.version:
             self._drop(len(self._forms) if self.num_graphs else 0)
             self._version = self.room.version
@@ -85,14 +81,15 @@ class GraphPrefill:
         form = self._forms[key]
         form.runs += 1
         if form.runs <= WARM_UP:
-            return False
+            return None
         if form.replay is None:
             if not _fits(mixer, sequence.values, size):
-                return False
+                return None
             form.record(record, mixer, self.room, sequence, size, longest)
         form.fill(sequence)
         form.replay()
-        return True
+        ((stage,),) = form.filled.stacks
+        return MixerCache(((stage.map(lambda tensor: tensor[: layout.total_len], layout),),))
 
     def _record_of(self, device: torch.device) -> Record | None:
         found = record_of(self._record, device, "hstu_attention")
@@ -128,11 +125,13 @@ class _Form:
     Attributes:
         runs: how many prefills have asked for it.
         replay: fills the room; None until recorded.
+        filled: where, for `size` tokens.
     """
 
     def __init__(self) -> None:
         self.runs = 0
         self.replay: Replay | None = None
+        self.filled: MixerCache = MixerCache(())
 
     def record(
         self,
@@ -149,6 +148,7 @@ class _Form:
         self.values = given.new_zeros(size, given.shape[1])
         self.times = self.lengths.new_zeros(2, size)
         lengths, values, times = self.lengths, self.values, self.times
+        made: list[MixerCache] = []  # nothing that is recorded leads back to the form
 
         def run() -> Tensor:
             layout = SequenceLayout.trusted(
@@ -161,7 +161,7 @@ class _Form:
                 total_targets=0,
             )
             room.begin()
-            mixer.prefill(JaggedSequence(values, layout, *times), room)
+            made[:] = [mixer.prefill(JaggedSequence(values, layout, *times), room)]
             return lengths
 
         self.fill(like)
@@ -170,6 +170,7 @@ class _Form:
         torch.clear_autocast_cache()
         self.replay = record(run)
         torch.clear_autocast_cache()
+        self.filled = made[0]
 
     def fill(self, sequence: JaggedSequence) -> None:
         """Copies the tokens in."""

@@ -16,16 +16,16 @@ from recsys.ops import Selection, SequenceLayout, gather_rows
 
 
 class Memory(Protocol):
-    """Where a cache's tensors come to lie. Of each stage one of the two is called for times, if there are
-    any, then for keys and values of each layer in turn.
-    """
+    """Where a cache's tensors come to lie: of each stage times, if there are any, then what layers make."""
 
     def keep(self, tensor: Tensor) -> Tensor:
         """An equal one that stays, of one that may be a view of something larger, [T, ...]."""
         ...
 
-    def place(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What stays, contiguous, for the caller to fill."""
+    def place(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """What stays, contiguous, for a layer to make its keys and values in, among others: more memory than
+        these alone, and no copies. None to be asked to `keep` each of them.
+        """
         ...
 
 
@@ -47,9 +47,8 @@ class OwnMemory:
         """A copy."""
         return copied(tensor)
 
-    def place(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """New memory."""
-        return torch.empty(shape, dtype=dtype, device=device)
+    def place(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        """A cache may be kept for long: no more memory than it needs."""
 
 
 OWN: Memory = OwnMemory()

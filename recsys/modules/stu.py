@@ -115,14 +115,14 @@ class STULayer(nn.Module):
         with rebuilt_in_backward(partial(self._all_projected, x.detach()), x.device.type) as watch:
             return self._through(self._divide(x, joined, watch), attend, scale)
 
-    def project(self, x: Tensor, places: "Kept | None" = None) -> "Projected":
+    def project(self, x: Tensor, place: Tensor | None = None) -> "Projected":
         """The first half of `forward`, for layers that share one attention; keeps u, q, k and v.
 
         Args:
-            places: memory for k and v, where `fills_places`.
+            place: [T, sum of `widths`], memory for u, v, q and k, where `fills_places`.
         """
         if self._is_fused(x):
-            return self._front(x, places=places)
+            return self._front(x, place=place)
         if self.compiled and x.shape[0] > 1 and not torch.compiler.is_compiling():
             return self._heads(x, *_compiled_front()(self, x))
         return self._divide(x, self._join(x))
@@ -131,12 +131,14 @@ class STULayer(nn.Module):
         """Whether k and v can be made where they are to stay; else whoever wants them there copies them."""
         return self._is_fused(x) and self.form.activation == "u" and not torch.is_grad_enabled()
 
-    def keys_and_values(self, x: Tensor, places: "Kept | None" = None) -> "Kept":
-        """k and v of `project` alone, for tokens that are looked at and do not look themselves. `places`: see
-        there."""
+    def keys_and_values(self, x: Tensor, place: Tensor | None = None) -> "Kept":
+        """k and v of `project` alone, for tokens that are looked at and do not look themselves.
+
+        Args:
+            place: memory for v and k, side by side, where `fills_places`.
+        """
         _, v, _, k = self._weights()
-        out = None if places is None else [places.v.flatten(1), places.k.flatten(1)]
-        return self._kept(self._some_parts(x, v, k, out=out).parts)
+        return self._kept(self._some_parts(x, v, k, out=place).parts)
 
     def forward_some(self, x: Tensor, index: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
         """[S, E], the rows `index` of `forward`, where nobody looks at the others.
@@ -174,7 +176,7 @@ class STULayer(nn.Module):
         return list(zip(*(one.split(self.widths) for one in parameters), strict=True))
 
     def _some_parts(
-        self, x: Tensor, *chosen: tuple[Tensor, Tensor], out: Sequence[Tensor] | None = None
+        self, x: Tensor, *chosen: tuple[Tensor, Tensor], out: Tensor | None = None
     ) -> NormLinear:
         """Some of u, v, q and k before their activation, by their weight and bias."""
         return norm_linear(
@@ -231,7 +233,7 @@ class STULayer(nn.Module):
             return x.is_cuda and not self.compiled and not torch.compiler.is_compiling()
         return self.fused
 
-    def _front(self, x: Tensor, watch: Watch | None = None, places: "Kept | None" = None) -> "Projected":
+    def _front(self, x: Tensor, watch: Watch | None = None, place: Tensor | None = None) -> "Projected":
         """`project` by an op; u before its activation in the form "u"."""
         widths = self.widths if self.form.activation == "u" else [sum(self.widths)]
         parts, x, room = norm_linear(
@@ -244,7 +246,7 @@ class STULayer(nn.Module):
             eps=self.input_norm.eps,
             dtype=product_dtype(x),
             keep_normed="normed_x" not in self._recomputed(),
-            out=None if places is None else [None, places.v.flatten(1), None, places.k.flatten(1)],
+            out=place,
         )
         made = [parts[0]]
         if watch is not None:

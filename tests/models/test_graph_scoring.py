@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from recsys.models import graph_prefill
 from recsys.models.graph_scoring import WARM_UP, GraphScoring
 from recsys.modules.mixers import HstuMixer
 from recsys.modules.stu import STULayer
@@ -77,15 +78,17 @@ def test_layers_of_ops_fill_the_cache_where_it_lies(pipeline, monkeypatch):
     kept, cache = scoring.prefill(batches[0]), model.prefill(batches[0])
     own = [stage.keys + stage.values for stack in kept.mixer.stacks for stage in stack]
     new = [stage.keys + stage.values for stack in cache.mixer.stacks for stage in stack]
-    places = {buffer.data_ptr() for buffer in scoring.room._buffers}
+    places = {buffer.untyped_storage().data_ptr() for buffer in scoring.room._buffers}
     for ours, theirs in zip(sum(own, ()), sum(new, ()), strict=True):
-        assert ours.data_ptr() in places
+        assert ours.untyped_storage().data_ptr() in places
         assert theirs.untyped_storage().nbytes() == theirs.nbytes
         close(ours, theirs)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @torch.no_grad()
-def test_a_recorded_prefill_leaves_the_same_cache(pipeline):
+def test_a_recorded_prefill_leaves_the_same_cache(pipeline, fused, monkeypatch):
+    monkeypatch.setattr(STULayer, "fused", fused)
     model = build(pipeline)
     scoring = GraphScoring(model, 2, record=Recorded, record_prefill=True)
     old = batch_of(pipeline, random_rows(pipeline, SIZES))
@@ -102,6 +105,18 @@ def test_a_recorded_prefill_leaves_the_same_cache(pipeline):
             for ours, theirs in zip(one.tensors, other.tensors, strict=True):
                 close(ours, theirs)
         close(scoring.score(batch, found), model.score(batch))
+
+
+@torch.no_grad()
+def test_a_prefill_without_room_is_not_recorded(monkeypatch):
+    pipeline = pipeline_of(*FORMS["plain"])
+    model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
+    monkeypatch.setattr(graph_prefill, "_fits", lambda *_: False)
+    scoring = GraphScoring(model, 2, record=Recorded)
+    for _ in range(WARM_UP + 2):
+        cache = scoring.prefill(batch)
+    assert scoring.num_graphs == 0
+    close(scoring.score(batch, cache), model.score(batch))
 
 
 @torch.no_grad()

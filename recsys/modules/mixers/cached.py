@@ -15,7 +15,7 @@ from torch import Tensor
 from recsys.modules.cache import OWN, CacheStage, Memory
 from recsys.modules.mixers.step import Halves, finish, in_policy, keys_and_values, parts_of, project
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import Kept, product_dtype
+from recsys.modules.stu import STULayer, product_dtype
 from recsys.ops import SequenceLayout
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ def prefill(
             times = memory.keep(sequence.timestamps) if first.biases else None
             stages.append(CacheStage(sequence.layout, times))
         is_last = number + 1 == len(first.rules)
-        places = _places(first, sequence, memory) if layers[0].fills_places(sequence.values) else None
-        made = (keys_and_values if is_last else project)(layers, parts, places)
-        k, v = places or (memory.keep(made.k), memory.keep(made.v))
+        place = _place(layers[0], is_last, sequence.values, memory)
+        made = (keys_and_values if is_last else project)(layers, parts, place)
+        k, v = (made.k, made.v) if place is not None else map(memory.keep, (made.k, made.v))
         stages[-1] = stages[-1].with_layer(k, v)
         if isinstance(made, Halves):
             q, k, v = made.q, made.k, made.v
@@ -170,12 +170,12 @@ def _layers(stages: Sequence[CacheStage]) -> Iterator[tuple[CacheStage, int]]:
             yield stage, place
 
 
-def _places(mixer: HstuMixer, sequence: JaggedSequence, memory: Memory) -> Kept:
-    """Memory of the cache for a layer's keys and values."""
-    tokens, dtype = sequence.layout.total_len, product_dtype(sequence.values)
-    device = sequence.values.device
-    widths = (mixer.qk_dim, mixer.v_dim)
-    return Kept(*(memory.place((tokens, mixer.num_heads, width), dtype, device) for width in widths))
+def _place(layer: STULayer, is_last: bool, x: Tensor, memory: Memory) -> Tensor | None:
+    """Memory of the cache for what a layer makes of tokens x, where it can be made there."""
+    if not layer.fills_places(x):
+        return None
+    u, v, q, k = layer.widths
+    return memory.place((x.shape[0], v + k if is_last else u + v + q + k), product_dtype(x), x.device)
 
 
 def _attend(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import Kept, Projected, STULayer, product_dtype
+from recsys.modules.stu import Kept, STULayer, product_dtype
 
 
 class Halves(NamedTuple):
@@ -30,40 +30,42 @@ def parts_of(sequence: JaggedSequence) -> list[JaggedSequence]:
 
 
 def project(
-    layers: Sequence[STULayer], parts: Sequence[JaggedSequence], places: Kept | None = None
+    layers: Sequence[STULayer], parts: Sequence[JaggedSequence], place: Tensor | None = None
 ) -> Halves:
     """The first half of each layer, on its own part.
 
     Args:
-        places: memory for k and v, where the layers fill it.
+        place: [T of all, width], see `STULayer.project`.
     """
-    columns = zip(layers, parts, _cut(places, parts), strict=True)
+    columns = zip(layers, parts, _cut(place, parts), strict=True)
     found = [layer.project(part.values, own) for layer, part, own in columns]
-    q = _join([half.q for half in found])
-    return Halves([half.u for half in found], q, *_kept(found, places))
+    q, k, v = (_joined([getattr(half, name) for half in found], place) for name in "qkv")
+    return Halves([half.u for half in found], q, k, v)
 
 
 def keys_and_values(
-    layers: Sequence[STULayer], parts: Sequence[JaggedSequence], places: Kept | None = None
+    layers: Sequence[STULayer], parts: Sequence[JaggedSequence], place: Tensor | None = None
 ) -> Kept:
-    """Of `project` what other tokens look at: [T of all, H, D] and [T of all, H, V]."""
-    columns = zip(layers, parts, _cut(places, parts), strict=True)
-    return _kept([layer.keys_and_values(part.values, own) for layer, part, own in columns], places)
+    """Of `project` what other tokens look at: [T of all, H, D] and [T of all, H, V]. `place`: see
+    `STULayer.keys_and_values`."""
+    columns = zip(layers, parts, _cut(place, parts), strict=True)
+    found = [layer.keys_and_values(part.values, own) for layer, part, own in columns]
+    return Kept(*(_joined([getattr(half, name) for half in found], place) for name in "kv"))
 
 
-def _cut(places: Kept | None, parts: Sequence[JaggedSequence]) -> list[Kept | None]:
+def _cut(place: Tensor | None, parts: Sequence[JaggedSequence]) -> Sequence[Tensor | None]:
     """Of each part its own rows."""
-    if places is None:
+    if place is None:
         return [None] * len(parts)
-    sizes = [part.layout.total_len for part in parts]
-    return [Kept(*pair) for pair in zip(places.k.split(sizes), places.v.split(sizes), strict=True)]
+    return place.split([part.layout.total_len for part in parts])
 
 
-def _kept(found: Sequence[Projected | Kept], places: Kept | None) -> Kept:
-    """k and v of all parts: the places, where they have been filled."""
-    if places is not None:
-        return places
-    return Kept(_join([half.k for half in found]), _join([half.v for half in found]))
+def _joined(tensors: Sequence[Tensor], place: Tensor | None) -> Tensor:
+    """[T of all, H, width] from those of the parts, which lie below one another where they are in a place."""
+    if place is None or len(tensors) == 1:
+        return _join(tensors)
+    first = tensors[0]
+    return place.as_strided((place.shape[0], *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def finish(

@@ -52,7 +52,7 @@ def norm_linear(
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
     keep_normed: bool = True,
-    out: Sequence[Tensor | None] | None = None,
+    out: Tensor | None = None,
     backend: str = "auto",
 ) -> NormLinear:
     """`split(norm(x) @ weight^T + bias)`.
@@ -69,13 +69,12 @@ def norm_linear(
         eps: added to the (biased) variance.
         dtype: of the product and its result; None for that of x.
         keep_normed: False computes norm(x) again in backward instead of keeping it.
-        out: memory for some of the parts, [T, width] of type `dtype` each, contiguous; None for the others.
-            Each part is then a product of its own. Without gradients only.
+        out: memory for the parts, side by side: [T, N] of type `dtype`, contiguous. Without gradients only.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        Parts of type `dtype`, side by side in memory without `out`. Differentiable in x and all parameters,
-        whose gradients have their own types; bitwise repeatable as far as the device's matrix products are.
+        Parts side by side in memory, of type `dtype`. Differentiable in x and all parameters, whose gradients
+        have their own types; bitwise repeatable as far as the device's matrix products are.
 
     Raises:
         TypeError, ValueError: naming the argument. RuntimeError: `out` where gradients are asked for.
@@ -92,7 +91,7 @@ def norm_linear(
         eps=eps,
         dtype=facts.compute_dtype,
         keep_normed=keep_normed,
-        out=None if out is None else tuple(out),
+        out=out,
     )
 
 
@@ -107,7 +106,7 @@ def _facts(
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
     keep_normed: bool = True,
-    out: Sequence[Tensor | None] | None = None,
+    out: Tensor | None = None,
 ) -> NormLinearFacts:
     """The one validator of all backends, and what is left to know once the arguments are sound."""
     named = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
@@ -133,27 +132,20 @@ def _facts(
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating point type, got {dtype}")
     if out is not None:
-        _check_out(out, x, widths, dtype or x.dtype)
+        _check_out(out, x, columns, dtype or x.dtype)
     return NormLinearFacts(x.device.type, x.dtype, dtype or x.dtype, width)
 
 
-def _check_out(out: Sequence[Tensor | None], x: Tensor, widths: Sequence[int], dtype: torch.dtype) -> None:
+def _check_out(out: Tensor, x: Tensor, columns: int, dtype: torch.dtype) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError("norm_linear computes no gradients into `out`; call it under torch.no_grad()")
-    if len(out) != len(widths):
-        raise ValueError(f"out must have an entry for each of {len(widths)} widths, got {len(out)}")
-    for number, (place, width) in enumerate(zip(out, widths, strict=True)):
-        if place is None:
-            continue
-        if place.dtype != dtype or place.device != x.device:
-            wanted = f"{dtype} on {x.device}"
-            raise TypeError(f"out[{number}] must be {wanted}, got {place.dtype} on {place.device}")
-        if tuple(place.shape) != (x.shape[0], width) or not place.is_contiguous():
-            wanted = [int(x.shape[0]), width]
-            raise ValueError(
-                f"out[{number}] must be contiguous, of shape {wanted}, got {tuple(place.shape)}, strides "
-                f"{place.stride()}"
-            )
+    if out.dtype != dtype or out.device != x.device:
+        raise TypeError(f"out must be {dtype} on {x.device}, got {out.dtype} on {out.device}")
+    if tuple(out.shape) != (x.shape[0], columns) or not out.is_contiguous():
+        wanted, strides = [int(x.shape[0]), columns], out.stride()
+        raise ValueError(
+            f"out must be contiguous, of shape {wanted}, got {tuple(out.shape)}, strides {strides}"
+        )
 
 
 OP = Op("norm_linear", __name__, backends=("triton", "reference"), facts=_facts)

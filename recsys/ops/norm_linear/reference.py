@@ -27,7 +27,7 @@ def run(
     eps: float,
     dtype: torch.dtype,
     keep_normed: bool,
-    out: tuple[Tensor | None, ...] | None,
+    out: Tensor | None,
 ) -> NormLinear:
     """One operation after the other; makes no room for gradients."""
 
@@ -40,8 +40,6 @@ def run(
         joined = project(x)
     else:
         joined = checkpoint(project, x, use_reentrant=False, preserve_rng_state=False)
-    parts = joined.split(widths, dim=1)
     if out is not None:
-        pairs = zip(parts, out, strict=True)
-        parts = [part if place is None else place.copy_(part) for part, place in pairs]
-    return NormLinear(tuple(parts), x, None)
+        joined = out.copy_(joined)
+    return NormLinear(tuple(joined.split(widths, dim=1)), x, None)

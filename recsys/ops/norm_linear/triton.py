@@ -43,15 +43,12 @@ def run(
     eps: float,
     dtype: torch.dtype,
     keep_normed: bool,
-    out: tuple[Tensor | None, ...] | None,
+    out: Tensor | None,
 ) -> NormLinear:
     """Statistics in float32. Backward adds up gradients of the parameters in float32."""
     ops = triton_backend.load(_OPS)
-    if out is not None:
-        normed = ops.launch_norm(x, norm_weight, norm_bias, eps, dtype)
-        return NormLinear(ops.products(normed, weight, bias, widths, out), x, None)
     if not torch.is_grad_enabled():
-        joined = ops.forward(x, norm_weight, norm_bias, weight, bias, eps, dtype)
+        joined = ops.forward(x, norm_weight, norm_bias, weight, bias, eps, dtype, out)
         return NormLinear(tuple(joined.split(widths, dim=1)), x, None)
     room = GradientRoom(widths)
     residual, *parts = ops.NormLinear.apply(

@@ -42,20 +42,13 @@ def forward(
     bias: Tensor,
     eps: float,
     dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The projection [T, N], without gradients."""
-    return linear(launch_norm(x, norm_weight, norm_bias, eps, dtype), weight, bias)
-
-
-def products(
-    normed: Tensor, weight: Tensor, bias: Tensor, widths: tuple[int, ...], out: tuple[Tensor | None, ...]
-) -> tuple[Tensor, ...]:
-    """The parts of the projection, one by one, without gradients; `out` is where some are to lie."""
-    rounded = zip(weight.to(normed.dtype).split(widths), bias.to(normed.dtype).split(widths), strict=True)
-    return tuple(
-        F.linear(normed, own, shift) if place is None else torch.addmm(shift, normed, own.t(), out=place)
-        for (own, shift), place in zip(rounded, out, strict=True)
-    )
+    normed = launch_norm(x, norm_weight, norm_bias, eps, dtype)
+    if out is None:
+        return linear(normed, weight, bias)
+    return torch.addmm(bias.to(dtype), normed, weight.to(dtype).t(), out=out)
 
 
 class NormLinear(torch.autograd.Function):

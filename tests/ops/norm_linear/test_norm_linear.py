@@ -86,24 +86,23 @@ def test_statistics_in_float32_and_products_in_the_given_type():
 def test_parts_are_made_where_they_are_to_stay():
     leaves = inputs(7)
     expected = norm_linear(*leaves, WIDTHS).parts
-    room = torch.zeros(9, 4, dtype=torch.float64)
-    found = norm_linear(*leaves, WIDTHS, out=[None, room[1:8], None]).parts
-    assert found[1].data_ptr() == room[1:].data_ptr()
+    room = torch.zeros(9, sum(WIDTHS), dtype=torch.float64)
+    found = norm_linear(*leaves, WIDTHS, out=room[1:8]).parts
+    assert found[0].data_ptr() == room[1:].data_ptr()
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert not room[0].any() and not room[8].any()
 
 
 def test_places_are_checked():
-    leaves, place = inputs(7), torch.zeros(7, 4, dtype=torch.float64)
+    leaves, place = inputs(7), torch.zeros(7, sum(WIDTHS), dtype=torch.float64)
     with pytest.raises(RuntimeError, match="no gradients into `out`"):
-        norm_linear(*leaves, WIDTHS, out=[None, place, None])
+        norm_linear(*leaves, WIDTHS, out=place)
     with torch.no_grad():
         for out, error, message in (
-            ([place], ValueError, "an entry for each of 3 widths, got 1"),
-            ([place, None, None], ValueError, r"out\[0\] must be contiguous, of shape \[7, 3\]"),
-            ([None, place.float(), None], TypeError, r"out\[1\] must be torch.float64 on cpu"),
-            ([None, place.t().contiguous().t(), None], ValueError, "must be contiguous"),
+            (place[:, 1:], ValueError, r"out must be contiguous, of shape \[7, 9\], got \(7, 8\)"),
+            (place.float(), TypeError, "out must be torch.float64 on cpu, got torch.float32"),
+            (place.t().contiguous().t(), ValueError, r"must be contiguous, .* strides \(1, 7\)"),
         ):
             with pytest.raises(error, match=message):
                 norm_linear(*leaves, WIDTHS, out=out)

@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 SIZES = {64: Sizes(128, 3), 128: Sizes(128, 2)}
 """By width of the heads: those of the forward kernel of whole samples."""
 
-LARGE_SIZES = {64: Sizes(64, 6, strips=4, computing_registers=112)}
+LARGE_SIZES = {64: Sizes(64, 4, strips=4, computing_registers=112)}
 """With so many candidates that tiles of twice as many rows occupy the GPU: four warp groups fill one
 another's gaps better than two."""
 
