@@ -106,15 +106,16 @@ class ContextualPreprocessor(nn.Module):
         return EncodedPrefix(self._sequence(encoded, batch), Prefix.of(batch.sequences, users))
 
     def candidates(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> Preprocessed:
-        """The target tokens of `forward`.
+        """The target tokens of `forward`, and the content of candidates in the type of its last product: the
+        numbers of `forward`, in less memory.
 
         Args:
             embeddings: column -> [n, width].
             batch: nothing but candidates.
             prefix: of the same rows.
         """
-        candidates = self._candidates(inputs_of(embeddings, batch), batch, prefix.users)
-        values, times = _rounded(candidates + self.target_action), batch.candidate_timestamps
+        candidates = self._content(inputs_of(embeddings, batch), batch, prefix.users)
+        values, times = _rounded_sum(candidates, self.target_action), batch.candidate_timestamps
         layout = batch.sequences
         if layout.parts:
             values, times = (torch.cat([one] * len(layout.parts)) for one in (values, times))
@@ -176,13 +177,24 @@ class ContextualPreprocessor(nn.Module):
 
     def _candidates(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> Tensor:
         """[N, E], content."""
+        return _widened(self._content(inputs, batch, users))
+
+    def _content(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> Tensor:
+        """[N, E], in the type of the last product."""
         rows = None if users is None else RowContext(users, batch.layout.targets_only().layout)
-        return _widened(self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0], rows))
+        return self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0], rows)
 
 
 def _rounded(tokens: Tensor) -> Tensor:
     """In the type of matrix products: of most tokens the last one gave the numbers."""
     return tokens.to(product_dtype(tokens))
+
+
+def _rounded_sum(tokens: Tensor, vector: Tensor) -> Tensor:
+    """`_rounded` of a sum in the wider type, in one step where no gradients are asked for."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _rounded(tokens + vector)
+    return torch.add(tokens, vector, out=torch.empty_like(tokens, dtype=product_dtype(tokens)))
 
 
 def _widened(tokens: Tensor) -> Tensor:
