@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from recsys.modules import stu_node
 from recsys.modules.norm import HeadNorm, LayerNorm
 from recsys.modules.recompute import Watch, rebuilt_in_backward
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import GradientRoom, RelativeBias, gather_rows, linear_add, norm_linear, norm_mul_dropout
 from recsys.ops.norm_linear import NormLinear
+from recsys.ops.norm_mul_dropout import new_seed
 
 Attend = Callable[..., Tensor]
 """Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]. On a GPU it also gets `room`,
@@ -94,6 +96,7 @@ class STULayer(nn.Module):
         self.dropout = nn.Dropout(dropout)
         value_width, key_width = num_heads * v_dim, num_heads * qk_dim
         self.widths = [value_width, value_width, key_width, key_width]
+        self._shapes: dict[tuple[torch.dtype, bool, float], stu_node.Shape] = {}
         self.input_norm = LayerNorm(embedding_dim)
         self.uvqk = nn.Linear(embedding_dim, sum(self.widths))
         self.norm = LayerNorm(value_width) if form.norm == "layer" else HeadNorm(num_heads, v_dim)
@@ -106,6 +109,8 @@ class STULayer(nn.Module):
 
     def forward(self, x: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
         """[T, E] -> [T, E]; `scale` [T, 1] is a factor of what is added to x."""
+        if scale is None and (plan := self._plan(x, attend)) is not None:
+            return self._as_one_node(x, plan)
         if "uvqk" not in self._recomputed():
             return self._through(self.project(x), attend, scale)
         if self._is_fused(x):
@@ -151,6 +156,8 @@ class STULayer(nn.Module):
             attend: of T tokens; the others have a q of zeros, and what it returns for them is not read.
             scale: [S, 1], see `forward`.
         """
+        if scale is None and (plan := self._plan(x, attend)) is not None:
+            return self._as_one_node(x, plan, index)
         places = torch.arange(index.shape[0], device=index.device)
         inverse = index.new_full((x.shape[0],), -1).scatter_(0, index, places)
         of_u, of_v, of_q, of_k = self._weights()
@@ -227,6 +234,39 @@ class STULayer(nn.Module):
         """Attention, and what comes behind it."""
         attended = attend(given.q, given.k, given.v, **_room(given.room))
         return self.finish(given.x, given.u, attended, scale, given.room)
+
+    def _plan(self, x: Tensor, attend: Attend) -> stu_node.Plan | None:
+        """How to compute it as one node, where that can be done and nothing is watched in between."""
+        recorded = torch.is_grad_enabled() and self.form.activation == "u" and self._is_fused(x)
+        if not recorded or self.recompute & {"uvqk", "gated"}:
+            return None
+        return stu_node.plan_of(x, self._shape(x), attend)
+
+    def _shape(self, x: Tensor) -> stu_node.Shape:
+        dropout = self.dropout.p if self.training else 0.0
+        key = (product_dtype(x), "normed_x" not in self.recompute, dropout)
+        if key not in self._shapes:
+            value_width, _, key_width, _ = self.widths
+            self._shapes[key] = stu_node.Shape(
+                num_heads=self.num_heads,
+                qk_dim=key_width // self.num_heads,
+                v_dim=value_width // self.num_heads,
+                eps=self.input_norm.eps,
+                num_groups=1 if self.form.norm == "layer" else self.num_heads,
+                gate_eps=self.norm.eps,
+                concat=self.form.gate == "concat",
+                dtype=key[0],
+                keep_normed=key[1],
+                dropout=dropout,
+            )
+        return self._shapes[key]
+
+    def _as_one_node(self, x: Tensor, plan: stu_node.Plan, index: Tensor | None = None) -> Tensor:
+        seed = new_seed(x.device) if plan.shape.dropout else None
+        of_norms = [self.input_norm.weight, self.input_norm.bias, self.norm.weight, self.norm.bias]
+        front, end = (self.uvqk.weight, self.uvqk.bias), (self.output.weight, self.output.bias)
+        given = (x, *of_norms[:2], *front, *of_norms[2:], *end, seed, plan)
+        return stu_node.StuNode.apply(*given) if index is None else stu_node.SomeRowsNode.apply(*given, index)
 
     def _is_fused(self, x: Tensor) -> bool:
         if self.fused is None:

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from recsys.modules import stu_node
 from recsys.modules.stu import STUForm, STULayer
 from recsys.ops import AttentionMask, GradientRoom, hstu_attention, last_backend
 from tests.ops.cases import layout_of, samples
@@ -106,12 +107,50 @@ def test_with_attention_and_stochastic_depth(form):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def some_results(layer, x, layout, index, narrowed):
-    """Rows of the output and all gradients, with another scale for each row."""
+def node_results(layer, x, attend, fused, monkeypatch):
+    """`results`, and whether the layer was one node."""
+    taken, right = [], stu_node.StuNode.apply
+    with monkeypatch.context() as patch:
+        patch.setattr(stu_node.StuNode, "apply", lambda *given: taken.append(True) or right(*given))
+        return results(layer, x, attend, fused), bool(taken)
+
+
+NODES = [form for form in FORMS if form[0] == "u"]
+
+
+@interpreted
+@pytest.mark.parametrize("form", NODES, ids=str)
+def test_one_node_is_the_layer_of_pytorchs_ops(form, monkeypatch):
+    layer, layout = random_layer(form, dropout=0.3), layout_of(samples(contextual=1))
+    mask = AttentionMask(window=3)
+    attend = partial(hstu_attention, layout=layout, mask=mask, scale_len=7.0, alpha=0.4)
+    x = torch.randn(layout.total_len, EMBEDDING, requires_grad=True)
+    (got, one), (want, other) = (
+        node_results(layer, x, attend, fused, monkeypatch) for fused in (True, False)
+    )
+    assert one and not other
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_what_one_node_keeps_is_seen_by_hooks():
+    layer, layout = random_layer(FORMS[0]), layout_of(samples(contextual=1))
+    layer.fused = True
+    attend = partial(hstu_attention, layout=layout, scale_len=9.0)
+    x, seen = torch.randn(layout.total_len, EMBEDDING, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: seen.append(one) or one, lambda one: one):
+        layer(x, attend)
+    widths = [one.shape[1:] for one in seen if len(one) == layout.total_len]
+    assert torch.Size([EMBEDDING]) in widths and torch.Size([HEADS, QK]) in widths
+
+
+def some_results(layer, x, layout, index, narrowed, scaled):
+    """Rows of the output and all gradients, with another scale for each row or none."""
     attend = partial(hstu_attention, layout=layout, mask=AttentionMask(window=7, prefix=2), scale_len=9.0)
-    scale = torch.linspace(0.5, 1.5, layout.total_len)[:, None]
+    scale = torch.linspace(0.5, 1.5, layout.total_len)[:, None] if scaled else None
     if narrowed:
-        out = layer.forward_some(x, index, attend, scale[index])
+        out = layer.forward_some(x, index, attend, scale[index] if scaled else None)
     else:
         out = layer(x, attend, scale)[index]
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))
@@ -120,15 +159,16 @@ def some_results(layer, x, layout, index, narrowed):
 
 @interpreted
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_some_rows_are_those_of_the_whole_layer(form, fused):
+def test_some_rows_are_those_of_the_whole_layer(form, scaled, fused):
     layout = layout_of(samples(2, [(30, 3), (0, 0), (5, 2)]))
     x = torch.randn(layout.total_len, EMBEDDING, generator=torch.Generator().manual_seed(1)).requires_grad_()
     index = layout.truncate(6).index
     layer = random_layer(form)
     layer.fused = fused
     # The rows that nobody reads are zeros in the whole layer's gradients, too.
-    got, want = (some_results(layer, x, layout, index, narrowed) for narrowed in (True, False))
+    got, want = (some_results(layer, x, layout, index, narrowed, scaled) for narrowed in (True, False))
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 

@@ -83,3 +83,28 @@ def test_recompute_changes_no_gradient(choice):
             torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
         else:
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("gate", ["ugn", "concat"])
+@pytest.mark.parametrize("dim", [64, 256])
+def test_some_rows_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(dim, gate):
+    layout = SequenceLayout(LENGTHS, torch.tensor([3, 0, 0, 7, 2])).to("cuda")
+    selection = layout.truncate(40)
+    layer = layer_of(128, dim, STUForm(gate=gate))
+    x = torch.randn(layout.total_len, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def found(x, backend, fused, bf16=True):
+        layer.fused = fused
+        mask = AttentionMask(window=90, prefix=10)
+        attend = partial(hstu_attention, layout=layout, mask=mask, scale_len=300.0, backend=backend, tail=40)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
+            out = layer.forward_some(x, selection.index, attend)
+        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
+        return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], cotangent)]
+
+    ours, theirs = found(x, "auto", True), found(x, "reference", False)
+    layer.double()
+    want = found(x.detach().double().requires_grad_(), "reference", False, bf16=False)
+    for got, other, right in zip(ours, theirs, want, strict=True):
+        allowed = 2 * (other.double() - right).norm() + 1e-3 * right.norm()
+        assert (got.double() - right).norm() <= allowed

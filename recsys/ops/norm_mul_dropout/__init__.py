@@ -12,7 +12,7 @@ from recsys.ops.attention_args import check_number
 from recsys.ops.dispatch import Op
 from recsys.ops.gradient_room import GradientRoom
 
-__all__ = ["OP", "norm_mul_dropout"]
+__all__ = ["OP", "new_seed", "norm_mul_dropout"]
 
 GATES = ("ugn", "concat")
 
@@ -85,7 +85,7 @@ def norm_mul_dropout(
     if dropout == 0:
         seed = None
     elif seed is None:
-        seed = torch.randint(2**63 - 1, (1,), device=attended.device)
+        seed = new_seed(attended.device)
     run = OP.select(facts, backend).run
     return run(
         attended,
@@ -100,6 +100,11 @@ def norm_mul_dropout(
         silu=silu,
         room=room,
     )
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """int64 [1], drawn from the default generator of the device."""
+    return torch.randint(2**63 - 1, (1,), device=device)
 
 
 def _facts(

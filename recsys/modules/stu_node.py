@@ -1,0 +1,272 @@
+"""An STU layer as one node of the graph, where kernels of ours compute it.
+
+The ops of the layer stay what they are, and so does what they compute: their autograd functions run behind
+one another within a single one. PyTorch's work around a node is then done once a layer, not for four
+functions and six views, which is a third of what a layer's forward pass costs the host.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops import AttentionMask, GradientRoom, SequenceLayout, hstu_attention, triton_backend
+from recsys.ops.attention_args import AttentionFacts, check_number
+from recsys.ops.dispatch import Op
+from recsys.ops.function_parts import Parts
+from recsys.ops.hstu_attention import OP as ATTENTION
+from recsys.ops.jagged import OP as GATHER
+from recsys.ops.jagged import GatherFacts
+from recsys.ops.linear_add import OP as LINEAR_ADD
+from recsys.ops.linear_add import LinearAddFacts
+from recsys.ops.norm_linear import OP as NORM_LINEAR
+from recsys.ops.norm_linear import NormLinearFacts
+from recsys.ops.norm_mul_dropout import OP as GATE
+from recsys.ops.norm_mul_dropout import GateFacts
+
+
+class Attention(NamedTuple):
+    """What `hstu_attention` is called with, beside q, k and v."""
+
+    layout: SequenceLayout
+    mask: AttentionMask
+    alpha: float
+    scale_len: float
+    deterministic: bool
+    tail: int | None
+
+
+class Shape(NamedTuple):
+    """What a layer computes, beside its tensors."""
+
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+    dtype: torch.dtype  # of the products
+    eps: float  # of the first norm
+    keep_normed: bool
+    num_groups: int  # of the second norm
+    gate_eps: float
+    concat: bool
+    dropout: float
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Of u, v, q and k."""
+        values, keys = self.num_heads * self.v_dim, self.num_heads * self.qk_dim
+        return values, values, keys, keys
+
+
+class Plan(NamedTuple):
+    """How a layer is computed: its kernels are in these modules."""
+
+    shape: Shape
+    attention: Attention
+    norm_linear: ModuleType
+    attend: ModuleType
+    gate: ModuleType
+    linear_add: ModuleType
+    gather: ModuleType
+
+
+def plan_of(x: Tensor, shape: Shape, attend: Callable[..., Tensor]) -> Plan | None:
+    """How to compute a layer of x as one node; None where not all of it has kernels with a function of their
+    own, and where `attend` is not `hstu_attention` with all but q, k and v given by name.
+
+    Raises:
+        TypeError, ValueError: numbers of the attention.
+    """
+    if not isinstance(attend, partial) or attend.func is not hstu_attention or attend.args:
+        return None
+    given = dict(attend.keywords)
+    layout, mask = given.pop("layout", None), given.pop("mask", AttentionMask())
+    is_plain = isinstance(layout, SequenceLayout) and isinstance(mask, AttentionMask)
+    if not is_plain or layout.total_len != x.shape[0] or given.pop("bias", None) is not None:
+        return None
+    alpha, scale_len = given.pop("alpha", None), given.pop("scale_len")
+    deterministic, tail = given.pop("deterministic", None), given.pop("tail", None)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    facts = _facts_of(x.device.type, x.dtype, x.shape[1], shape, mask, deterministic)
+    backends = ("auto", given.pop("backend", "auto"), "auto", "auto", "auto")
+    modules = [_kernels(op, known, name) for (op, known), name in zip(facts, backends, strict=True)]
+    if given or None in modules:
+        return None
+    check_number("scale_len", scale_len, positive=True)
+    alpha = shape.qk_dim**-0.5 if alpha is None else alpha
+    check_number("alpha", alpha)
+    return Plan(shape, Attention(layout, mask, alpha, scale_len, deterministic, tail), *modules)
+
+
+@lru_cache(maxsize=1024)
+def _facts_of(
+    device: str, dtype: torch.dtype, width: int, shape: Shape, mask: AttentionMask, deterministic: bool
+) -> tuple[tuple[Op, Any], ...]:
+    """What the ops of a layer ask their backends, in the order of a plan's modules."""
+    values, _, _, _ = shape.widths
+    heads = (shape.num_heads, shape.qk_dim, shape.v_dim)
+    return (
+        (NORM_LINEAR, NormLinearFacts(device, dtype, shape.dtype, width)),
+        (ATTENTION, AttentionFacts(device, shape.dtype, *heads, mask, False, True, deterministic)),
+        (GATE, GateFacts(device, shape.dtype, values // shape.num_groups)),
+        (LINEAR_ADD, LinearAddFacts(device, shape.dtype)),
+        (GATHER, GatherFacts(device, shape.dtype, 1)),
+    )
+
+
+def _kernels(op: Op, facts: Any, backend: str) -> ModuleType | None:
+    """The module of the autograd function of the backend that would run, if it has one."""
+    chosen = op.select(facts, backend).__name__
+    return None if chosen.endswith(".reference") else triton_backend.load(f"{chosen}_ops")
+
+
+class StuNode(torch.autograd.Function):
+    """`apply(x, norm_weight, norm_bias, weight, bias, gate_weight, gate_bias, output_weight, output_bias,
+    seed, plan)`: see `STULayer`; `output_bias` and `seed`, of the dropout, may be None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        gate_weight: Tensor,
+        gate_bias: Tensor,
+        output_weight: Tensor,
+        output_bias: Tensor | None,
+        seed: Tensor | None,
+        plan: Plan,
+    ) -> Tensor:
+        shape, needed, parts = plan.shape, ctx.needs_input_grad, Parts()
+        room, norm = GradientRoom(shape.widths), (norm_weight, norm_bias)
+        u, *vqk = _project(parts, plan, x, norm, (weight, bias), room, needed)
+        v, q, k = (part.unflatten(1, (shape.num_heads, -1)) for part in vqk)
+        attended = _attend(parts, plan, q, k, v, room)
+        gate, end = (gate_weight, gate_bias, seed), (output_weight, output_bias)
+        out = _finish(parts, plan, x, attended, u, room, gate, end, needed)
+        parts.save(ctx)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        front, attention, gate, end = ctx.parts.restored(ctx.saved_tensors)
+        grad_x, grad_gated, *of_output = end.gradients(grad_out)
+        grad_attended, grad_u, *of_gate = gate.gradients(grad_gated)[:4]
+        grad_attended = grad_attended.view(attention.saved_tensors[2].shape)
+        grad_q, grad_k, grad_v = attention.gradients(grad_attended)[:3]
+        parts = (one.flatten(1) for one in (grad_v, grad_q, grad_k))
+        of_front = front.gradients(grad_x, grad_u, *parts)[:5]
+        return (*of_front, *of_gate, *of_output, None, None)
+
+
+class SomeRowsNode(torch.autograd.Function):
+    """`apply(...)` as `StuNode` with an `index` behind the plan: see `STULayer.forward_some`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        gate_weight: Tensor,
+        gate_bias: Tensor,
+        output_weight: Tensor,
+        output_bias: Tensor | None,
+        seed: Tensor | None,
+        plan: Plan,
+        index: Tensor,
+    ) -> Tensor:
+        shape, needed, parts, gather = plan.shape, ctx.needs_input_grad, Parts(), plan.gather.launch_gather
+        values, _, keys, _ = shape.widths
+        inverse = plan.gather.launch_invert(index, [index.shape[0]], x.shape[0])[0]
+        of_u, of_v, of_q, of_k = zip(*(one.split(shape.widths) for one in (weight, bias)), strict=True)
+        norm, rooms = (norm_weight, norm_bias), (GradientRoom((values, keys)), GradientRoom((values, keys)))
+        of_others, of_own = _stacked(of_v, of_k), _stacked(of_u, of_q)
+        v, k = _project(parts, plan, x, norm, of_others, rooms[0], needed)
+        own = gather([x], index)
+        u, q = _project(parts, plan, own, norm, of_own, rooms[1], needed)
+        k, v, q = (part.unflatten(1, (shape.num_heads, -1)) for part in (k, v, q))
+        attended = gather([_attend(parts, plan, gather([q], inverse), k, v, rooms[0])], index)
+        gate, end = (gate_weight, gate_bias, seed), (output_weight, output_bias)
+        out = _finish(parts, plan, own, attended, u, rooms[1], gate, end, needed)
+        parts.save(ctx, index, inverse)
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        others, own, attention, gate, end = ctx.parts.restored(ctx.saved_tensors)
+        (index, inverse), shape = ctx.saved_tensors[-2:], ctx.plan.shape
+        gather, values = ctx.plan.gather.launch_gather, shape.widths[0]
+        grad_own, grad_gated, *of_output = end.gradients(grad_out)
+        grad_attended, grad_u, *of_gate = gate.gradients(grad_gated)[:4]
+        grad_attended = grad_attended.view(-1, shape.num_heads, shape.v_dim)
+        grad_q, grad_k, grad_v = attention.gradients(gather([grad_attended], inverse))[:3]
+        grad_q = gather([grad_q], index).flatten(1)
+        grad_own, *of_norm, weight, bias = own.gradients(grad_own, grad_u, grad_q)[:5]
+        grad_x = gather([grad_own], inverse)
+        grad_x, *also, other_weight, other_bias = others.gradients(
+            grad_x, grad_v.flatten(1), grad_k.flatten(1)
+        )[:5]
+        of_norm = [one + other for one, other in zip(of_norm, also, strict=True)]
+        of_product = [
+            None if one is None else torch.cat([one[:values], other[:values], one[values:], other[values:]])
+            for one, other in ((weight, other_weight), (bias, other_bias))
+        ]
+        return (grad_x, *of_norm, *of_product, *of_gate, *of_output, None, None, None)
+
+
+def _stacked(*chosen: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """Weight and bias of some of u, v, q and k."""
+    return [torch.cat(parts) for parts in zip(*chosen, strict=True)]
+
+
+def _project(
+    parts: Parts,
+    plan: Plan,
+    x: Tensor,
+    norm: Sequence[Tensor],
+    of_product: Sequence[Tensor],
+    room: GradientRoom,
+    needed: Sequence[bool],
+) -> Sequence[Tensor]:
+    """Parts of the projection of norm(x)."""
+    shape = plan.shape
+    arguments = (x, *norm, *of_product, room, shape.eps, shape.dtype, shape.keep_normed)
+    return parts.run(plan.norm_linear.NormLinear, arguments, needed[:5])[1:]
+
+
+def _attend(parts: Parts, plan: Plan, q: Tensor, k: Tensor, v: Tensor, room: GradientRoom) -> Tensor:
+    layout, mask, alpha, scale_len, deterministic, tail = plan.attention
+    ATTENTION.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=scale_len, bias=None)
+    problem = plan.attend.Problem(layout, mask, alpha, scale_len, None, room=room, tail=tail)
+    arguments = (q, k, v, None, None, problem, deterministic)
+    return parts.run(plan.attend.HstuAttention, arguments, (True, True, True, False, False))
+
+
+def _finish(
+    parts: Parts,
+    plan: Plan,
+    x: Tensor,
+    attended: Tensor,
+    u: Tensor,
+    room: GradientRoom,
+    gate: Sequence[Tensor | None],
+    end: Sequence[Tensor | None],
+    needed: Sequence[bool],
+) -> Tensor:
+    """Gate, output projection and residual sum."""
+    shape = plan.shape
+    options = (shape.num_groups, shape.gate_eps, shape.concat, shape.dropout, True)
+    arguments = (attended.flatten(1), u, *gate, room, *options)
+    gated = parts.run(plan.gate.NormMulDropout, arguments)
+    return parts.run(plan.linear_add.LinearAdd, (x, gated, *end), (True, True, *needed[7:9]))
