@@ -40,7 +40,8 @@ def prefill(
         raise ValueError(
             f"prefill takes contextual and history tokens, {sequence.layout.total_targets} targets are given"
         )
-    first, stages, sequence = stacks[0], [], in_policy(sequence)
+    first, stages, given = stacks[0], [], sequence.values
+    sequence = in_policy(sequence)
     for number, rule in enumerate(first.rules):
         sequence = rule.truncate(sequence)
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
@@ -56,8 +57,8 @@ def prefill(
             q, k, v = made.q, made.k, made.v
             bias = first.biases[number](sequence) if first.biases else None
             attended = first.attention(q, k, v, layout=sequence.layout, mask=rule.mask, bias=bias)
-            values = finish(layers, parts, made, attended, in_place=number > 0)
-            sequence = sequence.with_values(values)
+            is_own = sequence.values is not given
+            sequence = sequence.with_values(finish(layers, parts, made, attended, in_place=is_own))
     return tuple(stages)
 
 
