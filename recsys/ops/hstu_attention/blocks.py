@@ -51,7 +51,8 @@ BLOCKS = {
         (128, 4): Blocks(32, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
     },
-    # packed: 16 rows (of keys: keys) a warp; sums: rows with the sums of the tables
+    # packed: 16 rows (of keys: keys) a warp; described, rows: by descriptors; sums: rows with the sums of the
+    # tables, or without descriptors
     ("packed_forward", True): {(64, 2): Blocks(64, 64, 4, 3, 168)},
     ("packed_described", True): {(64, 2): Blocks(64, 64, 4, 2, 128)},
     ("packed_keys", True): {(64, 2): Blocks(64, 64, 4, 3)},

@@ -116,10 +116,10 @@ POINTERS = frozenset(
 
 
 class Writer:
-    """Lines of PTX for blocks with `groups` times 8 others."""
+    """Lines of PTX for blocks with `groups` times 8 others, in programs of so many warps."""
 
-    def __init__(self, groups: int, arguments: tuple[str, ...]) -> None:
-        self.groups = groups
+    def __init__(self, groups: int, warps: int, arguments: tuple[str, ...]) -> None:
+        self.groups, self.warps = groups, warps
         self.size = 4 * groups
         self.arguments = arguments
         self.lines: list[str] = []
@@ -144,12 +144,12 @@ class Writer:
         return Assembly("{\n" + "\n".join(self.lines) + "\n}", ",".join(kinds))
 
 
-def add_bias(groups: int, rows_first: bool, near: bool) -> Assembly:
+def add_bias(groups: int, warps: int, rows_first: bool, near: bool) -> Assembly:
     """Half of the scores of a block, from the products: times half of alpha, plus half of the bias.
 
     rows_first: the first dimension is that of rows, not of keys. near: buckets near the diagonal are given.
     """
-    text = Writer(groups, ARGUMENTS)
+    text = Writer(groups, warps, ARGUMENTS)
     places(text)
     read_record(text)
     # Loads without a branch between them wait beside the product. None has a predicate but those whose value
@@ -160,11 +160,11 @@ def add_bias(groups: int, rows_first: bool, near: bool) -> Assembly:
         f"ld.global.nc.v4.f32 {{v0, v1, v2, v3}}, [address+{BUCKETS_AT}];",
         "selp.f32 v0, v0, 0f00000000, few;",
     )
-    _load_ahead(text, rows_first, near)
+    load_offsets(text)
     _add_positions(text, rows_first)
     if near:
         text.add("@!near bra.uni NOT_NEAR;")
-        load_near_buckets(text, rows_first, "ahead")
+        load_near_buckets(text, rows_first)
         text.add("mov.u32 low, time_values;")
         for number, k, h, b in text.entries():
             near_bucket(text, "t", k, h, b)
@@ -187,10 +187,10 @@ def places(text: Writer) -> None:
     text.add(
         ".reg .pred toeplitz, near, few, p, p1, p2, p3;",
         ".reg .b32 thread, one, other, at_one, at_other, zero, rows_end, distance;",
-        ".reg .b32 t, low, span, cell, lowest, ahead, e<8>;",
+        ".reg .b32 t, low, span, cell, lowest, e<8>;",
         ".reg .b64 address, wide_t, one_time<2>, other_time, of_cell;",
-        f".reg .f32 s<{size}>, line<{2 * text.groups + 2}>, a<2>, c<4>, v<4>, f, g;",
-        f".reg .b32 x<{2 * text.groups}>;",  # offsets in float32 of the others, or buckets of near scores
+        f".reg .f32 s<{size}>, line<{2 * text.groups + 2}>, x<{2 * text.groups}>, a<2>, c<4>, v<4>, f, g;",
+        f".reg .b32 y<{text.groups}>;",
         "mov.u32 thread, %tid.x;",
         "shr.u32 one, thread, 2;",
         "and.b32 one, one, 7;",
@@ -218,11 +218,8 @@ def read_record(text: Writer) -> None:
         text.add(f"setp.ge.and.u32 p{edge}, t, {edge}, few;")
 
 
-def load_near_buckets(text: Writer, rows_first: bool, nothing: str = "0") -> None:
-    """Near the diagonal, the thread's buckets, four to a register: x0.. of its first row, then the rest.
-
-    nothing: what comes first, a zero.
-    """
+def load_near_buckets(text: Writer, rows_first: bool) -> None:
+    """Near the diagonal, the thread's buckets, four to a register: y0.. of its first row, then the rest."""
     first, second = ("one", "other") if rows_first else ("other", "one")
     text.add(
         f"sub.s32 low, {text.argument(f'first_{first}')}, {text.argument(f'first_{second}')};",
@@ -230,60 +227,25 @@ def load_near_buckets(text: Writer, rows_first: bool, nothing: str = "0") -> Non
         f"mul.wide.s32 wide_t, t, {NEAR_BYTES};",
         f"add.s64 address, wide_t, {text.argument('near')};",
         f"mad.lo.u32 low, other, {text.groups}, low;",
-        f"add.u32 low, low, {nothing};",
         "cvt.u64.u32 wide_t, low;",
         "add.s64 address, address, wide_t;",
     )
     size = text.groups // 2
     for h in (0, 1):
-        names = ", ".join(f"x{size * h + n}" for n in range(size))
+        names = ", ".join(f"y{size * h + n}" for n in range(size))
         text.add(f"ld.global.nc.v{size}.b32 {{{names}}}, [address+{8 * h * NEAR_BYTES}];")
 
 
 def near_bucket(text: Writer, name: str, k: int, h: int, b: int) -> None:
     """One of the buckets that `load_near_buckets` loaded."""
     byte = 2 * k + b
-    text.add(f"bfe.u32 {name}, x{text.groups // 2 * h + byte // 4}, {8 * (byte % 4)}, 8;")
+    text.add(f"bfe.u32 {name}, y{text.groups // 2 * h + byte // 4}, {8 * (byte % 4)}, 8;")
 
 
-def _load_ahead(text: Writer, rows_first: bool, near: bool) -> None:
-    """Into the nearest cache what `load_offsets` or `load_near_buckets` will load, 32 bytes a thread.
-
-    `ahead` is a zero that only is there when that is.
-    """
-    text.add(
-        "mov.b32 ahead, 0;",
-        "and.b32 t, thread, 7;",
-        f"mad.lo.u32 t, t, 8, {text.argument('first_other')};",
-        f"mad.lo.u32 t, {text.argument('start')}, 2, t;",
-        "mul.wide.s32 wide_t, t, 4;",
-        f"add.s64 address, wide_t, {text.argument('other_offsets')};",
-        "@p1 ld.global.nc.b32 ahead, [address];",
-    )
-    if near:
-        first, second = ("one", "other") if rows_first else ("other", "one")
-        text.add(
-            f"sub.s32 low, {text.argument(f'first_{first}')}, {text.argument(f'first_{second}')};",
-            "shr.u32 t, thread, 1;",
-            f"add.s32 t, t, {text.argument('first_one')};",
-            f"add.s32 t, t, {text.argument('start')};",
-            f"mul.wide.s32 wide_t, t, {NEAR_BYTES};",
-            f"add.s64 address, wide_t, {text.argument('near')};",
-            "and.b32 t, thread, 1;",
-            "mad.lo.u32 low, t, 32, low;",
-            "cvt.u64.u32 wide_t, low;",
-            "add.s64 address, address, wide_t;",
-            "@near ld.global.nc.b32 ahead, [address];",
-        )
-    text.add("and.b32 ahead, ahead, zero;")
-
-
-def load_offsets(text: Writer, nothing: str = "0") -> None:
-    """The offsets of the thread's others, x0.., and of its two ones, a0 and a1. nothing: what comes first, a
-    zero."""
+def load_offsets(text: Writer) -> None:
+    """The offsets of the thread's others, x0.., and of its two ones, a0 and a1."""
     text.add(
         f"mad.lo.s32 t, {text.argument('start')}, 2, at_other;",
-        f"add.s32 t, t, {nothing};",
         "mul.wide.s32 wide_t, t, 4;",
         f"add.s64 address, wide_t, {text.argument('other_offsets')};",
     )
@@ -302,9 +264,7 @@ def find_line(text: Writer, rows_first: bool) -> None:
     """`toeplitz`, whether all rows are of the history, and `distance`, of the thread's first entry."""
     if rows_first:
         text.add(
-            "mov.u32 t, %ntid.x;",
-            "shr.u32 t, t, 1;",
-            f"add.s32 rows_end, t, {text.argument('first_one')};",
+            f"add.s32 rows_end, {text.argument('first_one')}, {16 * text.warps};",
             "sub.s32 distance, at_one, at_other;",
         )
     else:
@@ -396,8 +356,6 @@ def _add_few(text: Writer) -> None:
     text.add("@!few bra.uni MANY;")
     for edge in (1, 2, 3):
         text.add(f"@!p{edge} bra.uni ADDED;")
-        if edge == 1:
-            load_offsets(text, "ahead")
         for h in (0, 1):
             text.add(f"add.f32 c0, a{h}, c{edge};" if h == 0 else f"add.f32 g, a{h}, c{edge};")
         for number, k, h, b in text.entries():
@@ -467,13 +425,20 @@ def _add_from_cell(text: Writer, number: int) -> None:
     wait_for(text, f"${number}")
 
 
-def add_to_tables(groups: int, near: bool) -> Assembly:
+def add_to_tables(groups: int, warps: int, near: bool) -> Assembly:
     """Adds the gradients of a block's scores [rows, keys] to the sums by distance and by bucket."""
-    text = Writer(groups, (*ARGUMENTS, *SUMS))
+    text = Writer(groups, warps, (*ARGUMENTS, *SUMS))
     places(text)
     find_line(text, True)
     read_record(text)
     _declare_sums(text)
+    text.add("@!p1 bra.uni NO_EDGE;")
+    load_offsets(text)
+    text.add("NO_EDGE:")
+    if near:
+        text.add("@!near bra.uni FAR;")
+        load_near_buckets(text, True)
+        text.add("FAR:")
     text.add("@!toeplitz bra.uni ALONE;")
     _sum_line(text)
     text.add("bra.uni PLACED;", "ALONE:")
@@ -491,7 +456,6 @@ def add_to_tables(groups: int, near: bool) -> Assembly:
     text.add("PLACED:")
     if near:
         text.add("@!near bra.uni NOT_NEAR;")
-        load_near_buckets(text, True)
         for number, k, h, b in text.entries():
             near_bucket(text, "bucket", k, h, b)
             text.add(f"mad.lo.u32 {'at_next' if b else 'at_bucket'}, bucket, {LINE_BYTES}, mine;")
@@ -526,7 +490,6 @@ def _sum_few(text: Writer) -> None:
         f"mad.lo.u32 at_bucket, lowest, {LINE_BYTES}, mine;",
         "@!p1 bra.uni LAST;",
     )
-    load_offsets(text)
     for edge in (1, 2, 3):
         if edge > 1:
             text.add(f"@!p{edge} bra.uni LAST;")
@@ -712,20 +675,18 @@ def _sum_line(text: Writer) -> None:
         "sub.s32 distance, distance, lane;",
         "mul.wide.s32 wide_t, distance, 4;",
         f"add.s64 address, wide_t, {text.argument('position_sums')};",
-        "mov.f32 total, 0f00000000;",
     )
     count = 8 * (text.groups + 1) + 7
     for first in range(0, count, 32):
-        when = ""
-        if first + 32 > count:
-            text.add(f"setp.lt.u32 p, lane, {count - first};")
-            when = "@p "
         for row in range(8):
-            name = "sum" if row == 0 else "part"
-            text.add(f"{when}ld.shared.f32 {name}, [t+{4 * (_row_of_lines(row) + first + row - 7)}];")
-            if row > 0:
-                text.add(f"{when}add.f32 sum, sum, part;")
+            name = "part" if row > 1 else f"sum{row}"
+            text.add(f"ld.shared.f32 {name}, [t+{4 * (_row_of_lines(row) + first + row - 7)}];")
+            if row > 1:
+                text.add(f"add.f32 sum{row % 2}, sum{row % 2}, part;")
+        text.add("add.f32 sum, sum0, sum1;")
+        if first + 32 > count:  # the rest of the threads have read something else
+            text.add(f"setp.lt.u32 p, lane, {count - first};", "selp.f32 sum, sum, 0f00000000, p;")
         text.add(
-            f"{when}add.f32 total, total, sum;",
-            f"{when}red.global.add.f32 [address+{4 * (15 - first)}], sum;",
+            "mov.f32 total, sum;" if first == 0 else "add.f32 total, total, sum;",
+            f"red.global.add.f32 [address+{4 * (15 - first)}], sum;",
         )

@@ -204,11 +204,11 @@ def _launch_rows(
 ) -> None:
     """Fills in dQ, and the sums if they are given."""
     packed = _is_packed("rows", q, v, problem, wrap)
-    kernel = "packed_rows" if packed else "rows"
-    blocks = blocks_for(kernel if sums is None else "packed_sums", q, v, problem)
+    described = packed and can_describe(wrap, q, k, v, grad_out)
+    kernel = "packed_rows" if described and sums is None else "packed_sums" if packed else "rows"
+    blocks = blocks_for(kernel, q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
-    described = sums is not None and can_describe(wrap, q, k, v, grad_out)
     arguments = [
         *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
         out.q,

@@ -18,9 +18,7 @@ from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.triton_start import Boxes, start, start_specialised
 
 PACKED = False
-"""Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be. On an H200
-that takes 0.4 of the time of what is done without, but its test has not passed there as it stands:
-`experiments/2026-11-22-gpu-bias`."""
+"""Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be; for tests."""
 
 DYNAMIC_SHARED_BYTES = ctypes.c_int(8)
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
@@ -109,8 +107,8 @@ def bias_constants(packed: bool, blocks: Blocks, rows_first: bool, sums: bool = 
     them; none if not `packed`. sums: that of `tables_constants` is in the same kernel."""
     if not packed:
         return dict.fromkeys(("BIAS_TEXT", "BIAS_CONSTRAINTS", "BEGIN_TEXT"), "")
-    made = _add_bias((blocks.keys if rows_first else blocks.rows) // 8, rows_first, _has_near(blocks))
-    begin = _begin(blocks.num_warps, sums)
+    others, warps = blocks.keys if rows_first else blocks.rows, blocks.num_warps
+    made, begin = _add_bias(others // 8, warps, rows_first, _has_near(blocks)), _begin(warps, sums)
     return {"BIAS_TEXT": made.text, "BIAS_CONSTRAINTS": made.constraints, "BEGIN_TEXT": begin}
 
 
@@ -118,7 +116,7 @@ def tables_constants(blocks: Blocks, sums: Sums | None) -> dict[str, str]:
     """The assembly that adds to the sums, and that after the last of them; none without them."""
     if sums is None:
         return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "FINISH_TEXT"), "")
-    made = _add_to_tables(blocks.keys // 8, _has_near(blocks))
+    made = _add_to_tables(blocks.keys // 8, blocks.num_warps, _has_near(blocks))
     finish = _finish_sums(blocks.num_warps)
     return {"TABLES_TEXT": made.text, "TABLES_CONSTRAINTS": made.constraints, "FINISH_TEXT": finish}
 

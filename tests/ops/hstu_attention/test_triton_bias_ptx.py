@@ -14,7 +14,8 @@ from recsys.ops.hstu_attention.triton_bias_launch import record_numbers, time_ed
 from recsys.ops.relative_bias import relative_positions, time_bucket
 from tests.ops import ptx
 
-THREADS = 128
+WARPS = 4
+THREADS = 32 * WARPS
 POSITIONS = 700
 ALPHA = 0.7
 
@@ -191,7 +192,7 @@ class Case:
 def test_scores_get_the_bias_of_their_pair(kind, rows_first):
     for number, block in enumerate(BLOCKS):
         case = Case(kind, block, (64, 40, 70, 5)[number % 4], rows_first)
-        assembly = triton_bias_ptx.add_bias(block.groups, rows_first, block.groups == 8)
+        assembly = triton_bias_ptx.add_bias(block.groups, WARPS, rows_first, block.groups == 8)
         begin(case, False)
         threads = case.run(assembly, triton_bias_ptx.ARGUMENTS, case.scores)
         got = np.full(case.sizes, np.nan, np.float32)
@@ -206,14 +207,14 @@ def test_scores_get_the_bias_of_their_pair(kind, rows_first):
 def begin(case: Case, sums: bool) -> None:
     threads = ptx.Threads(THREADS, ptx.Memory())
     threads.registers["operand2"] = np.full(THREADS, threads.memory.place(case.lookup()), np.uint64)
-    threads.run(triton_bias_ptx.begin(THREADS // 32, sums).replace("$", "operand"))
+    threads.run(triton_bias_ptx.begin(WARPS, sums).replace("$", "operand"))
 
 
 def finish_sums(by_bucket: np.ndarray) -> None:
     threads = ptx.Threads(THREADS, ptx.Memory())
     threads.registers["operand2"] = np.full(THREADS, threads.memory.place(by_bucket), np.uint64)
     threads.registers["operand3"] = np.full(THREADS, len(by_bucket), np.uint64)
-    threads.run(triton_bias_ptx.finish_sums(THREADS // 32).replace("$", "operand"))
+    threads.run(triton_bias_ptx.finish_sums(WARPS).replace("$", "operand"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -225,7 +226,7 @@ def test_sums_by_distance_and_by_bucket(kind):
         reach = block.length + 128
         by_distance = np.zeros(2 * reach + 1, np.float32)
         by_bucket = np.zeros(len(case.times_table), np.float32)
-        assembly = triton_bias_ptx.add_to_tables(block.groups, block.groups == 8)
+        assembly = triton_bias_ptx.add_to_tables(block.groups, WARPS, block.groups == 8)
         begin(case, True)
         case.run(assembly, names, grad_scores, (by_distance,))
         finish_sums(by_bucket)

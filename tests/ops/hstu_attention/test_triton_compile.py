@@ -66,10 +66,13 @@ KERNELS = {
     "packed_keys": "keys_kernel",
     "packed_rows": "rows_kernel",
     "packed_sums": "rows_kernel",
+    "packed_keys_by_pointers": "keys_kernel",
+    "packed_sums_by_pointers": "rows_kernel",
 }
-DESCRIBED = ("described", "packed_described", "packed_keys", "packed_sums")
+DESCRIBED = ("described", "packed_described", "packed_keys", "packed_rows", "packed_sums")
 SIZES = BLOCKS | {("cached", biased): BLOCKS["forward", biased] for biased in (False, True)}
 SIZES |= {("other_tables", True): BLOCKS["tables", True]}
+SIZES |= {(f"{name}_by_pointers", True): BLOCKS[name, True] for name in ("packed_keys", "packed_sums")}
 SMALL_SIZES = SMALL_BLOCKS | {("cached", False): SMALL_BLOCKS["forward", False]}
 SMALL_SHARED = 99 * 1024
 
@@ -150,14 +153,15 @@ def assemblies_of(kernel, blocks):
 
     bias, tables = ("", "", ""), ("", "", "")
     if kernel.startswith("packed_"):
-        rows_first = kernel != "packed_keys"
+        rows_first = "keys" not in kernel
         others = blocks.keys if rows_first else blocks.rows
-        near, sums = blocks.rows == blocks.keys == 64, kernel == "packed_sums"
-        bias = triton_bias_ptx.add_bias(others // 8, rows_first, near)
-        bias += (triton_bias_ptx.begin(blocks.num_warps, sums),)
+        near, sums = blocks.rows == blocks.keys == 64, "sums" in kernel
+        warps = blocks.num_warps
+        bias = triton_bias_ptx.add_bias(others // 8, warps, rows_first, near)
+        bias += (triton_bias_ptx.begin(warps, sums),)
         if sums:
-            tables = triton_bias_ptx.add_to_tables(blocks.keys // 8, near)
-            tables += (triton_bias_ptx.finish_sums(blocks.num_warps),)
+            tables = triton_bias_ptx.add_to_tables(blocks.keys // 8, warps, near)
+            tables += (triton_bias_ptx.finish_sums(warps),)
     names = (
         "BIAS_TEXT",
         "BIAS_CONSTRAINTS",
@@ -180,11 +184,7 @@ def assemble(ptx: str, folder: Path, target: str = "sm_90a") -> str:
 def check_spills(report, kernel, width, itemsize):
     version = environment.version_numbers(environment.tool_version(environment.find_ptxas()))
     chosen_for = triton.__version__.startswith(CHOSEN_WITH) and version >= environment.MINIMAL_PTXAS
-    # The inline assembly spills in three of its four kernels, which is to be mended before it is taken.
-    from recsys.ops.hstu_attention import triton_packed_launch
-
-    taken = triton_packed_launch.PACKED or not kernel.startswith("packed_")
-    if chosen_for and taken and (width, itemsize) != (256, 4):
+    if chosen_for and (width, itemsize) != (256, 4):
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
         assert spilled.groups() == ("0", "0"), report
 
