@@ -22,7 +22,7 @@ environment.prefer_packaged_ptxas()
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout  # noqa: E402
 from recsys.ops.hstu_attention import reference, triton_launch, triton_packed_launch  # noqa: E402
 from recsys.ops.hstu_attention.blocks import Blocks  # noqa: E402
-from recsys.ops.hstu_attention.triton_bias_launch import packed_arguments  # noqa: E402
+from recsys.ops.hstu_attention.triton_bias_launch import packed_arguments, packed_tables  # noqa: E402
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem, unwrapped  # noqa: E402
 from recsys.ops.hstu_attention.work_list import row_work  # noqa: E402
 
@@ -87,7 +87,7 @@ def launch(kernel, blocks, batch, biased=True):
     problem = Problem(layout, AttentionMask(), q.shape[2] ** -0.5, 2048.0, bias, made=made)
     if kernel == "prepare":
         items = row_work(problem.mask, layout, *blocks[:2])
-        packed_arguments(bias, layout, problem.mask, items, *blocks[:2], True)
+        packed_arguments(bias, packed_tables(bias, layout), layout, problem.mask, items, blocks[:2], True)
         return []
     if kernel == "forward":
         return [triton_launch.forward(q, k, v, problem)]

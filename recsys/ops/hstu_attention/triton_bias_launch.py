@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -92,39 +93,52 @@ def can_pack(bias: RelativeBias) -> bool:
     return time_edges(int(bias.time_table.shape[-1]))[-2] <= ptx.MOST_SECONDS
 
 
-def packed_arguments(
-    bias: RelativeBias,
-    layout: SequenceLayout,
-    mask: AttentionMask,
-    items: Tensor,
-    rows: int,
-    keys: int,
-    rows_first: bool,
-) -> list[Tensor | int]:
-    """The same for kernels with the inline assembly of `triton_bias_ptx`, which `can_pack` allows.
+class PackedTables(NamedTuple):
+    """What `tables_kernel` makes of the tables of a bias."""
 
-    In the place of `time_table` its look-up records, int32 [H or 1, n]; in those of `time_edges` and
-    `float_edges` what `near_buckets_kernel` and `records_kernel` write; offsets with `PACKED_STEP`.
-    rows_first: `items` are tiles of rows, not of keys.
-    """
+    distances: Tensor  # float32 [H or 1, 2 * reach + 1]
+    lookup: Tensor  # int32 [H or 1, n]
+    reach: int
+
+
+def packed_tables(bias: RelativeBias, layout: SequenceLayout) -> PackedTables:
+    """For kernels with the inline assembly of `triton_bias_ptx`."""
     tables = [table.detach().contiguous() for table in (bias.position_table, bias.time_table)]
     num_positions, num_buckets = (int(table.shape[-1]) for table in tables)
     reach, device = layout.max_len + LARGEST_BLOCK, tables[0].device
-    rows_of_tables = [table.shape[0] if table.dim() == 2 else 1 for table in tables]
-    num_heads = max(rows_of_tables)
+    num_heads = max(table.shape[0] if table.dim() == 2 else 1 for table in tables)
     numbers = [_constant(column, device, unwrapped) for column in record_columns(num_buckets)]
     num_distances, num_words = 2 * reach + 1, numbers[0].shape[0]
-    position = torch.empty(num_heads, num_distances, dtype=torch.float32, device=device)
+    distances = torch.empty(num_heads, num_distances, dtype=torch.float32, device=device)
     lookup = torch.empty(num_heads, num_words, dtype=torch.int32, device=device)
     strides = [int(table.shape[-1]) if table.dim() == 2 else 0 for table in tables]
     parts = -(-max(num_distances, num_words) // TABLE_BLOCK)
     start(
         tables_kernel,
         parts * num_heads,
-        (*tables, *numbers, position, lookup),
+        (*tables, *numbers, distances, lookup),
         (num_positions, reach, num_words, *strides, parts),
         {"BLOCK": TABLE_BLOCK},
     )
+    return PackedTables(distances, lookup, reach)
+
+
+def packed_arguments(
+    bias: RelativeBias,
+    tables: PackedTables,
+    layout: SequenceLayout,
+    mask: AttentionMask,
+    items: Tensor,
+    sizes: tuple[int, int],
+    rows_first: bool,
+) -> list[Tensor | int]:
+    """What `bias_arguments` returns, for kernels with the inline assembly, which `can_pack` allows.
+
+    In the place of `time_table` its look-up records; in those of `time_edges` and `float_edges` what
+    `near_buckets_kernel` and `records_kernel` write; offsets with `PACKED_STEP`.
+    sizes: tokens of a block of rows, of a block of keys. rows_first: `items` are tiles of rows, not of keys.
+    """
+    (rows, keys), num_buckets = sizes, int(bias.time_table.shape[-1])
     times, behind, key_bounds, next_times, ahead, row_bounds = _kept(
         layout,
         ("packed_bias_times", rows, keys),
@@ -147,9 +161,10 @@ def packed_arguments(
             _records(row_bounds, key_bounds, items, (rows, keys), rows_first, layout.max_len, num_buckets)
         ],
     )
+    shared = tables.distances.shape[0] == 1
     return [
-        position,
-        lookup,
+        tables.distances,
+        tables.lookup,
         near[0 if rows_first else 1],
         records,
         times,
@@ -158,9 +173,9 @@ def packed_arguments(
         next_times,
         ahead,
         row_bounds,
-        num_distances if num_heads > 1 else 0,
-        num_words if num_heads > 1 else 0,
-        reach,
+        0 if shared else tables.distances.shape[1],
+        0 if shared else tables.lookup.shape[1],
+        tables.reach,
         num_buckets,
     ]
 

@@ -20,7 +20,7 @@ from recsys.ops.hstu_attention import triton_packed_launch
 from recsys.ops.hstu_attention.blocks import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
 from recsys.ops.hstu_attention.diagonal_work import diagonal_work
 from recsys.ops.hstu_attention.triton_backward import keys_kernel, rows_kernel
-from recsys.ops.hstu_attention.triton_bias_launch import bias_arguments, packed_arguments
+from recsys.ops.hstu_attention.triton_bias_launch import bias_arguments, packed_arguments, packed_tables
 from recsys.ops.hstu_attention.triton_forward import forward_kernel
 from recsys.ops.hstu_attention.triton_packed_launch import (
     Sums,
@@ -42,6 +42,9 @@ from recsys.ops.triton_start import Boxes, Wrap, start_specialised, unwrapped
 ANY_ROWS = 0x7FFF0000
 """More than any coordinate, and a size that a descriptor may have."""
 
+TABLES = ("tables",)
+"""Where `PackedTables` are among what a problem has `made`."""
+
 DESCRIPTORS = True
 """Whether descriptors are used where they can be; for tests."""
 
@@ -57,7 +60,7 @@ class Problem:
     bias: RelativeBias | None
     room: GradientRoom | None = field(default=None, kw_only=True)
     tail: int | None = field(default=None, kw_only=True)
-    made: dict[tuple[Any, ...], list[Tensor | int]] = field(default_factory=dict, compare=False, kw_only=True)
+    made: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, kw_only=True)
     """What forward and backward both need."""
 
     @property
@@ -306,7 +309,11 @@ def _bias_arguments(
     found = problem.made.get(key)
     if found is None:
         if packed and bias is not None:
-            found = packed_arguments(bias, layout, problem.mask, items, blocks.rows, blocks.keys, rows_first)
+            tables = problem.made.get(TABLES)
+            if tables is None:
+                tables = problem.made[TABLES] = packed_tables(bias, layout)
+            sizes = blocks.rows, blocks.keys
+            found = packed_arguments(bias, tables, layout, problem.mask, items, sizes, rows_first)
         else:
             sizes = blocks.rows, blocks.keys
             found = bias_arguments(
