@@ -17,7 +17,7 @@ from recsys.ops.hstu_attention.triton_bias_packed import finish_kernel
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.triton_start import Boxes, start, start_specialised
 
-PACKED = False
+PACKED = True
 """Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be; for tests."""
 
 DYNAMIC_SHARED_BYTES = ctypes.c_int(8)

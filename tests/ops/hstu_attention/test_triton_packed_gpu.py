@@ -27,12 +27,9 @@ KINDS = ["hours", "years", "minutes", "anywhere", "missing", "backward"]
 
 
 @pytest.fixture(autouse=True)
-def packed(monkeypatch):
-    from recsys.ops.hstu_attention import triton_packed_launch
-
+def on_hopper():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the assembly is for Hopper")
-    monkeypatch.setattr(triton_packed_launch, "PACKED", True)
 
 
 def check(shapes, contextual, rows, kind, dims, dtype, mask):

@@ -76,7 +76,6 @@ def on_hopper(monkeypatch):
 
     mend_interpreter(monkeypatch)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", execute)
-    monkeypatch.setattr(triton_packed_launch, "PACKED", True)
     monkeypatch.setattr(triton_packed_launch, "_is_hopper", lambda device: True)
 
 
