@@ -1,7 +1,7 @@
 """Prefill whose layers are the replay of a recorded CUDA graph: of a few users it costs what its work costs.
 
 On a GPU Python takes several ms to start the kernels of a stack. Below some ten thousand tokens that is
-longer than they run.
+longer than they run; with more it is still time that the host has for the batch behind.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from recsys.models.ranker import Ranker
 from recsys.models.recorded import WARM_UP, CudaGraph, Record, Replay, record_of, room_for
 from recsys.modules.cache import MixerCache
 from recsys.modules.mixers import HstuMixer
-from recsys.modules.mixers.step import in_policy
 from recsys.modules.sequence import JaggedSequence
+from recsys.modules.stu import product_dtype
 from recsys.ops import SequenceLayout, offsets_from_lengths
 
-MOST_TOKENS = 1 << 17
+MOST_TOKENS = 1 << 18
 """More of them are bound by their work, and a graph keeps the memory that it needs."""
+
+MOST_UNUSED = 4096
+"""Tokens that are computed and belong to no sample."""
 
 MOST_FORMS = 8
 """Forms whose graphs are kept, the latest used."""
@@ -57,7 +60,6 @@ class GraphPrefill:
         mixer = self.model.caching_mixer()
         with self.model.autocast():
             sequence, prefix = self.model.encode_users(batch)
-            sequence = in_policy(sequence)
             replayed = self._replay(mixer, sequence) if isinstance(mixer, HstuMixer) else None
             self.room.begin()
             cache = mixer.prefill(sequence, self.room) if replayed is None else replayed
@@ -73,7 +75,9 @@ class GraphPrefill:
         if self._version != self.room.version:
             self._drop(len(self._forms) if self.num_graphs else 0)
             self._version = self.room.version
-        size, longest = capacity_of(layout.total_len), room_for(layout.max_len)
+        in_steps = -(-max(layout.total_len, 1) // MOST_UNUSED) * MOST_UNUSED
+        size = min(capacity_of(layout.total_len), in_steps)
+        longest = room_for(layout.max_len)
         key = (layout.batch_size, size, longest)
         self._forms.setdefault(key, _Form())
         self._forms.move_to_end(key)
@@ -116,7 +120,7 @@ def _fits(mixer: HstuMixer, like: Tensor, size: int) -> bool:
     width = sum(layer.widths) + layer.output.in_features + layer.widths[0] + 3 * like.shape[1]
     cached = torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
     free = torch.cuda.mem_get_info(like.device)[0] + cached  # a graph begins by handing back what is cached
-    return 2 * size * width * like.element_size() <= free
+    return 2 * size * width * product_dtype(like).itemsize <= free
 
 
 class _Form:
@@ -145,7 +149,7 @@ class _Form:
         """Tokens behind those of the samples belong to none: they are computed, and nobody looks at them."""
         given, num_contextual = like.values, like.layout.num_contextual
         self.lengths = torch.zeros_like(like.layout.lengths)
-        self.values = given.new_zeros(size, given.shape[1])
+        self.values = given.new_zeros(size, given.shape[1], dtype=product_dtype(given))
         self.times = self.lengths.new_zeros(2, size)
         lengths, values, times = self.lengths, self.values, self.times
         made: list[MixerCache] = []  # nothing that is recorded leads back to the form
@@ -173,7 +177,7 @@ class _Form:
         self.filled = made[0]
 
     def fill(self, sequence: JaggedSequence) -> None:
-        """Copies the tokens in."""
+        """Copies the tokens in, rounded as layers take them."""
         count = sequence.layout.total_len
         self.lengths.copy_(sequence.layout.lengths)
         self.values[:count].copy_(sequence.values)

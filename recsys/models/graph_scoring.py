@@ -27,7 +27,7 @@ from recsys.models.ranker import Ranker
 from recsys.models.recorded import WARM_UP, Record, Replay, record_of, room_for
 from recsys.modules.cache import MixerCache
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import product_dtype
+from recsys.modules.stu import RelativeBiasTables, product_dtype
 from recsys.ops import SequenceLayout, offsets_from_lengths
 
 MOST_FORMS = 8
@@ -108,13 +108,10 @@ class GraphScoring:
     def _mix(self, pieces: _Pieces, sequence: JaggedSequence, cache: RankerCache) -> Tensor:
         """[N, E], the targets behind the mixer, in the order of the candidates."""
         channels = max(len(sequence.layout.parts), 1)
-        values, times = (
-            pieces.arrange(one.unflatten(0, (channels, -1)), dtype)
-            for one, dtype in (
-                (sequence.values, product_dtype(sequence.values)),
-                (sequence.timestamps, torch.int64),
-            )
-        )
+        values = pieces.arrange(sequence.values.unflatten(0, (channels, -1)), product_dtype(sequence.values))
+        times = None
+        if self._layers.reads_times:
+            times = pieces.arrange(sequence.timestamps.unflatten(0, (channels, -1)), torch.int64)
         mixed, before, filled = None, None, set()
         stops = accumulate(pieces.counts)
         for number, (count, stop) in enumerate(zip(pieces.counts, stops, strict=True)):
@@ -128,7 +125,8 @@ class GraphScoring:
             before = (form, pieces.same_as[number])
             own = slice(stop - count, stop)
             form.values[:, :count].copy_(values[:, own])
-            form.times[:, :count].copy_(times[:, own])
+            if times is not None:
+                form.times[:, :count].copy_(times[:, own])
             found = form.run(fresh, self._record)[:count]
             mixed = found.new_empty(values.shape[1], found.shape[1]) if mixed is None else mixed
             mixed[own].copy_(found)
@@ -224,7 +222,7 @@ class _Form:
     """Tensors that stay in place, and what reads them: for pieces of up to n candidates of B rows.
 
     Attributes:
-        values: [channels, n, E], target tokens. times: int64 [channels, n].
+        values: [channels, n, E], target tokens. times: int64 [channels, n]; zeros where nobody reads them.
         kept: int64 [B], candidates of each row. They add up to n: where a piece has fewer, the last row has
             old ones behind its own, which nobody looks at.
         cached: int64 [samples of all stages], tokens of each.
@@ -307,6 +305,7 @@ class _Layers(nn.Module):
     def __init__(self, model: Ranker):
         super().__init__()
         self.mixer = model.caching_mixer()
+        self.reads_times = any(isinstance(part, RelativeBiasTables) for part in self.mixer.modules())
         compiled = any(getattr(module, "compiled", False) for module in self.mixer.modules())
         self._rounded: dict[str, Tensor] = {}
         self._exact: list[Tensor] = []

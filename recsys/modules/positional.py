@@ -61,6 +61,8 @@ class PositionalEncoder(nn.Module):
         by_kernel = behind is None and triton_backend.has_kernels(values.device)
         if by_kernel and (self.time_unit.is_integer() and self.time_unit < 2**31):
             buckets = self._buckets_by_kernel(layout, timestamps, request_times)
+        elif behind is not None and timestamps is request_times and _only_targets(layout):
+            buckets = self._buckets_of_targets(layout, behind)
         else:
             buckets = [self.positions(layout, behind)]
             if self.time is not None:
@@ -97,6 +99,17 @@ class PositionalEncoder(nn.Module):
             layout, timestamps, request_times, rows, from_start=self.from_start, scale=scale
         )
 
+    def _buckets_of_targets(self, layout: SequenceLayout, behind: Prefix) -> list[Tensor]:
+        """`positions` and `time_buckets` of targets alone: with origin END all have the same place, and a
+        target is asked for when it happens."""
+        zeros = torch.zeros(layout.total_len, dtype=torch.int64, device=layout.device)
+        last = self.position.num_embeddings - 1
+        if self.from_start:
+            position = behind.lengths.flatten().clamp(max=last).index_select(0, layout.sample_ids())
+        else:
+            position = zeros + min(behind.num_contextual, last)
+        return [position] if self.time is None else [position, zeros]
+
     def positions(self, layout: SequenceLayout, behind: Prefix | None = None) -> Tensor:
         """int64 [T], rows of the position table."""
         index, history_end, num_contextual = layout.positions(), layout.history_end, layout.num_contextual
@@ -118,6 +131,11 @@ class PositionalEncoder(nn.Module):
         bucket = units.clamp(min=1).log() if self.logarithmic else units.clamp(min=0).sqrt()
         bucket = bucket.to(torch.int64).clamp(max=self.num_time_buckets - 1)
         return torch.where(layout.positions() < layout.num_contextual, self.num_time_buckets, bucket)
+
+
+def _only_targets(layout: SequenceLayout) -> bool:
+    """Whether it is known that there are no other tokens."""
+    return not torch.compiler.is_compiling() and layout.total_targets == layout.total_len
 
 
 def _table(rows: int, width: int) -> nn.Embedding:

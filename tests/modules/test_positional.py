@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from recsys import protos as pb
+from recsys.modules.cache import Prefix
 from recsys.modules.positional import PositionalEncoder
 from recsys.ops import SequenceLayout
 
@@ -35,6 +36,21 @@ def test_from_the_start_positions_do_not_know_what_follows():
     module = encoder(num_positions=10, origin=pb.PositionalEncoder.START)
     expected = [0, 1, 2, 3, 4, 5, 5, 0, 1, 2, 0, 1, 2]
     torch.testing.assert_close(encode(module, [0] * 13), module.position.weight.detach()[expected])
+
+
+@pytest.mark.parametrize("num_positions", [1, 2, 4, 10])
+@pytest.mark.parametrize("origin", [pb.PositionalEncoder.START, pb.PositionalEncoder.END])
+@pytest.mark.parametrize("fields", [{}, {"num_time_buckets": 3}, {"num_time_buckets": 1, "time_unit": 9}])
+def test_targets_alone_are_those_behind_their_history(fields, origin, num_positions):
+    module = encoder(num_positions=num_positions, origin=origin, **fields)
+    selection = LAYOUT.targets_only()
+    times, values = torch.arange(13) + 1_700_000_000, torch.randn(13, WIDTH)
+    whole = module(values, LAYOUT, times, times)[selection.index]
+    behind = Prefix((LAYOUT.lengths - LAYOUT.num_targets)[None], LAYOUT.num_contextual, None)
+    own, values = times[selection.index], values[selection.index]
+    torch.testing.assert_close(module(values, selection.layout, own, own, behind), whole)
+    apart = module(values, selection.layout, own, own.clone(), behind)  # by the rules for any token
+    torch.testing.assert_close(apart, whole)
 
 
 def test_positions_past_the_table_share_its_last_row():
