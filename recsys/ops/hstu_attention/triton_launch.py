@@ -170,10 +170,12 @@ def _launch_keys(
 ) -> None:
     """Fills in dK and dV, or one of them: see `keys_kernels`."""
     packed = _is_packed(kernel, q, v, problem, wrap)
-    blocks = blocks_for(f"packed_{kernel}" if packed else kernel, q, v, problem)
+    described = packed and can_describe(wrap, q, k, v, grad_out)
+    plain = problem.mask.window is None and problem.mask.target_group_size == 1
+    sizes = f"packed_{kernel}" if described and plain else f"packed_any_{kernel}"
+    blocks = blocks_for(sizes if packed else kernel, q, v, problem)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
-    described = packed and can_describe(wrap, q, k, v, grad_out)
     arguments = [
         *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
         out.k,
