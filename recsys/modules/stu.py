@@ -182,9 +182,7 @@ class STULayer(nn.Module):
         parameters = (self.uvqk.weight, self.uvqk.bias)
         return list(zip(*(one.split(self.widths) for one in parameters), strict=True))
 
-    def _some_parts(
-        self, x: Tensor, *chosen: tuple[Tensor, Tensor], out: Tensor | None = None
-    ) -> NormLinear:
+    def _some_parts(self, x: Tensor, *chosen: tuple[Tensor, Tensor], out: Tensor | None = None) -> NormLinear:
         """Some of u, v, q and k before their activation, by their weight and bias."""
         return norm_linear(
             x,
@@ -237,8 +235,8 @@ class STULayer(nn.Module):
 
     def _plan(self, x: Tensor, attend: Attend) -> stu_node.Plan | None:
         """How to compute it as one node, where that can be done and nothing is watched in between."""
-        recorded = torch.is_grad_enabled() and self.form.activation == "u" and self._is_fused(x)
-        if not recorded or self.recompute & {"uvqk", "gated"}:
+        recorded = torch.is_grad_enabled() and self._is_fused(x)
+        if not recorded or self.recompute & {"uvqk", "gated"} or x.numel() > stu_node.MOST_ENTRIES:
             return None
         return stu_node.plan_of(x, self._shape(x), attend)
 
@@ -258,6 +256,7 @@ class STULayer(nn.Module):
                 dtype=key[0],
                 keep_normed=key[1],
                 dropout=dropout,
+                all_silu=self.form.activation == "uvqk",
             )
         return self._shapes[key]
 
@@ -275,27 +274,28 @@ class STULayer(nn.Module):
 
     def _front(self, x: Tensor, watch: Watch | None = None, place: Tensor | None = None) -> "Projected":
         """`project` by an op; u before its activation in the form "u"."""
-        widths = self.widths if self.form.activation == "u" else [sum(self.widths)]
+        all_silu = self.form.activation == "uvqk"
+        in_steps = all_silu and watch is not None
         parts, x, room = norm_linear(
             x,
             self.input_norm.weight,
             self.input_norm.bias,
             self.uvqk.weight,
             self.uvqk.bias,
-            widths,
+            [sum(self.widths)] if in_steps else self.widths,
             eps=self.input_norm.eps,
             dtype=product_dtype(x),
             keep_normed="normed_x" not in self._recomputed(),
+            silu=all_silu and not in_steps,
             out=place,
         )
         made = [parts[0]]
         if watch is not None:
             watch(made)
-        if self.form.activation == "uvqk":
+        if in_steps:
             parts, room = F.silu(parts[0]).split(self.widths, dim=1), None
             made.append(parts[0])
-            if watch is not None:
-                watch(made)
+            watch(made)
         u, v, q, k = parts
         return self._heads(x, u, v, q, k, room)
 

@@ -27,6 +27,10 @@ from recsys.ops.norm_linear import NormLinearFacts
 from recsys.ops.norm_mul_dropout import OP as GATE
 from recsys.ops.norm_mul_dropout import GateFacts
 
+MOST_ENTRIES = 10**8
+"""Of a layer's input. With more of them the GPU has more to do than the host, and functions of their own let
+go of what they have kept one after the other, a node only at its end (experiments/2026-11-22-gpu-stu)."""
+
 
 class Attention(NamedTuple):
     """What `hstu_attention` is called with, beside q, k and v."""
@@ -52,6 +56,7 @@ class Shape(NamedTuple):
     gate_eps: float
     concat: bool
     dropout: float
+    all_silu: bool  # u, v, q and k go through SiLU, not u alone
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
@@ -241,7 +246,7 @@ def _project(
 ) -> Sequence[Tensor]:
     """Parts of the projection of norm(x)."""
     shape = plan.shape
-    arguments = (x, *norm, *of_product, room, shape.eps, shape.dtype, shape.keep_normed)
+    arguments = (x, *norm, *of_product, room, shape.eps, shape.dtype, shape.keep_normed, shape.all_silu)
     return parts.run(plan.norm_linear.NormLinear, arguments, needed[:5])[1:]
 
 
@@ -266,7 +271,7 @@ def _finish(
 ) -> Tensor:
     """Gate, output projection and residual sum."""
     shape = plan.shape
-    options = (shape.num_groups, shape.gate_eps, shape.concat, shape.dropout, True)
+    options = (shape.num_groups, shape.gate_eps, shape.concat, shape.dropout, not shape.all_silu)
     arguments = (attended.flatten(1), u, *gate, room, *options)
     gated = parts.run(plan.gate.NormMulDropout, arguments)
     return parts.run(plan.linear_add.LinearAdd, (x, gated, *end), (True, True, *needed[7:9]))

@@ -115,11 +115,8 @@ def node_results(layer, x, attend, fused, monkeypatch):
         return results(layer, x, attend, fused), bool(taken)
 
 
-NODES = [form for form in FORMS if form[0] == "u"]
-
-
 @interpreted
-@pytest.mark.parametrize("form", NODES, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_one_node_is_the_layer_of_pytorchs_ops(form, monkeypatch):
     layer, layout = random_layer(form, dropout=0.3), layout_of(samples(contextual=1))
     mask = AttentionMask(window=3)
@@ -131,6 +128,22 @@ def test_one_node_is_the_layer_of_pytorchs_ops(form, monkeypatch):
     assert one and not other
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_the_gradients_of_one_node_may_be_made_twice():
+    layer, layout = random_layer(FORMS[0]), layout_of(samples(contextual=1))
+    layer.fused = True
+    x = torch.randn(layout.total_len, EMBEDDING, requires_grad=True)
+    for index in (None, layout.truncate(2).index):
+        attend = partial(hstu_attention, layout=layout, scale_len=9.0)
+        out = layer(x, attend) if index is None else layer.forward_some(x, index, attend)
+        cotangent = torch.randn_like(out)
+        first = [one.clone() for one in torch.autograd.grad(out, [x, *layer.parameters()], cotangent, True)]
+        for got, want in zip(
+            torch.autograd.grad(out, [x, *layer.parameters()], cotangent), first, strict=True
+        ):
+            assert torch.equal(got, want)
 
 
 @interpreted

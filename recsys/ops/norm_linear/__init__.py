@@ -52,10 +52,11 @@ def norm_linear(
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
     keep_normed: bool = True,
+    silu: bool = False,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> NormLinear:
-    """`split(norm(x) @ weight^T + bias)`.
+    """`split(norm(x) @ weight^T + bias)`, or `split(silu(...))`.
 
     `norm(x) = (x - mean) / sqrt(variance + eps) * norm_weight + norm_bias`. Statistics of each row and norm
     are computed in the wider of x's and `norm_weight`'s type; norm(x) is rounded to `dtype`, and so are
@@ -69,6 +70,7 @@ def norm_linear(
         eps: added to the (biased) variance.
         dtype: of the product and its result; None for that of x.
         keep_normed: False computes norm(x) again in backward instead of keeping it.
+        silu: whether all parts go through SiLU; backward then keeps what they were before it.
         out: memory for the parts, side by side: [T, N] of type `dtype`, contiguous. Without gradients only.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
@@ -91,6 +93,7 @@ def norm_linear(
         eps=eps,
         dtype=facts.compute_dtype,
         keep_normed=keep_normed,
+        silu=silu,
         out=out,
     )
 
@@ -106,6 +109,7 @@ def _facts(
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
     keep_normed: bool = True,
+    silu: bool = False,
     out: Tensor | None = None,
 ) -> NormLinearFacts:
     """The one validator of all backends, and what is left to know once the arguments are sound."""

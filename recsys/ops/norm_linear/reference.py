@@ -27,6 +27,7 @@ def run(
     eps: float,
     dtype: torch.dtype,
     keep_normed: bool,
+    silu: bool,
     out: Tensor | None,
 ) -> NormLinear:
     """One operation after the other; makes no room for gradients."""
@@ -40,6 +41,8 @@ def run(
         joined = project(x)
     else:
         joined = checkpoint(project, x, use_reentrant=False, preserve_rng_state=False)
+    if silu:
+        joined = F.silu(joined)
     if out is not None:
         joined = out.copy_(joined)
     return NormLinear(tuple(joined.split(widths, dim=1)), x, None)

@@ -1,4 +1,5 @@
-"""The Triton backend of `norm_linear`: norms and sums in kernels of their own, products by cuBLAS.
+"""The Triton backend of `norm_linear`: norms and sums in kernels of their own, products by cuBLAS
+or, where SiLU stands behind them and `triton_ops.HOPPER_KERNEL` is set, by a kernel for Hopper.
 
 This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_ops`.
 """
@@ -6,6 +7,7 @@ This module itself needs no Triton: the kernels are in `triton_kernels`, their l
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops import triton_backend
@@ -43,15 +45,18 @@ def run(
     eps: float,
     dtype: torch.dtype,
     keep_normed: bool,
+    silu: bool,
     out: Tensor | None,
 ) -> NormLinear:
     """Statistics in float32. Backward adds up gradients of the parameters in float32."""
     ops = triton_backend.load(_OPS)
     if not torch.is_grad_enabled():
         joined = ops.forward(x, norm_weight, norm_bias, weight, bias, eps, dtype, out)
+        if silu:
+            joined = F.silu(joined, inplace=True)
         return NormLinear(tuple(joined.split(widths, dim=1)), x, None)
     room = GradientRoom(widths)
     residual, *parts = ops.NormLinear.apply(
-        x, norm_weight, norm_bias, weight, bias, room, eps, dtype, keep_normed
+        x, norm_weight, norm_bias, weight, bias, room, eps, dtype, keep_normed, silu
     )
     return NormLinear(tuple(parts), residual, room)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import lru_cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops.gradient_room import GradientRoom
-from recsys.ops.linear_parts import column_sums, linear, sum_of_parts, weight_gradient
+from recsys.ops.linear_parts import (
+    column_sums,
+    linear,
+    sum_of_parts,
+    weight_gradient,
+)
 from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
-from recsys.ops.triton_backend import num_processors
+from recsys.ops.triton_backend import missing_for_hopper, num_processors
 from recsys.ops.triton_start import start
 
 FORWARD_ENTRIES = 4096
@@ -21,6 +29,10 @@ BACKWARD_ENTRIES, FEWER_ENTRIES, SHORT = 2048, 1024, 512
 """Likewise, of rows of up to `SHORT` columns and of longer ones."""
 
 ENTRIES_PER_WARP, LEAST_WARPS = 512, 4
+
+HOPPER_KERNEL = False
+"""Whether `sm90_launch` makes projections that go through SiLU. It was faster than cuBLAS and PyTorch's SiLU,
+but its test of many launches has not passed on a GPU yet (experiments/2026-11-22-gpu-stu)."""
 
 WORKERS_PER_PROCESSOR = 4
 """Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
@@ -52,7 +64,8 @@ def forward(
 
 
 class NormLinear(torch.autograd.Function):
-    """`apply(x, norm_weight, norm_bias, weight, bias, room, eps, dtype, keep_normed)` -> x and the parts."""
+    """`apply(x, norm_weight, norm_bias, weight, bias, room, eps, dtype, keep_normed, silu)` -> x and the
+    parts."""
 
     @staticmethod
     def forward(
@@ -66,27 +79,50 @@ class NormLinear(torch.autograd.Function):
         eps: float,
         dtype: torch.dtype,
         keep_normed: bool,
+        silu: bool,
     ) -> tuple[Tensor, ...]:
         normed = launch_norm(x, norm_weight, norm_bias, eps, dtype)
         rounded = weight.to(dtype)
-        joined = F.linear(normed, rounded, bias.to(dtype))
-        ctx.save_for_backward(x, normed if keep_normed else None, norm_weight, norm_bias, rounded)
+        rounded_bias, before = bias.to(dtype), None
+        if silu:
+            before, joined = projected_and_silu(normed, rounded, rounded_bias)
+        else:
+            joined = F.linear(normed, rounded, rounded_bias)
+        ctx.save_for_backward(x, normed if keep_normed else None, norm_weight, norm_bias, rounded, before)
         ctx.room, ctx.eps, ctx.parameter_dtype = room, eps, weight.dtype
         return (x, *joined.split(room.widths, dim=1))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_x: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, normed, norm_weight, norm_bias, weight = ctx.saved_tensors
+        x, normed, norm_weight, norm_bias, weight, before = ctx.saved_tensors
         needed = ctx.needs_input_grad
         grad = ctx.room.joined(gradients)
+        if before is not None:
+            grad = torch.ops.aten.silu_backward(grad, before)
         if normed is None and needed[3]:
             normed = launch_norm(x, norm_weight, norm_bias, ctx.eps, grad.dtype)
         grad_weight = weight_gradient(grad, normed, ctx.parameter_dtype) if needed[3] else None
         del normed
         grad_bias = column_sums(grad).to(ctx.parameter_dtype) if needed[4] else None
         grad_x, both = launch_norm_backward(grad @ weight, x, grad_x, norm_weight, ctx.eps)
-        return (grad_x, *both.unbind(0), grad_weight, grad_bias, None, None, None, None)
+        return (grad_x, *both.unbind(0), grad_weight, grad_bias, None, None, None, None, None)
+
+
+def projected_and_silu(normed: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """`normed @ weight^T + bias` of tensors of one type, and what it is behind SiLU."""
+    kernel = _hopper_kernel() if HOPPER_KERNEL else None
+    if kernel is not None and kernel.takes(normed, weight):
+        return kernel.project(normed, weight, bias)
+    joined = F.linear(normed, weight, bias)
+    return joined, F.silu(joined)
+
+
+@lru_cache(maxsize=1)
+def _hopper_kernel() -> ModuleType | None:
+    if not torch.cuda.is_available() or missing_for_hopper():
+        return None
+    return importlib.import_module("recsys.ops.norm_linear.sm90_launch")
 
 
 def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

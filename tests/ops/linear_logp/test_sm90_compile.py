@@ -28,7 +28,7 @@ SPILLED = 64
 """Bytes that may be: numbers of a tile, far from the loops over blocks."""
 
 FLOATS = ("scale", "maximum", "total", "top", "sign", "of_target", "grad_scale")
-OTHERS = {"rows": "*i32", "marks": "*u8"}
+OTHERS = {"rows": "*i32", "marks": "*u8", "bias": "*bf16"}
 
 
 @pytest.fixture(autouse=True)

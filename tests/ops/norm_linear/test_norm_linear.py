@@ -34,13 +34,16 @@ def gradients(outs, leaves):
     return torch.autograd.grad(outs, leaves, cotangents)
 
 
+@pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("keep_normed", [True, False])
 @pytest.mark.parametrize("rows", [1, 7])
-def test_parts_and_all_gradients_are_those_of_the_formula(rows, keep_normed):
+def test_parts_and_all_gradients_are_those_of_the_formula(rows, keep_normed, silu):
     leaves = inputs(rows)
-    found = norm_linear(*leaves, WIDTHS, eps=1e-3, keep_normed=keep_normed)
+    found = norm_linear(*leaves, WIDTHS, eps=1e-3, keep_normed=keep_normed, silu=silu)
     assert last_backend("norm_linear") == "reference"
     expected = by_rows(*leaves, eps=1e-3)
+    if silu:
+        expected = expected / (1 + torch.exp(-expected))
     torch.testing.assert_close(torch.cat(found.parts, dim=1), expected, rtol=1e-12, atol=1e-12)
     assert [part.shape[1] for part in found.parts] == list(WIDTHS)
     outs = [*found.parts, found.x]  # the argument itself takes part in what follows

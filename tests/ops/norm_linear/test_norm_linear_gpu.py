@@ -55,7 +55,7 @@ def test_random_shapes(data):
         )
     )
     given = inputs(data.draw(st.integers(1, 3000)), width, widths, tokens)
-    options = {"dtype": products, "keep_normed": data.draw(st.booleans())}
+    options = {"dtype": products, "keep_normed": data.draw(st.booleans()), "silu": data.draw(st.booleans())}
     found = [results(given, widths, backend, **options) for backend in ("triton", "reference")]
     assert_near(*found, results(given, widths, "reference", to=torch.float64))
 

@@ -57,12 +57,13 @@ def results(given, backend, **options):
 
 
 @interpreted
+@pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("keep_normed", [True, False])
 @pytest.mark.parametrize(("rows", "width"), [(7, 6), (150, 20), (1, 33), (0, 6), (40, 1)])
-def test_parts_and_gradients(rows, width, keep_normed):
+def test_parts_and_gradients(rows, width, keep_normed, silu):
     exact = inputs(rows, width)
     x, *parameters = [tensor.float() for tensor in exact]
-    options = {"eps": 1e-3, "keep_normed": keep_normed}
+    options = {"eps": 1e-3, "keep_normed": keep_normed, "silu": silu}
     got = results([between_poison(x), *parameters], "triton", **options)
     for one, other in zip(got, results(exact, "reference", **options), strict=True):
         assert one.dtype == torch.float32
@@ -99,12 +100,13 @@ def test_the_parts_lie_side_by_side_and_their_gradients_too():
 
 @interpreted
 @torch.no_grad()
+@pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("rows", [0, 7])
-def test_parts_are_made_where_they_are_to_stay(rows):
+def test_parts_are_made_where_they_are_to_stay(rows, silu):
     given = inputs(rows, 6, torch.float32)
-    expected = norm_linear(*given, WIDTHS, backend="reference").parts
+    expected = norm_linear(*given, WIDTHS, silu=silu, backend="reference").parts
     place = torch.full((rows, sum(WIDTHS)), float("nan"))
-    found = norm_linear(*given, WIDTHS, out=place, backend="triton").parts
+    found = norm_linear(*given, WIDTHS, silu=silu, out=place, backend="triton").parts
     assert [part.data_ptr() for part in found] == [part.data_ptr() for part in place.split(WIDTHS, dim=1)]
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
