@@ -138,7 +138,7 @@ class Attention(torch.nn.Module):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dim", [64, 256])
 def test_one_graph_for_all_sizes(dim, deterministic):
-    torch.compiler.reset()  # what the other parameters compiled counts against the same limit of recompilations
+    torch.compiler.reset()  # the limit of recompilations counts those of the other parameters too
     model = Attention(deterministic)
     made = torch.compile(model, dynamic=True, fullgraph=True)
     for shapes in ([(70, 3), (5, 0)], [(3, 1)], [(400, 9), (0, 2), (33, 0)], [(900, 5)] * 40):
