@@ -23,7 +23,6 @@ from recsys.ops.hstu_attention.triton_bias_packed import (
     begin,
     finish_sums,
     packed_scores,
-    program_again,
     records_of,
 )
 from recsys.ops.hstu_attention.triton_tile import (
@@ -36,7 +35,6 @@ from recsys.ops.hstu_attention.triton_tile import (
     head_of,
     load_block,
     load_runs,
-    load_runs_again,
     load_tile,
     masked_block,
     num_blocks,
@@ -88,14 +86,10 @@ def _add_rows(
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
     weight, slope = silu_and_slope(score, True, MODE[1])
     grad_block = load_block(grad_out, first, length, V, BLOCK_M, BLOCK_V, False, MODE[7])
-    if (
-        GRAD_V and MODE[5] != ""
-    ):  # before the next product has its registers, with packed scores there are few
-        grad_v = tl.dot(weight.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
     if GRAD_K:
         grad_weight = tl.dot(v_tile, tl.trans(grad_block), input_precision=PRECISION)
         grad_score = grad_weight * slope
-    if GRAD_V and MODE[5] == "":
+    if GRAD_V:
         grad_v = tl.dot(weight.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
     if GRAD_K:
         grad_k = tl.dot(grad_score.to(q_block.dtype), q_block, grad_k, input_precision=PRECISION)
@@ -149,6 +143,7 @@ def keys_kernel(
         v_tile = load_block(v_head, first, length, V, BLOCK_N, BLOCK_V, False, DESCRIBED)
         q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
         o_head = head_of(grad_out, start, length, head, (stride_ot, stride_oh), DESCRIBED)
+        token = (start * num_heads + head).to(tl.int64)
         j = first + tl.arange(0, BLOCK_N)[:, None]
         if PACKED:
             row_times = (length, next_timestamps, ahead, start)
@@ -176,12 +171,10 @@ def keys_kernel(
                 )
         else:  # one loop: its pipeline is filled and emptied once
             for place in range(num_blocks(runs)):
-                block, masked = block_at(place, load_runs_again(item, runs) if PACKED else runs)
+                block, masked = block_at(place, runs)
                 sum_k, sum_v = _add_rows(
                     (sum_k, sum_v), keys, block, masked, sample, columns, rule, tables, SIZES, RULE, MODE
                 )
-        own_head = program_again(head) % num_heads if PACKED else head
-        token = (start * num_heads + own_head).to(tl.int64)
         if GRAD_K:
             sum_k = sum_k * (alpha * inverse_scale)
             store_block(grad_k + token * D, first, length, num_heads * D, sum_k, D, BLOCK_N, BLOCK_D)

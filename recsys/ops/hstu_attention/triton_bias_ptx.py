@@ -71,8 +71,6 @@ MOST_EDGES = 3
 """Of a block with few. Its `record` is 2 ** 8 times their number and the lowest bucket, then for each edge
 what to add to offsets, in float32, for a number that is at least 1 past it."""
 
-RECORD_BYTES = 16
-
 MANY, NEAR = 4, 5
 """In the place of their number: the bucket of each score is to be found; is at hand in `near`."""
 
@@ -434,7 +432,6 @@ def add_to_tables(groups: int, warps: int, near: bool) -> Assembly:
     find_line(text, True)
     read_record(text)
     _declare_sums(text)
-    _load_ahead(text)
     text.add("@!p1 bra.uni NO_EDGE;")
     load_offsets(text)
     text.add("NO_EDGE:")
@@ -474,29 +471,9 @@ def add_to_tables(groups: int, warps: int, near: bool) -> Assembly:
     return text.made("=r")
 
 
-def _load_ahead(text: Writer) -> None:
-    """What `add_bias` loads for the next block of keys, into the nearest cache, of which these kernels leave
-    little: the distances of the warp's rows, and offsets of keys. `ahead` is a zero that comes with them."""
-    text.add(
-        f"mad.lo.s32 t, warp, 16, {text.argument('first_one')};",
-        f"sub.s32 t, t, {text.argument('first_other')};",
-        "mad.lo.s32 t, lane, 3, t;",
-        "mul.wide.s32 wide_t, t, 4;",
-        f"add.s64 address, wide_t, {text.argument('distances')};",
-        f"ld.global.nc.b32 ahead, [address+{-4 * (16 * text.groups - 1)}];",
-        f"mad.lo.s32 t, {text.argument('start')}, 2, {text.argument('first_other')};",
-        "mad.lo.s32 t, lane, 2, t;",
-        "mul.wide.s32 wide_t, t, 4;",
-        f"add.s64 address, wide_t, {text.argument('other_offsets')};",
-        f"ld.global.nc.b32 t, [address+{32 * text.groups}];",
-        "or.b32 ahead, ahead, t;",
-        "and.b32 ahead, ahead, zero;",
-    )
-
-
 def _declare_sums(text: Writer) -> None:
     text.add(
-        ".reg .b32 ahead, lane, warp, bucket, mine, at_bucket, at_next;",
+        ".reg .b32 lane, warp, bucket, mine, at_bucket, at_next;",
         ".reg .f32 total, part, sum, sum0, sum1;",
         "and.b32 lane, thread, 31;",
         "shr.u32 warp, thread, 5;",
@@ -708,7 +685,7 @@ def _sum_line(text: Writer) -> None:
                 text.add(f"add.f32 sum{row % 2}, sum{row % 2}, part;")
         text.add("add.f32 sum, sum0, sum1;")
         if first + 32 > count:  # the rest of the threads have read something else
-            text.add(f"setp.lt.u32 p, lane, {count - first};", "selp.f32 sum, sum, ahead, p;")
+            text.add(f"setp.lt.u32 p, lane, {count - first};", "selp.f32 sum, sum, 0f00000000, p;")
         text.add(
             "mov.f32 total, sum;" if first == 0 else "add.f32 total, total, sum;",
             f"red.global.add.f32 [address+{4 * (15 - first)}], sum;",

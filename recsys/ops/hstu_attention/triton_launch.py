@@ -170,12 +170,10 @@ def _launch_keys(
 ) -> None:
     """Fills in dK and dV, or one of them: see `keys_kernels`."""
     packed = _is_packed(kernel, q, v, problem, wrap)
-    described = packed and can_describe(wrap, q, k, v, grad_out)
-    plain = problem.mask.window is None and problem.mask.target_group_size == 1
-    sizes = f"packed_{kernel}" if described and plain else f"packed_any_{kernel}"
-    blocks = blocks_for(sizes if packed else kernel, q, v, problem)
+    blocks = blocks_for(f"packed_{kernel}" if packed else kernel, q, v, problem)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
+    described = packed and can_describe(wrap, q, k, v, grad_out)
     arguments = [
         *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
         out.k,
@@ -241,10 +239,13 @@ def _start(
     compiled_for: dict[str, Any],
     wrap: Wrap,
 ) -> None:
-    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way."""
+    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way.
+
+    With a bias that is not packed Triton's own way: the short one has not been seen with it on a GPU.
+    """
     if compiled_for["BIAS_TEXT"] != "":
         start_with_own_memory(kernel, programs, arguments, compiled_for, described_boxes)
-    elif wrap is unwrapped:
+    elif wrap is unwrapped and not compiled_for["BIASED"]:
         start_specialised(kernel, programs, arguments, compiled_for, described_boxes)
     else:
         wrap(kernel)[(programs,)](*arguments, **compiled_for)

@@ -75,14 +75,6 @@ def load_runs(item):
 
 
 @triton.jit
-def load_runs_again(item, runs):
-    """The same, but which blocks need the mask is read here: not before, and then kept in registers."""
-    unmasked_at = tl.load(item + UNMASKED_AT, volatile=True).to(tl.int32)
-    unmasked_count = tl.load(item + UNMASKED_COUNT, volatile=True).to(tl.int32)
-    return runs[:5] + (unmasked_at, unmasked_count)
-
-
-@triton.jit
 def num_masked(runs):
     """How many of the blocks need the mask."""
     count_a, _, count_b, _, count_c, _, unmasked_count = runs

@@ -64,17 +64,15 @@ KERNELS = {
     "packed_forward": "forward_kernel",
     "packed_described": "forward_kernel",
     "packed_keys": "keys_kernel",
-    "packed_any_keys": "keys_kernel",
     "packed_rows": "rows_kernel",
     "packed_sums": "rows_kernel",
-    "packed_any_keys_by_pointers": "keys_kernel",
+    "packed_keys_by_pointers": "keys_kernel",
     "packed_sums_by_pointers": "rows_kernel",
 }
-DESCRIBED = ("described", "packed_described", "packed_keys", "packed_any_keys", "packed_rows", "packed_sums")
-PLAIN_MASK = ("packed_keys",)
+DESCRIBED = ("described", "packed_described", "packed_keys", "packed_rows", "packed_sums")
 SIZES = BLOCKS | {("cached", biased): BLOCKS["forward", biased] for biased in (False, True)}
 SIZES |= {("other_tables", True): BLOCKS["tables", True]}
-SIZES |= {(f"{name}_by_pointers", True): BLOCKS[name, True] for name in ("packed_any_keys", "packed_sums")}
+SIZES |= {(f"{name}_by_pointers", True): BLOCKS[name, True] for name in ("packed_keys", "packed_sums")}
 SMALL_SIZES = SMALL_BLOCKS | {("cached", False): SMALL_BLOCKS["forward", False]}
 SMALL_SHARED = 99 * 1024
 
@@ -120,8 +118,7 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
         "BIASED": biased,
         "FAST": 2 if itemsize == 2 else 0,
     }
-    every = kernel not in PLAIN_MASK
-    constants |= {"WINDOWED": every, "TARGET_WINDOW": False, "GROUPED": every, "CONTEXTUAL_READS": True}
+    constants |= {"WINDOWED": True, "TARGET_WINDOW": False, "GROUPED": True, "CONTEXTUAL_READS": True}
     constants |= {"PRECISION": precision, "GRAD_K": kernel != "grad_v", "GRAD_V": kernel != "grad_k"}
     constants |= {"BUCKETS": 64, "DESCRIBED": kernel in DESCRIBED}
     constants |= {"SPLIT": kernel == "split", **assemblies_of(kernel, blocks)}
@@ -239,7 +236,7 @@ def test_packed_scores_are_where_the_assembly_takes_them_to_be(kernel):
     """16 rows a warp, 8 columns after the other: all that the assembly handles is laid out like that."""
     for width, itemsize in BLOCKS[kernel, True]:
         blocks = BLOCKS[kernel, True][width, itemsize]
-        others = blocks.rows if "keys" in kernel else blocks.keys
+        others = blocks.rows if kernel == "packed_keys" else blocks.keys
         code = compiled(kernel, True, width, itemsize).asm["ttgir"]
         packed = re.findall(rf"packed_element = {others // 2} .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", code)
         assert len(packed) == (2 if kernel == "packed_sums" else 1)

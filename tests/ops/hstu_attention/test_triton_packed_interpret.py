@@ -47,11 +47,9 @@ class Executed:
 
 
 def execute(builder, text, constraints, values, types, is_pure, pack):
-    from triton.language import float32, int32
+    from triton.language import float32
     from triton.runtime.interpreter import TensorHandle
 
-    if "%ctaid.x" in text:
-        return Executed(TensorHandle(np.full(values[0].data.shape, builder.grid_idx[0], np.int32), int32))
     shape = values[0].data.shape
     threads = ptx.Threads(math.prod(shape) // pack, HostMemory())
     spread = places if len(shape) == 2 else lambda threads, entry: np.arange(threads)
