@@ -262,10 +262,11 @@ class STULayer(nn.Module):
 
     def _as_one_node(self, x: Tensor, plan: stu_node.Plan, index: Tensor | None = None) -> Tensor:
         seed = new_seed(x.device) if plan.shape.dropout else None
-        of_norms = [self.input_norm.weight, self.input_norm.bias, self.norm.weight, self.norm.bias]
-        front, end = (self.uvqk.weight, self.uvqk.bias), (self.output.weight, self.output.bias)
-        given = (x, *of_norms[:2], *front, *of_norms[2:], *end, seed, plan)
-        return stu_node.StuNode.apply(*given) if index is None else stu_node.SomeRowsNode.apply(*given, index)
+        parts = (self.input_norm, self.uvqk, self.norm, self.output)
+        weights = stu_node.Weights(*(one for part in parts for one in (part.weight, part.bias)), seed)
+        if index is None:
+            return stu_node.StuNode.apply(x, *weights, plan)
+        return stu_node.SomeRowsNode.apply(x, *weights, plan, index)
 
     def _is_fused(self, x: Tensor) -> bool:
         if self.fused is None:

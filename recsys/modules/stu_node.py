@@ -128,32 +128,48 @@ def _kernels(op: Op, facts: Any, backend: str) -> ModuleType | None:
     return None if chosen.endswith(".reference") else triton_backend.load(f"{chosen}_ops")
 
 
+class Weights(NamedTuple):
+    """The parameters of a layer, and the seed of its dropout, if it has one."""
+
+    norm_weight: Tensor
+    norm_bias: Tensor
+    weight: Tensor
+    bias: Tensor
+    gate_weight: Tensor
+    gate_bias: Tensor
+    output_weight: Tensor
+    output_bias: Tensor | None
+    seed: Tensor | None
+
+    @property
+    def norm(self) -> tuple[Tensor, Tensor]:
+        return self.norm_weight, self.norm_bias
+
+    @property
+    def product(self) -> tuple[Tensor, Tensor]:
+        return self.weight, self.bias
+
+    @property
+    def gate(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.gate_weight, self.gate_bias, self.seed
+
+    @property
+    def output(self) -> tuple[Tensor, Tensor | None]:
+        return self.output_weight, self.output_bias
+
+
 class StuNode(torch.autograd.Function):
-    """`apply(x, norm_weight, norm_bias, weight, bias, gate_weight, gate_bias, output_weight, output_bias,
-    seed, plan)`: see `STULayer`; `output_bias` and `seed`, of the dropout, may be None."""
+    """`apply(x, *weights, plan)`: see `STULayer`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        gate_weight: Tensor,
-        gate_bias: Tensor,
-        output_weight: Tensor,
-        output_bias: Tensor | None,
-        seed: Tensor | None,
-        plan: Plan,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        weights, plan = Weights(*given[:-1]), given[-1]
         shape, needed, parts = plan.shape, ctx.needs_input_grad, Parts()
-        room, norm = GradientRoom(shape.widths), (norm_weight, norm_bias)
-        u, *vqk = _project(parts, plan, x, norm, (weight, bias), room, needed)
+        room = GradientRoom(shape.widths)
+        u, *vqk = _project(parts, plan, x, weights.norm, weights.product, room, needed)
         v, q, k = (part.unflatten(1, (shape.num_heads, -1)) for part in vqk)
         attended = _attend(parts, plan, q, k, v, room)
-        gate, end = (gate_weight, gate_bias, seed), (output_weight, output_bias)
-        out = _finish(parts, plan, x, attended, u, room, gate, end, needed)
+        out = _finish(parts, plan, x, attended, u, room, weights, needed)
         parts.save(ctx)
         return out
 
@@ -171,37 +187,23 @@ class StuNode(torch.autograd.Function):
 
 
 class SomeRowsNode(torch.autograd.Function):
-    """`apply(...)` as `StuNode` with an `index` behind the plan: see `STULayer.forward_some`."""
+    """`apply(x, *weights, plan, index)`: see `STULayer.forward_some`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        norm_weight: Tensor,
-        norm_bias: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        gate_weight: Tensor,
-        gate_bias: Tensor,
-        output_weight: Tensor,
-        output_bias: Tensor | None,
-        seed: Tensor | None,
-        plan: Plan,
-        index: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        weights, plan, index = Weights(*given[:-2]), *given[-2:]
         shape, needed, parts, gather = plan.shape, ctx.needs_input_grad, Parts(), plan.gather.launch_gather
         values, _, keys, _ = shape.widths
         inverse = plan.gather.launch_invert(index, [index.shape[0]], x.shape[0])[0]
-        of_u, of_v, of_q, of_k = zip(*(one.split(shape.widths) for one in (weight, bias)), strict=True)
-        norm, rooms = (norm_weight, norm_bias), (GradientRoom((values, keys)), GradientRoom((values, keys)))
+        of_u, of_v, of_q, of_k = zip(*(one.split(shape.widths) for one in weights.product), strict=True)
+        rooms = (GradientRoom((values, keys)), GradientRoom((values, keys)))
         of_others, of_own = _stacked(of_v, of_k), _stacked(of_u, of_q)
-        v, k = _project(parts, plan, x, norm, of_others, rooms[0], needed)
+        v, k = _project(parts, plan, x, weights.norm, of_others, rooms[0], needed)
         own = gather([x], index)
-        u, q = _project(parts, plan, own, norm, of_own, rooms[1], needed)
+        u, q = _project(parts, plan, own, weights.norm, of_own, rooms[1], needed)
         k, v, q = (part.unflatten(1, (shape.num_heads, -1)) for part in (k, v, q))
         attended = gather([_attend(parts, plan, gather([q], inverse), k, v, rooms[0])], index)
-        gate, end = (gate_weight, gate_bias, seed), (output_weight, output_bias)
-        out = _finish(parts, plan, own, attended, u, rooms[1], gate, end, needed)
+        out = _finish(parts, plan, own, attended, u, rooms[1], weights, needed)
         parts.save(ctx, index, inverse)
         ctx.plan = plan
         return out
@@ -265,13 +267,12 @@ def _finish(
     attended: Tensor,
     u: Tensor,
     room: GradientRoom,
-    gate: Sequence[Tensor | None],
-    end: Sequence[Tensor | None],
+    weights: Weights,
     needed: Sequence[bool],
 ) -> Tensor:
     """Gate, output projection and residual sum."""
     shape = plan.shape
     options = (shape.num_groups, shape.gate_eps, shape.concat, shape.dropout, not shape.all_silu)
-    arguments = (attended.flatten(1), u, *gate, room, *options)
+    arguments = (attended.flatten(1), u, *weights.gate, room, *options)
     gated = parts.run(plan.gate.NormMulDropout, arguments)
-    return parts.run(plan.linear_add.LinearAdd, (x, gated, *end), (True, True, *needed[7:9]))
+    return parts.run(plan.linear_add.LinearAdd, (x, gated, *weights.output), (True, True, *needed[7:9]))
