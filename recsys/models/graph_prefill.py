@@ -19,8 +19,8 @@ from recsys.models.ranker import Ranker
 from recsys.models.recorded import WARM_UP, CudaGraph, Record, Replay, record_of, room_for
 from recsys.modules.cache import MixerCache
 from recsys.modules.mixers import HstuMixer
+from recsys.modules.precision import product_dtype
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import product_dtype
 from recsys.ops import SequenceLayout, offsets_from_lengths
 
 MOST_TOKENS = 1 << 18

@@ -26,8 +26,9 @@ from recsys.models.graph_prefill import GraphPrefill
 from recsys.models.ranker import Ranker
 from recsys.models.recorded import WARM_UP, Record, Replay, record_of, room_for
 from recsys.modules.cache import MixerCache
+from recsys.modules.precision import product_dtype
+from recsys.modules.relative_bias import RelativeBiasTables
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import RelativeBiasTables, product_dtype
 from recsys.ops import SequenceLayout, offsets_from_lengths
 
 MOST_FORMS = 8

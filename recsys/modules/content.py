@@ -8,7 +8,7 @@ from recsys import protos as pb
 from recsys.modules.contextualized import ContextualizedMLP, RowContext
 from recsys.modules.flops import linear_flops
 from recsys.modules.mlp import MLP, build_mlp
-from recsys.modules.stu import product_dtype
+from recsys.modules.precision import product_dtype
 
 
 class ContentEncoder(nn.Module):

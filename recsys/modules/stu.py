@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from recsys.modules import stu_node
 from recsys.modules.norm import HeadNorm, LayerNorm
+from recsys.modules.precision import product_dtype
 from recsys.modules.recompute import Watch, rebuilt_in_backward
-from recsys.modules.sequence import JaggedSequence
-from recsys.ops import GradientRoom, RelativeBias, gather_rows, linear_add, norm_linear, norm_mul_dropout
+from recsys.ops import GradientRoom, gather_rows, linear_add, norm_linear, norm_mul_dropout
 from recsys.ops.norm_linear import NormLinear
 from recsys.ops.norm_mul_dropout import new_seed
 
@@ -377,14 +377,6 @@ def _front(layer: "STULayer", x: Tensor) -> list[Tensor]:
     return layer._split(layer._project(x))
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """Of matrix products of x here and now."""
-    kind = x.device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
-
-
 class Projected(NamedTuple):
     """What a layer makes of its input before tokens see each other."""
 
@@ -401,28 +393,3 @@ class Kept(NamedTuple):
 
     k: Tensor  # [T, H, D]
     v: Tensor  # [T, H, V]
-
-
-class RelativeBiasTables(nn.Module):
-    """The learned tables of `recsys.ops.RelativeBias` for one layer.
-
-    Args:
-        num_positions: P, rows of the position table.
-        num_time_buckets: K, rows of the time table; 0 leaves time out.
-        num_heads: a row of tables for each head; None shares one row over heads.
-    """
-
-    def __init__(self, num_positions: int, num_time_buckets: int, num_heads: int | None = None):
-        super().__init__()
-        rows = () if num_heads is None else (num_heads,)
-        self.position = nn.Parameter(torch.empty(*rows, num_positions))
-        nn.init.normal_(self.position, std=0.02)
-        if num_time_buckets:
-            self.time = nn.Parameter(torch.empty(*rows, num_time_buckets))
-            nn.init.normal_(self.time, std=0.02)
-        else:
-            self.register_buffer("time", torch.zeros(*rows, 1), persistent=False)
-
-    def forward(self, sequence: JaggedSequence) -> RelativeBias:
-        """The tables with the times of a batch."""
-        return RelativeBias(self.position, self.time, sequence.timestamps, sequence.next_timestamps)

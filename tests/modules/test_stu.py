@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from recsys.modules.relative_bias import RelativeBiasTables
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import RelativeBiasTables, STUForm, STULayer
+from recsys.modules.stu import STUForm, STULayer
 from recsys.ops import AttentionMask, hstu_attention
 from tests.modules.memory import Allocations
 from tests.ops import oracle

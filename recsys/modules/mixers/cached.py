@@ -14,8 +14,9 @@ from torch import Tensor
 
 from recsys.modules.cache import OWN, CacheStage, Memory
 from recsys.modules.mixers.step import Halves, finish, in_policy, keys_and_values, parts_of, project
+from recsys.modules.precision import product_dtype
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import STULayer, product_dtype
+from recsys.modules.stu import STULayer
 from recsys.ops import SequenceLayout
 
 if TYPE_CHECKING:

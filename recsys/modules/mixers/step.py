@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from recsys.modules.precision import product_dtype
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import Kept, STULayer, product_dtype
+from recsys.modules.stu import Kept, STULayer
 
 
 class Halves(NamedTuple):

@@ -22,10 +22,10 @@ from recsys.modules.contextual import FeatureTokens, JoinedTokens
 from recsys.modules.contextualized import ContextualizedMLP, RowContext
 from recsys.modules.flops import linear_flops
 from recsys.modules.positional import PositionalEncoder
+from recsys.modules.precision import product_dtype
 from recsys.modules.preprocessors.preprocessed import EncodedPrefix, Preprocessed, events_of, inputs_of
 from recsys.modules.preprocessors.views import views
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import product_dtype
 from recsys.ops import gather_rows
 from recsys.registry import register
 
