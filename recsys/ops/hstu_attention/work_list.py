@@ -384,16 +384,8 @@ def _runs(tiles: Tiles, parts: Interval, unmasked: Sequence[Interval], block: in
     full_start = (free.start + block - 1) // block
     full_count = (free.end // block - full_start).clamp(min=0) * is_real
     before = torch.minimum((full_start.unsqueeze(1) - first).clamp(min=0), count).sum(1)
-    columns = [
-        count[:, 0],
-        first[:, 1],
-        count[:, 1],
-        first[:, 2],
-        count[:, 2],
-        before,
-        full_start,
-        full_count,
-    ]
+    (a, b, c), starts = count.unbind(1), first[:, 1:].unbind(1)
+    columns = [a, starts[0], b, starts[1], c, before, full_start, full_count]
     return Runs(columns, count.sum(1))
 
 
