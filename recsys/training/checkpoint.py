@@ -63,9 +63,9 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest state whose manifest holds, or None; damaged ones are named in a warning and passed
-        over.
+        over. Collective.
         """
-        return on_main(self._newest)
+        return on_main(self.newest_here)
 
     def save(self, tensors: Tensors, state: SavedState) -> Path:
         """Writes the state of a step, then removes the states that are no longer kept; the best one is.
@@ -91,7 +91,8 @@ class Checkpoints:
         on_main(lambda: self._publish(aside, path, state))
         return path
 
-    def _newest(self) -> Path | None:
+    def newest_here(self) -> Path | None:
+        """`newest`, as this rank sees it. Not collective."""
         for path in reversed(self.steps()):
             faults = files.manifest_faults(path)
             if not faults:
@@ -156,7 +157,7 @@ def find(folder: Path, which: str) -> Path:
         return _require_whole(path)
     if which not in ("best", "newest"):
         raise ConfigError(f"checkpoint {which!r}: give best, newest, or the number of a step")
-    newest = checkpoints.newest()
+    newest = checkpoints.newest_here()
     if newest is None:
         raise RecsysError(f"{folder}: there is no whole checkpoint; train first: python -m recsys.train")
     best = read_state(newest).progress.best

@@ -12,7 +12,7 @@ import torch
 from recsys.training import checkpoint
 from recsys.training.distributed import process_group
 from tests.integration import ranks
-from tests.integration.runs import finish, flags, records, tensors, torchrun, train, wait_for
+from tests.integration.runs import evaluate, finish, flags, records, tensors, torchrun, train, wait_for
 
 STILL = (
     "model.ranker.preprocessor.contextual.dropout=0",
@@ -165,6 +165,17 @@ def test_all_ranks_stop_at_the_step_in_which_one_loss_is_nan(two_ranks):
         assert seen["error"] == "NonFiniteLossError"
         assert seen["message"].startswith("step 3: the loss of task is_click is nan")
     assert sorted(records(two_ranks / "nan")) == [1, 2]
+
+
+def test_evaluate_under_torchrun_finds_what_one_process_finds(two_ranks):
+    chosen = ("--run-dir", str(two_ranks / "uneven"), "--split", "validation")
+    written = two_ranks / "uneven" / "validation_metrics.json"
+    finish(torchrun(2, "-m", "recsys.evaluate", *chosen))
+    found = json.loads(written.read_text())
+    assert evaluate(*chosen) == 0
+    expected = json.loads(written.read_text())
+    assert found.pop("metrics") == pytest.approx(expected.pop("metrics"), rel=1e-6)
+    assert found == expected
 
 
 @pytest.mark.slow
