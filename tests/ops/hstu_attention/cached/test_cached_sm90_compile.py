@@ -39,7 +39,7 @@ def test_it_fits_and_its_products_overlap(dim, sizes, grouped, tmp_path, monkeyp
         assert text.count("MUFU.TANH") == 64 * sizes.keys // 128
         assert text.count("HGMMA") == dim // 16 + sizes.keys // 16
         assert "STL" not in text and "LDL" not in text
-        if "FSEL" in text:
+        if "FSEL" in text:  # a strip sees one or two such blocks, behind all that is cached
             continue
         if sizes.strips == 2:
             check_loop(loop, dim, sizes.keys)
