@@ -8,7 +8,15 @@ import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention import work_list
-from recsys.ops.hstu_attention.work_list_kernel import MOST, _longer, _row_interval, _wider
+from recsys.ops.hstu_attention.work_list_kernel import (
+    MOST,
+    longer,
+    row_interval,
+    sample_of,
+    settled,
+    store,
+    union,
+)
 
 # What a kernel reads of module scope must be a constexpr.
 NUM_CACHED_COLUMNS = tl.constexpr(work_list.NUM_CACHED_COLUMNS)
@@ -18,10 +26,41 @@ CACHE_START = tl.constexpr(work_list.CACHE_START)
 
 
 @triton.jit
-def _part(start, end, low, high):
-    """What of [start, end) lies in [low, high), counted from `low`; [0, 0) for nothing."""
-    start = tl.minimum(tl.maximum(start, low), high) - low
-    end = tl.minimum(tl.maximum(end, low), high) - low
+def _seen(
+    first, last, history_end, kept, contextual, window, prefix, group_size,
+    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
+):  # fmt: skip
+    """What some row from `first` to `last` sees, in three intervals, and what all of them see, in two."""
+    zero = first * 0
+    one, two, three = (zero + MOST, zero), (zero + MOST, zero), (zero + MOST, zero)
+    first_end, second_start, second_end = zero + MOST, zero - MOST, zero + MOST
+    for edge in tl.static_range(8):
+        if edge == 0:
+            position = first
+        elif edge == 1:
+            position = last
+        elif edge < 4:
+            position = contextual + (edge - 3) - kept
+        elif edge < 6:
+            position = contextual + prefix + (edge - 5) - kept
+        else:
+            position = history_end + (edge - 7) - kept
+        position = tl.maximum(tl.minimum(position, last), first) + kept
+        a, b, c, d, e = row_interval(
+            position, history_end, contextual, window, prefix, group_size,
+            WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
+        )  # fmt: skip
+        one, two, three = union(one, zero, a), union(two, b, c), union(three, d, e)
+        first_end, second_end = tl.minimum(first_end, a), tl.minimum(second_end, c)
+        second_start = tl.maximum(second_start, b)
+    return settled((one, two, three)), ((zero, first_end), (second_start, second_end))
+
+
+@triton.jit
+def _part(interval, low, high):
+    """What of an interval lies in [low, high), counted from `low`; [0, 0) for nothing."""
+    start = tl.minimum(tl.maximum(interval[0], low), high) - low
+    end = tl.minimum(tl.maximum(interval[1], low), high) - low
     return tl.where(end > start, start, 0), tl.where(end > start, end, 0)
 
 
@@ -31,12 +70,10 @@ def _store_runs(item, inside, some, hulls, free, low, high, BLOCK: tl.constexpr)
 
     `hulls`: what some row of the tile sees, in three intervals; `free`: what all rows see, in two.
     """
-    start_a, end_a = _part(hulls[0], hulls[1], low, high)
-    start_b, end_b = _part(hulls[2], hulls[3], low, high)
-    start_c, end_c = _part(hulls[4], hulls[5], low, high)
-    one_start, one_end = _part(free[0], free[1], low, high)
-    two_start, two_end = _part(free[2], free[3], low, high)
-    free_start, free_end = _longer(one_start, one_end, two_start, two_end)
+    start_a, end_a = _part(hulls[0], low, high)
+    start_b, end_b = _part(hulls[1], low, high)
+    start_c, end_c = _part(hulls[2], low, high)
+    free_start, free_end = longer(_part(free[0], low, high), _part(free[1], low, high))
     end_a = tl.where(some, (end_a + BLOCK - 1) // BLOCK, 0)
     end_b = tl.where(some, (end_b + BLOCK - 1) // BLOCK, 0)
     end_c = tl.where(some, (end_c + BLOCK - 1) // BLOCK, 0)
@@ -53,28 +90,16 @@ def _store_runs(item, inside, some, hulls, free, low, high, BLOCK: tl.constexpr)
     masked = tl.minimum(tl.maximum(full - start_a, 0), count_a)
     masked += tl.minimum(tl.maximum(full - first_b, 0), count_b)
     masked += tl.minimum(tl.maximum(full - first_c, 0), count_c)
-    tl.store(item, count_a, mask=inside)
-    tl.store(item + 1, first_b, mask=inside)
-    tl.store(item + 2, count_b, mask=inside)
-    tl.store(item + 3, first_c, mask=inside)
-    tl.store(item + 4, count_c, mask=inside)
-    tl.store(item + 5, masked, mask=inside)
-    tl.store(item + 6, full, mask=inside)
-    tl.store(item + 7, full_count, mask=inside)
+    columns = count_a, first_b, count_b, first_c, count_c, masked, full, full_count
+    store(item, columns, inside)
     return count_a + count_b + count_c
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_items",
-        "batch_size",
-        "contextual",
-        "window",
-        "prefix",
-        "group_size",
-        "parts",
-    ]  # fmt: skip
-)
+        "num_items", "batch_size", "contextual", "window", "prefix", "group_size", "parts",
+    ],
+)  # fmt: skip
 def cached_items_kernel(
     offsets, lengths, num_targets, cache_offsets, cache_lengths, items, order_by,
     num_items, batch_size, contextual, window, prefix, group_size, parts,
@@ -87,16 +112,7 @@ def cached_items_kernel(
     number = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = number < num_items
     tile, part = number // parts, number % parts
-    sample, before = number * 0, number * 0  # tiles of the samples before
-    passed = tl.sum(number * 0)
-    for block in range(0, batch_size, SAMPLES):
-        one = block + tl.arange(0, SAMPLES)
-        some = tl.load(lengths + one, mask=one < batch_size, other=0)
-        ends = passed + tl.cumsum((some + TILE - 1) // TILE, 0)
-        is_before = (ends[None, :] <= tile[:, None]) & (one < batch_size)[None, :]
-        sample += tl.sum(is_before.to(tl.int64), 1)
-        before = tl.maximum(before, tl.max(tl.where(is_before, ends[None, :], 0), 1))
-        passed += tl.sum((some + TILE - 1) // TILE)
+    sample, before = sample_of(tile, lengths, num_targets, batch_size, 0, 0, TILE, False, SAMPLES)
     is_real = inside & (sample < batch_size)
     length = tl.load(lengths + sample, mask=is_real, other=0)
     start = tl.load(offsets + sample, mask=is_real, other=0)
@@ -107,52 +123,18 @@ def cached_items_kernel(
     first = tl.where(is_real, (tile - before) * TILE, 0)
     last = tl.minimum(first + TILE, length) - 1
 
-    low_a, low_b, low_c = number * 0 + MOST, number * 0 + MOST, number * 0 + MOST
-    high_a, high_b, high_c = number * 0, number * 0, number * 0
-    all_a, all_b = number * 0 + MOST, number * 0 + MOST  # the first of the ends
-    from_b = number * 0 - MOST  # the last of the starts
-    for edge in tl.static_range(8):
-        if edge == 0:
-            position = first
-        elif edge == 1:
-            position = last
-        elif edge < 4:
-            position = contextual + (edge - 3) - kept
-        elif edge < 6:
-            position = contextual + prefix + (edge - 5) - kept
-        else:
-            position = ahead + (edge - 7)
-        position = tl.maximum(tl.minimum(position, last), first) + kept
-        a, b, c, d, e = _row_interval(
-            position, history_end, contextual, window, prefix, group_size,
-            WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
-        )  # fmt: skip
-        low_a, high_a = _wider(low_a, high_a, a * 0, a)
-        low_b, high_b = _wider(low_b, high_b, b, c)
-        low_c, high_c = _wider(low_c, high_c, d, e)
-        all_a, all_b = tl.minimum(all_a, a), tl.minimum(all_b, c)
-        from_b = tl.maximum(from_b, b)
-    low_a = tl.where(high_a > 0, low_a, 0)
-    low_b = tl.where(high_b > 0, low_b, 0)
-    low_c = tl.where(high_c > 0, low_c, 0)
-
+    hulls, free = _seen(
+        first, last, history_end, kept, contextual, window, prefix, group_size,
+        WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
+    )  # fmt: skip
     share = (kept + parts * BLOCK - 1) // (parts * BLOCK) * BLOCK
     part_first = tl.minimum(part * share, kept)
     part_end = tl.minimum((part + 1) * share, kept)
     whole = tl.where(part == parts - 1, kept + length, kept)
     item = items + number * NUM_CACHED_COLUMNS
-    tl.store(item, start, mask=inside)
-    tl.store(item + 1, length, mask=inside)
-    tl.store(item + 2, history_end, mask=inside)
-    tl.store(item + 3, first, mask=inside)
-    hulls, free = (low_a, high_a, low_b, high_b, low_c, high_c), (all_a * 0, all_a, from_b, all_b)
+    store(item, (start, length, history_end, first), inside)
     some = length > 0
     work = _store_runs(item + COUNT_A, inside, some, hulls, free, part_first, part_end, BLOCK)
     work += _store_runs(item + COUNT_A + NEW, inside, some, hulls, free, kept, whole, BLOCK)
-    last_columns = item + CACHE_START
-    tl.store(last_columns, cache_start, mask=inside)
-    tl.store(last_columns + 1, kept, mask=inside)
-    tl.store(last_columns + 2, part, mask=inside)
-    tl.store(last_columns + 3, part_first, mask=inside)
-    tl.store(last_columns + 4, part_end - part_first, mask=inside)
+    store(item + CACHE_START, (cache_start, kept, part, part_first, part_end - part_first), inside)
     tl.store(order_by + number, work, mask=inside)

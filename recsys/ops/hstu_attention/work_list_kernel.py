@@ -1,6 +1,6 @@
 """The items of `work_list` from two kernels, one that makes them and one that puts them in order.
 
-A program has some tiles, each is a number in its registers.
+A program has some tiles, each is a number in its registers; an interval is a pair of such numbers.
 
 The rules are those of `recsys.ops.mask.row_intervals` and `column_intervals`, at the same edges, and of
 `work_list`; tests compare every number. All in int64.
@@ -9,12 +9,52 @@ The rules are those of `recsys.ops.mask.row_intervals` and `column_intervals`, a
 import triton
 import triton.language as tl
 
-NUM_COLUMNS = tl.constexpr(12)
+from recsys.ops.hstu_attention import work_list
+
+# What a kernel reads of module scope must be a constexpr.
+NUM_COLUMNS = tl.constexpr(work_list.NUM_COLUMNS)
+COUNT_A = tl.constexpr(work_list.COUNT_A)
+COUNT_B = tl.constexpr(work_list.COUNT_B)
+COUNT_C = tl.constexpr(work_list.COUNT_C)
 MOST = tl.constexpr(2**62)
 
 
 @triton.jit
-def _row_interval(
+def _left_out(oldest, contextual, TILE: tl.constexpr):
+    """The tiles [behind, end) of nothing but older history."""
+    end = tl.maximum(oldest, contextual) // TILE
+    return tl.minimum(end, (contextual + TILE - 1) // TILE), end
+
+
+@triton.jit
+def sample_of(
+    tile, lengths, num_targets, batch_size, contextual, tail,
+    TILE: tl.constexpr, TAIL: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """The sample of each tile, B for one that is none, and how many tiles the samples before it have.
+
+    With `TAIL` those of nothing but history older than the newest `tail` tokens are not counted.
+    """
+    sample, before = tile * 0, tile * 0
+    passed = tl.sum(tile * 0)
+    for block in range(0, batch_size, SAMPLES):
+        one = block + tl.arange(0, SAMPLES)
+        some = tl.load(lengths + one, mask=one < batch_size, other=0)
+        count = (some + TILE - 1) // TILE
+        if TAIL:
+            oldest = tl.maximum(some - tl.load(num_targets + one, mask=one < batch_size, other=0) - tail, 0)
+            behind, end = _left_out(oldest, contextual, TILE)
+            count -= tl.where(one < batch_size, end - behind, 0)
+        ends = passed + tl.cumsum(count, 0)
+        is_before = (ends[None, :] <= tile[:, None]) & (one < batch_size)[None, :]
+        sample += tl.sum(is_before.to(tl.int64), 1)
+        before = tl.maximum(before, tl.max(tl.where(is_before, ends[None, :], 0), 1))
+        passed += tl.sum(count)
+    return sample, before
+
+
+@triton.jit
+def row_interval(
     position, history_end, contextual, window, prefix, group_size,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
 ):  # fmt: skip
@@ -71,37 +111,130 @@ def _key_interval(
 
 
 @triton.jit
-def _wider(low, high, start, end):
-    """The hull of [low, high) and an interval, which does not count when it is empty."""
+def union(hull, start, end):
+    """The hull of an interval and [start, end), which does not count when it is empty."""
     used = end > start
-    return tl.where(used, tl.minimum(low, start), low), tl.where(used, tl.maximum(high, end), high)
+    low = tl.where(used, tl.minimum(hull[0], start), hull[0])
+    return low, tl.where(used, tl.maximum(hull[1], end), hull[1])
 
 
 @triton.jit
-def _longer(start, end, other_start, other_end):
-    first = end - start >= other_end - other_start
-    return tl.where(first, start, other_start), tl.where(first, end, other_end)
+def settled(hulls):
+    """Hulls that have had their last `union`, [0, 0) where all intervals were empty."""
+    one, two, three = hulls
+    return (
+        (tl.where(one[1] > 0, one[0], 0), one[1]),
+        (tl.where(two[1] > 0, two[0], 0), two[1]),
+        (tl.where(three[1] > 0, three[0], 0), three[1]),
+    )
 
 
 @triton.jit
-def _left_out(oldest, contextual, TILE: tl.constexpr):
-    """The tiles [behind, end) of nothing but older history."""
-    end = tl.maximum(oldest, contextual) // TILE
-    return tl.minimum(end, (contextual + TILE - 1) // TILE), end
+def longer(one, other):
+    first = one[1] - one[0] >= other[1] - other[0]
+    return tl.where(first, one[0], other[0]), tl.where(first, one[1], other[1])
+
+
+@triton.jit
+def store(item, columns, inside):
+    for column in tl.static_range(len(columns)):
+        tl.store(item + column, columns[column], mask=inside)
+
+
+@triton.jit
+def _visited(
+    first, last, history_end, length, contextual, window, prefix, group_size,
+    KEYS: tl.constexpr, WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
+):  # fmt: skip
+    """The hulls, not yet `settled`, of the intervals of `row_interval` of all tokens from `first` to `last`, or
+    of those of `_key_interval`; and of each interval what all these tokens have in common."""
+    zero = first * 0
+    one, two, three = (zero + MOST, zero), (zero + MOST, zero), (zero + MOST, zero)
+    end_a, end_b, end_c = zero + MOST, zero + MOST, zero + MOST
+    start_b, start_c = zero - MOST, zero - MOST
+    outside = history_end - window  # the first key of the last target's window
+    for edge in tl.static_range(10 if KEYS else 8):
+        if edge == 0:
+            position = first
+        elif edge == 1:
+            position = last
+        elif edge < 4:
+            position = zero + contextual + (edge - 3)
+        elif edge < 6:
+            position = zero + contextual + prefix + (edge - 5)
+        elif edge < 8:
+            position = history_end + (edge - 7)
+        else:
+            position = outside + (edge - 9)
+        position = tl.maximum(tl.minimum(position, last), first)
+        if KEYS:
+            a, b, c, d, e = _key_interval(
+                position, history_end, length, contextual, window, prefix, group_size,
+                WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
+            )  # fmt: skip
+        else:
+            a, b, c, d, e = row_interval(
+                position, history_end, contextual, window, prefix, group_size,
+                WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
+            )  # fmt: skip
+        one, two, three = union(one, zero, a), union(two, b, c), union(three, d, e)
+        end_a, end_b, end_c = tl.minimum(end_a, a), tl.minimum(end_b, c), tl.minimum(end_c, e)
+        start_b, start_c = tl.maximum(start_b, b), tl.maximum(start_c, d)
+    return (one, two, three), ((zero, end_a), (start_b, end_b), (start_c, end_c))
+
+
+@triton.jit
+def _without_older(kinds, oldest):
+    """Of history only the rows from `oldest` on; its last one stays where nothing else sees the tile: a
+    program that visits no block would write nothing."""
+    contextual, history, targets = kinds
+    newer = tl.maximum(history[0], oldest)
+    alone = (contextual[1] == 0) & (targets[1] == 0)
+    newer = tl.where(alone, tl.maximum(tl.minimum(newer, history[1] - 1), 0), newer)
+    return contextual, (newer, history[1]), targets
+
+
+@triton.jit
+def _unmasked_rows(history, targets, length, BLOCK: tl.constexpr):
+    """The rows that see all keys of a tile."""
+    # History rows that see all keys, and targets that do, follow one another when both reach the border.
+    joined = (history[0] < history[1]) & (history[1] == targets[0]) & (targets[0] < targets[1])
+    start, end = longer((history[0], tl.where(joined, targets[1], history[1])), targets)
+    # Rows past the end of a sample are loaded as zeros: its last block may be a full one.
+    return start, tl.where(end == length, end + BLOCK - 1, end)
+
+
+@triton.jit
+def _runs(some, hulls, free, BLOCK: tl.constexpr):
+    """Columns `COUNT_A` to `UNMASKED_COUNT`; of tiles without `some` no blocks.
+
+    `hulls`: what the tile visits, three intervals; `free`: what of it needs no mask.
+    """
+    end_a = tl.where(some, (hulls[0][1] + BLOCK - 1) // BLOCK, 0)
+    end_b = tl.where(some, (hulls[1][1] + BLOCK - 1) // BLOCK, 0)
+    end_c = tl.where(some, (hulls[2][1] + BLOCK - 1) // BLOCK, 0)
+    start_a, start_b, start_c = hulls[0][0] // BLOCK, hulls[1][0] // BLOCK, hulls[2][0] // BLOCK
+    # A run begins where those before it have ended.
+    count_a = tl.maximum(end_a - start_a, 0)
+    ended = tl.where(count_a > 0, end_a, 0)
+    start_b = tl.maximum(start_b, ended)
+    count_b = tl.maximum(end_b - start_b, 0)
+    ended = tl.where(count_b > 0, end_b, ended)
+    start_c = tl.maximum(start_c, ended)
+    count_c = tl.maximum(end_c - start_c, 0)
+    full = (free[0] + BLOCK - 1) // BLOCK
+    full_count = tl.where(some, tl.maximum(free[1] // BLOCK - full, 0), 0)
+    masked = tl.minimum(tl.maximum(full - start_a, 0), count_a)
+    masked += tl.minimum(tl.maximum(full - start_b, 0), count_b)
+    masked += tl.minimum(tl.maximum(full - start_c, 0), count_c)
+    return count_a, start_b, count_b, start_c, count_c, masked, full, full_count
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_tiles",
-        "batch_size",
-        "contextual",
-        "window",
-        "prefix",
-        "group_size",
-        "total_len",
-        "tail",
-    ]  # fmt: skip
-)
+        "num_tiles", "batch_size", "contextual", "window", "prefix", "group_size", "total_len", "tail",
+    ],
+)  # fmt: skip
 def items_kernel(
     offsets, lengths, num_targets, sections, items, order_by,
     num_tiles, batch_size, contextual, window, prefix, group_size, total_len, tail,
@@ -115,119 +248,41 @@ def items_kernel(
     """
     number = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = number < num_tiles
-    sample, before = number * 0, number * 0  # tiles of the samples before
-    passed = tl.sum(number * 0)
-    for block in range(0, batch_size, SAMPLES):
-        one = block + tl.arange(0, SAMPLES)
-        some = tl.load(lengths + one, mask=one < batch_size, other=0)
-        count = (some + TILE - 1) // TILE
-        if TAIL and not KEYS:
-            oldest = tl.maximum(some - tl.load(num_targets + one, mask=one < batch_size, other=0) - tail, 0)
-            behind, end = _left_out(oldest, contextual, TILE)
-            count -= tl.where(one < batch_size, end - behind, 0)
-        ends = passed + tl.cumsum(count, 0)
-        is_before = (ends[None, :] <= number[:, None]) & (one < batch_size)[None, :]
-        sample += tl.sum(is_before.to(tl.int64), 1)
-        before = tl.maximum(before, tl.max(tl.where(is_before, ends[None, :], 0), 1))
-        passed += tl.sum(count)
+    LEFT_OUT: tl.constexpr = TAIL and not KEYS  # of keys no tile is, but blocks that they would visit
+    sample, before = sample_of(
+        number, lengths, num_targets, batch_size, contextual, tail, TILE, LEFT_OUT, SAMPLES
+    )
     is_real = inside & (sample < batch_size)
     length = tl.load(lengths + sample, mask=is_real, other=0)
     history_end = length - tl.load(num_targets + sample, mask=is_real, other=0)
     start = tl.load(offsets + sample, mask=is_real, other=0)
     place = number - before
     oldest = tl.maximum(history_end - tail, 0)  # of the history that counts, where not all of it does
-    if TAIL and not KEYS:
+    if LEFT_OUT:
         behind, end = _left_out(oldest, contextual, TILE)
         place += tl.where(place >= behind, end - behind, 0)
     first = tl.where(is_real, place * TILE, 0)
     last = tl.minimum(first + TILE, length) - 1
 
-    low_a, low_b, low_c = number * 0 + MOST, number * 0 + MOST, number * 0 + MOST
-    high_a, high_b, high_c = number * 0, number * 0, number * 0
-    all_a, all_b, all_c = number * 0 + MOST, number * 0 + MOST, number * 0 + MOST  # the first of the ends
-    from_b, from_c = number * 0 - MOST, number * 0 - MOST  # the last of the starts
-    outside = history_end - window
-    for edge in tl.static_range(10 if KEYS else 8):
-        if edge == 0:
-            position = first
-        elif edge == 1:
-            position = last
-        elif edge < 4:
-            position = first * 0 + contextual + (edge - 3)
-        elif edge < 6:
-            position = first * 0 + contextual + prefix + (edge - 5)
-        elif edge < 8:
-            position = history_end + (edge - 7)
-        else:
-            position = outside + (edge - 9)
-        position = tl.maximum(tl.minimum(position, last), first)
-        if KEYS:
-            a, b, c, d, e = _key_interval(
-                position, history_end, length, contextual, window, prefix, group_size,
-                WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
-            )  # fmt: skip
-        else:
-            a, b, c, d, e = _row_interval(
-                position, history_end, contextual, window, prefix, group_size,
-                WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
-            )  # fmt: skip
-        low_a, high_a = _wider(low_a, high_a, a * 0, a)
-        low_b, high_b = _wider(low_b, high_b, b, c)
-        low_c, high_c = _wider(low_c, high_c, d, e)
-        all_a, all_b, all_c = tl.minimum(all_a, a), tl.minimum(all_b, c), tl.minimum(all_c, e)
-        from_b, from_c = tl.maximum(from_b, b), tl.maximum(from_c, d)
-
-    if KEYS and TAIL:
-        oldest = oldest // BLOCK * BLOCK
-        low_b = tl.where(high_b > 0, low_b, 0)
-        newer = tl.maximum(low_b, oldest)
-        alone = (high_a == 0) & (high_c == 0)  # and a program that visits no block would write nothing
-        low_b = tl.where(alone, tl.maximum(tl.minimum(newer, high_b - 1), 0), newer)
-        from_b = tl.maximum(from_b, oldest)
+    hulls, common = _visited(
+        first, last, history_end, length, contextual, window, prefix, group_size,
+        KEYS, WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
+    )  # fmt: skip
     if KEYS:
-        joined = (from_b < all_b) & (all_b == from_c) & (from_c < all_c)
-        free_start, free_end = _longer(from_b, tl.where(joined, all_c, all_b), from_c, all_c)
-        # Rows past the end of a sample are loaded as zeros: its last block may be a full one.
-        free_end = tl.where(free_end == length, free_end + BLOCK - 1, free_end)
+        history, targets = common[1], common[2]
+        if TAIL:
+            oldest = oldest // BLOCK * BLOCK
+            hulls = _without_older(settled(hulls), oldest)
+            history = tl.maximum(history[0], oldest), history[1]
+        free = _unmasked_rows(history, targets, length, BLOCK)
     else:
-        free_start, free_end = _longer(all_a * 0, all_a, from_b, all_b)
-    low_a = tl.where(high_a > 0, low_a, 0)
+        free = longer(common[0], common[1])
     if not (KEYS and TAIL):
-        low_b = tl.where(high_b > 0, low_b, 0)
-    low_c = tl.where(high_c > 0, low_c, 0)
-
+        hulls = settled(hulls)
     some = length > 0
-    end_a = tl.where(some, (high_a + BLOCK - 1) // BLOCK, 0)
-    end_b = tl.where(some, (high_b + BLOCK - 1) // BLOCK, 0)
-    end_c = tl.where(some, (high_c + BLOCK - 1) // BLOCK, 0)
-    start_a, start_b, start_c = low_a // BLOCK, low_b // BLOCK, low_c // BLOCK
-    count_a = tl.maximum(end_a - start_a, 0)
-    covered = tl.where(count_a > 0, end_a, 0)
-    start_b = tl.maximum(start_b, covered)
-    count_b = tl.maximum(end_b - start_b, 0)
-    covered = tl.where(count_b > 0, end_b, covered)
-    start_c = tl.maximum(start_c, covered)
-    count_c = tl.maximum(end_c - start_c, 0)
-    full = (free_start + BLOCK - 1) // BLOCK
-    full_count = tl.where(some, tl.maximum(free_end // BLOCK - full, 0), 0)
-    masked = tl.minimum(tl.maximum(full - start_a, 0), count_a)
-    masked += tl.minimum(tl.maximum(full - start_b, 0), count_b)
-    masked += tl.minimum(tl.maximum(full - start_c, 0), count_c)
-
-    item = items + number * NUM_COLUMNS
-    tl.store(item, start, mask=inside)
-    tl.store(item + 1, length, mask=inside)
-    tl.store(item + 2, history_end, mask=inside)
-    tl.store(item + 3, first, mask=inside)
-    tl.store(item + 4, count_a, mask=inside)
-    tl.store(item + 5, start_b, mask=inside)
-    tl.store(item + 6, count_b, mask=inside)
-    tl.store(item + 7, start_c, mask=inside)
-    tl.store(item + 8, count_c, mask=inside)
-    tl.store(item + 9, masked, mask=inside)
-    tl.store(item + 10, full, mask=inside)
-    tl.store(item + 11, full_count, mask=inside)
-    work = count_a + count_b + count_c
+    columns = (start, length, history_end, first) + _runs(some, hulls, free, BLOCK)
+    store(items + number * NUM_COLUMNS, columns, inside)
+    work = columns[COUNT_A] + columns[COUNT_B] + columns[COUNT_C]
     if SECTIONED:
         section = tl.load(sections + sample, mask=is_real, other=0)
         work = tl.where(some, (total_len - section) * (total_len // BLOCK + 2 * NUM_COLUMNS) + work, 0)
