@@ -100,7 +100,7 @@ def write_manifest(folder: Path) -> None:
 def manifest_faults(folder: Path) -> list[str]:
     """What differs between a folder and its manifest, one line a fault; empty when the folder is whole."""
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = _listed(folder)
     except FileNotFoundError:
         return [f"{folder / MANIFEST}: missing"]
     except (ValueError, KeyError, TypeError) as error:
@@ -113,3 +113,18 @@ def manifest_faults(folder: Path) -> list[str]:
         elif {"sha256": sha256(path), "bytes": path.stat().st_size} != entry:
             faults.append(f"{path}: its bytes differ from the manifest")
     return faults
+
+
+def not_in_manifest(folder: Path) -> list[Path]:
+    """Files in a folder that its manifest does not name, sorted: somebody else's. All of them where there is
+    no manifest.
+    """
+    try:
+        known = {folder / name for name in [MANIFEST, *_listed(folder)]}
+    except (OSError, ValueError, KeyError, TypeError):
+        known = set()
+    return sorted(path for path in folder.rglob("*") if not path.is_dir() and path not in known)
+
+
+def _listed(folder: Path) -> dict[str, dict[str, object]]:
+    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]

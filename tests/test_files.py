@@ -79,3 +79,16 @@ def test_a_lock_is_one_processes_and_ends_with_it(tmp_path):
         other.kill()
     with files.locked(lock) as taken, files.locked(lock) as again:
         assert taken and not again
+
+
+def test_files_that_a_manifest_does_not_know_are_somebody_elses(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "data").write_bytes(b"x")
+    assert files.not_in_manifest(tmp_path) == [tmp_path / "sub" / "data"]
+    files.write_manifest(tmp_path)
+    assert files.not_in_manifest(tmp_path) == []
+    (tmp_path / "sub" / "notes").write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(tmp_path / "sub", target_is_directory=False)
+    assert tmp_path / "sub" / "notes" in files.not_in_manifest(tmp_path)
+    (tmp_path / files.MANIFEST).write_text("{", encoding="utf-8")
+    assert tmp_path / "sub" / "data" in files.not_in_manifest(tmp_path)

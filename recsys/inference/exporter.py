@@ -93,8 +93,9 @@ def export(source: Source, folder: Path) -> Exported:
         InstallationError: no C++ compiler.
         ConfigError: the config names a kernel that the device cannot run.
         ParityError: the package's answers differ from the model's by more than `export.parity_tolerance`.
-        RecsysError: no rows to compare on.
+        RecsysError: no rows to compare on, or `folder` holds something else than a package.
     """
+    package.require_replaceable(Path(folder))
     require_compiler()
     check_kernels(source.pipeline, next(source.model.parameters()).device.type)
     if instruction_set(source.pipeline) != source.pipeline.export.march:
@@ -110,7 +111,7 @@ def export(source: Source, folder: Path) -> Exported:
         )
     graph = ScoringGraph(source.model)
     expected = [_score(graph, batch) for batch in source.batches]
-    with files.whole_folder(Path(folder)) as aside:
+    with files.whole_folder(Path(folder).resolve()) as aside:
         log.info("capturing and compiling the scoring graph")
         _compile_programs(source, graph, aside)
         _write_sides(source, aside, expected[0])

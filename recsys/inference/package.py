@@ -36,6 +36,7 @@ from recsys.models.scoring import TensorSpec, flatten
 log = logging.getLogger(__name__)
 
 FORMAT = 3
+DESCRIPTION = "package.json"
 MODEL, GOLDEN, VOCABULARY = "model.pt2", "golden.safetensors", "vocabulary"
 ITEM_TOWER, GOLDEN_ITEMS = "item_tower.pt2", "golden_items.safetensors"
 
@@ -215,6 +216,25 @@ class Package:
             )
 
 
+def require_replaceable(folder: Path) -> None:
+    """Refuses to put a package where something would be lost but an older package.
+
+    Raises:
+        PackageError: naming what is in the way.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise PackageError(f"{folder} is a file, and a package is a folder: give another --output")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not (folder / DESCRIPTION).is_file():
+        raise PackageError(f"{folder} is not empty and holds no package: give another --output")
+    for other in files.not_in_manifest(folder):
+        raise PackageError(
+            f"{other} is no part of the package in {folder}, which a new one replaces with all that is in "
+            "it: move it, or give another --output"
+        )
+
+
 def largest_difference(a: Tensor, b: Tensor) -> float:
     """Largest |a - b| / max(1, |b|); infinite for other shapes, or a NaN or infinity on one side only."""
     if a.shape != b.shape:
@@ -245,7 +265,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def write_description(folder: Path, description: Description) -> None:
     """Writes `package.json`."""
-    (folder / "package.json").write_text(json.dumps(asdict(description), indent=1) + "\n", encoding="utf-8")
+    (folder / DESCRIPTION).write_text(json.dumps(asdict(description), indent=1) + "\n", encoding="utf-8")
 
 
 def architecture() -> str:
@@ -254,7 +274,7 @@ def architecture() -> str:
 
 
 def _read_description(folder: Path) -> Description:
-    stored = json.loads((folder / "package.json").read_text(encoding="utf-8"))
+    stored = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
     if stored.get("format") != FORMAT:
         raise PackageError(
             f"{folder}: package format {stored.get('format')}, this version reads format {FORMAT}"

@@ -1,4 +1,6 @@
-"""What an export compiles for, and what it says when the package that it made does not run."""
+"""What an export compiles for, what it does not write over, and what it says when the package that it made
+does not run.
+"""
 
 import subprocess
 from types import SimpleNamespace
@@ -6,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from recsys import files
 from recsys import protos as pb
-from recsys.inference.exporter import instruction_set, why_it_failed
+from recsys.inference.exporter import Source, export, instruction_set, why_it_failed
+from recsys.inference.program import PackageError
 
 
 @pytest.mark.parametrize(
@@ -36,3 +40,36 @@ def test_the_instruction_set_is_the_config_s_where_pytorch_can_be_told(monkeypat
     pipeline = pb.Pipeline()
     pipeline.export.march = "x86-64-v2"
     assert instruction_set(pipeline) == wanted
+
+
+def refused(folder) -> str:
+    """The error of an export to a folder; nothing in it may have changed."""
+    before = {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()}
+    with pytest.raises(PackageError) as caught:
+        export(Source(pb.Pipeline(), torch.nn.Identity(), 1, []), folder)
+    assert {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()} == before
+    return str(caught.value)
+
+
+def test_an_export_replaces_nothing_but_a_package(tmp_path):
+    run = tmp_path / "run"
+    state = run / "checkpoints" / "step-00000010"
+    state.mkdir(parents=True)
+    (state / "state.json").write_text("{}")
+    files.write_manifest(state)
+    assert refused(run) == f"{run} is not empty and holds no package: give another --output"
+    # A state has a manifest that names all of its files, too.
+    assert refused(state) == f"{state} is not empty and holds no package: give another --output"
+    assert "is a file, and a package is a folder" in refused(state / "state.json")
+
+
+def test_an_export_does_not_replace_a_package_with_other_things_in_it(tmp_path):
+    folder = tmp_path / "export"
+    (folder / "predictions").mkdir(parents=True)
+    (folder / "package.json").write_text("{}")
+    files.write_manifest(folder)
+    (folder / "predictions" / "part-0.parquet").write_text("mine")
+    said = refused(folder)
+    assert said.startswith(
+        f"{folder / 'predictions' / 'part-0.parquet'} is no part of the package in {folder}"
+    )
