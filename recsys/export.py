@@ -18,17 +18,16 @@ def run(call: cli.Call) -> None:
     environment.import_torchrec_quietly()
     import torch
 
-    from recsys.data.vocabulary import fingerprints
     from recsys.inference import exporter
     from recsys.models import build_model
     from recsys.training import checkpoint
-    from recsys.training.resume import require_same_vocabularies
+    from recsys.training.resume import require_same_model
     from recsys.training.session import CHECKPOINTS
 
     exporter.require_compiler()
     pipeline = call.pipeline
     path = checkpoint.find(call.run_dir / CHECKPOINTS, call.flags.checkpoint)
-    require_same_vocabularies(checkpoint.read_state(path).inputs, fingerprints(pipeline))
+    require_same_model(checkpoint.read_state(path), pipeline, path)
     model = build_model(pipeline)
     checkpoint.load_weights(path, model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,19 +1,23 @@
-"""Whether a run may go on from what lies in its folder.
+"""Whether a config fits what lies in a run's folder, to go on with it or to use its weights.
 
 A run goes on by itself when its folder holds a state, the config is the same in every field that the state
 depends on, and the training files are the same. Lengths, logging and evaluation may change between two
-starts.
+starts. Evaluation and export want the same features and model.
 """
 
 import re
+from collections.abc import Callable
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
+from google.protobuf import text_format
 from google.protobuf.message import Message
 
 from recsys import protos as pb
 from recsys.data.sources.base import FileMark
-from recsys.errors import ConfigError, DataError
+from recsys.data.vocabulary import fingerprints
+from recsys.errors import ConfigError, DataError, RecsysError
 from recsys.training.schedules import factor
 from recsys.training.state import Inputs, SavedState
 
@@ -28,6 +32,7 @@ MAY_CHANGE = (
     "data.eval_batch_size",
     "data.num_workers",
     "data.prefetch_batches",
+    "data.bad_rows",
     "data.train.parquet.paths",
     "data.train.csv.paths",
     "data.vocabulary_dir",
@@ -40,6 +45,62 @@ what was learned only the learning rate of a schedule that ends with the run, se
 may move: what is in them is compared, `require_same_inputs`.
 """
 
+MODEL_MAY_CHANGE = (
+    "features.id.vocabulary.file",
+    "features.id.vocabulary.unknown_rate",
+    "model.precision",
+    "model.ranker.tasks.label",
+    "model.ranker.tasks.label_bits",
+    "model.ranker.tasks.metrics",
+    "model.ranker.tasks.weight",
+    "model.retriever.metrics",
+)
+"""Fields of `features` and `model` that evaluation and export may set to something else: where files lie,
+what scores are compared with, and how exactly they are computed, but not what weights mean.
+"""
+
+KERNELS = ("backend", "compile", "deterministic", "recompute")
+"""Names of fields, in any mixer, of which the same holds."""
+
+
+def saved_config(state: SavedState, path: Path) -> pb.Pipeline:
+    """The resolved config that a state was saved with.
+
+    Raises:
+        RecsysError: it has fields that are not known.
+    """
+    try:
+        return text_format.Parse(state.config, pb.Pipeline())
+    except text_format.ParseError as error:
+        what = f"its config cannot be read ({error}); was it saved by another version of recsys?"
+        raise RecsysError(f"{path}: {what}") from error
+
+
+def require_same_model(state: SavedState, now: pb.Pipeline, path: Path) -> None:
+    """Compares what a state was trained with and a resolved config that its weights are to be used with.
+
+    Many changes fit the shapes of all weights and make other scores of them, which nothing else would notice.
+
+    Args:
+        path: of the state, for errors.
+
+    Raises:
+        ConfigError: with each field of `features` and `model` that differs and must not.
+        DataError: with each table whose ids differ.
+        RecsysError: the state's config cannot be read.
+    """
+    changed = _changed(saved_config(state, path), now, str(path), _may_change_model)
+    if changed:
+        raise ConfigError(
+            [
+                f"{path} was trained with another model, so its weights would mean something else. Give the "
+                "old values; without --config, --run-dir uses those of the run. May change: "
+                + ", ".join([*MODEL_MAY_CHANGE, *(f"{name} of a mixer" for name in KERNELS)]),
+                *changed,
+            ]
+        )
+    require_same_vocabularies(state.inputs, fingerprints(now))
+
 
 def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> None:
     """Compares two resolved configs.
@@ -47,12 +108,7 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
     Raises:
         ConfigError: with each field that differs and must not.
     """
-    before, after = _leaves(saved), _leaves(now)
-    changed = [
-        f"{path}: {_show(before, path)} in {folder}, {_show(after, path)} now"
-        for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path) and not _may_change(path)
-    ]
+    changed = _changed(saved, now, folder, _may_change)
     if changed:
         raise ConfigError(
             [
@@ -139,6 +195,18 @@ def changed_schedule(schedule: pb.Schedule, step: int, before: int, now: int) ->
     )
 
 
+def _changed(
+    saved: pb.Pipeline, now: pb.Pipeline, folder: str, may_change: Callable[[str], bool]
+) -> list[str]:
+    """Of each field that differs and must not, both values."""
+    before, after = _leaves(saved), _leaves(now)
+    return [
+        f"{path}: {_show(before, path)} in {folder}, {_show(after, path)} now"
+        for path in sorted(before.keys() | after.keys())
+        if before.get(path) != after.get(path) and not may_change(_without_indices(path))
+    ]
+
+
 def _leaves(message: Message, prefix: str = "") -> dict[str, Any]:
     """Every number and text of a message by path such as `features[0].id.table`; defaults count as given."""
     found: dict[str, Any] = {}
@@ -159,9 +227,23 @@ def _leaf(value: Any, path: str) -> dict[str, Any]:
     return {path: "{}"} | _leaves(value, path + ".") if isinstance(value, Message) else {path: value}
 
 
+def _without_indices(path: str) -> str:
+    return re.sub(r"\[\d+\]", "", path)
+
+
 def _may_change(path: str) -> bool:
-    path = re.sub(r"\[\d+\]", "", path)
-    return any(path == free or path.startswith(free + ".") for free in MAY_CHANGE)
+    return _is_below(path, MAY_CHANGE)
+
+
+def _may_change_model(path: str) -> bool:
+    if not _is_below(path, ("features", "model")):
+        return True
+    of_kernel = ".mixer." in path and path.rpartition(".")[2] in KERNELS
+    return of_kernel or _is_below(path, MODEL_MAY_CHANGE)
+
+
+def _is_below(path: str, places: tuple[str, ...]) -> bool:
+    return any(path == place or path.startswith(place + ".") for place in places)
 
 
 def _show(leaves: dict[str, Any], path: str) -> str:

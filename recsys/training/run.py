@@ -11,7 +11,6 @@ from recsys import config, files
 from recsys import protos as pb
 from recsys.data.counts import Counts
 from recsys.data.loader import Loader
-from recsys.data.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import build_model, layout_rule
 from recsys.models.kernels import check_kernels
@@ -23,7 +22,7 @@ from recsys.training.hooks.hyperparameters import hyperparameters
 from recsys.training.hooks.metrics_file import MetricsFile
 from recsys.training.hooks.projector import Items, frequent_items
 from recsys.training.hooks.report import Report
-from recsys.training.resume import require_same_vocabularies
+from recsys.training.resume import require_same_model
 from recsys.training.session import CHECKPOINTS, Session, open_session
 from recsys.training.train_step import TrainStep
 from recsys.training.trainer import Trainer
@@ -135,14 +134,15 @@ def evaluate(
         limit: batches of each rank that are read; None reads all.
 
     Raises:
-        ConfigError: the config names no rows for the split, or asks for what the device cannot do.
+        ConfigError: the config names no rows for the split, asks for what the device cannot do, or has
+            another model than the one that was trained.
         DataError: vocabularies that the model was not trained with.
     """
     if not pipeline.data.HasField(split):
         raise ConfigError(f"data.{split}: absent, so there is nothing to evaluate on")
     _check_device(pipeline, processes)
     path = on_main(lambda: checkpoint.find(folder / CHECKPOINTS, which))
-    require_same_vocabularies(checkpoint.read_state(path).inputs, fingerprints(pipeline))
+    require_same_model(checkpoint.read_state(path), pipeline, path)
     step = TrainStep(build_model(pipeline))
     wrapped = shard(step, pipeline, processes)
     checkpoint.load_evaluated(path, wrapped.state_dict())

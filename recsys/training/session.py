@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from google.protobuf import text_format
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys import config, environment, files
@@ -32,6 +31,7 @@ from recsys.training.resume import (
     differences,
     require_same_config,
     require_same_inputs,
+    saved_config,
 )
 from recsys.training.state import (
     Inputs,
@@ -183,7 +183,7 @@ def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> S
     checkpoints = Checkpoints(folder / CHECKPOINTS, pipeline.train.checkpoint.keep)
     saved = checkpoints.newest()
     state = checkpoint.read_state(saved) if saved else None
-    earlier = text_format.Parse(state.config, pb.Pipeline()) if state else pipeline
+    earlier = saved_config(state, saved) if saved and state else pipeline
     if state:
         require_same_config(earlier, pipeline, str(folder))
     elif on_main(checkpoints.steps):

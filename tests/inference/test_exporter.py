@@ -68,8 +68,6 @@ def test_an_export_does_not_replace_a_package_with_other_things_in_it(tmp_path):
     (folder / "predictions").mkdir(parents=True)
     (folder / "package.json").write_text("{}")
     files.write_manifest(folder)
-    (folder / "predictions" / "part-0.parquet").write_text("mine")
-    said = refused(folder)
-    assert said.startswith(
-        f"{folder / 'predictions' / 'part-0.parquet'} is no part of the package in {folder}"
-    )
+    part = folder / "predictions" / "part-0.parquet"
+    part.write_text("mine")
+    assert refused(folder).startswith(f"{part} is no part of the package in {folder}")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 from recsys import cli
 from recsys import export as export_command
 from recsys import train as train_command
-from tests.integration.runs import evaluate, flags, records, train
+from tests.integration.runs import CONFIG, evaluate, flags, records, train
 
 
 def test_evaluate_repeats_what_training_measured(tmp_path, capsys, caplog):
@@ -75,6 +76,45 @@ def test_a_kernel_that_cannot_run_is_a_finding_of_every_command(tmp_path, capsys
     assert cli.main("export", export_command.run, flags_of_run, add_flags=export_command.add_flags) == 2
     finding = "model.ranker.mixer.hstu.backend: backend 'triton' of hstu_attention cannot run this: it needs"
     assert capsys.readouterr().err.count(finding) == 3
+
+
+def test_weights_are_not_used_with_an_edited_config(tmp_path, capsys):
+    """Every weight fits, and the scores would be others."""
+    assert train(tmp_path, "train.num_steps=2", "train.schedule.warmup_steps=0") == 0
+    edited = tmp_path / "edited.config"
+    text = Path(CONFIG).read_text(encoding="utf-8")
+    edited.write_text(text.replace("time_unit: 3600", "time_unit: 60"), encoding="utf-8")
+    for given in (
+        ["--config", str(edited)],
+        ["--set", "model.ranker.preprocessor.contextual.positional.time_unit=60"],
+    ):
+        flags_of_run = ["--run-dir", str(tmp_path), *given]
+        assert evaluate(*flags_of_run, "--split", "validation") == 2
+        assert cli.main("export", export_command.run, flags_of_run, add_flags=export_command.add_flags) == 2
+    said = capsys.readouterr().err
+    assert said.count("positional.time_unit: 3600.0 in") == 4
+    assert not (tmp_path / "validation_metrics.json").exists()
+    assert evaluate("--run-dir", str(tmp_path), "--split", "validation", "--set", "data.batch_size=7") == 0
+
+
+def test_a_run_that_met_a_bad_row_goes_on_without_it(tmp_path, caplog):
+    """As its error advises, and to the same weights as a run that never read the row."""
+    table = pq.read_table("tests/data/kuairand/train.parquet").slice(0, 320)
+    times = table["request_time"].to_pylist()
+    times[20] = None
+    place = table.schema.get_field_index("request_time")
+    broken = table.set_column(place, table.schema.field(place), pa.array(times, pa.int64()))
+    # The order of this seed comes to the first row group when training is under way.
+    pq.write_table(broken, tmp_path / "x.parquet", row_group_size=160)
+    paths = [f"data.train.parquet.paths=['{tmp_path / 'x.parquet'}']"]
+    paths += ["data.shuffle_row_groups=1", "data.num_lanes=1", "train.num_steps=20"]
+    assert train(tmp_path / "run", *paths) == 3
+    assert "data.bad_rows { policy: SKIP }" in caplog.text
+    assert records(tmp_path / "run"), "the bad row came before the first step"
+    skip = "data.bad_rows.policy=SKIP"
+    assert train(tmp_path / "run", *paths, skip) == 0
+    assert train(tmp_path / "whole", *paths, skip) == 0
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
 
 
 def test_what_is_not_there_is_named(tmp_path, capsys, caplog):

@@ -1,19 +1,22 @@
 """What may differ between two starts of a run, and what the error says about the rest."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
 
 from recsys import protos as pb
 from recsys.data.sources.base import FileMark
-from recsys.errors import ConfigError, DataError
+from recsys.errors import ConfigError, DataError, RecsysError
 from recsys.training.resume import (
     MAY_CHANGE,
+    MODEL_MAY_CHANGE,
     changed_schedule,
     differences,
     require_same_config,
     require_same_inputs,
+    require_same_model,
 )
 from recsys.training.state import Inputs, Progress, SavedState
 
@@ -22,6 +25,22 @@ data { train { parquet { paths: "a.parquet" } } batch_size: 8 }
 features { name: "item_id" sides: [HISTORY] id { vocabulary {} } }
 model { embedding_dim: 16 ranker { mixer { hstu { num_layers: 2 } } } }
 train { num_steps: 10 dense_optimizer { adamw { lr: 0.1 } } }
+"""
+
+MODEL_TEXT = """
+data { batch_size: 8 }
+features { name: "tag" sides: [HISTORY] id { hash { num_buckets: 9 } multi_valued: true } }
+features { name: "age" sides: [USER] numeric { bucketize { boundaries: [1, 2] } } }
+model {
+  embedding_dim: 16
+  ranker {
+    preprocessor {
+      contextual { action { bits { name: "click" bit: 0 } } positional { num_time_buckets: 4 time_unit: 60 } }
+    }
+    mixer { hstu { num_layers: 2 qk_dim: 8 } }
+    tasks { name: "time" loss { mean_squared_error { log1p: true } } }
+  }
+}
 """
 
 
@@ -61,8 +80,8 @@ def test_a_default_that_is_written_out_is_no_difference():
         ),
         (
             "batch_size: 8",
-            "batch_size: 8 bad_rows { policy: SKIP }",
-            "data.bad_rows.policy: absent in runs/x, 'SKIP' now",
+            "batch_size: 8 stochastic_length { selection: NEWEST }",
+            "data.stochastic_length.selection: absent in runs/x, 'NEWEST' now",
         ),
     ],
 )
@@ -93,12 +112,57 @@ def test_lengths_logging_and_evaluation_may_change():
     require_same_config(parse(TEXT), parse(changed), "runs/x")
 
 
-def test_the_list_names_fields_that_exist():
-    for path in MAY_CHANGE:
-        descriptor = pb.Pipeline.DESCRIPTOR
-        for name in path.split("."):
-            field = descriptor.fields_by_name[name]
-            descriptor = field.message_type
+def test_what_an_error_about_a_bad_row_advises_may_be_done():
+    changed = TEXT.replace("batch_size: 8", "batch_size: 8 bad_rows { policy: SKIP limit: 7 }")
+    require_same_config(parse(TEXT), parse(changed), "runs/x")
+
+
+def trained(text: str = MODEL_TEXT) -> SavedState:
+    return SavedState(Progress(), [], Inputs([], {}), text, {}, world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "finding"),
+    [
+        ("time_unit: 60", "time_unit: 3600", "positional.time_unit: 60.0 in step-1, 3600.0 now"),
+        ("qk_dim: 8", "qk_dim: 8 scale_len: 9", "hstu.scale_len: absent in step-1, 9.0 now"),
+        ("log1p: true", "", "loss.mean_squared_error.log1p: True in step-1, absent now"),
+        ("multi_valued: true", "multi_valued: true pooling: MEAN", "pooling: 'SUM' in step-1, 'MEAN' now"),
+        ("bit: 0", "bit: 4", "action.bits[0].bit: 0 in step-1, 4 now"),
+        ("boundaries: [1, 2]", "boundaries: [1, 3]", "bucketize.boundaries[1]: 2.0 in step-1, 3.0 now"),
+    ],
+)
+def test_weights_are_not_used_in_another_model_of_the_same_shape(old, new, finding):
+    changed = MODEL_TEXT.replace(old, new)
+    assert changed != MODEL_TEXT
+    with pytest.raises(ConfigError) as caught:
+        require_same_model(trained(), parse(changed), Path("step-1"))
+    first, *rest = caught.value.findings
+    assert first.startswith("step-1 was trained with another model")
+    (only,) = rest
+    assert only.endswith(finding)
+
+
+def test_weights_may_be_evaluated_on_other_rows_and_otherwise():
+    changed = MODEL_TEXT.replace("batch_size: 8", "batch_size: 9 max_history_len: 7 test { synthetic {} }")
+    changed = changed.replace("qk_dim: 8", 'qk_dim: 8 backend: "reference" deterministic: true')
+    changed = changed.replace("embedding_dim: 16", "embedding_dim: 16 precision: BF16")
+    changed = changed.replace('name: "time"', 'name: "time" weight: 3 label: "seconds" metrics { mae {} }')
+    changed += "train { seed: 7 } export { parity_rows: 1 } predict { top_k: 3 }"
+    require_same_model(trained(), parse(changed), Path("step-1"))
+
+
+def test_a_state_of_another_version_is_said_to_be_one():
+    with pytest.raises(RecsysError, match=r"^step-1: its config cannot be read .*another version of recsys"):
+        require_same_model(trained("data { forgotten: 1 }"), parse(MODEL_TEXT), Path("step-1"))
+
+
+@pytest.mark.parametrize("path", [*MAY_CHANGE, *MODEL_MAY_CHANGE])
+def test_the_lists_name_fields_that_exist(path):
+    descriptor = pb.Pipeline.DESCRIPTOR
+    for name in path.split("."):
+        field = descriptor.fields_by_name[name]
+        descriptor = field.message_type
 
 
 def test_files_may_move():
