@@ -194,7 +194,8 @@ def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> S
         session.restore(saved, state)
         log.info("going on from %s", saved)
         for line in differences(state, environment.versions(), processes.world_size):
-            log.warning("%s", line)
+            if processes.is_main:
+                log.warning("%s", line)
         _warn_of_schedule(session, earlier.train)
     on_main(lambda: files.write_text(folder / config.FILE_NAME, config.to_text(pipeline)))
     return session
