@@ -47,10 +47,10 @@ def results(layer, x, backend, fused, bf16=True):
 def hopper_kernel(request, monkeypatch):
     """Whether it makes projections that go through SiLU, of few rows, too."""
     if not triton_backend.missing_for_hopper():
-        from recsys.ops.norm_linear import sm90_launch, triton_ops
+        from recsys.ops.norm_linear import sm90_launch
 
-        monkeypatch.setattr(sm90_launch, "LEAST_ROWS", 1)
-        monkeypatch.setattr(triton_ops, "HOPPER_KERNEL", request.param)
+        monkeypatch.setattr(sm90_launch, "LEAST_DEPTH", 1)
+        monkeypatch.setattr(sm90_launch, "LEAST_ROWS", 1 if request.param else 2**31)
 
 
 @pytest.mark.usefixtures("hopper_kernel")

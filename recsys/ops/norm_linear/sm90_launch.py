@@ -22,6 +22,9 @@ ROWS = STRIP.value * STRIPS.value
 LEAST_ROWS = 1024
 """Of x; with fewer most processors would have no tile, and the launch takes the host longer than cuBLAS."""
 
+LEAST_DEPTH = 512
+"""Columns of x; with 256 cuBLAS and PyTorch's SiLU are faster (experiments/2026-11-22-gpu-stu)."""
+
 
 class Activated(NamedTuple):
     """What `project` returns, [T, N] each."""
@@ -33,7 +36,8 @@ class Activated(NamedTuple):
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether `project` can multiply these, [T, K] and [N, K], and should."""
     fits = x.is_cuda and x.dtype.itemsize == 2 and x.shape[1] % 8 == 0 and weight.shape[0] % 8 == 0
-    return fits and x.shape[0] >= LEAST_ROWS and weight.shape[0] >= COLUMNS
+    worth = x.shape[0] >= LEAST_ROWS and x.shape[1] >= LEAST_DEPTH and weight.shape[0] >= COLUMNS
+    return fits and worth
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor) -> Activated:

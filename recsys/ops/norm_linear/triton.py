@@ -1,5 +1,5 @@
 """The Triton backend of `norm_linear`: norms and sums in kernels of their own, products by cuBLAS
-or, where SiLU stands behind them and `triton_ops.HOPPER_KERNEL` is set, by a kernel for Hopper.
+or, where SiLU stands behind them, of wide tokens by a kernel for Hopper.
 
 This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_ops`.
 """

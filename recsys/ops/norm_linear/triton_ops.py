@@ -30,10 +30,6 @@ BACKWARD_ENTRIES, FEWER_ENTRIES, SHORT = 2048, 1024, 512
 
 ENTRIES_PER_WARP, LEAST_WARPS = 512, 4
 
-HOPPER_KERNEL = False
-"""Whether `sm90_launch` makes projections that go through SiLU. It was faster than cuBLAS and PyTorch's SiLU,
-but its test of many launches has not passed on a GPU yet (experiments/2026-11-22-gpu-stu)."""
-
 WORKERS_PER_PROCESSOR = 4
 """Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
 
@@ -111,7 +107,7 @@ class NormLinear(torch.autograd.Function):
 
 def projected_and_silu(normed: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """`normed @ weight^T + bias` of tensors of one type, and what it is behind SiLU."""
-    kernel = _hopper_kernel() if HOPPER_KERNEL else None
+    kernel = _hopper_kernel()
     if kernel is not None and kernel.takes(normed, weight):
         return kernel.project(normed, weight, bias)
     joined = F.linear(normed, weight, bias)
