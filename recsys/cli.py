@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -279,6 +279,32 @@ class _StderrHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
+class _FileHandler(logging.FileHandler):
+    """`log.txt`. From the first line on that cannot be written, on a full disk, the log is stderr's alone."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8")
+        self._path = path
+        self._failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._failed = True
+        # A line of the log about it would come back here.
+        print(f"{self._path} ends here, it cannot be written: {error}", file=sys.stderr)
+
+    def close(self) -> None:
+        with suppress(OSError) if self._failed else nullcontext():
+            super().close()
+
+
 @contextmanager
 def _log_to_stderr(level: str) -> Iterator[None]:
     """The log of this process on stderr; of several processes the first one's, and warnings of the others."""
@@ -303,7 +329,7 @@ def _log_to_file(run_dir: Path) -> Iterator[None]:
         return
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(run_dir / "log.txt", encoding="utf-8")
+        handler = _FileHandler(run_dir / "log.txt")
     except OSError as error:
         raise RecsysError(f"--run-dir {run_dir}: cannot be written: {error.strerror or error}") from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

@@ -18,13 +18,13 @@ def run(call: cli.Call) -> None:
     environment.import_torchrec_quietly()
     import torch
 
-    from recsys.inference import exporter
+    from recsys.inference import compiler, exporter
     from recsys.models import build_model
     from recsys.training import checkpoint
     from recsys.training.resume import require_same_model
     from recsys.training.session import CHECKPOINTS
 
-    exporter.require_compiler()
+    compiler.require_compiler()
     pipeline = call.pipeline
     path = checkpoint.find(call.run_dir / CHECKPOINTS, call.flags.checkpoint)
     require_same_model(checkpoint.read_state(path), pipeline, path)

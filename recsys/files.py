@@ -4,6 +4,7 @@ Checkpoints, packages and predictions are written beside their place, hashed, sy
 finds one finds all of it, after a crash too.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+from recsys.errors import RecsysError
 
 MANIFEST = "manifest.json"
 
@@ -73,6 +76,30 @@ def whole_folder(path: Path) -> Iterator[Path]:
         publish(aside, path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def naming_full_disk(folder: Path) -> Iterator[None]:
+    """In the block, a disk or quota that is full is an error that says where: of a file that was open already
+    the system gives no name.
+
+    Args:
+        folder: what is written to, or would be made.
+
+    Raises:
+        RecsysError: in place of such an error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        there = next(path for path in [folder, *folder.absolute().parents] if path.exists())
+        free = shutil.disk_usage(there).free
+        raise RecsysError(
+            f"no space left on {folder} ({error}): {free:,} bytes are free. Make room and start the same "
+            "command again"
+        ) from error
 
 
 @contextmanager

@@ -260,6 +260,20 @@ def test_the_log_goes_to_stderr_and_the_run_folder(folder, capsys):
     assert logging.getLogger().handlers == before
 
 
+def test_a_log_file_on_a_full_disk_ends_and_the_command_goes_on(folder, capsys):
+    def run(call):
+        for step in range(3):
+            logging.getLogger("recsys.somewhere").info("step %d", step)
+
+    (folder / "here").mkdir()
+    (folder / "here" / "log.txt").symlink_to("/dev/full")
+    assert cli.main("train", run, ["--config", "x.config", "--run-dir", "here"]) == 0
+    shown = capsys.readouterr().err
+    assert [f"step {step}" in shown for step in range(3)] == [True] * 3
+    assert shown.count("log.txt ends here, it cannot be written: [Errno 28] No space left") == 1
+    assert "Traceback" not in shown and "Logging error" not in shown
+
+
 def test_levels(folder, monkeypatch, capsys):
     def run(call):
         logging.getLogger("recsys.somewhere").debug("details")

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from recsys import files
+from recsys.errors import RecsysError
 
 
 def test_a_folder_appears_only_when_its_block_succeeds(tmp_path):
@@ -92,3 +93,16 @@ def test_files_that_a_manifest_does_not_know_are_somebody_elses(tmp_path):
     assert tmp_path / "sub" / "notes" in files.not_in_manifest(tmp_path)
     (tmp_path / files.MANIFEST).write_text("{", encoding="utf-8")
     assert tmp_path / "sub" / "data" in files.not_in_manifest(tmp_path)
+
+
+def test_a_full_disk_is_named(tmp_path):
+    where = tmp_path / "not" / "there"
+    said = rf"^no space left on {where} \(.*No space left on device\): [\d,]+ bytes are free"
+    with (
+        pytest.raises(RecsysError, match=said),
+        files.naming_full_disk(where),
+        open("/dev/full", "w") as full,
+    ):
+        full.write("x")
+    with pytest.raises(FileNotFoundError), files.naming_full_disk(where):
+        where.read_text()

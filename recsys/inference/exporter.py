@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.fx.experimental import _config as symbolic
 
-from recsys import config, environment, files
+from recsys import config, files
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.data.row_order import RowOrder, dealt_out
 from recsys.data.vocabulary import mappings
-from recsys.errors import InstallationError, RecsysError
+from recsys.errors import RecsysError
 from recsys.inference import cached_programs, package
 from recsys.inference.cached_programs import CachedDescription
+from recsys.inference.compiler import compile_graph, instruction_set, require_compiler
 from recsys.inference.item_embeddings import write_vectors
 from recsys.models.base import Model, layout_rule
 from recsys.models.item_tower import ItemTower, example_items, first_items, flatten_items, item_signature
@@ -43,9 +43,6 @@ GOLDEN_ROWS = 8
 
 ITEM_TRIAL = ".trial/items.safetensors"
 HOW = {"cached": ", when it scores with a cache,", "items": " about items"}
-
-NATIVE = "native"
-"""The instruction set of the machine that compiles."""
 
 log = logging.getLogger(__name__)
 
@@ -90,10 +87,10 @@ def export(source: Source, folder: Path) -> Exported:
     """Writes the package of a model to `folder`, replacing one that is there once the new one is proven.
 
     Raises:
-        InstallationError: no C++ compiler.
+        InstallationError: no C++ compiler, or one that does not work.
         ConfigError: the config names a kernel that the device cannot run.
         ParityError: the package's answers differ from the model's by more than `export.parity_tolerance`.
-        RecsysError: no rows to compare on, or `folder` holds something else than a package.
+        RecsysError: no rows to compare on, no space left, or `folder` holds something else than a package.
     """
     package.require_replaceable(Path(folder))
     require_compiler()
@@ -111,7 +108,8 @@ def export(source: Source, folder: Path) -> Exported:
         )
     graph = ScoringGraph(source.model)
     expected = [_score(graph, batch) for batch in source.batches]
-    with files.whole_folder(Path(folder).resolve()) as aside:
+    place = Path(folder).resolve()
+    with files.whole_folder(place) as aside, files.naming_full_disk(place):
         log.info("capturing and compiling the scoring graph")
         _compile_programs(source, graph, aside)
         _write_sides(source, aside, expected[0])
@@ -145,15 +143,6 @@ def comparison_rows(pipeline: pb.Pipeline) -> list[Batch]:
     return batches
 
 
-def require_compiler() -> None:
-    """Raises InstallationError, with what to type, when there is no C++ compiler for AOTInductor."""
-    if environment.find_cxx() is None:
-        raise InstallationError(
-            "no C++ compiler was found, and a package is compiled code: install one (Debian, Ubuntu: "
-            "`apt-get install g++`; Fedora: `dnf install gcc-c++`) or name one in the variable CXX"
-        )
-
-
 def _compile_programs(source: Source, graph: ScoringGraph, folder: Path) -> None:
     """The program of the whole model, and with `export.cached_scoring` those of `cached_programs`."""
     pipeline, example = source.pipeline, _example(source.batches)
@@ -173,64 +162,6 @@ def _compile_programs(source: Source, graph: ScoringGraph, folder: Path) -> None
         log.info("capturing and compiling the programs that score with a cache")
         cached_programs.compile_programs(source.model, compile_to)
         package.write_tensors(folder / cached_programs.WEIGHTS, weights)
-
-
-def compile_graph(
-    graph: nn.Module,
-    specs: list[TensorSpec],
-    example: tuple[Tensor, ...],
-    path: Path,
-    pipeline: pb.Pipeline,
-    weights: dict[str, Tensor] | None = None,
-) -> None:
-    """Captures a graph with every named dim dynamic and compiles it to an AOTInductor package.
-
-    Args:
-        graph: in eval mode.
-        specs: of its inputs.
-        example: inputs with at least 2 rows, events and candidates each, all of different sizes.
-        path: of the `.pt2` file.
-        pipeline: for `export.march`.
-        weights: None to put weights into the file. Else it is without, and they are added here, by the names
-            that `Program` looks for.
-    """
-    dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims if not name.isdigit()}
-    shapes = tuple(
-        {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
-    )
-    # Sizes 0 and 1 are not special cases of the graph: one artefact serves them all.
-    with environment.quiet_export(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
-        captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
-    settings: dict[str, object] = {
-        "aot_inductor.check_lowerbound": False,
-        # Only the glue between kernels; the kernels are optimised, and compiling takes half the time.
-        "aot_inductor.compile_wrapper_opt_level": "O0",
-        # Named, so that PyTorch does not compile and start a program for each instruction set to find out
-        # what there is, which takes a minute.
-        "cpp.simdlen": 256,
-        "cpp.vec_isa_ok": True,
-    }
-    if instruction_set(pipeline) != NATIVE:
-        settings["cpp.march"] = instruction_set(pipeline)
-    if weights is not None:
-        settings["aot_inductor.package_constants_in_so"] = False
-        weights |= {name: _on_host(weight) for name, weight in captured.state_dict.items()}
-        # Not of the model: each graph has its own.
-        lifted = {name: own for name, own in captured.constants.items() if isinstance(own, Tensor)}
-        weights |= {f"{path.stem}/{name}": _on_host(own) for name, own in lifted.items()}
-    with environment.quiet_export():
-        torch._inductor.aoti_compile_and_package(captured, package_path=str(path), inductor_configs=settings)
-
-
-def instruction_set(pipeline: pb.Pipeline) -> str:
-    """What the code for the host is compiled for, as the compiler's -march names it: `export.march`, so that
-    a package runs on other machines than the one that made it; PyTorch 2.11 knows its own machine only.
-    """
-    return pipeline.export.march if hasattr(torch._inductor.config.cpp, "march") else NATIVE
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def _score(graph: ScoringGraph, batch: Batch) -> Tensor:

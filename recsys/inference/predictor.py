@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -44,7 +45,15 @@ from recsys.inference.search import Recall, open_search
 from recsys.inference.shared_prefill import Limits, RowScores
 from recsys.models.base import layout_rule
 
-JOB, SUCCESS, INDEX = "_job.json", "_SUCCESS", "_index.json"
+JOB, SUCCESS, INDEX, LOCK = "_job.json", "_SUCCESS", "_index.json", ".lock"
+
+JOB_PARTS = {
+    "package": "package",
+    "predict": "setting of `predict`",
+    "key_columns": "data.key_columns",
+    "input": "input",
+}
+"""Entries of JOB, and what errors call them."""
 
 LEFT_OUT = "left_out"
 """Entry of a part's schema metadata: how many of its rows were bad and have null scores."""
@@ -186,12 +195,22 @@ def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
     Raises:
         DataError: the input does not fit the package's config, or has a bad row; also when two rows have the
             same key and request time, wherever they are.
-        RecsysError: the folder holds something else, or rows are missing at the end.
+        RecsysError: the folder holds something else, another process predicts into it, no space is left, or
+            rows are missing at the end.
     """
     columns = source.check(predictor.pipeline, MODE)
     duplicates = find_duplicates(source, predictor.pipeline)
     _say_repeated(source, predictor.pipeline, duplicates)
-    _begin(predictor, source, output)
+    _require_ours(output)
+    with files.naming_full_disk(output), _alone_in(output):
+        _begin(predictor, source, output)
+        return _predict(predictor, source, output, columns, duplicates)
+
+
+def _predict(
+    predictor: Predictor, source: Source, output: Path, columns: list[str], duplicates: Duplicates | None
+) -> Predicted:
+    """The parts that are not there yet; `_SUCCESS` when all are, with all rows."""
     parts = {
         group: output / f"part-{group.file:05d}-{group.number:05d}.parquet" for group in source.row_groups
     }
@@ -259,8 +278,31 @@ def _say_recall(recall: Recall | None, output: Path) -> None:
     files.write_text(output / INDEX, json.dumps(asdict(recall), indent=1) + "\n")
 
 
+def _require_ours(output: Path) -> None:
+    """Refuses a folder with other things than predictions in it."""
+    if output.exists() and not output.is_dir():
+        raise RecsysError(f"{output} is a file, and predictions are a folder: give another --output")
+    names = {path.name for path in output.iterdir()} if output.exists() else set()
+    begun = JOB in names and any(name.startswith("part-") for name in names)
+    # A job that has finished no part leaves nothing that another one could be confused with.
+    if not begun and any(not name.startswith(".part-") for name in names - {JOB, LOCK}):
+        raise RecsysError(f"{output} is not empty and holds no predictions: give another --output")
+
+
+@contextmanager
+def _alone_in(output: Path) -> Iterator[None]:
+    output.mkdir(parents=True, exist_ok=True)
+    with files.locked(output / LOCK) as taken:
+        if not taken:
+            raise RecsysError(
+                f"{output}: another process predicts into this folder; wait for it, end it, or give another "
+                "--output"
+            )
+        yield
+
+
 def _begin(predictor: Predictor, source: Source, output: Path) -> None:
-    """Notes in the folder what is predicted from what with what; another job in it is an error."""
+    """Notes in the folder what is predicted from what with what; parts of another job in it are an error."""
     job = {
         "package": files.sha256(predictor.package.folder / files.MANIFEST),
         "predict": str(predictor.settings).split("\n"),
@@ -268,20 +310,16 @@ def _begin(predictor: Predictor, source: Source, output: Path) -> None:
         "input": [asdict(mark) for mark in source.marks()],
     }
     noted = output / JOB
-    begun = any(output.glob("part-*.parquet"))
-    if noted.exists() and begun:
-        if json.loads(noted.read_text(encoding="utf-8")) != job:
-            raise RecsysError(
-                f"{output} holds predictions of another package, input or `predict` setting: give another "
-                "--output, or remove that folder"
-            )
+    if not any(output.glob("part-*.parquet")):
+        files.write_text(noted, json.dumps(job, indent=1) + "\n")
         return
-    # A job that has finished no part leaves nothing that another one could be confused with.
-    names = {path.name for path in output.iterdir()} - {JOB} if output.exists() else set()
-    if any(not name.startswith(".part-") for name in names):
-        raise RecsysError(f"{output} is not empty and holds no predictions: give another --output")
-    output.mkdir(parents=True, exist_ok=True)
-    files.write_text(noted, json.dumps(job, indent=1) + "\n")
+    before = json.loads(noted.read_text(encoding="utf-8"))
+    changed = [what for name, what in JOB_PARTS.items() if before.get(name) != job[name]]
+    if changed:
+        raise RecsysError(
+            f"{output} holds predictions with another {' and another '.join(changed)}: give another "
+            "--output, or remove that folder"
+        )
 
 
 def _write(table: pa.Table, part: Path) -> None:

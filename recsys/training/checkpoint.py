@@ -88,7 +88,7 @@ class Checkpoints:
             fault = _explain(error, aside, needed)
             on_main(lambda: shutil.rmtree(aside, ignore_errors=True))
             raise fault from error
-        on_main(lambda: self._publish(aside, path, state))
+        on_main(lambda: self._publish(aside, path, state, needed))
         return path
 
     def newest_here(self) -> Path | None:
@@ -101,14 +101,15 @@ class Checkpoints:
             log.warning("checkpoint %s is damaged and passed over: %s", path.name, "; ".join(faults))
         return None
 
-    def _publish(self, aside: Path, path: Path, state: SavedState) -> None:
+    def _publish(self, aside: Path, path: Path, state: SavedState, needed: int) -> None:
         try:
             files.write_text(aside / STATE, json.dumps(state.to_json(), indent=1, allow_nan=False))
             files.write_manifest(aside)
             files.publish(aside, path)
         except OSError as error:
+            fault = _explain(error, aside, needed)
             shutil.rmtree(aside, ignore_errors=True)
-            raise _explain(error, path, 0) from error
+            raise fault from error
         self._damaged.discard(path)
         self._prune(state.progress.best)
 
@@ -290,11 +291,14 @@ def _explain(error: Exception, path: Path, needed: int) -> RecsysError:
     written = sum(x.stat().st_size for x in path.glob("*")) if path.is_dir() else 0
     if "No space left" in str(error) or free < max(needed - written, 1 << 20):
         return _no_space(path.parent, needed, free)
-    return RecsysError(f"{path}: the checkpoint could not be written: {error}")
+    # Of an error on some ranks: what each said, without the stacks.
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    what = "; ".join(dict.fromkeys(str(failure) for failure, _ in failures)) or error
+    return RecsysError(f"{path}: the checkpoint could not be written: {what}")
 
 
 def _no_space(folder: Path, needed: int, free: int) -> RecsysError:
     return RecsysError(
-        f"no space left on {folder}: the checkpoint has {needed:,} bytes, {free:,} are free. "
-        "Make room and start the same command again: it continues from the last checkpoint."
+        f"no space left on {folder}: the checkpoint's tensors have {needed:,} bytes, {free:,} are "
+        "free. Make room and start the same command again: it continues from the last checkpoint."
     )

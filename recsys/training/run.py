@@ -49,6 +49,7 @@ def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
     """
     _check_device(pipeline, processes)
     with ExitStack() as stack:
+        stack.enter_context(files.naming_full_disk(folder))
         on_main(lambda: _take(folder, stack))
         return _train(pipeline, folder, processes)
 

@@ -197,8 +197,13 @@ def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> S
             if processes.is_main:
                 log.warning("%s", line)
         _warn_of_schedule(session, earlier.train)
-    on_main(lambda: files.write_text(folder / config.FILE_NAME, config.to_text(pipeline)))
+    on_main(lambda: _write_config(folder, pipeline))
     return session
+
+
+def _write_config(folder: Path, pipeline: pb.Pipeline) -> None:
+    with files.naming_full_disk(folder):
+        files.write_text(folder / config.FILE_NAME, config.to_text(pipeline))
 
 
 def _warn_of_schedule(session: Session, earlier: pb.Train) -> None:

@@ -1,16 +1,13 @@
-"""What an export compiles for, what it does not write over, and what it says when the package that it made
-does not run.
-"""
+"""What an export does not write over, and what it says when the package that it made does not run."""
 
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from recsys import files
 from recsys import protos as pb
-from recsys.inference.exporter import Source, export, instruction_set, why_it_failed
+from recsys.inference.exporter import Source, export, why_it_failed
 from recsys.inference.program import PackageError
 
 
@@ -30,16 +27,6 @@ from recsys.inference.program import PackageError
 )
 def test_the_error_of_a_process_is_found_among_what_it_wrote(stderr, why):
     assert why_it_failed(subprocess.CompletedProcess([], -11, "", stderr)) == why
-
-
-@pytest.mark.parametrize(
-    "inductor, wanted", [(SimpleNamespace(march=None), "x86-64-v2"), (SimpleNamespace(), "native")]
-)
-def test_the_instruction_set_is_the_config_s_where_pytorch_can_be_told(monkeypatch, inductor, wanted):
-    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(cpp=inductor))
-    pipeline = pb.Pipeline()
-    pipeline.export.march = "x86-64-v2"
-    assert instruction_set(pipeline) == wanted
 
 
 def refused(folder) -> str:

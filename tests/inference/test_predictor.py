@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from recsys import files
 from recsys import protos as pb
 from recsys.data.sources import open_source
 from recsys.data.vocabulary import mappings
-from recsys.errors import DataError
+from recsys.errors import DataError, RecsysError
 from recsys.inference.exporter import catalogue
 from recsys.inference.predictor import Predictor, _one_ahead, predict
 from recsys.models import build_model
@@ -171,6 +172,50 @@ def test_what_came_before_a_bad_row_group_is_written(repeated, tmp_path):
         predict(Predictor(repeated.package), repeated.source(), tmp_path / "out")
     names = sorted(path.name for path in (tmp_path / "out").glob("*.parquet"))
     assert names == ["part-00000-00000.parquet", "part-00000-00001.parquet"]
+
+
+def test_what_differs_from_the_predictions_in_a_folder_is_named(repeated, tmp_path):
+    pq.write_table(pq.read_table(repeated.paths[1]).slice(0, 1), repeated.paths[1])
+    out = tmp_path / "out"
+    predict(Predictor(repeated.package), repeated.source(), out)
+    predict(Predictor(repeated.package), repeated.source(), out)
+    changed = pb.Pipeline()
+    changed.CopyFrom(repeated.package.pipeline)
+    changed.data.key_columns.append("request_time")
+    with pytest.raises(RecsysError, match="holds predictions with another data.key_columns: give another"):
+        predict(Predictor(repeated.package, changed), repeated.source(), out)
+    changed.predict.top_k = 2
+    pq.write_table(pq.read_table(repeated.paths[0]).slice(0, 1), repeated.paths[0])
+    message = "another setting of `predict` and another data.key_columns and another input: give another"
+    with pytest.raises(RecsysError, match=message):
+        predict(Predictor(repeated.package, changed), repeated.source(), out)
+
+
+def test_two_processes_do_not_write_the_same_predictions(repeated, tmp_path):
+    pq.write_table(pq.read_table(repeated.paths[1]).slice(0, 1), repeated.paths[1])
+    out = tmp_path / "out"
+    out.mkdir()
+    with (
+        files.locked(out / ".lock") as taken,
+        pytest.raises(RecsysError, match="another process predicts into this folder"),
+    ):
+        assert taken
+        predict(Predictor(repeated.package), repeated.source(), out)
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    assert predict(Predictor(repeated.package), repeated.source(), out).rows == 4
+
+
+def test_a_folder_of_others_is_left_as_it_is(repeated, tmp_path):
+    pq.write_table(pq.read_table(repeated.paths[1]).slice(0, 1), repeated.paths[1])
+    for name in ("notes.txt", "part-00000-00000.parquet", ".hidden"):
+        folder = tmp_path / name.strip(".")
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        with pytest.raises(RecsysError, match="is not empty and holds no predictions"):
+            predict(Predictor(repeated.package), repeated.source(), folder)
+        assert [path.name for path in folder.iterdir()] == [name]
+    with pytest.raises(RecsysError, match="is a file, and predictions are a folder"):
+        predict(Predictor(repeated.package), repeated.source(), tmp_path / "hidden" / ".hidden")
 
 
 def test_the_next_is_made_while_one_is_used():

@@ -254,7 +254,7 @@ def test_an_interrupted_prediction_goes_on_and_another_one_is_refused(ranker, tm
     assert parts[0].stat().st_mtime_ns == kept
     flags = ("--package", ranker.package, "--input", ranker.rows, "--output")
     said = command("predict", *flags, output, "--set", "predict.batch_size=7", code=1)
-    assert "another package, input or `predict` setting" in said
+    assert f"{output} holds predictions with another setting of `predict`: give another --output" in said
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
     assert "is not empty" in command("predict", *flags, tmp_path / "full", code=1)

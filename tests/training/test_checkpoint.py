@@ -3,6 +3,7 @@
 import os
 import pickle
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -158,7 +159,9 @@ def test_a_full_disk_is_named_before_anything_is_written(tmp_path, monkeypatch):
     older = checkpoints.save(tensors(), state_of(1))
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(RecsysError, match=r"no space left on .*: the checkpoint has 72 bytes, 10 are free"):
+    with pytest.raises(
+        RecsysError, match=r"no space left on .*: the checkpoint's tensors have 72 bytes, 10 are free"
+    ):
         checkpoints.save(tensors(), state_of(2))
     assert checkpoints.newest() == older
     assert names(tmp_path) == ["step-00000001"]
@@ -175,7 +178,39 @@ def test_a_disk_that_fills_up_while_writing_is_named_and_cleared(tmp_path, monke
     usage = iter([10**9, 100])
     monkeypatch.setattr(checkpoint.dcp, "save", fail)
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": next(usage)}))
-    with pytest.raises(RecsysError, match=r"no space left on .*: the checkpoint has 72 bytes, 100 are free"):
+    with pytest.raises(
+        RecsysError, match=r"no space left on .*: the checkpoint's tensors have 72 bytes, 100 are free"
+    ):
+        checkpoints.save(tensors(), state_of(2))
+    assert names(tmp_path) == [older.name]
+
+
+def test_a_file_that_cannot_be_written_is_named_without_a_stack(tmp_path, monkeypatch):
+    def refuse(self: Path, mode: str = "r", *_rest: object) -> None:
+        raise OSError(27, "File too large", str(self))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(RecsysError) as caught:
+        Checkpoints(tmp_path).save(tensors(), state_of(1))
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(
+        f"{tmp_path}/.step-00000001.partial: the checkpoint could not be written: [Errno 27]"
+    )
+
+
+def test_a_disk_that_fills_up_behind_the_tensors_is_named_as_it_was_then(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path)
+    older = checkpoints.save(tensors(), state_of(1))
+
+    def fail(folder: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    aside = tmp_path / ".step-00000002.partial"
+    monkeypatch.setattr(checkpoint.files, "write_manifest", fail)
+    # Once the unfinished state is removed there is room again.
+    usage = lambda _: type("Usage", (), {"free": 7 if (aside / "state.json").exists() else 10**9})  # noqa: E731
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", usage)
+    with pytest.raises(RecsysError, match=r"the checkpoint's tensors have 72 bytes, 7 are free"):
         checkpoints.save(tensors(), state_of(2))
     assert names(tmp_path) == [older.name]
 

@@ -1,0 +1,165 @@
+"""From a graph to native code: `torch.export` captures it, AOTInductor compiles it.
+
+What goes wrong here is the machine's: no compiler, or no room on a disk.
+"""
+
+import io
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.fx.experimental import _config as symbolic
+
+from recsys import environment
+from recsys import protos as pb
+from recsys.errors import InstallationError, RecsysError
+from recsys.models.scoring import TensorSpec
+
+NATIVE = "native"
+"""The instruction set of the machine that compiles."""
+
+NO_SPACE = "No space left on device"
+
+
+def require_compiler() -> None:
+    """Raises InstallationError, with what to type, when there is no C++ compiler for AOTInductor."""
+    if environment.find_cxx() is None:
+        raise InstallationError(
+            "no C++ compiler was found, and a package is compiled code: install one (Debian, Ubuntu: "
+            "`apt-get install g++`; Fedora: `dnf install gcc-c++`) or name one in the variable CXX"
+        )
+
+
+def compile_graph(
+    graph: nn.Module,
+    specs: list[TensorSpec],
+    example: tuple[Tensor, ...],
+    path: Path,
+    pipeline: pb.Pipeline,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """Captures a graph with every named dim dynamic and compiles it to an AOTInductor package.
+
+    Args:
+        graph: in eval mode.
+        specs: of its inputs.
+        example: inputs with at least 2 rows, events and candidates each, all of different sizes.
+        path: of the `.pt2` file.
+        pipeline: for `export.march`.
+        weights: None to put weights into the file. Else it is without, and they are added here, by the names
+            that `Program` looks for.
+
+    Raises:
+        InstallationError: the compiler fails.
+        RecsysError: no space is left for its files.
+        OSError: `path` cannot be written.
+    """
+    dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims if not name.isdigit()}
+    shapes = tuple(
+        {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
+    )
+    # Sizes 0 and 1 are not special cases of the graph: one artefact serves them all.
+    with environment.quiet_export(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
+        captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
+    settings: dict[str, object] = {
+        "aot_inductor.check_lowerbound": False,
+        # Only the glue between kernels; the kernels are optimised, and compiling takes half the time.
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        # Named, so that PyTorch does not compile and start a program for each instruction set to find out
+        # what there is, which takes a minute.
+        "cpp.simdlen": 256,
+        "cpp.vec_isa_ok": True,
+    }
+    if instruction_set(pipeline) != NATIVE:
+        settings["cpp.march"] = instruction_set(pipeline)
+    if weights is not None:
+        settings["aot_inductor.package_constants_in_so"] = False
+        weights |= {name: _on_host(weight) for name, weight in captured.state_dict.items()}
+        # Not of the model: each graph has its own.
+        lifted = {name: own for name, own in captured.constants.items() if isinstance(own, Tensor)}
+        weights |= {f"{path.stem}/{name}": _on_host(own) for name, own in lifted.items()}
+    try:
+        with _archive(path) as file, environment.quiet_export():
+            torch._inductor.aoti_compile_and_package(captured, package_path=file, inductor_configs=settings)
+    except InductorError as error:
+        raise _explain(error) from error
+
+
+def instruction_set(pipeline: pb.Pipeline) -> str:
+    """What the code for the host is compiled for, as the compiler's -march names it: `export.march`, so that
+    a package runs on other machines than the one that made it; PyTorch 2.11 knows its own machine only.
+    """
+    return pipeline.export.march if hasattr(torch._inductor.config.cpp, "march") else NATIVE
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+class _Held(io.RawIOBase):
+    """A file that keeps its first error, and from then on takes everything and writes nothing.
+
+    PyTorch's writer of archives writes in its destructor, too, where an error ends the process.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        # PyTorch goes back to the beginning, for those who read from memory what it has written.
+        return self._file.seek(offset, whence)
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[_Held]:
+    """A new file that PyTorch may write an archive to.
+
+    Raises:
+        OSError: it could not be written; at the end of the block.
+    """
+    # Without a buffer nothing is left for closing to write.
+    with path.open("wb", buffering=0) as file:
+        held = _Held(file)
+        yield held
+    if held.error is not None:
+        raise OSError(held.error.errno, held.error.strerror, str(path))
+
+
+def _explain(error: InductorError) -> Exception:
+    """What a user can mend, in words; anything else is the error itself, with where it happened."""
+    cause = error.inner_exception
+    if NO_SPACE in str(cause):
+        places = dict.fromkeys((tempfile.gettempdir(), cache_dir()))
+        rooms = " and ".join(f"{place} ({shutil.disk_usage(place).free:,} bytes free)" for place in places)
+        what = f"no space left for what the compiler writes, in {rooms}"
+        return RecsysError(f"{what}: make room, or name other folders in TMPDIR and TORCHINDUCTOR_CACHE_DIR")
+    if isinstance(cause, CppCompileError | InvalidCxxCompiler):
+        said = getattr(cause, "output", str(cause)).strip().splitlines() or ["it said nothing"]
+        what = next((line for line in said if "error" in line.lower()), said[-1])
+        return InstallationError(
+            f"the C++ compiler {environment.find_cxx()} failed: {what.strip()}. `python -m recsys.doctor` "
+            "tries it with a tiny package; name another one in the variable CXX"
+        )
+    return error

@@ -1,0 +1,75 @@
+"""What graphs are compiled for, and what is said when the compiler or a disk fails."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from recsys import protos as pb
+from recsys.errors import InstallationError, RecsysError
+from recsys.inference.compiler import compile_graph, instruction_set
+from recsys.models.scoring import TensorSpec
+
+
+@pytest.mark.parametrize(
+    "inductor, wanted", [(SimpleNamespace(march=None), "x86-64-v2"), (SimpleNamespace(), "native")]
+)
+def test_the_instruction_set_is_the_config_s_where_pytorch_can_be_told(monkeypatch, inductor, wanted):
+    monkeypatch.setattr(torch._inductor, "config", SimpleNamespace(cpp=inductor))
+    pipeline = pb.Pipeline()
+    pipeline.export.march = "x86-64-v2"
+    assert instruction_set(pipeline) == wanted
+
+
+class Double(nn.Module):
+    """A graph that compiles fast."""
+
+    def forward(self, *inputs):
+        return inputs[0] * 2
+
+
+def compile_double(path: Path) -> None:
+    specs = [TensorSpec("x", torch.float32, ("rows",))]
+    compile_graph(Double().eval(), specs, (torch.ones(3),), path, pb.Pipeline())
+
+
+def test_a_disk_that_is_full_is_an_error_and_not_the_end_of_the_process():
+    """PyTorch's own writer of archives ends in std::terminate."""
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):
+        compile_double(Path("/dev/full"))
+
+
+def test_what_is_written_can_be_loaded(tmp_path):
+    path = tmp_path / "double.pt2"
+    compile_double(path)
+    loaded = torch._inductor.aoti_load_package(str(path))
+    for rows in (0, 1, 5):
+        assert loaded(torch.arange(rows).float()).tolist() == [2 * x for x in range(rows)]
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "message"),
+    [
+        (
+            "x.h: fatal error: no such header",
+            InstallationError,
+            r"the C\+\+ compiler .* failed: x.h: fatal error",
+        ),
+        ("cannot write: No space left on device", RecsysError, r"no space left for .* in .* bytes free"),
+    ],
+)
+def test_a_compiler_that_fails_is_told_in_a_line(tmp_path, monkeypatch, said, kind, message):
+    compiler = tmp_path / "g++"
+    script = f"#!{sys.executable}\nimport subprocess, sys\n"
+    script += "if '--version' in sys.argv: sys.exit(subprocess.call(['/usr/bin/g++', '--version']))\n"
+    compiler.write_text(script + f"print({said!r}, file=sys.stderr)\nsys.exit(1)\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    # PyTorch has read CXX before.
+    chosen = torch._inductor.config.patch("cpp.cxx", (None, str(compiler)))
+    with chosen, pytest.raises(kind, match=message):
+        compile_double(tmp_path / "double.pt2")
