@@ -265,19 +265,11 @@ def rows_kernel(
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
         (stride_q, stride_g, stride_k, stride_v), SIZES,
     )  # fmt: skip
-    # A tuple that had a name would lose what its members know at compile time.
-    gl.warp_specialize(
-        [
-            (computing_group, (
-                0, dq_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-                SIZES, RULE,
-            )),
-            (computing_group, (
-                1, dq_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-                SIZES, RULE,
-            )),
-            (loading_warp, loading),
-        ],
-        [4, 1],
-        [COMPUTING_REGISTERS, LOADING_REGISTERS],
-    )  # fmt: skip
+    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    gl.warp_specialize([
+        (computing_group, (
+            strip, dq_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+            SIZES, RULE,
+        )) if strip < STRIPS else (loading_warp, loading)
+        for strip in (0, 1, 2)
+    ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip

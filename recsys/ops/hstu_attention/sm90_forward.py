@@ -472,32 +472,11 @@ def forward_kernel(
         (stride_q, stride_k, stride_v), SIZES,
     )  # fmt: skip
     gl.static_assert(STRIPS == 2 or STRIPS == 3)
-    # A tuple that had a name would lose what its members know at compile time.
-    if STRIPS == 2:
-        gl.warp_specialize([
-            (computing_group, (
-                0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-                SIZES, RULE, TURNS, OUT_IN_Q,
-            )),
-            (computing_group, (
-                1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-                SIZES, RULE, TURNS, OUT_IN_Q,
-            )),
-            (loading_warp, loading),
-        ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (computing_group, (
-                0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-                SIZES, RULE, TURNS, OUT_IN_Q,
-            )),
-            (computing_group, (
-                1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-                SIZES, RULE, TURNS, OUT_IN_Q,
-            )),
-            (computing_group, (
-                2, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-                SIZES, RULE, TURNS, OUT_IN_Q,
-            )),
-            (loading_warp, loading),
-        ], [4, 4, 1], [COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
+    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    gl.warp_specialize([
+        (computing_group, (
+            strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+            SIZES, RULE, TURNS, OUT_IN_Q,
+        )) if strip < STRIPS else (loading_warp, loading)
+        for strip in (0, 1, 2, 3)[:STRIPS + 1]
+    ], [4] * (STRIPS - 1) + [1], [COMPUTING_REGISTERS] * (STRIPS - 1) + [LOADING_REGISTERS])  # fmt: skip

@@ -146,8 +146,8 @@ def _visited(
     first, last, history_end, length, contextual, window, prefix, group_size,
     KEYS: tl.constexpr, WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
 ):  # fmt: skip
-    """The hulls, not yet `settled`, of the intervals of `row_interval` of all tokens from `first` to `last`, or
-    of those of `_key_interval`; and of each interval what all these tokens have in common."""
+    """Of the tokens from `first` to `last` the hulls, not yet `settled`, of all intervals of `row_interval`
+    (or `_key_interval`), and what these have in common."""
     zero = first * 0
     one, two, three = (zero + MOST, zero), (zero + MOST, zero), (zero + MOST, zero)
     end_a, end_b, end_c = zero + MOST, zero + MOST, zero + MOST

@@ -161,23 +161,12 @@ def forward_kernel(
     power = factor * LOG2E
     loading = (own_desc, other_desc, buffers, barriers, work, SIZES)
     gl.static_assert(STRIPS == 2 or STRIPS == 4)
-    # A tuple that had a name would lose what its members know at compile time.
-    if STRIPS == 2:
-        gl.warp_specialize([
-            (summing_group, (0, maximum, total, buffers, barriers, work, power, factor, SIZES)),
-            (summing_group, (1, maximum, total, buffers, barriers, work, power, factor, SIZES)),
-            (loading_warp, loading),
-        ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (summing_group, (0, maximum, total, buffers, barriers, work, power, factor, SIZES)),
-            (summing_group, (1, maximum, total, buffers, barriers, work, power, factor, SIZES)),
-            (summing_group, (2, maximum, total, buffers, barriers, work, power, factor, SIZES)),
-            (summing_group, (3, maximum, total, buffers, barriers, work, power, factor, SIZES)),
-            (loading_warp, loading),
-        ], [4, 4, 4, 1], [
-            COMPUTING_REGISTERS, COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS
-        ])  # fmt: skip
+    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    gl.warp_specialize([
+        (summing_group, (strip, maximum, total, buffers, barriers, work, power, factor, SIZES))
+        if strip < STRIPS else (loading_warp, loading)
+        for strip in (0, 1, 2, 3, 4)[:STRIPS + 1]
+    ], [4] * (STRIPS - 1) + [1], [COMPUTING_REGISTERS] * (STRIPS - 1) + [LOADING_REGISTERS])  # fmt: skip
 
 
 @gluon.jit
@@ -409,15 +398,12 @@ def gradient_kernel(
     vectors = (top, sign, of_target, rows)
     factor = gl.load(scale)
     power = factor * LOG2E
+    loading = (own_desc, other_desc, buffers, barriers, work, SIZES)
     gl.static_assert(STRIPS == 2)
     gl.warp_specialize([
         (adding_group, (
-            0, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
+            strip, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
             SIZES, KIND,
-        )),
-        (adding_group, (
-            1, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, factor,
-            SIZES, KIND,
-        )),
-        (loading_warp, (own_desc, other_desc, buffers, barriers, work, SIZES)),
+        )) if strip < STRIPS else (loading_warp, loading)
+        for strip in (0, 1, 2)
     ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip

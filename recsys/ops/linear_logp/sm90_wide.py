@@ -253,15 +253,12 @@ def slopes_kernel(
     vectors = (top, sign, of_target, rows)
     factor = gl.load(scale)
     power = factor * LOG2E
+    loading = (own_desc, other_desc, buffers, barriers, work, SIZES)
     gl.static_assert(STRIPS == 2)
     gl.warp_specialize([
         (writing_group, (
-            0, out_desc, grad_scale, marks, buffers, barriers, vectors, work, section, power, factor, SIZES,
-            HAS_TARGET, WITH_SCALE,
-        )),
-        (writing_group, (
-            1, out_desc, grad_scale, marks, buffers, barriers, vectors, work, section, power, factor, SIZES,
-            HAS_TARGET, WITH_SCALE,
-        )),
-        (loading_warp, (own_desc, other_desc, buffers, barriers, work, SIZES)),
+            strip, out_desc, grad_scale, marks, buffers, barriers, vectors, work, section, power, factor,
+            SIZES, HAS_TARGET, WITH_SCALE,
+        )) if strip < STRIPS else (loading_warp, loading)
+        for strip in (0, 1, 2)
     ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip

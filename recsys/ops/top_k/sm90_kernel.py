@@ -134,54 +134,11 @@ def coarse_kernel(
     fence_async_shared()
     loading = (item_rows, buffer, full, free, num_units, num_tiles, num_groups, groups_per_part, SIZES)
     gl.static_assert(STRIPS == 2 or STRIPS == 3 or STRIPS == 4)
-    # A tuple that had a name would lose what its members know at compile time.
-    if STRIPS == 2:
-        gl.warp_specialize([
-            (computing_group, (
-                0, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries, num_groups,
-                groups_per_part, stride_queries, stride_maxima, SIZES,
-            )),
-            (computing_group, (
-                1, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries, num_groups,
-                groups_per_part, stride_queries, stride_maxima, SIZES,
-            )),
-            (loading_warp, loading),
-        ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
-    elif STRIPS == 3:
-        gl.warp_specialize([
-            (computing_group, (
-                0, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries, num_groups,
-                groups_per_part, stride_queries, stride_maxima, SIZES,
-            )),
-            (computing_group, (
-                1, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries, num_groups,
-                groups_per_part, stride_queries, stride_maxima, SIZES,
-            )),
-            (computing_group, (
-                2, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries, num_groups,
-                groups_per_part, stride_queries, stride_maxima, SIZES,
-            )),
-            (loading_warp, loading),
-        ], [4, 4, 1], [COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (computing_group, (
-                0, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries, num_groups,
-                groups_per_part, stride_queries, stride_maxima, SIZES,
-            )),
-            (computing_group, (
-                1, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries, num_groups,
-                groups_per_part, stride_queries, stride_maxima, SIZES,
-            )),
-            (computing_group, (
-                2, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries, num_groups,
-                groups_per_part, stride_queries, stride_maxima, SIZES,
-            )),
-            (computing_group, (
-                3, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries, num_groups,
-                groups_per_part, stride_queries, stride_maxima, SIZES,
-            )),
-            (loading_warp, loading),
-        ], [4, 4, 4, 1], [
-            COMPUTING_REGISTERS, COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS,
-        ])  # fmt: skip
+    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    gl.warp_specialize([
+        (computing_group, (
+            strip, query_rows, maxima, buffer, full, free, num_units, num_tiles, num_queries, num_groups,
+            groups_per_part, stride_queries, stride_maxima, SIZES,
+        )) if strip < STRIPS else (loading_warp, loading)
+        for strip in (0, 1, 2, 3, 4)[:STRIPS + 1]
+    ], [4] * (STRIPS - 1) + [1], [COMPUTING_REGISTERS] * (STRIPS - 1) + [LOADING_REGISTERS])  # fmt: skip

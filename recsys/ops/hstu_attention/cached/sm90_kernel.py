@@ -330,38 +330,11 @@ def candidates_kernel(
         num_heads, (stride_q, stride_k, stride_v, stride_ck, stride_cv), group_size, SIZES, GROUPED,
     )  # fmt: skip
     gl.static_assert(STRIPS == 2 or STRIPS == 4)
-    # A tuple that had a name would lose what its members know at compile time.
-    if STRIPS == 2:
-        gl.warp_specialize([
-            (computing_group, (
-                0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
-                group_size, SIZES, GROUPED,
-            )),
-            (computing_group, (
-                1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
-                group_size, SIZES, GROUPED,
-            )),
-            (loading_warp, loading),
-        ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (computing_group, (
-                0, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
-                group_size, SIZES, GROUPED,
-            )),
-            (computing_group, (
-                1, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
-                group_size, SIZES, GROUPED,
-            )),
-            (computing_group, (
-                2, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
-                group_size, SIZES, GROUPED,
-            )),
-            (computing_group, (
-                3, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
-                group_size, SIZES, GROUPED,
-            )),
-            (loading_warp, loading),
-        ], [4, 4, 4, 1], [
-            COMPUTING_REGISTERS, COMPUTING_REGISTERS, COMPUTING_REGISTERS, LOADING_REGISTERS
-        ])  # fmt: skip
+    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    gl.warp_specialize([
+        (computing_group, (
+            strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+            group_size, SIZES, GROUPED,
+        )) if strip < STRIPS else (loading_warp, loading)
+        for strip in (0, 1, 2, 3, 4)[:STRIPS + 1]
+    ], [4] * (STRIPS - 1) + [1], [COMPUTING_REGISTERS] * (STRIPS - 1) + [LOADING_REGISTERS])  # fmt: skip
