@@ -98,6 +98,19 @@ def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.conste
 
 
 @gluon.jit
+def add_scores(best, sums, score, block, work, power):
+    """Maximum and sum of the scaled scores of some rows, with those of one more block."""
+    BLOCK_N: gl.constexpr = score.shape[1]
+    if block * BLOCK_N + BLOCK_N > work[1]:
+        j = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, score.type.layout))
+        score = gl.where(gl.expand_dims(j, 0) < work[1], score, float("-inf"))
+    better = gl.maximum(best, gl.max(score, 1))
+    top = better * power
+    sums = sums * exp2(best * power - top) + gl.sum(exp2(score * power - gl.expand_dims(top, 1)), 1)
+    return better, sums
+
+
+@gluon.jit
 def summing_group(
     strip: gl.constexpr, maximum, total, buffers, barriers, work, power, scale, SIZES: gl.constexpr
 ):
@@ -126,13 +139,7 @@ def summing_group(
             score = warpgroup_mma(own, other, nothing, use_acc=False, is_async=True)
             score = warpgroup_mma_wait(0, deps=(score,))
             mbarrier.arrive(free.index(stage))
-            if block * BLOCK_N + BLOCK_N > work[1]:
-                j = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-                score = gl.where(gl.expand_dims(j, 0) < work[1], score, float("-inf"))
-            better = gl.maximum(best, gl.max(score, 1))
-            top = better * power
-            sums = sums * exp2(best * power - top) + gl.sum(exp2(score * power - gl.expand_dims(top, 1)), 1)
-            best = better
+            best, sums = add_scores(best, sums, score, block, work, power)
             cursor = next_stage(cursor, STAGES)
         mbarrier.arrive(own_free.index(strip))
         i = (tile * STRIPS + strip) * STRIP + gl.arange(0, STRIP, rows)
@@ -155,7 +162,7 @@ def forward_kernel(
     work share candidates.
     """
     SIZES: gl.constexpr = (BLOCK_D, BLOCK_N, STAGES, STRIPS)
-    buffers, barriers = prepared(own_desc, other_desc, STAGES, STRIPS)
+    buffers, barriers = prepared(own_desc, other_desc, SIZES, 1)
     work = (num_own, num_other, num_tiles, num_units, per_part)
     factor = gl.load(scale)
     power = factor * LOG2E
@@ -170,9 +177,13 @@ def forward_kernel(
 
 
 @gluon.jit
-def prepared(own_desc, other_desc, STAGES: gl.constexpr, STRIPS: gl.constexpr):
-    """Buffers for the operands and their barriers, initialised."""
-    own_buffer = gl.allocate_shared_memory(own_desc.dtype, [STRIPS] + own_desc.block_shape, own_desc.layout)
+def prepared(own_desc, other_desc, SIZES: gl.constexpr, CHUNKS: gl.constexpr):
+    """Buffers for the operands, `CHUNKS` for a strip, and their barriers, initialised."""
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    own_buffer = gl.allocate_shared_memory(
+        own_desc.dtype, [STRIPS * CHUNKS] + own_desc.block_shape, own_desc.layout
+    )
     other_buffer = gl.allocate_shared_memory(
         other_desc.dtype, [STAGES] + other_desc.block_shape, other_desc.layout
     )
@@ -391,7 +402,7 @@ def gradient_kernel(
     """
     SIZES: gl.constexpr = (BLOCK_D, BLOCK_N, STAGES, STRIPS)
     KIND: gl.constexpr = (OF_WEIGHT, HAS_TARGET, WITH_SCALE)
-    buffers, barriers = prepared(own_desc, other_desc, STAGES, STRIPS)
+    buffers, barriers = prepared(own_desc, other_desc, SIZES, 1)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     keep = gl.allocate_shared_memory(gl.float32, [4 * STRIPS, BLOCK_N], line)
     work = (num_own, num_other, num_tiles, num_units, per_part)

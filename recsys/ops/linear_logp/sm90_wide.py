@@ -18,7 +18,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.linear_logp.sm90_kernels import LOG2E, RAGGED_ROWS, STRIP, exp2, extent, next_stage
+from recsys.ops.linear_logp.sm90_kernels import (
+    LOG2E,
+    RAGGED_ROWS,
+    STRIP,
+    add_scores,
+    exp2,
+    extent,
+    next_stage,
+    prepared,
+)
 
 CHUNK = gl.constexpr(64)
 """Columns: 128 bytes, a line of shared memory as the tensor cores read it."""
@@ -112,13 +121,7 @@ def summing_group(
         sums = gl.zeros([STRIP], gl.float32, rows)
         for block in range(start, end):
             score, cursor = scores_of(strip, cursor, buffers, barriers, nothing, SIZES)
-            if block * BLOCK_N + BLOCK_N > work[1]:
-                j = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-                score = gl.where(gl.expand_dims(j, 0) < work[1], score, float("-inf"))
-            better = gl.maximum(best, gl.max(score, 1))
-            top = better * power
-            sums = sums * exp2(best * power - top) + gl.sum(exp2(score * power - gl.expand_dims(top, 1)), 1)
-            best = better
+            best, sums = add_scores(best, sums, score, block, work, power)
         mbarrier.arrive(barriers[1].index(strip))
         i = (tile * STRIPS + strip) * STRIP + gl.arange(0, STRIP, rows)
         out = part.to(gl.int64) * work[0] + i
@@ -183,32 +186,6 @@ def writing_group(
     tma.store_wait(0)
 
 
-@gluon.jit
-def prepared(own_desc, other_desc, SIZES: gl.constexpr):
-    """Buffers for the operands and their barriers, initialised."""
-    CHUNKS: gl.constexpr = SIZES[0]
-    STAGES: gl.constexpr = SIZES[2]
-    STRIPS: gl.constexpr = SIZES[3]
-    own_buffer = gl.allocate_shared_memory(
-        own_desc.dtype, [STRIPS * CHUNKS] + own_desc.block_shape, own_desc.layout
-    )
-    other_buffer = gl.allocate_shared_memory(
-        other_desc.dtype, [STAGES] + other_desc.block_shape, other_desc.layout
-    )
-    own_full = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
-    own_free = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for strip in gl.static_range(STRIPS):
-        mbarrier.init(own_full.index(strip), count=1)
-        mbarrier.init(own_free.index(strip), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=STRIPS)
-    fence_async_shared()
-    return (own_buffer, other_buffer), (own_full, own_free, full, free)
-
-
 @gluon.jit(do_not_specialize=["num_own", "num_other", "num_tiles", "num_units", "per_part"])
 def sums_kernel(
     own_desc, other_desc, scale, maximum, total, num_own, num_other, num_tiles, num_units, per_part,
@@ -217,7 +194,7 @@ def sums_kernel(
 ):  # fmt: skip
     """As `sm90_kernels.forward_kernel`."""
     SIZES: gl.constexpr = (CHUNKS, BLOCK_N, STAGES, STRIPS)
-    buffers, barriers = prepared(own_desc, other_desc, SIZES)
+    buffers, barriers = prepared(own_desc, other_desc, SIZES, CHUNKS)
     work = (num_own, num_other, num_tiles, num_units, per_part)
     factor = gl.load(scale)
     power = factor * LOG2E
@@ -245,7 +222,7 @@ def slopes_kernel(
     """dz times the scale, [num_own, num_other], of the section of candidates that starts with `first_block`
     of `all_blocks`; grad_scale [parts, num_own] has each row's share. The rest as in `gradient_kernel`."""
     SIZES: gl.constexpr = (CHUNKS, BLOCK_N, STAGES, STRIPS)
-    operands, barriers = prepared(own_desc, other_desc, SIZES)
+    operands, barriers = prepared(own_desc, other_desc, SIZES, CHUNKS)
     out_buffer = gl.allocate_shared_memory(out_desc.dtype, [STRIPS] + out_desc.block_shape, out_desc.layout)
     buffers = (operands[0], operands[1], out_buffer)
     work = (num_own, num_other, num_tiles, num_units, per_part)
