@@ -324,7 +324,10 @@ def _count_ids(file: str) -> int | str:
         return f"{_NO_FILE} {file}; {advice}{_from_here(file)}"
     except (OSError, pa.ArrowInvalid, ValueError, ImportError) as error:
         return f"{file} cannot be read as parquet: {str(error).splitlines()[0] if str(error) else error!r}"
-    kinds = [schema.field("id").type] if schema.names.count("id") == 1 else []
-    if not any(kind in (pa.int64(), pa.string(), pa.large_string()) for kind in kinds):
-        return f"{file} has no column id of type int64 or string; {advice}"
+    if schema.names.count("id") != 1:
+        return f"{file} has no column id, or several; it has {', '.join(schema.names)}; {advice}"
+    kind = schema.field("id").type
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_integer(inner) or pa.types.is_string(inner) or pa.types.is_large_string(inner)):
+        return f"{file}: its column id is {kind}; ids are integers or strings; {advice}"
     return count or f"{file} has no ids; {advice}"

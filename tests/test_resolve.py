@@ -193,8 +193,9 @@ class TestVocabularies:
     @pytest.mark.parametrize(
         ("columns", "message"),
         [
-            ({"name": ["a"]}, "has no column id of type int64 or string"),
-            ({"id": [1.5]}, "has no column id of type int64 or string"),
+            ({"name": ["a"]}, "movies.parquet has no column id, or several; it has name; "),
+            ({"id": [1.5]}, "movies.parquet: its column id is double; ids are integers or strings; "),
+            ({"id": pa.array([True])}, "movies.parquet: its column id is bool; "),
             ({"id": pa.array([], pa.int64())}, "has no ids"),
         ],
     )
@@ -202,6 +203,21 @@ class TestVocabularies:
         vocabulary(**columns)
         (found,) = findings(config.prepare, write(RETRIEVER.replace("size: 10", "")))
         assert message in found
+
+    @pytest.mark.parametrize(
+        "ids",
+        [
+            pa.array([5, 3], pa.int32()),
+            pa.array([5, 3], pa.uint64()),
+            pa.array(["a", "b"], pa.large_string()),
+            pa.array(["a", "b"]).dictionary_encode(),
+        ],
+        ids=lambda ids: str(ids.type),
+    )
+    def test_ids_may_have_any_type_that_events_may_have(self, write, vocabulary, ids):
+        vocabulary(id=ids)
+        ready = config.prepare(write(RETRIEVER.replace("size: 10", "")))
+        assert ready.pipeline.features[0].id.vocabulary.size == 2
 
     def test_a_missing_or_broken_file_is_a_finding_beside_others(self, write, vocabulary, tmp_path):
         (tmp_path / "vocabulary" / "movies.parquet").write_bytes(b"PAR1 no parquet")

@@ -33,7 +33,7 @@ class Vocabulary:
         """Prepares the search.
 
         Args:
-            ids: int64 or string, each once, no nulls.
+            ids: integers or strings, each once, no nulls.
             name: what errors call it, usually its file.
             table: the table over whose rows they are dealt out; None if id i is row i + 1.
 
@@ -41,11 +41,14 @@ class Vocabulary:
             DataError: nulls, duplicates, or ids of another type.
         """
         if pa.types.is_integer(ids.type) or pa.types.is_null(ids.type):
-            ids = ids.cast(pa.int64())
+            try:
+                ids = ids.cast(pa.int64())
+            except pa.ArrowInvalid as error:
+                raise DataError(f"{name}: an `id` is no int64 ({error}). {_REMEDY}") from error
         elif is_text(ids.type):
             ids = ids.cast(pa.large_string())
         else:
-            raise DataError(f"{name}: `id` is {ids.type}; allowed are int64 and string. {_REMEDY}")
+            raise DataError(f"{name}: `id` is {ids.type}; allowed are integers and strings. {_REMEDY}")
         if ids.null_count:
             raise DataError(f"{name}: `id` has {ids.null_count} nulls. {_REMEDY}")
         self.name = name
@@ -193,12 +196,14 @@ def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buck
 
 
 def id_type(path: str) -> pa.DataType:
-    """int64 or string: the type of a vocabulary file's ids, from its footer.
+    """Integer or string: the type of a vocabulary file's ids, from its footer; that of its values where they
+    are dictionary-encoded.
 
     Raises:
         DataError: as `Vocabulary.read`.
     """
-    return _schema(path).field("id").type
+    kind = _schema(path).field("id").type
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:

@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys import protos as pb
-from recsys.data.vocabulary import Buckets, HashBuckets, Vocabulary, mappings, normalize
+from recsys.data.arrow import is_text
+from recsys.data.vocabulary import Buckets, HashBuckets, Vocabulary, id_type, mappings, normalize
 from recsys.errors import DataError
 
 
@@ -75,7 +76,8 @@ def test_two_texts_with_one_hash_are_told_apart(monkeypatch):
         (pa.array([1, 2, 1]), r"^v: ids 1 and 1 are the same"),
         (pa.array(["x", "y", "x"]), r"^v: ids 'x' and 'x' are the same"),
         (pa.array([1, None]), r"^v: `id` has 1 nulls"),
-        (pa.array([1.5]), r"^v: `id` is double; allowed are int64 and string"),
+        (pa.array([1, 2**63], pa.uint64()), r"^v: an `id` is no int64 \(.*9223372036854775808"),
+        (pa.array([1.5]), r"^v: `id` is double; allowed are integers and strings"),
     ],
 )
 def test_unusable_ids(ids, message):
@@ -90,6 +92,16 @@ def test_a_file(tmp_path):
     assert len(Vocabulary.read(str(path), 3)) == 3
     with pytest.raises(DataError, match=r"it has 3 ids, the config says 4 \(vocabulary.size\)"):
         Vocabulary.read(str(path), 4)
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_a_file_of_narrow_or_dictionary_encoded_ids(tmp_path, text):
+    path = str(tmp_path / "item.parquet")
+    ids = pa.array(["b", "a"]).dictionary_encode() if text else pa.array([9, 8], pa.uint32())
+    pq.write_table(pa.table({"id": ids}), path)
+    asked = pa.array(["a", "b", "c"] if text else [8, 9, 10])
+    assert Vocabulary.read(path).map(asked).tolist() == [2, 1, 0]
+    assert is_text(id_type(path)) == text
 
 
 def test_files_that_cannot_be_used(tmp_path):
