@@ -145,8 +145,8 @@ def check_nulls(findings: Findings, cells: Cells, column: pa.Array) -> None:
     """Nulls where a whole list (or a plain value with nothing to put in its place) should be."""
     field = cells.field
     if column.null_count and (field.depth or not has_fill(field)):
-        hint = " An empty list is written [], not null." if field.depth else ""
-        findings.add("null", _true(pc.is_null(column)), lambda i: f"{field.column} is null.{hint}")
+        hint = ". An empty list is written [], not null" if field.depth else _instead_of_null(field)
+        findings.add("null", _true(pc.is_null(column)), lambda i: f"{field.column} is null{hint}.")
     if field.depth == 2 and cells.lists[0].values.null_count:
         outer = cells.lists[0]
         rows = outer.rows_of(_true(pc.is_null(outer.values)))
@@ -155,11 +155,18 @@ def check_nulls(findings: Findings, cells: Cells, column: pa.Array) -> None:
         )
 
 
+def _instead_of_null(field: Field) -> str:
+    """How a value that nobody knows is given to the model; the end of a sentence."""
+    if field.kind is Kind.ID:
+        return "; what is not known is an id that the vocabulary has not, such as an empty text"
+    return "; numeric.fill of the feature gives nulls a value" if field.kind is Kind.NUMBER else ""
+
+
 def check_values(findings: Findings, cells: Cells) -> None:
     """Nulls inside lists, signs, ranges and NaN, as the column's kind wants them."""
     values, field = cells.values, cells.field
     if values.null_count and cells.lists and not has_fill(field):
-        cells.report(findings, "null", _true(pc.is_null(values)), "is null")
+        cells.report(findings, "null", _true(pc.is_null(values)), f"is null{_instead_of_null(field)}")
     if pa.types.is_floating(values.type):
         cells.report(
             findings, "not_finite", _not_finite(values), "is {value}; NaN and infinities have no meaning here"

@@ -47,9 +47,9 @@ def same_key(rows: list[dict]) -> None:
 
 CASES = {
     # What is broken: (change, reason, message, types that differ from the usual ones).
-    "null id": (change("user_id", None), "null", "user_id is null", {}),
-    "null time": (change("request_time", None), "null", "request_time is null", {}),
-    "null number": (change("age", None), "null", "age is null", {}),
+    "null id": (change("user_id", None), "null", "user_id is null; what is not known is an id that", {}),
+    "null time": (change("request_time", None), "null", r"request_time is null\.", {}),
+    "null number": (change("age", None), "null", "age is null; numeric.fill of the feature gives", {}),
     "null list": (
         change("uih_item_id", None),
         "null",
@@ -57,7 +57,7 @@ CASES = {
         {},
     ),
     "null label list": (change("candidate_is_click", None), "null", "candidate_is_click is null", {}),
-    "null in a list": (put("uih_item_id", 1, None), "null", r"uih_item_id\[1\] is null", {}),
+    "null in a list": (put("uih_item_id", 1, None), "null", r"uih_item_id\[1\] is null; what is", {}),
     "null time in a list": (put("uih_timestamps", 2, None), "null", r"uih_timestamps\[2\] is null", {}),
     "null label": (put("candidate_seconds", 1, None), "null", r"candidate_seconds\[1\] is null", {}),
     "null inner list": (put("candidate_tags", 0, None), "null", "candidate_tags has a null list in it", {}),
