@@ -117,6 +117,7 @@ def forward_kernel(
     sums = tl.zeros([BLOCK_M], tl.float32)
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, tl.cdiv(num_candidates, BLOCK_N))
+    whole = start
     if SPLIT:
         whole = tl.minimum(end, num_candidates // BLOCK_N)
         for tile in range(start, whole):
@@ -125,19 +126,12 @@ def forward_kernel(
                 num_candidates, power,
                 D, BLOCK_N, BLOCK_D, NORMED, BIASED, HAS_TARGET, HAS_IDS, PRECISION, False,
             )  # fmt: skip
-        for tile in tl.range(whole, end, num_stages=1):
-            best, sums = _sum_tile(
-                best, sums, tile, h_block, wanted, place, mine, weight, bias, candidate_ids, weight_norms,
-                num_candidates, power,
-                D, BLOCK_N, BLOCK_D, NORMED, BIASED, HAS_TARGET, HAS_IDS, PRECISION, True,
-            )  # fmt: skip
-    else:
-        for tile in range(start, end):
-            best, sums = _sum_tile(
-                best, sums, tile, h_block, wanted, place, mine, weight, bias, candidate_ids, weight_norms,
-                num_candidates, power,
-                D, BLOCK_N, BLOCK_D, NORMED, BIASED, HAS_TARGET, HAS_IDS, PRECISION, True,
-            )  # fmt: skip
+    for tile in tl.range(whole, end, num_stages=1 if SPLIT else None):
+        best, sums = _sum_tile(
+            best, sums, tile, h_block, wanted, place, mine, weight, bias, candidate_ids, weight_norms,
+            num_candidates, power,
+            D, BLOCK_N, BLOCK_D, NORMED, BIASED, HAS_TARGET, HAS_IDS, PRECISION, True,
+        )  # fmt: skip
     out = part.to(tl.int64) * num_rows + i
     tl.store(maximum + out, best * factor, mask=i < num_rows)
     tl.store(total + out, sums, mask=i < num_rows)
@@ -250,6 +244,7 @@ def backward_kernel(
     own_marks = marks + own_tile.to(tl.int64) * other_tiles
     start = part * tiles_per_part
     end = tl.minimum(start + tiles_per_part, other_tiles)
+    whole = start
     if SPLIT:
         whole = tl.minimum(end, num_other // BLOCK_N)
         for tile in range(start, whole):
@@ -260,23 +255,14 @@ def backward_kernel(
                 D, BLOCK_N, BLOCK_D, OF_WEIGHT, NORMED, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, WITH_SCALE,
                 PRECISION, False,
             )  # fmt: skip
-        for tile in tl.range(whole, end, num_stages=1):
-            sums, bias_sums, scale_sums = _add_tile(
-                sums, bias_sums, scale_sums, tile, own_block, mine, top, sign, added, known, wanted, norms,
-                own_marks, other, bias, rows, candidate_ids, target_ids, other_norms, tops, signs, of_target,
-                num_other, power,
-                D, BLOCK_N, BLOCK_D, OF_WEIGHT, NORMED, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, WITH_SCALE,
-                PRECISION, True,
-            )  # fmt: skip
-    else:
-        for tile in range(start, end):
-            sums, bias_sums, scale_sums = _add_tile(
-                sums, bias_sums, scale_sums, tile, own_block, mine, top, sign, added, known, wanted, norms,
-                own_marks, other, bias, rows, candidate_ids, target_ids, other_norms, tops, signs, of_target,
-                num_other, power,
-                D, BLOCK_N, BLOCK_D, OF_WEIGHT, NORMED, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, WITH_SCALE,
-                PRECISION, True,
-            )  # fmt: skip
+    for tile in tl.range(whole, end, num_stages=1 if SPLIT else None):
+        sums, bias_sums, scale_sums = _add_tile(
+            sums, bias_sums, scale_sums, tile, own_block, mine, top, sign, added, known, wanted, norms,
+            own_marks, other, bias, rows, candidate_ids, target_ids, other_norms, tops, signs, of_target,
+            num_other, power,
+            D, BLOCK_N, BLOCK_D, OF_WEIGHT, NORMED, BIASED, HAS_TARGET, HAS_IDS, WITH_BIAS, WITH_SCALE,
+            PRECISION, True,
+        )  # fmt: skip
     sums *= inverse_temperature
     if not OF_WEIGHT:
         sums *= sign
