@@ -67,6 +67,8 @@ class Loader:
         data = pipeline.data
         mode = mode or ("train" if split == "train" else "evaluate")
         self.source = _open(pipeline, split, may_be_empty=mode == "predict")
+        # Before rows are compared: without one of these columns other rows than meant would be the same.
+        self.source.check(pipeline, mode)
         self.batch_size = data.batch_size if mode == "train" else data.eval_batch_size
         name = split if isinstance(split, str) else "predicted"
         rank_name = f", rank {rank}" if world_size > 1 else ""

@@ -131,6 +131,21 @@ def test_a_key_in_two_files_is_an_error_before_the_first_batch(repeating, world_
         )
 
 
+@pytest.mark.parametrize("gone", ["request_time", "user_id"])
+def test_a_file_without_what_identifies_a_row_is_said_to_be_one(sample, gone):
+    """Rows are not compared by what is left: there all requests of a user would be the same."""
+    rows = [sample.row(i) | {"user_id": 3} for i in range(4)]
+    sample.write(rows, "train/part-0.parquet")
+    whole = pq.read_table(sample.folder / "train" / "part-0.parquet")
+    pq.write_table(whole.drop([gone]), sample.folder / "train" / "part-1.parquet")
+    sample.pipeline.data.train.parquet.paths[:] = [str(sample.folder / "train")]
+    with pytest.raises(DataError, match=rf"part-1.parquet: no column {gone}\."):
+        Loader(sample.pipeline, "train", RULE)
+    pq.write_table(pa.table({"id": [1]}), sample.folder / "train" / "part-1.parquet")
+    with pytest.raises(DataError, match=r"part-1.parquet: no column user_id\."):
+        Loader(sample.pipeline, "train", RULE)
+
+
 @pytest.mark.parametrize("split", ["train", "validation"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -130,7 +130,8 @@ def find_files(patterns: list[str], suffix: str) -> list[str]:
     found: list[str] = []
     for pattern in patterns:
         fs, path = fsspec.core.url_to_fs(pattern)
-        if "*" in path or "?" in path or "[" in path:
+        # A name may have the characters of a pattern in it, and then it is meant.
+        if any(character in path for character in "*?[") and not fs.exists(path):
             names = [name for name in fs.glob(path) if fs.isfile(name)]
         elif fs.isdir(path):
             names = [name for name in fs.find(path) if name.endswith(suffix) and not _hidden(name, path)]

@@ -44,6 +44,15 @@ def test_folders_globs_and_files(folder):
     assert names(source(*files)) == ["part-2.parquet", "part-0.parquet"]
 
 
+@pytest.mark.parametrize("odd", ["run [1]", "what?", "a*b", "50%#é"])
+def test_a_name_may_have_the_characters_of_a_pattern_in_it(folder, odd):
+    path = write(folder / odd / "x[0].parquet", 7)
+    for given in (path, path.parent, f"file://{path}"):
+        found = source(given)
+        assert names(found) == ["x[0].parquet"]
+        assert found.read(0, 0, ["x"])["x"].to_pylist() == list(range(7, 17))
+
+
 def test_fsspec_addresses(folder):
     assert names(source(f"file://{folder}/train")) == ["part-0.parquet", "part-1.parquet", "part-2.parquet"]
     import fsspec
