@@ -7,11 +7,12 @@ the same way.
 from collections.abc import Mapping
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from recsys import features
+from recsys import features, files
 from recsys import protos as pb
 from recsys.data.arrow import first_line, one_array, open_parquet
 from recsys.data.block import Flat, pick
@@ -56,6 +57,22 @@ class Catalogue:
     def take(self, rows: np.ndarray) -> dict[str, Flat]:
         """By batch column what is known of some items, given as rows >= 1 of the item table."""
         return {name: pick(column, rows) for name, column in self._flat.items()}
+
+
+def fingerprint(pipeline: pb.Pipeline) -> str | None:
+    """SHA-256 of the file that describes the items; None of a model that reads none.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    path = pipeline.data.item_file
+    if not features.columns(pipeline, pb.ITEM):
+        return None
+    try:
+        with fsspec.open(path, "rb") as file:
+            return files.sha256(file)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({first_line(error)}). {_REMEDY}") from error
 
 
 def convert(pipeline: pb.Pipeline, table: pa.Table, known: Mapping[str, Any], path: str) -> dict[str, Flat]:

@@ -36,6 +36,7 @@ MAY_CHANGE = (
     "data.train.parquet.paths",
     "data.train.csv.paths",
     "data.vocabulary_dir",
+    "data.item_file",
     "features.id.vocabulary.file",
     "export",
     "predict",
@@ -120,12 +121,18 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
 
 
 def require_same_inputs(saved: Inputs, now: Inputs) -> None:
-    """Compares training files and vocabularies. Files may have moved.
+    """Compares training files, vocabularies and what is known of items. Files may have moved.
 
     Raises:
         DataError: with each file that is new, gone or changed; their order counts.
     """
     require_same_vocabularies(saved, now.vocabularies)
+    # A state without the one of its items is older than this comparison.
+    if saved.items is not None and saved.items != now.items:
+        raise DataError(
+            "data.item_file changed since the run was saved, so the run would go on with other items. Bring "
+            "the old file back, or train anew with another --run-dir"
+        )
     lines = []
     for before, after in zip_longest(saved.files, now.files):
         if before is None or after is None or _content(before) != _content(after):

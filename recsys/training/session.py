@@ -16,6 +16,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys import config, environment, files
 from recsys import protos as pb
 from recsys.checks.effects import never_averaged, warmup_too_long
+from recsys.data import catalogue
 from recsys.data.batch import Batch, Position
 from recsys.data.loader import Loader
 from recsys.data.vocabulary import fingerprints
@@ -250,7 +251,7 @@ def _build(
         checkpoints=checkpoints,
         progress=progress,
         total_steps=total_steps,
-        inputs=Inputs(reader.source.marks(), fingerprints(pipeline)),
+        inputs=Inputs(reader.source.marks(), fingerprints(pipeline), catalogue.fingerprint(pipeline)),
         parameters=parameters,
         average=_average(wrapped, train),
     )

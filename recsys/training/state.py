@@ -95,12 +95,13 @@ class Progress:
 
 @dataclass
 class Inputs:
-    """What a run reads: its training files in their order, and of each table what `vocabulary.fingerprints`
-    says.
+    """What a run reads: its training files in their order, of each table what `vocabulary.fingerprints` says,
+    and what `catalogue.fingerprint` says of the items.
     """
 
     files: list[FileMark]
     vocabularies: dict[str, str]
+    items: str | None = None
 
 
 @dataclass
@@ -137,6 +138,7 @@ class SavedState:
         inputs = Inputs(
             files=[FileMark(**mark) for mark in value["inputs"]["files"]],
             vocabularies=value["inputs"]["vocabularies"],
+            items=value["inputs"].get("items"),
         )
         return cls(**{**value, "progress": Progress.from_json(value["progress"]), "inputs": inputs})
 

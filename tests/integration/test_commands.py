@@ -117,6 +117,28 @@ def test_a_run_that_met_a_bad_row_goes_on_without_it(tmp_path, caplog):
     assert records(tmp_path / "run") == records(tmp_path / "whole")
 
 
+def test_a_two_tower_run_goes_on_with_the_same_items_only(tmp_path, caplog):
+    items = tmp_path / "items.parquet"
+    known = pq.read_table("tests/data/movielens/items.parquet")
+    pq.write_table(known, items)
+
+    def train_to(step: int, path: Path) -> int:
+        chosen = ["train.num_epochs=", f"train.num_steps={step}", "train.schedule.warmup_steps=0"]
+        chosen += [f"data.item_file='{path}'", "data.num_workers=0", "train.evaluation.max_batches=1"]
+        given = ["--config", "configs/movielens_small_two_tower.config", "--run-dir", str(tmp_path / "run")]
+        for one in chosen:
+            given += ["--set", one]
+        return cli.main("train", train_command.run, given)
+
+    assert train_to(1, items) == 0
+    moved = items.rename(tmp_path / "moved.parquet")
+    assert train_to(2, moved) == 0
+    years = pc.add(known["year"], 1)
+    pq.write_table(known.set_column(known.schema.get_field_index("year"), "year", years), moved)
+    assert train_to(3, moved) == 3
+    assert "data.item_file changed since the run was saved" in caplog.text
+
+
 def test_what_is_not_there_is_named(tmp_path, capsys, caplog):
     assert evaluate(*flags(tmp_path)) == 2
     assert "data.test: absent" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 def state_of(step: int, best: int | None = None, loss: float = 0.1 + 0.2) -> SavedState:
     progress = Progress(step=step, best=Best("auc", 1 / 3, best) if best else None)
     progress.window.add(loss, {}, Counts())
-    inputs = Inputs([FileMark("a.parquet", 10, "f0")], {"item_id": "e1"})
+    inputs = Inputs([FileMark("a.parquet", 10, "f0")], {"item_id": "e1"}, "c2")
     return SavedState(progress, [capture_rng(torch.device("cpu"))], inputs, "config", {"torch": "2.13.0"}, 1)
 
 

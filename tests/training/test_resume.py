@@ -167,6 +167,7 @@ def test_the_lists_name_fields_that_exist(path):
 
 def test_files_may_move():
     moved = TEXT.replace('"a.parquet"', '"b/a.parquet"').replace("vocabulary {}", 'vocabulary { file: "v" }')
+    moved = moved.replace("batch_size: 8", 'batch_size: 8 item_file: "elsewhere"')
     require_same_config(parse(TEXT), parse(moved), "runs/x")
 
 
@@ -185,6 +186,15 @@ def test_changed_files_are_named():
         require_same_inputs(saved, replace(saved, files=saved.files[::-1]))
     with pytest.raises(DataError, match="the vocabulary of item is not the one that the model was trained"):
         require_same_inputs(saved, replace(saved, vocabularies={"item": "other"}))
+
+
+def test_changed_items_are_named():
+    saved = Inputs([], {"item": "v"}, "x")
+    require_same_inputs(saved, replace(saved))
+    with pytest.raises(DataError, match=r"^data.item_file changed since the run was saved"):
+        require_same_inputs(saved, replace(saved, items="y"))
+    # States of older versions do not know.
+    require_same_inputs(replace(saved, items=None), saved)
 
 
 def test_what_a_run_goes_on_with_but_not_bit_for_bit():
