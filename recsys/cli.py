@@ -90,6 +90,8 @@ def main(
     _share_cores()
     environment.quiet_torch()
     with _log_to_stderr(flags.log_level):
+        if _is_first_process() and environment.protos_differ():
+            logger.warning("recsys/protos was compiled from other protos: %s", environment.COMPILE_PROTOS)
         return _guard(_recorded(lambda: _prepare_and_run(command, run, flags, needs_config, config_file)))
 
 

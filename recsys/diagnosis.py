@@ -58,6 +58,7 @@ def diagnose(*, quick: bool = False) -> Iterator[Finding]:
     """
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield from check_versions(environment.versions())
+    yield attempt("config language", compare_protos, environment.COMPILE_PROTOS)
     yield from check_driver(environment.versions(), environment.driver_version())
     cxx = environment.find_cxx()
     yield check_compiler(cxx)
@@ -100,6 +101,13 @@ def check_versions(versions: dict[str, str]) -> Iterator[Finding]:
         right = found.split("+")[0] == wanted
         detail = found if right else f"{found}; torch {row.torch} wants {wanted}"
         yield Finding("ok" if right else "error", name, detail, "" if right else REINSTALL)
+
+
+def compare_protos() -> str:
+    """Whether the config language is the one of the `.proto` files beside it."""
+    if environment.protos_differ():
+        raise WrongResult("recsys/protos was not compiled from what protos/ is now")
+    return "compiled"
 
 
 def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[Finding]:

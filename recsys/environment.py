@@ -7,6 +7,7 @@ and packages record `versions()`, the exporter asks for `find_cxx()`, and `recsy
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import importlib.util
 import logging
@@ -54,6 +55,9 @@ PACKAGED_PTXAS = "nvidia-cuda-nvcc>=13.3"
 REPAIR = "type `python scripts/install.py`; `python -m recsys.doctor` says what is wrong"
 """What to do about an installation that does not work, for the end of a sentence."""
 
+COMPILE_PROTOS = "python scripts/compile_protos.py"
+"""What to type where `protos_differ`."""
+
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError)
 """What importing a library raises when a part of it is missing or was built for another one."""
 
@@ -94,6 +98,28 @@ def versions() -> dict[str, str]:
     elif cuda is not None:
         found["fbgemm-gpu"] = cuda
     return found
+
+
+def protos_differ(root: Path | None = None) -> bool:
+    """Whether this is a clone whose `protos/` is not what `recsys/protos` was compiled from, as it may be
+    after an edit or a pull: then fields that the reference lists do not exist.
+
+    Args:
+        root: of the clone; the folder around this package by default.
+    """
+    from recsys import protos
+
+    sources = sorted(((root or Path(recsys.__file__).parents[1]) / "protos").glob("*.proto"))
+    compiled = getattr(protos, "SOURCES", None)
+    return bool(sources) and compiled is not None and compiled != protos_fingerprint(sources)
+
+
+def protos_fingerprint(sources: list[Path]) -> str:
+    """Hex SHA-256 of the names and texts of `.proto` files."""
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def installed_version(distribution: str) -> str | None:

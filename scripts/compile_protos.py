@@ -11,10 +11,13 @@ message, enum and option:
 
     from recsys import protos as pb
     pb.HstuMixer(num_heads=4)
+
+It also says which protos it was made from, by `SOURCES`; `recsys.environment.protos_differ` compares.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import tempfile
 from importlib.resources import files
@@ -41,8 +44,17 @@ def compile_protos(root: Path = ROOT) -> list[Path]:
         _run_protoc(root, sources, Path(scratch))
         generated = Path(scratch) / PACKAGE
         descriptors = (Path(scratch) / "descriptors.bin").read_bytes()
-        (generated / "__init__.py").write_text(_init_text(descriptors), encoding="utf-8")
+        text = _init_text(descriptors) + f'\nSOURCES = "{_fingerprint(sources)}"\n'
+        (generated / "__init__.py").write_text(text, encoding="utf-8")
         return _publish(generated, root / PACKAGE)
+
+
+def _fingerprint(sources: list[Path]) -> str:
+    """As `recsys.environment.protos_fingerprint`, which a build cannot import."""
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def _run_protoc(root: Path, sources: list[Path], out: Path) -> None:

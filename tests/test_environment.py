@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from recsys import environment
+from recsys import environment, protos
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,24 @@ def test_versions_are_those_of_the_loaded_libraries():
     assert found["numpy"] == numpy.__version__
     assert found["python"] == sys.version.split()[0]
     assert all(isinstance(version, str) and version for version in found.values())
+
+
+def test_protos_that_were_not_compiled_again_are_noticed(tmp_path, monkeypatch):
+    (tmp_path / "protos").mkdir()
+    files = [tmp_path / "protos" / name for name in ("a.proto", "b.proto")]
+    for file in files:
+        file.write_text("message A {}")
+    monkeypatch.setattr(protos, "SOURCES", environment.protos_fingerprint(files), raising=False)
+    assert not environment.protos_differ(tmp_path)
+    files[1].write_text("message B {}")
+    assert environment.protos_differ(tmp_path)
+    files[1].write_text("message A {}")
+    files[1].rename(tmp_path / "protos" / "c.proto")
+    assert environment.protos_differ(tmp_path)
+    # Installed from a wheel there is nothing to compare with; older compilations do not say.
+    assert not environment.protos_differ(tmp_path / "protos")
+    monkeypatch.delattr(protos, "SOURCES")
+    assert not environment.protos_differ(tmp_path)
 
 
 def test_the_cpu_build_of_fbgemm_is_named_so(monkeypatch):

@@ -95,6 +95,7 @@ class Package:
             check_golden: compare with the stored answers; the exporter compares more rows itself.
         """
         folder = Path(folder)
+        _require_package(folder)
         faults = files.manifest_faults(folder)
         if faults:
             raise PackageError("\n".join([*faults, "The package is not whole: export it again."]))
@@ -271,6 +272,14 @@ def write_description(folder: Path, description: Description) -> None:
 def architecture() -> str:
     """That of this process's GPU, as packages name it."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability())
+
+
+def _require_package(folder: Path) -> None:
+    if (folder / DESCRIPTION).exists() or (folder / files.MANIFEST).exists():
+        return
+    below = folder / "export"
+    hint = f"; it is in {below}" if (below / DESCRIPTION).exists() else ""
+    raise PackageError(f"{folder}: there is no package, no {DESCRIPTION} in it{hint}")
 
 
 def _read_description(folder: Path) -> Description:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recsys.inference.package import Description, _require_device
+from recsys.inference.package import Description, Package, _require_device
 from recsys.inference.program import PackageError
 
 
@@ -42,3 +42,13 @@ def test_a_package_for_a_gpu_wants_that_gpu(gpu):
     gpu((8, 0))
     with pytest.raises(PackageError, match="architecture sm_90; H200 here is sm_80: export the run again"):
         _require_device(Path("export"), description("cuda", "sm_90"))
+
+
+def test_the_folder_of_a_run_is_no_package(tmp_path):
+    (tmp_path / "config.resolved").touch()
+    with pytest.raises(PackageError, match=r"there is no package, no package.json in it$"):
+        Package(tmp_path)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "package.json").touch()
+    with pytest.raises(PackageError, match=rf"no package.json in it; it is in {tmp_path}/export$"):
+        Package(tmp_path)

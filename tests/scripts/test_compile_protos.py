@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from recsys import environment
 from scripts.compile_protos import compile_protos
 
 FEATURE = """edition = "2023"; package recsys;
@@ -64,8 +65,14 @@ def test_only_what_changed_is_written(root):
     assert len(compile_protos(root)) == 5
     assert compile_protos(root) == []
     (root / "protos" / "feature.proto").write_text(FEATURE.replace("default = 3", "default = 4"))
-    assert [path.name for path in compile_protos(root)] == ["feature_pb2.py"]
+    assert [path.name for path in compile_protos(root)] == ["__init__.py", "feature_pb2.py"]
     assert evaluate(root, "print(pb.Feature().dim)") == "4"
+
+
+def test_the_package_knows_what_it_was_made_from(root):
+    compile_protos(root)
+    made = environment.protos_fingerprint(sorted((root / "protos").glob("*.proto")))
+    assert evaluate(root, "print(pb.SOURCES)") == made
 
 
 def test_modules_of_a_deleted_proto_go_away(root):
