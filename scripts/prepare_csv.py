@@ -38,6 +38,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,9 @@ from scripts.prepare_sequences import ITEM, TIME, USER
 SECOND = 1_000_000
 """Times are kept in microseconds until rows are cut."""
 SIDES = ("HISTORY", "CANDIDATE")
+EARLIEST_YEAR = 1980
+"""Logs that end before it have probably been read with a wrong unit of time."""
+
 LATEST = "latest"
 """Rows to predict on: what there is to know of each user at the end of the log."""
 
@@ -108,7 +112,18 @@ def main(arguments: list[str] | None = None) -> None:
         write_config(schema, folder, options.output)
     for name, noted in schema["splits"].items():
         print(f"{name}: {noted['rows']} rows, {noted['candidates']} candidates")
+    if not options.sequences:
+        print(_when(log, options.time_unit))
     common.print_next(options.output)
+
+
+def _when(log: Log, unit: str) -> str:
+    """The first and last time, by which a wrong --time-unit shows: seconds read as ms are of January 1970."""
+    first, last = (
+        datetime.fromtimestamp(time // SECOND, timezone.utc) for time in (log.first_time, log.last_time)
+    )
+    doubt = f"; is --time-unit {unit} right?" if last.year < EARLIEST_YEAR else ""
+    return f"events from {first:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC{doubt}"
 
 
 def _write_ranking(

@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import random
+import re
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -365,3 +366,16 @@ def test_an_unknown_flag_or_a_malformed_one_is_a_usage_error(tmp_path, capsys):
             prepare(write(tmp_path / "log.csv"), tmp_path / "made", *arguments)
         assert stopped.value.code == 2
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("unit", "said"),
+    [
+        # 1,700,000,000 is 2023-11-14 22:13:20 UTC; a thousandth of it is 19 days, 16 hours and 13 minutes.
+        ("s", "events from 2023-11-14 22:13:%s to 2023-11-14 23:%s UTC\n"),
+        ("ms", "events from 1970-01-20 16:13:%s to 1970-01-20 16:13:%s UTC; is --time-unit ms right?\n"),
+    ],
+)
+def test_the_time_of_the_events_is_shown(tmp_path, capsys, unit, said):
+    assert prepare(write(tmp_path / "log.csv"), tmp_path / "out", *RETRIEVAL, "--time-unit", unit) == 0
+    assert re.search(re.escape(said).replace("%s", "[0-9:]+"), capsys.readouterr().out)
