@@ -16,6 +16,9 @@ TIMESTAMPS = "timestamps"
 ACTIONS = "actions"
 WATCH_TIME = "watch_time"
 REQUEST_TIME = "request_time"
+SCORE = "score"
+"""Column of a retriever's predictions."""
+
 NEGATIVES = "negatives"
 """Items of a batch, as rows of the item table, that queries are compared with."""
 
@@ -71,6 +74,19 @@ def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
             if one == side or (side is None and one != pb.ITEM):
                 found.append(_column(feature, one))
     return found
+
+
+def candidate_item(pipeline: pb.Pipeline) -> str | None:
+    """Column that says which items the candidates of a ranker are: its first single-valued id feature on that
+    side.
+    """
+    found = (
+        feature.name
+        for feature in pipeline.features
+        if pb.CANDIDATE in feature.sides and feature.HasField("id") and not feature.id.multi_valued
+    )
+    name = next(found, None)
+    return None if name is None else PREFIX[pb.CANDIDATE] + name
 
 
 def item_columns(pipeline: pb.Pipeline) -> list[Column]:

@@ -96,6 +96,25 @@ def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"{path}.label_bits", f"{what}; drop them or choose a loss of binary labels")
 
 
+def _predictions(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Columns of predictions that would bear one name."""
+    keys, model = list(pipeline.data.key_columns), pipeline.model
+    for name in dict.fromkeys(key for key in keys if keys.count(key) > 1):
+        yield Finding("data.key_columns", f"{name!r} is named twice; name each once")
+    taken = dict.fromkeys(keys, "data.key_columns")
+    if model.HasField("ranker"):
+        taken[f.candidate_item(pipeline) or ""] = "the candidates"
+        for index, task in enumerate(model.ranker.tasks):
+            if task.name and task.name in taken:
+                what = f"{task.name!r} is also a column of predictions, that of {taken[task.name]}"
+                yield Finding(f"model.ranker.tasks[{index}].name", f"{what}; choose another name")
+    elif model.HasField("retriever"):
+        for name in (model.retriever.item_feature, f.SCORE):
+            if name in taken:
+                what = f"{name!r} is also what predictions call recommended items or their scores"
+                yield Finding("data.key_columns", f"{what}; rename this column")
+
+
 def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """Features of one table must map ids the same way, to rows of one width."""
     first: dict[str, int] = {}
@@ -191,6 +210,7 @@ RULES = (
     _columns,
     _labels,
     _label_bits,
+    _predictions,
     _tables,
     _widths,
     _vocabularies,

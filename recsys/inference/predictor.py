@@ -36,7 +36,6 @@ from recsys.inference.package import Package
 from recsys.inference.rows import (
     Histories,
     group_size,
-    item_column,
     piece_size,
     runs,
     whole_histories,
@@ -142,7 +141,7 @@ class Predictor:
         names = self.package.description.outputs
         flat = self.scores.of(block)
         lengths = _lengths(block.lengths[pb.CANDIDATE], block)
-        item = item_column(self.pipeline)
+        item = features.candidate_item(self.pipeline)
         found = {item: table[item]} if item else {}
         return found | {name: _lists(pa.array(flat[:, i]), lengths) for i, name in enumerate(names)}
 
@@ -166,7 +165,7 @@ class Predictor:
         lengths = _lengths(some.sum(axis=1), block)
         return {
             self.item: _lists(self.vocabulary.ids.take(pa.array(found[some])), lengths),
-            "score": _lists(pa.array(np.concatenate(scores)[some]), lengths),
+            features.SCORE: _lists(pa.array(np.concatenate(scores)[some]), lengths),
         }
 
     def _batch(self, block: Block) -> Batch:

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recsys import features
 from recsys import protos as pb
 from recsys.checks.walk import descend
 from recsys.data.arrow import one_array
@@ -113,16 +112,6 @@ def bounded_runs(lengths: Sequence[int], rows: int, total: int) -> Iterator[slic
         held += length
     if start < len(lengths):
         yield slice(start, len(lengths))
-
-
-def item_column(pipeline: pb.Pipeline) -> str | None:
-    """Column that says which items the candidates of a ranker are: its first single-valued id feature on that
-    side.
-    """
-    found = [
-        c for c in features.columns(pipeline, pb.CANDIDATE) if c.feature.HasField("id") and not c.multi_valued
-    ]
-    return found[0].name if found else None
 
 
 def given_source(paths: Sequence[str] | None, pipeline: pb.Pipeline) -> pb.Source:

@@ -43,6 +43,15 @@ RANKER_RULES = [
     (f"{ITEM}.name=a.b", f"{ITEM}.name: 'a.b' is given; use letters"),
     (f"{ITEM}.id.table=a b", f"{ITEM}.id.table: 'a b' is given; use letters"),
     (f"{ITEM}.id.embedding_dim=6", f"{ITEM}.id.embedding_dim: 6 is given; the width of a sharded table"),
+    (
+        "data.key_columns=['user_id', 'day', 'user_id']",
+        "data.key_columns: 'user_id' is named twice; name each",
+    ),
+    (f"{TASK}.name=user_id", f"{TASK}.name: 'user_id' is also a column of predictions, that of data.key_co"),
+    (
+        f"{TASK}.name=candidate_item_id",
+        f"{TASK}.name: 'candidate_item_id' is also a column of predictions, that of the candidates; choose",
+    ),
     (f"{ITEM}.sides=", f"{ITEM}.sides: not set"),
     (f"{ITEM}.sides=[HISTORY, CANDIDATE, HISTORY]", f"{ITEM}.sides: a side is named twice"),
     (f"{ITEM}.id=", f"{ITEM}: nothing is chosen; set one of id, numeric"),
@@ -247,6 +256,14 @@ RANKER_RULES = [
 ]
 
 RETRIEVER_RULES = [
+    (
+        "data.key_columns=item_id",
+        "data.key_columns: 'item_id' is also what predictions call recommended items",
+    ),
+    (
+        "data.key_columns=['user', 'score']",
+        "data.key_columns: 'score' is also what predictions call recommen",
+    ),
     ("model.retriever.item_feature=", "model.retriever.item_feature: not set"),
     ("model.retriever.item_feature=item", "item_feature: no feature is called 'item'. Did you mean item_id?"),
     (
