@@ -20,7 +20,12 @@ from recsys import environment
 
 environment.prefer_packaged_ptxas()
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout  # noqa: E402
-from recsys.ops.hstu_attention import reference, triton_launch, triton_packed_launch  # noqa: E402
+from recsys.ops.hstu_attention import (  # noqa: E402
+    reference,
+    sm90_biased_launch,
+    triton_launch,
+    triton_packed_launch,
+)
 from recsys.ops.hstu_attention.blocks import Blocks  # noqa: E402
 from recsys.ops.hstu_attention.triton_bias_launch import packed_arguments, packed_tables  # noqa: E402
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem, unwrapped  # noqa: E402
@@ -35,14 +40,16 @@ CHOICES = {
     },
 }
 
-# By inline assembly; the last number: at most so many registers. `both`: dQ and the sums of the tables.
+# By inline assembly; the last number: at most so many registers. `sums`: dK and dV with those of the tables;
+# `backward`: all gradients by one kernel, which has one size.
 PACKED_CHOICES = {
     64: {
         "prepare": [(64, 64, 4, 3)],
         "forward": [(64, 64, 4, 2, 128), (64, 64, 4, 2, 168)],
         "keys": [(64, 64, 4, 2, 168), (64, 64, 4, 3, 168), (64, 64, 4, 3)],
         "rows": [(64, 64, 4, 3, 168)],
-        "both": [(64, 64, 4, 3), (64, 64, 4, 2)],
+        "sums": [(64, 64, 4, 3)],
+        "backward": [(64, 64, 4, 2)],
     },
 }
 
@@ -87,19 +94,22 @@ def launch(kernel, blocks, batch, biased=True):
     problem = Problem(layout, AttentionMask(), q.shape[2] ** -0.5, 2048.0, bias, made=made)
     if kernel == "prepare":
         items = row_work(problem.mask, layout, *blocks[:2])
-        packed_arguments(bias, packed_tables(bias, layout), layout, problem.mask, items, blocks[:2], True)
+        order = problem.mask, True, None
+        packed_arguments(bias, packed_tables(bias, layout), layout, items, blocks[:2], order)
         return []
     if kernel == "forward":
         return [triton_launch.forward(q, k, v, problem)]
     if kernel == "tables":
         return list(triton_launch._table_gradients(q, k, v, grad_out, problem, bias, unwrapped))
     out = Gradients(*map(torch.empty_like, (q, k, v)), None, None)
-    if kernel in ("rows", "both"):
-        sums = triton_packed_launch.zero_sums(q, layout.max_len, bias) if kernel == "both" else None
-        triton_launch._launch_rows(q, k, v, grad_out, out, problem, sums, unwrapped)
-        return [out.q, *(triton_packed_launch.finished(sums, problem.scale_len, bias) if sums else [])]
-    triton_launch._launch_keys("keys", q, k, v, grad_out, out, problem, unwrapped)
-    return [out.k, out.v]
+    if kernel == "backward":
+        return list(sm90_biased_launch.backward(q, k, v, grad_out, out, problem, bias))
+    if kernel == "rows":
+        triton_launch._launch_rows(q, k, v, grad_out, out, problem, unwrapped)
+        return [out.q]
+    sums = triton_packed_launch.zero_sums(q, layout.max_len, bias) if kernel == "sums" else None
+    triton_launch._launch_keys("keys", q, k, v, grad_out, out, problem, sums, unwrapped)
+    return [out.k, out.v, *(triton_packed_launch.finished(sums, problem.scale_len, bias) if sums else [])]
 
 
 def check(kernel, blocks, dim):
@@ -124,7 +134,7 @@ def check(kernel, blocks, dim):
         )
         grads = torch.autograd.grad(out, leaves, tensors[3].to(dtype))
         found = {"forward": [out], "rows": grads[:1], "keys": grads[1:3], "tables": grads[3:]}
-        found |= {"both": [grads[0], *grads[3:]], "prepare": []}
+        found |= {"sums": grads[1:], "backward": grads, "prepare": []}
         results.append(found[kernel])
     worst = 0.0
     for got, other, want in zip(ours, *results, strict=True):

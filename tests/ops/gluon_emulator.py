@@ -18,8 +18,12 @@ import time
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import triton
+from triton.runtime.interpreter import InterpretedFunction
+
+from tests.ops import ptx
 
 PATIENCE = 10.0
 """Seconds after which a wait is a deadlock."""
@@ -103,6 +107,11 @@ class Pointer:
     def dtype(self) -> SimpleNamespace:
         return SimpleNamespace(element_ty=self.flat.dtype)
 
+    def to(self, dtype: torch.dtype) -> Number:
+        """The address, for inline assembly."""
+        assert dtype == torch.int64
+        return Number(self.flat.data_ptr() + self.offset * self.flat.element_size())
+
     def __add__(self, other: Any) -> Pointer | Pointers:
         if isinstance(other, Block):
             return Pointers(self.flat, self.offset + other.data)
@@ -125,8 +134,9 @@ class Pointers:
 
     def store(self, value: Block, mask: Block) -> None:
         assert value.data.dtype == self.flat.dtype
-        assert (self.offset[mask.data] >= 0).all() and (self.offset[mask.data] < len(self.flat)).all()
-        self.flat[self.offset[mask.data]] = value.data[mask.data]
+        offset = self.offset[inside := mask.data.expand(self.offset.shape)]
+        assert (offset >= 0).all() and (offset < len(self.flat)).all()
+        self.flat[offset] = value.data[inside]
 
 
 class Memory:
@@ -417,6 +427,13 @@ def _maximum_of(x: Block, axis: int) -> Block | Number:
     return Number(x.data.max().item()) if x.data.dim() == 1 else Block(x.data.amax(axis))
 
 
+def _array(value: Any, kind: str) -> np.ndarray:
+    """An argument of inline assembly, by its constraint."""
+    if isinstance(value, Block):
+        return value.data.numpy()
+    return np.array(raw(value), {"r": np.int32, "l": np.int64, "f": np.float32}[kind])
+
+
 def language(machine: Machine) -> SimpleNamespace:
     """What stands in for the modules `gluon.language` and `triton.language`."""
 
@@ -441,6 +458,10 @@ def language(machine: Machine) -> SimpleNamespace:
             return Block(torch.exp2(args[0].data), args[0].type.layout)
         if asm.startswith("mov"):
             return Number(raw(args[0]))
+        if "pack" in rest and "{" in asm:
+            kinds = constraints.split(",")[rest["pack"] :: rest["pack"]]
+            given = [_array(value, kind) for value, kind in zip(args, kinds, strict=True)]
+            return Block(torch.from_numpy(ptx.run_inline(asm, given, rest["pack"])), args[0].type.layout)
         number, threads = (int(raw(argument)) for argument in args)
         machine.named_barrier(number, threads, waits=asm.startswith("bar.sync"))
         return Number(0)
@@ -470,6 +491,7 @@ def language(machine: Machine) -> SimpleNamespace:
         inline_asm_elementwise=inline,
         int32=torch.int32,
         int64=torch.int64,
+        uint32=torch.uint32,
         load=load,
         store=lambda pointer, value, mask: pointer.store(value, mask),
         thread_barrier=lambda: None,
@@ -529,7 +551,7 @@ def as_python(kernel: Any, replaced: dict[str, Any], done: dict[Any, Any] | None
         for name, value in function.__globals__.items():
             if name in replaced:
                 scope[name] = replaced[name]
-            elif isinstance(value, triton.JITFunction):
+            elif isinstance(value, triton.JITFunction | InterpretedFunction):
                 scope[name] = as_python(value, replaced, done)
             elif isinstance(value, triton.language.constexpr):
                 scope[name] = value.value
@@ -547,12 +569,14 @@ class Emulated:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*arguments: Any, num_warps: int = 4, **constants: Any) -> None:
+        def launch(*arguments: Any, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
             given = [_argument(argument) for argument in arguments]
             for program in range(grid[0]):
                 machine = Machine(next(self._seeds))
                 machine.program, machine.programs = program, grid[0]
+                machine.local.products, machine.local.stores = [], []
                 as_python(self.kernel, stand_ins(machine))(*given, **constants)
+                assert not machine.local.products, "products that nothing waits for"
 
         return launch
 

@@ -3,6 +3,8 @@
 A register is 64 bits a thread, whatever its type. Branches must be taken by all threads or by none.
 """
 
+import ctypes
+import math
 import re
 
 import numpy as np
@@ -239,9 +241,11 @@ class Threads:
         size = int(kind[1:]) // 8
         if parts[0] == "red":
             assert kind == "f32"
-            addresses, values = self.address(operands[0])[active], self.read(operands[1], kind)[active]
-            if active.any():
-                self.memory.add(addresses, values)
+            names = re.findall(r"\w+", operands[1])
+            addresses = self.address(operands[0])[active]
+            assert not (addresses % (size * len(names))).any(), "misaligned"
+            for number, name in enumerate(names if active.any() else ()):
+                self.memory.add(addresses + np.uint64(size * number), self.read(name, kind)[active])
             return
         count = next((int(part[1]) for part in parts if part in ("v2", "v4")), 1)
         names = re.findall(r"\w+", operands[0]) if count > 1 else [operands[0]]
@@ -273,3 +277,42 @@ def unpacked(raw, half, kind):
     if kind == "bf16x2":
         return (part << np.uint32(16)).astype(np.uint32).view(np.float32)
     return part.astype(np.uint16).view(np.float16).astype(np.float32)
+
+
+class HostMemory(Memory):
+    """That of this process: addresses are real ones."""
+
+    def load(self, addresses, size):
+        return np.stack([np.frombuffer(ctypes.string_at(int(at), size), np.uint8) for at in addresses])
+
+    def add(self, addresses, values):
+        for address, value in zip(addresses, values, strict=True):
+            ctypes.c_float.from_address(int(address)).value += float(value)
+
+
+def places(threads, entry):
+    """Row and column of an entry of each thread: how Hopper's products spread out a block."""
+    thread = np.arange(threads)
+    row = 16 * (thread // 32) + thread // 4 % 8 + 8 * (entry // 2 % 2)
+    return row, 8 * (entry // 4) + 2 * (thread % 4) + entry % 2
+
+
+def run_inline(text, values, pack):
+    """What `inline_asm_elementwise` of arrays returns, in float32, or zeros where that is nothing.
+
+    The first of `values` is a product, or has a number for each thread; the others are broadcast to it.
+    """
+    shape = values[0].shape
+    threads = Threads(math.prod(shape) // pack, HostMemory())
+    spread = places if len(shape) == 2 else lambda threads, entry: np.arange(threads)
+    for number, value in enumerate(values):
+        block = np.broadcast_to(value, shape)
+        for entry in range(pack if number == 0 else 1):
+            part = np.ascontiguousarray(block[spread(threads.count, entry)])
+            threads.registers[f"operand{pack * (1 + number) + entry}"] = bits(part)
+    threads.run(re.sub(r"\$(\d+)", r"operand\1", text))
+    out = np.zeros(shape, np.float32)
+    for entry in range(pack if len(shape) == 2 else 0):
+        raw = threads.registers[f"operand{entry}"].astype(np.uint32)
+        out[spread(threads.count, entry)] = raw.view(np.float32)
+    return out

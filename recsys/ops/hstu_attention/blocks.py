@@ -51,12 +51,13 @@ BLOCKS = {
         (128, 4): Blocks(32, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
     },
-    # packed: 16 rows (of keys: keys) a warp; described, rows: by descriptors; sums: rows with the sums of the
-    # tables, or without descriptors
+    # packed: 16 rows (of keys, sums: keys) a warp; described, rows: by descriptors, any_rows: without; sums:
+    # keys with the sums of the tables
     ("packed_forward", True): {(64, 2): Blocks(64, 64, 4, 3, 168)},
     ("packed_described", True): {(64, 2): Blocks(64, 64, 4, 2, 128)},
     ("packed_keys", True): {(64, 2): Blocks(64, 64, 4, 3)},
     ("packed_rows", True): {(64, 2): Blocks(64, 64, 4, 3, 168)},
+    ("packed_any_rows", True): {(64, 2): Blocks(64, 64, 4, 3)},
     ("packed_sums", True): {(64, 2): Blocks(64, 64, 4, 3)},
     # with a cache whose keys are summed up in parts: not timed
     ("split", False): {

@@ -93,10 +93,15 @@ def _add_rows(
         grad_v = tl.dot(weight.to(grad_block.dtype), grad_block, grad_v, input_precision=PRECISION)
     if GRAD_K:
         grad_k = tl.dot(grad_score.to(q_block.dtype), q_block, grad_k, input_precision=PRECISION)
+    if MODE[8] != "":
+        add_to_tables(
+            grad_score, key_times, own, times, first, (history_end, rule[3]), tables,
+            tables[3], MODE[8], MODE[9], BLOCK_M // 2,
+        )  # fmt: skip
     return grad_k, grad_v
 
 
-@triton.jit(do_not_specialize=[*VARYING])
+@triton.jit(do_not_specialize=[*VARYING, "copies"])
 def keys_kernel(
     q, k, v, grad_out, grad_k, grad_v, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
@@ -104,6 +109,7 @@ def keys_kernel(
     position_table, time_table, time_edges, float_edges,
     timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds,
     position_stride, time_stride, reach, num_buckets,
+    position_sums, time_sums, copies,
     D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
@@ -111,28 +117,36 @@ def keys_kernel(
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     GRAD_K: tl.constexpr, GRAD_V: tl.constexpr,
     BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr, BEGIN_TEXT: tl.constexpr,
+    TABLES_TEXT: tl.constexpr, TABLES_CONSTRAINTS: tl.constexpr, FINISH_TEXT: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """With GRAD_K grad_k [T, H, D], with GRAD_V grad_v [T, H, V], both contiguous.
 
-    A program for each item and head; heads fastest.
+    A program for each item and head; heads fastest. With TABLES_TEXT the gradients of the tables too, as
+    those of `diagonals_kernel`, in an order that is not fixed: position_sums, float32
+    [copies, H, 2 * reach + 1], and time_sums, [copies, H, num_buckets], zeros.
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (BIASED, FAST, PRECISION, GRAD_K, GRAD_V, BIAS_TEXT, BIAS_CONSTRAINTS, DESCRIBED)
+    MODE: tl.constexpr = (
+        BIASED, FAST, PRECISION, GRAD_K, GRAD_V, BIAS_TEXT, BIAS_CONSTRAINTS, DESCRIBED,
+        TABLES_TEXT, TABLES_CONSTRAINTS,
+    )  # fmt: skip
     PACKED: tl.constexpr = BIAS_TEXT != ""
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     alpha = tl.full([1, 1], 0.5 * alpha, tl.float32)
     inverse_scale = tl.full([1, 1], inverse_scale, tl.float32)
     distances = position_table + head * position_stride + reach
+    own = tl.program_id(0) // num_heads
+    part = (own % copies) * num_heads + head
     if PACKED:
         lookup = time_table + head * time_stride
-        tables = (distances, lookup, records_of(float_edges, tl.program_id(0) // num_heads))
+        sums = position_sums + part * (2 * reach + 1) + reach
+        tables = (distances, lookup, records_of(float_edges, own), sums)
         begin(lookup, BEGIN_TEXT, 2 * BLOCK_N)
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
-    own = tl.program_id(0) // num_heads
     for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
@@ -181,11 +195,13 @@ def keys_kernel(
         if GRAD_V:
             sum_v = sum_v * inverse_scale
             store_block(grad_v + token * V, first, length, num_heads * V, sum_v, V, BLOCK_N, BLOCK_V)
+    if FINISH_TEXT != "":
+        finish_sums(time_sums + part * num_buckets, num_buckets, FINISH_TEXT, 2 * BLOCK_N)
 
 
 @triton.jit
 def _add_keys(
-    grad_q, tiles, block, masked, sample, rows, rule, tables, sums,
+    grad_q, tiles, block, masked, sample, rows, rule, tables,
     SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """`grad_q`, dQ of a tile of rows, plus what one block of keys contributes; the mask if `masked`."""
@@ -201,7 +217,7 @@ def _add_keys(
     PRECISION: tl.constexpr = MODE[2]
     first = block * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)[None, :]
-    k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE, MODE[7])
+    k_block = load_block(k, first, length, D, BLOCK_N, BLOCK_D, INSIDE, MODE[5])
     score = tl.dot(q_tile, tl.trans(k_block), input_precision=PRECISION)
     if MODE[3] != "":
         score = packed_scores(
@@ -219,18 +235,13 @@ def _add_keys(
     if masked:
         score = tl.where(visible(i, j, history_end, rule, RULE), score, UNSEEN)
     _, slope = silu_and_slope(score, True, MODE[1])
-    v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE, MODE[7])
+    v_block = load_block(v, first, length, V, BLOCK_N, BLOCK_V, INSIDE, MODE[5])
     grad_score = tl.dot(grad_tile, tl.trans(v_block), input_precision=PRECISION) * slope
     grad_q = tl.dot(grad_score.to(k_block.dtype), k_block, grad_q, input_precision=PRECISION)
-    if MODE[5] != "":
-        add_to_tables(
-            grad_score, row_times, own, times, first, (history_end, rule[3]), tables, sums,
-            MODE[5], MODE[6], BLOCK_N // 2,
-        )  # fmt: skip
     return grad_q
 
 
-@triton.jit(do_not_specialize=[*VARYING, "copies"])
+@triton.jit(do_not_specialize=[*VARYING])
 def rows_kernel(
     q, k, v, grad_out, grad_q, items, num_items, num_heads,
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh,
@@ -238,26 +249,18 @@ def rows_kernel(
     position_table, time_table, time_edges, float_edges,
     timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds,
     position_stride, time_stride, reach, num_buckets,
-    position_sums, time_sums, copies,
     D: tl.constexpr, V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr,
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
     BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr, BEGIN_TEXT: tl.constexpr,
-    TABLES_TEXT: tl.constexpr, TABLES_CONSTRAINTS: tl.constexpr, FINISH_TEXT: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """grad_q [T, H, D] contiguous. A program for each item and head; heads fastest.
-
-    With TABLES_TEXT the gradients of the tables too, as those of `diagonals_kernel`, in an order that is not
-    fixed: position_sums, float32 [copies, H, 2 * reach + 1], and time_sums, [copies, H, num_buckets], zeros.
-    """
+    """grad_q [T, H, D] contiguous. A program for each item and head; heads fastest."""
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    MODE: tl.constexpr = (
-        BIASED, FAST, PRECISION, BIAS_TEXT, BIAS_CONSTRAINTS, TABLES_TEXT, TABLES_CONSTRAINTS, DESCRIBED
-    )  # fmt: skip
+    MODE: tl.constexpr = (BIASED, FAST, PRECISION, BIAS_TEXT, BIAS_CONSTRAINTS, DESCRIBED)
     PACKED: tl.constexpr = BIAS_TEXT != ""
     rule = (num_contextual, window, prefix, group_size)
     head = (tl.program_id(0) % num_heads).to(tl.int64)
@@ -271,8 +274,6 @@ def rows_kernel(
     else:
         tables = (distances, (time_table + head * time_stride, time_edges, float_edges, num_buckets))
     own = tl.program_id(0) // num_heads
-    part = (own % copies) * num_heads + head
-    sums = position_sums + part * (2 * reach + 1) + reach
     for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
@@ -300,21 +301,19 @@ def rows_kernel(
             for place in range(num_masked(runs)):
                 block = masked_block(place, runs)
                 total = _add_keys(
-                    total, tiles, block, True, sample, rows, rule, tables, sums, SIZES, RULE, MODE, False
+                    total, tiles, block, True, sample, rows, rule, tables, SIZES, RULE, MODE, False
                 )
             unmasked = tl.load(item + UNMASKED_START).to(tl.int32)
             for block in range(unmasked, unmasked + tl.load(item + UNMASKED_COUNT).to(tl.int32)):
                 total = _add_keys(
-                    total, tiles, block, False, sample, rows, rule, tables, sums, SIZES, RULE, MODE, True
+                    total, tiles, block, False, sample, rows, rule, tables, SIZES, RULE, MODE, True
                 )
         else:  # one loop: its pipeline is filled and emptied once
             for place in range(num_blocks(runs)):
                 block, masked = block_at(place, runs)
                 total = _add_keys(
-                    total, tiles, block, masked, sample, rows, rule, tables, sums, SIZES, RULE, MODE, False
+                    total, tiles, block, masked, sample, rows, rule, tables, SIZES, RULE, MODE, False
                 )
         head_q = grad_q + (start * num_heads + head) * D
         total = total * (alpha * inverse_scale)
         store_block(head_q, first, length, num_heads * D, total, D, BLOCK_M, BLOCK_D)
-    if FINISH_TEXT != "":
-        finish_sums(time_sums + part * num_buckets, num_buckets, FINISH_TEXT, 2 * BLOCK_M)

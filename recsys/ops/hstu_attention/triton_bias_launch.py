@@ -127,18 +127,18 @@ def packed_arguments(
     bias: RelativeBias,
     tables: PackedTables,
     layout: SequenceLayout,
-    mask: AttentionMask,
     items: Tensor,
     sizes: tuple[int, int],
-    rows_first: bool,
+    order: tuple[AttentionMask, bool, int | None],
 ) -> list[Tensor | int]:
     """What `bias_arguments` returns, for kernels with the inline assembly, which `can_pack` allows.
 
     In the place of `time_table` its look-up records; in those of `time_edges` and `float_edges` what
     `near_buckets_kernel` and `records_kernel` write; offsets with `PACKED_STEP`.
-    sizes: tokens of a block of rows, of a block of keys. rows_first: `items` are tiles of rows, not of keys.
+    sizes: tokens of a block of rows, of a block of keys. order: what that of `items` depends on beside these:
+    the mask, whether they are tiles of rows, not of keys, and the section.
     """
-    (rows, keys), num_buckets = sizes, int(bias.time_table.shape[-1])
+    (rows, keys), num_buckets, rows_first = sizes, int(bias.time_table.shape[-1]), order[1]
     times, behind, key_bounds, next_times, ahead, row_bounds = _kept(
         layout,
         ("packed_bias_times", rows, keys),
@@ -155,7 +155,7 @@ def packed_arguments(
         )
     (records,) = _kept(
         layout,
-        ("bias_records", mask, rows, keys, rows_first, num_buckets),
+        ("bias_records", *order, rows, keys, num_buckets),
         given,
         lambda: [
             _records(row_bounds, key_bounds, items, (rows, keys), rows_first, layout.max_len, num_buckets)

@@ -11,6 +11,7 @@ MOST_EDGES = tl.constexpr(triton_bias_ptx.MOST_EDGES)
 MANY = tl.constexpr(triton_bias_ptx.MANY)
 NEAR = tl.constexpr(triton_bias_ptx.NEAR)
 NEAR_SIZE = tl.constexpr(triton_bias_ptx.NEAR_SIZE)
+RECORD_BYTES = tl.constexpr(triton_bias_ptx.RECORD_BYTES)
 NEAR_BLOCKS = tl.constexpr(triton_bias_ptx.NEAR_BLOCKS)
 NEAR_BYTES = tl.constexpr(triton_bias_ptx.NEAR_BYTES)
 
@@ -79,13 +80,13 @@ def finish_kernel(
         inside = (at < num_positions) & (at <= reach)
         total = _columns(sums + reach, at, inside, heads, size, step, COPIES)
         if own == 0:
-            for first in range(0, reach, BLOCK):
-                place = first + tl.arange(0, BLOCK)
+            for first in range(0, reach, 4 * BLOCK):
+                place = first + tl.arange(0, 4 * BLOCK)
                 ends = _columns(sums, place, place < reach, heads, size, step, COPIES)
                 total += tl.where(at == 0, tl.sum(ends, 0), 0.0)
         if own == (num_positions - 1) // BLOCK:
-            for first in range(reach + num_positions, 2 * reach + 1, BLOCK):
-                place = first + tl.arange(0, BLOCK)
+            for first in range(reach + num_positions, 2 * reach + 1, 4 * BLOCK):
+                place = first + tl.arange(0, 4 * BLOCK)
                 ends = _columns(sums, place, place < size, heads, size, step, COPIES)
                 total += tl.where(at == num_positions - 1, tl.sum(ends, 0), 0.0)
         tl.store(position_grad + head * num_positions + at, total * scale, mask=at < num_positions)
@@ -277,5 +278,5 @@ def _arguments(
         tables[1].to(tl.int64),
         other[3].to(tl.int32),
         one[3].to(tl.int64),
-        (tables[2] + first_other // SIZE * 4).to(tl.int64),
+        tables[2].to(tl.int64) + first_other.to(tl.uint32) // (SIZE // RECORD_BYTES),
     )

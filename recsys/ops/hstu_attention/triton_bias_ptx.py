@@ -71,6 +71,8 @@ MOST_EDGES = 3
 """Of a block with few. Its `record` is 2 ** 8 times their number and the lowest bucket, then for each edge
 what to add to offsets, in float32, for a number that is at least 1 past it."""
 
+RECORD_BYTES = 16
+
 MANY, NEAR = 4, 5
 """In the place of their number: the bucket of each score is to be found; is at hand in `near`."""
 
@@ -426,10 +428,10 @@ def _add_from_cell(text: Writer, number: int) -> None:
 
 
 def add_to_tables(groups: int, warps: int, near: bool) -> Assembly:
-    """Adds the gradients of a block's scores [rows, keys] to the sums by distance and by bucket."""
+    """Adds the gradients of a block's scores [keys, rows] to the sums by distance and by bucket."""
     text = Writer(groups, warps, (*ARGUMENTS, *SUMS))
     places(text)
-    find_line(text, True)
+    find_line(text, False)
     read_record(text)
     _declare_sums(text)
     text.add("@!p1 bra.uni NO_EDGE;")
@@ -437,7 +439,7 @@ def add_to_tables(groups: int, warps: int, near: bool) -> Assembly:
     text.add("NO_EDGE:")
     if near:
         text.add("@!near bra.uni FAR;")
-        load_near_buckets(text, True)
+        load_near_buckets(text, False)
         text.add("FAR:")
     text.add("@!toeplitz bra.uni ALONE;")
     _sum_line(text)
@@ -451,7 +453,7 @@ def add_to_tables(groups: int, warps: int, near: bool) -> Assembly:
             f"@p red.global.add.f32 [address], {text.score(number)};",
         )
 
-    _each_distance(text, True, add_alone)
+    _each_distance(text, False, add_alone)
     _tree(text, "total", [text.score(number) for number in range(text.size)])
     text.add("PLACED:")
     if near:
@@ -669,10 +671,10 @@ def _sum_line(text: Writer) -> None:
         text.add(f"st.shared.v2.f32 [cell+{4 * (_row_of_lines(0) + 8 * (u + 1))}], {{sum0, sum1}};")
     text.add(
         "bar.warp.sync -1;",
-        # Of the warp's first row and the block's first key, then of the thread's first diagonal.
+        # Of the block's first row and the warp's first key, then of the thread's first diagonal.
         f"mad.lo.s32 distance, warp, 16, {text.argument('first_one')};",
-        f"sub.s32 distance, distance, {text.argument('first_other')};",
-        "sub.s32 distance, distance, lane;",
+        f"sub.s32 distance, {text.argument('first_other')}, distance;",
+        "add.s32 distance, distance, lane;",
         "mul.wide.s32 wide_t, distance, 4;",
         f"add.s64 address, wide_t, {text.argument('position_sums')};",
     )
@@ -688,5 +690,5 @@ def _sum_line(text: Writer) -> None:
             text.add(f"setp.lt.u32 p, lane, {count - first};", "selp.f32 sum, sum, 0f00000000, p;")
         text.add(
             "mov.f32 total, sum;" if first == 0 else "add.f32 total, total, sum;",
-            f"red.global.add.f32 [address+{4 * (15 - first)}], sum;",
+            f"red.global.add.f32 [address+{4 * (first - 15)}], sum;",
         )

@@ -36,7 +36,7 @@ from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
-from recsys.ops.triton_backend import num_processors
+from recsys.ops.triton_backend import load, missing_for_hopper, num_processors
 from recsys.ops.triton_start import Boxes, Wrap, start_specialised, unwrapped
 
 ANY_ROWS = 0x7FFF0000
@@ -44,6 +44,9 @@ ANY_ROWS = 0x7FFF0000
 
 TABLES = ("tables",)
 """Where `PackedTables` are among what a problem has `made`."""
+
+AT_ONCE = f"{__name__.rpartition('.')[0]}.sm90_biased_launch"
+"""All gradients with a bias by one kernel, in Gluon."""
 
 DESCRIPTORS = True
 """Whether descriptors are used where they can be; for tests."""
@@ -109,7 +112,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
         num_heads,
         *strides(q, k, v),
         *scalars(problem),
-        *_bias_arguments(problem, items, blocks, wrap, packed),
+        *bias_arguments_of(problem, items, blocks, wrap, packed),
     ]
     compiled_for = {
         "DESCRIBED": described,
@@ -144,11 +147,13 @@ def backward(
             position_table=torch.zeros_like(bias.position_table), time_table=torch.zeros_like(bias.time_table)
         )
     q, k, v, grad_out = map(with_dense_rows, (q, k, v, grad_out))
-    for kernel in keys_kernels(q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None):
-        _launch_keys(kernel, q, k, v, grad_out, out, problem, wrap)
-    fused = bias is not None and not deterministic and _is_packed("rows", q, v, problem, wrap)
+    fused = bias is not None and not deterministic and _is_packed("sums", q, v, problem, wrap)
+    if bias is not None and fused and can_describe(wrap, q, k, v, grad_out) and not missing_for_hopper():
+        return load(AT_ONCE).backward(q, k, v, grad_out, out, problem, bias)
     sums = zero_sums(q, problem.layout.max_len, bias) if bias is not None and fused else None
-    _launch_rows(q, k, v, grad_out, out, problem, sums, wrap)
+    for kernel in keys_kernels(q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None):
+        _launch_keys(kernel, q, k, v, grad_out, out, problem, sums, wrap)
+    _launch_rows(q, k, v, grad_out, out, problem, wrap)
     if bias is None:
         return out
     if sums is not None:
@@ -166,11 +171,13 @@ def _launch_keys(
     grad_out: Tensor,
     out: Gradients,
     problem: Problem,
+    sums: Sums | None,
     wrap: Wrap,
 ) -> None:
-    """Fills in dK and dV, or one of them: see `keys_kernels`."""
+    """Fills in dK and dV, or one of them, see `keys_kernels`, and the sums if they are given."""
     packed = _is_packed(kernel, q, v, problem, wrap)
-    blocks = blocks_for(f"packed_{kernel}" if packed else kernel, q, v, problem)
+    sizes = "packed_sums" if sums is not None else f"packed_{kernel}" if packed else kernel
+    blocks = blocks_for(sizes, q, v, problem)
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
     described = packed and can_describe(wrap, q, k, v, grad_out)
@@ -183,13 +190,15 @@ def _launch_keys(
         num_heads,
         *strides(q, k, v, grad_out),
         *scalars(problem),
-        *_bias_arguments(problem, items, blocks, wrap, packed, rows_first=False),
+        *bias_arguments_of(problem, items, blocks, wrap, packed, rows_first=False),
+        *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
     ]
     compiled_for = {
         "GRAD_K": kernel != "grad_v",
         "GRAD_V": kernel != "grad_k",
         "DESCRIBED": described,
-        **bias_constants(packed, blocks, rows_first=False),
+        **bias_constants(packed, blocks, rows_first=False, sums=sums is not None),
+        **tables_constants(blocks, sums),
         **constants(problem, q, v, blocks),
     }
     _start(keys_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
@@ -202,13 +211,12 @@ def _launch_rows(
     grad_out: Tensor,
     out: Gradients,
     problem: Problem,
-    sums: Sums | None,
     wrap: Wrap,
 ) -> None:
-    """Fills in dQ, and the sums if they are given."""
+    """Fills in dQ."""
     packed = _is_packed("rows", q, v, problem, wrap)
     described = packed and can_describe(wrap, q, k, v, grad_out)
-    kernel = "packed_rows" if described and sums is None else "packed_sums" if packed else "rows"
+    kernel = "packed_rows" if described else "packed_any_rows" if packed else "rows"
     blocks = blocks_for(kernel, q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
@@ -220,13 +228,11 @@ def _launch_rows(
         num_heads,
         *strides(q, k, v, grad_out),
         *scalars(problem),
-        *_bias_arguments(problem, items, blocks, wrap, packed),
-        *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
+        *bias_arguments_of(problem, items, blocks, wrap, packed),
     ]
     compiled_for = {
         "DESCRIBED": described,
-        **bias_constants(packed, blocks, rows_first=True, sums=sums is not None),
-        **tables_constants(blocks, sums),
+        **bias_constants(packed, blocks, rows_first=True),
         **constants(problem, q, v, blocks),
     }
     _start(rows_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
@@ -267,7 +273,7 @@ def _table_gradients(
     shared = (
         *strides(q, k, v, grad_out),
         *scalars(problem),
-        *_bias_arguments(problem, items, blocks, wrap),
+        *bias_arguments_of(problem, items, blocks, wrap),
         positions,
         times,
         lines,
@@ -296,27 +302,26 @@ def _is_packed(kernel: str, q: Tensor, v: Tensor, problem: Problem, wrap: Wrap) 
     return wrap is unwrapped and triton_packed_launch.is_packed(kernel, q, v, problem.bias)
 
 
-def _bias_arguments(
+def bias_arguments_of(
     problem: Problem,
     items: Tensor,
     blocks: Blocks,
     wrap: Wrap,
     packed: bool = False,
     rows_first: bool = True,
+    section: int | None = None,
 ) -> list[Tensor | int]:
-    layout, bias, key = (
-        problem.layout,
-        problem.bias,
-        (packed, blocks.rows, blocks.keys, packed and rows_first),
-    )
+    """From `position_table` on, in the order of the kernels' parameters. `section`: that of `items`."""
+    layout, bias = problem.layout, problem.bias
+    key = (packed, blocks.rows, blocks.keys, packed and rows_first, section)
     found = problem.made.get(key)
     if found is None:
         if packed and bias is not None:
             tables = problem.made.get(TABLES)
             if tables is None:
                 tables = problem.made[TABLES] = packed_tables(bias, layout)
-            sizes = blocks.rows, blocks.keys
-            found = packed_arguments(bias, tables, layout, problem.mask, items, sizes, rows_first)
+            sizes, order = (blocks.rows, blocks.keys), (problem.mask, rows_first, section)
+            found = packed_arguments(bias, tables, layout, items, sizes, order)
         else:
             sizes = blocks.rows, blocks.keys
             found = bias_arguments(

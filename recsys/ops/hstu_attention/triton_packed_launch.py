@@ -113,10 +113,11 @@ def bias_constants(packed: bool, blocks: Blocks, rows_first: bool, sums: bool = 
 
 
 def tables_constants(blocks: Blocks, sums: Sums | None) -> dict[str, str]:
-    """The assembly that adds to the sums, and that after the last of them; none without them."""
+    """The assembly that adds blocks [keys, rows] to the sums, and that after the last of them; none without
+    them."""
     if sums is None:
         return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "FINISH_TEXT"), "")
-    made = _add_to_tables(blocks.keys // 8, blocks.num_warps, _has_near(blocks))
+    made = _add_to_tables(blocks.rows // 8, blocks.num_warps, _has_near(blocks))
     finish = _finish_sums(blocks.num_warps)
     return {"TABLES_TEXT": made.text, "TABLES_CONSTRAINTS": made.constraints, "FINISH_TEXT": finish}
 

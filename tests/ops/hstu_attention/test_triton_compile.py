@@ -65,9 +65,10 @@ KERNELS = {
     "packed_described": "forward_kernel",
     "packed_keys": "keys_kernel",
     "packed_rows": "rows_kernel",
-    "packed_sums": "rows_kernel",
+    "packed_any_rows": "rows_kernel",
+    "packed_sums": "keys_kernel",
     "packed_keys_by_pointers": "keys_kernel",
-    "packed_sums_by_pointers": "rows_kernel",
+    "packed_sums_by_pointers": "keys_kernel",
 }
 DESCRIBED = ("described", "packed_described", "packed_keys", "packed_rows", "packed_sums")
 SIZES = BLOCKS | {("cached", biased): BLOCKS["forward", biased] for biased in (False, True)}
@@ -153,14 +154,14 @@ def assemblies_of(kernel, blocks):
 
     bias, tables = ("", "", ""), ("", "", "")
     if kernel.startswith("packed_"):
-        rows_first = "keys" not in kernel
+        rows_first = "keys" not in kernel and "sums" not in kernel
         others = blocks.keys if rows_first else blocks.rows
         near, sums = blocks.rows == blocks.keys == 64, "sums" in kernel
         warps = blocks.num_warps
         bias = triton_bias_ptx.add_bias(others // 8, warps, rows_first, near)
         bias += (triton_bias_ptx.begin(warps, sums),)
         if sums:
-            tables = triton_bias_ptx.add_to_tables(blocks.keys // 8, warps, near)
+            tables = triton_bias_ptx.add_to_tables(others // 8, warps, near)
             tables += (triton_bias_ptx.finish_sums(warps),)
     names = (
         "BIAS_TEXT",
@@ -236,7 +237,7 @@ def test_packed_scores_are_where_the_assembly_takes_them_to_be(kernel):
     """16 rows a warp, 8 columns after the other: all that the assembly handles is laid out like that."""
     for width, itemsize in BLOCKS[kernel, True]:
         blocks = BLOCKS[kernel, True][width, itemsize]
-        others = blocks.rows if kernel == "packed_keys" else blocks.keys
+        others = blocks.rows if kernel in ("packed_keys", "packed_sums") else blocks.keys
         code = compiled(kernel, True, width, itemsize).asm["ttgir"]
         packed = re.findall(rf"packed_element = {others // 2} .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", code)
         assert len(packed) == (2 if kernel == "packed_sums" else 1)

@@ -59,6 +59,53 @@ def test_heads_of_other_widths(dims):
         check(shapes, number % 2, 2, KINDS[number], dims, torch.bfloat16, MASKS[number % 2])
 
 
+def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
+    """Sums in any order: as near each time."""
+    from recsys.ops.hstu_attention import sm90_biased_launch
+
+    made = []
+
+    def zero_sums(*arguments):
+        made.append(original(*arguments))
+        return made[-1]
+
+    original = sm90_biased_launch.zero_sums
+    monkeypatch.setattr(sm90_biased_launch, "zero_sums", zero_sums)
+    shapes = [[(2048, 0)], [(1, 0)], [(300, 9), (0, 0), (65, 1)], [(0, 70), (63, 0), (4097, 0)]]
+    batches = []
+    for number, shape in enumerate(shapes):
+        layout, *tensors, bias = case(shape, number % 2, 64, 64, 2, torch.bfloat16, 2)
+        for place, tensor in enumerate(tensors):
+            padded = tensor.new_full((tensor.shape[0] + 512, *tensor.shape[1:]), float("nan"))
+            padded[256:-256] = tensor.detach()
+            tensors[place] = padded[256:-256].detach().requires_grad_()
+        batches.append((layout, *tensors, bias))
+    found = []
+    for n in range(12):
+        for i in (3, n % 4, 0, 2, 1):
+            found.append((i, results(*batches[i], AttentionMask(), "triton", False)))
+    torch.cuda.synchronize()
+    assert len(made) == len(found)  # all were made by the one kernel
+    first = dict(reversed(found))
+    for i, got in first.items():
+        assert_near(got, batches[i], AttentionMask())
+    for i, got in found:
+        for one, other in zip(got, first[i], strict=True):
+            assert (one.double() - other.double()).norm() <= 2e-3 * other.double().norm()
+
+
+@pytest.mark.parametrize("mask", MASKS[:2], ids=str)
+def test_rows_that_no_descriptor_shows(mask):
+    """With heads of 64 and steps that the copy engine does not take."""
+    layout, *tensors, bias = case([(900, 60), (5, 0), (64, 0)], 1, 64, 64, 2, torch.bfloat16, 2)
+    for place, tensor in enumerate(tensors):
+        wide = torch.zeros(tensor.shape[0], 2, 65, device="cuda", dtype=tensor.dtype)
+        wide[:, :, 1:] = tensor.detach()
+        tensors[place] = wide[:, :, 1:].detach().requires_grad_()
+    got = results(layout, *tensors, bias, mask, "triton", False)
+    assert_near(got, (layout, *tensors, bias), mask)
+
+
 def test_deterministic_means_the_same_bits():
     arguments = case([(900, 60), (5, 0), (2000, 9)], 3, 64, 64, 2, torch.bfloat16, 2)
     first = results(*arguments, AttentionMask(), "triton")

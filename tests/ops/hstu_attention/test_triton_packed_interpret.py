@@ -1,10 +1,5 @@
 """The kernels with the bias by inline assembly on a CPU: Triton's interpreter around `tests.ops.ptx`."""
 
-import ctypes
-import math
-import re
-
-import numpy as np
 import pytest
 import torch
 
@@ -15,24 +10,6 @@ from tests.ops.interpreter import INTERPRETED, interpreted, mend_interpreter, ru
 
 HEADS = 2
 DIM = 64
-
-
-class HostMemory(ptx.Memory):
-    """That of this process: the interpreter's pointers are real ones."""
-
-    def load(self, addresses, size):
-        return np.stack([np.frombuffer(ctypes.string_at(int(at), size), np.uint8) for at in addresses])
-
-    def add(self, addresses, values):
-        for address, value in zip(addresses, values, strict=True):
-            ctypes.c_float.from_address(int(address)).value += float(value)
-
-
-def places(threads, entry):
-    """Row and column of an entry of each thread: how Hopper's products spread out a block."""
-    thread = np.arange(threads)
-    row = 16 * (thread // 32) + thread // 4 % 8 + 8 * (entry // 2 % 2)
-    return row, 8 * (entry // 4) + 2 * (thread % 4) + entry % 2
 
 
 class Executed:
@@ -50,19 +27,7 @@ def execute(builder, text, constraints, values, types, is_pure, pack):
     from triton.language import float32
     from triton.runtime.interpreter import TensorHandle
 
-    shape = values[0].data.shape
-    threads = ptx.Threads(math.prod(shape) // pack, HostMemory())
-    spread = places if len(shape) == 2 else lambda threads, entry: np.arange(threads)
-    for number, value in enumerate(values):
-        block = np.broadcast_to(value.data, shape)
-        for entry in range(pack if number == 0 else 1):
-            part = np.ascontiguousarray(block[spread(threads.count, entry)])
-            threads.registers[f"operand{pack * (1 + number) + entry}"] = ptx.bits(part)
-    threads.run(re.sub(r"\$(\d+)", r"operand\1", text))
-    out = np.zeros(shape, np.float32)
-    for entry in range(pack if len(shape) == 2 else 0):
-        raw = threads.registers[f"operand{entry}"].astype(np.uint32)
-        out[spread(threads.count, entry)] = raw.view(np.float32)
+    out = ptx.run_inline(text, [value.data for value in values], pack)
     return Executed(TensorHandle(out, float32))
 
 
