@@ -48,6 +48,8 @@ def backward(
     """
     num_tokens, num_heads, dim = q.shape
     section = section_of(8 * num_heads * dim, problem.mask)  # of q and dO in 16 bits, and of sums
+    if section is not None and section >= num_tokens:
+        section = None  # which needs no list of its own
     items = key_work(problem.mask, problem.layout, BLOCKS.keys, BLOCKS.rows, section)
     sums = zero_sums(q, problem.layout.max_len, bias)
     rows = q.new_zeros(num_tokens, num_heads, dim, dtype=torch.float32)

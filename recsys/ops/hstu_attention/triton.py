@@ -1,8 +1,8 @@
 """The Triton backend of `hstu_attention`: what it can do, and the way to its kernels.
 
 This module itself needs no Triton. The kernels are in `triton_forward` and `triton_backward`, what they share
-in `triton_tile`; `work_list` tells them which tiles there are, `triton_launch` starts them and `triton_ops`
-makes them differentiable.
+in `triton_tile`; with a bias there is one for Hopper in `sm90_biased` too. `work_list` tells them which tiles
+there are, `triton_launch` starts them and `triton_ops` makes them differentiable.
 """
 
 from __future__ import annotations

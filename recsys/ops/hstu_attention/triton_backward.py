@@ -8,7 +8,8 @@
 over keys. Both recompute S: each sum has one owner and one order. That makes seven products instead of five,
 but no program adds to what another has written: adding up dQ with atomics in the first kernel took 4 to 57 %
 longer on an H200. Where both sums of `keys_kernel` do not fit into the registers it runs twice, once for
-each. The gradients of the tables are made in `triton_tables`.
+each. The gradients of the tables are made in `triton_tables`, or, with `triton_bias_ptx` and in any order, by
+`keys_kernel`. Where that can be, Hopper has one kernel for everything: `sm90_biased`.
 
 Scores are [keys, rows] in `keys_kernel`, computed as K Q^T: Triton mistranslates the product of a transposed
 accumulator on Hopper (seen up to 3.7). Factors common to a whole sum are applied at its end.

@@ -22,10 +22,11 @@ SCALE_LEN = 64.0
 
 @pytest.fixture
 def emulated(monkeypatch):
-    from recsys.ops.hstu_attention import sm90_biased_launch, triton_launch
+    from recsys.ops.hstu_attention import sm90_biased_launch, sm90_launch, triton_launch
     from tests.ops.gluon_emulator import Emulated
 
     monkeypatch.setattr(triton_launch, "can_describe", lambda *_: True)
+    monkeypatch.setattr(sm90_launch, "CACHED_BYTES", 100 * HEADS * DIM * 8)  # several sections
     monkeypatch.setattr(triton_launch, "missing_for_hopper", lambda: "")
     monkeypatch.setattr(sm90_biased_launch, "biased_kernel", Emulated(sm90_biased_launch.biased_kernel))
 
