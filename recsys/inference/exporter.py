@@ -90,7 +90,7 @@ def export(source: Source, folder: Path) -> Exported:
         InstallationError: no C++ compiler, or one that does not work.
         ConfigError: the config names a kernel that the device cannot run.
         ParityError: the package's answers differ from the model's by more than `export.parity_tolerance`.
-        RecsysError: no rows to compare on, no space left, or `folder` holds something else than a package.
+        RecsysError: nothing to compare on, no space left, or `folder` holds something else than a package.
     """
     package.require_replaceable(Path(folder))
     require_compiler()
@@ -108,6 +108,11 @@ def export(source: Source, folder: Path) -> Exported:
         )
     graph = ScoringGraph(source.model)
     expected = [_score(graph, batch) for batch in source.batches]
+    if not any(output.numel() for output in expected):
+        raise RecsysError(
+            "the rows to compare the package on (data.validation, else data.train) have no candidates, so "
+            "nothing would be compared"
+        )
     place = Path(folder).resolve()
     with files.whole_folder(place) as aside, files.naming_full_disk(place):
         log.info("capturing and compiling the scoring graph")
@@ -195,7 +200,7 @@ def _example(batches: list[Batch]) -> Batch:
             return batch
     raise RecsysError(
         "the rows to compare on have too little history to capture the graph with: at least one batch with "
-        "2 rows and more events than rows is needed"
+        "2 rows and more events than rows is needed. --set 'data.validation={...}' names other rows"
     )
 
 

@@ -7,8 +7,11 @@ import torch
 
 from recsys import files
 from recsys import protos as pb
+from recsys.errors import RecsysError
 from recsys.inference.exporter import Source, export, why_it_failed
 from recsys.inference.program import PackageError
+from recsys.models import build_model
+from tests.modules.pipelines import RANKER, batch_of, pipeline_of, random_rows
 
 
 @pytest.mark.parametrize(
@@ -58,3 +61,13 @@ def test_an_export_does_not_replace_a_package_with_other_things_in_it(tmp_path):
     part = folder / "predictions" / "part-0.parquet"
     part.write_text("mine")
     assert refused(folder).startswith(f"{part} is no part of the package in {folder}")
+
+
+def test_a_comparison_of_nothing_proves_nothing(tmp_path):
+    """Rows without candidates have no scores that could differ."""
+    pipeline = pipeline_of(RANKER, "data { validation { synthetic {} } }")
+    model = build_model(pipeline).eval()
+    batch = batch_of(pipeline, random_rows(pipeline, [(3, 0), (4, 0), (0, 0)]))
+    with pytest.raises(RecsysError, match="have no candidates, so nothing would be compared"):
+        export(Source(pipeline, model, 1, [batch]), tmp_path / "export")
+    assert list(tmp_path.iterdir()) == []
