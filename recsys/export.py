@@ -48,7 +48,11 @@ def run(call: cli.Call) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
     own = parser.add_argument_group("export flags")
-    own.add_argument("--output", metavar="DIR", help="folder of the package (default: <run-dir>/export)")
+    own.add_argument(
+        "--output",
+        metavar="DIR",
+        help="folder of the package; an older one in it is replaced (default: <run-dir>/export)",
+    )
     cli.add_checkpoint(own)
 
 
