@@ -27,6 +27,7 @@ from recsys.data.batch import Batch, Position
 from recsys.data.block import Block
 from recsys.data.collate import Collator
 from recsys.data.columns import Converter, Origin
+from recsys.data.contract import check_schema
 from recsys.data.duplicates import MANY, Duplicates, count_repeated, find_duplicates
 from recsys.data.plan import RowGroup
 from recsys.data.sources import Source
@@ -102,6 +103,8 @@ class Predictor:
         self.packer = Packer(self.pipeline, rule, MODE)
         self.collator = Collator(self.pipeline, rule, MODE)
         self.unknown_ids = UnknownIds(self.pipeline)
+        # The last schema that was looked at: callers have one.
+        self._fits: pa.Schema | None = None
         if package.items is None:
             self.scores = RowScores(package, self._batch, limits(self.pipeline, self.settings, package))
         else:
@@ -116,13 +119,17 @@ class Predictor:
         """Scores the rows of one table; row i of the answer belongs to row i.
 
         Args:
-            table: columns as `Source.check` lists them.
+            table: the columns of an input file; others are passed over.
             origin: where the table comes from, for errors.
             duplicates: of the source that it comes from; None looks within the table.
 
         Raises:
-            DataError: a bad row, unless `data.bad_rows` leaves them out.
+            DataError: a column is missing or of a wrong type, or a row is bad and `data.bad_rows` does not
+                leave it out.
         """
+        if table.schema != self._fits:
+            check_schema(table.schema, self.pipeline, MODE, origin.path)
+            self._fits = table.schema
         return self.answer(table, self.converter.block(table, origin, duplicates))
 
     def answer(self, table: pa.Table, block: Block) -> pa.Table:

@@ -90,6 +90,18 @@ def test_recommendations_are_the_best_of_all_ids(retriever):
     assert found[1]["item_id"] == IDS[:TOP]
 
 
+def test_a_table_that_does_not_fit_is_told_by_its_columns(retriever):
+    predictor = Predictor(retriever.package)
+    whole = table([3, 905], [7])
+    with pytest.raises(DataError, match=r"^table: no column uih_item_id\."):
+        predictor.table(whole.drop(["uih_item_id"]))
+    wrong = whole.set_column(1, "request_time", pa.array([1.0, 2.0]))
+    with pytest.raises(DataError, match="table: column request_time is double; it must be int64 seconds"):
+        predictor.table(wrong)
+    more = whole.append_column("price", pa.array(["a", "b"]))
+    assert predictor.table(more).equals(predictor.table(whole)) and predictor.table(whole).num_rows == 2
+
+
 def test_an_index_that_looks_everywhere_recommends_the_same(retriever):
     pytest.importorskip("faiss")
     histories = table([3, 905], [], [29, 7, 7, 123456], [4, 11, 90, 555, 640, 19, 2, 31, 500, 77])
