@@ -32,6 +32,8 @@ REASONS = (
 )
 """Names under which bad rows are counted."""
 
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
+
 _LATEST_TIME = 100_000_000_000
 """Seconds; year 5138. Milliseconds of any day since 1973 are larger."""
 
@@ -168,9 +170,7 @@ def check_values(findings: Findings, cells: Cells) -> None:
     if values.null_count and cells.lists and not has_fill(field):
         cells.report(findings, "null", _true(pc.is_null(values)), f"is null{_instead_of_null(field)}")
     if pa.types.is_floating(values.type):
-        cells.report(
-            findings, "not_finite", _not_finite(values), "is {value}; NaN and infinities have no meaning here"
-        )
+        _check_floats(findings, cells)
     if field.kind is Kind.LABEL:
         check_label(findings, cells)
     elif field.kind is not Kind.NUMBER and not is_text(values.type):
@@ -349,14 +349,30 @@ def floats(values: pa.Array) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False)
 
 
-def _not_finite(values: pa.Array) -> np.ndarray:
+def _check_floats(findings: Findings, cells: Cells) -> None:
+    """NaN, infinities, and what would become one in float32."""
+    values, limit = cells.values, _largest(cells.field)
     if len(values) and not values.null_count:
         numbers = floats(values)
         # Both are NaN where one value is.
-        if np.isfinite(numbers.min()) and np.isfinite(numbers.max()):
-            return np.empty(0, np.int64)
+        if float(numbers.min()) >= -limit and float(numbers.max()) <= limit:
+            return
     # A null is not a NaN: it was reported, or has a value to take.
-    return _true(pc.invert(pc.is_finite(values)))
+    places = _true(pc.invert(pc.is_finite(values)))
+    cells.report(findings, "not_finite", places, "is {value}; NaN and infinities have no meaning here")
+    numbers = floats(values).astype(np.float64, copy=False)
+    places = np.flatnonzero(np.isfinite(numbers) & (np.abs(numbers) > limit))
+    cells.report(findings, "too_large", places, "is {value}, more than the model's float32 holds")
+
+
+def _largest(field: Field) -> float:
+    """The largest number of a column that the model can be given."""
+    numeric = field.feature.numeric if field.kind is Kind.NUMBER and field.feature else None
+    if numeric is None:
+        return _LARGEST_FLOAT32
+    if numeric.HasField("bucketize") or numeric.normalize.log1p:
+        return np.finfo(np.float64).max
+    return _LARGEST_FLOAT32 * numeric.normalize.std - abs(numeric.normalize.mean)
 
 
 def _true(mask: pa.Array) -> np.ndarray:

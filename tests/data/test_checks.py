@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pyarrow as pa
 import pytest
+from google.protobuf import text_format
 
 from recsys import protos as pb
 from recsys.data.arrays import Packer
@@ -97,6 +98,12 @@ CASES = {
         "not_finite",
         r"candidate_duration\[0\] is inf",
         {},
+    ),
+    "label beyond float32": (
+        put("candidate_seconds", 1, 1e300),
+        "too_large",
+        r"candidate_seconds\[1\] is 1e\+300, more",
+        {"candidate_seconds": pa.list_(pa.float64())},
     ),
     "NaN watch time": (put("uih_watch_time", 2, math.nan), "not_finite", r"uih_watch_time\[2\] is nan", {}),
     "NaN label": (put("candidate_seconds", 0, math.nan), "not_finite", r"candidate_seconds\[0\] is nan", {}),
@@ -314,3 +321,34 @@ def test_a_bad_row_of_a_multi_valued_user_feature(sample, converter):
     assert dict(arrays.counts) == {"null": 1, "negative": 1}
     assert arrays.value_counts["groups"].tolist() == [2, 0, 0, 1, 0, 1, 0, 3]
     assert arrays.id_lengths[-8:].tolist() == [2, 0, 0, 1, 0, 1, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("numeric", "largest"),
+    [
+        # float32 ends at 2^128 - 2^104.
+        ("normalize {}", 2.0**128 - 2.0**104),
+        ("normalize { std: 0.5 }", 2.0**127 - 2.0**103),
+        ("normalize { std: 1e10 }", 1e10 * (2.0**128 - 2.0**104)),
+        ("normalize { log1p: true }", 1.7e308),
+        ("bucketize { boundaries: 0 }", 1.7e308),
+    ],
+)
+def test_numbers_that_float32_cannot_hold_are_bad_rows(sample, converter, numeric, largest):
+    """Not a loss that is infinite some steps later."""
+    duration = next(one for one in sample.pipeline.features if one.name == "duration")
+    duration.numeric.Clear()
+    text_format.Parse(numeric, duration.numeric)
+    rows = sample.rows(3)
+
+    def values(number: float) -> np.ndarray:
+        rows[1]["candidate_duration"][0] = number
+        return converter().block(sample.table(rows), ORIGIN).flat["candidate_duration"].values
+
+    for sign in (1, -1):
+        assert np.isfinite(values(sign * largest)).all()
+        if largest < 1e308:
+            with pytest.raises(
+                DataError, match=r"row 101: candidate_duration\[0\] is .*e\+\d+, more than the"
+            ):
+                values(sign * largest * (1 + 1e-6))
