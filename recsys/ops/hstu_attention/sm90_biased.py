@@ -6,8 +6,8 @@ the bias is computed once and the gradient of each score is in one place. Two pr
 hide one another's waits.
 
 dS goes to shared memory, from where it is multiplied with the keys; the product, dQ of these keys, takes its
-place, and the copy engine adds it to float32 in memory, in any order. Added from registers (`red`) the kernel
-took a third longer: all other accesses of a processor's threads wait behind these.
+place, and the copy engine adds it to float32 in memory, in any order. With adds from registers (`red`) the
+kernel took a third longer.
 
     loading   descriptors of q and dO, and the head's first columns in them
     buffers   q and dO, two blocks each; k, v
