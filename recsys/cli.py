@@ -234,7 +234,8 @@ def _parser(
         metavar="PATH=VALUE",
         action="append",
         default=[],
-        help="override a field, for example train.num_steps=100; may be repeated",
+        help="override a field, for example train.num_steps=100, or a whole list, data.key_columns=['a', "
+        "'b']; may be repeated",
     )
     default = "" if own_config else " (default: runs/<name of the config>)"
     shared.add_argument("--run-dir", metavar="DIR", help=f"folder of the run{default}")

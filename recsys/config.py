@@ -102,7 +102,8 @@ def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool
         shown += error.findings
     if shown:
         raise ConfigError(shown)
-    return Ready(resolved.pipeline, resolved.origins, warnings(loaded.pipeline, loaded.locations))
+    shown = _replaced(overrides) + warnings(loaded.pipeline, loaded.locations)
+    return Ready(resolved.pipeline, resolved.origins, shown)
 
 
 def check(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:
@@ -155,6 +156,16 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[str]
     for assignment in overrides:
         mistakes += textproto.override(pipeline, assignment, locations)
     return Loaded(pipeline, locations), mistakes
+
+
+def _replaced(overrides: Sequence[str]) -> list[str]:
+    """Overrides that a later one makes void; whoever repeats a flag for a list may think that it grows."""
+    paths = [assignment.partition("=")[0].strip() for assignment in overrides]
+    return [
+        f"--set {assignment}: a later --set {path} replaces it; a list is given as a whole, {path}=['a', 'b']"
+        for place, (assignment, path) in enumerate(zip(overrides, paths, strict=True))
+        if path in paths[place + 1 :]
+    ]
 
 
 def _neighbours(file: Path) -> str:

@@ -32,3 +32,16 @@ def test_mistakes_in_the_text_do_not_hide_those_in_its_meaning(write):
 def test_no_torch_is_needed():
     code = "import sys; from recsys import config, cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_override_that_a_later_one_replaces_is_told(write):
+    path = write(RANKER)
+    given = ["data.key_columns=user", "train.seed=3", "data.key_columns = day"]
+    ready = config.prepare(path, given, read_files=False)
+    assert list(ready.pipeline.data.key_columns) == ["day"]
+    (found,) = ready.warnings
+    assert found.startswith(
+        "--set data.key_columns=user: a later --set data.key_columns replaces it; a list "
+    )
+    both = config.prepare(path, ["data.key_columns=['user', 'day']"], read_files=False)
+    assert list(both.pipeline.data.key_columns) == ["user", "day"] and both.warnings == []

@@ -18,7 +18,8 @@ def override(message: Message, assignment: str, locations: MutableMapping[str, s
 
     Args:
         assignment: `path=value` with the value in text format: a number, a name, a string with or without
-            quotes, `[a, b]` for a whole repeated field, `{...}` for a message. `path=` clears the field.
+            quotes, `[a, b]` for a whole repeated field, `{...}` for a message. `path=` clears the field. Spaces
+            around the value are no part of it, unless they are in quotes.
         locations: by field path, where it was set; brought up to date.
 
     Returns:
@@ -33,7 +34,7 @@ def override(message: Message, assignment: str, locations: MutableMapping[str, s
         place = _find(message, path)
     except _BadPath as error:
         return [f"{where}: {error}"]
-    parsed = assign(value, place.message, place.field, path, where)
+    parsed = assign(value.strip(), place.message, place.field, path, where)
     for known in [
         known for known in locations if known == path or known.startswith((f"{path}.", f"{path}["))
     ]:

@@ -17,6 +17,8 @@ from tests.config_texts import RANKER, findings
         ("data.train.parquet.paths=a,b", "data { train { parquet { paths: 'a,b' } } }"),
         ("data.vocabulary_dir=some/where=1", "data { vocabulary_dir: 'some/where=1' }"),
         ("data.vocabulary_dir='x y'", "data { vocabulary_dir: 'x y' }"),
+        ("data.vocabulary_dir = x y ", "data { vocabulary_dir: 'x y' }"),
+        ("data.vocabulary_dir=' x'", "data { vocabulary_dir: ' x' }"),
         (
             "train.schedule={warmup_steps: 5 cosine {}}",
             "train { schedule { warmup_steps: 5 cosine {} } }",
