@@ -18,8 +18,8 @@ def override(message: Message, assignment: str, locations: MutableMapping[str, s
 
     Args:
         assignment: `path=value` with the value in text format: a number, a name, a string with or without
-            quotes, `[a, b]` for a whole repeated field, `{...}` for a message. `path=` clears the field. Spaces
-            around the value are no part of it, unless they are in quotes.
+            quotes, `[a, b]` for a whole repeated field, `{...}` for a message. `path=` clears the field.
+            Spaces around the value are no part of it, unless they are in quotes.
         locations: by field path, where it was set; brought up to date.
 
     Returns:
