@@ -67,15 +67,38 @@ def publish(aside: Path, path: Path) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to fill beside `path`; it takes the name `path` when the block ends without an error, else it
     is removed.
+
+    Raises:
+        RecsysError: a living process is filling that folder.
     """
     aside = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    aside.mkdir(parents=True, exist_ok=True)
+    with _own_folder(aside) as own:
+        if not own:
+            raise RecsysError(f"{path}: another process is writing this folder; wait for it, or take another")
+        try:
+            yield aside
+            publish(aside, path)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _own_folder(path: Path) -> Iterator[bool]:
+    """Holds a lock on a folder for the block, without what a dead process has left in it; yields False when a
+    living one holds it, or has just given it another name."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield aside
-        publish(aside, path)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            own = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+        except BlockingIOError:
+            own = False
+        for left in path.iterdir() if own else ():
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        yield own
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        os.close(descriptor)
 
 
 @contextmanager

@@ -37,6 +37,19 @@ def test_a_killed_writer_leaves_nothing_under_the_name(tmp_path):
     assert [p.name for p in (tmp_path / "result").iterdir()] == ["b"]
 
 
+def test_two_writers_do_not_share_a_folder(tmp_path):
+    target = tmp_path / "result"
+    with files.whole_folder(target) as aside:
+        (aside / "a").write_text("a")
+        with pytest.raises(RecsysError, match="another process is writing this folder; wait for it"):
+            with files.whole_folder(target):
+                raise AssertionError("two at once")
+        assert (aside / "a").read_text() == "a"
+    assert [p.name for p in tmp_path.iterdir()] == ["result"]
+    with files.whole_folder(target) as aside:
+        assert list(aside.iterdir()) == []
+
+
 def test_sha256_is_the_librarys(tmp_path):
     data = bytes(range(256)) * 9000
     (tmp_path / "x").write_bytes(data)
