@@ -71,10 +71,7 @@ def backward(
         **tables_constants(BLOCKS, sums),
         "num_warps": WARPS,
     }
-    programs = items.shape[0] * num_heads
-    start_with_own_memory(
-        biased_kernel, programs, arguments, compiled_for, lambda box: ragged_descriptor(*box)
-    )
+    start_with_own_memory(biased_kernel, items.shape[0] * num_heads, arguments, compiled_for, _described)
     round_to(out.q, rows, 0.5 * problem.alpha / problem.scale_len)
     position_table, time_table = finished(sums, problem.scale_len, bias)
     return out._replace(position_table=position_table, time_table=time_table)
