@@ -247,7 +247,7 @@ def _start(
 ) -> None:
     """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way.
 
-    With a bias that is not packed Triton's own way: the short one has not been seen with it on a GPU.
+    With a bias that is not packed Triton's own way: the short one has not been run with these kernels.
     """
     if compiled_for["BIAS_TEXT"] != "":
         start_with_own_memory(kernel, programs, arguments, compiled_for, described_boxes)

@@ -12,12 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops.gradient_room import GradientRoom
-from recsys.ops.linear_parts import (
-    column_sums,
-    linear,
-    sum_of_parts,
-    weight_gradient,
-)
+from recsys.ops.linear_parts import column_sums, linear, sum_of_parts, weight_gradient
 from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.triton_backend import missing_for_hopper, num_processors
 from recsys.ops.triton_start import start
