@@ -63,6 +63,18 @@ def test_a_part_can_be_chosen(tmp_path):
     assert not any(call.startswith("-m pytest") for call in calls)
 
 
+@pytest.mark.parametrize(("cores", "workers"), [(3, 3), (200, 32)])
+def test_tests_alone_in_a_process_for_each_core(cores, workers, tmp_path):
+    for name, says in (("nproc", cores), ("nvidia-smi", "Some GPU, 1.2")):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
+        (tmp_path / name).chmod(0o755)
+    code, calls = check(tmp_path, "abc1234", ONLY="tests", PATH=f"{tmp_path}:/usr/bin:/bin")
+    assert code == 0
+    assert calls[-2:] == ["-m recsys.doctor --version", calls[-1]]  # and nothing to put together
+    assert f" -n {workers} --dist worksteal " in calls[-1]
+    assert (tmp_path / "out" / "tests.log").read_text() == "commit abc1234\nSome GPU, 1.2\n"
+
+
 def test_every_test_for_a_gpu_stands_where_it_looks():
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
     places = {
