@@ -1,6 +1,8 @@
 """The bias by inline assembly on Hopper: as near to float64 as the other kernels have to be."""
 
 import itertools
+import sys
+from collections import defaultdict
 
 import pytest
 import torch
@@ -98,6 +100,50 @@ def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
     for i, got in found:
         for one, other in zip(got, first[i], strict=True):
             assert (one.double() - other.double()).norm() <= 2e-3 * other.double().norm()
+
+
+def artefacts(kernels):
+    """How many of each kernel that ran: Triton's, and those that are started the short way."""
+    from recsys.ops.hstu_attention import sm90_start
+
+    short = [found.kernel for found in sm90_start._FOUND.values()]
+    made = {
+        kernel.__name__: (sum(len(cache[0]) for cache in kernel.device_caches.values()), short.count(kernel))
+        for kernel in kernels
+    }
+    return {name: counts for name, counts in made.items() if counts != (0, 0)}
+
+
+def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
+    """From a small one to a large one and back, in sections of about 1,000 tokens and without."""
+    from triton import JITFunction
+
+    from recsys.ops.hstu_attention import sm90_biased_launch, sm90_launch, sm90_start  # noqa: F401
+
+    modules = [module for name, module in sys.modules.items() if name.startswith("recsys.ops.")]
+    kernels = {one for module in modules for one in vars(module).values() if isinstance(one, JITFunction)}
+    for kernel in kernels:  # those that other tests have left
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    monkeypatch.setattr(sm90_start, "_FOUND", {})
+    monkeypatch.setattr(sm90_launch, "CACHED_BYTES", 2**20)
+    several = [(70, 0), (999, 9), (63, 0), (0, 0), (900, 16)]
+    for number, shapes in enumerate([*([(n, 0)] for n in (1, 7, 512, 2048, 4097)), several, [(16, 0)]]):
+        batch = case(shapes, number % 2, 64, 64, 2, torch.bfloat16, 2)
+        assert_near(results(*batch, AttentionMask(), "triton", False), batch, AttentionMask())
+    assert artefacts(kernels) == {
+        "forward_kernel": (1, 1),
+        "biased_kernel": (1, 1),
+        "round_kernel": (1, 1),
+        "tables_kernel": (1, 1),
+        "finish_kernel": (1, 1),
+        # Lists of rows, of keys, of keys in sections.
+        "items_kernel": (3, 3),
+        "order_kernel": (1, 1),
+        # Once for all layers of a batch, by Triton's own way. Records: for rows, for keys.
+        "times_kernel": (1, 0),
+        "near_buckets_kernel": (1, 0),
+        "records_kernel": (2, 0),
+    }
 
 
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
