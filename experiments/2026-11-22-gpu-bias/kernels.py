@@ -27,7 +27,11 @@ from recsys.ops.hstu_attention import (  # noqa: E402
     triton_packed_launch,
 )
 from recsys.ops.hstu_attention.blocks import Blocks  # noqa: E402
-from recsys.ops.hstu_attention.triton_bias_launch import packed_arguments, packed_tables  # noqa: E402
+from recsys.ops.hstu_attention.triton_bias_launch import (  # noqa: E402
+    packed_arguments,
+    packed_parts,
+    packed_tables,
+)
 from recsys.ops.hstu_attention.triton_launch import Gradients, Problem, unwrapped  # noqa: E402
 from recsys.ops.hstu_attention.work_list import row_work  # noqa: E402
 
@@ -94,8 +98,11 @@ def launch(kernel, blocks, batch, biased=True):
     problem = Problem(layout, AttentionMask(), q.shape[2] ** -0.5, 2048.0, bias, made=made)
     if kernel == "prepare":
         items = row_work(problem.mask, layout, *blocks[:2])
-        order = problem.mask, True, None
-        packed_arguments(bias, packed_tables(bias, layout), layout, items, blocks[:2], order)
+        given = layout, items, blocks[:2]
+        arguments = packed_arguments(bias, packed_tables(bias, layout), *given, True)
+        times = bias.timestamps, bias.next_timestamps
+        for _ in packed_parts(arguments, times, *given, (problem.mask, True, None)):
+            pass
         return []
     if kernel == "forward":
         return [triton_launch.forward(q, k, v, problem)]

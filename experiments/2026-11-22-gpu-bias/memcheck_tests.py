@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-m", "gpu"]
-CAPTURED = ("test_replays_of_a_graph", "test_the_cache_is_not_copied")
+CAPTURED = ("test_replays_of_a_graph", "test_the_cache_is_not_copied", "test_memory_of_a_token")
 SAID = re.compile(r"^(tests/\S+?\.py)::(.*) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
 
 

@@ -14,8 +14,8 @@ from recsys.ops.hstu_attention.sm90_start import ragged_descriptor
 from recsys.ops.hstu_attention.triton_launch import (
     Gradients,
     Problem,
-    bias_arguments_of,
     operands,
+    parts_of,
     scalars,
     strides,
 )
@@ -53,25 +53,26 @@ def backward(
     items = key_work(problem.mask, problem.layout, BLOCKS.keys, BLOCKS.rows, section)
     sums = zero_sums(q, problem.layout.max_len, bias)
     rows = q.new_zeros(num_tokens, num_heads, dim, dtype=torch.float32)
-    arguments = [
-        *operands(True, *((tensor, STRIP.value) for tensor in (q, k, v, grad_out, rows))),
-        out.k,
-        out.v,
-        items,
-        num_heads,
-        *strides(q, k, v, grad_out)[1::2],
-        *scalars(problem),
-        *bias_arguments_of(problem, items, BLOCKS, unwrapped, True, rows_first=False, section=section),
-        *sums,
-        sums.by_bucket.shape[0],
-    ]
     compiled_for = {
         **rules(problem.mask),
         **bias_constants(True, BLOCKS, rows_first=False, sums=True),
         **tables_constants(BLOCKS, sums),
         "num_warps": WARPS,
     }
-    start_with_own_memory(biased_kernel, items.shape[0] * num_heads, arguments, compiled_for, _described)
+    for part, of_bias in parts_of(problem, items, BLOCKS, unwrapped, True, rows_first=False, section=section):
+        arguments = [
+            *operands(True, *((tensor, STRIP.value) for tensor in (q, k, v, grad_out, rows))),
+            out.k,
+            out.v,
+            part,
+            num_heads,
+            *strides(q, k, v, grad_out)[1::2],
+            *scalars(problem),
+            *of_bias,
+            *sums,
+            sums.by_bucket.shape[0],
+        ]
+        start_with_own_memory(biased_kernel, part.shape[0] * num_heads, arguments, compiled_for, _described)
     round_to(out.q, rows, 0.5 * problem.alpha / problem.scale_len)
     position_table, time_table = finished(sums, problem.scale_len, bias)
     return out._replace(position_table=position_table, time_table=time_table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,6 +37,16 @@ PACKED_STEP = 2
 
 NUM_ARGUMENTS = 14
 """Of `bias_arguments`."""
+
+RECORDS = 3
+"""The place of the records among them."""
+
+MOST_RECORD_BYTES = 32
+"""A token: if the records of a batch take more, and more than `SMALL_RECORDS`, kernels are started for a part
+of their items after the other, with records of this part. So many there are of samples of 8,192 tokens."""
+
+SMALL_RECORDS = 2**22
+"""Bytes."""
 
 
 def bias_arguments(
@@ -129,16 +139,15 @@ def packed_arguments(
     layout: SequenceLayout,
     items: Tensor,
     sizes: tuple[int, int],
-    order: tuple[AttentionMask, bool, int | None],
+    rows_first: bool,
 ) -> list[Tensor | int]:
     """What `bias_arguments` returns, for kernels with the inline assembly, which `can_pack` allows.
 
-    In the place of `time_table` its look-up records; in those of `time_edges` and `float_edges` what
-    `near_buckets_kernel` and `records_kernel` write; offsets with `PACKED_STEP`.
-    sizes: tokens of a block of rows, of a block of keys. order: what that of `items` depends on beside these:
-    the mask, whether they are tiles of rows, not of keys, and the section.
+    In the place of `time_table` its look-up records; in that of `time_edges` what `near_buckets_kernel`
+    writes; in that of `float_edges` nothing to be read: `packed_parts` puts the records there; offsets with
+    `PACKED_STEP`. sizes: tokens of a block of rows, of a block of keys. rows_first: items are tiles of rows.
     """
-    (rows, keys), num_buckets, rows_first = sizes, int(bias.time_table.shape[-1]), order[1]
+    (rows, keys), num_buckets = sizes, int(bias.time_table.shape[-1])
     times, behind, key_bounds, next_times, ahead, row_bounds = _kept(
         layout,
         ("packed_bias_times", rows, keys),
@@ -153,20 +162,12 @@ def packed_arguments(
             given,
             lambda: _near_buckets(times, next_times, items, num_buckets),
         )
-    (records,) = _kept(
-        layout,
-        ("bias_records", *order, rows, keys, num_buckets),
-        given,
-        lambda: [
-            _records(row_bounds, key_bounds, items, (rows, keys), rows_first, layout.max_len, num_buckets)
-        ],
-    )
     shared = tables.distances.shape[0] == 1
     return [
         tables.distances,
         tables.lookup,
         near[0 if rows_first else 1],
-        records,
+        row_bounds,
         times,
         behind,
         key_bounds,
@@ -178,6 +179,41 @@ def packed_arguments(
         tables.reach,
         num_buckets,
     ]
+
+
+def packed_parts(
+    arguments: list[Tensor | int],
+    times: tuple[Tensor, ...],
+    layout: SequenceLayout,
+    items: Tensor,
+    sizes: tuple[int, int],
+    order: tuple[AttentionMask, bool, int | None],
+) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
+    """All items and `arguments` with their records; or part after part, so that records take O(T) memory.
+
+    The records of a part are good until the next part is asked for. times: those of the bias. order: what
+    that of `items` depends on beside `sizes`: the mask, whether they are tiles of rows, and the section.
+    """
+    (rows, keys), rows_first, num_buckets = sizes, order[1], arguments[NUM_ARGUMENTS - 1]
+    key_bounds, row_bounds = arguments[6], arguments[9]
+
+    def records(part: Tensor) -> Tensor:
+        return _records(row_bounds, key_bounds, part, sizes, rows_first, layout.max_len, num_buckets)
+
+    parts = num_parts(items.shape[0], layout, keys if rows_first else rows)
+    if parts == 1:
+        name = ("bias_records", *order, rows, keys, num_buckets)
+        chosen = _kept(layout, name, times, lambda: [records(items)])
+        yield items, [*arguments[:RECORDS], *chosen, *arguments[RECORDS + 1 :]]
+        return
+    for part in items.split(-(-items.shape[0] // parts)):
+        yield part, [*arguments[:RECORDS], records(part), *arguments[RECORDS + 1 :]]
+
+
+def num_parts(num_items: int, layout: SequenceLayout, size: int) -> int:
+    """Into how many parts `packed_parts` cuts so many items, `size` tokens a block."""
+    allowed = max(MOST_RECORD_BYTES * layout.total_len, SMALL_RECORDS)
+    return -(-num_items * -(-layout.max_len // size) * ptx.RECORD_BYTES // allowed)
 
 
 def _near_buckets(

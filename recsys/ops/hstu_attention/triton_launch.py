@@ -7,6 +7,7 @@ what a compiler can trace: `wrap` stands around each kernel, the identity in eag
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,7 +21,12 @@ from recsys.ops.hstu_attention import triton_packed_launch
 from recsys.ops.hstu_attention.blocks import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
 from recsys.ops.hstu_attention.diagonal_work import diagonal_work
 from recsys.ops.hstu_attention.triton_backward import keys_kernel, rows_kernel
-from recsys.ops.hstu_attention.triton_bias_launch import bias_arguments, packed_arguments, packed_tables
+from recsys.ops.hstu_attention.triton_bias_launch import (
+    bias_arguments,
+    packed_arguments,
+    packed_parts,
+    packed_tables,
+)
 from recsys.ops.hstu_attention.triton_forward import forward_kernel
 from recsys.ops.hstu_attention.triton_packed_launch import (
     Sums,
@@ -104,22 +110,23 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
     blocks = blocks_for(f"packed_{kernel}" if packed else kernel, q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
-    arguments = [
-        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)),
-        out,
-        items,
-        items.shape[0],
-        num_heads,
-        *strides(q, k, v),
-        *scalars(problem),
-        *bias_arguments_of(problem, items, blocks, wrap, packed),
-    ]
     compiled_for = {
         "DESCRIBED": described,
         **bias_constants(packed, blocks, rows_first=True),
         **constants(problem, q, v, blocks),
     }
-    _start(forward_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
+    for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
+        arguments = [
+            *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)),
+            out,
+            part,
+            part.shape[0],
+            num_heads,
+            *strides(q, k, v),
+            *scalars(problem),
+            *of_bias,
+        ]
+        _start(forward_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
     return out
 
 
@@ -181,18 +188,6 @@ def _launch_keys(
     items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
     num_heads = q.shape[1]
     described = packed and can_describe(wrap, q, k, v, grad_out)
-    arguments = [
-        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
-        out.k,
-        out.v,
-        items,
-        items.shape[0],
-        num_heads,
-        *strides(q, k, v, grad_out),
-        *scalars(problem),
-        *bias_arguments_of(problem, items, blocks, wrap, packed, rows_first=False),
-        *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
-    ]
     compiled_for = {
         "GRAD_K": kernel != "grad_v",
         "GRAD_V": kernel != "grad_k",
@@ -201,7 +196,21 @@ def _launch_keys(
         **tables_constants(blocks, sums),
         **constants(problem, q, v, blocks),
     }
-    _start(keys_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
+    shown = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)
+    for part, of_bias in parts_of(problem, items, blocks, wrap, packed, rows_first=False):
+        arguments = [
+            *operands(described, *shown),
+            out.k,
+            out.v,
+            part,
+            part.shape[0],
+            num_heads,
+            *strides(q, k, v, grad_out),
+            *scalars(problem),
+            *of_bias,
+            *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
+        ]
+        _start(keys_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
 
 
 def _launch_rows(
@@ -220,22 +229,24 @@ def _launch_rows(
     blocks = blocks_for(kernel, q, v, problem)
     items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
     num_heads = q.shape[1]
-    arguments = [
-        *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)),
-        out.q,
-        items,
-        items.shape[0],
-        num_heads,
-        *strides(q, k, v, grad_out),
-        *scalars(problem),
-        *bias_arguments_of(problem, items, blocks, wrap, packed),
-    ]
     compiled_for = {
         "DESCRIBED": described,
         **bias_constants(packed, blocks, rows_first=True),
         **constants(problem, q, v, blocks),
     }
-    _start(rows_kernel, items.shape[0] * num_heads, arguments, compiled_for, wrap)
+    shown = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)
+    for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
+        arguments = [
+            *operands(described, *shown),
+            out.q,
+            part,
+            part.shape[0],
+            num_heads,
+            *strides(q, k, v, grad_out),
+            *scalars(problem),
+            *of_bias,
+        ]
+        _start(rows_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
 
 
 def _start(
@@ -302,6 +313,27 @@ def _is_packed(kernel: str, q: Tensor, v: Tensor, problem: Problem, wrap: Wrap) 
     return wrap is unwrapped and triton_packed_launch.is_packed(kernel, q, v, problem.bias)
 
 
+def parts_of(
+    problem: Problem,
+    items: Tensor,
+    blocks: Blocks,
+    wrap: Wrap,
+    packed: bool,
+    rows_first: bool = True,
+    section: int | None = None,
+) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
+    """Items to start a kernel for, one part of them after the other, with `bias_arguments_of` the part.
+
+    `section`: that of `items`.
+    """
+    arguments, bias = bias_arguments_of(problem, items, blocks, wrap, packed, rows_first), problem.bias
+    if not packed or bias is None:
+        return iter([(items, arguments)])
+    times, sizes = (bias.timestamps, bias.next_timestamps), (blocks.rows, blocks.keys)
+    order = problem.mask, rows_first, section
+    return packed_parts(arguments, times, problem.layout, items, sizes, order)
+
+
 def bias_arguments_of(
     problem: Problem,
     items: Tensor,
@@ -309,21 +341,19 @@ def bias_arguments_of(
     wrap: Wrap,
     packed: bool = False,
     rows_first: bool = True,
-    section: int | None = None,
 ) -> list[Tensor | int]:
-    """From `position_table` on, in the order of the kernels' parameters. `section`: that of `items`."""
+    """From `position_table` on, in the order of the kernels' parameters; if `packed` without records."""
     layout, bias = problem.layout, problem.bias
-    key = (packed, blocks.rows, blocks.keys, packed and rows_first, section)
+    key = (packed, blocks.rows, blocks.keys, packed and rows_first)
     found = problem.made.get(key)
     if found is None:
+        sizes = blocks.rows, blocks.keys
         if packed and bias is not None:
             tables = problem.made.get(TABLES)
             if tables is None:
                 tables = problem.made[TABLES] = packed_tables(bias, layout)
-            sizes, order = (blocks.rows, blocks.keys), (problem.mask, rows_first, section)
-            found = packed_arguments(bias, tables, layout, items, sizes, order)
+            found = packed_arguments(bias, tables, layout, items, sizes, rows_first)
         else:
-            sizes = blocks.rows, blocks.keys
             found = bias_arguments(
                 bias, layout, layout.max_len, items, *sizes, wrap, shared=wrap is unwrapped
             )

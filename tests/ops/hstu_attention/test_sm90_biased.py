@@ -31,6 +31,22 @@ def emulated(monkeypatch):
     monkeypatch.setattr(sm90_biased_launch, "biased_kernel", Emulated(sm90_biased_launch.biased_kernel))
 
 
+def gradients(kind, shapes, contextual, rows, mask):
+    """Those of the kernel, and what it was given: layout, cotangent, q, k and v, bias."""
+    from recsys.ops.hstu_attention import triton_launch
+
+    layout = layout_of(samples(contextual, shapes))
+    generator = torch.Generator().manual_seed(0)
+    shape = layout.total_len, HEADS, DIM
+    cotangent, *leaves = (torch.randn(shape, generator=generator).half() for _ in range(4))
+    host, times = relative_bias(layout.total_len, rows=rows), times_of(kind, layout.total_len)
+    tables = [table.detach() for table in (host.position_table, host.time_table)]
+    bias = RelativeBias(*tables, times, torch.cat([times[1:], times[-1:] + 60]))
+    problem = triton_launch.Problem(layout, mask, DIM**-0.5, SCALE_LEN, bias)
+    got = triton_launch.backward(cotangent, *leaves, problem, tables=True, deterministic=False)
+    return got, layout, cotangent, leaves, bias
+
+
 @interpreted
 @pytest.mark.parametrize(
     ("kind", "shapes", "contextual", "rows", "mask"),
@@ -44,35 +60,42 @@ def emulated(monkeypatch):
 )
 def test_gradients_are_as_near_as_the_reference(kind, shapes, contextual, rows, mask, emulated):
     """In float16, which the interpreter has: at most twice as far from float64; sums of 11 bits."""
-    from recsys.ops.hstu_attention import reference, triton_launch
+    from recsys.ops.hstu_attention import reference
 
-    layout = layout_of(samples(contextual, shapes))
-    generator = torch.Generator().manual_seed(0)
-    shape = layout.total_len, HEADS, DIM
-    cotangent, *leaves = (torch.randn(shape, generator=generator).half() for _ in range(4))
-    host, times = relative_bias(layout.total_len, rows=rows), times_of(kind, layout.total_len)
-    tables = [table.detach() for table in (host.position_table, host.time_table)]
-    following = torch.cat([times[1:], times[-1:] + 60])
-    bias = RelativeBias(*tables, times, following)
-    problem = triton_launch.Problem(layout, mask, DIM**-0.5, SCALE_LEN, bias)
-    got = triton_launch.backward(cotangent, *leaves, problem, tables=True, deterministic=False)
+    got, layout, cotangent, leaves, bias = gradients(kind, shapes, contextual, rows, mask)
     found = []
     for dtype, wide in ((torch.float16, torch.float32), (torch.float64, torch.float64)):
         given = [tensor.to(dtype).requires_grad_() for tensor in leaves]
-        given += [table.to(wide).requires_grad_() for table in tables]
+        given += [table.to(wide).requires_grad_() for table in (bias.position_table, bias.time_table)]
         out = reference.run(
             *given[:3],
             layout,
             mask,
             alpha=DIM**-0.5,
             scale_len=SCALE_LEN,
-            bias=RelativeBias(*given[3:], times, following),
+            bias=RelativeBias(*given[3:], bias.timestamps, bias.next_timestamps),
             deterministic=False,
         )
         found.append(torch.autograd.grad(out, given, cotangent.to(out)))
     for ours, other, exact in zip(got, *found, strict=True):
         error, allowed = ((tensor.double() - exact).norm() for tensor in (ours, other))
         assert error <= 2 * allowed + 1e-3 * exact.norm()
+
+
+@interpreted
+def test_parts_of_the_items_add_up(emulated, monkeypatch):
+    from recsys.ops.hstu_attention import triton_bias_launch
+
+    shapes = [(70, 20), (64, 0), (130, 5)]
+    found, starts = [], []
+    monkeypatch.setattr(triton_bias_launch, "MOST_RECORD_BYTES", 0)
+    for small in (triton_bias_launch.SMALL_RECORDS, 100):
+        monkeypatch.setattr(triton_bias_launch, "SMALL_RECORDS", small)
+        found.append(gradients("hours", shapes, 1, HEADS, AttentionMask())[0])
+        starts.append(triton_bias_launch.num_parts(6, layout_of(samples(1, shapes)), DIM))
+    assert starts == [1, 3]
+    for ours, other in zip(*found, strict=True):
+        torch.testing.assert_close(ours, other, rtol=2**-10, atol=1e-6)  # in float16
 
 
 @starts_it

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 
-from recsys.ops import AttentionMask, RelativeBias
+from recsys.ops import AttentionMask, RelativeBias, hstu_attention
 from tests.ops.hstu_attention.test_triton_gpu import assert_near, case, results
 from tests.ops.hstu_attention.test_triton_packed_interpret import times_of
 
@@ -144,6 +144,42 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
         "near_buckets_kernel": (1, 0),
         "records_kernel": (2, 0),
     }
+
+
+@pytest.mark.parametrize("mask", MASKS[:2], ids=str)
+def test_kernels_started_for_parts_of_the_items(mask, monkeypatch):
+    """As where the records of all blocks would take too much memory."""
+    from recsys.ops.hstu_attention import triton_bias_launch
+
+    made, original = [], triton_bias_launch._records
+    monkeypatch.setattr(triton_bias_launch, "MOST_RECORD_BYTES", 0)
+    monkeypatch.setattr(triton_bias_launch, "SMALL_RECORDS", 2**12)
+    monkeypatch.setattr(
+        triton_bias_launch, "_records", lambda *given: made.append(len(given[2])) or original(*given)
+    )
+    for number, (shapes, rows) in enumerate(itertools.product(SHAPES[::2], [None, 2])):
+        check(shapes, 1, rows, KINDS[number], (64, 64), torch.bfloat16, mask)
+    assert len(made) > 2 * 4 * 5  # more than one part for each kernel
+
+
+def test_memory_of_a_token_is_the_same_for_long_samples(monkeypatch):
+    """Of forward and backward, beyond what they are given; 65,536 tokens and 512. Records of all blocks would
+    take 512 bytes a token."""
+    from recsys.ops.hstu_attention import triton_bias_launch
+
+    monkeypatch.setattr(triton_bias_launch, "SMALL_RECORDS", 0)
+    peaks = []
+    for length in (512, 512, 2**16):
+        layout, *leaves, bias = case([(length, 0), (length, 0)], 0, 64, 64, 1, torch.bfloat16, 1)
+        cotangent = torch.randn_like(leaves[0])
+        leaves += [bias.position_table, bias.time_table]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        out = hstu_attention(*leaves[:3], layout, scale_len=length, bias=bias, backend="triton")
+        torch.autograd.grad(out, leaves, cotangent)
+        peaks.append((torch.cuda.max_memory_allocated() - held) / layout.total_len)
+    assert peaks[2] < 1.1 * peaks[1], peaks
 
 
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)

@@ -108,6 +108,69 @@ def test_output_and_gradients_are_as_near_as_the_reference(
         assert error <= 2 * allowed + 1e-3 * exact.norm()
 
 
+@interpreted
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parts_of_the_items_add_up(deterministic, monkeypatch):
+    """Each tile with records of its own, where the records of all would take too much memory."""
+    from recsys.ops.hstu_attention import triton_bias_launch
+
+    made, original = [], triton_bias_launch._records
+    monkeypatch.setattr(
+        triton_bias_launch, "_records", lambda *given: made.append(len(given[2])) or original(*given)
+    )
+    layout = layout_of(samples(1, [(100, 3), (5, 0), (64, 9)]))
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(layout.total_len, HEADS, DIM, generator=generator).half() for _ in range(3)]
+    host, times = relative_bias(layout.total_len, rows=HEADS), times_of("hours", layout.total_len)
+    found = []
+    for small in (triton_bias_launch.SMALL_RECORDS, 40):
+        monkeypatch.setattr(triton_bias_launch, "MOST_RECORD_BYTES", 0)
+        monkeypatch.setattr(triton_bias_launch, "SMALL_RECORDS", small)
+        given = [tensor.requires_grad_() for tensor in leaves]
+        tables = [t.detach().float().requires_grad_() for t in (host.position_table, host.time_table)]
+        again = layout_of(samples(1, [(100, 3), (5, 0), (64, 9)]))  # nothing kept from before
+        found.append(results(given, tables, times, again, AttentionMask(), "triton", deterministic))
+    assert made == [5, 5] + 3 * [2, 2, 1]  # of rows and of keys; forward, keys, rows
+    *others, position_table, time_table = zip(*found, strict=True)
+    assert all(torch.equal(ours, other) for ours, other in others)
+    for ours, other in (position_table, time_table):
+        torch.testing.assert_close(
+            ours, other, rtol=1e-5 * (not deterministic), atol=1e-5 * (not deterministic)
+        )
+
+
+def test_records_take_a_bounded_number_of_bytes_a_token(monkeypatch):
+    """For samples of any length, all items in their order; in one part up to 8,192 tokens."""
+    pytest.importorskip("triton")
+    from recsys.ops.hstu_attention import triton_bias_launch
+    from recsys.ops.hstu_attention.triton_bias_launch import NUM_ARGUMENTS, RECORDS, packed_parts
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: None
+
+    monkeypatch.setattr(triton_bias_launch, "records_kernel", Nothing())
+    bytes_a_token = {}
+    for length, number in ((512, 512), (2048, 128), (8192, 32), (65536, 8), (2**19, 1)):
+        layout = layout_of(samples(0, [(length, 0)] * number))
+        items = torch.arange(layout.total_len // 64)[:, None].expand(-1, 12)
+        dummy, times = torch.zeros(1), (torch.zeros(1), torch.zeros(1))
+        arguments = [dummy] * (NUM_ARGUMENTS - 1) + [40]
+        taken, seen = [], []
+        for part, given in packed_parts(
+            arguments, times, layout, items, (64, 64), (AttentionMask(), True, None)
+        ):
+            taken.append(given[RECORDS].nbytes)
+            seen.append(part)
+            assert given[:RECORDS] == arguments[:RECORDS] and given[RECORDS + 1 :] == arguments[RECORDS + 1 :]
+        assert torch.equal(torch.cat(seen), items)
+        assert len(taken) == max(1, length // 8192)
+        bytes_a_token[length] = max(taken) / layout.total_len
+    # 16 bytes for each of length / 64 blocks of a tile of 64 tokens, as long as that is at most 32.
+    assert bytes_a_token[2048] == pytest.approx(8, abs=1e-3)
+    assert max(bytes_a_token.values()) == pytest.approx(32, abs=0.3)
+
+
 @starts_it
 def test_the_kernels_in_the_interpreter():
     run_interpreted(__file__)
