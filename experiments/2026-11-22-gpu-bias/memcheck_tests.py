@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """GPU tests under compute-sanitizer's memcheck, in several processes: what passed, per file, and all errors.
 
-    python experiments/2026-11-22-gpu-bias/memcheck_tests.py FOLDER PATH [PATH ...] [--processes 12]
-        [--seconds 600] [--deselect NAME ...]
+    python experiments/2026-11-22-gpu-bias/memcheck_tests.py FOLDER PATH [PATH ...] [--processes 4]
+        [--seconds 600] [--examples 3] [--deselect NAME ...]
 
 Each tensor is in memory of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), between 4 KB that nobody may touch, but
-in tests of CAPTURED, whose graphs or figures need PyTorch's allocator. What does not end in time is named.
+in tests of CAPTURED, whose graphs or figures need PyTorch's allocator. PyTorch's own kernels, of the
+references, are not looked at. Of random layouts a few examples. What does not end in time is named.
 """
 
 import argparse
@@ -18,27 +19,59 @@ import sys
 import time
 from pathlib import Path
 
-PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "-m", "gpu"]
+OPTIONS = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", "gpu", "--tb=short", "--show-capture=no"]
 CAPTURED = ("test_replays_of_a_graph", "test_the_cache_is_not_copied", "test_memory_of_a_token")
-SAID = re.compile(r"^(tests/\S+?\.py)::(.*) (PASSED|FAILED|ERROR|SKIPPED)", re.MULTILINE)
+SAID = re.compile(r"^(passed|failed|skipped) [\d.]+ s (.*)$", re.MULTILINE)
+
+
+class Reporter:
+    """Says at once how each test ended; runs a few examples of those by hypothesis."""
+
+    def __init__(self, examples: int) -> None:
+        self.examples = examples
+
+    def pytest_collection_modifyitems(self, items):
+        import hypothesis
+
+        for item in items:
+            test = item.obj
+            if found := getattr(test, "_hypothesis_internal_use_settings", None):
+                few = min(self.examples, found.max_examples)
+                test._hypothesis_internal_use_settings = hypothesis.settings(found, max_examples=few)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            print(f"\n{report.outcome} {report.duration:.1f} s {report.nodeid}", flush=True)
+        if report.failed:
+            print(report.longreprtext, flush=True)
+
+
+def run(tests: list[str], examples: int) -> int:
+    """In the process that is looked at."""
+    import pytest
+
+    return pytest.main([*OPTIONS, *tests], plugins=[Reporter(examples)])
 
 
 def collected(paths: list[str]) -> list[str]:
-    command = [*PYTEST, "-q", "--collect-only", *paths]
+    command = [sys.executable, "-m", "pytest", *OPTIONS, "--collect-only", *paths]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return [line for line in said.splitlines() if "::" in line]
 
 
-def started(folder: Path, name: str, tests: list[str]) -> subprocess.Popen:
+def started(folder: Path, name: str, tests: list[str], examples: int) -> subprocess.Popen:
     command = ["compute-sanitizer", "--report-api-errors", "no", "--target-processes", "all"]
-    command += ["--print-limit", "20", "--log-file", str(folder / f"{name}.%p.errors")]
+    command += ["--kernel-name-exclude", "kns=native", "--print-limit", "20"]
+    command += ["--log-file", str(folder / f"{name}.%p.errors")]
     variables = {"TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    if name != "cached":
+    if name != "captured":
         command += ["--padding", "4096"]
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    (folder / f"{name}.list").write_text("\n".join(tests))
+    own = [sys.executable, __file__, str(folder), str(folder / f"{name}.list"), "--run"]
     with (folder / f"{name}.tests").open("w") as out:
         return subprocess.Popen(
-            [*command, *PYTEST, "-v", "--tb=short", "--show-capture=no", *tests],
+            [*command, *own, "--examples", str(examples)],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=os.environ | variables,
@@ -46,41 +79,51 @@ def started(folder: Path, name: str, tests: list[str]) -> subprocess.Popen:
         )
 
 
+def report(folder: Path, tests: list[str], names: list[str]) -> None:
+    said = "\n".join((folder / f"{name}.tests").read_text() for name in names)
+    states = {test: state for state, test in SAID.findall(said)}
+    for file in dict.fromkeys(test.split("::")[0] for test in tests):
+        mine = [states.get(test, "not ended") for test in tests if test.startswith(file + "::")]
+        print(file, dict(collections.Counter(mine)), flush=True)
+    for test in tests:
+        if states.get(test) not in ("passed", "skipped"):
+            print(states.get(test, "not ended"), test)
+    for name in names:
+        text = "".join(path.read_text() for path in folder.glob(f"{name}.*.errors"))
+        summary = re.findall(r"ERROR SUMMARY: (.*)", text) or ["no summary: stopped"]
+        kinds = collections.Counter(re.findall(r"^========= ([A-Z][\w ]+)", text, re.MULTILINE))
+        print(name, summary, {kind: number for kind, number in kinds.items() if "SUMMARY" not in kind})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("paths", nargs="+")
-    parser.add_argument("--processes", type=int, default=12)
+    parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--examples", type=int, default=3)
     parser.add_argument("--deselect", nargs="*", default=[])
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.run:
+        return run(Path(options.paths[0]).read_text().splitlines(), options.examples)
     end = time.monotonic() + options.seconds
     options.folder.mkdir(parents=True, exist_ok=True)
     tests = [test for test in collected(options.paths) if not any(one in test for one in options.deselect)]
     kept = [test for test in tests if any(one in test for one in CAPTURED)]
     others = [test for test in tests if test not in kept]
-    groups = {str(n): others[n :: options.processes] for n in range(options.processes)} | {"cached": kept}
-    running = {name: started(options.folder, name, group) for name, group in groups.items() if group}
+    groups = {str(n): others[n :: options.processes] for n in range(options.processes)} | {"captured": kept}
+    running = {
+        name: started(options.folder, name, group, options.examples)
+        for name, group in groups.items()
+        if group
+    }
     for process in running.values():
         try:
             process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)
-    said = "\n".join((options.folder / f"{name}.tests").read_text() for name in running)
-    states = {f"{file}::{test}": state for file, test, state in SAID.findall(said)}
-    for file in dict.fromkeys(test.split("::")[0] for test in tests):
-        mine = [states.get(test, "NOT ENDED") for test in tests if test.startswith(file + "::")]
-        print(file, dict(collections.Counter(mine)), flush=True)
-    for test in tests:
-        if states.get(test) not in ("PASSED", "SKIPPED"):
-            print(states.get(test, "NOT ENDED"), test)
-    summaries = collections.Counter()
-    for name in running:
-        text = "".join(path.read_text() for path in options.folder.glob(f"{name}.*.errors"))
-        found = re.findall(r"ERROR SUMMARY: (.*)", text) or ["no summary: stopped"]
-        summaries.update(found)
-        print(name, found, len(re.findall("^========= (?:Invalid|Error|Program hit)", text, re.MULTILINE)))
-    print(dict(summaries))
+    report(options.folder, tests, list(running))
     return 0
 
 

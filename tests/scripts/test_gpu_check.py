@@ -65,10 +65,11 @@ def test_a_part_can_be_chosen(tmp_path):
 
 @pytest.mark.parametrize(("cores", "workers"), [(3, 3), (200, 32)])
 def test_tests_alone_in_a_process_for_each_core(cores, workers, tmp_path):
-    for name, says in (("nproc", cores), ("nvidia-smi", "Some GPU, 1.2")):
+    for name, says in (("nproc", f"${{OMP_NUM_THREADS:-{cores}}}"), ("nvidia-smi", "Some GPU, 1.2")):
         (tmp_path / name).write_text(f"#!/bin/sh\necho {says}\n")
         (tmp_path / name).chmod(0o755)
-    code, calls = check(tmp_path, "abc1234", ONLY="tests", PATH=f"{tmp_path}:/usr/bin:/bin")
+    path = f"{tmp_path}:/usr/bin:/bin"
+    code, calls = check(tmp_path, "abc1234", ONLY="tests", PATH=path, OMP_NUM_THREADS="1")
     assert code == 0
     assert calls[-2:] == ["-m recsys.doctor --version", calls[-1]]  # and nothing to put together
     assert f" -n {workers} --dist worksteal " in calls[-1]

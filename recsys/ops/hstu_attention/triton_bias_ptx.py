@@ -61,8 +61,8 @@ LINE_STEP = 80
 """Numbers from one row of a warp to the next in `lines`, where those by distance are added up: as many as
 rows of 64 scores have with eight columns more, and eight zeros."""
 
-LINES_BYTES = 4 * (8 + 8 * LINE_STEP + 16)
-"""Of a warp."""
+LINES_BYTES = 4 * (8 + 8 * LINE_STEP + 32)
+"""Of a warp; its last threads read behind the last row, for nothing."""
 
 SHARED_STEP = 1024
 """Behind what is declared here Triton's own shared memory begins, which has to be at a multiple of it."""
