@@ -60,6 +60,15 @@ def attention_facts(
     )
 
 
+def scale_of(q: Tensor) -> float:
+    """`1 / sqrt(D)` for q [T, H, D]; in a traced graph a constant, of the one width that the graph is for.
+
+    A number computed of a symbolic width would be one too: in compiled code, which PyTorch (2.11 to 2.13)
+    takes from its cache on disk for other widths as well. `range` has no symbolic length.
+    """
+    return len(range(q.shape[2])) ** -0.5
+
+
 def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask) -> None:
     """Ranks, shapes, dtypes and devices of q, k, v against each other and the layout.
 

@@ -10,6 +10,7 @@ from recsys.ops.attention_args import (
     check_attention,
     check_bias,
     check_number,
+    scale_of,
 )
 from recsys.ops.dispatch import Op
 from recsys.ops.gradient_room import GradientRoom
@@ -76,7 +77,7 @@ def hstu_attention(
         deterministic=deterministic,
         tail=tail,
     )
-    alpha = q.shape[2] ** -0.5 if alpha is None else alpha
+    alpha = scale_of(q) if alpha is None else alpha
     OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=scale_len, bias=bias)
     run = OP.select(facts, backend).run
     return run(

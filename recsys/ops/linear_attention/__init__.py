@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.attention_args import check_attention, check_number
+from recsys.ops.attention_args import check_attention, check_number, scale_of
 from recsys.ops.dispatch import Op
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
@@ -72,7 +72,7 @@ def linear_attention(
     Source: Yang et al., Gated Linear Attention Transformers, arXiv 2312.06635, its recurrent form.
     """
     facts = _facts(q, k, v, log_decay, layout, scale=scale, initial_state=initial_state)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
+    scale = scale_of(q) if scale is None else scale
     run = OP.select(facts, backend).run
     return LinearAttention(*run(q, k, v, log_decay, layout, scale=scale, initial_state=initial_state))
 

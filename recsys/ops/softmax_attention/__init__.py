@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recsys.ops.attention_args import AttentionFacts, attention_facts, check_attention, check_number
+from recsys.ops.attention_args import AttentionFacts, attention_facts, check_attention, check_number, scale_of
 from recsys.ops.dispatch import Op
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
@@ -43,7 +43,7 @@ def softmax_attention(
     Source: Vaswani et al., Attention Is All You Need; Kang and McAuley, SASRec, arXiv 1808.09781.
     """
     facts = _facts(q, k, v, layout, mask, alpha=alpha)
-    alpha = q.shape[2] ** -0.5 if alpha is None else alpha
+    alpha = scale_of(q) if alpha is None else alpha
     OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha)
     return OP.select(facts, backend).run(q, k, v, layout, mask, alpha=alpha)
 

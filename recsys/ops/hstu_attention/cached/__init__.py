@@ -10,6 +10,7 @@ from recsys.ops.attention_args import (
     check_attention,
     check_bias,
     check_number,
+    scale_of,
 )
 from recsys.ops.dispatch import Op
 from recsys.ops.hstu_attention.cached.facts import CachedFacts, cached_facts
@@ -81,7 +82,7 @@ def hstu_attention_cached(
     facts = _facts(
         q, k, v, layout, cache_k, cache_v, cache_layout, mask, alpha=alpha, scale_len=scale_len, bias=bias
     )
-    alpha = q.shape[2] ** -0.5 if alpha is None else alpha
+    alpha = scale_of(q) if alpha is None else alpha
     run = OP.select(facts, backend).run
     return run(
         q, k, v, layout, cache_k, cache_v, cache_layout, mask, alpha=alpha, scale_len=scale_len, bias=bias
