@@ -64,6 +64,12 @@ class Block:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.data.shape)
 
+    def reshape(self, shape: list[int]) -> Block:
+        return Block(self.data.reshape(shape), self.type.layout)
+
+    def permute(self, order: tuple[int, ...]) -> Block:
+        return Block(self.data.permute(order), self.type.layout)
+
     def to(self, dtype: torch.dtype, bitcast: bool = False) -> Block:
         return Block(self.data.view(dtype) if bitcast else self.data.to(dtype), self.type.layout)
 

@@ -13,6 +13,8 @@ goes to shared memory: each warp group multiplies that of all strips with its pa
 a block later, and the descriptor of dQ, float32, adds the product to what other programs have added: in any
 order, so that the last bits vary. Keys, and where there is room values, arrive while the tile before is still
 being computed. Names and the order of the work are those of `sm90_forward`.
+
+Shared memory is what limits it: a block takes 1472 of its cycles a strip, for 1280 of the tensor cores.
 """
 
 from triton._C.libtriton import ir
@@ -45,6 +47,11 @@ from recsys.ops.hstu_attention.sm90_forward import (
 NO_ROW = gl.constexpr(0x7FFFFFFF)
 """Behind all rows."""
 
+FULL, FREE = gl.constexpr(8), gl.constexpr(12)
+"""Hardware barriers, from these numbers on one for each strip and buffer of dS: the other strip has stored its
+half; it has multiplied both. With barriers in shared memory the compiler stops a warp group before each signal,
+for a single thread to give it."""
+
 
 @builtin
 def async_add_to_global(tensor_desc, coord, src, _semantic=None):
@@ -67,7 +74,7 @@ def load_tile_of_keys(
     V_STAGES: gl.constexpr = SIZES[4]
     q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[6]
     q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
-    k_full, v_full, k_free, v_free = barriers[4], barriers[5], barriers[6], barriers[9]
+    k_full, v_full, k_free, v_free = barriers[4], barriers[5], barriers[6], barriers[7]
     stride_q, stride_g, stride_k, stride_v = strides
     cursor, v_cursor, turn = state
     tile, runs, unmasked, head = fetch(items, place, num_heads)
@@ -151,7 +158,33 @@ def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
 
 
 @gluon.jit
-def start_part(block, slot, buffers, barriers, strip: gl.constexpr, SIZES: gl.constexpr):
+def signal(barrier: gl.constexpr, block, strip: gl.constexpr):
+    """To `strip`, the other one, about the buffer of block number `block`; each warp for itself."""
+    gl.inline_asm_elementwise(
+        "bar.arrive $1, $2; mov.u32 $0, 0;",
+        "=r,r,r",
+        [barrier + 2 * strip + block % 2, 2 * 128],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def await_signal(barrier: gl.constexpr, block, strip: gl.constexpr):
+    """Until all warps of `strip`, the own one, are here and all of the other have given the signal."""
+    gl.inline_asm_elementwise(
+        "bar.sync $1, $2; mov.u32 $0, 0;",
+        "=r,r,r",
+        [barrier + 2 * strip + block % 2, 2 * 128],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def start_part(block, slot, buffers, strip: gl.constexpr, SIZES: gl.constexpr):
     """dS K of block number `block` of this program, for the strip's part of the columns, under way; `slot`:
     of the keys."""
     D: gl.constexpr = SIZES[0]
@@ -162,18 +195,25 @@ def start_part(block, slot, buffers, barriers, strip: gl.constexpr, SIZES: gl.co
     keys = buffers[2].index(unknown(slot)).reshape([STRIPS * STRIP, D]).slice(strip * PART, PART, 1)
     ds = buffers[4].index(block % 2).permute((1, 0))
     nothing = gl.zeros([BLOCK_M, PART], gl.float32, parts)
-    mbarrier.wait(barriers[7].index(block % 2), block // 2 % 2)
+    await_signal(FULL, block, strip)
     return warpgroup_mma(ds, keys, nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def store_part(part, block, row, place, dq_desc, buffers, barriers, strip: gl.constexpr, tile):
+def store_part(part, block, row, place, dq_desc, buffers, strip: gl.constexpr, tile):
     """Adds the product of `start_part` to the sums, from row `row` of the sample on; `place`: where they
-    start for the sample, row and column."""
-    mbarrier.arrive(barriers[8].index(block % 2))
+    start for the sample, row and column.
+
+    Of eight columns a thread has two neighbours of each row. Stored side by side they would meet others of
+    their warp in banks of shared memory; the even ones first, they are what `stmatrix` stores at full speed.
+    """
+    ROWS: gl.constexpr = part.shape[0]
+    COLUMNS: gl.constexpr = part.shape[1]
+    signal(FREE, block, 1 - strip)
+    part = part.reshape([ROWS, COLUMNS // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([ROWS, COLUMNS])
     tma.store_wait(0)  # the part before has left the buffer
     buffer = buffers[5].index(strip)
-    buffer.reshape([part.shape[0], part.shape[1]]).store(part)
+    buffer.reshape([ROWS, COLUMNS]).store(part)
     fence_async_shared()
     end = place[0] + tile[1]
     async_add_to_global(dq_desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile[1] + row, place[1]], buffer)
@@ -222,22 +262,22 @@ def add_rows(
     grad_v = warpgroup_mma(weight, g, grad_v, is_async=True)
     grad = warpgroup_mma_wait(1, deps=(grad,))
     rounded = (grad * slope).to(dtype)
-    mbarrier.wait(barriers[8].index(block % 2), block // 2 % 2 ^ 1)
+    await_signal(FREE, block, strip)
     buffers[4].index(block % 2).slice(strip * STRIP, STRIP, 0).store(rounded)
     fence_async_shared()
-    mbarrier.arrive(barriers[7].index(block % 2))
+    signal(FULL, block, 1 - strip)
     rounded = gl.convert_layout(rounded, operand)
     if FIRST:
         grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
         grad_v = warpgroup_mma_wait(1, deps=(grad_v,))
         mbarrier.arrive(g_free.index(stage))
     else:
-        part = start_part(block - 1, slots[0], buffers, barriers, strip, SIZES)
+        part = start_part(block - 1, slots[0], buffers, strip, SIZES)
         grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
         grad_v = warpgroup_mma_wait(2, deps=(grad_v,))
         mbarrier.arrive(g_free.index(stage))
         part = warpgroup_mma_wait(1, deps=(part,))
-        store_part(part, block - 1, row_before, place, dq_desc, buffers, barriers, strip, tile)
+        store_part(part, block - 1, row_before, place, dq_desc, buffers, strip, tile)
     grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
     mbarrier.arrive(q_free.index(stage))
     return grad_k, grad_v
@@ -269,12 +309,14 @@ def computing_group(
     V_STAGES: gl.constexpr = SIZES[4]
     APART: gl.constexpr = SIZES[5]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    k_full, k_free, v_free = barriers[4], barriers[6], barriers[9]
+    k_full, k_free, v_free = barriers[4], barriers[6], barriers[7]
     out_buffer, told = buffers[7], buffers[6]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     block = gl.to_tensor(0)
+    for buffer in gl.static_range(2):
+        signal(FREE, buffer, 1 - strip)
     mbarrier.wait(k_full.index(0), 0)
     place = hear(told.index(0))
     tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
@@ -309,9 +351,9 @@ def computing_group(
             cursor = next_stage(cursor, STAGES)
         mbarrier.arrive(v_free.index(slots[1]))
         block += count
-        part = start_part(block - 1, slots[0], buffers, barriers, strip, SIZES)
+        part = start_part(block - 1, slots[0], buffers, strip, SIZES)
         part = warpgroup_mma_wait(0, deps=(part,))
-        store_part(part, block - 1, row, part_place, dq_desc, buffers, barriers, strip, tile)
+        store_part(part, block - 1, row, part_place, dq_desc, buffers, strip, tile)
         mbarrier.arrive(k_free.index(slots[0]))
         turn += 1
         v_cursor = next_stage(v_cursor, V_STAGES)
@@ -347,7 +389,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are those of a
     head. `dq_desc` is of zeros in float32, [T, H, D], to be added to: dQ less the factor
-    alpha / (2 scale_len). APART: dK and dV leave through buffers of their own, not through those of the parts
+    alpha / (2 scale_len), of every eight columns the even ones first. APART: dK and dV leave through buffers of their own, not through those of the parts
     of dQ.
     """
     SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, APART)
@@ -374,8 +416,6 @@ def backward_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(q_free.index(stage), count=STRIPS)
@@ -387,11 +427,9 @@ def backward_kernel(
     for slot in gl.static_range(2):
         mbarrier.init(k_full.index(slot), count=1)
         mbarrier.init(k_free.index(slot), count=STRIPS)
-        mbarrier.init(ds_full.index(slot), count=STRIPS)
-        mbarrier.init(ds_free.index(slot), count=STRIPS)
     fence_async_shared()
     buffers = (q_buffer, g_buffer, k_buffer, v_buffer, ds_buffer, part_buffer, slots, out_buffer)
-    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, ds_full, ds_free, v_free)
+    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, v_free)
     num_places = num_items * num_heads
     loading = (
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,

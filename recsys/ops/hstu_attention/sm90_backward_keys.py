@@ -4,7 +4,7 @@ Formulas, names and the loading warp are those of `sm90_backward`, without dQ, w
 `sm90_backward_rows`: no dS in shared memory, no warp group that waits for another, registers to spare.
 
     buffers   q, g (dO), k, v, out twice, slots for numbers of tiles
-    barriers  those of `sm90_backward`, without those of dS
+    barriers  those of `sm90_backward`
     SIZES     D, BLOCK_M, STAGES, STRIPS, V_STAGES
 """
 
@@ -115,7 +115,7 @@ def computing_group(
     STAGES: gl.constexpr = SIZES[2]
     V_STAGES: gl.constexpr = SIZES[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    k_full, v_full, k_free, v_free = barriers[4], barriers[5], barriers[6], barriers[9]
+    k_full, v_full, k_free, v_free = barriers[4], barriers[5], barriers[6], barriers[7]
     out, told = buffers[4].index(strip), buffers[6]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
@@ -208,7 +208,7 @@ def keys_kernel(
         mbarrier.init(k_free.index(slot), count=STRIPS)
     fence_async_shared()
     buffers = (q_buffer, g_buffer, k_buffer, v_buffer, out_buffer, out_buffer, slots)
-    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, k_free, k_free, v_free)
+    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, v_free)
     num_places = num_items * num_heads
     loading = (
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,

@@ -180,7 +180,7 @@ def backward(
         ),
         lambda: {**constants_of(sizes, mask), "D": dim},
     )
-    round_to(made[0], sums, 0.5 * problem.alpha / problem.scale_len)
+    round_to(made[0], sums, 0.5 * problem.alpha / problem.scale_len, even_first=True)
     return Gradients(*made, None, None)
 
 
@@ -211,15 +211,18 @@ def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | b
     }
 
 
-def round_to(rounded: Tensor, sums: Tensor, factor: float) -> None:
-    """`rounded = sums * factor`, [T, H, D], D a multiple of 64; rows of `rounded` may lie apart."""
+def round_to(rounded: Tensor, sums: Tensor, factor: float, *, even_first: bool = False) -> None:
+    """`rounded = sums * factor`, [T, H, D], D a multiple of 64; rows of `rounded` may lie apart. `even_first`:
+    every eight columns of `sums` are 0, 2, 4, 6, 1, 3, 5, 7 of them."""
     if sums.device.type != "cuda":  # in the emulator
+        if even_first:
+            sums = sums.unflatten(2, (-1, 2, 4)).transpose(3, 4).flatten(2)
         torch.mul(sums, factor, out=rounded)
         return
     num_lines, in_row = sums.numel() // LINE, sums[0].numel() // LINE
     start(
         round_kernel,
-        (rounded.dtype, in_row, rounded.stride(0)),
+        (rounded.dtype, in_row, rounded.stride(0), even_first),
         -(-num_lines // ROUNDED_LINES),
         (),
         (sums, rounded),
@@ -229,6 +232,7 @@ def round_to(rounded: Tensor, sums: Tensor, factor: float) -> None:
             "STRIDE": rounded.stride(0),
             "LINES": ROUNDED_LINES,
             "LINE": LINE,
+            "EVEN_FIRST": even_first,
             "num_warps": WARPS,
         },
     )

@@ -11,14 +11,20 @@ LINE = 64
 def round_kernel(
     sums, rounded, num_lines, factor,
     IN_ROW: tl.constexpr, STRIDE: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
+    EVEN_FIRST: tl.constexpr,
 ):  # fmt: skip
     """`rounded = sums * factor`, [num_lines, LINE]; the last first, which are still in the cache.
 
-    Rows of IN_ROW lines each are STRIDE apart in `rounded`, side by side in `sums`.
+    Rows of IN_ROW lines each are STRIDE apart in `rounded`, side by side in `sums`. EVEN_FIRST: there every
+    eight numbers are 0, 2, 4, 6, 1, 3, 5, 7 of them.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     line = program * LINES + tl.arange(0, LINES)[:, None]
     within = tl.arange(0, LINE)[None, :]
     value = tl.load(sums + line.to(tl.int64) * LINE + within, mask=line < num_lines)
     place = (line // IN_ROW).to(tl.int64) * STRIDE + (line % IN_ROW) * LINE + within
-    tl.store(rounded + place, (value * factor).to(rounded.dtype.element_ty), mask=line < num_lines)
+    value = (value * factor).to(rounded.dtype.element_ty)
+    if EVEN_FIRST:
+        eights = tl.reshape(value, LINES, LINE // 8, 2, 4)
+        value = tl.reshape(tl.permute(eights, 0, 1, 3, 2), LINES, LINE)
+    tl.store(rounded + place, value, mask=line < num_lines)

@@ -127,7 +127,7 @@ def test_keys_tell_apart_all_that_the_code_depends_on(monkeypatch):
     keys = []
     for module in (sm90_launch, sm90_two_pass):
         monkeypatch.setattr(module, "start", lambda kernel, key, *rest: keys.append((kernel.__name__, key)))
-    monkeypatch.setattr(sm90_launch, "round_to", lambda *rest: None)
+    monkeypatch.setattr(sm90_launch, "round_to", lambda *rest, **more: None)
     layouts = [layout_of(samples(0, shapes)) for shapes in ([(70, 3)], [(5, 0)] * 9)]
     kinds = [
         AttentionMask(),
