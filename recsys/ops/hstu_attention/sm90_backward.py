@@ -48,9 +48,9 @@ NO_ROW = gl.constexpr(0x7FFFFFFF)
 """Behind all rows."""
 
 FULL, FREE = gl.constexpr(8), gl.constexpr(12)
-"""Hardware barriers, from these numbers on one for each strip and buffer of dS: the other strip has stored its
-half; it has multiplied both. With barriers in shared memory the compiler stops a warp group before each signal,
-for a single thread to give it."""
+"""Hardware barriers, from these numbers on one for each strip and buffer of dS: the other strip has stored
+its half; it has multiplied both. For a signal through a barrier in shared memory the compiler would stop all
+warps of the group, so that a single thread can give it."""
 
 
 @builtin
@@ -389,8 +389,8 @@ def backward_kernel(
 ):  # fmt: skip
     """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are those of a
     head. `dq_desc` is of zeros in float32, [T, H, D], to be added to: dQ less the factor
-    alpha / (2 scale_len), of every eight columns the even ones first. APART: dK and dV leave through buffers of their own, not through those of the parts
-    of dQ.
+    alpha / (2 scale_len), of every eight columns the even ones first. APART: dK and dV leave through buffers
+    of their own, not through those of the parts of dQ.
     """
     SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, APART)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)

@@ -212,8 +212,10 @@ def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | b
 
 
 def round_to(rounded: Tensor, sums: Tensor, factor: float, *, even_first: bool = False) -> None:
-    """`rounded = sums * factor`, [T, H, D], D a multiple of 64; rows of `rounded` may lie apart. `even_first`:
-    every eight columns of `sums` are 0, 2, 4, 6, 1, 3, 5, 7 of them."""
+    """`rounded = sums * factor`, [T, H, D], D a multiple of 64; rows of `rounded` may lie apart.
+
+    `even_first`: every eight columns of `sums` are columns 0, 2, 4, 6, 1, 3, 5, 7 of them.
+    """
     if sums.device.type != "cuda":  # in the emulator
         if even_first:
             sums = sums.unflatten(2, (-1, 2, 4)).transpose(3, 4).flatten(2)
