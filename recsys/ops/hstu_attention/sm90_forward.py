@@ -40,8 +40,6 @@ RAGGED_ROWS = gl.constexpr(2**30)
 
 NUM_COLUMNS = gl.constexpr(work_list.NUM_COLUMNS)
 UNMASKED_START = gl.constexpr(work_list.UNMASKED_START)
-FIRST_TURN = gl.constexpr(8)
-"""Hardware barriers from this number on pass the turn from strip to strip; the compiler takes the first."""
 
 load_tile = gluon.jit(triton_tile.load_tile.fn)
 load_runs = gluon.jit(triton_tile.load_runs.fn)
@@ -55,32 +53,6 @@ def tanh(x):
     """One instruction, to about 11 bits: enough for weights of 16 bits."""
     return gl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def wait_for_turn(strip: gl.constexpr, num_threads):
-    """Until the strip before this one has passed the turn."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.u32 $0, 0;",
-        "=r,r,r",
-        [FIRST_TURN + strip, num_threads],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def pass_turn(strip: gl.constexpr, num_threads):
-    """To `strip`, without waiting for it."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.u32 $0, 0;",
-        "=r,r,r",
-        [FIRST_TURN + strip, num_threads],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
     )
 
 
@@ -248,24 +220,16 @@ def hide(score, i, first, tile, rule, RULE: gl.constexpr):
 
 
 @gluon.jit
-def step(
-    total, weight, q, following, cursor, buffers, barriers, strip: gl.constexpr, nothing,
-    SIZES: gl.constexpr, TURNS: gl.constexpr,
-):  # fmt: skip
+def step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES: gl.constexpr):
     """Starts the scores of the block at `following` and adds the values of the block at `cursor`; returns
     while the latter is under way: the scores, and the sum to wait for."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
-    STRIPS: gl.constexpr = SIZES[3]
     k = buffers[1].index(following[0]).reshape([BLOCK_N, D]).permute((1, 0))
     v = buffers[2].index(cursor[0]).reshape([BLOCK_N, D])
     mbarrier.wait(barriers[2].index(following[0]), following[1])
-    if TURNS:
-        wait_for_turn(strip, 256)
     score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
     total = warpgroup_mma(weight, v, total, is_async=True)
-    if TURNS:
-        pass_turn((strip + 1) % STRIPS, 256)
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(barriers[3].index(following[0]))
     return score, total
@@ -282,17 +246,13 @@ def settle(total, weight, following, cursor, barriers):
 
 
 @gluon.jit
-def skip_blocks(count, cursor, barriers, strip: gl.constexpr, SIZES: gl.constexpr, TURNS: gl.constexpr):
+def skip_blocks(count, cursor, barriers, SIZES: gl.constexpr):
     """Frees the buffers of so many blocks without a look at them."""
     STAGES: gl.constexpr = SIZES[2]
-    STRIPS: gl.constexpr = SIZES[3]
     k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
     for _number in range(count):
         stage, parity = cursor
         mbarrier.wait(k_full.index(stage), parity)
-        if TURNS:
-            wait_for_turn(strip, 256)
-            pass_turn((strip + 1) % STRIPS, 256)
         mbarrier.arrive(k_free.index(stage))
         mbarrier.wait(v_full.index(stage), parity)
         mbarrier.arrive(v_free.index(stage))
@@ -303,14 +263,13 @@ def skip_blocks(count, cursor, barriers, strip: gl.constexpr, SIZES: gl.constexp
 @gluon.jit
 def attend(
     q, q_free, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
-    SIZES: gl.constexpr, RULE: gl.constexpr, TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    SIZES: gl.constexpr, RULE: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """float32 [STRIP, D], the sum over all blocks but the first `past`, of which there is at least one; the
     cursor behind the last."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
-    STRIPS: gl.constexpr = SIZES[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
@@ -325,11 +284,7 @@ def attend(
     stage, parity = cursor
     k = buffers[1].index(stage).reshape([BLOCK_N, D]).permute((1, 0))
     mbarrier.wait(k_full.index(stage), parity)
-    if TURNS:
-        wait_for_turn(strip, 256)
     score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
-    if TURNS:
-        pass_turn((strip + 1) % STRIPS, 256)
     score = warpgroup_mma_wait(0, deps=(score,))
     mbarrier.arrive(k_free.index(stage))
     first = block_at(past, runs, unmasked) * BLOCK_N
@@ -338,9 +293,7 @@ def attend(
     mbarrier.wait(v_full.index(stage), parity)
     for number in range(past + 1, masked):
         following = next_stage(cursor, STAGES)
-        score, total = step(
-            total, weight, q, following, cursor, buffers, barriers, strip, nothing, SIZES, TURNS
-        )
+        score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
         first = block_at(number, runs, unmasked) * BLOCK_N
         new = weigh(hide(score, i, first, tile, rule, RULE), half_alpha)
         new = gl.convert_layout(new.to(dtype), operand)
@@ -348,9 +301,7 @@ def attend(
         cursor = following
     for _number in range(gl.maximum(past + 1, masked), count):
         following = next_stage(cursor, STAGES)
-        score, total = step(
-            total, weight, q, following, cursor, buffers, barriers, strip, nothing, SIZES, TURNS
-        )
+        score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
         new = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
         total, weight = settle(total, new, following, cursor, barriers)
         cursor = following
@@ -366,7 +317,7 @@ def attend(
 @gluon.jit
 def computing_group(
     strip: gl.constexpr, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
-    rule, SIZES: gl.constexpr, RULE: gl.constexpr, TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    rule, SIZES: gl.constexpr, RULE: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """One strip of each tile that the loading warp tells of."""
     D: gl.constexpr = SIZES[0]
@@ -378,21 +329,19 @@ def computing_group(
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
-    if TURNS and strip == STRIPS - 1:
-        pass_turn(0, 256)
     mbarrier.wait(q_full.index(strip), 0)
     place = hear(slots.index(0))
     tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     while place < num_places:
         past = blocks_past(strip, tile, runs, rule[0], BLOCK_N, RULE[3])
-        cursor = skip_blocks(past, cursor, barriers, strip, SIZES, TURNS)
+        cursor = skip_blocks(past, cursor, barriers, SIZES)
         at = turn % Q_TILES * STRIPS + strip
         total = gl.zeros([STRIP, D], gl.float32, sums)
         if past < num_blocks(runs):
             q = q_buffer.index(at).reshape([STRIP, D])
             total, cursor = attend(
                 q, q_free.index(at), cursor, buffers, barriers, strip, tile, runs, unmasked, past,
-                half_alpha, rule, SIZES, RULE, TURNS, OUT_IN_Q,
+                half_alpha, rule, SIZES, RULE, OUT_IN_Q,
             )  # fmt: skip
         elif not OUT_IN_Q:
             mbarrier.arrive(q_free.index(at))
@@ -434,7 +383,7 @@ def forward_kernel(
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
-    TURNS: gl.constexpr, OUT_IN_Q: gl.constexpr, Q_TILES: gl.constexpr,
+    OUT_IN_Q: gl.constexpr, Q_TILES: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [T, H, D] contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
@@ -476,7 +425,7 @@ def forward_kernel(
     gl.warp_specialize([
         (computing_group, (
             strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-            SIZES, RULE, TURNS, OUT_IN_Q,
+            SIZES, RULE, OUT_IN_Q,
         )) if strip < STRIPS else (loading_warp, loading)
         for strip in (0, 1, 2, 3)[:STRIPS + 1]
     ], [4] * (STRIPS - 1) + [1], [COMPUTING_REGISTERS] * (STRIPS - 1) + [LOADING_REGISTERS])  # fmt: skip

@@ -39,7 +39,6 @@ class Sizes(NamedTuple):
     out_in_q: bool  # whether rows of the output leave through the buffer of q
     computing_registers: int
     loading_registers: int
-    turns: bool  # whether the strips start their products in turn
     q_tiles: int = 1  # buffers for tiles of rows
 
     @property
@@ -49,9 +48,9 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    64: Sizes(128, 3, 2, False, 240, 24, False, 2),
-    128: Sizes(64, 4, 2, False, 240, 24, False, 2),
-    256: Sizes(64, 2, 2, True, 232, 40, False),
+    64: Sizes(128, 3, 2, False, 240, 24, 2),
+    128: Sizes(64, 4, 2, False, 240, 24, 2),
+    256: Sizes(64, 2, 2, True, 232, 40),
 }
 """By width of the heads. Of a block of 128 keys on the diagonal a strip sees a quarter or three, of one of 64
 keys half or all."""
@@ -122,7 +121,6 @@ def forward(
             "BLOCK_N": sizes.keys,
             "STAGES": sizes.stages,
             "STRIPS": sizes.strips,
-            "TURNS": sizes.turns,
             "OUT_IN_Q": sizes.out_in_q,
             "Q_TILES": sizes.q_tiles,
             "COMPUTING_REGISTERS": sizes.computing_registers,

@@ -31,10 +31,7 @@ OTHER_SIZES = [
     pytest.param(
         64, SIZES[64]._replace(keys=64, stages=4, strips=3, computing_registers=160, loading_registers=32)
     ),
-    pytest.param(64, SIZES[64]._replace(turns=True)),
-    pytest.param(128, SIZES[128]._replace(turns=True)),
     pytest.param(128, SIZES[128]._replace(keys=128, stages=2)),
-    pytest.param(256, SIZES[256]._replace(turns=True)),
 ]
 MASKS = {"causal": (False, False, False, True), "everything": (True, True, True, True)}
 CASES = [
@@ -76,7 +73,6 @@ def compiled(dim, sizes, mask, folder: Path) -> Made:
         "TARGET_WINDOW": target_window,
         "GROUPED": grouped,
         "CONTEXTUAL_READS": reads,
-        "TURNS": sizes.turns,
         "OUT_IN_Q": sizes.out_in_q,
         "Q_TILES": sizes.q_tiles,
         "COMPUTING_REGISTERS": sizes.computing_registers,

@@ -185,9 +185,7 @@ def attend(
     for _number in range(1, count - new_count):
         following = next_stage(cursor, STAGES)
         if STRIPS == 2:
-            score, total = step(
-                total, weight, q, following, cursor, buffers, barriers, strip, nothing, SIZES, False
-            )
+            score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
             new = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
             total, weight = settle(total, new, following, cursor, barriers)
         else:
@@ -215,7 +213,7 @@ def attend(
         group = row // group_size * group_size
     seen = group // BLOCK_N
     past = (gl.minimum(row + STRIP, tile[1]) + BLOCK_N - 1) // BLOCK_N
-    cursor = skip_blocks(seen - new_first, cursor, barriers, strip, SIZES, False)
+    cursor = skip_blocks(seen - new_first, cursor, barriers, SIZES)
     for block in range(seen, past):
         stage, parity = cursor
         mbarrier.wait(k_full.index(stage), parity)
@@ -231,7 +229,7 @@ def attend(
         total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(v_free.index(stage))
         cursor = next_stage(cursor, STAGES)
-    cursor = skip_blocks(new_first + new_count - past, cursor, barriers, strip, SIZES, False)
+    cursor = skip_blocks(new_first + new_count - past, cursor, barriers, SIZES)
     mbarrier.arrive(q_free)
     return total, cursor
 
@@ -268,7 +266,7 @@ def computing_group(
                 SIZES, GROUPED,
             )  # fmt: skip
         else:  # past the end of the sample
-            cursor = skip_blocks(blocks[2], cursor, barriers, strip, SIZES, False)
+            cursor = skip_blocks(blocks[2], cursor, barriers, SIZES)
             mbarrier.arrive(q_free.index(at))
         turn += 1
         following = turn % Q_TILES * STRIPS + strip
