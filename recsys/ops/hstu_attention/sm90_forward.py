@@ -13,7 +13,7 @@ Numbers that belong together travel as tuples, as in `triton_tile`, whose mask t
 
     tile      first row in [T], length and first target of the sample; the tile's first token
     runs      the blocks that the tile visits
-    buffers   q, k, v and out in shared memory; two slots for numbers of tiles
+    buffers   q, k, v and out in shared memory; two slots for items of the list
     barriers  full and free of q, k and v
     SIZES     D, BLOCK_N, STAGES, STRIPS, Q_TILES: buffers for tiles of q
 
@@ -39,7 +39,28 @@ RAGGED_ROWS = gl.constexpr(2**30)
 """Rows that a ragged descriptor claims to have: see `sm90_launch.ragged_descriptor`."""
 
 NUM_COLUMNS = gl.constexpr(work_list.NUM_COLUMNS)
+START = gl.constexpr(work_list.START)
+LENGTH = gl.constexpr(work_list.LENGTH)
+HISTORY_END = gl.constexpr(work_list.HISTORY_END)
+FIRST = gl.constexpr(work_list.FIRST)
+COUNT_A = gl.constexpr(work_list.COUNT_A)
+START_B = gl.constexpr(work_list.START_B)
+COUNT_B = gl.constexpr(work_list.COUNT_B)
+START_C = gl.constexpr(work_list.START_C)
+COUNT_C = gl.constexpr(work_list.COUNT_C)
+UNMASKED_AT = gl.constexpr(work_list.UNMASKED_AT)
 UNMASKED_START = gl.constexpr(work_list.UNMASKED_START)
+UNMASKED_COUNT = gl.constexpr(work_list.UNMASKED_COUNT)
+
+ITEM = gl.constexpr(16)
+"""Numbers of an item in shared memory: the columns of the work list, the head and the place in the list."""
+
+TAKEN_BEFORE = gl.constexpr(8)
+READ_BEFORE = gl.constexpr(5)
+"""So many blocks before the end of a tile the loading warp takes the next one, and then reads its item."""
+
+HEAD = gl.constexpr(work_list.NUM_COLUMNS)
+PLACE = gl.constexpr(work_list.NUM_COLUMNS + 1)
 
 load_tile = gluon.jit(triton_tile.load_tile.fn)
 load_runs = gluon.jit(triton_tile.load_runs.fn)
@@ -95,6 +116,39 @@ def hear(slot):
 
 
 @gluon.jit
+def read_item(items, place, num_places, num_heads):
+    """int32 [ITEM], one a lane: the item at `place` as `hear_item` finds it in shared memory; the last one
+    for a place behind it. Nothing waits for it before it is used."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    column = gl.arange(0, ITEM, lanes)
+    row = (gl.minimum(place, num_places - 1) // num_heads).to(gl.int64)
+    item = gl.load(items + row * NUM_COLUMNS + column, mask=column < NUM_COLUMNS, other=0).to(gl.int32)
+    item = gl.where(column == HEAD, place % num_heads, item)
+    return gl.where(column == PLACE, place, item)
+
+
+@gluon.jit
+def number_at(slot, column: gl.constexpr):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(slot.slice(column, 1, 0).load(one), 0)
+
+
+@gluon.jit
+def hear_item(slot):
+    """What the loading warp tells of a tile: its place in the list, the tile itself, its runs, the first of
+    its blocks that need no mask, its head."""
+    tile = (
+        number_at(slot, START), number_at(slot, LENGTH), number_at(slot, HISTORY_END), number_at(slot, FIRST),
+    )  # fmt: skip
+    runs = (
+        number_at(slot, COUNT_A), number_at(slot, START_B), number_at(slot, COUNT_B),
+        number_at(slot, START_C), number_at(slot, COUNT_C), number_at(slot, UNMASKED_AT),
+        number_at(slot, UNMASKED_COUNT),
+    )  # fmt: skip
+    return number_at(slot, PLACE), tile, runs, number_at(slot, UNMASKED_START), number_at(slot, HEAD)
+
+
+@gluon.jit
 def num_blocks(runs):
     return runs[0] + runs[2] + runs[4]
 
@@ -131,6 +185,20 @@ def blocks_past(
 
 
 @gluon.jit
+def num_masked_for(strip: gl.constexpr, tile, runs, BLOCK_N: gl.constexpr, RULE: gl.constexpr):
+    """How many blocks, the first in order, there are before those of which the strip sees everything.
+
+    Without a window a row sees all history before it. So of the blocks that the tile needs the mask for, the
+    strip does not for those that end before its first row; they are the last ones in order.
+    """
+    masked = num_masked(runs)
+    if RULE[0]:
+        return masked
+    seen = gl.minimum(tile[3] + strip * STRIP, tile[2]) // BLOCK_N
+    return masked - gl.minimum(gl.maximum(gl.minimum(seen, runs[0]) - runs[6], 0), masked)
+
+
+@gluon.jit
 def load_rows(descriptor, tile, first, column, full, buffer):
     """Tokens from `first` on of the tile's sample, into `buffer`; `full` is told."""
     start, length = tile[0], tile[1]
@@ -141,11 +209,19 @@ def load_rows(descriptor, tile, first, column, full, buffer):
 
 
 @gluon.jit
+def take(counter):
+    """The next place in the list. Who took it long before it is worked on would have the others work on other
+    keys meanwhile, and the second-level cache would hold fewer of them."""
+    return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+
+
+@gluon.jit
 def loading_warp(
     q_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles in the order of the list, the next one whenever it is done, and loads what they need."""
+    """Takes tiles in the order of the list, the next one when it is nearly done, tells the warp groups of
+    them, and loads what they need."""
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
@@ -156,10 +232,15 @@ def loading_warp(
     cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
     turn = gl.to_tensor(0)
     place = gl.program_id(0)
+    item = read_item(items, place, num_places, num_heads)
     while place < num_places:
-        tile, runs, unmasked, head = fetch(items, place, num_heads)
-        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        following, next_item = place, item
+        slot = slots.index(turn % (2 * Q_TILES))
+        slot.store(item)  # what it told before has been heard: q was free
+        _, tile, runs, unmasked, head = hear_item(slot)
         count = num_blocks(runs)
+        if count <= TAKEN_BEFORE:
+            following = take(counter)
         if count > 0:
             first = block_at(0, runs, unmasked) * BLOCK_N
             if Q_TILES == 1:  # else there is room for q before
@@ -167,7 +248,6 @@ def loading_warp(
                 load_rows(
                     k_desc, tile, first, head * stride_k, k_full.index(cursor[0]), k_buffer.index(cursor[0])
                 )
-            tell(place, slots.index(turn % (2 * Q_TILES)))  # what it said before has been heard: q was free
             for strip in gl.static_range(STRIPS):
                 at = turn % Q_TILES * STRIPS + strip
                 mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
@@ -180,6 +260,10 @@ def loading_warp(
                     k_desc, tile, first, head * stride_k, k_full.index(cursor[0]), k_buffer.index(cursor[0])
                 )
             for number in range(1, count):  # keys are needed, and free again, before the values of a block
+                if number == count - TAKEN_BEFORE:
+                    following = take(counter)
+                if number == gl.maximum(count - READ_BEFORE, 3):
+                    next_item = read_item(items, following, num_places, num_heads)
                 stage, parity = next_stage(cursor, STAGES)
                 further = block_at(number, runs, unmasked) * BLOCK_N
                 mbarrier.wait(k_free.index(stage), parity)
@@ -195,8 +279,10 @@ def loading_warp(
                 v_desc, tile, first, head * stride_v, v_full.index(cursor[0]), v_buffer.index(cursor[0])
             )
             cursor = next_stage(cursor, STAGES)
-        place = following
-    tell(place, slots.index(turn % (2 * Q_TILES)))
+        if count <= 3:
+            next_item = read_item(items, following, num_places, num_heads)
+        place, item = following, next_item
+    slots.index(turn % (2 * Q_TILES)).store(item)
     for strip in gl.static_range(STRIPS):
         at = turn % Q_TILES * STRIPS + strip
         mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
@@ -211,10 +297,10 @@ def weigh(score, half_alpha):
 
 
 @gluon.jit
-def hide(score, i, first, tile, rule, RULE: gl.constexpr):
-    """The scores, zero where row `i` does not see the key: silu(0) is 0. `first` is the block's first key."""
-    keys: gl.constexpr = gl.SliceLayout(0, score.type.layout)
-    j = first + gl.arange(0, score.shape[1], keys)
+def hide(score, row, first, tile, rule, RULE: gl.constexpr):
+    """The scores, zero where a row does not see the key: silu(0) is 0. The first row and key of the block."""
+    i = row + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
+    j = first + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
     seen = visible(gl.expand_dims(i, 1), gl.expand_dims(j, 0), tile[2], rule, RULE)
     return gl.where(seen, score, 0.0)
 
@@ -263,23 +349,27 @@ def skip_blocks(count, cursor, barriers, SIZES: gl.constexpr):
 @gluon.jit
 def attend(
     q, q_free, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
-    SIZES: gl.constexpr, RULE: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """float32 [STRIP, D], the sum over all blocks but the first `past`, of which there is at least one; the
     cursor behind the last."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     dtype: gl.constexpr = q.dtype
     k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
-    i = tile[3] + strip * STRIP + gl.arange(0, STRIP, gl.SliceLayout(1, scores))
+    row = tile[3] + strip * STRIP
     nothing = gl.zeros([STRIP, BLOCK_N], gl.float32, scores)
     total = gl.zeros([STRIP, D], gl.float32, sums)
     count = num_blocks(runs)
-    masked = num_masked(runs)
+    masked = num_masked_for(strip, tile, runs, BLOCK_N, RULE)
+    if HELD:
+        q = q.load(gl.DotOperandLayout(0, scores, 2))
+        mbarrier.arrive(q_free)
 
     stage, parity = cursor
     k = buffers[1].index(stage).reshape([BLOCK_N, D]).permute((1, 0))
@@ -288,14 +378,16 @@ def attend(
     score = warpgroup_mma_wait(0, deps=(score,))
     mbarrier.arrive(k_free.index(stage))
     first = block_at(past, runs, unmasked) * BLOCK_N
-    weight = weigh(hide(score, i, first, tile, rule, RULE), half_alpha)
+    weight = weigh(hide(score, row, first, tile, rule, RULE), half_alpha)
     weight = gl.convert_layout(weight.to(dtype), operand)
     mbarrier.wait(v_full.index(stage), parity)
     for number in range(past + 1, masked):
         following = next_stage(cursor, STAGES)
         score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
-        first = block_at(number, runs, unmasked) * BLOCK_N
-        new = weigh(hide(score, i, first, tile, rule, RULE), half_alpha)
+        first = masked_block(num_masked(runs) - 1 - number, runs) * BLOCK_N
+        if STRIPS == 3:  # few registers: what each row sees must not be kept from block to block
+            row = unknown(row)
+        new = weigh(hide(score, row, first, tile, rule, RULE), half_alpha)
         new = gl.convert_layout(new.to(dtype), operand)
         total, weight = settle(total, new, following, cursor, barriers)
         cursor = following
@@ -305,7 +397,7 @@ def attend(
         new = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
         total, weight = settle(total, new, following, cursor, barriers)
         cursor = following
-    if not OUT_IN_Q:
+    if not HELD and not OUT_IN_Q:
         mbarrier.arrive(q_free)
     stage = cursor[0]
     total = warpgroup_mma(weight, buffers[2].index(stage).reshape([BLOCK_N, D]), total, is_async=True)
@@ -317,7 +409,7 @@ def attend(
 @gluon.jit
 def computing_group(
     strip: gl.constexpr, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
-    rule, SIZES: gl.constexpr, RULE: gl.constexpr, OUT_IN_Q: gl.constexpr,
+    rule, SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """One strip of each tile that the loading warp tells of."""
     D: gl.constexpr = SIZES[0]
@@ -330,8 +422,7 @@ def computing_group(
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     mbarrier.wait(q_full.index(strip), 0)
-    place = hear(slots.index(0))
-    tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+    place, tile, runs, unmasked, head = hear_item(slots.index(0))
     while place < num_places:
         past = blocks_past(strip, tile, runs, rule[0], BLOCK_N, RULE[3])
         cursor = skip_blocks(past, cursor, barriers, SIZES)
@@ -341,33 +432,24 @@ def computing_group(
             q = q_buffer.index(at).reshape([STRIP, D])
             total, cursor = attend(
                 q, q_free.index(at), cursor, buffers, barriers, strip, tile, runs, unmasked, past,
-                half_alpha, rule, SIZES, RULE, OUT_IN_Q,
+                half_alpha, rule, SIZES, RULE, HELD, OUT_IN_Q,
             )  # fmt: skip
         elif not OUT_IN_Q:
             mbarrier.arrive(q_free.index(at))
-        turn += 1
-        following = turn % Q_TILES * STRIPS + strip
-        done, column = tile, head * D
-        if Q_TILES > 1:  # early, so that the next item is on its way
-            mbarrier.wait(q_full.index(following), turn // Q_TILES % 2)
-            place = hear(slots.index(turn % (2 * Q_TILES)))
-            tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
         buffer = out_buffer.index(strip)
         if not OUT_IN_Q:
             tma.store_wait(0)  # the rows of the tile before have left the buffer
         # A strip past the end of the sample stores too: nothing of it is in bounds.
         buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
         fence_async_shared()
-        rows = RAGGED_ROWS - done[1] + done[3] + strip * STRIP
-        end = done[0].to(gl.int32) + done[1]
-        tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, end, rows, column], buffer)
+        rows = RAGGED_ROWS - tile[1] + tile[3] + strip * STRIP
+        tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, tile[0] + tile[1], rows, head * D], buffer)
         if OUT_IN_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_free.index(at))
-        if Q_TILES == 1:
-            mbarrier.wait(q_full.index(following), turn % 2)
-            place = hear(slots.index(turn % 2))
-            tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+        turn += 1
+        mbarrier.wait(q_full.index(turn % Q_TILES * STRIPS + strip), turn // Q_TILES % 2)
+        place, tile, runs, unmasked, head = hear_item(slots.index(turn % (2 * Q_TILES)))
     tma.store_wait(0)
 
 
@@ -383,7 +465,7 @@ def forward_kernel(
     D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
-    OUT_IN_Q: gl.constexpr, Q_TILES: gl.constexpr,
+    HELD: gl.constexpr, OUT_IN_Q: gl.constexpr, Q_TILES: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """out [T, H, D] contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
@@ -397,7 +479,8 @@ def forward_kernel(
     out_buffer = q_buffer
     if not OUT_IN_Q:
         out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + o_desc.block_shape, o_desc.layout)
-    slots = gl.allocate_shared_memory(gl.int32, [2 * Q_TILES, 1], mbarrier.MBarrierLayout())
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [2 * Q_TILES, ITEM], flat)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -425,7 +508,7 @@ def forward_kernel(
     gl.warp_specialize([
         (computing_group, (
             strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
-            SIZES, RULE, OUT_IN_Q,
+            SIZES, RULE, HELD, OUT_IN_Q,
         )) if strip < STRIPS else (loading_warp, loading)
         for strip in (0, 1, 2, 3)[:STRIPS + 1]
     ], [4] * (STRIPS - 1) + [1], [COMPUTING_REGISTERS] * (STRIPS - 1) + [LOADING_REGISTERS])  # fmt: skip

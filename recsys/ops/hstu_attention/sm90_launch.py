@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
     keys: int  # BLOCK_N
     stages: int  # buffers for blocks of keys, and as many for values
     strips: int  # of 64 rows a tile, a warp group each
+    held: bool  # whether a warp group holds its rows of q in registers
     out_in_q: bool  # whether rows of the output leave through the buffer of q
     computing_registers: int
     loading_registers: int
@@ -48,9 +49,9 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    64: Sizes(128, 3, 2, False, 240, 24, 2),
-    128: Sizes(64, 4, 2, False, 240, 24, 2),
-    256: Sizes(64, 2, 2, True, 232, 40),
+    64: Sizes(128, 3, 2, True, False, 240, 24, 2),
+    128: Sizes(64, 4, 2, True, False, 240, 24, 2),
+    256: Sizes(64, 2, 2, False, True, 232, 40),
 }
 """By width of the heads. Of a block of 128 keys on the diagonal a strip sees a quarter or three, of one of 64
 keys half or all."""
@@ -61,6 +62,13 @@ SHORT_SIZES = {64: SIZES[64]._replace(keys=64, stages=6)}
 FEW_KEYS = 512
 """On an H200 (experiments/2026-11-22-gpu-attention-2) blocks of 64 keys are 16 % faster at 256 tokens of 64
 columns, those of 128 keys 6 % at 4096 tokens."""
+
+
+LONG_SIZES = {128: Sizes(64, 4, 3, False, False, 160, 32)}
+"""Where rows see more than `MANY_KEYS` keys on average: three strips share what is read, a third less."""
+
+MANY_KEYS = 768
+"""On an H200 (experiments/2026-11-22-gpu-attention-3) three strips are X."""
 
 
 class BackwardSizes(NamedTuple):
@@ -98,8 +106,7 @@ def forward(
         return out
     mask = problem.mask
     if sizes is None:
-        is_short = dim in SHORT_SIZES and seen_by_a_row(problem) <= FEW_KEYS
-        sizes = SHORT_SIZES[dim] if is_short else SIZES[dim]
+        sizes = sizes_for(dim, seen_by_a_row(problem))
     q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
     section = section_of(num_heads * dim * 4, mask)
     items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail)
@@ -121,6 +128,7 @@ def forward(
             "BLOCK_N": sizes.keys,
             "STAGES": sizes.stages,
             "STRIPS": sizes.strips,
+            "HELD": sizes.held,
             "OUT_IN_Q": sizes.out_in_q,
             "Q_TILES": sizes.q_tiles,
             "COMPUTING_REGISTERS": sizes.computing_registers,
@@ -180,6 +188,15 @@ def backward(
     )
     round_to(made[0], sums, 0.5 * problem.alpha / problem.scale_len, even_first=True)
     return Gradients(*made, None, None)
+
+
+def sizes_for(dim: int, seen: float) -> Sizes:
+    """Of the forward kernel, where rows see so many keys on average."""
+    if seen <= FEW_KEYS and dim in SHORT_SIZES:
+        return SHORT_SIZES[dim]
+    if seen > MANY_KEYS and dim in LONG_SIZES:
+        return LONG_SIZES[dim]
+    return SIZES[dim]
 
 
 def seen_by_a_row(problem: Problem) -> float:

@@ -22,7 +22,7 @@ if not triton.__version__.startswith("3.6."):
 
 from recsys.ops import AttentionMask  # noqa: E402
 from recsys.ops.hstu_attention import sm90_launch  # noqa: E402
-from recsys.ops.hstu_attention.sm90_launch import SHORT_SIZES, SIZES  # noqa: E402
+from recsys.ops.hstu_attention.sm90_launch import LONG_SIZES, SHORT_SIZES, SIZES  # noqa: E402
 
 SPILLED = 128
 """Bytes that may be: numbers of a tile, far from the loops over blocks."""
@@ -37,6 +37,7 @@ MASKS = {"causal": (False, False, False, True), "everything": (True, True, True,
 CASES = [
     *(pytest.param(dim, sizes, "causal", id=f"{dim}") for dim, sizes in SIZES.items()),
     *(pytest.param(dim, sizes, "causal", id=f"{dim}-short") for dim, sizes in SHORT_SIZES.items()),
+    *(pytest.param(dim, sizes, "causal", id=f"{dim}-long") for dim, sizes in LONG_SIZES.items()),
     *(
         pytest.param(dim, SIZES[dim], "everything", id=f"{dim}-masks", marks=pytest.mark.slow)
         for dim in SIZES
@@ -73,6 +74,7 @@ def compiled(dim, sizes, mask, folder: Path) -> Made:
         "TARGET_WINDOW": target_window,
         "GROUPED": grouped,
         "CONTEXTUAL_READS": reads,
+        "HELD": sizes.held,
         "OUT_IN_Q": sizes.out_in_q,
         "Q_TILES": sizes.q_tiles,
         "COMPUTING_REGISTERS": sizes.computing_registers,

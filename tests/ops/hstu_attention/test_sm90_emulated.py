@@ -64,10 +64,11 @@ def test_masks(mask, contextual):
     check(layout_of(samples(contextual, shapes)), mask, heads=1)
 
 
+@pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize(("strips", "q_tiles"), [(2, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize(("keys", "stages"), [(128, 2), (64, 2), (64, 3), (32, 4)])
-def test_sizes(strips, q_tiles, keys, stages):
-    sizes = sm90_launch.Sizes(keys, stages, strips, False, 160, 24, q_tiles)
+def test_sizes(strips, q_tiles, keys, stages, held):
+    sizes = sm90_launch.Sizes(keys, stages, strips, held, False, 160, 24, q_tiles)
     mask = AttentionMask(window=100, prefix=10)
     shapes = [(400, 5), (3, 0), (130, 60)]
     for some in (mask, AttentionMask()):
