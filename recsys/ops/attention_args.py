@@ -63,7 +63,7 @@ def attention_facts(
 def scale_of(q: Tensor) -> float:
     """`1 / sqrt(D)` for q [T, H, D]; in a traced graph a constant, of the one width that the graph is for.
 
-    A number computed of a symbolic width would be one too: in compiled code, which PyTorch (2.11 to 2.13)
+    A number computed of a symbolic width would be one too: in compiled code, which PyTorch (2.11 to 2.15)
     takes from its cache on disk for other widths as well. `range` has no symbolic length.
     """
     return len(range(q.shape[2])) ** -0.5
