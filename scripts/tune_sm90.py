@@ -39,14 +39,15 @@ CHOICES = {
     128: [(128, 2, 2, False, 240, 24), (64, 4, 2, False, 240, 24), (64, 4, 3, False, 160, 32)],
     256: [(64, 2, 2, True, 232, 40), (64, 2, 2, True, 240, 24), (32, 4, 2, True, 240, 24)],
 }
-"""By width of the heads; each is tried with turns and without."""
+"""By width of the heads; each is tried with rows of q in registers and without."""
 
 
 def sizes_of(dim: int, number: int):
-    """The choice number `number`; odd ones take turns. Two buffers for tiles of rows where there is room."""
+    """The choice number `number`; odd ones hold their rows of q. Two buffers for tiles where there is room."""
     from recsys.ops.hstu_attention.sm90_launch import Sizes
 
-    sizes = Sizes(*CHOICES[dim][number // 2], turns=number % 2 == 1)
+    keys, stages, strips, out_in_q, computing, loading = CHOICES[dim][number // 2]
+    sizes = Sizes(keys, stages, strips, number % 2 == 1, out_in_q, computing, loading)
     return sizes._replace(q_tiles=2 if sizes.strips == 2 and not sizes.out_in_q else 1)
 
 
