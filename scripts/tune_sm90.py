@@ -43,7 +43,7 @@ CHOICES = {
 
 
 def sizes_of(dim: int, number: int):
-    """The choice number `number`; odd ones hold their rows of q. Two buffers for tiles where there is room."""
+    """The choice number `number`; odd ones hold rows of q. Two buffers for tiles where there is room."""
     from recsys.ops.hstu_attention.sm90_launch import Sizes
 
     keys, stages, strips, out_in_q, computing, loading = CHOICES[dim][number // 2]
