@@ -59,6 +59,8 @@ VARIANTS = {
     | {
         "forward-one-tile": forward(q_tiles=1),
         "forward-128-keys": forward(keys=128, stages=2),
+        "forward-rows-not-held": forward(held=False),
+        "forward-three-strips": forward(**sm90_launch.LONG_SIZES[128]._asdict()),
         "one": one_pass,
     },
     256: FOR_ALL,
