@@ -209,6 +209,14 @@ def load_rows(descriptor, tile, first, column, full, buffer):
 
 
 @gluon.jit
+def load_block(descriptor, tile, first, column, cursor, full, free, buffers):
+    """`load_rows` into the buffer at the cursor, once it is free."""
+    stage, parity = cursor
+    mbarrier.wait(free.index(stage), parity)
+    load_rows(descriptor, tile, first, column, full.index(stage), buffers.index(stage))
+
+
+@gluon.jit
 def take(counter):
     """The next place in the list. Who took it long before it is worked on would have the others work on other
     keys meanwhile, and the second-level cache would hold fewer of them."""
@@ -244,10 +252,7 @@ def loading_warp(
         if count > 0:
             first = block_at(0, runs, unmasked) * BLOCK_N
             if Q_TILES == 1:  # else there is room for q before
-                mbarrier.wait(k_free.index(cursor[0]), cursor[1])
-                load_rows(
-                    k_desc, tile, first, head * stride_k, k_full.index(cursor[0]), k_buffer.index(cursor[0])
-                )
+                load_block(k_desc, tile, first, head * stride_k, cursor, k_full, k_free, k_buffer)
             for strip in gl.static_range(STRIPS):
                 at = turn % Q_TILES * STRIPS + strip
                 mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
@@ -255,29 +260,18 @@ def loading_warp(
                 load_rows(q_desc, tile, row, head * stride_q, q_full.index(at), q_buffer.index(at))
             turn += 1
             if Q_TILES > 1:
-                mbarrier.wait(k_free.index(cursor[0]), cursor[1])
-                load_rows(
-                    k_desc, tile, first, head * stride_k, k_full.index(cursor[0]), k_buffer.index(cursor[0])
-                )
+                load_block(k_desc, tile, first, head * stride_k, cursor, k_full, k_free, k_buffer)
             for number in range(1, count):  # keys are needed, and free again, before the values of a block
                 if number == count - TAKEN_BEFORE:
                     following = take(counter)
                 if number == gl.maximum(count - READ_BEFORE, 3):
                     next_item = read_item(items, following, num_places, num_heads)
-                stage, parity = next_stage(cursor, STAGES)
-                further = block_at(number, runs, unmasked) * BLOCK_N
-                mbarrier.wait(k_free.index(stage), parity)
-                load_rows(k_desc, tile, further, head * stride_k, k_full.index(stage), k_buffer.index(stage))
-                mbarrier.wait(v_free.index(cursor[0]), cursor[1])
-                load_rows(
-                    v_desc, tile, first, head * stride_v, v_full.index(cursor[0]), v_buffer.index(cursor[0])
-                )
-                cursor = (stage, parity)
-                first = further
-            mbarrier.wait(v_free.index(cursor[0]), cursor[1])
-            load_rows(
-                v_desc, tile, first, head * stride_v, v_full.index(cursor[0]), v_buffer.index(cursor[0])
-            )
+                further = next_stage(cursor, STAGES)
+                next_first = block_at(number, runs, unmasked) * BLOCK_N
+                load_block(k_desc, tile, next_first, head * stride_k, further, k_full, k_free, k_buffer)
+                load_block(v_desc, tile, first, head * stride_v, cursor, v_full, v_free, v_buffer)
+                cursor, first = further, next_first
+            load_block(v_desc, tile, first, head * stride_v, cursor, v_full, v_free, v_buffer)
             cursor = next_stage(cursor, STAGES)
         if count <= 3:
             next_item = read_item(items, following, num_places, num_heads)
