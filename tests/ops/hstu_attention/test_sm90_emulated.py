@@ -80,6 +80,17 @@ def test_widths(dim):
     check(layout_of(samples(1, [(200, 7), (90, 0)])), AttentionMask(), dim)
 
 
+@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(130, 70, True, 5)])
+@pytest.mark.parametrize(
+    ("dim", "seen", "keys", "strips"),
+    [(64, 512, 64, 2), (64, 513, 128, 2), (128, 768, 64, 2), (128, 769, 64, 3)],
+)
+def test_sizes_by_how_many_keys_a_row_sees(dim, seen, keys, strips, mask):
+    sizes = sm90_launch.sizes_for(dim, seen)
+    assert (sizes.keys, sizes.strips) == (keys, strips)
+    check(layout_of(samples(2, [(300, 7), (0, 1), (193, 0), (64, 70)])), mask, dim, heads=1, sizes=sizes)
+
+
 @pytest.mark.parametrize(("dim", "contextual"), [(64, 130), (256, 70)])
 def test_contextual_rows_see_those_in_blocks_behind_their_strip(dim, contextual):
     mask = AttentionMask(contextual_reads_history=False)
