@@ -2,9 +2,10 @@
 
 A program works through tiles of rows, each with the blocks of keys that it sees. A tile is cut into strips of
 64 rows, one a warp group. The loading warp runs ahead through tensor descriptors into `STAGES` buffers for
-keys and as many for values; barriers in shared memory say what is full and what is free. A warp group keeps
-its weights in registers, as the left operand of the second product, and computes them for one block of keys
-while the tensor cores work on the values of the block before.
+keys and as many for values; barriers in shared memory say what is full and what is free. It alone reads the
+list of tiles, and tells the warp groups in shared memory what they need of it. A warp group keeps its weights
+in registers, as the left operand of the second product, and computes them for one block of keys while the
+tensor cores work on the values of the block before; its rows of q are there too where there is room.
 
 The descriptors are ragged (`sm90_launch`): rows past the end of a sample are read as zeros, whose weight is
 silu(0) = 0, and are not written.

@@ -44,6 +44,16 @@ def test_masks(mask):
     check([(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)], 3, 64, mask)
 
 
+@pytest.mark.parametrize(
+    "mask", [AttentionMask(), AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)], ids=str
+)
+def test_masks_with_the_tiles_of_long_rows(mask, monkeypatch):
+    from recsys.ops.hstu_attention import sm90_launch
+
+    monkeypatch.setattr(sm90_launch, "MANY_KEYS", 0)
+    check([(150, 3), (0, 2), (0, 0), (700, 0), (1, 140), (193, 20)], 3, 128, mask)
+
+
 # A few forms, each of which takes many seconds to compile, and many layouts of each.
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
