@@ -29,11 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from recsys.ops.hstu_attention import triton_tile
 from recsys.ops.hstu_attention.sm90_forward import (
+    NUM_COLUMNS,
     RAGGED_ROWS,
     STRIP,
+    UNMASKED_START,
     block_at,
-    fetch,
     hear,
     load_rows,
     next_stage,
@@ -51,6 +53,22 @@ FULL, FREE = gl.constexpr(8), gl.constexpr(12)
 """Hardware barriers, from these numbers on one for each strip and buffer of dS: the other strip has stored
 its half; it has multiplied both. For a signal through a barrier in shared memory the compiler would stop all
 warps of the group, so that a single thread can give it."""
+
+
+load_tile = gluon.jit(triton_tile.load_tile.fn)
+load_runs = gluon.jit(triton_tile.load_runs.fn)
+
+
+@gluon.jit
+def fetch(items, place, num_heads):
+    """A tile, its runs, the first of its blocks that need no mask, its head.
+
+    Items through shared memory and tiles taken late, as the forward has them, made only the kernel for heads
+    of 256 faster, and most others 1 to 4 % slower (experiments/2026-11-22-gpu-attention-3/backward.md).
+    """
+    item = items + (place // num_heads).to(gl.int64) * NUM_COLUMNS
+    unmasked = gl.load(item + UNMASKED_START).to(gl.int32)
+    return load_tile(item), load_runs(item), unmasked, place % num_heads
 
 
 @builtin
@@ -158,29 +176,23 @@ def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
 
 
 @gluon.jit
+def come_to(barrier: gl.constexpr, block, strip: gl.constexpr, TEXT: gl.constexpr):
+    """An instruction at the hardware barrier of `strip` for the buffer of block number `block`, at which both
+    strips count."""
+    number = barrier + 2 * strip + block % 2
+    gl.inline_asm_elementwise(TEXT, "=r,r,r", [number, 2 * 128], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def signal(barrier: gl.constexpr, block, strip: gl.constexpr):
     """To `strip`, the other one, about the buffer of block number `block`; each warp for itself."""
-    gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; mov.u32 $0, 0;",
-        "=r,r,r",
-        [barrier + 2 * strip + block % 2, 2 * 128],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    come_to(barrier, block, strip, "bar.arrive $1, $2; mov.u32 $0, 0;")
 
 
 @gluon.jit
 def await_signal(barrier: gl.constexpr, block, strip: gl.constexpr):
     """Until all warps of `strip`, the own one, are here and all of the other have given the signal."""
-    gl.inline_asm_elementwise(
-        "bar.sync $1, $2; mov.u32 $0, 0;",
-        "=r,r,r",
-        [barrier + 2 * strip + block % 2, 2 * 128],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    come_to(barrier, block, strip, "bar.sync $1, $2; mov.u32 $0, 0;")
 
 
 @gluon.jit

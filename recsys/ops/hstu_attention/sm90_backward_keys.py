@@ -18,11 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.sm90_backward import loading_ahead, seen_by, store_strip
+from recsys.ops.hstu_attention.sm90_backward import fetch, loading_ahead, seen_by, store_strip
 from recsys.ops.hstu_attention.sm90_forward import (
     STRIP,
     block_at,
-    fetch,
     hear,
     masked_block,
     next_stage,

@@ -22,12 +22,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from recsys.ops.hstu_attention.sm90_backward import fetch
 from recsys.ops.hstu_attention.sm90_forward import (
     RAGGED_ROWS,
     STRIP,
     block_at,
     blocks_past,
-    fetch,
     hear,
     load_rows,
     next_stage,

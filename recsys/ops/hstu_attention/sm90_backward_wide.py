@@ -27,12 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.sm90_backward import seen_by
+from recsys.ops.hstu_attention.sm90_backward import fetch, seen_by
 from recsys.ops.hstu_attention.sm90_forward import (
     RAGGED_ROWS,
     STRIP,
     block_at,
-    fetch,
     hear,
     load_rows,
     next_stage,

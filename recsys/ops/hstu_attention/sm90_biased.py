@@ -26,13 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from recsys.ops.hstu_attention import triton_bias_packed, triton_tile
-from recsys.ops.hstu_attention.sm90_backward import async_add_to_global
+from recsys.ops.hstu_attention.sm90_backward import async_add_to_global, load_runs, load_tile
 from recsys.ops.hstu_attention.sm90_forward import (
     NUM_COLUMNS,
     RAGGED_ROWS,
     STRIP,
-    load_runs,
-    load_tile,
     tanh,
     visible,
 )

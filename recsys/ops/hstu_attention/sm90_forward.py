@@ -63,8 +63,6 @@ READ_BEFORE = gl.constexpr(5)
 HEAD = gl.constexpr(work_list.NUM_COLUMNS)
 PLACE = gl.constexpr(work_list.NUM_COLUMNS + 1)
 
-load_tile = gluon.jit(triton_tile.load_tile.fn)
-load_runs = gluon.jit(triton_tile.load_runs.fn)
 num_masked = gluon.jit(triton_tile.num_masked.fn)
 masked_block = gluon.jit(triton_tile.masked_block.fn)
 visible = gluon.jit(triton_tile.visible.fn)
@@ -96,16 +94,8 @@ def next_stage(cursor, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fetch(items, place, num_heads):
-    """A tile, its runs, the first of its blocks that need no mask, its head."""
-    item = items + (place // num_heads).to(gl.int64) * NUM_COLUMNS
-    unmasked = gl.load(item + UNMASKED_START).to(gl.int32)
-    return load_tile(item), load_runs(item), unmasked, place % num_heads
-
-
-@gluon.jit
 def tell(place, slot):
-    """Writes the number of a tile where `hear` finds it."""
+    """Writes the number of a tile where `hear` finds it, for warp groups that read its item themselves."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot.store(gl.full([1], place, gl.int32, one))
 
