@@ -68,8 +68,8 @@ LONG_SIZES = {128: Sizes(64, 4, 3, False, False, 160, 32)}
 """Where rows see more than `MANY_KEYS` keys on average: three strips share what is read, a third less."""
 
 MANY_KEYS = 768
-"""On an H200 (experiments/2026-11-22-gpu-attention-3) three strips are 2 to 4 % faster than two where rows
-see 1024 keys and more, and 9 % slower where they see 512."""
+"""On an H200 (experiments/2026-11-22-gpu-attention-3) three strips are 1.6 to 4.5 % faster than two where
+rows see 1024 keys and more, and 9 % slower where they see 512."""
 
 
 class BackwardSizes(NamedTuple):
