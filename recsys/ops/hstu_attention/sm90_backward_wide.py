@@ -12,7 +12,7 @@ other. The slopes, at most 2.2, travel as float16 whatever the type of the opera
 dS has in bfloat16. dV and dK leave through the buffers that the last dO and q came in: the next keys and
 values arrive meanwhile.
 
-    buffers   q, g, k, v, slopes, slots for numbers of tiles
+    buffers   q, g, k, v, slopes, two slots for items of the list
     barriers  q full and free, g full and free, k full and free, v full and free, slopes full and free, told
     SIZES     D, BLOCK_M, STAGES
 """
@@ -27,19 +27,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.sm90_backward import fetch, seen_by
+from recsys.ops.hstu_attention.sm90_backward import seen_by
 from recsys.ops.hstu_attention.sm90_forward import (
+    ITEM,
     RAGGED_ROWS,
     STRIP,
     block_at,
-    hear,
+    hear_item,
     load_rows,
     next_stage,
     num_blocks,
     num_masked,
+    read_item,
+    take,
     tanh,
-    tell,
 )
+
+AHEAD = gl.constexpr(3)
+"""Blocks: see `look_ahead`."""
 
 
 @gluon.jit
@@ -51,11 +56,24 @@ def stage_before(cursor, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def look_ahead(number, count, place, item, items, counter, num_places, num_heads):
+    """What the loading warp does for its next tile behind block `number` of the `count` of a tile: `2 AHEAD`
+    blocks before the end it takes a place in the list, `AHEAD` before the end it reads the item there, a
+    little later where there are few, for the place to have come. Returns both, as given until then."""
+    if number == gl.maximum(count - 2 * AHEAD, 0):
+        place = take(counter)
+    if number == gl.maximum(count - AHEAD, gl.minimum(count - 1, AHEAD)):
+        item = read_item(items, place, num_places, num_heads)
+    return place, item
+
+
+@gluon.jit
 def loading_warp(
     q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles of keys in the order of the list; rows run ahead in `STAGES` buffers."""
+    """Takes tiles of keys in the order of the list, the next one when it is nearly done, and tells the warp
+    groups of them; rows run ahead in `STAGES` buffers."""
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[5]
@@ -65,12 +83,14 @@ def loading_warp(
     cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
     turn = gl.to_tensor(0)
     place = gl.program_id(0)
+    item = read_item(items, place, num_places, num_heads)
     while place < num_places:
-        tile, runs, unmasked, head = fetch(items, place, num_heads)
-        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        slots.index(turn % 2).store(item)  # what was told two tiles before has been heard
+        _, tile, runs, unmasked, head = hear_item(slots.index(turn % 2))
         count = num_blocks(runs)
-        if count > 0:
-            tell(place, slots.index(turn % 2))  # what was told two tiles before has been heard
+        if count == 0:  # one of those that fill the list up: nobody is told
+            place, item = look_ahead(0, 1, place, item, items, counter, num_places, num_heads)
+        else:
             mbarrier.arrive(told.index(turn % 2))
             for number in range(count):
                 stage, parity = cursor
@@ -85,9 +105,9 @@ def loading_warp(
                     mbarrier.wait(v_free.index(0), turn % 2 ^ 1)
                     load_rows(v_desc, tile, tile[3], head * stride_v, v_full.index(0), v_buffer.index(0))
                 cursor = next_stage(cursor, STAGES)
+                place, item = look_ahead(number, count, place, item, items, counter, num_places, num_heads)
             turn += 1
-        place = following
-    tell(place, slots.index(turn % 2))
+    slots.index(turn % 2).store(item)
     mbarrier.arrive(told.index(turn % 2))
 
 
@@ -193,8 +213,7 @@ def value_group(
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     mbarrier.wait(told.index(0), 0)
-    place = hear(slots.index(0))
-    tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+    place, tile, runs, unmasked, head = hear_item(slots.index(0))
     while place < num_places:
         masked = num_masked(runs)
         count = num_blocks(runs)
@@ -213,15 +232,13 @@ def value_group(
                 SIZES, RULE, False,
             )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
-        turn += 1
-        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
-        place = hear(slots.index(turn % 2))
-        done, column = tile, head * D
-        tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
         stage, parity = stage_before(cursor, STAGES)
         mbarrier.wait(barriers[9].index(stage), parity)
         buffer, free = buffers[1].index(stage), barriers[3].index(stage)
-        store_tile(grad_v * inverse_scale, dv_desc, buffer, done, column, free, D)
+        store_tile(grad_v * inverse_scale, dv_desc, buffer, tile, head * D, free, D)
+        turn += 1
+        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)
+        place, tile, runs, unmasked, head = hear_item(slots.index(turn % 2))
 
 
 @gluon.jit
@@ -236,8 +253,7 @@ def key_group(
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     mbarrier.wait(told.index(0), 0)
-    place = hear(slots.index(0))
-    tile, runs, _unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+    place, tile, runs, _unmasked, head = hear_item(slots.index(0))
     while place < num_places:
         grad_k = gl.zeros([STRIP, D], gl.float32, sums)
         mbarrier.wait(full, turn % 2)
@@ -245,15 +261,13 @@ def key_group(
         for number in range(count):
             grad_k = add_sloped_rows(grad_k, cursor, number == count - 1, buffers, barriers, SIZES)
             cursor = next_stage(cursor, STAGES)
-        turn += 1
-        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)
-        place = hear(slots.index(turn % 2))
-        done, column = tile, head * D
-        tile, runs, _unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
         grad_k = grad_k * (half_alpha * inverse_scale)
         stage, _parity = stage_before(cursor, STAGES)
         buffer, free = buffers[0].index(stage), barriers[1].index(stage)
-        store_tile(grad_k, dk_desc, buffer, done, column, free, D)
+        store_tile(grad_k, dk_desc, buffer, tile, head * D, free, D)
+        turn += 1
+        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)
+        place, tile, runs, _unmasked, head = hear_item(slots.index(turn % 2))
 
 
 @gluon.jit(
@@ -282,7 +296,7 @@ def wide_keys_kernel(
     v_buffer = gl.allocate_shared_memory(dtype, [1] + v_desc.block_shape, v_desc.layout)
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     slopes = gl.allocate_shared_memory(gl.float16, [STAGES, STRIP, BLOCK_M], flat)
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
+    slots = gl.allocate_shared_memory(gl.int32, [2, ITEM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
