@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention.work_list import tiles_of
+from recsys.ops.hstu_attention.work_tiles import tiles_of
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 

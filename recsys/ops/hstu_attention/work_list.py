@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from recsys.ops import triton_backend
+from recsys.ops.hstu_attention.work_tiles import Tiles, tiles_of
 from recsys.ops.layout import SequenceLayout
-from recsys.ops.layout_facts import HostCopy
 from recsys.ops.mask import AttentionMask, KeyIntervals, column_intervals, row_intervals
 
 START, LENGTH, HISTORY_END, FIRST = 0, 1, 2, 3
-"""Columns of an item: the sample's first row in [T], length and first target; the tile's first token."""
+"""Columns of an item: the sample's first row in [T], length and first target; the tile's first token, which
+may lie before the sample (see `row_work`)."""
 
 COUNT_A, START_B, COUNT_B, START_C, COUNT_C = 4, 5, 6, 7, 8
 """Columns: the blocks to visit are [0, A), [b, b + B) and [c, c + C), ascending and disjoint."""
@@ -57,17 +58,6 @@ class Interval(NamedTuple):
     end: Tensor
 
 
-class Tiles(NamedTuple):
-    """Some consecutive tokens of one sample each; tiles of length 0 fill the list up."""
-
-    start: Tensor  # int64 [n], first row of the sample in [T]
-    length: Tensor  # int64 [n], tokens of the sample, 0 for a tile that is none
-    history_end: Tensor  # int64 [n]
-    first: Tensor  # int64 [n], first token
-    last: Tensor  # int64 [n], last token, inside the sample
-    sample: Tensor  # int64 [n], which one; of a tile that is none, any
-
-
 def row_work(
     mask: AttentionMask,
     layout: SequenceLayout,
@@ -75,6 +65,7 @@ def row_work(
     block: int,
     section: int | None = None,
     tail: int | None = None,
+    strip: int | None = None,
 ) -> Tensor:
     """int64 [n, NUM_COLUMNS]: tiles of `tile` rows, each with the blocks of `block` keys that it sees.
 
@@ -83,10 +74,12 @@ def row_work(
             worked through in sections of about so many, and only within a section the longest tile comes
             first.
         tail: tiles of nothing but history older than the newest `tail` tokens of it are left out.
+        strip: tiles are cut into strips of so many rows, and a sample's last tile shall have no empty ones:
+            where the rows that see most keys are. Its first tile begins so many strips before the sample.
     """
     return layout.memo(
-        ("row_work", mask, tile, block, section, tail),
-        lambda: _row_work(mask, layout, tile, block, section, tail),
+        ("row_work", mask, tile, block, section, tail, strip),
+        lambda: _row_work(mask, layout, tile, block, section, tail, strip),
     )
 
 
@@ -134,10 +127,12 @@ def _row_work(
     block: int,
     section: int | None,
     tail: int | None = None,
+    strip: int | None = None,
 ) -> Tensor:
     if _has_kernel(layout):
-        return triton_backend.load(_START).items_of(mask, layout, tile, block, section, tail, keys=False)
-    tiles = tiles_of(layout, tile, tail)
+        kernel = triton_backend.load(_START)
+        return kernel.items_of(mask, layout, tile, block, section, tail, strip, keys=False)
+    tiles = tiles_of(layout, tile, tail, strip)
     seen = _seen(mask, tiles, None, layout.num_contextual)
     runs = _runs(tiles, _hulls(seen), _unmasked(seen), block)
     return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
@@ -162,10 +157,14 @@ def _in_sections(
 
 
 def sections_of(lengths: Tensor, section: int) -> Tensor:
-    """int64 [B]: which section each sample is in; `section` tokens each, the longest samples first."""
+    """int64 [B]: which section each sample is in; `section` tokens each, the longest samples first.
+
+    The last two are one: of a short last section too few tiles would be left for the end, all long ones.
+    """
     order = torch.argsort(lengths, descending=True, stable=True)
     ordered = lengths.index_select(0, order)
     number = (ordered.cumsum(0) - ordered) // section
+    number = torch.minimum(number, (number.amax() - 1).clamp(min=0))
     return torch.empty_like(number).scatter_(0, order, number)
 
 
@@ -284,67 +283,12 @@ def _without_older(kinds: Interval, first: Tensor) -> Tensor:
     return torch.stack([contextual, newer, targets], dim=1)
 
 
-def tiles_of(layout: SequenceLayout, tile: int, tail: int | None = None) -> Tiles:
-    """`num_tiles_of` tiles, those of all samples first. `tail`: see `row_work`."""
-    return layout.memo(("tiles", tile, tail), lambda: _new_tiles(layout, tile, tail))
-
-
-def num_tiles_of(layout: SequenceLayout, tile: int, tail: int | None = None) -> int:
-    """Of all samples; where the lengths are on the device only, as many as there may be."""
-    host = layout.host_copy
-    if host is None or torch.compiler.is_compiling():
-        return layout.total_len // tile + layout.batch_size
-    return layout.memo(("num_tiles", tile, tail), lambda: _counted(host, layout.num_contextual, tile, tail))
-
-
-def _counted(host: HostCopy, contextual: int, tile: int, tail: int | None) -> int:
-    counts = (host.lengths + tile - 1) // tile
-    if tail is not None:
-        history_end = host.lengths - host.num_targets
-        counts = counts - tiles_left_out(history_end, contextual, tile, tail).count
-    return int(counts.sum())
-
-
-class LeftOut(NamedTuple):
-    """Some tiles in the middle of each sample, int64 [B] each; 0 where there is none."""
-
-    first: Tensor | int
-    count: Tensor | int
-
-
-def tiles_left_out(history_end: Tensor, contextual: int, tile: int, tail: int | None) -> LeftOut:
-    """The tiles of nothing but history older than its newest `tail` tokens."""
-    if tail is None:
-        return LeftOut(0, 0)
-    end = (history_end - tail).clamp(min=contextual) // tile
-    first = end.clamp(max=(contextual + tile - 1) // tile)
-    return LeftOut(first, end - first)
-
-
-def _new_tiles(layout: SequenceLayout, tile: int, tail: int | None) -> Tiles:
-    num_tiles = num_tiles_of(layout, tile, tail)
-    left_out = tiles_left_out(layout.history_end, layout.num_contextual, tile, tail)
-    counts = (layout.lengths + tile - 1) // tile - left_out.count
-    ends = counts.cumsum(0)
-    number = torch.arange(num_tiles, device=layout.device)
-    sample = torch.searchsorted(ends, number, right=True)
-    is_real = sample < layout.batch_size
-    sample = sample.clamp(max=max(layout.batch_size - 1, 0))
-    of_sample = torch.stack([layout.offsets[:-1], layout.lengths, layout.history_end, ends - counts], dim=1)
-    start, length, history_end, before = (of_sample.index_select(0, sample) * is_real.unsqueeze(1)).unbind(1)
-    place = number - before
-    if tail is not None:
-        behind, skipped = (column.index_select(0, sample) for column in left_out)
-        place = place + torch.where(place >= behind, skipped, 0)
-    first = torch.where(is_real, place * tile, 0)
-    return Tiles(start, length, history_end, first, torch.minimum(first + tile, length) - 1, sample)
-
-
 def _clamped(edges: list[Tensor | int], tiles: Tiles) -> Tensor:
     """int64 [n, edges]: tokens of each tile; an edge outside of it becomes its first or last one."""
     columns = [edge if isinstance(edge, Tensor) else torch.full_like(tiles.first, edge) for edge in edges]
     position = torch.stack(columns, dim=1)
-    return torch.maximum(torch.minimum(position, tiles.last.unsqueeze(1)), tiles.first.unsqueeze(1))
+    first = tiles.first.clamp(min=0).unsqueeze(1)
+    return torch.maximum(torch.minimum(position, tiles.last.unsqueeze(1)), first)
 
 
 def _union(start: Tensor, end: Tensor) -> Interval:

@@ -112,7 +112,7 @@ def cached_items_kernel(
     number = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = number < num_items
     tile, part = number // parts, number % parts
-    sample, before = sample_of(tile, lengths, num_targets, batch_size, 0, 0, TILE, False, SAMPLES)
+    sample, before = sample_of(tile, lengths, num_targets, batch_size, 0, 0, TILE, TILE, False, SAMPLES)
     is_real = inside & (sample < batch_size)
     length = tl.load(lengths + sample, mask=is_real, other=0)
     start = tl.load(offsets + sample, mask=is_real, other=0)

@@ -20,16 +20,24 @@ MOST = tl.constexpr(2**62)
 
 
 @triton.jit
-def _left_out(oldest, contextual, TILE: tl.constexpr):
+def rows_missing(lengths, TILE: tl.constexpr, STRIP: tl.constexpr):
+    """How many rows before each sample its first tile begins: none where a strip is a tile."""
+    strips = (lengths.to(tl.int32) + STRIP - 1) // STRIP
+    return (TILE // STRIP - 1 - (strips + TILE // STRIP - 1) % (TILE // STRIP)) * STRIP
+
+
+@triton.jit
+def _left_out(oldest, missing, contextual, TILE: tl.constexpr):
     """The tiles [behind, end) of nothing but older history."""
-    end = tl.maximum(oldest, contextual) // TILE
-    return tl.minimum(end, (contextual + TILE - 1) // TILE), end
+    end = (tl.maximum(oldest, contextual) + missing) // TILE
+    behind = tl.where(contextual > 0, (contextual + missing + TILE - 1) // TILE, 0)
+    return tl.minimum(end, behind), end
 
 
 @triton.jit
 def sample_of(
     tile, lengths, num_targets, batch_size, contextual, tail,
-    TILE: tl.constexpr, TAIL: tl.constexpr, SAMPLES: tl.constexpr,
+    TILE: tl.constexpr, STRIP: tl.constexpr, TAIL: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
     """The sample of each tile, B for one that is none, and how many tiles the samples before it have.
 
@@ -43,7 +51,7 @@ def sample_of(
         count = (some + TILE - 1) // TILE
         if TAIL:
             oldest = tl.maximum(some - tl.load(num_targets + one, mask=one < batch_size, other=0) - tail, 0)
-            behind, end = _left_out(oldest, contextual, TILE)
+            behind, end = _left_out(oldest, rows_missing(some, TILE, STRIP), contextual, TILE)
             count -= tl.where(one < batch_size, end - behind, 0)
         ends = passed + tl.cumsum(count, 0)
         is_before = (ends[None, :] <= tile[:, None]) & (one < batch_size)[None, :]
@@ -238,7 +246,8 @@ def _runs(some, hulls, free, BLOCK: tl.constexpr):
 def items_kernel(
     offsets, lengths, num_targets, sections, items, order_by,
     num_tiles, batch_size, contextual, window, prefix, group_size, total_len, tail,
-    KEYS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, SECTIONED: tl.constexpr,
+    KEYS: tl.constexpr, TILE: tl.constexpr, STRIP: tl.constexpr, BLOCK: tl.constexpr,
+    SECTIONED: tl.constexpr,
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     TAIL: tl.constexpr, LANES: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
@@ -250,7 +259,7 @@ def items_kernel(
     inside = number < num_tiles
     LEFT_OUT: tl.constexpr = TAIL and not KEYS  # of keys no tile is, but blocks that they would visit
     sample, before = sample_of(
-        number, lengths, num_targets, batch_size, contextual, tail, TILE, LEFT_OUT, SAMPLES
+        number, lengths, num_targets, batch_size, contextual, tail, TILE, STRIP, LEFT_OUT, SAMPLES
     )
     is_real = inside & (sample < batch_size)
     length = tl.load(lengths + sample, mask=is_real, other=0)
@@ -259,11 +268,17 @@ def items_kernel(
     place = number - before
     oldest = tl.maximum(history_end - tail, 0)  # of the history that counts, where not all of it does
     if LEFT_OUT:
-        behind, end = _left_out(oldest, contextual, TILE)
+        behind, end = _left_out(oldest, rows_missing(length, TILE, STRIP), contextual, TILE)
         place += tl.where(place >= behind, end - behind, 0)
-    first = tl.where(is_real, place * TILE, 0)
-    last = tl.minimum(first + TILE, length) - 1
+    if STRIP < TILE:  # from the end on: with `place * TILE` instead, registers spill
+        begin = tl.where(is_real, (place + 1) * TILE - rows_missing(length, TILE, STRIP), TILE) - TILE
+    else:
+        begin = tl.where(is_real, place * TILE, 0)
+    last = tl.minimum(begin + TILE, length) - 1
 
+    first = begin
+    if STRIP < TILE:
+        first = tl.maximum(begin, 0)
     hulls, common = _visited(
         first, last, history_end, length, contextual, window, prefix, group_size,
         KEYS, WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
@@ -280,7 +295,7 @@ def items_kernel(
     if not (KEYS and TAIL):
         hulls = settled(hulls)
     some = length > 0
-    columns = (start, length, history_end, first) + _runs(some, hulls, free, BLOCK)
+    columns = (start, length, history_end, begin) + _runs(some, hulls, free, BLOCK)
     store(items + number * NUM_COLUMNS, columns, inside)
     work = columns[COUNT_A] + columns[COUNT_B] + columns[COUNT_C]
     if SECTIONED:

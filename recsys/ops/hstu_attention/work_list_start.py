@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention.work_list import NUM_CACHED_COLUMNS, num_tiles_of, sections_of
+from recsys.ops.hstu_attention.work_list import NUM_CACHED_COLUMNS, sections_of
 from recsys.ops.hstu_attention.work_list_cached_kernel import cached_items_kernel
 from recsys.ops.hstu_attention.work_list_kernel import NUM_COLUMNS, items_kernel, order_kernel
+from recsys.ops.hstu_attention.work_tiles import num_tiles_of
 from recsys.ops.layout import SequenceLayout
 from recsys.ops.mask import AttentionMask
 from recsys.ops.triton_start import start
@@ -32,12 +33,13 @@ def items_of(
     block: int,
     section: int | None,
     tail: int | None = None,
+    strip: int | None = None,
     *,
     keys: bool,
 ) -> Tensor:
     """What `work_list.row_work` returns, or `key_work`."""
     # Of keys no tile is left out, but blocks that they would visit.
-    device, num_tiles = layout.device, num_tiles_of(layout, tile, None if keys else tail)
+    device, num_tiles = layout.device, num_tiles_of(layout, tile, None if keys else tail, strip)
     items = torch.empty(num_tiles, NUM_COLUMNS.value, dtype=torch.int64, device=device)
     if num_tiles == 0:
         return items
@@ -67,6 +69,7 @@ def items_of(
         {
             "KEYS": keys,
             "TILE": tile,
+            "STRIP": strip or tile,
             "BLOCK": block,
             "SECTIONED": sections is not None,
             "WINDOWED": mask.window is not None,

@@ -62,13 +62,14 @@ SOME_MASKS = [*MASKS[::2], *MASKS[1::6], *MORE_MASKS]
 
 @pytest.mark.parametrize("contextual", [0, 5])
 @pytest.mark.parametrize("mask", SOME_MASKS, ids=str)
-@pytest.mark.parametrize("tail", [None, 0, 3, 9])
-def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mask, contextual, tail):
+@pytest.mark.parametrize(("tail", "strip"), [(None, None), (0, None), (3, 2), (9, None), (None, 2), (9, 4)])
+def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mask, contextual, tail, strip):
     """With a tail, every pair whose row is read; and a tile of keys has something to visit all the same."""
     batch = samples(contextual, SHAPES)
     layout = layout_of(batch)
     for (tile, block), by_rows in itertools.product([(8, 4), (4, 8), (16, 2)], [True, False]):
-        items = (row_work if by_rows else key_work)(mask, layout, tile, block, tail=tail).tolist()
+        strips = {"strip": strip} if by_rows else {}
+        items = (row_work if by_rows else key_work)(mask, layout, tile, block, tail=tail, **strips).tolist()
         covered = Counter()
         for item in items:
             number = layout.offsets.tolist().index(item[START])
@@ -76,8 +77,11 @@ def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mas
             sample = batch[number]
             assert item[LENGTH] == sample.length
             assert item[HISTORY_END] == sample.contextual + sample.uih
-            tokens = range(item[FIRST], min(item[FIRST] + tile, sample.length))
-            assert visited(item)
+            tokens = range(max(item[FIRST], 0), min(item[FIRST] + tile, sample.length))
+            assert visited(item) and tokens
+            if by_rows and strip:  # as many strips as there are rows for, and only the last is cut short
+                assert item[FIRST] % strip == 0 and item[FIRST] > -tile
+                assert (item[FIRST] + tile - sample.length) % tile < strip or tokens.stop < sample.length
             assert not (by_rows and tail) or any(is_read(sample, i, tail) for i in tokens)
             for at, masked in visited(item):
                 others = range(at * block, min((at + 1) * block, sample.length))
@@ -163,6 +167,27 @@ def test_the_longest_tiles_come_first_and_there_are_no_empty_ones():
     work = items[:, [COUNT_A, COUNT_B, COUNT_C]].sum(1).tolist()
     assert work == sorted(work, reverse=True) and min(work) > 0
     assert len(items) == 1 + 5 + 0 + 3
+
+
+def test_tiles_in_strips_have_no_empty_strip_where_rows_see_most():
+    layout = SequenceLayout(torch.tensor([500, 192, 60, 0]))  # 8, 3, 1 and no strips of 64 rows
+    items = row_work(AttentionMask(), layout, 192, 64, strip=64)
+    found = [(item[LENGTH], item[FIRST], item[COUNT_A]) for item in items.tolist()]
+    assert found == [(500, 320, 8), (500, 128, 5), (192, 0, 3), (500, -64, 2), (60, -128, 1)]
+    assert torch.equal(
+        row_work(AttentionMask(), layout, 64, 64, strip=64), row_work(AttentionMask(), layout, 64, 64)
+    )
+
+
+def test_the_last_two_sections_are_worked_on_together():
+    """Of seven samples in sections of two the last three, whose longest tiles come first."""
+    layout = SequenceLayout(torch.full((7,), 24))
+    items = row_work(AttentionMask(), layout, 8, 8, section=48)
+    samples_of = (items[:, START] // 24).tolist()
+    assert samples_of == [0, 1] * 3 + [2, 3] * 3 + [4, 5, 6] * 3
+    assert items[:, COUNT_A].tolist() == [3, 3, 2, 2, 1, 1] * 2 + [3] * 3 + [2] * 3 + [1] * 3
+    alone = row_work(AttentionMask(), layout, 8, 8, section=1000)
+    assert alone[:, COUNT_A].tolist() == [3] * 7 + [2] * 7 + [1] * 7
 
 
 def test_work_grows_with_the_window_not_with_the_length():

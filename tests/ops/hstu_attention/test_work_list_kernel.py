@@ -14,8 +14,9 @@ ORDERINGS = [
     {"COLUMNS": columns, "PADDED": padded, "LANES": 32, "OTHERS": 256}
     for columns, padded in ((12, 16), (NUM_CACHED_COLUMNS, 32))
 ]
-TILES = ((128, 64), (64, 128), (128, 128), (16, 32))
-FLAGS = [(keys, window) for keys in (True, False) for window in (True, False)]
+TILES = ((128, 64), (192, 64), (64, 128), (128, 128), (16, 32))
+FLAGS = [(keys, window, 128) for keys in (True, False) for window in (True, False)]
+FLAGS += [(False, True, 64), (False, False, 64)]
 
 
 @pytest.fixture
@@ -53,8 +54,10 @@ def assert_equal_lists(seed: int, device: str = "cpu") -> None:
     tile, block = chance.choice(TILES)
     section, tail = chance.choice([None, 500]), chance.choice([None, 0, 1, 64, 200])
     for keys, expected in ((False, _row_work), (True, _key_work)):
-        wanted = expected(mask, layout, tile, block, section, tail)
-        found = items_of(mask, layout.to(device), tile, block, section, tail, keys=keys)
+        strip = None if keys else chance.choice([None, 16, tile // 2])
+        strips = () if keys else (strip,)
+        wanted = expected(mask, layout, tile, block, section, tail, *strips)
+        found = items_of(mask, layout.to(device), tile, block, section, tail, strip, keys=keys)
         assert torch.equal(found.cpu(), wanted), (mask, layout.lengths, layout.num_targets, keys, tail)
 
 
@@ -129,13 +132,14 @@ def test_the_kernel_in_the_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize(("keys", "window"), FLAGS)
-def test_it_fits_into_the_registers(keys, window, tmp_path):
+@pytest.mark.parametrize(("keys", "window", "strip"), FLAGS)
+def test_it_fits_into_the_registers(keys, window, strip, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
     from recsys.ops.hstu_attention.work_list_kernel import items_kernel, order_kernel
 
-    constants = {"KEYS": keys, "TILE": 128, "BLOCK": 64, "SECTIONED": not window, "WINDOWED": window}
+    constants = {"KEYS": keys, "TILE": 128, "STRIP": strip, "BLOCK": 64, "WINDOWED": window}
     constants |= {
+        "SECTIONED": not window,
         "TARGET_WINDOW": window,
         "CONTEXTUAL_READS": True,
         "TAIL": window,
