@@ -51,7 +51,8 @@ VARIANTS = {
     64: FOR_ALL
     | {
         "forward-one-tile": forward(q_tiles=1),
-        "forward-64-keys": forward(keys=64, stages=6),
+        "forward-128-keys": forward(keys=128, stages=3),
+        "forward-three-strips": forward(**sm90_launch.LONG_SIZES[64]._asdict()),
         "one": one_pass,
         "two-wide-blocks": two_passes(keys=128, k_stages=3, v_stages=3),
     },

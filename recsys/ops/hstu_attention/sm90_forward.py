@@ -140,6 +140,14 @@ def hear_item(slot):
 
 
 @gluon.jit
+def first_row(strip: gl.constexpr, tile):
+    """Of a strip; for one before the sample (see `work_list.row_work`) the first row behind it, so that it
+    has no rows either."""
+    row = tile[3] + strip * STRIP
+    return gl.where(row < 0, tile[1], row)
+
+
+@gluon.jit
 def num_blocks(runs):
     return runs[0] + runs[2] + runs[4]
 
@@ -156,14 +164,14 @@ def blocks_past(
     strip: gl.constexpr, tile, runs, num_contextual, BLOCK_N: gl.constexpr, CONTEXTUAL_READS: gl.constexpr
 ):
     """How many blocks, the first in order, lie behind all that the strip sees: all of them for a strip past
-    the end of the sample.
+    the end of the sample or before it.
 
     A row sees nothing behind itself, but for contextual rows: they see one another, and the history if they
     read it. Blocks between the end of the strip and the end of the tile hold rows of the tile, which see
     themselves: all of them are visited.
     """
-    length, history_end, first = tile[1], tile[2], tile[3]
-    row = first + strip * STRIP
+    length, history_end = tile[1], tile[2]
+    row = first_row(strip, tile)
     end = gl.minimum(row + STRIP, length)
     seen_by_contextual = num_contextual
     if CONTEXTUAL_READS:
@@ -247,7 +255,7 @@ def loading_warp(
             for strip in gl.static_range(STRIPS):
                 at = turn % Q_TILES * STRIPS + strip
                 mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
-                row = tile[3] + strip * STRIP
+                row = first_row(strip, tile)
                 load_rows(q_desc, tile, row, head * stride_q, q_full.index(at), q_buffer.index(at))
             turn += 1
             if Q_TILES > 1:
@@ -332,21 +340,31 @@ def skip_blocks(count, cursor, barriers, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def free_rows_before(turn, barriers, strip: gl.constexpr, STRIPS: gl.constexpr, Q_TILES: gl.constexpr):
+    """Frees the buffer of q that the tile before left its rows of the output in, when they have been read."""
+    if turn > 0:
+        tma.store_wait(0)
+        mbarrier.arrive(barriers[1].index((turn - 1) % Q_TILES * STRIPS + strip))
+
+
+@gluon.jit
 def attend(
-    q, q_free, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
+    q, turn, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
     """float32 [STRIP, D], the sum over all blocks but the first `past`, of which there is at least one; the
-    cursor behind the last."""
+    cursor behind the last. `turn`: which tile of this program it is."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
+    Q_TILES: gl.constexpr = SIZES[4]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     dtype: gl.constexpr = q.dtype
     k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
+    q_free = barriers[1].index(turn % Q_TILES * STRIPS + strip)
     row = tile[3] + strip * STRIP
     nothing = gl.zeros([STRIP, BLOCK_N], gl.float32, scores)
     total = gl.zeros([STRIP, D], gl.float32, sums)
@@ -365,6 +383,8 @@ def attend(
     first = block_at(past, runs, unmasked) * BLOCK_N
     weight = weigh(hide(score, row, first, tile, rule, RULE), half_alpha)
     weight = gl.convert_layout(weight.to(dtype), operand)
+    if OUT_IN_Q and Q_TILES > 1:
+        free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
     mbarrier.wait(v_full.index(stage), parity)
     for number in range(past + 1, masked):
         following = next_stage(cursor, STAGES)
@@ -416,20 +436,22 @@ def computing_group(
         if past < num_blocks(runs):
             q = q_buffer.index(at).reshape([STRIP, D])
             total, cursor = attend(
-                q, q_free.index(at), cursor, buffers, barriers, strip, tile, runs, unmasked, past,
+                q, turn, cursor, buffers, barriers, strip, tile, runs, unmasked, past,
                 half_alpha, rule, SIZES, RULE, HELD, OUT_IN_Q,
             )  # fmt: skip
         elif not OUT_IN_Q:
             mbarrier.arrive(q_free.index(at))
-        buffer = out_buffer.index(strip)
+        elif Q_TILES > 1:
+            free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
+        buffer = out_buffer.index(at if OUT_IN_Q else strip)
         if not OUT_IN_Q:
             tma.store_wait(0)  # the rows of the tile before have left the buffer
-        # A strip past the end of the sample stores too: nothing of it is in bounds.
+        # A strip past the end of the sample, or before it, stores too: nothing of it is in bounds.
         buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
         fence_async_shared()
-        rows = RAGGED_ROWS - tile[1] + tile[3] + strip * STRIP
+        rows = RAGGED_ROWS - tile[1] + first_row(strip, tile)
         tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, tile[0] + tile[1], rows, head * D], buffer)
-        if OUT_IN_Q:
+        if OUT_IN_Q and Q_TILES == 1:  # else another tile may use another buffer meanwhile
             tma.store_wait(0)
             mbarrier.arrive(q_free.index(at))
         turn += 1

@@ -49,27 +49,25 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    64: Sizes(128, 3, 2, True, False, 240, 24, 2),
+    64: Sizes(64, 6, 2, True, False, 240, 24, 2),
     128: Sizes(64, 4, 2, True, False, 240, 24, 2),
     256: Sizes(64, 2, 2, False, True, 232, 40),
 }
 """By width of the heads. Of a block of 128 keys on the diagonal a strip sees a quarter or three, of one of 64
 keys half or all."""
 
-SHORT_SIZES = {64: SIZES[64]._replace(keys=64, stages=6)}
-"""Where rows see up to `FEW_KEYS` keys on average: there the diagonal is much of the work."""
+LONG_SIZES = {
+    64: Sizes(64, 6, 3, True, False, 160, 32, 2),
+    128: Sizes(64, 4, 3, False, True, 160, 32, 2),
+}
+"""Where rows see many keys: three strips share what is read, a third less, and the tensor cores have work
+while one of them computes weights. Two buffers of q do without one for the output at 128 columns."""
 
-FEW_KEYS = 512
-"""On an H200 (experiments/2026-11-22-gpu-attention-2) blocks of 64 keys are 16 % faster at 256 tokens of 64
-columns, those of 128 keys 6 % at 4096 tokens."""
-
-
-LONG_SIZES = {128: Sizes(64, 4, 3, False, False, 160, 32)}
-"""Where rows see more than `MANY_KEYS` keys on average: three strips share what is read, a third less."""
-
-MANY_KEYS = 768
-"""On an H200 (experiments/2026-11-22-gpu-attention-3) three strips are 1.6 to 4.5 % faster than two where
-rows see 1024 keys and more, and 9 % slower where they see 512."""
+MANY_KEYS, MANY_IN_WINDOW = 192, 1024
+"""More keys than so many are many, seen by a row on average; and those of a window, where a tile of more rows
+visits more blocks that some of them do not see. On an H200 (experiments/2026-11-22-gpu-attention-3) three
+strips are 1.6 to 5 % faster at 192 to 263 keys, 1 to 9 % slower at 64 to 130; with a window of 512 keys 2.5 %
+slower (64 columns: 4 %), of 1024 as fast, of 2048 2 % faster (6 %)."""
 
 
 class BackwardSizes(NamedTuple):
@@ -107,10 +105,10 @@ def forward(
         return out
     mask = problem.mask
     if sizes is None:
-        sizes = sizes_for(dim, seen_by_a_row(problem))
+        sizes = sizes_for(dim, seen_by_a_row(problem), mask.window)
     q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
-    section = section_of(num_heads * dim * 4, mask)
-    items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail)
+    section = section_of(num_heads * dim * 8, mask)  # q and the output pass through the cache too
+    items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail, STRIP.value)
     num_items = items.shape[0]
     start(
         forward_kernel,
@@ -191,13 +189,10 @@ def backward(
     return Gradients(*made, None, None)
 
 
-def sizes_for(dim: int, seen: float) -> Sizes:
+def sizes_for(dim: int, seen: float, window: int | None = None) -> Sizes:
     """Of the forward kernel, where rows see so many keys on average."""
-    if seen <= FEW_KEYS and dim in SHORT_SIZES:
-        return SHORT_SIZES[dim]
-    if seen > MANY_KEYS and dim in LONG_SIZES:
-        return LONG_SIZES[dim]
-    return SIZES[dim]
+    many = seen > (MANY_KEYS if window is None else MANY_IN_WINDOW)
+    return LONG_SIZES[dim] if many and dim in LONG_SIZES else SIZES[dim]
 
 
 def seen_by_a_row(problem: Problem) -> float:

@@ -22,21 +22,18 @@ if not triton.__version__.startswith("3.6."):
 
 from recsys.ops import AttentionMask  # noqa: E402
 from recsys.ops.hstu_attention import sm90_launch  # noqa: E402
-from recsys.ops.hstu_attention.sm90_launch import LONG_SIZES, SHORT_SIZES, SIZES  # noqa: E402
+from recsys.ops.hstu_attention.sm90_launch import LONG_SIZES, SIZES  # noqa: E402
 
 SPILLED = 128
 """Bytes that may be: numbers of a tile, far from the loops over blocks."""
 
 OTHER_SIZES = [
-    pytest.param(
-        64, SIZES[64]._replace(keys=64, stages=4, strips=3, computing_registers=160, loading_registers=32)
-    ),
+    pytest.param(64, SIZES[64]._replace(keys=128, stages=3)),
     pytest.param(128, SIZES[128]._replace(keys=128, stages=2)),
 ]
 MASKS = {"causal": (False, False, False, True), "everything": (True, True, True, True)}
 CASES = [
     *(pytest.param(dim, sizes, "causal", id=f"{dim}") for dim, sizes in SIZES.items()),
-    *(pytest.param(dim, sizes, "causal", id=f"{dim}-short") for dim, sizes in SHORT_SIZES.items()),
     *(pytest.param(dim, sizes, "causal", id=f"{dim}-long") for dim, sizes in LONG_SIZES.items()),
     *(
         pytest.param(dim, SIZES[dim], "everything", id=f"{dim}-masks", marks=pytest.mark.slow)

@@ -64,11 +64,11 @@ def test_masks(mask, contextual):
     check(layout_of(samples(contextual, shapes)), mask, heads=1)
 
 
-@pytest.mark.parametrize("held", [False, True])
-@pytest.mark.parametrize(("strips", "q_tiles"), [(2, 1), (2, 2), (3, 1)])
+@pytest.mark.parametrize("how", ["", "held", "out_in_q"])
+@pytest.mark.parametrize(("strips", "q_tiles"), [(2, 1), (2, 2), (3, 1), (3, 2)])
 @pytest.mark.parametrize(("keys", "stages"), [(128, 2), (64, 2), (64, 3), (32, 4)])
-def test_sizes(strips, q_tiles, keys, stages, held):
-    sizes = sm90_launch.Sizes(keys, stages, strips, held, False, 160, 24, q_tiles)
+def test_sizes(strips, q_tiles, keys, stages, how):
+    sizes = sm90_launch.Sizes(keys, stages, strips, how == "held", how == "out_in_q", 160, 24, q_tiles)
     mask = AttentionMask(window=100, prefix=10)
     shapes = [(400, 5), (3, 0), (130, 60)]
     for some in (mask, AttentionMask()):
@@ -82,12 +82,13 @@ def test_widths(dim):
 
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(130, 70, True, 5)])
 @pytest.mark.parametrize(
-    ("dim", "seen", "keys", "strips"),
-    [(64, 512, 64, 2), (64, 513, 128, 2), (128, 768, 64, 2), (128, 769, 64, 3)],
+    ("dim", "seen", "window", "strips"),
+    [(64, 192, None, 2), (64, 193, None, 3), (128, 192, None, 2), (128, 193, None, 3), (256, 999, None, 2)]
+    + [(64, 512, 512, 2), (128, 1024, 1024, 2), (128, 1025, 1025, 3)],
 )
-def test_sizes_by_how_many_keys_a_row_sees(dim, seen, keys, strips, mask):
-    sizes = sm90_launch.sizes_for(dim, seen)
-    assert (sizes.keys, sizes.strips) == (keys, strips)
+def test_sizes_by_how_many_keys_a_row_sees(dim, seen, window, strips, mask):
+    sizes = sm90_launch.sizes_for(dim, seen, window)
+    assert sizes.strips == strips
     check(layout_of(samples(2, [(300, 7), (0, 1), (193, 0), (64, 70)])), mask, dim, heads=1, sizes=sizes)
 
 

@@ -47,11 +47,14 @@ def test_masks(mask):
 @pytest.mark.parametrize(
     "mask", [AttentionMask(), AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)], ids=str
 )
-def test_masks_with_the_tiles_of_long_rows(mask, monkeypatch):
+@pytest.mark.parametrize("dim", [64, 128])
+def test_masks_with_the_tiles_of_long_rows(dim, mask, monkeypatch):
     from recsys.ops.hstu_attention import sm90_launch
 
-    monkeypatch.setattr(sm90_launch, "MANY_KEYS", 0)
-    check([(150, 3), (0, 2), (0, 0), (700, 0), (1, 140), (193, 20)], 3, 128, mask)
+    for many in ("MANY_KEYS", "MANY_IN_WINDOW"):
+        monkeypatch.setattr(sm90_launch, many, 0)
+    for contextual in (3, 70):
+        check([(150, 3), (0, 2), (0, 0), (700, 0), (1, 140), (193, 20)], contextual, dim, mask)
 
 
 # A few forms, each of which takes many seconds to compile, and many layouts of each.
