@@ -296,6 +296,31 @@ def add_rows(
 
 
 @gluon.jit
+def pass_rows(
+    block, row_before, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, dq_desc, place,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """What `add_rows` does for the others, where rows see nothing of the strip: zeros for its dS, and the part
+    of the block before. The arguments are those of `add_rows`."""
+    BLOCK_M: gl.constexpr = SIZES[1]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
+    stage, parity = cursor
+    ds = buffers[4].index(block % 2).slice(strip * STRIP, STRIP, 0)
+    await_signal(FREE, block, strip)
+    ds.store(gl.zeros([STRIP, BLOCK_M], gl.float32, scores).to(ds.dtype))
+    fence_async_shared()
+    signal(FULL, block, 1 - strip)
+    part = start_part(block - 1, slots[0], buffers, strip, SIZES)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    store_part(part, block - 1, row_before, place, dq_desc, buffers, strip, tile)
+    mbarrier.wait(q_full.index(stage), parity)
+    mbarrier.arrive(q_free.index(stage))
+    mbarrier.wait(g_full.index(stage), parity)
+    mbarrier.arrive(g_free.index(stage))
+
+
+@gluon.jit
 def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.constexpr, WAITS: gl.constexpr):
     """Writes rows of dK or dV; WAITS: until what was in the buffer has left it."""
     if WAITS:
@@ -348,10 +373,19 @@ def computing_group(
         for number in range(1, masked):
             row_before = row
             row = block_at(number, runs, unmasked) * BLOCK_M
-            grad_k, grad_v = add_rows(
-                (grad_k, grad_v), block + number, row, row_before, cursor, slots, buffers, barriers, strip,
-                tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, True, False,
-            )  # fmt: skip
+            unseen = gl.to_tensor(False)
+            if strip > 0:  # a row sees no key behind it, but for contextual ones
+                unseen = (row + BLOCK_M <= tile[3] + strip * STRIP) & (row >= rule[0])
+            if unseen:
+                pass_rows(
+                    block + number, row_before, cursor, slots, buffers, barriers, strip, tile, dq_desc,
+                    part_place, SIZES,
+                )  # fmt: skip
+            else:
+                grad_k, grad_v = add_rows(
+                    (grad_k, grad_v), block + number, row, row_before, cursor, slots, buffers, barriers,
+                    strip, tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, True, False,
+                )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
         for number in range(gl.maximum(masked, 1), count):
             row_before = row
