@@ -12,7 +12,8 @@ silu(0) = 0, and are not written.
 
 Numbers that belong together travel as tuples, as in `triton_tile`, whose mask this is:
 
-    tile      first row in [T], length and first target of the sample; the tile's first token
+    tile      first row in [T], length and first target of the sample; the tile's first token, below 0 for a
+              tile whose first strips lie before the sample and have nothing to do
     runs      the blocks that the tile visits
     buffers   q, k, v and out in shared memory; two slots for items of the list
     barriers  full and free of q, k and v
