@@ -300,8 +300,8 @@ def pass_rows(
     block, row_before, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, dq_desc, place,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """What `add_rows` does for the others, where rows see nothing of the strip: zeros for its dS, and the part
-    of the block before. The arguments are those of `add_rows`."""
+    """What `add_rows` does for the others, where rows see nothing of the strip: zeros for its dS, and the
+    part of the block before. The arguments are those of `add_rows`."""
     BLOCK_M: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]

@@ -144,8 +144,8 @@ def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path)
     assert made.shared <= 227 * 1024
     assert "serializ" not in made.report, made.report
     assert "UTMAREDG.4D.ADD" in made.sass
-    # Products of a block: scores, dO V^T, a part of dQ, dV and dK. The second strip has in its loop with a mask
-    # the way past rows that see nothing of it as well, with a part of dQ of its own.
+    # Products of a block: scores, dO V^T, a part of dQ, dV and dK. The second strip has in its loop with a
+    # mask the way past rows that see nothing of it as well, with a part of dQ of its own.
     loops = product_loops(made.sass)
     assert len(loops) == 2 * sm90_launch.BACKWARD_STRIPS
     part, others = keys // 16, 2 * dim // 16 + 2 * sizes.rows // 16
