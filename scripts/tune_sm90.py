@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,28 +28,29 @@ from recsys.ops import AttentionMask, SequenceLayout  # noqa: E402
 from recsys.ops.hstu_attention import reference  # noqa: E402
 from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
 
-CHOICES = {
-    # (keys, stages, strips, out_in_q, registers of a computing thread, of a loading one)
-    64: [
-        (128, 3, 2, False, 240, 24),
-        (128, 2, 2, False, 240, 24),
-        (64, 4, 2, False, 240, 24),
-        (64, 4, 3, False, 160, 32),
-        (128, 3, 3, False, 160, 32),
-    ],
-    128: [(128, 2, 2, False, 240, 24), (64, 4, 2, False, 240, 24), (64, 4, 3, False, 160, 32)],
-    256: [(64, 2, 2, True, 232, 40), (64, 2, 2, True, 240, 24), (32, 4, 2, True, 240, 24)],
-}
-"""By width of the heads; each is tried with rows of q in registers and without."""
-
-
-def sizes_of(dim: int, number: int):
-    """The choice number `number`; odd ones hold rows of q. Two buffers for tiles where there is room."""
+if TYPE_CHECKING:
     from recsys.ops.hstu_attention.sm90_launch import Sizes
 
-    keys, stages, strips, out_in_q, computing, loading = CHOICES[dim][number // 2]
-    sizes = Sizes(keys, stages, strips, number % 2 == 1, out_in_q, computing, loading)
-    return sizes._replace(q_tiles=2 if sizes.strips == 2 and not sizes.out_in_q else 1)
+CHANGES: dict[int, tuple[list[dict[str, int | bool]], list[dict[str, int | bool]]]] = {
+    64: (
+        [{}, {"held": False}, {"q_tiles": 1}, {"keys": 128, "stages": 3}],
+        [{}, {"held": False}, {"stages": 4}],
+    ),
+    128: (
+        [{}, {"held": False}, {"q_tiles": 1, "stages": 5}, {"keys": 128, "stages": 2}],
+        [{}, {"out_in_q": False, "q_tiles": 1}],
+    ),
+    256: ([{}, {"computing_registers": 240, "loading_registers": 24}, {"keys": 32, "stages": 4}], []),
+}
+"""By width of the heads: what is tried in place of the sizes in use, of `SIZES` and of `LONG_SIZES`."""
+
+
+def choices_of(dim: int) -> list[Sizes]:
+    """The sizes in use and those that differ from them by one of `CHANGES`."""
+    from recsys.ops.hstu_attention.sm90_launch import LONG_SIZES, SIZES
+
+    both = zip((SIZES, LONG_SIZES), CHANGES[dim], strict=True)
+    return [sizes[dim]._replace(**change) for sizes, changes in both for change in changes]
 
 
 def inputs(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0):
@@ -67,7 +69,7 @@ def check(dim: int, number: int) -> float:
     from recsys.ops.hstu_attention import sm90_launch
 
     problem, parts = inputs(torch.tensor([1, 64, 700, 129, 1000, 33]), dim, 2)
-    out = sm90_launch.forward(*parts, problem, sizes_of(dim, number)).double()
+    out = sm90_launch.forward(*parts, problem, choices_of(dim)[number]).double()
     rest = {"alpha": problem.alpha, "scale_len": problem.scale_len, "bias": None, "deterministic": False}
     want = reference.run(*(part.double() for part in parts), problem.layout, problem.mask, **rest)
     theirs = reference.run(*parts, problem.layout, problem.mask, **rest).double()
@@ -93,7 +95,7 @@ def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
     flop, lines = useful_flop(shape), []
     for number, section in itertools.product(numbers, sections):
         sm90_launch.CACHED_BYTES = section * 2**20 if section else 2**60
-        sizes = sizes_of(shape.dim, number)
+        sizes = choices_of(shape.dim)[number]
 
         def run(i: int, sizes=sizes) -> None:
             problem, parts = sets[i % 2]
@@ -113,7 +115,7 @@ def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Times the sizes of the Hopper forward.")
-    parser.add_argument("--dim", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--dim", type=int, nargs="+", choices=list(CHANGES), default=list(CHANGES))
     parser.add_argument("--shape", action="append", help="only shapes whose name contains this")
     parser.add_argument("--section", type=int, nargs="+", default=[24], help="MB; 0 for no sections")
     parser.add_argument("--seconds", type=float, default=120)
@@ -123,7 +125,7 @@ def main() -> int:
         found = check(*options.check)
         print(f"{found:.2f} of the allowed error")
         return 0 if found <= 1 else 1
-    choices = [(dim, number) for dim in options.dim for number in range(2 * len(CHOICES[dim]))]
+    choices = [(dim, number) for dim in options.dim for number in range(len(choices_of(dim)))]
     command = [sys.executable, __file__, "--check"]
     running = [
         (
@@ -146,7 +148,7 @@ def main() -> int:
             passed.append((dim, number))
         else:
             print(
-                f"D{dim} {sizes_of(dim, number)}: NO: {' | '.join(text.strip().splitlines()[-2:])}",
+                f"D{dim} {choices_of(dim)[number]}: NO: {' | '.join(text.strip().splitlines()[-2:])}",
                 flush=True,
             )
     for shape in cases()[:8]:

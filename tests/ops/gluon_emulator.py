@@ -482,6 +482,9 @@ def language(machine: Machine) -> SimpleNamespace:
         pointer.flat[pointer.offset] += value
         return Number(before)
 
+    def require(condition: bool, message: str = "") -> None:
+        assert condition, message
+
     return SimpleNamespace(
         allocate_shared_memory=allocate,
         arange=lambda start, end, layout=None: Block(torch.arange(start, end), layout),
@@ -508,7 +511,7 @@ def language(machine: Machine) -> SimpleNamespace:
         num_programs=lambda axis: Number(machine.programs),
         num_warps=lambda: 4,
         program_id=lambda axis: Number(machine.program),
-        static_assert=lambda condition: None,
+        static_assert=require,
         static_range=range,
         to_tensor=Number,
         warp_specialize=machine.specialize,

@@ -512,6 +512,7 @@ def forward_kernel(
         (stride_q, stride_k, stride_v), SIZES,
     )  # fmt: skip
     gl.static_assert(STRIPS == 2 or STRIPS == 3)
+    gl.static_assert(not (HELD and OUT_IN_Q), "rows that are held leave their buffer to the next ones")
     # A tuple that had a name, or were added to one, would lose what its members know at compile time.
     gl.warp_specialize([
         (computing_group, (
