@@ -62,7 +62,9 @@ SOME_MASKS = [*MASKS[::2], *MASKS[1::6], *MORE_MASKS]
 
 @pytest.mark.parametrize("contextual", [0, 5])
 @pytest.mark.parametrize("mask", SOME_MASKS, ids=str)
-@pytest.mark.parametrize(("tail", "strip"), [(None, None), (0, None), (3, 2), (9, None), (None, 2), (9, 4)])
+@pytest.mark.parametrize(
+    ("tail", "strip"), [(None, None), (0, None), (3, None), (9, None), (None, 2), (3, 2), (9, 4)]
+)
 def test_every_visible_pair_is_visited_once_and_unmasked_blocks_need_no_mask(mask, contextual, tail, strip):
     """With a tail, every pair whose row is read; and a tile of keys has something to visit all the same."""
     batch = samples(contextual, SHAPES)

@@ -15,8 +15,8 @@ ORDERINGS = [
     for columns, padded in ((12, 16), (NUM_CACHED_COLUMNS, 32))
 ]
 TILES = ((128, 64), (192, 64), (64, 128), (128, 128), (16, 32))
-FLAGS = [(keys, window, 128) for keys in (True, False) for window in (True, False)]
-FLAGS += [(False, True, 64), (False, False, 64)]
+FLAGS = [(keys, window, 128, 128) for keys in (True, False) for window in (True, False)]
+FLAGS += [(False, window, tile, 64) for window in (True, False) for tile in (128, 192)]
 
 
 @pytest.fixture
@@ -132,12 +132,12 @@ def test_the_kernel_in_the_interpreter():
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize(("keys", "window", "strip"), FLAGS)
-def test_it_fits_into_the_registers(keys, window, strip, tmp_path):
+@pytest.mark.parametrize(("keys", "window", "tile", "strip"), FLAGS)
+def test_it_fits_into_the_registers(keys, window, tile, strip, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
     from recsys.ops.hstu_attention.work_list_kernel import items_kernel, order_kernel
 
-    constants = {"KEYS": keys, "TILE": 128, "STRIP": strip, "BLOCK": 64, "WINDOWED": window}
+    constants = {"KEYS": keys, "TILE": tile, "STRIP": strip, "BLOCK": 64, "WINDOWED": window}
     constants |= {
         "SECTIONED": not window,
         "TARGET_WINDOW": window,
