@@ -14,7 +14,7 @@ a block later, and the descriptor of dQ, float32, adds the product to what other
 order, so that the last bits vary. Keys, and where there is room values, arrive while the tile before is still
 being computed. Names and the order of the work are those of `sm90_forward`.
 
-Shared memory is what limits it: a block takes 1472 of its cycles a strip, for 1280 of the tensor cores.
+Its narrowest place is shared memory: a block takes 1472 cycles of it a strip, for 1280 of the tensor cores.
 """
 
 from triton._C.libtriton import ir
