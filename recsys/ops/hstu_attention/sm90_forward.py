@@ -444,6 +444,10 @@ def computing_group(
             mbarrier.arrive(q_free.index(at))
         elif Q_TILES > 1:
             free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
+        # Where registers are few, what the loops do not need is heard again. (One buffer for tiles of q would
+        # not keep the next tile but one from being told meanwhile.)
+        if STRIPS == 3 and D > 64 and Q_TILES > 1:
+            _, tile, _, _, head = hear_item(slots.index(turn % (2 * Q_TILES)))
         buffer = out_buffer.index(at if OUT_IN_Q else strip)
         if not OUT_IN_Q:
             tma.store_wait(0)  # the rows of the tile before have left the buffer

@@ -39,8 +39,10 @@ CASES = [
         pytest.param(dim, SIZES[dim], "everything", id=f"{dim}-masks", marks=pytest.mark.slow)
         for dim in SIZES
     ),
-    # At 128 columns, with a window, three strips have 2 to 4 reads of the stack in one of their loops.
-    pytest.param(64, LONG_SIZES[64], "everything", id="64-long-masks", marks=pytest.mark.slow),
+    *(
+        pytest.param(dim, sizes, "everything", id=f"{dim}-long-masks", marks=pytest.mark.slow)
+        for dim, sizes in LONG_SIZES.items()
+    ),
     *(
         pytest.param(*case.values, "causal", id=f"{case.values[0]}-other-{i}", marks=pytest.mark.slow)
         for i, case in enumerate(OTHER_SIZES)
