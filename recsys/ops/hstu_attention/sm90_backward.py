@@ -1,8 +1,8 @@
 """The backward kernel for Hopper, scheduled by hand (Gluon): all three gradients in one pass.
 
-With S, the scores, dO, the gradient of the output, x = alpha S / 2 and t = tanh x:
+With S, the scores, dO, the gradient of the output, x = alpha S / 2, t = tanh x and w = x + x t:
 
-    silu(alpha S) = x (1 + t), its slope is (1 + t) (1 + x (1 - t)) / 2
+    silu(alpha S) = w, twice its slope is 1 + t + w (1 - t)
     dV = silu(alpha S)^T dO / scale_len
     dS = (dO V^T) * 2 slope                                  zero where the mask is
     dK = dS^T Q alpha / (2 scale_len),    dQ = dS K alpha / (2 scale_len)
@@ -12,9 +12,11 @@ that see them. Scores are [keys, rows], so that their weights and dS are left op
 goes to shared memory: each warp group multiplies that of all strips with its part of the columns of the keys,
 a block later, and the descriptor of dQ, float32, adds the product to what other programs have added: in any
 order, so that the last bits vary. Keys, and where there is room values, arrive while the tile before is still
-being computed. Names and the order of the work are those of `sm90_forward`.
+being computed; dV leaves through the buffer of the tile's own keys, dK through that of the parts of dQ. Names
+and the order of the work are those of `sm90_forward`.
 
-Its narrowest place is shared memory: a block takes 1472 cycles of it a strip, for 1280 of the tensor cores.
+Its narrowest place is shared memory: of 128 columns a block takes 1472 cycles of it a strip, for 1280 of the
+tensor cores, and 64 less where half of the keys' columns are in registers.
 """
 
 from triton._C.libtriton import ir
@@ -49,10 +51,13 @@ from recsys.ops.hstu_attention.sm90_forward import (
 NO_ROW = gl.constexpr(0x7FFFFFFF)
 """Behind all rows."""
 
-FULL, FREE = gl.constexpr(8), gl.constexpr(12)
+UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
+
+FULL, FREE, DONE = gl.constexpr(8), gl.constexpr(12), gl.constexpr(4)
 """Hardware barriers, from these numbers on one for each strip and buffer of dS: the other strip has stored
-its half; it has multiplied both. For a signal through a barrier in shared memory the compiler would stop all
-warps of the group, so that a single thread can give it."""
+its half; it has multiplied both; of DONE one for each strip, it has done with the keys of the tile. For a
+signal through a barrier in shared memory the compiler would stop all warps of the group, so that a single
+thread can give it. Triton has the numbers below."""
 
 
 load_tile = gluon.jit(triton_tile.load_tile.fn)
@@ -179,7 +184,7 @@ def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
 def come_to(barrier: gl.constexpr, block, strip: gl.constexpr, TEXT: gl.constexpr):
     """An instruction at the hardware barrier of `strip` for the buffer of block number `block`, at which both
     strips count."""
-    number = barrier + 2 * strip + block % 2
+    number = gl.to_tensor(barrier + 2 * strip + (block & 1))
     gl.inline_asm_elementwise(TEXT, "=r,r,r", [number, 2 * 128], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -196,6 +201,35 @@ def await_signal(barrier: gl.constexpr, block, strip: gl.constexpr):
 
 
 @gluon.jit
+def weight_and_slope(x):
+    """silu(2 x), and twice its slope less one: with the one left to the product with another number both take
+    an instruction less. Of UNSEEN they are exactly 0 and -1."""
+    t = tanh(x)
+    weight = x * t + x
+    return weight, (weight - weight * t) + t
+
+
+@gluon.jit
+def start_scores(k, held, q, SIZES: gl.constexpr, HOLDS: gl.constexpr):
+    """K Q^T of a strip of keys and a block of rows, under way; HOLDS: the first columns of the keys are those
+    in registers."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    HELD: gl.constexpr = SIZES[5]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
+    if not HOLDS:
+        score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    elif HELD == D:
+        score = warpgroup_mma(held, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    else:
+        first, others = q.slice(0, HELD, 1), q.slice(HELD, D - HELD, 1)
+        score = warpgroup_mma(held, first.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        score = warpgroup_mma(k.slice(HELD, D - HELD, 1), others.permute((1, 0)), score, is_async=True)
+    return score
+
+
+@gluon.jit
 def start_part(block, slot, buffers, strip: gl.constexpr, SIZES: gl.constexpr):
     """dS K of block number `block` of this program, for the strip's part of the columns, under way; `slot`:
     of the keys."""
@@ -205,7 +239,7 @@ def start_part(block, slot, buffers, strip: gl.constexpr, SIZES: gl.constexpr):
     PART: gl.constexpr = D // STRIPS
     parts: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     keys = buffers[2].index(unknown(slot)).reshape([STRIPS * STRIP, D]).slice(strip * PART, PART, 1)
-    ds = buffers[4].index(block % 2).permute((1, 0))
+    ds = buffers[4].index(block & 1).permute((1, 0))
     nothing = gl.zeros([BLOCK_M, PART], gl.float32, parts)
     await_signal(FULL, block, strip)
     return warpgroup_mma(ds, keys, nothing, use_acc=False, is_async=True)
@@ -223,8 +257,8 @@ def store_part(part, block, row, place, dq_desc, buffers, strip: gl.constexpr, t
     COLUMNS: gl.constexpr = part.shape[1]
     signal(FREE, block, 1 - strip)
     part = part.reshape([ROWS, COLUMNS // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([ROWS, COLUMNS])
-    tma.store_wait(0)  # the part before has left the buffer
-    buffer = buffers[5].index(strip)
+    tma.store_wait(0)  # what was in the buffer has left it
+    buffer = buffers[5].index(unknown(strip))
     buffer.reshape([ROWS, COLUMNS]).store(part)
     fence_async_shared()
     end = place[0] + tile[1]
@@ -233,14 +267,15 @@ def store_part(part, block, row, place, dq_desc, buffers, strip: gl.constexpr, t
 
 @gluon.jit
 def add_rows(
-    sums, block, row, row_before, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, dq_desc, place,
-    half_alpha, rule,
+    sums, block, row, row_before, cursor, slots, held, buffers, barriers, strip: gl.constexpr, tile, dq_desc,
+    place, half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
     """`sums`, dK and dV of a strip of keys, plus what the rows from `row` on contribute, block number `block`
     of this program. dQ gets the part of the block before, of the rows from `row_before` on: so no strip waits
     for another's dS. With FIRST there is none. Nothing is under way when it returns, but for the copy of that
-    part. `slots`: of the keys and of the values, and the parity of the latter."""
+    part. `slots`: of the keys and of the values, and the parity of the latter. `held`: columns of the keys in
+    registers, for blocks without a mask."""
     grad_k, grad_v = sums
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
@@ -254,28 +289,26 @@ def add_rows(
     k = buffers[2].index(unknown(slots[0])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
     v = buffers[3].index(unknown(slots[1])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
     dtype: gl.constexpr = q.dtype
-    nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
 
     mbarrier.wait(q_full.index(stage), parity)
-    score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    score = start_scores(k, held, q, SIZES, SIZES[5] > 0 and not MASKED)
     mbarrier.wait(g_full.index(stage), parity)
     if FIRST:
         mbarrier.wait(barriers[5].index(slots[1]), slots[2])
+    nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
     grad = warpgroup_mma(v, g.permute((1, 0)), nothing, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     x = score * half_alpha
-    t = tanh(x)
-    u = t + 1.0
-    if MASKED:  # once, for the weight and the slope: both have it as a factor
+    if MASKED:
         seen = seen_by(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
-        u = gl.where(seen, u, 0.0)
-    slope = u * (x - x * t) + u
-    weight = gl.convert_layout((x * u).to(dtype), operand)
+        x = gl.where(seen, x, UNSEEN)
+    weight, slope = weight_and_slope(x)
+    weight = gl.convert_layout(weight.to(dtype), operand)
     grad_v = warpgroup_mma(weight, g, grad_v, is_async=True)
     grad = warpgroup_mma_wait(1, deps=(grad,))
-    rounded = (grad * slope).to(dtype)
+    rounded = (grad * slope + grad).to(dtype)
     await_signal(FREE, block, strip)
-    buffers[4].index(block % 2).slice(strip * STRIP, STRIP, 0).store(rounded)
+    buffers[4].index(block & 1).slice(strip * STRIP, STRIP, 0).store(rounded)
     fence_async_shared()
     signal(FULL, block, 1 - strip)
     rounded = gl.convert_layout(rounded, operand)
@@ -306,7 +339,7 @@ def pass_rows(
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
     stage, parity = cursor
-    ds = buffers[4].index(block % 2).slice(strip * STRIP, STRIP, 0)
+    ds = buffers[4].index(block & 1).slice(strip * STRIP, STRIP, 0)
     await_signal(FREE, block, strip)
     ds.store(gl.zeros([STRIP, BLOCK_M], gl.float32, scores).to(ds.dtype))
     fence_async_shared()
@@ -321,10 +354,8 @@ def pass_rows(
 
 
 @gluon.jit
-def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.constexpr, WAITS: gl.constexpr):
-    """Writes rows of dK or dV; WAITS: until what was in the buffer has left it."""
-    if WAITS:
-        tma.store_wait(0)
+def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.constexpr):
+    """Writes rows of dK or dV through a buffer, by a copy that is under way when it returns."""
     rounded = buffer._reinterpret(desc.dtype, [1, 1, STRIP, D], desc.layout)
     rounded.reshape([STRIP, D]).store(grad.to(desc.dtype))
     fence_async_shared()
@@ -344,10 +375,10 @@ def computing_group(
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
     V_STAGES: gl.constexpr = SIZES[4]
-    APART: gl.constexpr = SIZES[5]
+    HELD: gl.constexpr = SIZES[5]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    k_full, k_free, v_free = barriers[4], barriers[6], barriers[7]
-    out_buffer, told = buffers[7], buffers[6]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    k_full, k_free, v_free, told = barriers[4], barriers[6], barriers[7], buffers[6]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
@@ -364,10 +395,11 @@ def computing_group(
         slots = (turn % 2, v_cursor[0], v_cursor[1])
         grad_k = gl.zeros([STRIP, D], gl.float32, layout)
         grad_v = gl.zeros([STRIP, D], gl.float32, layout)
+        held = 0
         row = block_at(0, runs, unmasked) * BLOCK_M
         grad_k, grad_v = add_rows(
-            (grad_k, grad_v), block, row, row, cursor, slots, buffers, barriers, strip, tile, dq_desc,
-            part_place, half_alpha, rule, SIZES, RULE, True, True,
+            (grad_k, grad_v), block, row, row, cursor, slots, held, buffers, barriers, strip, tile,
+            dq_desc, part_place, half_alpha, rule, SIZES, RULE, True, True,
         )  # fmt: skip
         cursor = next_stage(cursor, STAGES)
         for number in range(1, masked):
@@ -383,37 +415,46 @@ def computing_group(
                 )  # fmt: skip
             else:
                 grad_k, grad_v = add_rows(
-                    (grad_k, grad_v), block + number, row, row_before, cursor, slots, buffers, barriers,
-                    strip, tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, True, False,
+                    (grad_k, grad_v), block + number, row, row_before, cursor, slots, held, buffers,
+                    barriers, strip, tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, True, False,
                 )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
+        if HELD > 0:
+            k = buffers[2].index(slots[0]).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+            held = k.slice(0, HELD, 1).load(gl.DotOperandLayout(0, scores, 2))
         for number in range(gl.maximum(masked, 1), count):
             row_before = row
             row = (unmasked + number - masked) * BLOCK_M
             grad_k, grad_v = add_rows(
-                (grad_k, grad_v), block + number, row, row_before, cursor, slots, buffers, barriers, strip,
-                tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, False, False,
+                (grad_k, grad_v), block + number, row, row_before, cursor, slots, held, buffers, barriers,
+                strip, tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, False, False,
             )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
         mbarrier.arrive(v_free.index(slots[1]))
         block += count
         part = start_part(block - 1, slots[0], buffers, strip, SIZES)
         part = warpgroup_mma_wait(0, deps=(part,))
+        signal(DONE, 0, 1 - strip)
         store_part(part, block - 1, row, part_place, dq_desc, buffers, strip, tile)
-        mbarrier.arrive(k_free.index(slots[0]))
         turn += 1
         v_cursor = next_stage(v_cursor, V_STAGES)
         mbarrier.wait(k_full.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
         place = hear(told.index(turn % 2))
         done, done_head = tile, head
         tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+        await_signal(DONE, 0, strip)  # the buffer of the keys is free
+        keys = buffers[2].index(unknown(slots[0]))
+        keys = keys._reinterpret(dv_desc.dtype, [STRIPS] + dv_desc.block_shape, dv_desc.layout)
         store_strip(
-            grad_v * inverse_scale, dv_desc, out_buffer.index(strip), done, strip, done_head * D, D, not APART
-        )
-        store_strip(
-            grad_k * (half_alpha * inverse_scale), dk_desc, out_buffer.index(strip + STRIPS * APART), done,
-            strip, done_head * D, D, not APART,
+            grad_v * inverse_scale, dv_desc, keys.index(strip), done, strip, done_head * D, D,
         )  # fmt: skip
+        tma.store_wait(1)  # the last part has left its buffer
+        store_strip(
+            grad_k * (half_alpha * inverse_scale), dk_desc, buffers[5].index(strip), done, strip,
+            done_head * D, D,
+        )  # fmt: skip
+        tma.store_wait(1)  # and dV its own
+        mbarrier.arrive(k_free.index(slots[0]))
     tma.store_wait(0)
 
 
@@ -428,19 +469,19 @@ def backward_kernel(
     num_items, num_heads, stride_q, stride_g, stride_k, stride_v,
     half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
     D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
-    V_STAGES: gl.constexpr, APART: gl.constexpr,
+    V_STAGES: gl.constexpr, HELD: gl.constexpr,
     WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are those of a
     head. `dq_desc` is of zeros in float32, [T, H, D], to be added to: dQ less the factor
-    alpha / (2 scale_len), of every eight columns the even ones first. APART: dK and dV leave through buffers
-    of their own, not through those of the parts of dQ.
+    alpha / (2 scale_len), of every eight columns the even ones first. HELD: so many columns of the keys are
+    in registers for blocks without a mask.
     """
-    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, APART)
+    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, HELD)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    gl.static_assert(STRIPS == 2)
+    gl.static_assert(STRIPS == 2 and (HELD == 0 or HELD == 64 or HELD == D))
     dtype: gl.constexpr = q_desc.dtype
     rule = (num_contextual, window, prefix, group_size)
     q_buffer = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
@@ -450,9 +491,6 @@ def backward_kernel(
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     ds_buffer = gl.allocate_shared_memory(dtype, [2, STRIPS * STRIP, BLOCK_M], flat)
     part_buffer = gl.allocate_shared_memory(gl.float32, [STRIPS] + dq_desc.block_shape, dq_desc.layout)
-    out_buffer = part_buffer
-    if APART:
-        out_buffer = gl.allocate_shared_memory(dtype, [2 * STRIPS] + dk_desc.block_shape, dk_desc.layout)
     slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -474,7 +512,7 @@ def backward_kernel(
         mbarrier.init(k_full.index(slot), count=1)
         mbarrier.init(k_free.index(slot), count=STRIPS)
     fence_async_shared()
-    buffers = (q_buffer, g_buffer, k_buffer, v_buffer, ds_buffer, part_buffer, slots, out_buffer)
+    buffers = (q_buffer, g_buffer, k_buffer, v_buffer, ds_buffer, part_buffer, slots)
     barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, v_free)
     num_places = num_items * num_heads
     loading = (

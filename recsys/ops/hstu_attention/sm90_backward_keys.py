@@ -18,7 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.sm90_backward import fetch, loading_ahead, seen_by, store_strip
+from recsys.ops.hstu_attention.sm90_backward import (
+    UNSEEN,
+    fetch,
+    loading_ahead,
+    seen_by,
+    store_strip,
+    weight_and_slope,
+)
 from recsys.ops.hstu_attention.sm90_forward import (
     STRIP,
     block_at,
@@ -27,7 +34,6 @@ from recsys.ops.hstu_attention.sm90_forward import (
     next_stage,
     num_blocks,
     num_masked,
-    tanh,
     unknown,
 )
 
@@ -60,16 +66,14 @@ def add_rows(
     grad = warpgroup_mma(v, g.permute((1, 0)), nothing, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     x = score * half_alpha
-    t = tanh(x)
-    u = t + 1.0
-    if MASKED:  # once, for the weight and the slope: both have it as a factor
+    if MASKED:
         seen = seen_by(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
-        u = gl.where(seen, u, 0.0)
-    slope = u * (x - x * t) + u
-    weight = gl.convert_layout((x * u).to(dtype), operand)
+        x = gl.where(seen, x, UNSEEN)
+    weight, slope = weight_and_slope(x)
+    weight = gl.convert_layout(weight.to(dtype), operand)
     grad_v = warpgroup_mma(weight, g, grad_v, is_async=True)
     grad, slope = warpgroup_mma_wait(1, deps=(grad, slope))
-    rounded = gl.convert_layout((grad * slope).to(dtype), operand)
+    rounded = gl.convert_layout((grad * slope + grad).to(dtype), operand)
     grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
     grad_v = warpgroup_mma_wait(1, deps=(grad_v,))
     mbarrier.arrive(g_free.index(stage))
@@ -154,8 +158,10 @@ def computing_group(
         place = hear(told.index(turn % 2))
         done, column = tile, head * D
         tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
-        store_strip(grad_v * inverse_scale, dv_desc, out, done, strip, column, D, True)
-        store_strip(grad_k * (half_alpha * inverse_scale), dk_desc, out, done, strip, column, D, True)
+        tma.store_wait(0)  # dK of the tile before has left the buffer
+        store_strip(grad_v * inverse_scale, dv_desc, out, done, strip, column, D)
+        tma.store_wait(0)
+        store_strip(grad_k * (half_alpha * inverse_scale), dk_desc, out, done, strip, column, D)
     tma.store_wait(0)
 
 

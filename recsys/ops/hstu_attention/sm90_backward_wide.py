@@ -8,9 +8,9 @@ and of dO at a time:
     key group     dO V^T, times the slopes that the value group leaves in shared memory, dK += dS Q
 
 Each is half of the products, and the weights of the one are computed while the tensor cores work for the
-other. The slopes, at most 2.2, travel as float16 whatever the type of the operands: 11 bits, three more than
-dS has in bfloat16. dV and dK leave through the buffers that the last dO and q came in: the next keys and
-values arrive meanwhile.
+other. The slopes, less one and so below 1.2, travel as float16 whatever the type of the operands: 11 bits,
+three more than dS has in bfloat16. dV and dK leave through the buffers that the last dO and q came in: the
+next keys and values arrive meanwhile.
 
     buffers   q, g, k, v, slopes, two slots for items of the list
     barriers  q full and free, g full and free, k full and free, v full and free, slopes full and free, told
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.sm90_backward import seen_by
+from recsys.ops.hstu_attention.sm90_backward import UNSEEN, seen_by, weight_and_slope
 from recsys.ops.hstu_attention.sm90_forward import (
     ITEM,
     RAGGED_ROWS,
@@ -40,7 +40,6 @@ from recsys.ops.hstu_attention.sm90_forward import (
     num_masked,
     read_item,
     take,
-    tanh,
 )
 
 AHEAD = gl.constexpr(3)
@@ -136,16 +135,12 @@ def add_weighted_rows(
     x = score * half_alpha
     if MASKED:
         seen = seen_by(score, tile[3], row, tile, rule, RULE)
-        x = gl.where(seen, x, 0.0)
-    t = tanh(x)
-    u = t + 1.0
-    weight = gl.convert_layout((x * u).to(dtype), operand)
+        x = gl.where(seen, x, UNSEEN)
+    weight, slope = weight_and_slope(x)
+    weight = gl.convert_layout(weight.to(dtype), operand)
     grad_v = warpgroup_mma(weight, g, grad_v, is_async=True)
     mbarrier.arrive(barriers[1].index(stage))
     mbarrier.arrive(barriers[5].index(0), pred=last)
-    slope = u * (x - x * t) + u
-    if MASKED:
-        slope = gl.where(seen, slope, 0.0)
     mbarrier.wait(barriers[9].index(stage), parity ^ 1)
     buffers[4].index(stage).store(slope.to(gl.float16))
     mbarrier.arrive(barriers[8].index(stage))
@@ -175,7 +170,7 @@ def add_sloped_rows(grad_k, cursor, last, buffers, barriers, SIZES: gl.constexpr
     mbarrier.wait(barriers[8].index(stage), parity)
     slope = buffers[4].index(stage).load(scores)
     grad = warpgroup_mma_wait(0, deps=(grad,))
-    rounded = gl.convert_layout((grad * slope.to(gl.float32)).to(dtype), operand)
+    rounded = gl.convert_layout((grad * slope.to(gl.float32) + grad).to(dtype), operand)
     grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
     mbarrier.arrive(barriers[9].index(stage))  # which also says that dO has been read
     mbarrier.arrive(barriers[3].index(stage))

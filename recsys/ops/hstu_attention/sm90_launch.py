@@ -76,7 +76,7 @@ class BackwardSizes(NamedTuple):
     rows: int  # BLOCK_M
     stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
     v_stages: int  # buffers for tiles of values; those of keys have two
-    apart: bool  # whether dK and dV leave through buffers of their own, not those of the parts of dQ
+    held: int  # columns of the keys in registers, for blocks without a mask
     computing_registers: int
     loading_registers: int
 
@@ -85,8 +85,8 @@ BACKWARD_STRIPS = 2
 """Of 64 keys a tile."""
 
 BACKWARD_SIZES = {
-    64: BackwardSizes(64, 3, 2, True, 240, 24),
-    128: BackwardSizes(64, 2, 1, False, 240, 24),
+    64: BackwardSizes(64, 4, 2, 64, 240, 24),
+    128: BackwardSizes(64, 2, 1, 64, 240, 24),
 }
 """By width of the heads."""
 
@@ -214,7 +214,7 @@ def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | b
         "STAGES": sizes.stages,
         "STRIPS": BACKWARD_STRIPS,
         "V_STAGES": sizes.v_stages,
-        "APART": sizes.apart,
+        "HELD": sizes.held,
         "COMPUTING_REGISTERS": sizes.computing_registers,
         "LOADING_REGISTERS": sizes.loading_registers,
         "num_warps": WARPS,
