@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,11 +22,11 @@ _ARGUMENTS = (
     "float alpha, float scale_len, bool deterministic"
 )
 
-SEEN_BY_A_ROW = 512
-"""Keys, on average, above which gradients in one pass are faster than in two. One pass has five products for
-seven; two passes do not start with zeros nor end with rounding, and wait less where tiles are short. On an
-H200 (experiments/2026-11-22-gpu-attention-2) two passes win by 4 % at 1024 tokens of 128 columns and by 21 %
-at 256 tokens of 64, one pass from 2048 tokens on by 8 to 14 % of 128 columns, by 3 to 9 % of 64."""
+SEEN_BY_A_ROW = {64: 240, 128: 400}
+"""By width of the heads: keys, on average, above which gradients in one pass are faster than in two. One pass
+has five products for seven; two passes do not start with zeros nor end with rounding, and wait less where
+tiles are short. On an H200 both are as fast at 950 tokens of 128 columns and at 600 of 64; one pass wins from
+fewer on where lengths differ, and within a window (experiments/2026-11-22-gpu-attention-3/backward.md)."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
@@ -70,8 +71,8 @@ def _gradients(
 ) -> Gradients:
     """In one pass, which adds up dQ in any order, where it may, can and is faster. `captured`: see
     `sm90_launch`."""
-    few = sm90_launch.seen_by_a_row(problem) <= SEEN_BY_A_ROW
-    if deterministic or few or q.shape[2] not in sm90_launch.BACKWARD_SIZES:
+    few = sm90_launch.seen_by_a_row(problem) <= SEEN_BY_A_ROW.get(q.shape[2], math.inf)
+    if deterministic or few:
         return sm90_two_pass.backward(grad_out, q, k, v, problem, captured=captured)
     return sm90_launch.backward(grad_out, q, k, v, problem, captured=captured)
 
