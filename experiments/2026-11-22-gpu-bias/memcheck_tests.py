@@ -5,9 +5,10 @@
         [--group 10] [--seconds 600] [--examples 3]
 
 Each tensor is in memory of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), between 4 KB that nobody may touch, but
-in tests of CAPTURED, whose graphs or figures need PyTorch's allocator. PyTorch's own kernels, of the
-references, are not looked at. Of random layouts a few examples. What does not end in time is named. A process
-is for a group of tests: with memory padded, what one takes of the GPU's grows by about a GB a test.
+in tests of CAPTURED, whose graphs or figures need PyTorch's allocator; nor may the tool keep Python's frames
+there, which keep tensors. PyTorch's own kernels, of the references, are not looked at. Of random layouts a few
+examples. What does not end in time is named. A process is for a group of tests: with memory padded, what one
+takes of the GPU's grows by about a GB a test.
 """
 
 import argparse
@@ -68,6 +69,8 @@ def started(folder: Path, name: str, tests: list[str], examples: int) -> subproc
     if name != "captured":
         command += ["--padding", "4096"]
         variables["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    else:
+        command += ["--show-backtrace", "no"]
     (folder / f"{name}.list").write_text("\n".join(tests))
     own = [sys.executable, __file__, str(folder), str(folder / f"{name}.list"), "--run"]
     with (folder / f"{name}.tests").open("w") as out:
