@@ -4,13 +4,15 @@
     python scripts/tune_sm90.py [--dim 64 128 256] [--shape L4096] [--section 0 12 24 48] [--seconds 120]
 
 Each choice is compiled and compared with the reference in a process of its own, which may take `--seconds`: a
-deadlock or an illegal access spoils one choice, not the rest. Those that pass are timed one after the other.
+deadlock or an illegal access spoils one choice, not the rest. Those that pass are timed in turn, round after
+round: a GPU that gets hot is slower.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import subprocess
 import sys
 import time
@@ -43,6 +45,8 @@ CHANGES: dict[int, tuple[list[dict[str, int | bool]], list[dict[str, int | bool]
     256: ([{}, {"computing_registers": 240, "loading_registers": 24}, {"keys": 32, "stages": 4}], []),
 }
 """By width of the heads: what is tried in place of the sizes in use, of `SIZES` and of `LONG_SIZES`."""
+
+ROUNDS, CALLS = 5, 4
 
 
 def choices_of(dim: int) -> list[Sizes]:
@@ -77,14 +81,15 @@ def check(dim: int, number: int) -> float:
     return found if found == found else float("inf")
 
 
-def median_ms(run, repeats: int = 15) -> float:
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 3)]
+def milliseconds(run) -> list[float]:
+    """Of `CALLS` calls, after one that is not counted."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(1 + CALLS)]
     for i, (start, end) in enumerate(events):
         start.record()
         run(i)
         end.record()
     torch.cuda.synchronize()
-    return sorted(start.elapsed_time(end) for start, end in events[3:])[repeats // 2]
+    return [start.elapsed_time(end) for start, end in events[1:]]
 
 
 def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
@@ -92,25 +97,22 @@ def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
     from recsys.ops.hstu_attention import sm90_launch
 
     sets = [inputs(shape.lengths, shape.dim, shape.heads, seed) for seed in range(2)]
-    flop, lines = useful_flop(shape), []
-    for number, section in itertools.product(numbers, sections):
-        sm90_launch.CACHED_BYTES = section * 2**20 if section else 2**60
-        sizes = choices_of(shape.dim)[number]
+    flop, choices = useful_flop(shape), choices_of(shape.dim)
+    taken: dict[tuple[int, int], list[float]] = {one: [] for one in itertools.product(numbers, sections)}
+    for _round in range(ROUNDS):
+        for (number, section), times in taken.items():
+            sm90_launch.CACHED_BYTES = section * 2**20 if section else 2**60
 
-        def run(i: int, sizes=sizes) -> None:
-            problem, parts = sets[i % 2]
-            sm90_launch.forward(*parts, problem, sizes)
+            def run(i: int, sizes=choices[number]) -> None:
+                problem, parts = sets[i % 2]
+                sm90_launch.forward(*parts, problem, sizes)
 
-        ms = median_ms(run)
-        lines.append(
-            (
-                flop / ms / 1e9,
-                f"{ms:8.3f} ms {flop / ms / 1e9:6.0f} TFLOP/s  section {section:3d} MB  {sizes}",
-            )
-        )
+            times += milliseconds(run)
+    medians = {one: statistics.median(times) for one, times in taken.items()}
     print(shape.shape)
-    for _, line in sorted(lines):
-        print(line, flush=True)
+    for (number, section), ms in sorted(medians.items(), key=lambda one: -one[1]):
+        speed = f"{ms:8.3f} ms {flop / ms / 1e9:6.0f} TFLOP/s"
+        print(f"{speed}  section {section:3d} MB  {choices[number]}", flush=True)
 
 
 def main() -> int:
