@@ -6,9 +6,9 @@
 
 Each tensor is in memory of its own (PYTORCH_NO_CUDA_MEMORY_CACHING), between 4 KB that nobody may touch, but
 in tests of CAPTURED, whose graphs or figures need PyTorch's allocator; nor may the tool keep Python's frames
-there, which keep tensors. PyTorch's own kernels, of the references, are not looked at. Of random layouts a few
-examples. What does not end in time is named. A process is for a group of tests: with memory padded, what one
-takes of the GPU's grows by about a GB a test.
+there, which keep tensors. PyTorch's own kernels, of the references, are not looked at. Of random layouts a
+few examples. What does not end in time is named. A process is for a group of tests: with memory padded, what
+one takes of the GPU's grows by about a GB a test.
 """
 
 import argparse
