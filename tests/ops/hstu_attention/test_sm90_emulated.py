@@ -29,13 +29,13 @@ def inputs(total_len, dim=64, heads=2, seed=0):
     return [part.view(total_len, heads, dim) for part in whole.split(heads * dim, 1)]
 
 
-def check(layout, mask, dim=64, heads=2, sizes=None, seed=0):
+def check(layout, mask, dim=64, heads=2, sizes=None, seed=0, backward_sizes=None):
     q, k, v = inputs(layout.total_len, dim, heads, seed)
     problem = Problem(layout, mask, dim**-0.5, 50.0, None)
     got = [sm90_launch.forward(q, k, v, problem, sizes)]
     cotangent = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed + 1)).to(q)
     if dim in sm90_launch.BACKWARD_SIZES:
-        got += sm90_launch.backward(cotangent, q, k, v, problem)[:3]
+        got += sm90_launch.backward(cotangent, q, k, v, problem, backward_sizes)[:3]
     want, theirs = (results(layout, mask, *(t.to(dtype) for t in (cotangent, q, k, v))) for dtype in DTYPES)
     for name, ours, exact, other in zip("oqkv", got, want, theirs, strict=False):
         norm = exact.norm().clamp(min=1e-30)
@@ -73,6 +73,17 @@ def test_sizes(strips, q_tiles, keys, stages, how):
     shapes = [(400, 5), (3, 0), (130, 60)]
     for some in (mask, AttentionMask()):
         check(layout_of(samples(2, shapes)), some, sizes=sizes, heads=1)
+
+
+@pytest.mark.parametrize(
+    ("dim", "stages", "v_stages", "held"),
+    [(64, 2, 1, 0), (64, 3, 2, 64), (128, 2, 1, 0), (128, 3, 2, 64), (128, 2, 1, 128)],
+)
+def test_sizes_of_the_backward(dim, stages, v_stages, held):
+    sizes = sm90_launch.BackwardSizes(64, stages, v_stages, held, 240, 24)
+    layout = layout_of(samples(2, [(400, 5), (3, 0), (130, 60)]))
+    for mask in (AttentionMask(window=100, prefix=10), AttentionMask()):
+        check(layout, mask, dim, heads=1, backward_sizes=sizes)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
