@@ -57,7 +57,7 @@ FULL, FREE, DONE = gl.constexpr(8), gl.constexpr(12), gl.constexpr(4)
 """Hardware barriers, from these numbers on one for each strip and buffer of dS: the other strip has stored
 its half; it has multiplied both; of DONE one for each strip, it has done with the keys of the tile. For a
 signal through a barrier in shared memory the compiler would stop all warps of the group, so that a single
-thread can give it. Triton has the numbers below."""
+thread can give it. Triton has those below 4."""
 
 
 load_tile = gluon.jit(triton_tile.load_tile.fn)

@@ -8,9 +8,9 @@ and of dO at a time:
     key group     dO V^T, times the slopes that the value group leaves in shared memory, dK += dS Q
 
 Each is half of the products, and the weights of the one are computed while the tensor cores work for the
-other. The slopes, less one and so below 1.2, travel as float16 whatever the type of the operands: 11 bits,
-three more than dS has in bfloat16. dV and dK leave through the buffers that the last dO and q came in: the
-next keys and values arrive meanwhile.
+other. Twice the slopes less one, at most 1.2 in size, travel as float16 whatever the type of the operands:
+to 2^-11 of one, which is what `tanh` gives too. dV and dK leave through the buffers that the last dO and q
+came in: the next keys and values arrive meanwhile.
 
     buffers   q, g, k, v, slopes, two slots for items of the list
     barriers  q full and free, g full and free, k full and free, v full and free, slopes full and free, told

@@ -22,11 +22,12 @@ _ARGUMENTS = (
     "float alpha, float scale_len, bool deterministic"
 )
 
-SEEN_BY_A_ROW = {64: 240, 128: 400}
-"""By width of the heads: keys, on average, above which gradients in one pass are faster than in two. One pass
-has five products for seven; two passes do not start with zeros nor end with rounding, and wait less where
-tiles are short. On an H200 both are as fast at 950 tokens of 128 columns and at 600 of 64; one pass wins from
-fewer on where lengths differ, and within a window (experiments/2026-11-22-gpu-attention-3/backward.md)."""
+SEEN_BY_A_ROW = {64: (240, 120), 128: (512, 400)}
+"""By width of the heads: keys of a row, as `sm90_launch.seen_by_a_row` estimates them, above which gradients
+in one pass are faster than in two; without a window, and within one. One pass has five products for seven;
+two passes do not start with zeros nor end with rounding, need no sums in float32, and wait less where tiles
+are short. On an H200 (experiments/2026-11-22-gpu-attention-3/backward.md) both take as long for samples of
+950 to 1024 tokens of 128 columns, and of 600 of 64: a compromise with batches whose lengths differ."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
@@ -71,7 +72,8 @@ def _gradients(
 ) -> Gradients:
     """In one pass, which adds up dQ in any order, where it may, can and is faster. `captured`: see
     `sm90_launch`."""
-    few = sm90_launch.seen_by_a_row(problem) <= SEEN_BY_A_ROW.get(q.shape[2], math.inf)
+    limits = SEEN_BY_A_ROW.get(q.shape[2], (math.inf, math.inf))
+    few = sm90_launch.seen_by_a_row(problem) <= limits[problem.mask.window is not None]
     if deterministic or few:
         return sm90_two_pass.backward(grad_out, q, k, v, problem, captured=captured)
     return sm90_launch.backward(grad_out, q, k, v, problem, captured=captured)

@@ -148,6 +148,8 @@ def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path)
     assert made.shared <= 227 * 1024
     assert "serializ" not in made.report, made.report
     assert "UTMAREDG.4D.ADD" in made.sass
+    # Triton's barriers of a warp group; those of the strips have numbers from 4 on.
+    assert all(int(number, 0) < 4 for number in re.findall(r"BAR\.SYNC\S* (\w+), 0x80", made.sass))
     # Products of a block: scores, dO V^T, a part of dQ, dV and dK. The second strip has in its loop with a
     # mask the way past rows that see nothing of it as well, with a part of dQ of its own.
     loops = product_loops(made.sass)
@@ -159,6 +161,9 @@ def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path)
     for loop, text, way in zip(loops, texts, ways, strict=True):
         assert text.count("HGMMA") == others + way * part
         assert text.count("MUFU.TANH") >= 32
+        # dV and dK take their left operand from registers, and without a mask what is held of the keys.
+        from_registers = re.findall(r"HGMMA\S+ R\d+, R\d+, gdesc", text)
+        assert len(from_registers) == 2 * sizes.rows // 16 + ("FSEL" not in text) * sizes.held // 16
         # The stack is in the second-level cache: a read takes hundreds of cycles.
         moves = [line for line in loop if re.match(r"(@!?U?P\w+ )?(STL|LDL)", line)]
         assert not moves, moves
