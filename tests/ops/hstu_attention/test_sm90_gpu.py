@@ -22,9 +22,8 @@ def usable(monkeypatch):
         pytest.skip(support.reason)
     from recsys.ops.hstu_attention import sm90_ops
 
-    monkeypatch.setattr(
-        sm90_ops, "SEEN_BY_A_ROW", dict.fromkeys((64, 128), (-1, -1))
-    )  # in one pass wherever it may be
+    in_one_pass = dict.fromkeys((64, 128), (-1, -1))  # wherever it may be
+    monkeypatch.setattr(sm90_ops, "SEEN_BY_A_ROW", in_one_pass)
 
 
 def check(shapes, contextual, dim, mask, *, heads=2, dtype=torch.bfloat16):
