@@ -66,15 +66,7 @@ def test_masks(mask, contextual):
 
 @pytest.mark.parametrize("how", ["", "held", "out_in_q"])
 @pytest.mark.parametrize(("strips", "q_tiles"), [(2, 1), (2, 2), (3, 1), (3, 2)])
-@pytest.mark.parametrize(
-    ("keys", "stages"),
-    [
-        pytest.param(128, 2, marks=pytest.mark.slow),
-        pytest.param(64, 2, marks=pytest.mark.slow),
-        (64, 3),
-        (32, 4),
-    ],
-)
+@pytest.mark.parametrize(("keys", "stages"), [(128, 2), (64, 2), (64, 3), (32, 4)])
 def test_sizes(strips, q_tiles, keys, stages, how):
     sizes = sm90_launch.Sizes(keys, stages, strips, how == "held", how == "out_in_q", 160, 24, q_tiles)
     mask = AttentionMask(window=100, prefix=10)

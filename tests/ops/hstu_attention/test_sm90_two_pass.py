@@ -49,7 +49,7 @@ def test_one_causal_sample(emulated, shape, dim):
 
 
 @pytest.mark.parametrize("dim", [64, 256])
-@pytest.mark.parametrize("contextual", [0, pytest.param(3, marks=pytest.mark.slow), 70, 130])
+@pytest.mark.parametrize("contextual", [0, 3, 70, 130])
 @pytest.mark.parametrize("mask", [*MASKS[::5], AttentionMask(window=40, prefix=9), EVERYTHING])
 def test_masks(emulated, mask, contextual, dim):
     check([(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)], contextual, mask, dim)
