@@ -7,7 +7,7 @@ broken.
 import sys
 
 from recsys import environment
-from recsys.diagnosis import Finding, diagnose
+from recsys.doctor_checks import Finding, diagnose
 from recsys.errors import InstallationError
 from recsys.flags import Parser
 

@@ -17,7 +17,7 @@ def run(call: cli.Call) -> None:
     """Evaluate a trained model on the validation or test rows."""
     # Heavy imports come last: --help, --validate and --print-config need none of them.
     from recsys import environment
-    from recsys.data.reader_processes import start_server
+    from recsys.data.workers.processes import start_server
 
     if call.pipeline.data.num_workers:
         start_server()

@@ -8,7 +8,7 @@ def run(call: cli.Call) -> None:
     """Train a model; a run that stopped goes on where it was saved."""
     # Heavy imports come last: --help, --validate and --print-config need none of them.
     from recsys import environment
-    from recsys.data.reader_processes import start_server
+    from recsys.data.workers.processes import start_server
 
     if call.pipeline.data.num_workers:
         start_server()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops import AttentionMask, SequenceLayout
-from recsys.ops.mask import key_intervals
+from recsys.ops.jagged.mask import key_intervals
 
 OP, CACHED_OP = "hstu_attention", "hstu_attention_cached"
 CAUSAL = AttentionMask()

@@ -46,7 +46,7 @@ from recsys import config, environment
 from recsys import protos as pb
 from recsys.errors import RecsysError
 from recsys.flags import Parser, positive
-from recsys.models.graph_scoring import WARM_UP
+from recsys.scoring.graph_scoring import WARM_UP
 from scripts import bench_records
 from scripts.serving_ways import Scoring
 from scripts.step_variants import VARIANTS, Shape, variant_of

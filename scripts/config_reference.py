@@ -16,7 +16,7 @@ from typing import NamedTuple
 from google.protobuf import descriptor_pb2 as pb2
 
 from recsys import protos as pb
-from recsys.checks.values import REQUIRED
+from recsys.config.checks.values import REQUIRED
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "configs" / "REFERENCE.md"

@@ -22,7 +22,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from recsys.ops import AttentionMask, SequenceLayout, hstu_attention  # noqa: E402
-from recsys.ops.mask import dense_mask  # noqa: E402
+from recsys.ops.jagged.mask import dense_mask  # noqa: E402
 
 SCALE = 64.0
 TOLERANCE = 2e-2

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from recsys import features
 from recsys import protos as pb
+from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.models import Model
 from recsys.models.base import Losses
 from recsys.models.ranker import RankerOutputs
 from recsys.modules.mixers import HstuMixer
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout
-from recsys.ops.mask import visible_pairs
+from recsys.ops.jagged.mask import visible_pairs
 from recsys.ops.relative_bias import dense_bias, relative_positions
 
 

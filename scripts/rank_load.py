@@ -6,7 +6,7 @@
 
 Reads one epoch and counts how often each table row is looked up. A figure is the busiest rank's lookups over
 the mean of all ranks, for ids in the order of their vocabularies and for ids dealt out over the rows, as
-`recsys.data.row_order` does with sharded tables. `limit`: what the most frequent row alone is worth; no order
+`schema.row_layout` does with sharded tables. `limit`: what the most frequent row alone is worth; no order
 of rows comes below it.
 """
 
@@ -17,10 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from recsys import config, features
+from recsys import config
 from recsys import protos as pb
+from recsys.config import features
 from recsys.data.loader import Loader
-from recsys.data.row_order import RowOrder
+from recsys.data.schema.row_layout import RowOrder
 from recsys.flags import Parser, positive
 from recsys.models import layout_rule
 from scripts.prepare_common import run

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from recsys import features
 from recsys import protos as pb
+from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.errors import ConfigError
 from recsys.models import Ranker, build_model, layout_rule
 from recsys.models.cached import RankerCache
-from recsys.models.graph_scoring import GraphScoring
 from recsys.ops import SequenceLayout
+from recsys.scoring.graph_scoring import GraphScoring
 
 
 class Scoring:

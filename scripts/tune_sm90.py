@@ -31,7 +31,7 @@ from recsys.ops.hstu_attention import reference  # noqa: E402
 from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
 
 if TYPE_CHECKING:
-    from recsys.ops.hstu_attention.sm90_launch import Sizes
+    from recsys.ops.hstu_attention.hopper.launch import Sizes
 
 CHANGES: dict[int, tuple[list[dict[str, int | bool]], list[dict[str, int | bool]]]] = {
     64: (
@@ -51,7 +51,7 @@ ROUNDS, CALLS = 5, 4
 
 def choices_of(dim: int) -> list[Sizes]:
     """The sizes in use and those that differ from them by one of `CHANGES`."""
-    from recsys.ops.hstu_attention.sm90_launch import LONG_SIZES, SIZES
+    from recsys.ops.hstu_attention.hopper.launch import LONG_SIZES, SIZES
 
     both = zip((SIZES, LONG_SIZES), CHANGES[dim], strict=True)
     return [sizes[dim]._replace(**change) for sizes, changes in both for change in changes]
@@ -59,7 +59,7 @@ def choices_of(dim: int) -> list[Sizes]:
 
 def inputs(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0):
     """The layout on the GPU, and q, k, v as parts of one projection."""
-    from recsys.ops.hstu_attention.triton_launch import Problem
+    from recsys.ops.hstu_attention.triton.launch import Problem
 
     layout = SequenceLayout(lengths).to("cuda")
     torch.manual_seed(seed)
@@ -70,10 +70,10 @@ def inputs(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0):
 
 def check(dim: int, number: int) -> float:
     """The error of a choice on a ragged batch, relative to what is allowed; above 1 is wrong."""
-    from recsys.ops.hstu_attention import sm90_launch
+    from recsys.ops.hstu_attention.hopper import launch as hopper_launch
 
     problem, parts = inputs(torch.tensor([1, 64, 700, 129, 1000, 33]), dim, 2)
-    out = sm90_launch.forward(*parts, problem, choices_of(dim)[number]).double()
+    out = hopper_launch.forward(*parts, problem, choices_of(dim)[number]).double()
     rest = {"alpha": problem.alpha, "scale_len": problem.scale_len, "bias": None, "deterministic": False}
     want = reference.run(*(part.double() for part in parts), problem.layout, problem.mask, **rest)
     theirs = reference.run(*parts, problem.layout, problem.mask, **rest).double()
@@ -94,18 +94,18 @@ def milliseconds(run) -> list[float]:
 
 def time_choices(shape: Case, numbers: list[int], sections: list[int]) -> None:
     """One line a choice and size of the sections, the fastest last."""
-    from recsys.ops.hstu_attention import sm90_launch
+    from recsys.ops.hstu_attention.hopper import launch as hopper_launch
 
     sets = [inputs(shape.lengths, shape.dim, shape.heads, seed) for seed in range(2)]
     flop, choices = useful_flop(shape), choices_of(shape.dim)
     taken: dict[tuple[int, int], list[float]] = {one: [] for one in itertools.product(numbers, sections)}
     for _round in range(ROUNDS):
         for (number, section), times in taken.items():
-            sm90_launch.CACHED_BYTES = section * 2**20 if section else 2**60
+            hopper_launch.CACHED_BYTES = section * 2**20 if section else 2**60
 
             def run(i: int, sizes=choices[number]) -> None:
                 problem, parts = sets[i % 2]
-                sm90_launch.forward(*parts, problem, sizes)
+                hopper_launch.forward(*parts, problem, sizes)
 
             times += milliseconds(run)
     medians = {one: statistics.median(times) for one, times in taken.items()}

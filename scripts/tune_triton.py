@@ -27,9 +27,10 @@ from recsys import environment  # noqa: E402
 
 environment.prefer_packaged_ptxas()
 from recsys.ops import AttentionMask, SequenceLayout  # noqa: E402
-from recsys.ops.hstu_attention import reference, triton_launch  # noqa: E402
-from recsys.ops.hstu_attention.blocks import Blocks  # noqa: E402
-from recsys.ops.hstu_attention.triton_launch import Gradients, Problem, unwrapped  # noqa: E402
+from recsys.ops.hstu_attention import reference  # noqa: E402
+from recsys.ops.hstu_attention.triton import launch as triton_launch  # noqa: E402
+from recsys.ops.hstu_attention.triton.block_sizes import Blocks  # noqa: E402
+from recsys.ops.hstu_attention.triton.launch import Gradients, Problem, unwrapped  # noqa: E402
 from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
 
 PRODUCTS = {"forward": 2, "described": 2, "keys": 4, "grad_k": 3, "grad_v": 2, "rows": 3}

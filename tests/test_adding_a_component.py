@@ -51,7 +51,7 @@ from recsys.modules.preprocessors.preprocessed import Preprocessed, inputs_of
 from recsys.modules.preprocessors.views import views
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import gather_rows
-from recsys.registry import register
+from recsys.config.registry import register
 """
 
 COMPONENTS = [

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from recsys import diagnosis, doctor
-from recsys.ops import dispatch
+from recsys import doctor, doctor_checks
+from recsys.ops.runtime import dispatch
 
 RIGHT = {"torch": "2.13.0+cpu", "fbgemm-gpu": "1.8.0+cpu", "torchrec": "1.8.0", "torchmetrics": "1.0.3"}
 
@@ -16,7 +16,7 @@ def states(findings):
 
 
 def test_a_tested_row_is_right():
-    found = states(diagnosis.check_versions(RIGHT))
+    found = states(doctor_checks.check_versions(RIGHT))
     assert found == {"torch": "ok", "fbgemm-gpu": "ok", "torchrec": "ok", "torchmetrics": "ok"}
 
 
@@ -33,7 +33,7 @@ def test_a_tested_row_is_right():
 )
 def test_a_version_outside_the_row_is_an_error_with_a_remedy(change, culprit):
     versions = {name: version for name, version in {**RIGHT, **change}.items() if version is not None}
-    (error,) = [f for f in diagnosis.check_versions(versions) if f.state == "error"]
+    (error,) = [f for f in doctor_checks.check_versions(versions) if f.state == "error"]
     assert error.name == culprit
     assert "scripts/install.py" in error.remedy
 
@@ -48,13 +48,13 @@ def test_a_version_outside_the_row_is_an_error_with_a_remedy(change, culprit):
     ],
 )
 def test_the_build_of_fbgemm_must_fit_the_driver(fbgemm, driver, state):
-    (finding,) = diagnosis.check_driver({**RIGHT, "fbgemm-gpu": fbgemm}, driver)
+    (finding,) = doctor_checks.check_driver({**RIGHT, "fbgemm-gpu": fbgemm}, driver)
     assert finding.state == state
     assert bool(finding.remedy) == (state != "ok")
 
 
 def test_a_gpu_without_use_because_torch_is_a_cpu_build_names_torch():
-    (finding,) = diagnosis.check_driver(RIGHT, "570.86")
+    (finding,) = doctor_checks.check_driver(RIGHT, "570.86")
     assert "uninstall -y torch" in finding.remedy
 
 
@@ -62,24 +62,24 @@ def test_a_gpu_without_use_because_torch_is_a_cpu_build_names_torch():
     ("shown", "state"), [("12.8", "warning"), ("13.3", "ok"), ("13.5", "ok"), ("", "warning")]
 )
 def test_an_old_ptxas_is_a_warning(monkeypatch, shown, state):
-    monkeypatch.setattr(diagnosis.environment, "driver_version", lambda: "570.86")
-    monkeypatch.setattr(diagnosis.environment, "find_ptxas", lambda: "/some/ptxas")
-    monkeypatch.setattr(diagnosis.environment, "tool_version", lambda path: shown)
-    (finding,) = diagnosis.check_ptxas()
+    monkeypatch.setattr(doctor_checks.environment, "driver_version", lambda: "570.86")
+    monkeypatch.setattr(doctor_checks.environment, "find_ptxas", lambda: "/some/ptxas")
+    monkeypatch.setattr(doctor_checks.environment, "tool_version", lambda path: shown)
+    (finding,) = doctor_checks.check_ptxas()
     assert finding.state == state
 
 
 def test_a_ptxas_that_is_not_there_is_a_warning(monkeypatch, tmp_path):
-    monkeypatch.setattr(diagnosis.environment, "driver_version", lambda: "570.86")
+    monkeypatch.setattr(doctor_checks.environment, "driver_version", lambda: "570.86")
     monkeypatch.setenv("TRITON_PTXAS_PATH", str(tmp_path / "ptxas"))
-    (finding,) = diagnosis.check_ptxas()
+    (finding,) = doctor_checks.check_ptxas()
     assert finding.state == "warning"
     assert finding.detail.startswith(f"TRITON_PTXAS_PATH names {tmp_path / 'ptxas'}, which cannot be run")
     assert finding.remedy == "unset TRITON_PTXAS_PATH; pip install 'nvidia-cuda-nvcc>=13.3'"
 
 
 def test_no_compiler_is_a_warning_with_a_remedy():
-    finding = diagnosis.check_compiler(None)
+    finding = doctor_checks.check_compiler(None)
     assert (finding.state, finding.remedy) == ("warning", "apt install g++")
 
 
@@ -87,7 +87,7 @@ def test_what_a_check_raises_becomes_an_error():
     def broken():
         raise OSError("libfoo.so: undefined symbol: bar\nmore")
 
-    assert diagnosis.attempt("x", broken, "do this") == diagnosis.Finding(
+    assert doctor_checks.attempt("x", broken, "do this") == doctor_checks.Finding(
         "error", "x", "OSError: libfoo.so: undefined symbol: bar", "do this"
     )
 
@@ -96,7 +96,7 @@ def test_a_torchrec_that_cannot_be_imported_is_named_by_its_cause(tmp_path, monk
     (tmp_path / "torchrec.py").write_text("raise OSError('libnvidia-ml.so.1: cannot open')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "torchrec", raising=False)
-    finding = diagnosis.attempt("fbgemm", diagnosis.environment.import_torchrec_quietly, "do this")
+    finding = doctor_checks.attempt("fbgemm", doctor_checks.environment.import_torchrec_quietly, "do this")
     assert (finding.state, finding.remedy) == ("error", "do this")
     assert finding.detail == "OSError: libnvidia-ml.so.1: cannot open"
 
@@ -104,17 +104,17 @@ def test_a_torchrec_that_cannot_be_imported_is_named_by_its_cause(tmp_path, monk
 def test_a_wrong_result_is_an_error(monkeypatch):
     import torch
 
-    diagnosis.environment.import_torchrec_quietly()
+    doctor_checks.environment.import_torchrec_quietly()
     monkeypatch.setattr(torch.ops.fbgemm, "asynchronous_complete_cumsum", lambda lengths: lengths)
-    finding = diagnosis.attempt("fbgemm", diagnosis.run_fbgemm, "reinstall")
+    finding = doctor_checks.attempt("fbgemm", doctor_checks.run_fbgemm, "reinstall")
     assert finding.state == "error"
     assert "3, 0, 2" in finding.detail
 
 
 def test_exit_code_5_and_the_line_to_type(monkeypatch, capsys):
     findings = [
-        diagnosis.Finding("warning", "compiler", "none", "apt install g++"),
-        diagnosis.Finding("error", "torch", "not installed", "python scripts/install.py"),
+        doctor_checks.Finding("warning", "compiler", "none", "apt install g++"),
+        doctor_checks.Finding("error", "torch", "not installed", "python scripts/install.py"),
     ]
     monkeypatch.setattr(doctor, "diagnose", lambda quick: iter(findings))
     assert doctor.main([]) == 5
@@ -132,7 +132,7 @@ def test_this_installation_is_ready():
 
 
 def test_every_op_is_explained():
-    shown = diagnosis.explain_ops()
+    shown = doctor_checks.explain_ops()
     for op in dispatch._OPS:
         assert shown.count(f"torch.float32: {op}\n") == shown.count(f"torch.bfloat16: {op}\n") == 1
 
@@ -145,5 +145,5 @@ def test_an_unknown_flag_is_a_usage_error():
 
 @pytest.mark.slow
 def test_a_package_compiles_and_runs_without_a_word_of_the_libraries_about_themselves(recwarn):
-    assert diagnosis.attempt("package", diagnosis.compile_a_package, "").state == "ok"
+    assert doctor_checks.attempt("package", doctor_checks.compile_a_package, "").state == "ok"
     assert not [str(one.message) for one in recwarn if one.category is FutureWarning]

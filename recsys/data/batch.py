@@ -14,7 +14,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from recsys.data.counts import Counts
-from recsys.data.layout_rule import Channel, LayoutRule
+from recsys.data.schema.layout_rule import Channel, LayoutRule
 from recsys.ops import SequenceLayout
 
 __all__ = ["Batch", "Channel", "LayoutRule", "Position", "Rows"]

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from recsys import checks, features
 from recsys import protos as pb
+from recsys.config import checks, features
 from recsys.data.batch import Batch
-from recsys.data.contract import action_encoder
-from recsys.data.vocabulary import Buckets, HashBuckets, Vocabulary, mappings
+from recsys.data.schema.contract import action_encoder
+from recsys.data.schema.vocabulary import Buckets, HashBuckets, Vocabulary, mappings
 
 
 class Token(NamedTuple):

@@ -8,18 +8,18 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 
 from recsys import protos as pb
-from recsys.data.arrays import Arrays
 from recsys.data.batch import Batch, LayoutRule, Position
-from recsys.data.collate import Collator
-from recsys.data.contract import Mode
+from recsys.data.collator import Collator
+from recsys.data.convert.unknown_ids import UnknownIds
 from recsys.data.counts import Account
-from recsys.data.duplicates import find_duplicates
-from recsys.data.places import Places, indices
-from recsys.data.plan import Order
-from recsys.data.reader import Reader
-from recsys.data.reader_pool import ReaderPool
+from recsys.data.plan.duplicates import find_duplicates
+from recsys.data.plan.epoch import Order
+from recsys.data.plan.schedule import Places, indices
+from recsys.data.schema.contract import Mode
 from recsys.data.sources import Source, open_source
-from recsys.data.unknown import UnknownIds
+from recsys.data.workers.packer import Arrays
+from recsys.data.workers.pool import ReaderPool
+from recsys.data.workers.reader import Reader
 from recsys.errors import DataError
 
 _IN_USE = 3

@@ -18,7 +18,9 @@ from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.inference.program import Program
 from recsys.models.cached import RankerCache
-from recsys.models.cached_scoring import (
+from recsys.models.ranker import Ranker
+from recsys.models.scoring import CANDIDATES, LONGEST, ROWS, TensorSpec, flatten, scoring_signature
+from recsys.scoring.cached_scoring import (
     CachedGraph,
     CacheForm,
     PrefillGraph,
@@ -26,8 +28,6 @@ from recsys.models.cached_scoring import (
     cached_signature,
     prefill_signature,
 )
-from recsys.models.ranker import Ranker
-from recsys.models.scoring import CANDIDATES, LONGEST, ROWS, TensorSpec, flatten, scoring_signature
 
 PREFILL, CACHED, WEIGHTS = "prefill.pt2", "cached.pt2", "weights.safetensors"
 

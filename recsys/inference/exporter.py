@@ -25,16 +25,16 @@ from recsys import config, files
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
-from recsys.data.row_order import RowOrder, dealt_out
-from recsys.data.vocabulary import mappings
+from recsys.data.schema.row_layout import RowOrder, dealt_out
+from recsys.data.schema.vocabulary import mappings
 from recsys.errors import RecsysError
 from recsys.inference import cached_programs, package
 from recsys.inference.cached_programs import CachedDescription
 from recsys.inference.compiler import compile_graph, instruction_set, require_compiler
 from recsys.inference.item_embeddings import write_vectors
 from recsys.models.base import Model, layout_rule
+from recsys.models.check_kernels import check_kernels
 from recsys.models.item_tower import ItemTower, example_items, first_items, flatten_items, item_signature
-from recsys.models.kernels import check_kernels
 from recsys.models.retriever import Retriever
 from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
 

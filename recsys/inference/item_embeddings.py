@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from recsys import features
 from recsys import protos as pb
+from recsys.config import features
 from recsys.data.arrow import one_array
-from recsys.data.catalogue import convert, item_ids
-from recsys.data.vocabulary import mappings
+from recsys.data.convert.item_catalogue import convert, item_ids
+from recsys.data.schema.vocabulary import mappings
 
 FILE = "item_embeddings.parquet"
 

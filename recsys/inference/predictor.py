@@ -20,18 +20,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from recsys import features, files
+from recsys import files
 from recsys import protos as pb
-from recsys.data.arrays import Packer
+from recsys.config import features
 from recsys.data.batch import Batch, Position
-from recsys.data.block import Block
-from recsys.data.collate import Collator
-from recsys.data.columns import Converter, Origin
-from recsys.data.contract import check_schema
-from recsys.data.duplicates import MANY, Duplicates, count_repeated, find_duplicates
-from recsys.data.plan import RowGroup
+from recsys.data.collator import Collator
+from recsys.data.convert.block import Block
+from recsys.data.convert.converter import Converter, Origin
+from recsys.data.convert.unknown_ids import UnknownIds
+from recsys.data.plan.duplicates import MANY, Duplicates, count_repeated, find_duplicates
+from recsys.data.plan.epoch import RowGroup
+from recsys.data.schema.contract import check_schema
 from recsys.data.sources import Source
-from recsys.data.unknown import UnknownIds
+from recsys.data.workers.packer import Packer
 from recsys.errors import RecsysError
 from recsys.inference.package import Package
 from recsys.inference.rows import (

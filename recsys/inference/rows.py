@@ -12,11 +12,11 @@ import pyarrow as pa
 import torch
 
 from recsys import protos as pb
-from recsys.checks.walk import descend
+from recsys.config.checks.walk import descend
 from recsys.data.arrow import one_array
-from recsys.data.block import Block
-from recsys.data.checks import Lists
-from recsys.data.vocabulary import Vocabulary
+from recsys.data.convert.block import Block
+from recsys.data.convert.row_checks import Lists
+from recsys.data.schema.vocabulary import Vocabulary
 from recsys.errors import ConfigError
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from recsys import protos as pb
+from recsys.config.registry import pick, register
 from recsys.errors import ConfigError, InstallationError
 from recsys.ops import TopK, top_k
-from recsys.registry import pick, register
 
 log = logging.getLogger(__name__)
 

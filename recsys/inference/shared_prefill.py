@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recsys import protos as pb
 from recsys.data.batch import Batch
-from recsys.data.block import Block, Flat
+from recsys.data.convert.block import Block, Flat
 from recsys.inference.package import Package
 from recsys.inference.rows import bounded_runs, cut_into_pieces, in_pieces, runs
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.embedding import EmbeddingGroup
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from recsys import features
 from recsys import protos as pb
+from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.ops import Selection, SequenceLayout
 

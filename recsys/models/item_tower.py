@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from recsys import features
 from recsys import protos as pb
+from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.models.retriever import Items, Retriever
 from recsys.models.scoring import TensorSpec

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from recsys import protos as pb
+from recsys.config.registry import pick, register
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows, Model, build_postprocessor, layout_rule
 from recsys.models.cached import RankerCache, microbatches
@@ -21,7 +22,6 @@ from recsys.modules.flops import linear_flops
 from recsys.modules.losses import RankingLoss
 from recsys.modules.preprocessors import EncodedPrefix, Preprocessed
 from recsys.modules.sequence import JaggedSequence
-from recsys.registry import pick, register
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,12 +17,13 @@ from torch.nn import functional as F
 from torchmetrics import Metric
 from torchrec import KeyedJaggedTensor
 
-from recsys import checks, features
 from recsys import protos as pb
+from recsys.config import checks, features
+from recsys.config.registry import pick, register
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows, Model, build_postprocessor
-from recsys.models.catalogue import rank_targets
 from recsys.models.halves import without_catalogue
+from recsys.models.ranking import rank_targets
 from recsys.modules.flops import linear_flops
 from recsys.modules.item_encoder import ItemEncoder
 from recsys.modules.losses.base import widen
@@ -31,7 +32,6 @@ from recsys.modules.preprocessors.preprocessed import inputs_of
 from recsys.modules.sequence import JaggedSequence, following
 from recsys.ops import gather_rows
 from recsys.ops.linear_logp.recompute import SHORTEST
-from recsys.registry import pick, register
 
 MAX_SCORES = 2**24
 """Scores (targets x items) that evaluation holds at once: 64 MiB of float32."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
-from recsys import features
 from recsys import protos as pb
+from recsys.config import features
 from recsys.data.batch import Batch, LayoutRule
 from recsys.models.base import Model, layout_rule
 from recsys.ops import SequenceLayout, offsets_from_lengths

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
-from recsys.modules.contextualized import ContextualizedMLP, RowContext
 from recsys.modules.flops import linear_flops
+from recsys.modules.gated_mlp import ContextualizedMLP, RowContext
 from recsys.modules.mlp import build_mlp
 
 

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from recsys import features
 from recsys import protos as pb
-from recsys.modules.contextualized import ContextualizedMLP, RowContext
+from recsys.config import features
 from recsys.modules.flops import linear_flops
+from recsys.modules.gated_mlp import ContextualizedMLP, RowContext
 from recsys.modules.mlp import MLP, build_mlp
 from recsys.modules.precision import product_dtype
 

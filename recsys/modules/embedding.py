@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchrec import EmbeddingCollection, JaggedTensor
 from torchrec.modules.embedding_configs import EmbeddingConfig
 
-from recsys import features
 from recsys import protos as pb
+from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.ops import segment_sum
 

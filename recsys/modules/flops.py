@@ -8,7 +8,7 @@ activations count nothing.
 from torch import nn
 
 from recsys.ops import AttentionMask, SequenceLayout
-from recsys.ops.mask import count_pairs
+from recsys.ops.jagged.mask import count_pairs
 
 
 def linear_flops(module: nn.Module, rows: int) -> int:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from recsys import features
 from recsys import protos as pb
+from recsys.config import features
 from recsys.modules.flops import linear_flops
 from recsys.modules.mlp import build_mlp
 

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.modules.cache import Prefix
-from recsys.ops import SequenceLayout, bucket_embedding, triton_backend
-from recsys.ops.layout_facts import STARTED_BY
+from recsys.ops import SequenceLayout, bucket_embedding
+from recsys.ops.jagged.layout_facts import STARTED_BY
+from recsys.ops.runtime import triton_support
 
 
 class PositionalEncoder(nn.Module):
@@ -58,7 +59,7 @@ class PositionalEncoder(nn.Module):
             [T, E].
         """
         tables = [self.position.weight, *([] if self.time is None else [self.time.weight])]
-        by_kernel = behind is None and triton_backend.has_kernels(values.device)
+        by_kernel = behind is None and triton_support.has_kernels(values.device)
         if by_kernel and (self.time_unit.is_integer() and self.time_unit < 2**31):
             buckets = self._buckets_by_kernel(layout, timestamps, request_times)
         elif behind is not None and timestamps is request_times and _only_targets(layout):
@@ -91,7 +92,7 @@ class PositionalEncoder(nn.Module):
         self, layout: SequenceLayout, timestamps: Tensor, request_times: Tensor
     ) -> list[Tensor]:
         """`positions` and `time_buckets` at once."""
-        ops, scale = triton_backend.load(STARTED_BY), None
+        ops, scale = triton_support.load(STARTED_BY), None
         if self.time is not None:
             scale = ops.TimeScale(self.num_time_buckets, int(self.time_unit), self.logarithmic)
         rows = self.position.num_embeddings

@@ -18,9 +18,9 @@ from recsys.modules import stu_node
 from recsys.modules.norm import HeadNorm, LayerNorm
 from recsys.modules.precision import product_dtype
 from recsys.modules.recompute import Watch, rebuilt_in_backward
-from recsys.ops import GradientRoom, gather_rows, linear_add, norm_linear, norm_mul_dropout
+from recsys.ops import GradientRoom, gated_norm, gather_rows, linear_add, norm_linear
+from recsys.ops.gated_norm import new_seed
 from recsys.ops.norm_linear import NormLinear
-from recsys.ops.norm_mul_dropout import new_seed
 
 Attend = Callable[..., Tensor]
 """Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]. On a GPU it also gets `room`,
@@ -348,7 +348,7 @@ class STULayer(nn.Module):
         return self.output(self._gate(u, attended, room))
 
     def _gate(self, u: Tensor, attended: Tensor, room: GradientRoom | None) -> Tensor:
-        return norm_mul_dropout(
+        return gated_norm(
             attended.to(u.dtype),
             u,
             self.norm.weight,

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops import AttentionMask, GradientRoom, SequenceLayout, hstu_attention, triton_backend
+from recsys.ops import AttentionMask, GradientRoom, SequenceLayout, hstu_attention
 from recsys.ops.attention_args import AttentionFacts, check_number
-from recsys.ops.dispatch import Op
-from recsys.ops.function_parts import Parts
+from recsys.ops.gated_norm import OP as GATE
+from recsys.ops.gated_norm import GateFacts
 from recsys.ops.hstu_attention import OP as ATTENTION
 from recsys.ops.jagged import OP as GATHER
 from recsys.ops.jagged import GatherFacts
@@ -24,8 +24,9 @@ from recsys.ops.linear_add import OP as LINEAR_ADD
 from recsys.ops.linear_add import LinearAddFacts
 from recsys.ops.norm_linear import OP as NORM_LINEAR
 from recsys.ops.norm_linear import NormLinearFacts
-from recsys.ops.norm_mul_dropout import OP as GATE
-from recsys.ops.norm_mul_dropout import GateFacts
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Op
+from recsys.ops.runtime.saved_function import Parts
 
 MOST_ENTRIES = 10**8
 """Of a layer's input. With more of them the GPU has more to do than the host, and functions of their own let
@@ -125,7 +126,7 @@ def _facts_of(
 def _kernels(op: Op, facts: Any, backend: str) -> ModuleType | None:
     """The module of the autograd function of the backend that would run, if it has one."""
     chosen = op.select(facts, backend).__name__
-    return None if chosen.endswith(".reference") else triton_backend.load(f"{chosen}_ops")
+    return None if chosen.endswith(".reference") else triton_support.load(f"{chosen}_ops")
 
 
 class Weights(NamedTuple):

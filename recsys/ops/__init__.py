@@ -5,19 +5,19 @@ Nothing here knows about configs, models or tables.
 """
 
 from recsys.ops.bucket_embedding import bucket_embedding
-from recsys.ops.dispatch import explain, last_backend
-from recsys.ops.gradient_room import GradientRoom
+from recsys.ops.gated_norm import gated_norm
 from recsys.ops.hstu_attention import hstu_attention
 from recsys.ops.hstu_attention.cached import hstu_attention_cached
 from recsys.ops.jagged import gather_rows
-from recsys.ops.layout import PaddedIndex, Selection, SequenceLayout, offsets_from_lengths
+from recsys.ops.jagged.layout import PaddedIndex, Selection, SequenceLayout, offsets_from_lengths
+from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.linear_add import linear_add
 from recsys.ops.linear_attention import LinearAttention, linear_attention
 from recsys.ops.linear_logp import LinearLogp, linear_logp, linear_lse
-from recsys.ops.mask import AttentionMask
 from recsys.ops.norm_linear import norm_linear
-from recsys.ops.norm_mul_dropout import norm_mul_dropout
 from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
+from recsys.ops.runtime.dispatch import explain, last_backend
+from recsys.ops.runtime.gradient_buffer import GradientRoom
 from recsys.ops.segment_sum import segment_sum
 from recsys.ops.softmax_attention import softmax_attention
 from recsys.ops.top_k import TopK, top_k
@@ -44,7 +44,7 @@ __all__ = [
     "linear_logp",
     "linear_lse",
     "norm_linear",
-    "norm_mul_dropout",
+    "gated_norm",
     "offsets_from_lengths",
     "segment_sum",
     "softmax_attention",

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
 
 

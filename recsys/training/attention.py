@@ -18,8 +18,8 @@ from torch import Tensor
 from recsys.data.batch import Batch
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention import OP as HSTU_ATTENTION
-from recsys.ops.layout import TARGET, UIH
-from recsys.ops.mask import row_intervals
+from recsys.ops.jagged.layout import TARGET, UIH
+from recsys.ops.jagged.mask import row_intervals
 from recsys.ops.relative_bias import RelativeBias, dense_bias, relative_positions
 from recsys.ops.softmax_attention import OP as SOFTMAX_ATTENTION
 

@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardedTensor
 from recsys import files
 from recsys.errors import ConfigError, RecsysError
 from recsys.training.distributed import gather, on_main
-from recsys.training.safe_reader import SafeReader, read_metadata
+from recsys.training.restricted_unpickler import SafeReader, read_metadata
 from recsys.training.state import Best, SavedState
 
 STATE = "state.json"

@@ -15,7 +15,7 @@ from recsys.data.batch import Batch
 from recsys.modules.mixers import MixtureMixer
 from recsys.modules.mixers.rules import LayerRule
 from recsys.ops import AttentionMask, SequenceLayout
-from recsys.ops.mask import key_intervals
+from recsys.ops.jagged.mask import key_intervals
 
 _KINDS = ("contextual", "history", "target")
 _AT_EACH_END = 8

@@ -8,7 +8,7 @@ from recsys import config
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.inspect import as_table, describe_sample
-from recsys.models.kernels import check_kernels, describe_kernels
+from recsys.models.check_kernels import check_kernels, describe_kernels
 from recsys.training import averaging
 from recsys.training.averaging import WeightAverage
 from recsys.training.checkpoint import local_bytes

@@ -15,8 +15,8 @@ from google.protobuf import text_format
 from google.protobuf.message import Message
 
 from recsys import protos as pb
+from recsys.data.schema.vocabulary import fingerprints
 from recsys.data.sources.base import FileMark
-from recsys.data.vocabulary import fingerprints
 from recsys.errors import ConfigError, DataError, RecsysError
 from recsys.training.schedules import factor
 from recsys.training.state import Inputs, SavedState

@@ -13,7 +13,7 @@ from recsys.data.counts import Counts
 from recsys.data.loader import Loader
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import build_model, layout_rule
-from recsys.models.kernels import check_kernels
+from recsys.models.check_kernels import check_kernels
 from recsys.training import averaging, checkpoint, evaluator
 from recsys.training.distributed import Processes, on_main, shard
 from recsys.training.hooks import Hook, Outcome, Run

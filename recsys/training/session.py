@@ -15,11 +15,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys import config, environment, files
 from recsys import protos as pb
-from recsys.checks.effects import never_averaged, warmup_too_long
-from recsys.data import catalogue
+from recsys.config.checks.effects import never_averaged, warmup_too_long
 from recsys.data.batch import Batch, Position
+from recsys.data.convert import item_catalogue
 from recsys.data.loader import Loader
-from recsys.data.vocabulary import fingerprints
+from recsys.data.schema.vocabulary import fingerprints
 from recsys.errors import ConfigError, RecsysError
 from recsys.models import Model, build_model, layout_rule
 from recsys.training import checkpoint
@@ -251,7 +251,7 @@ def _build(
         checkpoints=checkpoints,
         progress=progress,
         total_steps=total_steps,
-        inputs=Inputs(reader.source.marks(), fingerprints(pipeline), catalogue.fingerprint(pipeline)),
+        inputs=Inputs(reader.source.marks(), fingerprints(pipeline), item_catalogue.fingerprint(pipeline)),
         parameters=parameters,
         average=_average(wrapped, train),
     )

@@ -7,8 +7,8 @@ import pytest
 
 from recsys import protos as pb
 from recsys.data.batch import LayoutRule
-from recsys.data.contract import check_schema
 from recsys.data.loader import Loader
+from recsys.data.schema.contract import check_schema
 from recsys.errors import DataError
 
 RULE = LayoutRule(num_contextual=2, targets=True)

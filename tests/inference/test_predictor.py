@@ -13,8 +13,8 @@ import torch
 
 from recsys import files
 from recsys import protos as pb
+from recsys.data.schema.vocabulary import mappings
 from recsys.data.sources import open_source
-from recsys.data.vocabulary import mappings
 from recsys.errors import DataError, RecsysError
 from recsys.inference.exporter import catalogue
 from recsys.inference.predictor import Predictor, _one_ahead, predict

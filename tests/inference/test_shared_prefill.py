@@ -10,7 +10,7 @@ import torch
 
 from recsys import config
 from recsys import protos as pb
-from recsys.data.columns import Origin
+from recsys.data.convert.converter import Origin
 from recsys.inference import predictor
 from recsys.inference.predictor import Predictor
 from recsys.inference.rows import bounded_runs, cut_into_pieces

@@ -18,12 +18,12 @@ from torch.fx.experimental import _config as symbolic
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
-from recsys.data.vocabulary import mappings
+from recsys.data.schema.vocabulary import mappings
 from recsys.inference import exporter
 from recsys.inference.cached_programs import CachedPrograms, compile_programs
 from recsys.models import Model, Ranker, build_model, layout_rule
-from recsys.models.cached_scoring import CacheForm
 from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
+from recsys.scoring.cached_scoring import CacheForm
 from recsys.training import checkpoint
 from recsys.training.session import CHECKPOINTS
 

@@ -15,7 +15,7 @@ from recsys import cli
 from recsys import evaluate as evaluate_command
 from recsys import train as train_command
 from recsys.training.hooks.metrics_file import NAME, read_metrics
-from recsys.training.safe_reader import SafeReader, read_metadata
+from recsys.training.restricted_unpickler import SafeReader, read_metadata
 
 CONFIG = "tests/integration/tiny.config"
 

@@ -11,7 +11,7 @@ from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDi
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from recsys.models import build_model, layout_rule
 from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, pipeline_of, random_rows
 

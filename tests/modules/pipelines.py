@@ -14,10 +14,11 @@ import torch
 from google.protobuf import text_format
 from torchrec import KeyedJaggedTensor
 
-from recsys import config, features
+from recsys import config
 from recsys import protos as pb
+from recsys.config import features
 from recsys.data.batch import Batch
-from recsys.data.layout_rule import Channel
+from recsys.data.schema.layout_rule import Channel
 from recsys.models import layout_rule
 from recsys.ops import SequenceLayout
 

@@ -3,7 +3,7 @@ import torch
 
 from recsys import protos as pb
 from recsys.modules.action import ActionEncoder
-from recsys.modules.contextualized import RowContext
+from recsys.modules.gated_mlp import RowContext
 from recsys.ops import SequenceLayout
 
 

@@ -4,7 +4,7 @@ from torch.nn.functional import silu
 
 from recsys import protos as pb
 from recsys.modules.content import ContentEncoder
-from recsys.modules.contextualized import RowContext
+from recsys.modules.gated_mlp import RowContext
 from recsys.ops import SequenceLayout
 from tests.modules.pipelines import RANKER, pipeline_of
 

@@ -11,7 +11,7 @@ from recsys.modules import stu_node
 from recsys.modules.stu import STUForm, STULayer
 from recsys.ops import AttentionMask, GradientRoom, hstu_attention, last_backend
 from tests.ops.cases import layout_of, samples
-from tests.ops.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
+from tests.tools.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
 
 EMBEDDING, HEADS, QK, V = 10, 2, 4, 6
 FORMS = list(itertools.product(("u", "uvqk"), ("layer", "group"), ("ugn", "concat")))
@@ -26,7 +26,7 @@ def in_the_interpreter(monkeypatch):
         yield
         return
     mend_interpreter(monkeypatch)
-    monkeypatch.setattr("recsys.ops.dispatch.FORCED_BACKEND", "triton")
+    monkeypatch.setattr("recsys.ops.runtime.dispatch.FORCED_BACKEND", "triton")
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -79,7 +79,7 @@ def results(layer, x, attend, fused):
 def exact_results(layer, x, attend, monkeypatch):
     """Those of PyTorch's layer in float64."""
     with monkeypatch.context() as patch:
-        patch.setattr("recsys.ops.dispatch.FORCED_BACKEND", "reference")
+        patch.setattr("recsys.ops.runtime.dispatch.FORCED_BACKEND", "reference")
         return results(copy.deepcopy(layer).double(), x.detach().double().requires_grad_(), attend, False)
 
 
@@ -91,7 +91,7 @@ def test_output_and_gradients_are_those_of_the_other_layer(form, rows, monkeypat
     layer = random_layer(form, dropout=0.3)
     x = torch.randn(rows, EMBEDDING, requires_grad=True)
     got, want = (results(layer, x, in_room, fused) for fused in (True, False))
-    assert [last_backend(op) for op in ("norm_linear", "norm_mul_dropout", "linear_add")] == ["triton"] * 3
+    assert [last_backend(op) for op in ("norm_linear", "gated_norm", "linear_add")] == ["triton"] * 3
     for one, other, exact in zip(got, want, exact_results(layer, x, in_room, monkeypatch), strict=True):
         assert (one - exact).norm() <= 2 * (other - exact).norm() + 1e-5 * exact.norm()
 

@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from recsys.modules.stu import STUForm, STULayer
-from recsys.ops import (
-    AttentionMask,
-    GradientRoom,
-    SequenceLayout,
-    hstu_attention,
-    last_backend,
-    triton_backend,
-)
+from recsys.ops import AttentionMask, GradientRoom, SequenceLayout, hstu_attention, last_backend
+from recsys.ops.runtime import triton_support
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +40,7 @@ def results(layer, x, backend, fused, bf16=True):
 @pytest.fixture(params=[True, False])
 def hopper_kernel(request, monkeypatch):
     """Whether it makes projections that go through SiLU, of few rows, too."""
-    if not triton_backend.missing_for_hopper():
+    if not triton_support.missing_for_hopper():
         from recsys.ops.norm_linear import sm90_launch
 
         monkeypatch.setattr(sm90_launch, "LEAST_DEPTH", 1)

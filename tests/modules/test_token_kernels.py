@@ -10,7 +10,7 @@ from recsys import protos as pb
 from recsys.modules.positional import PositionalEncoder
 from recsys.modules.preprocessors.views import _times
 from recsys.ops import SequenceLayout
-from tests.ops.interpreter import interpreted, mend_interpreter, run_interpreted, starts_it
+from tests.tools.interpreter import interpreted, mend_interpreter, run_interpreted, starts_it
 
 SCALES = {"SQRT": pb.PositionalEncoder.SQRT, "LOG": pb.PositionalEncoder.LOG}
 
@@ -18,10 +18,10 @@ SCALES = {"SQRT": pb.PositionalEncoder.SQRT, "LOG": pb.PositionalEncoder.LOG}
 @pytest.fixture
 def few_lanes(monkeypatch):
     """Several programs."""
-    from recsys.ops import layout_start
+    from recsys.ops.jagged import layout_launch
 
     mend_interpreter(monkeypatch)
-    monkeypatch.setattr(layout_start, "LANES", 16)
+    monkeypatch.setattr(layout_launch, "LANES", 16)
 
 
 def random_batch(chance: random.Random, per_event: int) -> tuple[SequenceLayout, SimpleNamespace]:
@@ -45,7 +45,7 @@ def random_batch(chance: random.Random, per_event: int) -> tuple[SequenceLayout,
 
 
 def assert_equal_times(seed: int, device: str = "cpu") -> None:
-    from recsys.ops.layout_start import times_of
+    from recsys.ops.jagged.layout_launch import times_of
 
     chance = random.Random(seed)
     for per_event in (1, 2):
@@ -58,7 +58,7 @@ def assert_equal_times(seed: int, device: str = "cpu") -> None:
 
 
 def assert_equal_buckets(seed: int, device: str = "cpu") -> None:
-    from recsys.ops.layout_start import TimeScale, buckets_of
+    from recsys.ops.jagged.layout_launch import TimeScale, buckets_of
 
     chance = random.Random(seed)
     layout, batch = random_batch(chance, 1)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from recsys import checks
 from recsys import protos as pb
+from recsys.config import checks
 from recsys.models import Model
 from tests.modules.pipelines import RANKERS, Row, random_rows
 from tests.oracle import models

@@ -9,7 +9,7 @@ import torch
 
 from recsys import config
 from recsys.models import Ranker
-from recsys.models.graph_scoring import GraphScoring
+from recsys.scoring.graph_scoring import GraphScoring
 from scripts import bench_serving
 from scripts.bench_serving import Scoring
 from scripts.step_variants import VARIANTS, Shape, variant_of

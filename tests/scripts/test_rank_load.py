@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recsys.data.row_order import RowOrder
+from recsys.data.schema.row_layout import RowOrder
 from scripts import rank_load
 
 KUAIRAND = "configs/quickstart.config"

@@ -13,7 +13,7 @@ from torch import nn
 from recsys.data.counts import Counts
 from recsys.data.sources.base import FileMark
 from recsys.errors import RecsysError
-from recsys.training import checkpoint, safe_reader
+from recsys.training import checkpoint, restricted_unpickler
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.state import Best, Inputs, Progress, SavedState, capture_rng
 
@@ -227,7 +227,7 @@ def test_code_in_the_metadata_is_not_executed(tmp_path, monkeypatch):
     path = Checkpoints(tmp_path).save(tensors(), state_of(1))
     (path / ".metadata").write_bytes(pickle.dumps(Trap()))
     with pytest.raises(RecsysError, match="system is not allowed"):
-        safe_reader.read_metadata(path)
+        restricted_unpickler.read_metadata(path)
     assert not (tmp_path / "trapped").exists()
 
 
@@ -236,18 +236,18 @@ def test_entries_that_are_not_tensors_are_refused(tmp_path):
 
     dcp.save({"a": torch.zeros(2), "code": Trap()}, checkpoint_id=tmp_path / "x", no_dist=True)
     with pytest.raises(RecsysError, match="BytesStorageMetadata is not allowed"):
-        safe_reader.read_metadata(tmp_path / "x")
+        restricted_unpickler.read_metadata(tmp_path / "x")
 
 
 @pytest.mark.parametrize("outside", ["../other/__0_0.distcp", "/etc/passwd", "..", ""])
 def test_files_outside_the_checkpoint_are_refused(tmp_path, outside):
     path = Checkpoints(tmp_path).save(tensors(), state_of(1))
-    metadata = safe_reader.read_metadata(path)
+    metadata = restricted_unpickler.read_metadata(path)
     for info in metadata.storage_data.values():
         info.relative_path = outside
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(RecsysError, match="is not a file in the checkpoint's folder"):
-        safe_reader.read_metadata(path)
+        restricted_unpickler.read_metadata(path)
 
 
 def test_the_state_refuses_numbers_that_json_has_not(tmp_path):

@@ -7,10 +7,10 @@ import fsspec
 import pyarrow as pa
 
 from recsys import protos as pb
-from recsys.data.contract import Mode, check_same_schema, check_schema, needed_columns
-from recsys.data.plan import RowGroup
+from recsys.config.registry import pick
+from recsys.data.plan.epoch import RowGroup
+from recsys.data.schema.contract import Mode, check_same_schema, check_schema, needed_columns
 from recsys.errors import DataError
-from recsys.registry import pick
 
 
 @dataclass(frozen=True)

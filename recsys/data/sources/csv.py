@@ -13,12 +13,12 @@ import pyarrow.compute as pc
 import pyarrow.csv as pacsv
 
 from recsys import protos as pb
-from recsys.data.contract import Field, Kind, fields, key_columns
+from recsys.config.registry import register
 from recsys.data.lru import Lru
+from recsys.data.schema.contract import Field, Kind, fields, key_columns
+from recsys.data.schema.vocabulary import id_type
 from recsys.data.sources.base import File, Source, find_files
-from recsys.data.vocabulary import id_type
 from recsys.errors import DataError
-from recsys.registry import register
 
 _ROWS = 1024
 """Rows that are taken as one row group."""

@@ -9,11 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.data.arrow import first_line, open_parquet
 from recsys.data.lru import Lru
 from recsys.data.sources.base import File, Source, find_files
 from recsys.errors import DataError
-from recsys.registry import register
 
 _OPEN_FILES = 32
 _FOOTER_THREADS = 8

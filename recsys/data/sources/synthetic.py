@@ -4,11 +4,11 @@ import numpy as np
 import pyarrow as pa
 
 from recsys import protos as pb
-from recsys.checks import loss_kind
-from recsys.data.contract import Field, Kind, fields, key_columns
+from recsys.config.checks import loss_kind
+from recsys.config.registry import register
+from recsys.data.schema.contract import Field, Kind, fields, key_columns
+from recsys.data.schema.vocabulary import Vocabulary, mappings
 from recsys.data.sources.base import File, Source
-from recsys.data.vocabulary import Vocabulary, mappings
-from recsys.registry import register
 
 _ROWS = 1024
 _POWER = 1.05

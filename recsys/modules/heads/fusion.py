@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.heads.base import PairInput
 from recsys.modules.mlp import build_mlp
-from recsys.registry import register
 
 
 @register(pb.FusionHead)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.heads.base import PairInput
 from recsys.modules.heads.experts import Experts, Gate
 from recsys.modules.mlp import build_mlp
-from recsys.registry import register
 
 
 @register(pb.MmoeHead)

@@ -5,9 +5,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.losses.base import RankingLoss, checked_share, smooth, widen
 from recsys.ops import SequenceLayout
-from recsys.registry import register
 
 LINEAR = 40
 """Above, log(1 + exp(x)) is x, in float64 too."""

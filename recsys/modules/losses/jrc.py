@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.losses.base import RankingLoss, checked_share, widen
 from recsys.ops import SequenceLayout, segment_sum
-from recsys.registry import register
 
 
 @register(pb.JrcLoss)

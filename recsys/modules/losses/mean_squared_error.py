@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.losses.base import RankingLoss, widen
 from recsys.ops import SequenceLayout
-from recsys.registry import register
 
 
 @register(pb.MeanSquaredError)

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from recsys import protos as pb
+from recsys.config.registry import pick, register
 from recsys.modules.losses.base import RankingLoss, checked_share, widen
 from recsys.ops import SequenceLayout, gather_rows
-from recsys.registry import pick, register
 
 BLOCK_PAIRS = {"cpu": 2**20, "cuda": 2**25}
 """By device, pairs that are held at once; the backward pass computes them again."""

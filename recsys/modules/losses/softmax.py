@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.losses.base import Kind, widen
 from recsys.ops import linear_logp, linear_lse
 from recsys.ops.linear_logp.recompute import SHORTEST
-from recsys.registry import register
 
 IGNORED = -1
 """The target of a query that has none: its loss is 0 and it moves nothing."""

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.metrics.base import AllRows
 from recsys.modules.metrics.pairs import auc_by_group
-from recsys.registry import register
 
 
 @register(pb.Auc)

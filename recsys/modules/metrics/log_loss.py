@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.metrics.base import PredictionMean
-from recsys.registry import register
 
 
 @register(pb.LogLoss)

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.metrics.base import PredictionMean
-from recsys.registry import register
 
 
 @register(pb.Mae)

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.metrics.base import SumMetric, check_shapes, weighted_sum
 from recsys.modules.metrics.log_loss import check_eps, cross_entropy
-from recsys.registry import register
 
 
 @register(pb.NormalizedEntropy)

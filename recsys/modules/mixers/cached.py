@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from recsys.modules.cache import OWN, CacheStage, Memory
-from recsys.modules.mixers.step import Halves, finish, in_policy, keys_and_values, parts_of, project
+from recsys.modules.mixers.batched_layers import Halves, finish, in_policy, keys_and_values, parts_of, project
 from recsys.modules.precision import product_dtype
 from recsys.modules.sequence import JaggedSequence
 from recsys.modules.stu import STULayer

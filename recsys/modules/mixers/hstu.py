@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.cache import OWN, Memory, MixerCache
 from recsys.modules.mixers import cached
+from recsys.modules.mixers.batched_layers import finish, in_policy, project
 from recsys.modules.mixers.rules import LayerRule, layer_rules, stack_flops
-from recsys.modules.mixers.step import finish, in_policy, project
 from recsys.modules.relative_bias import RelativeBiasTables
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.modules.stochastic_depth import StochasticDepth, linear_schedule
 from recsys.modules.stu import STUForm, STULayer
 from recsys.ops import SequenceLayout, hstu_attention, hstu_attention_cached
-from recsys.registry import register
 
 _ACTIVATION = {pb.HstuMixer.U: "u", pb.HstuMixer.UVQK: "uvqk"}
 _NORM = {pb.HstuMixer.LAYER_NORM: "layer", pb.HstuMixer.GROUP_NORM: "group"}

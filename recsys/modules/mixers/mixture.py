@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.cache import OWN, Memory, MixerCache
 from recsys.modules.flops import linear_flops
 from recsys.modules.mixers import cached
+from recsys.modules.mixers.batched_layers import parts_of
 from recsys.modules.mixers.hstu import HstuMixer, may_mix_as_one, mix_as_one
-from recsys.modules.mixers.step import parts_of
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.ops import SequenceLayout
-from recsys.registry import register
 
 
 @register(pb.MixtureMixer)

@@ -4,11 +4,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.mixers.rules import layer_rules, stack_flops
 from recsys.modules.norm import LayerNorm
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import AttentionMask, SequenceLayout, softmax_attention
-from recsys.registry import register
 
 
 @register(pb.SasRecMixer)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys import protos as pb
-from recsys.registry import register
+from recsys.config.registry import register
 
 
 @register(pb.L2NormPostprocessor)

@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.norm import LayerNorm
-from recsys.registry import register
 
 
 @register(pb.LayerNormPostprocessor)

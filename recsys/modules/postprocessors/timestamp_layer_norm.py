@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from recsys import protos as pb
+from recsys.config.registry import register
 from recsys.modules.norm import LayerNorm
-from recsys.registry import register
 
 DAY = 24 * 3600
 WEEK = 7 * DAY

@@ -12,22 +12,22 @@ the events. All tokens are encoded once and then gathered into the sequences.
 import torch
 from torch import Tensor, nn
 
-from recsys import checks, features
 from recsys import protos as pb
+from recsys.config import checks, features
+from recsys.config.registry import register
 from recsys.data.batch import Batch, Channel, LayoutRule
 from recsys.modules.action import ActionEncoder
 from recsys.modules.cache import Prefix
 from recsys.modules.content import ContentEncoder
-from recsys.modules.contextual import FeatureTokens, JoinedTokens
-from recsys.modules.contextualized import ContextualizedMLP, RowContext
 from recsys.modules.flops import linear_flops
+from recsys.modules.gated_mlp import ContextualizedMLP, RowContext
 from recsys.modules.positional import PositionalEncoder
 from recsys.modules.precision import product_dtype
 from recsys.modules.preprocessors.preprocessed import EncodedPrefix, Preprocessed, events_of, inputs_of
 from recsys.modules.preprocessors.views import views
 from recsys.modules.sequence import JaggedSequence
+from recsys.modules.user_tokens import FeatureTokens, JoinedTokens
 from recsys.ops import gather_rows
-from recsys.registry import register
 
 
 @register(pb.ContextualPreprocessor)

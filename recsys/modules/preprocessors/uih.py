@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from recsys import features
 from recsys import protos as pb
+from recsys.config import features
+from recsys.config.registry import register
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.action import ActionEncoder
 from recsys.modules.flops import linear_flops
@@ -12,7 +13,6 @@ from recsys.modules.mlp import build_mlp
 from recsys.modules.positional import PositionalEncoder
 from recsys.modules.preprocessors.preprocessed import Preprocessed, inputs_of
 from recsys.modules.sequence import JaggedSequence, following
-from recsys.registry import register
 
 
 @register(pb.UihPreprocessor)

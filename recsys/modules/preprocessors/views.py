@@ -12,8 +12,9 @@ from torch import Tensor
 
 from recsys.data.batch import Batch
 from recsys.modules.sequence import following
-from recsys.ops import SequenceLayout, triton_backend
-from recsys.ops.layout_facts import STARTED_BY
+from recsys.ops import SequenceLayout
+from recsys.ops.jagged.layout_facts import STARTED_BY
+from recsys.ops.runtime import triton_support
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +86,8 @@ def _times(
         events: int64 [n], when they happened; `lengths` [B] of each row.
     """
     request = batch.request_time
-    if triton_backend.has_kernels(layout.device):
-        start = triton_backend.load(STARTED_BY)
+    if triton_support.has_kernels(layout.device):
+        start = triton_support.load(STARTED_BY)
         return start.times_of(layout, request, events, batch.candidate_timestamps, tokens_per_event)
     contextual = request[:, None].expand(-1, batch.layout.num_contextual).flatten()
     after = following(events, lengths, last=request)

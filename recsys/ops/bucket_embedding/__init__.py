@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import check_number
-from recsys.ops.dispatch import Op
+from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "bucket_embedding"]
 

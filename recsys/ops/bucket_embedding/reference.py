@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.runtime.dispatch import SUPPORTED, Support
 
 
 def supports(facts: object) -> Support:

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recsys.ops import triton_backend
 from recsys.ops.bucket_embedding import BucketFacts, reference
-from recsys.ops.dispatch import Support, is_exporting
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support, is_exporting
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
-triton_backend.preload(_OPS)
+triton_support.preload(_OPS)
 
 
 def supports(facts: BucketFacts) -> Support:
     """What any Triton backend can do."""
-    answers = [triton_backend.support(facts.device, dtype) for dtype in facts.dtypes]
+    answers = [triton_support.support(facts.device, dtype) for dtype in facts.dtypes]
     return next((answer for answer in answers if not answer.ok), answers[0])
 
 
@@ -29,7 +29,7 @@ def run(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: f
     """In float32. A traced graph leaves the sum to the compiler, which knows what comes before and after."""
     if is_exporting():  # no gradient is needed
         return reference.run(x, tables, buckets, scale)
-    ops = triton_backend.load(_OPS)
+    ops = triton_support.load(_OPS)
     if not torch.compiler.is_compiling():
         return ops.BucketEmbedding.apply(x, scale, buckets, *tables)
     out = x if scale == 1 else x * scale

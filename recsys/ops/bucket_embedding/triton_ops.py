@@ -12,9 +12,9 @@ from torch.library import wrap_triton
 
 from recsys.ops.bucket_embedding.triton_kernels import embed_kernel
 from recsys.ops.jagged.triton_ops import blocks_of, dense_rows, step_of
-from recsys.ops.registration import visible
+from recsys.ops.runtime.launch import start
+from recsys.ops.runtime.registration import visible
 from recsys.ops.segment_sum.triton_ops import Segments, launch_sums
-from recsys.ops.triton_start import start
 
 MAX_TABLES = 2
 """Of the kernel; more of them are added by further launches."""

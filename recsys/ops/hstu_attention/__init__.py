@@ -12,11 +12,11 @@ from recsys.ops.attention_args import (
     check_number,
     scale_of,
 )
-from recsys.ops.dispatch import Op
-from recsys.ops.gradient_room import GradientRoom
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.runtime.dispatch import Op
+from recsys.ops.runtime.gradient_buffer import GradientRoom
 
 __all__ = ["OP", "hstu_attention"]
 

@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.dispatch import SUPPORTED, Support
-from recsys.ops.gradient_room import GradientRoom
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask, visible_pairs
-from recsys.ops.padding import padded_chunks
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask, visible_pairs
+from recsys.ops.jagged.padding import padded_chunks
 from recsys.ops.relative_bias import RelativeBias, dense_bias, relative_positions
+from recsys.ops.runtime.dispatch import SUPPORTED, Support
+from recsys.ops.runtime.gradient_buffer import GradientRoom
 
 
 def supports(facts: AttentionFacts) -> Support:

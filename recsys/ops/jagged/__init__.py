@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from recsys.ops.dispatch import Op, is_exporting
+from recsys.ops.runtime.dispatch import Op, is_exporting
 
 __all__ = ["OP", "gather_rows"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recsys.ops.dispatch import SUPPORTED, Support, is_exporting
+from recsys.ops.runtime.dispatch import SUPPORTED, Support, is_exporting
 
 
 def supports(facts: object) -> Support:

@@ -10,16 +10,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from recsys.ops import triton_backend
-from recsys.ops.dispatch import Support
 from recsys.ops.jagged import GatherFacts
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
 
 MAX_ITEMSIZE = 8
 """Bytes of a number that are moved at a time."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
-triton_backend.preload(_OPS)
+triton_support.preload(_OPS)
 
 
 def supports(facts: GatherFacts) -> Support:
@@ -28,7 +28,7 @@ def supports(facts: GatherFacts) -> Support:
     In an exported graph for those who name it: no package with these kernels has passed a test in threads.
     """
     added = facts.num_maps > 1 and facts.dtype.is_floating_point
-    able = triton_backend.support(facts.device, facts.dtype if added else torch.float32)
+    able = triton_support.support(facts.device, facts.dtype if added else torch.float32)
     if facts.exported:
         able = able._replace(auto=False)
     if able.ok and facts.dtype.itemsize > MAX_ITEMSIZE:
@@ -39,7 +39,7 @@ def supports(facts: GatherFacts) -> Support:
 
 def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None) -> Tensor:
     """No source is concatenated with another one, neither forward nor backward."""
-    ops = triton_backend.load(_OPS)
+    ops = triton_support.load(_OPS)
     joined = index[0] if len(index) == 1 else torch.cat(list(index))
     if torch.compiler.is_compiling():
         return ops.gather_rows_triton(list(values), joined, inverse, [one.shape[0] for one in index])

@@ -14,8 +14,8 @@ from torch.library import wrap_triton
 
 from recsys.ops.jagged.reference import invert_each
 from recsys.ops.jagged.triton_kernels import gather_kernel, invert_kernel, sum_kernel
-from recsys.ops.registration import differentiable, visible
-from recsys.ops.triton_start import Wrap, start
+from recsys.ops.runtime.launch import Wrap, start
+from recsys.ops.runtime.registration import differentiable, visible
 
 MAX_SOURCES = 4
 """Of the kernel: more of them are concatenated up to this number."""

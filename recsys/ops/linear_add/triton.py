@@ -8,18 +8,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.ops import triton_backend
-from recsys.ops.dispatch import Support
 from recsys.ops.linear_add import LinearAddFacts
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
-triton_backend.preload(_OPS)
+triton_support.preload(_OPS)
 
 
 def supports(facts: LinearAddFacts) -> Support:
     """What any Triton backend can do, in eager mode."""
-    able = triton_backend.support(facts.device, facts.dtype)
+    able = triton_support.support(facts.device, facts.dtype)
     if able.ok and torch.compiler.is_compiling():
         return able._replace(ok=False, reason="a compiler makes kernels of the reference", auto=False)
     return able
@@ -27,7 +27,7 @@ def supports(facts: LinearAddFacts) -> Support:
 
 def run(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, in_place: bool) -> Tensor:
     """Backward adds up gradients of the parameters in float32."""
-    ops = triton_backend.load(_OPS)
+    ops = triton_support.load(_OPS)
     if in_place:
         return ops.forward_in_place(x, y, weight, bias)
     return (ops.LinearAdd.apply if torch.is_grad_enabled() else ops.forward)(x, y, weight, bias)

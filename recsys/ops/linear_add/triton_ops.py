@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.linear_parts import column_sums, linear, weight_gradient
+from recsys.ops.runtime.column_sums import column_sums, linear, weight_gradient
 
 
 def forward(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

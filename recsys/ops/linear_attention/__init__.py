@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import check_attention, check_number, scale_of
-from recsys.ops.dispatch import Op
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "LinearAttention", "linear_attention"]
 

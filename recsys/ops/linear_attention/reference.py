@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from recsys.ops.dispatch import SUPPORTED, Support
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.registration import differentiable, opaque, saving
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.runtime.dispatch import SUPPORTED, Support
+from recsys.ops.runtime.registration import differentiable, opaque, saving
 
 CHUNK = 16
 """Tokens of a sample at a time: [B, CHUNK, CHUNK, H, D] numbers are held."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import check_number
-from recsys.ops.dispatch import Op
 from recsys.ops.linear_logp.recompute import SHORTEST, Softmax, Whole, is_row
+from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "LinearLogp", "linear_logp", "linear_lse"]
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from recsys.ops.dispatch import SUPPORTED, Support
 from recsys.ops.linear_logp.recompute import (
     Gradients,
     Operands,
@@ -22,7 +21,8 @@ from recsys.ops.linear_logp.recompute import (
     is_row,
     projected,
 )
-from recsys.ops.registration import opaque
+from recsys.ops.runtime.dispatch import SUPPORTED, Support
+from recsys.ops.runtime.registration import opaque
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Most scores held at once, by device: 2 MiB of float32 stay in a CPU's cache; a GPU wants large blocks."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recsys.ops import triton_backend
-from recsys.ops.dispatch import Support
 from recsys.ops.linear_logp import LogpFacts
 from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, Pieces, Upstream, Wanted
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
 
 MAX_WIDTH = {2: 512, 4: 128}
 """By bytes of a number."""
@@ -20,7 +20,7 @@ LIBRARY_FROM = 64
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
-triton_backend.preload(_OPS)
+triton_support.preload(_OPS)
 
 
 def supports(facts: LogpFacts) -> Support:
@@ -28,7 +28,7 @@ def supports(facts: LogpFacts) -> Support:
 
     Wide rows in float32 are for those who name it: there the products of the library are faster.
     """
-    able = triton_backend.support(facts.device, facts.dtype)
+    able = triton_support.support(facts.device, facts.dtype)
     if facts.dtype.itemsize == 4 and facts.width > LIBRARY_FROM:
         able = able._replace(auto=False)
     if not able.ok or facts.width <= (most := MAX_WIDTH[facts.dtype.itemsize]):
@@ -39,34 +39,34 @@ def supports(facts: LogpFacts) -> Support:
 
 def forward(operands: Operands) -> Parts:
     """Maximum, sum and the target's score of each row."""
-    return triton_backend.load(_OPS).launch_forward(operands)
+    return triton_support.load(_OPS).launch_forward(operands)
 
 
 def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradients:
     """Products of the gradient of the scores; each tile of an output has one owner."""
-    return triton_backend.load(_OPS).launch_backward(operands, upstream, wanted)
+    return triton_support.load(_OPS).launch_backward(operands, upstream, wanted)
 
 
 def forward_op(*arguments):
     """`forward` in a traced graph."""
-    return triton_backend.load(_OPS).forward_op(*arguments)
+    return triton_support.load(_OPS).forward_op(*arguments)
 
 
 def backward_op(*arguments):
     """`backward` in a traced graph."""
-    return triton_backend.load(_OPS).backward_op(*arguments)
+    return triton_support.load(_OPS).backward_op(*arguments)
 
 
 def whole_forward(operands: Operands, ignore_index: int | None) -> Found:
     """`forward` and what is made of it, with few launches."""
-    return triton_backend.load(_OPS).whole_forward(operands, ignore_index)
+    return triton_support.load(_OPS).whole_forward(operands, ignore_index)
 
 
 def whole_backward(
     operands: Operands, found: Found, grad_logp: Tensor | None, grad_lse: Tensor | None, wanted: Wanted
 ) -> Gradients:
     """`backward` and what goes before it, with few launches."""
-    return triton_backend.load(_OPS).whole_backward(operands, found, grad_logp, grad_lse, wanted)
+    return triton_support.load(_OPS).whole_backward(operands, found, grad_logp, grad_lse, wanted)
 
 
 PIECES = Pieces(forward, backward, forward_op, backward_op, whole_forward, whole_backward)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.linear_logp.launching import (
+from recsys.ops.linear_logp.launch import (
     MAX_PARTS,
     PART_NUMBERS,
     Launch,
@@ -22,7 +22,7 @@ from recsys.ops.linear_logp.launching import (
     tiles_of,
 )
 from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, Upstream, Wanted
-from recsys.ops.linear_logp.row_launches import (
+from recsys.ops.linear_logp.row_launch import (
     Marks,
     Side,
     finished,
@@ -32,7 +32,7 @@ from recsys.ops.linear_logp.row_launches import (
     upstream_of,
 )
 from recsys.ops.linear_logp.triton_kernels import backward_kernel, forward_kernel
-from recsys.ops.registration import visible
+from recsys.ops.runtime.registration import visible
 
 
 class Blocks(NamedTuple):

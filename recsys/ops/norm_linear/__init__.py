@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import check_number
-from recsys.ops.dispatch import Op
-from recsys.ops.gradient_room import GradientRoom
+from recsys.ops.runtime.dispatch import Op
+from recsys.ops.runtime.gradient_buffer import GradientRoom
 
 __all__ = ["OP", "NormLinear", "norm_linear"]
 

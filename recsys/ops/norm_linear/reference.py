@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from recsys.ops.dispatch import SUPPORTED, Support
 from recsys.ops.norm_linear import NormLinear
+from recsys.ops.runtime.dispatch import SUPPORTED, Support
 
 
 def supports(facts: object) -> Support:

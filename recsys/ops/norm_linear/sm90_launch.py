@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention.sm90_start import Boxes, programs_for, start, with_loadable_rows
 from recsys.ops.norm_linear.sm90_kernel import STRIP, STRIPS, projection_kernel
+from recsys.ops.runtime.hopper_launch import Boxes, programs_for, start, with_loadable_rows
 
 COLUMNS, DEPTH, STAGES, WARPS = 256, 64, 3, 4
 """Of a tile, of a step; buffers; of a warp group."""

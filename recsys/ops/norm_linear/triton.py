@@ -10,22 +10,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops import triton_backend
-from recsys.ops.dispatch import Support
-from recsys.ops.gradient_room import GradientRoom
 from recsys.ops.norm_linear import NormLinear, NormLinearFacts
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
+from recsys.ops.runtime.gradient_buffer import GradientRoom
 
 MAX_WIDTH = 4096
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
-triton_backend.preload(_OPS)
+triton_support.preload(_OPS)
 
 
 def supports(facts: NormLinearFacts) -> Support:
     """What any Triton backend can do, in eager mode, with rows of up to 4096: a program holds whole rows."""
-    able = triton_backend.support(facts.device, facts.dtype)
-    if able.ok and facts.compute_dtype not in triton_backend.DTYPES:
+    able = triton_support.support(facts.device, facts.dtype)
+    if able.ok and facts.compute_dtype not in triton_support.DTYPES:
         able = able._replace(ok=False, reason=f"it computes in 16 or 32 bits, not {facts.compute_dtype}")
     if able.ok and torch.compiler.is_compiling():
         return able._replace(ok=False, reason="a compiler makes kernels of the reference", auto=False)
@@ -49,7 +49,7 @@ def run(
     out: Tensor | None,
 ) -> NormLinear:
     """Statistics in float32. Backward adds up gradients of the parameters in float32."""
-    ops = triton_backend.load(_OPS)
+    ops = triton_support.load(_OPS)
     if not torch.is_grad_enabled():
         joined = ops.forward(x, norm_weight, norm_bias, weight, bias, eps, dtype, out)
         if silu:

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.gradient_room import GradientRoom
-from recsys.ops.linear_parts import column_sums, linear, sum_of_parts, weight_gradient
 from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
-from recsys.ops.triton_backend import missing_for_hopper, num_processors
-from recsys.ops.triton_start import start
+from recsys.ops.runtime.column_sums import column_sums, linear, sum_of_parts, weight_gradient
+from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.launch import start
+from recsys.ops.runtime.triton_support import missing_for_hopper, num_processors
 
 FORWARD_ENTRIES = 4096
 """Of a program's block: rows x columns, unless one row has more."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recsys.ops.dispatch import Op, is_exporting
+from recsys.ops.runtime.dispatch import Op, is_exporting
 
 __all__ = ["OP", "segment_sum"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.runtime.dispatch import SUPPORTED, Support
 
 
 def supports(facts: object) -> Support:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.ops import triton_backend
-from recsys.ops.dispatch import Support
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
 from recsys.ops.segment_sum import SegmentFacts
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
-triton_backend.preload(_OPS)
+triton_support.preload(_OPS)
 
 
 def supports(facts: SegmentFacts) -> Support:
@@ -22,12 +22,12 @@ def supports(facts: SegmentFacts) -> Support:
 
     In an exported graph for those who name it: no package with these kernels has passed a test in threads.
     """
-    able = triton_backend.support(facts.device, facts.dtype)
+    able = triton_support.support(facts.device, facts.dtype)
     return able._replace(auto=False) if facts.exported else able
 
 
 def run(values: Tensor, lengths: Tensor) -> Tensor:
     """In float32, in an order that depends on nothing but the lengths."""
-    ops = triton_backend.load(_OPS)
+    ops = triton_support.load(_OPS)
     compute = ops.segment_sum_triton if torch.compiler.is_compiling() else ops.SegmentSum.apply
     return compute(values, lengths)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
+from recsys.ops.jagged.layout import offsets_from_lengths
 from recsys.ops.jagged.triton_ops import dense_rows, is_zero, launch_gather, step_of, width_of
-from recsys.ops.layout import offsets_from_lengths
-from recsys.ops.registration import differentiable, visible
+from recsys.ops.runtime.launch import Wrap, start
+from recsys.ops.runtime.registration import differentiable, visible
 from recsys.ops.segment_sum.reference import segment_ids
 from recsys.ops.segment_sum.triton_kernels import pieces_kernel, shares_kernel
-from recsys.ops.triton_start import Wrap, start
 
 ENTRIES = 4096
 """Of a program's block, rows x columns, but at most `MOST_ROWS` rows."""

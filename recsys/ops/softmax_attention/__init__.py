@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts, attention_facts, check_attention, check_number, scale_of
-from recsys.ops.dispatch import Op
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "softmax_attention"]
 

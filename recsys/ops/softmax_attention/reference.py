@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.dispatch import SUPPORTED, Support
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask, visible_pairs
-from recsys.ops.padding import padded_chunks
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask, visible_pairs
+from recsys.ops.jagged.padding import padded_chunks
+from recsys.ops.runtime.dispatch import SUPPORTED, Support
 
 
 def supports(facts: AttentionFacts) -> Support:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from recsys.ops.dispatch import Op
+from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "TopK", "top_k"]
 

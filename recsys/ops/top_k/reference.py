@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from recsys.ops.dispatch import SUPPORTED, Support
+from recsys.ops.runtime.dispatch import SUPPORTED, Support
 from recsys.ops.top_k import TopK
 from recsys.ops.top_k.keys import items_of, keys_of, scores_of
 

@@ -8,9 +8,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from recsys.ops.runtime.triton_support import num_processors
 from recsys.ops.top_k import TopK, triton_launch
 from recsys.ops.top_k.sm90_kernel import STRIP, coarse_kernel
-from recsys.ops.triton_backend import num_processors
 
 WARPS = 4
 """Of a warp group."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from recsys.ops import triton_backend
-from recsys.ops.dispatch import Support
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
 from recsys.ops.top_k import TopK, TopKFacts
 
 MAX_WIDTH = 512
@@ -16,12 +16,12 @@ MAX_K = 256
 
 _LAUNCH = f"{__name__.rpartition('.')[0]}.triton_launch"
 
-triton_backend.preload(_LAUNCH)
+triton_support.preload(_LAUNCH)
 
 
 def supports(facts: TopKFacts) -> Support:
     """What any Triton backend can do, for rows that a program can hold and answers of some hundred items."""
-    able = triton_backend.support(facts.device, facts.dtype)
+    able = triton_support.support(facts.device, facts.dtype)
     if not able.ok:
         return able
     if not 0 < facts.width <= MAX_WIDTH:
@@ -34,4 +34,4 @@ def supports(facts: TopKFacts) -> Support:
 
 def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths: Tensor) -> TopK:
     """`top_k`; the arguments have been validated."""
-    return triton_backend.load(_LAUNCH).run(queries, items, k, removed, removed_lengths)
+    return triton_support.load(_LAUNCH).run(queries, items, k, removed, removed_lengths)

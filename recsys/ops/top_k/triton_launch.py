@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from recsys.ops.runtime.triton_support import num_processors
 from recsys.ops.top_k import TopK
 from recsys.ops.top_k.keys import items_of, scores_of
 from recsys.ops.top_k.triton_kernels import choose_kernel, coarse_kernel, measure_kernel, round_kernel
-from recsys.ops.triton_backend import num_processors
 
 
 class Blocks(NamedTuple):

@@ -6,7 +6,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from recsys.ops.layout import CONTEXTUAL, TARGET, UIH
+from recsys.ops.jagged.layout import CONTEXTUAL, TARGET, UIH
 from recsys.training.attention import AttentionPicture
 
 SIZE = 640

@@ -4,7 +4,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from recsys import protos as pb
-from recsys.checks.walk import children, join
+from recsys.config.checks.walk import children, join
 
 _DATA = {"batch_size", "max_history_len", "max_candidates"}
 _WITHOUT_EFFECT = ("train.log_every_steps", "train.evaluation", "train.checkpoint")

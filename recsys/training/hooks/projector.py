@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torchrec.distributed.types import ShardedTensor
 
-from recsys import features
 from recsys import protos as pb
-from recsys.data.row_order import RowOrder, dealt_out
+from recsys.config import features
+from recsys.data.schema.row_layout import RowOrder, dealt_out
 
 MOST = 1000
 """Items that are shown; the projector's pictures become slow with many more."""

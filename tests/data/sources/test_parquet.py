@@ -5,7 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys import protos as pb
-from recsys.data.plan import RowGroup
+from recsys.data.plan.epoch import RowGroup
 from recsys.data.sources import open_source
 from recsys.errors import DataError
 

@@ -5,7 +5,7 @@ import torch
 
 import recsys.modules.heads  # noqa: F401  (registers)
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from recsys.modules.heads import FusionHead
 
 HEADS = registry.registered(pb.Head)

@@ -5,7 +5,7 @@ import torch
 
 import recsys.modules.losses  # noqa: F401  (registers)
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from tests.modules.losses.rows import rows_of
 
 LOSSES = {name: c for name, c in registry.registered(pb.Loss).items() if c.cls.kind != "retrieval"}

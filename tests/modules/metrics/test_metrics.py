@@ -9,7 +9,7 @@ import torch
 
 import recsys.modules.metrics  # noqa: F401  (registers)
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from tests.modules.metrics import helpers
 from tests.modules.metrics.helpers import ORACLES, Candidates, random_candidates
 

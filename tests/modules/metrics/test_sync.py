@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 
 import recsys.modules.metrics  # noqa: F401  (registers)
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from tests.modules.metrics.helpers import ORACLES, random_candidates
 
 CASES = ("uneven", "rank 0 empty", "rank 1 never updates", "nobody has rows")

@@ -7,7 +7,7 @@ import torch
 from google.protobuf import text_format
 
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from recsys.modules.mixers import cached
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.ops import Selection, SequenceLayout

@@ -15,7 +15,7 @@ from torch.fx.experimental import _config as symbolic
 from torch.nn import functional as F
 
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from recsys.modules.mixers import hstu
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout, offsets_from_lengths

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from recsys.modules import mixers  # noqa: F401
 from tests.modules.mixers.sequences import WIDTH, part, random_sequence
 

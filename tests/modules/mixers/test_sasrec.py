@@ -4,7 +4,7 @@ from torch import nn
 
 from recsys import protos as pb
 from recsys.modules.mixers import SasRecMixer
-from recsys.ops.mask import dense_mask
+from recsys.ops.jagged.mask import dense_mask
 from tests.modules.mixers.sequences import WIDTH, random_sequence
 
 SHAPES = [(5, 3), (0, 2), (6, 0)]

@@ -8,7 +8,7 @@ import torch
 
 import recsys.modules.postprocessors  # noqa: F401  (registers)
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from recsys.modules.postprocessors import (
     L2NormPostprocessor,
     LayerNormPostprocessor,

@@ -5,10 +5,10 @@ import torch
 
 from recsys import protos as pb
 from recsys.data.batch import LayoutRule
-from recsys.modules.contextual import JoinedTokens
-from recsys.modules.contextualized import RowContext
 from recsys.modules.embedding import EmbeddingGroup
+from recsys.modules.gated_mlp import RowContext
 from recsys.modules.preprocessors import ContextualPreprocessor
+from recsys.modules.user_tokens import JoinedTokens
 from recsys.ops import SequenceLayout
 from tests.modules.pipelines import RANKER, RANKERS, batch_of, contextual, pipeline_of, random_rows
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recsys import protos as pb
-from recsys import registry
+from recsys.config import registry
 from recsys.modules import preprocessors  # noqa: F401
 from recsys.modules.embedding import EmbeddingGroup
 from tests.modules.pipelines import RANKERS, RETRIEVER, batch_of, pipeline_of, random_rows

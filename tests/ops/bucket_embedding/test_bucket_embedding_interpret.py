@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from recsys.ops import bucket_embedding, explain, last_backend
 from tests.ops.bucket_embedding.test_bucket_embedding import by_lists
-from tests.ops.interpreter import (
+from tests.tools.interpreter import (
     INTERPRETED,
     WithNumbersOnly,
     between_poison,

@@ -42,17 +42,18 @@ def assert_near(got, layout, mask, tensors, index):
 def sm90(monkeypatch):
     """The launches, their kernels in the emulator; memory that nobody writes is NaN."""
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-    from recsys.ops.hstu_attention import sm90_launch, sm90_start, sm90_two_pass
-    from recsys.ops.hstu_attention.triton_launch import Problem
-    from tests.ops.gluon_emulator import Emulated
+    from recsys.ops.hstu_attention.hopper import launch, two_pass
+    from recsys.ops.hstu_attention.triton.launch import Problem
+    from recsys.ops.runtime import hopper_launch
+    from tests.tools.gluon_emulator import Emulated
 
     for module, names in (
-        (sm90_launch, ("forward_kernel", "backward_kernel")),
-        (sm90_two_pass, ("keys_kernel", "wide_keys_kernel", "rows_kernel")),
+        (launch, ("forward_kernel", "backward_kernel")),
+        (two_pass, ("keys_kernel", "wide_keys_kernel", "rows_kernel")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
-    monkeypatch.setattr(sm90_start, "num_processors", lambda device: 3)
+    monkeypatch.setattr(hopper_launch, "num_processors", lambda device: 3)
     monkeypatch.setattr(
         Problem, "memory_for", lambda _, *given: [torch.full_like(one, torch.nan) for one in given]
     )
@@ -60,10 +61,10 @@ def sm90(monkeypatch):
     def results(layout, mask, tensors, tail):
         problem = Problem(layout, mask, tensors[0].shape[2] ** -0.5, 50.0, None, tail=tail)
         *given, cotangent = tensors
-        out = sm90_launch.forward(*given, problem)
-        found = [[out, *sm90_two_pass.backward(cotangent, *given, problem)[:3]]]
-        if tensors[0].shape[2] in sm90_launch.BACKWARD_SIZES:
-            found.append([out, *sm90_launch.backward(cotangent, *given, problem)[:3]])
+        out = launch.forward(*given, problem)
+        found = [[out, *two_pass.backward(cotangent, *given, problem)[:3]]]
+        if tensors[0].shape[2] in launch.BACKWARD_SIZES:
+            found.append([out, *launch.backward(cotangent, *given, problem)[:3]])
         return found
 
     return results

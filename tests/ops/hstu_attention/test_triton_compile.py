@@ -13,7 +13,7 @@ import torch
 
 from recsys import environment
 from recsys.ops import AttentionMask, CachedRelativeBias, SequenceLayout
-from recsys.ops.hstu_attention.blocks import BLOCKS, CHOSEN_WITH, SMALL_BLOCKS
+from recsys.ops.hstu_attention.triton.block_sizes import BLOCKS, CHOSEN_WITH, SMALL_BLOCKS
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
@@ -102,14 +102,15 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from recsys.ops.hstu_attention import triton_backward, triton_forward, triton_tables
+    from recsys.ops.hstu_attention.bias import table_kernels
     from recsys.ops.hstu_attention.cached import triton_kernel
+    from recsys.ops.hstu_attention.triton import backward, forward
 
-    modules = {"forward": triton_forward, "described": triton_forward, "cached": triton_kernel}
+    modules = {"forward": forward, "described": forward, "cached": triton_kernel}
     modules |= {"split": triton_kernel}
-    modules |= {"packed_forward": triton_forward, "packed_described": triton_forward}
-    modules |= {"tables": triton_tables, "other_tables": triton_tables}
-    module = modules.get(kernel, triton_backward)
+    modules |= {"packed_forward": forward, "packed_described": forward}
+    modules |= {"tables": table_kernels, "other_tables": table_kernels}
+    module = modules.get(kernel, backward)
     function = getattr(module, KERNELS[kernel])
     blocks = sizes[kernel, biased][width, itemsize]
     constants = {"D": width, "V": width, "BLOCK_D": width, "BLOCK_V": width}
@@ -150,7 +151,7 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
 
 def assemblies_of(kernel, blocks):
     """The inline assembly of the kernels with packed scores; none for the others."""
-    from recsys.ops.hstu_attention import triton_bias_ptx
+    from recsys.ops.hstu_attention.bias import ptx as bias_ptx
 
     bias, tables = ("", "", ""), ("", "", "")
     if kernel.startswith("packed_"):
@@ -158,11 +159,11 @@ def assemblies_of(kernel, blocks):
         others = blocks.keys if rows_first else blocks.rows
         near, sums = blocks.rows == blocks.keys == 64, "sums" in kernel
         warps = blocks.num_warps
-        bias = triton_bias_ptx.add_bias(others // 8, warps, rows_first, near)
-        bias += (triton_bias_ptx.begin(warps, sums),)
+        bias = bias_ptx.add_bias(others // 8, warps, rows_first, near)
+        bias += (bias_ptx.begin(warps, sums),)
         if sums:
-            tables = triton_bias_ptx.add_to_tables(others // 8, warps, near)
-            tables += (triton_bias_ptx.finish_sums(warps),)
+            tables = bias_ptx.add_to_tables(others // 8, warps, near)
+            tables += (bias_ptx.finish_sums(warps),)
     names = (
         "BIAS_TEXT",
         "BIAS_CONSTRAINTS",
@@ -254,18 +255,18 @@ def test_a_traced_graph_holds_the_kernels(monkeypatch):
     from torch._library.triton import set_wrap_triton_enabled
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from recsys.ops.hstu_attention import triton_launch, triton_ops
+    from recsys.ops.hstu_attention.triton import launch, ops
 
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     rest = (2, 3, 1, False, 1, True, 0.1, 64.0)
 
     def both(q, *tensors):
-        problem = triton_ops._problem(q, *tensors, *rest)
+        problem = ops._problem(q, *tensors, *rest)
         wrap = torch.library.wrap_triton
-        out = triton_launch.forward(q, q, q, problem, wrap)
+        out = launch.forward(q, q, q, problem, wrap)
         return [
             out,
-            *triton_launch.backward(out, q, q, q, problem, tables=True, deterministic=True, wrap=wrap),
+            *launch.backward(out, q, q, q, problem, tables=True, deterministic=True, wrap=wrap),
         ]
 
     q, lengths = torch.randn(101, 2, 64, dtype=torch.bfloat16), torch.tensor([50, 51])

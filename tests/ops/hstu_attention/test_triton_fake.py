@@ -8,8 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops.hstu_attention import triton_bias_launch, triton_launch, triton_ops, work_list
+from recsys.ops.hstu_attention.bias import launch as bias_launch
 from recsys.ops.hstu_attention.cached import triton_ops as cached_ops
+from recsys.ops.hstu_attention.triton import launch as triton_launch
+from recsys.ops.hstu_attention.triton import ops
+from recsys.ops.hstu_attention.work_list.reference import reference
 
 BATCH, TOTAL, CACHED, HEADS, DIM, V_DIM = 3, 50, 90, 2, 16, 24
 
@@ -25,16 +28,16 @@ def on_a_gpu(monkeypatch):
             ("forward_kernel", "keys_kernel", "rows_kernel", "diagonals_kernel", "others_kernel"),
         ),
         (cached_ops, ("cached_kernel",)),
-        (triton_bias_launch, ("times_kernel",)),
+        (bias_launch, ("times_kernel",)),
     ):
         for name in kernels:
             monkeypatch.setattr(module, name, Wrapped())
         monkeypatch.setattr(module, "wrap_triton", lambda kernel: kernel, raising=False)
-    monkeypatch.setattr(triton_ops, "wrap_triton", lambda kernel: kernel)
-    triton_bias_launch._sent.cache_clear()
+    monkeypatch.setattr(ops, "wrap_triton", lambda kernel: kernel)
+    bias_launch._sent.cache_clear()
     with FakeTensorMode():
         yield
-    assert triton_bias_launch._sent.cache_info().currsize == 0
+    assert bias_launch._sent.cache_info().currsize == 0
 
 
 class Wrapped:
@@ -65,9 +68,9 @@ def test_attention(biased, on_a_gpu):
     q, k, v = tensors(DIM, DIM, V_DIM)
     lengths = numbers(BATCH, BATCH + 1, BATCH)
     bias = [*tables(), *numbers(TOTAL, TOTAL)] if biased else [None] * 4
-    out = triton_ops.hstu_attention_triton._init_fn(q, k, v, *lengths, *bias, 1, *RULE, False)
+    out = ops.hstu_attention_triton._init_fn(q, k, v, *lengths, *bias, 1, *RULE, False)
     assert out.shape == v.shape and out.device == v.device
-    made = triton_ops.hstu_attention_triton_backward._init_fn(
+    made = ops.hstu_attention_triton_backward._init_fn(
         torch.empty_like(v), q, k, v, *lengths, *bias, 1, *RULE, False
     )
     given = [q, k, v, *bias[:2]] if biased else [q, k, v]
@@ -87,15 +90,15 @@ def test_cached_attention(biased, on_a_gpu):
 
 def test_a_list_of_lengths_without_numbers_comes_from_no_kernel():
     def has_kernel(lengths):
-        return work_list._has_kernel(SimpleNamespace(device=torch.device("cuda"), lengths=lengths))
+        return reference._has_kernel(SimpleNamespace(device=torch.device("cuda"), lengths=lengths))
 
     lengths = torch.ones(3, dtype=torch.int64)
     assert has_kernel(lengths) and not has_kernel(FakeTensorMode().from_tensor(lengths))
 
 
 def test_constants_of_a_graph_are_not_those_that_are_kept(monkeypatch):
-    monkeypatch.setattr(triton_bias_launch, "_sent", lambda *_arguments: "kept")
+    monkeypatch.setattr(bias_launch, "_sent", lambda *_arguments: "kept")
     monkeypatch.setattr(torch, "tensor", lambda *_arguments, device: "new")
     cuda = torch.device("cuda")
-    assert triton_bias_launch._constant((1, 2), cuda, triton_launch.unwrapped) == "kept"
-    assert triton_bias_launch._constant((1, 2), cuda, lambda kernel: kernel) == "new"
+    assert bias_launch._constant((1, 2), cuda, triton_launch.unwrapped) == "kept"
+    assert bias_launch._constant((1, 2), cuda, lambda kernel: kernel) == "new"

@@ -118,7 +118,7 @@ def test_deterministic_means_the_same_bits(bias_rows):
 
 
 def test_other_sizes_in_any_order_use_one_artefact_and_stay_right():
-    from recsys.ops.hstu_attention.triton_forward import forward_kernel
+    from recsys.ops.hstu_attention.triton.forward import forward_kernel
 
     sizes = [[(n, 0)] for n in (1, 7, 512, 2048, 4097)]
     batches = [case(shapes, 0, 64, 64, 2, torch.bfloat16) for shapes in sizes]

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, explain, hstu_attention, last_backend
-from recsys.ops.hstu_attention.blocks import Blocks
+from recsys.ops.hstu_attention.triton.block_sizes import Blocks
 from recsys.ops.relative_bias import time_bucket
 from tests.ops import oracle
 from tests.ops.cases import MASKS, layout_of, qkv, relative_bias, samples
-from tests.ops.interpreter import (
+from tests.tools.interpreter import (
     INTERPRETED,
     WithNumbersOnly,
     between_poison,
@@ -28,7 +28,7 @@ def small_blocks(monkeypatch):
     """Several tiles a sample, several blocks a tile, of different sizes in either direction."""
     if not INTERPRETED:
         return
-    from recsys.ops.hstu_attention import triton_launch
+    from recsys.ops.hstu_attention.triton import launch as triton_launch
 
     mend_interpreter(monkeypatch)
     sizes = {"forward": Blocks(16, 8, 4, 1), "keys": Blocks(8, 16, 4, 1), "rows": Blocks(8, 8, 4, 1)}
@@ -120,7 +120,8 @@ def test_times_near_and_far_in_any_order(kind, monkeypatch):
 @interpreted
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(30, 5)], ids=str)
 def test_tables_by_several_workers_near_the_diagonal_and_far_from_it(mask, monkeypatch):
-    from recsys.ops.hstu_attention import diagonal_work, triton_launch
+    from recsys.ops.hstu_attention.bias import diagonal_work
+    from recsys.ops.hstu_attention.triton import launch as triton_launch
 
     monkeypatch.setattr(triton_launch, "num_processors", lambda device: 3)
     monkeypatch.setattr(triton_launch, "PROGRAMS_PER_PROCESSOR", 1)
@@ -147,7 +148,7 @@ def test_other_dimensions_and_alphas(dim, v_dim, alpha):
 @pytest.mark.parametrize("mask", [MASKS[0], AttentionMask(5, 4, True, 3)], ids=str)
 def test_float16_with_one_kernel_for_keys_and_with_two(mask, keys_kernels, monkeypatch):
     """At most twice as far from float64 as the reference in float16. The interpreter lacks bfloat16."""
-    from recsys.ops.hstu_attention import triton_launch
+    from recsys.ops.hstu_attention.triton import launch as triton_launch
 
     monkeypatch.setattr(triton_launch, "keys_kernels", lambda *_: keys_kernels)
     layout = layout_of(samples(3, SHAPES))
@@ -234,9 +235,9 @@ def test_a_sample_with_nan_spoils_no_other():
 @pytest.mark.parametrize("shapes", [SHAPES, [(0, 0)]])
 def test_the_library_ops(shapes, monkeypatch):
     """What a compiler relies on: schemas, shapes without numbers, gradients; D != V, a strided input."""
-    from recsys.ops.hstu_attention import triton_ops
+    from recsys.ops.hstu_attention.triton import ops
 
-    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
+    monkeypatch.setattr(ops, "wrap_triton", WithNumbersOnly)
     monkeypatch.setattr(SequenceLayout, "host_copy", None)  # as if the lengths were on a device
     layout = layout_of(samples(0, shapes))
     q, k, v = (t.detach().float() for t in qkv(layout.total_len, heads=2, dim=3, v_dim=5))
@@ -248,10 +249,10 @@ def test_the_library_ops(shapes, monkeypatch):
         lengths = (layout.lengths, layout.offsets, layout.num_targets)
         rest = (*lengths, *more, 0, 3, 2, False, 2, True, 0.5, 8.0, True)
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(triton_ops.hstu_attention_triton, (*leaves, *rest), test_utils=checks)
+        torch.library.opcheck(ops.hstu_attention_triton, (*leaves, *rest), test_utils=checks)
         arguments = (torch.randn(v.shape), *(leaf.detach() for leaf in leaves), *rest)
         torch.library.opcheck(
-            triton_ops.hstu_attention_triton_backward,
+            ops.hstu_attention_triton_backward,
             arguments,
             test_utils=("test_schema", "test_faketensor"),
         )
@@ -268,7 +269,7 @@ def test_auto_stays_with_the_reference_on_a_cpu():
 
 @interpreted
 def test_edges_of_time_buckets_are_those_of_the_definition():
-    from recsys.ops.hstu_attention.triton_bias_launch import time_edges
+    from recsys.ops.hstu_attention.bias.launch import time_edges
 
     edges = time_edges(100)
     assert edges[0] == 1 and edges[-1] == 2**63 - 1 and len(edges) == 101

@@ -36,10 +36,10 @@ def on_hopper():
 
 
 def check(shapes, contextual, rows, kind, dims, dtype, mask):
-    from recsys.ops.hstu_attention import triton_packed_launch
+    from recsys.ops.hstu_attention.bias import packed_launch
 
     layout, q, k, v, bias = case(shapes, contextual, *dims, 2, dtype, rows)
-    assert triton_packed_launch.is_packed("rows", q, v, bias)
+    assert packed_launch.is_packed("rows", q, v, bias)
     times = times_of(kind, layout.total_len).cuda()
     tables = bias.position_table, bias.time_table
     bias = RelativeBias(*tables, times, torch.cat([times[1:], times[-1:] + 60]))
@@ -64,7 +64,8 @@ def test_heads_of_other_widths(dims):
 
 def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
     """Sums in any order: as near each time. In sections of about 1,000 tokens."""
-    from recsys.ops.hstu_attention import sm90_biased_launch, sm90_launch
+    from recsys.ops.hstu_attention.bias import hopper_launch as bias_hopper_launch
+    from recsys.ops.hstu_attention.hopper import launch as hopper_launch
 
     made = []
 
@@ -72,9 +73,9 @@ def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
         made.append(original(*arguments))
         return made[-1]
 
-    original = sm90_biased_launch.zero_sums
-    monkeypatch.setattr(sm90_biased_launch, "zero_sums", zero_sums)
-    monkeypatch.setattr(sm90_launch, "CACHED_BYTES", 2**20)
+    original = bias_hopper_launch.zero_sums
+    monkeypatch.setattr(bias_hopper_launch, "zero_sums", zero_sums)
+    monkeypatch.setattr(hopper_launch, "CACHED_BYTES", 2**20)
     shapes = [
         [(2048, 0)],
         [(1, 0)],
@@ -105,9 +106,9 @@ def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
 
 def artefacts(kernels):
     """How many of each kernel that ran: Triton's, and those that are started the short way."""
-    from recsys.ops.hstu_attention import sm90_start
+    from recsys.ops.runtime import hopper_launch as runtime_hopper_launch
 
-    short = [found.kernel for found in sm90_start._FOUND.values()]
+    short = [found.kernel for found in runtime_hopper_launch._FOUND.values()]
     made = [
         (one.__name__, sum(len(cache[0]) for cache in one.device_caches.values()), short.count(one))
         for one in kernels
@@ -119,15 +120,16 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
     """From a small one to a large one and back, in sections of about 1,000 tokens and without."""
     from triton import JITFunction
 
-    from recsys.ops.hstu_attention import sm90_launch, sm90_start
+    from recsys.ops.hstu_attention.hopper import launch as hopper_launch
+    from recsys.ops.runtime import hopper_launch as runtime_hopper_launch
 
     results(*case([(5, 0)], 0, 64, 64, 2, torch.bfloat16, 2), AttentionMask(), "triton", False)
     modules = [module for name, module in sys.modules.items() if name.startswith("recsys.ops.")]
     kernels = {one for module in modules for one in vars(module).values() if isinstance(one, JITFunction)}
     for kernel in kernels:  # those that other tests have left
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
-    monkeypatch.setattr(sm90_start, "_FOUND", {})
-    monkeypatch.setattr(sm90_launch, "CACHED_BYTES", 2**20)
+    monkeypatch.setattr(runtime_hopper_launch, "_FOUND", {})
+    monkeypatch.setattr(hopper_launch, "CACHED_BYTES", 2**20)
     several = [(70, 0), (999, 9), (63, 0), (0, 0), (900, 16)]
     for number, shapes in enumerate([*([(n, 0)] for n in (1, 7, 512, 2048, 4097)), several, [(16, 0)]]):
         batch = case(shapes, number % 2, 64, 64, 2, torch.bfloat16, 2)
@@ -151,13 +153,13 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
 def test_kernels_started_for_parts_of_the_items(mask, monkeypatch):
     """As where the records of all blocks would take too much memory."""
-    from recsys.ops.hstu_attention import triton_bias_launch
+    from recsys.ops.hstu_attention.bias import launch as bias_launch
 
-    made, original = [], triton_bias_launch._records
-    monkeypatch.setattr(triton_bias_launch, "MOST_RECORD_BYTES", 0)
-    monkeypatch.setattr(triton_bias_launch, "SMALL_RECORDS", 2**12)
+    made, original = [], bias_launch._records
+    monkeypatch.setattr(bias_launch, "MOST_RECORD_BYTES", 0)
+    monkeypatch.setattr(bias_launch, "SMALL_RECORDS", 2**12)
     monkeypatch.setattr(
-        triton_bias_launch, "_records", lambda *given: made.append(len(given[2])) or original(*given)
+        bias_launch, "_records", lambda *given: made.append(len(given[2])) or original(*given)
     )
     for number, (shapes, rows) in enumerate(itertools.product(SHAPES[::2], [None, 2])):
         check(shapes, 1, rows, KINDS[number], (64, 64), torch.bfloat16, mask)
@@ -167,9 +169,9 @@ def test_kernels_started_for_parts_of_the_items(mask, monkeypatch):
 def test_memory_of_a_token_is_the_same_for_long_samples(monkeypatch):
     """Of forward and backward, beyond what they are given; 65,536 tokens and 512. Records of all blocks would
     take 512 bytes a token."""
-    from recsys.ops.hstu_attention import triton_bias_launch
+    from recsys.ops.hstu_attention.bias import launch as bias_launch
 
-    monkeypatch.setattr(triton_bias_launch, "SMALL_RECORDS", 0)
+    monkeypatch.setattr(bias_launch, "SMALL_RECORDS", 0)
 
     def peak(length):
         layout, *leaves, bias = case([(length, 0), (length, 0)], 0, 64, 64, 1, torch.bfloat16, 1)

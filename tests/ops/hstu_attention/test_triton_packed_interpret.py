@@ -1,12 +1,12 @@
-"""The kernels with the bias by inline assembly on a CPU: Triton's interpreter around `tests.ops.ptx`."""
+"""The kernels with the bias by inline assembly on a CPU: Triton's interpreter around `tests.tools.ptx`."""
 
 import pytest
 import torch
 
 from recsys.ops import AttentionMask, RelativeBias, hstu_attention
-from tests.ops import ptx
 from tests.ops.cases import layout_of, relative_bias, samples
-from tests.ops.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
+from tests.tools import ptx
+from tests.tools.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
 
 HEADS = 2
 DIM = 64
@@ -37,11 +37,11 @@ def on_hopper(monkeypatch):
         return
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from recsys.ops.hstu_attention import triton_packed_launch
+    from recsys.ops.hstu_attention.bias import packed_launch
 
     mend_interpreter(monkeypatch)
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", execute)
-    monkeypatch.setattr(triton_packed_launch, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(packed_launch, "_is_hopper", lambda device: True)
 
 
 def times_of(kind, total_len):
@@ -112,20 +112,20 @@ def test_output_and_gradients_are_as_near_as_the_reference(
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_parts_of_the_items_add_up(deterministic, monkeypatch):
     """Each tile with records of its own, where the records of all would take too much memory."""
-    from recsys.ops.hstu_attention import triton_bias_launch
+    from recsys.ops.hstu_attention.bias import launch as bias_launch
 
-    made, original = [], triton_bias_launch._records
+    made, original = [], bias_launch._records
     monkeypatch.setattr(
-        triton_bias_launch, "_records", lambda *given: made.append(len(given[2])) or original(*given)
+        bias_launch, "_records", lambda *given: made.append(len(given[2])) or original(*given)
     )
     layout = layout_of(samples(1, [(100, 3), (5, 0), (64, 9)]))
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(layout.total_len, HEADS, DIM, generator=generator).half() for _ in range(3)]
     host, times = relative_bias(layout.total_len, rows=HEADS), times_of("hours", layout.total_len)
     found = []
-    for small in (triton_bias_launch.SMALL_RECORDS, 40):
-        monkeypatch.setattr(triton_bias_launch, "MOST_RECORD_BYTES", 0)
-        monkeypatch.setattr(triton_bias_launch, "SMALL_RECORDS", small)
+    for small in (bias_launch.SMALL_RECORDS, 40):
+        monkeypatch.setattr(bias_launch, "MOST_RECORD_BYTES", 0)
+        monkeypatch.setattr(bias_launch, "SMALL_RECORDS", small)
         given = [tensor.requires_grad_() for tensor in leaves]
         tables = [t.detach().float().requires_grad_() for t in (host.position_table, host.time_table)]
         again = layout_of(samples(1, [(100, 3), (5, 0), (64, 9)]))  # nothing kept from before
@@ -142,14 +142,14 @@ def test_parts_of_the_items_add_up(deterministic, monkeypatch):
 def test_records_take_a_bounded_number_of_bytes_a_token(monkeypatch):
     """For samples of any length, all items in their order; in one part up to 8,192 tokens."""
     pytest.importorskip("triton")
-    from recsys.ops.hstu_attention import triton_bias_launch
-    from recsys.ops.hstu_attention.triton_bias_launch import NUM_ARGUMENTS, RECORDS, packed_parts
+    from recsys.ops.hstu_attention.bias import launch as bias_launch
+    from recsys.ops.hstu_attention.bias.launch import NUM_ARGUMENTS, RECORDS, packed_parts
 
     class Nothing:
         def __getitem__(self, grid):
             return lambda *arguments, **constants: None
 
-    monkeypatch.setattr(triton_bias_launch, "records_kernel", Nothing())
+    monkeypatch.setattr(bias_launch, "records_kernel", Nothing())
     bytes_a_token = {}
     for length, number in ((512, 512), (2048, 128), (8192, 32), (65536, 8), (2**19, 1)):
         layout = layout_of(samples(0, [(length, 0)] * number))

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.ops.assembled import assemble
+from tests.tools.assembled import assemble
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 

@@ -5,8 +5,9 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from recsys.ops import dispatch, explain, gather_rows, last_backend
-from tests.ops.interpreter import (
+from recsys.ops import explain, gather_rows, last_backend
+from recsys.ops.runtime import dispatch
+from tests.tools.interpreter import (
     INTERPRETED,
     WithNumbersOnly,
     between_poison,

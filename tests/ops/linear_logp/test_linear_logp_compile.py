@@ -108,11 +108,15 @@ def test_a_traced_graph_holds_the_kernels():
     from torch._library.triton import set_wrap_triton_enabled
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from recsys.ops.linear_logp import launching, triton_ops
+    from recsys.ops.linear_logp import launch as launching
+    from recsys.ops.linear_logp import triton_ops
     from recsys.ops.linear_logp.recompute import Upstream, Wanted
 
     def both(hidden, weight, scale, target):
-        launch, given = launching.launch_traced, Operands(hidden, weight, None, scale, target, None, None)
+        launch, given = (
+            launching.launch_traced,
+            Operands(hidden, weight, None, scale, target, None, None),
+        )
         parts = triton_ops.launch_forward(given, launch)
         found = triton_ops.launch_backward(given, Upstream(*parts), Wanted(True, True, False, True), launch)
         return [*parts, found.hidden, found.weight]

@@ -8,7 +8,8 @@ import torch
 from recsys.ops import explain, last_backend, linear_logp, linear_lse
 from recsys.ops.linear_logp import norms_of
 from recsys.ops.linear_logp.recompute import SHORTEST
-from tests.ops.interpreter import (
+from tests.ops.linear_logp.problems import cotangents, gradients, leaves_of, problem
+from tests.tools.interpreter import (
     INTERPRETED,
     WithNumbersOnly,
     between_poison,
@@ -17,7 +18,6 @@ from tests.ops.interpreter import (
     run_interpreted,
     starts_it,
 )
-from tests.ops.linear_logp.problems import cotangents, gradients, leaves_of, problem
 
 GUARD = 777.0
 
@@ -232,10 +232,10 @@ def test_the_number_of_parts_changes_nothing_but_rounding(most, monkeypatch):
 @pytest.mark.parametrize("ids", [False, True])
 def test_the_library_ops(ids, monkeypatch):
     """What a compiler relies on: schemas and shapes without numbers."""
-    from recsys.ops.linear_logp import launching, triton_ops
+    from recsys.ops.linear_logp import launch, triton_ops
 
-    monkeypatch.setattr(launching, "wrap_triton", WithNumbersOnly)
-    monkeypatch.setattr(launching, "_start", None)
+    monkeypatch.setattr(launch, "wrap_triton", WithNumbersOnly)
+    monkeypatch.setattr(launch, "_start", None)
     given = problem(40, 50, 9, dtype=torch.float32, ids=ids, bias=ids)
     given["target"].clamp_(min=-1)
     names = ("hidden", "weight", "bias", "temperature", "target", "candidate_ids", "target_ids")
@@ -270,7 +270,7 @@ def test_the_kernels_in_the_interpreter():
 @pytest.mark.parametrize("stride", [20, 24])
 def test_gradients_of_rows_through_their_unit_forms(stride):
     """With a row that is divided by a constant, and columns behind the last that count for nothing."""
-    from recsys.ops.linear_logp import row_launches
+    from recsys.ops.linear_logp import row_launch
 
     generator = torch.Generator().manual_seed(0)
     rows, grad = torch.randn(70, 20, generator=generator), torch.randn(70, stride, generator=generator)
@@ -279,5 +279,5 @@ def test_gradients_of_rows_through_their_unit_forms(stride):
     unit = torch.nn.functional.normalize(rows, dim=1, eps=SHORTEST)
     (want,) = torch.autograd.grad(unit, rows, grad[:, :20])
     norms = norms_of(rows, rows)[0]
-    got = row_launches.project(between_poison(grad), between_poison(rows.detach()), between_poison(norms))
+    got = row_launch.project(between_poison(grad), between_poison(rows.detach()), between_poison(norms))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

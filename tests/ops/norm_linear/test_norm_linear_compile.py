@@ -52,13 +52,13 @@ def compiled(function, constants, tokens):
     "width", [pytest.param(width, marks=[] if width == 1024 else pytest.mark.slow) for width in WIDTHS]
 )
 def test_it_fits_into_the_registers_and_moves_16_bytes_at_a_time(width, kernel, tokens, tmp_path):
-    from recsys.ops import linear_parts
     from recsys.ops.norm_linear import triton_kernels, triton_ops
+    from recsys.ops.runtime import column_sums
 
     environment.prefer_packaged_ptxas()
     if kernel == "sums_kernel":
-        function = linear_parts.sums_kernel
-        constants = linear_parts.constants_of(width, width)
+        function = column_sums.sums_kernel
+        constants = column_sums.constants_of(width, width)
     else:
         function = getattr(triton_kernels, kernel)
         blocks = getattr(triton_ops, kernel.replace("kernel", "blocks"))(width)

@@ -79,8 +79,8 @@ def test_the_sum(rows, tokens, with_bias):
 
 
 def test_the_same_bits_each_time_for_all_sizes_and_one_artefact():
-    from recsys.ops.linear_parts import sums_kernel
     from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
+    from recsys.ops.runtime.column_sums import sums_kernel
 
     widths, options = (256, 256), {"dtype": torch.bfloat16}
     batches = [inputs(rows, 256, widths, torch.bfloat16) for rows in (1, 7, 512, 2048, 4097)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from recsys.ops import explain, last_backend, linear_add, norm_linear
-from tests.ops.interpreter import (
+from tests.tools.interpreter import (
     INTERPRETED,
     between_poison,
     interpreted,
@@ -22,15 +22,15 @@ def small_blocks(monkeypatch):
     if not INTERPRETED:
         yield
         return
-    from recsys.ops import linear_parts
     from recsys.ops.norm_linear import triton_ops
+    from recsys.ops.runtime import column_sums
 
     mend_interpreter(monkeypatch)
     for name in ("FORWARD_ENTRIES", "BACKWARD_ENTRIES"):  # columns and rows of several blocks
         monkeypatch.setattr(triton_ops, name, 128)
     monkeypatch.setattr(triton_ops, "WORKERS_PER_PROCESSOR", 1)
-    monkeypatch.setattr(linear_parts, "PROGRAMS_PER_PROCESSOR", 1)
-    monkeypatch.setattr(linear_parts, "COLUMNS", 16)
+    monkeypatch.setattr(column_sums, "PROGRAMS_PER_PROCESSOR", 1)
+    monkeypatch.setattr(column_sums, "COLUMNS", 16)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -15,8 +15,8 @@ if not triton.__version__.startswith("3.6."):
     pytest.skip("the kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
 from recsys.ops.norm_linear import sm90_launch  # noqa: E402
-from tests.ops.gluon_emulator import Emulated  # noqa: E402
-from tests.ops.linear_logp.test_sm90_compile import assembled  # noqa: E402
+from tests.ops.linear_logp.test_hopper_compile import assembled  # noqa: E402
+from tests.tools.gluon_emulator import Emulated  # noqa: E402
 
 SHARED_MEMORY = 227 * 1024
 

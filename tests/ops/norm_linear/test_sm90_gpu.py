@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from recsys.ops import triton_backend
+from recsys.ops.runtime import triton_support
 
 pytestmark = pytest.mark.gpu
 
@@ -14,7 +14,7 @@ SHAPES = [(1, 64, 256), (129, 1024, 4096), (1000, 256, 1024), (5000, 520, 264), 
 
 @pytest.fixture
 def kernel():
-    if missing := triton_backend.missing_for_hopper():
+    if missing := triton_support.missing_for_hopper():
         pytest.skip(missing)
     from recsys.ops.norm_linear import sm90_launch
 

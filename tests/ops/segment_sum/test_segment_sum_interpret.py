@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from recsys.ops import last_backend, segment_sum
-from tests.ops.interpreter import (
+from tests.tools.interpreter import (
     INTERPRETED,
     WithNumbersOnly,
     between_poison,

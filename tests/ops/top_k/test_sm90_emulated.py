@@ -1,4 +1,4 @@
-"""The Hopper kernel of `top_k` on a CPU: units, barriers, buffers, by `tests/ops/gluon_emulator.py`."""
+"""The Hopper kernel of `top_k` on a CPU: units, barriers, buffers, by `tests/tools/gluon_emulator.py`."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops.top_k import sm90_launch, triton_launch
-from tests.ops.gluon_emulator import Emulated
+from tests.tools.gluon_emulator import Emulated
 
 SIZES = sm90_launch.SIZES[128]
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from recsys.ops import explain, last_backend, top_k
-from tests.ops.interpreter import (
+from tests.ops.top_k.problems import Problem, around_centres, brute_force, whole_numbers
+from tests.tools.interpreter import (
     INTERPRETED,
     between_poison,
     interpreted,
@@ -12,7 +13,6 @@ from tests.ops.interpreter import (
     run_interpreted,
     starts_it,
 )
-from tests.ops.top_k.problems import Problem, around_centres, brute_force, whole_numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinities
 

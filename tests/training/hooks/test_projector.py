@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recsys import protos as pb
-from recsys.data.vocabulary import mappings
+from recsys.data.schema.vocabulary import mappings
 from recsys.models import build_model
 from recsys.training.hooks import projector
 from recsys.training.hooks.projector import frequent_items

@@ -12,11 +12,11 @@ from recsys.ops.attention_args import (
     check_number,
     scale_of,
 )
-from recsys.ops.dispatch import Op
 from recsys.ops.hstu_attention.cached.facts import CachedFacts, cached_facts
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
+from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "hstu_attention_cached"]
 

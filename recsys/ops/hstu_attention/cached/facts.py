@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.layout import SequenceLayout
+from recsys.ops.jagged.layout import SequenceLayout
 
 TILE = 128
 """Rows of a unit of work."""

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.dispatch import SUPPORTED, Support
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask, row_intervals
-from recsys.ops.padding import PaddedChunks, paired_chunks
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask, row_intervals
+from recsys.ops.jagged.padding import PaddedChunks, paired_chunks
 from recsys.ops.relative_bias import CachedRelativeBias, dense_bias, relative_positions
+from recsys.ops.runtime.dispatch import SUPPORTED, Support
 
 
 def supports(facts: AttentionFacts) -> Support:

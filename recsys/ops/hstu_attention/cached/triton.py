@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.ops import triton_backend
 from recsys.ops.hstu_attention.triton import supports
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
+from recsys.ops.runtime import triton_support
 
 __all__ = ["run", "supports"]
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
-triton_backend.preload(_OPS)
+triton_support.preload(_OPS)
 
 
 def run(
@@ -36,7 +36,7 @@ def run(
     bias: CachedRelativeBias | None,
 ) -> Tensor:
     """Scores, sums and bias in float32. The cache is read where it lies, only what the mask lets through."""
-    ops = triton_backend.load(_OPS)
+    ops = triton_support.load(_OPS)
     problem = ops.CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout)
     compute = ops.call_op if torch.compiler.is_compiling() else ops.forward
     return compute(q, k, v, cache_k, cache_v, problem)

@@ -7,9 +7,9 @@ is cached of its sample. Everything else is the forward of `hstu_attention`.
 import triton
 import triton.language as tl
 
-from recsys.ops.hstu_attention.triton_bias import load_times
-from recsys.ops.hstu_attention.triton_forward import add_blocks
-from recsys.ops.hstu_attention.triton_tile import (
+from recsys.ops.hstu_attention.bias.kernels import load_times
+from recsys.ops.hstu_attention.triton.forward import add_blocks
+from recsys.ops.hstu_attention.triton.tile import (
     CACHE_LENGTH,
     CACHE_START,
     NEW,

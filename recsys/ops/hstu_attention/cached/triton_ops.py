@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from recsys.ops.hstu_attention.blocks import Blocks
+from recsys.ops.hstu_attention.bias.launch import LARGEST_BLOCK, bias_arguments, cached_times
 from recsys.ops.hstu_attention.cached.triton_kernel import cached_kernel
-from recsys.ops.hstu_attention.triton_bias_launch import LARGEST_BLOCK, bias_arguments, cached_times
-from recsys.ops.hstu_attention.triton_launch import (
+from recsys.ops.hstu_attention.triton.block_sizes import Blocks
+from recsys.ops.hstu_attention.triton.launch import (
     Problem,
     Wrap,
     blocks_for,
@@ -21,12 +21,12 @@ from recsys.ops.hstu_attention.triton_launch import (
     unwrapped,
     with_dense_rows,
 )
-from recsys.ops.hstu_attention.work_list import cached_work, row_work
-from recsys.ops.layout import SequenceLayout
-from recsys.ops.mask import AttentionMask
-from recsys.ops.registration import visible
+from recsys.ops.hstu_attention.work_list.reference import cached_work, row_work
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
-from recsys.ops.triton_backend import num_processors
+from recsys.ops.runtime.registration import visible
+from recsys.ops.runtime.triton_support import num_processors
 
 PROGRAMS_PER_PROCESSOR = 4
 """So many that none of a processor's time is left over."""

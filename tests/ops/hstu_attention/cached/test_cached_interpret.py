@@ -12,10 +12,10 @@ from recsys.ops import (
     hstu_attention_cached,
     last_backend,
 )
-from recsys.ops.hstu_attention.blocks import Blocks
+from recsys.ops.hstu_attention.triton.block_sizes import Blocks
 from tests.ops import oracle
 from tests.ops.cases import MASKS, Cut, cut, layout_of, qkv, relative_bias, samples
-from tests.ops.interpreter import (
+from tests.tools.interpreter import (
     INTERPRETED,
     WithNumbersOnly,
     between_poison,

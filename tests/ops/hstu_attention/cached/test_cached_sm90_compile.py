@@ -6,10 +6,10 @@ from recsys import environment
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys.ops.hstu_attention.cached import sm90_launch
-from tests.ops.hstu_attention.test_sm90_compile import assembled, check_loop, check_resources, product_loops
+from recsys.ops.hstu_attention.cached import hopper_launch
+from tests.ops.hstu_attention.test_hopper_compile import assembled, check_loop, check_resources, product_loops
 
-CASES = [*sm90_launch.SIZES.items(), *sm90_launch.LARGE_SIZES.items()]
+CASES = [*hopper_launch.SIZES.items(), *hopper_launch.LARGE_SIZES.items()]
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -28,7 +28,7 @@ def test_it_fits_and_its_products_overlap(dim, sizes, grouped, tmp_path, monkeyp
         "LOADING_REGISTERS": sizes.loading_registers,
     }
     rows = {f"{name}_desc": sizes.keys for name in ("k", "v", "ck", "cv")} | {"q_desc": 64, "o_desc": 64}
-    made = assembled(sm90_launch.candidates_kernel, constants, rows, tmp_path)
+    made = assembled(hopper_launch.candidates_kernel, constants, rows, tmp_path)
     registers = sizes.strips * sizes.computing_registers + sizes.loading_registers
     check_resources(made, registers)
     loops = product_loops(made.sass)

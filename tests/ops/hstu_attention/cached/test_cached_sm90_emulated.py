@@ -6,18 +6,21 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops import AttentionMask, SequenceLayout
-from recsys.ops.hstu_attention import sm90_start
-from recsys.ops.hstu_attention.cached import reference, sm90_launch
-from tests.ops.gluon_emulator import Emulated
+from recsys.ops.hstu_attention.cached import hopper_launch as cached_hopper_launch
+from recsys.ops.hstu_attention.cached import reference
+from recsys.ops.runtime import hopper_launch as runtime_hopper_launch
+from tests.tools.gluon_emulator import Emulated
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
-    monkeypatch.setattr(sm90_launch, "candidates_kernel", Emulated(sm90_launch.candidates_kernel))
-    monkeypatch.setattr(sm90_start, "num_processors", lambda device: 3)
+    monkeypatch.setattr(
+        cached_hopper_launch, "candidates_kernel", Emulated(cached_hopper_launch.candidates_kernel)
+    )
+    monkeypatch.setattr(runtime_hopper_launch, "num_processors", lambda device: 3)
 
 
-SIZES = [*sm90_launch.SIZES.items(), *sm90_launch.LARGE_SIZES.items()]
+SIZES = [*cached_hopper_launch.SIZES.items(), *cached_hopper_launch.LARGE_SIZES.items()]
 
 
 def check(cached, targets, mask, dim=64, heads=2, contextual=0, sizes=None):
@@ -30,7 +33,9 @@ def check(cached, targets, mask, dim=64, heads=2, contextual=0, sizes=None):
     room = torch.randn(2, cache_layout.total_len + 9, heads, dim, generator=generator).to(torch.bfloat16)
     room[:, cache_layout.total_len :] = float("nan")
     cache_k, cache_v = room[:, : cache_layout.total_len]
-    got = sm90_launch.forward(q, k, v, layout, cache_k, cache_v, cache_layout, mask, dim**-0.5, 50.0, sizes)
+    got = cached_hopper_launch.forward(
+        q, k, v, layout, cache_k, cache_v, cache_layout, mask, dim**-0.5, 50.0, sizes
+    )
     rest = {"alpha": dim**-0.5, "scale_len": 50.0, "bias": None}
     exact, other = (
         reference.run(

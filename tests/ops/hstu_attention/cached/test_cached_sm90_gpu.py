@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from recsys.ops import AttentionMask, SequenceLayout, explain, hstu_attention_cached, last_backend
-from recsys.ops.hstu_attention.cached import sm90
+from recsys.ops.hstu_attention.cached import hopper
 
 CAUSAL = AttentionMask()
 
@@ -53,10 +53,10 @@ class Case:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("dim", "large"), [(64, False), (64, True), (128, False)])
 def test_random_batches_in_any_order(dim, large, dtype, monkeypatch):
-    from recsys.ops.hstu_attention.cached import sm90_launch
+    from recsys.ops.hstu_attention.cached import hopper_launch
 
-    sizes = (sm90_launch.LARGE_SIZES if large else sm90_launch.SIZES)[dim]
-    monkeypatch.setattr(sm90_launch, "sizes_for", lambda *_: sizes)
+    sizes = (hopper_launch.LARGE_SIZES if large else hopper_launch.SIZES)[dim]
+    monkeypatch.setattr(hopper_launch, "sizes_for", lambda *_: sizes)
     draw = random.Random(dim)
     for number in range(40):
         rows = draw.randint(1, 9)
@@ -67,7 +67,7 @@ def test_random_batches_in_any_order(dim, large, dtype, monkeypatch):
         Case(cached, targets, dim, dtype, heads, seed=number).check(mask)
 
 
-@pytest.mark.parametrize("dim", sm90.WIDTHS)
+@pytest.mark.parametrize("dim", hopper.WIDTHS)
 def test_full_size_to_the_same_bits(dim):
     case = Case([4098] * 32, [256] * 32, dim, contextual=2)
     case.check()

@@ -14,8 +14,8 @@ from recsys.ops import (
     hstu_attention,
     hstu_attention_cached,
     last_backend,
-    padding,
 )
+from recsys.ops.jagged import padding
 from tests.ops import oracle
 from tests.ops.cases import MASKS, cut, layout_of, qkv, relative_bias, samples, times
 from tests.ops.oracle import Sample

@@ -1,0 +1,178 @@
+"""A `.config` from its file to a resolved, checked `pb.Pipeline`: load, override, check, resolve, print.
+
+The way of a command: `prepare` = `load` + `check` + `resolve`, with all findings in one ConfigError. Below
+everything that reads a config; builds no modules and imports no torch.
+
+    ready = config.prepare("configs/quickstart.config", ["train.num_steps=100"])
+    ready.pipeline.model.max_seq_len
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from recsys import protos as pb
+from recsys.config import checks, textproto
+from recsys.config.resolver import Resolved, resolve
+from recsys.errors import ConfigError
+
+__all__ = [
+    "FILE_NAME",
+    "Loaded",
+    "Ready",
+    "Resolved",
+    "check",
+    "check_device",
+    "load",
+    "prepare",
+    "read",
+    "resolve",
+    "to_text",
+    "warnings",
+]
+
+
+FILE_NAME = "config.resolved"
+"""Name of the resolved config in a run folder and in a package."""
+
+
+class Loaded(NamedTuple):
+    """A config as written.
+
+    Attributes:
+        pipeline: the message.
+        locations: by field path, e.g. `model.ranker.tasks[0].loss`: `<file>:<line>`, or its `--set`.
+    """
+
+    pipeline: pb.Pipeline
+    locations: dict[str, str]
+
+
+class Ready(NamedTuple):
+    """A config to build from.
+
+    Attributes:
+        pipeline: resolved and checked.
+        origins: by field path, where a value that the file does not give came from.
+        warnings: what is allowed but without effect or surprising, one line each.
+    """
+
+    pipeline: pb.Pipeline
+    origins: dict[str, str]
+    warnings: list[str]
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> pb.Pipeline:
+    """The config in a file, with overrides such as `train.num_steps=100`; neither resolved nor checked.
+
+    Raises:
+        ConfigError: with every mistake in the file and the overrides.
+    """
+    return read(path, overrides).pipeline
+
+
+def read(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+    """As `load`, with the place of every field."""
+    loaded, mistakes = _read(path, overrides)
+    if mistakes:
+        raise ConfigError(mistakes)
+    return loaded
+
+
+def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool = True) -> Ready:
+    """Load, check and resolve a config.
+
+    Args:
+        read_files: also read the sizes of vocabularies from their files.
+
+    Raises:
+        ConfigError: with every finding. Behind mistakes in the text come those about what was read of it;
+            what seems to be missing may be what could not.
+    """
+    loaded, mistakes = _read(path, overrides)
+    resolved = resolve(loaded.pipeline, read_files=False)
+    findings = checks.findings(resolved.pipeline, resolved.origins)
+    if mistakes:
+        sure = [one for one in findings if one.path in loaded.locations and not one.missing]
+        raise ConfigError(mistakes + checks.lines(sure, loaded.locations))
+    shown = checks.lines(findings, loaded.locations)
+    try:
+        resolved = resolve(loaded.pipeline, read_files=read_files, locations=loaded.locations)
+    except ConfigError as error:
+        shown += error.findings
+    if shown:
+        raise ConfigError(shown)
+    shown = _replaced(overrides) + warnings(loaded.pipeline, loaded.locations)
+    return Ready(resolved.pipeline, resolved.origins, shown)
+
+
+def check(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:
+    """What is wrong with a config, one line a finding: `<file>:<line>: <field path>: <what, and what to do>`.
+
+    Args:
+        pipeline: resolved or not.
+        locations: of `read`; without it findings start with the field path.
+    """
+    resolved = resolve(pipeline, read_files=False)
+    return checks.lines(checks.findings(resolved.pipeline, resolved.origins), locations or {})
+
+
+def check_device(pipeline: pb.Pipeline, device: str) -> None:
+    """Refuse a resolved config that asks for what a device, `cpu` or `cuda`, cannot do.
+
+    Raises:
+        ConfigError: with every finding.
+    """
+    findings = checks.device_findings(pipeline, device)
+    if findings:
+        raise ConfigError(checks.lines(findings, {}))
+
+
+def warnings(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:
+    """What is allowed but has no effect or surprises, in the form of `check`."""
+    return checks.lines(checks.warnings(pipeline), locations or {})
+
+
+def to_text(pipeline: pb.Pipeline, origins: dict[str, str] | None = None) -> str:
+    """A config as text that `load` reads back as the same message; origins become comments."""
+    return textproto.write(pipeline, origins)
+
+
+def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[str]]:
+    """What could be read, and the mistakes in the rest."""
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = f"not a text file in UTF-8 ({error.reason} at byte {error.start})"
+        raise ConfigError(f"{path}: {what}") from None
+    except OSError as error:
+        why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
+        raise ConfigError(f"{path}: {why}{_neighbours(file)}") from None
+    pipeline = pb.Pipeline()
+    parsed = textproto.parse(text, pipeline, str(path))
+    locations = {"": str(path), **parsed.locations}
+    mistakes = list(parsed.findings)
+    for assignment in overrides:
+        mistakes += textproto.override(pipeline, assignment, locations)
+    return Loaded(pipeline, locations), mistakes
+
+
+def _replaced(overrides: Sequence[str]) -> list[str]:
+    """Overrides that a later one makes void; whoever repeats a flag for a list may think that it grows."""
+    paths = [assignment.partition("=")[0].strip() for assignment in overrides]
+    return [
+        f"--set {assignment}: a later --set {path} replaces it; a list is given as a whole, {path}=['a', 'b']"
+        for place, (assignment, path) in enumerate(zip(overrides, paths, strict=True))
+        if path in paths[place + 1 :]
+    ]
+
+
+def _neighbours(file: Path) -> str:
+    """A hint at .config files with a name like that of a missing one."""
+    folder = file.parent
+    if file.exists() or not folder.is_dir():
+        return ""
+    names = sorted(p.name for p in folder.glob("*.config"))
+    hint = textproto.did_you_mean(file.name, names).replace("Allowed here", "Configs there")
+    return f". {hint}" if names else ""

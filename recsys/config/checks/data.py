@@ -1,0 +1,220 @@
+"""Rules of features, tables, columns and sources."""
+
+import re
+from collections.abc import Iterator
+
+from recsys import protos as pb
+from recsys.config import features as f
+from recsys.config.checks.model import loss_kind
+from recsys.config.checks.walk import Finding
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+_RESERVED = {
+    f.REQUEST_TIME: "the time of the request",
+    f.NEGATIVES: "the negatives of retrieval",
+    f.PREFIX[pb.HISTORY] + f.TIMESTAMPS: "the times of events",
+    f.PREFIX[pb.HISTORY] + f.ACTIONS: "the actions of events",
+    f.PREFIX[pb.HISTORY] + f.WATCH_TIME: "the watch times of events",
+    f.PREFIX[pb.CANDIDATE] + f.TIMESTAMPS: "the times of candidates",
+}
+
+
+def _names(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    seen: dict[str, int] = {}
+    for index, feature in enumerate(pipeline.features):
+        path = f"features[{index}]"
+        for field, name in (("name", feature.name), ("id.table", feature.id.table)):
+            if field == "id.table" and name == feature.name:
+                continue
+            if name and not _NAME.match(name):
+                what = f"{name!r} is given; use letters, digits and _, no digit first"
+                yield Finding(f"{path}.{field}", what)
+        if feature.name in seen:
+            first = seen[feature.name]
+            yield Finding(
+                f"{path}.name", f"{feature.name!r} is also features[{first}]; rename one or join their sides"
+            )
+        seen.setdefault(feature.name, index)
+        prefix = next((x for x in f.PREFIX.values() if x and feature.name.startswith(x)), None)
+        if prefix and pb.USER in feature.sides:
+            what = f"{feature.name!r} is a USER feature, and {prefix} begins the columns of another side"
+            yield Finding(f"{path}.name", f"{what}; rename it")
+        if len(set(feature.sides)) < len(feature.sides):
+            yield Finding(f"{path}.sides", "a side is named twice; name each once")
+
+
+def _columns(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Columns that two features, or a feature and the contract, would share."""
+    owners: dict[str, str] = {}
+    for index, feature in enumerate(pipeline.features):
+        for side in sorted(set(feature.sides)):
+            column = f.PREFIX.get(side, "") + feature.name
+            path = f"features[{index}].name"
+            if column in _RESERVED:
+                yield Finding(path, f"its column {column} holds {_RESERVED[column]}; choose another name")
+            elif owners.get(column, feature.name) != feature.name:
+                yield Finding(
+                    path, f"its column {column} is also that of feature {owners[column]}; rename one of them"
+                )
+            owners.setdefault(column, feature.name)
+
+
+def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Labels that are also inputs, or the label of another task."""
+    inputs = {
+        f.PREFIX.get(side, "") + feature.name for feature in pipeline.features for side in feature.sides
+    }
+    for index, task in enumerate(pipeline.model.ranker.tasks):
+        path = f"model.ranker.tasks[{index}]"
+        if task.label in inputs:
+            yield Finding(
+                f"{path}.label",
+                f"{task.label} is also an input: the model would read the answer; drop the feature",
+            )
+        if task.label in _RESERVED:
+            yield Finding(
+                f"{path}.label", f"{task.label} holds {_RESERVED[task.label]}; choose another column"
+            )
+
+
+def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Labels that are bits of a column."""
+    tasks = pipeline.model.ranker.tasks
+    first: dict[str, int] = {}
+    for index, task in enumerate(tasks):
+        path = f"model.ranker.tasks[{index}]"
+        other = first.setdefault(task.label, index)
+        if task.label and bool(tasks[other].label_bits) != bool(task.label_bits):
+            forms = ("its bits", "it as a number") if task.label_bits else ("it as a number", "its bits")
+            what = f"{task.label} is one column; this task reads {forms[0]}, tasks[{other}] {forms[1]}"
+            yield Finding(f"{path}.label_bits", f"{what}; give them columns of their own")
+        if len(set(task.label_bits)) < len(task.label_bits):
+            yield Finding(f"{path}.label_bits", "a bit is named twice; name each once")
+        if task.label_bits and loss_kind(task.loss) == "regression":
+            what = "bits make labels 0 and 1, and the loss is one of regression"
+            yield Finding(f"{path}.label_bits", f"{what}; drop them or choose a loss of binary labels")
+
+
+def _predictions(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Columns of predictions that would bear one name."""
+    keys, model = list(pipeline.data.key_columns), pipeline.model
+    for name in dict.fromkeys(key for key in keys if keys.count(key) > 1):
+        yield Finding("data.key_columns", f"{name!r} is named twice; name each once")
+    taken = dict.fromkeys(keys, "data.key_columns")
+    if model.HasField("ranker"):
+        taken[f.candidate_item(pipeline) or ""] = "the candidates"
+        for index, task in enumerate(model.ranker.tasks):
+            if task.name and task.name in taken:
+                what = f"{task.name!r} is also a column of predictions, that of {taken[task.name]}"
+                yield Finding(f"model.ranker.tasks[{index}].name", f"{what}; choose another name")
+    elif model.HasField("retriever"):
+        for name in (model.retriever.item_feature, f.SCORE):
+            if name in taken:
+                what = f"{name!r} is also what predictions call recommended items or their scores"
+                yield Finding("data.key_columns", f"{what}; rename this column")
+
+
+def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Features of one table must map ids the same way, to rows of one width."""
+    first: dict[str, int] = {}
+    for index, feature in enumerate(pipeline.features):
+        table = feature.id.table if feature.HasField("id") else feature.name
+        embedded = feature.HasField("id") or feature.numeric.HasField("bucketize")
+        if not embedded or not table:
+            continue
+        other = pipeline.features[first.setdefault(table, index)]
+        if other is feature or first[table] == index:
+            continue
+        path = f"features[{index}]"
+        if not (other.HasField("id") and feature.HasField("id")):
+            yield Finding(
+                f"{path}.name",
+                f"table {table} belongs to features[{first[table]}]; give the id feature another table",
+            )
+            continue
+        if other.id.embedding_dim != feature.id.embedding_dim:
+            yield Finding(
+                f"{path}.id.embedding_dim",
+                _disagree(table, first[table], feature.id.embedding_dim, other.id.embedding_dim),
+            )
+        if _mapping(other) != _mapping(feature):
+            yield Finding(f"{path}.id", _disagree(table, first[table], _mapping(feature), _mapping(other)))
+
+
+def _widths(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """FBGEMM's kernels for sharded tables move four numbers at a time."""
+    if pipeline.model.embedding.placement != pb.Embedding.SHARDED:
+        return
+    for index, feature in enumerate(pipeline.features):
+        kind = "id" if feature.HasField("id") else "numeric.bucketize"
+        width = feature.id.embedding_dim if kind == "id" else feature.numeric.bucketize.embedding_dim
+        if width > 0 and width % 4:
+            what = f"{width} is given; the width of a sharded table divides by 4. Change it, or set"
+            place = f"features[{index}].{kind}.embedding_dim"
+            yield Finding(place, f"{what} model.embedding.placement: REPLICATED")
+
+
+def _disagree(table: str, other: int, mine: object, theirs: object) -> str:
+    return f"{mine}, but features[{other}] of the same table {table} has {theirs}; make them equal"
+
+
+def _mapping(feature: pb.Feature) -> str:
+    kind = feature.id.WhichOneof("mapping")
+    if kind == "hash":
+        return f"hash into {feature.id.hash.num_buckets}"
+    vocabulary = feature.id.vocabulary
+    return f"vocabulary {vocabulary.file}" if kind else "no mapping"
+
+
+def _vocabularies(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for index, feature in enumerate(pipeline.features):
+        if feature.id.HasField("vocabulary") and not feature.id.vocabulary.file:
+            yield Finding(
+                f"features[{index}].id.vocabulary.file",
+                "not set; name the file here, or the folder of all vocabularies in data.vocabulary_dir",
+            )
+
+
+def _increasing(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for index, feature in enumerate(pipeline.features):
+        limits = feature.numeric.bucketize.boundaries
+        if any(left >= right for left, right in zip(limits, limits[1:], strict=False)):
+            yield Finding(f"features[{index}].numeric.bucketize.boundaries", "they must increase")
+
+
+def _csv(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for name in ("train", "validation", "test"):
+        csv, path = getattr(pipeline.data, name).csv, f"data.{name}.csv"
+        if len(csv.delimiter) > 1 or csv.delimiter in ('"', "\n", "\r"):
+            yield Finding(
+                f"{path}.delimiter", f"{csv.delimiter!r} is given; it must be one character, no quote"
+            )
+        if csv.delimiter == csv.list_delimiter:
+            yield Finding(
+                f"{path}.list_delimiter", "the same as delimiter; lists could not be told from columns"
+            )
+
+
+def _synthetic(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for name in ("train", "validation", "test"):
+        source, path = getattr(pipeline.data, name).synthetic, f"data.{name}.synthetic"
+        for what in ("history_len", "candidates"):
+            least, most = getattr(source, f"min_{what}"), getattr(source, f"max_{what}")
+            if least > most:
+                yield Finding(f"{path}.min_{what}", f"{least} is given, above max_{what}, which is {most}")
+
+
+RULES = (
+    _names,
+    _columns,
+    _labels,
+    _label_bits,
+    _predictions,
+    _tables,
+    _widths,
+    _vocabularies,
+    _increasing,
+    _csv,
+    _synthetic,
+)

@@ -1,0 +1,149 @@
+"""Settings that are allowed, but do nothing, or something else than one may think."""
+
+from collections.abc import Iterator
+
+from recsys import protos as pb
+from recsys.config.checks.sequence import tokens_per_event
+from recsys.config.checks.train import sharded
+from recsys.config.checks.walk import Finding, descend
+
+
+def _replicated(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if sharded(pipeline):
+        return
+    for field in ("sparse_optimizer", "sharding"):
+        if pipeline.train.HasField(field):
+            what = "without effect: REPLICATED tables are trained by train.dense_optimizer"
+            yield Finding(f"train.{field}", what)
+
+
+def _accumulation(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if pipeline.train.accumulate_batches > 1 and sharded(pipeline):
+        what = "holds for dense parameters only: sharded tables are updated by every batch"
+        yield Finding("train.accumulate_batches", what)
+
+
+def _warmup(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    train = pipeline.train
+    if train.HasField("num_steps") and train.schedule.warmup_steps >= train.num_steps:
+        yield Finding("train.schedule.warmup_steps", warmup_too_long(train, train.num_steps))
+
+
+def warmup_too_long(train: pb.Train, steps: int) -> str:
+    """What to say when a run of `steps` ends before the learning rate has reached its peak."""
+    return (
+        f"{train.schedule.warmup_steps} is given and the run has {steps} steps, so it ends while the "
+        "learning rate still grows; give fewer"
+    )
+
+
+def _averaging(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    train = pipeline.train
+    if train.HasField("num_steps") and (what := never_averaged(train, train.num_steps)):
+        yield Finding("train.weight_averaging", what)
+
+
+def never_averaged(train: pb.Train, steps: int) -> str | None:
+    """What to say when a run of `steps` ends before any weights were averaged."""
+    averaging = train.weight_averaging
+    swa = averaging.HasField("swa")
+    first = averaging.swa.start_step if swa else averaging.ema.every_steps
+    if not train.HasField("weight_averaging") or steps >= first:
+        return None
+    name = "swa.start_step" if swa else "ema.every_steps"
+    return f"without effect: {name} is {first} and the run has {steps} steps"
+
+
+def _masks(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    retrieval = pipeline.model.HasField("retriever")
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, pb.AttentionMask):
+            continue
+        if not message.HasField("window"):
+            for field in ("prefix", "target_window"):
+                if getattr(message, field):
+                    yield Finding(f"{path}.{field}", "without effect: there is no window")
+        if retrieval and message.target_window:
+            yield Finding(
+                f"{path}.target_window", "without effect: a retriever has no targets in its sequence"
+            )
+        if retrieval and message.target_group_size > 1:
+            yield Finding(
+                f"{path}.target_group_size", "without effect: a retriever has no targets in its sequence"
+            )
+
+
+def _tails(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    factor = tokens_per_event(pipeline)
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, pb.LayerGroup) or not message.HasField("tail_len"):
+            continue
+        kept = message.tail_len * (factor if message.tail_unit == pb.EVENTS else 1)
+        if kept >= pipeline.data.max_history_len * factor:
+            what = "without effect: no history is longer, see data.max_history_len"
+            yield Finding(f"{path}.tail_len", what)
+
+
+def _single_valued(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for index, feature in enumerate(pipeline.features):
+        if feature.id.pooling == pb.MEAN and not feature.id.multi_valued:
+            yield Finding(f"features[{index}].id.pooling", "without effect: the feature is not multi_valued")
+
+
+def _untrained_row(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for index, feature in enumerate(pipeline.features):
+        if feature.id.HasField("vocabulary") and feature.id.vocabulary.unknown_rate == 0:
+            what = "0 is given: the row of ids that are not in the vocabulary is never trained, so such an id"
+            yield Finding(f"features[{index}].id.vocabulary.unknown_rate", f"{what} counts as a random one")
+
+
+def _twice_normalised(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    retriever = pipeline.model.retriever
+    if retriever.postprocessor.HasField("l2_norm") and retriever.l2_normalize:
+        what = "without effect: l2_normalize gives queries and items unit length in any case"
+        yield Finding("model.retriever.postprocessor.l2_norm", what)
+
+
+def _row_losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Losses that compare the candidates of a row."""
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, (pb.JrcLoss, pb.PairwiseLoss)):
+            continue
+        if pipeline.data.HasField("max_candidates") and pipeline.data.max_candidates == 1:
+            what = "compares the candidates of a row, and data.max_candidates leaves one in each"
+            yield Finding(path, what)
+        if message.pointwise_share == 0:
+            what = "0 is given: predictions order the candidates of a row, but their values mean nothing"
+            yield Finding(f"{path}.pointwise_share", what)
+
+
+def _index(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if pipeline.predict.HasField("index") and pipeline.model.HasField("ranker"):
+        yield Finding("predict.index", "without effect: a ranker scores the candidates of its rows")
+
+
+def _item_file(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if pipeline.data.item_file and not any(pb.ITEM in feature.sides for feature in pipeline.features):
+        yield Finding("data.item_file", "without effect: no feature has the side ITEM")
+
+
+def _unevaluated(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if not pipeline.data.HasField("validation") and not pipeline.data.HasField("test"):
+        yield Finding("data.validation", "not set: the model will not be evaluated")
+
+
+RULES = (
+    _replicated,
+    _accumulation,
+    _warmup,
+    _averaging,
+    _masks,
+    _tails,
+    _single_valued,
+    _untrained_row,
+    _twice_normalised,
+    _row_losses,
+    _index,
+    _item_file,
+    _unevaluated,
+)

@@ -1,0 +1,75 @@
+"""Rules of preprocessors: content, actions, contextual tokens."""
+
+from collections.abc import Iterator
+
+from recsys import protos as pb
+from recsys.config.checks.walk import Finding, descend, join
+
+
+def _interleaved(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, pb.ContextualPreprocessor) or message.HasField("action"):
+            continue
+        if message.action_placement == pb.ContextualPreprocessor.INTERLEAVED:
+            what = "INTERLEAVED makes a token of each action, and `action` is not set; set it, or use SUMMED"
+            yield Finding(f"{path}.action_placement", what)
+
+
+def _content(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """The features of an item must be wide enough for a slice, and not too wide for padding."""
+    items = [feature for feature in pipeline.features if {pb.HISTORY, pb.CANDIDATE} & set(feature.sides)]
+    width, wanted = sum(_width(feature) for feature in items), pipeline.model.embedding_dim
+    given = f"the features of an item are {width} wide and model.embedding_dim is {wanted}"
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, pb.ContextualPreprocessor):
+            continue
+        if message.HasField("content_slice") and width < wanted:
+            yield Finding(f"{path}.content_slice", f"{given}; use content_pad, or content")
+        if message.HasField("content_pad") and width > wanted:
+            yield Finding(f"{path}.content_pad", f"{given}; use content_slice, or content")
+
+
+def _width(feature: pb.Feature) -> int:
+    if feature.HasField("id"):
+        return feature.id.embedding_dim
+    return feature.numeric.bucketize.embedding_dim if feature.numeric.HasField("bucketize") else 1
+
+
+def _user_features(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Parts that are made of USER features."""
+    if any(pb.USER in feature.sides for feature in pipeline.features):
+        return
+    for message, path in descend(pipeline.model, "model"):
+        if isinstance(message, (pb.ContextualizedMlp, pb.JoinedContextualTokens)):
+            yield Finding(path, "it is made of USER features, and no feature has this side; drop it")
+
+
+def _actions(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, pb.ActionEncoder):
+            continue
+        for what in ("bit", "name"):
+            seen: dict[object, int] = {}
+            for index, bit in enumerate(message.bits):
+                value = getattr(bit, what)
+                if value in seen:
+                    place = f"{path}.bits[{index}].{what}"
+                    yield Finding(
+                        place, f"{value!r} is also {what} of bits[{seen[value]}]; each needs its own"
+                    )
+                seen.setdefault(value, index)
+        limits = message.watch_time_thresholds
+        if any(left >= right for left, right in zip(limits, limits[1:], strict=False)):
+            yield Finding(join(path, "watch_time_thresholds"), "they must increase")
+
+
+def _concatenated(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    for message, path in descend(pipeline.model, "model"):
+        if not isinstance(message, pb.ActionEncoder) or not message.HasField("concatenated"):
+            continue
+        if not message.bits and not message.watch_time_thresholds:
+            what = "there is neither a bit nor a threshold to concatenate; name some, or drop it"
+            yield Finding(f"{path}.concatenated", what)
+
+
+RULES = (_interleaved, _content, _user_features, _actions, _concatenated)

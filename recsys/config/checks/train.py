@@ -1,0 +1,43 @@
+"""Rules of the training run, and of the device it runs on."""
+
+from collections.abc import Iterator
+
+from recsys import protos as pb
+from recsys.config.checks.model import metric_names
+from recsys.config.checks.walk import Finding
+from recsys.config.textproto import did_you_mean
+
+
+def device(pipeline: pb.Pipeline, kind: str) -> Iterator[Finding]:
+    """What a device, `cpu` or `cuda`, cannot do."""
+    if kind == "cpu" and sharded(pipeline) and pipeline.train.sparse_optimizer.HasField("adam"):
+        what = "FBGEMM has it on CUDA only; on a CPU use row_wise_adagrad"
+        yield Finding("train.sparse_optimizer.adam", what)
+
+
+def sharded(pipeline: pb.Pipeline) -> bool:
+    """Whether embedding tables are trained by the sparse optimizer."""
+    return pipeline.model.embedding.placement == pb.Embedding.SHARDED
+
+
+def _evaluation(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    evaluation, path = pipeline.train.evaluation, "train.evaluation"
+    if evaluation.HasField("best_metric"):
+        known = {metric.name: metric for metric in metric_names(pipeline)}
+        name = evaluation.best_metric
+        if name not in known:
+            yield Finding(
+                f"{path}.best_metric", f"the model has no metric {name!r}. {did_you_mean(name, known)}"
+            )
+        elif not known[name].directed:
+            what = f"{name} is best at 1, neither high nor low; choose another metric"
+            yield Finding(f"{path}.best_metric", what)
+    if not pipeline.data.HasField("validation"):
+        for field in ("every_steps", "patience", "max_batches"):
+            if evaluation.HasField(field):
+                yield Finding(f"{path}.{field}", "there is nothing to evaluate on; set data.validation")
+    if evaluation.HasField("patience") and not evaluation.HasField("best_metric"):
+        yield Finding(f"{path}.patience", "no metric says what an improvement is; give the model a metric")
+
+
+RULES = (_evaluation,)

@@ -1,0 +1,333 @@
+"""Values that a config leaves open and another part of it decides, filled in once, with where they came from.
+
+Below `config`, which re-exports `resolve`. Code behind it reads fields and needs no second default: what a
+proto comment calls "Absent: ..." stands in the message, unless absence itself means something (no limit, no
+bias). A config that makes no sense is resolved as far as it goes; `checks` says what is wrong with it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from recsys import protos as pb
+from recsys.config import checks
+from recsys.config.checks import Finding, choices
+from recsys.config.checks.walk import descend
+from recsys.config.features import ACTIONS, PREFIX
+from recsys.errors import ConfigError
+
+_IMPLIED = {
+    pb.Pipeline: ("data", "model", "train", "export", "predict"),
+    pb.Data: ("bad_rows",),
+    pb.Model: ("embedding",),
+    pb.Train: ("dense_optimizer", "schedule", "evaluation", "checkpoint"),
+    pb.DenseOptimizer: ("adamw",),
+    pb.SparseOptimizer: ("row_wise_adagrad",),
+    pb.Schedule: ("constant",),
+    pb.WeightAveraging: ("ema",),
+    pb.ContextualPreprocessor: ("content",),
+    pb.JoinedContextualTokens: ("mlp",),
+    pb.ConcatenatedActions: ("mlp",),
+    pb.LayerGroup: ("mask",),
+    pb.FusionHead: ("mlp",),
+    pb.MmoeHead: ("expert", "gate", "tower"),
+    pb.PleHead: ("expert", "gate", "tower"),
+    pb.PairwiseLoss: ("binary_cross_entropy",),
+    pb.SoftmaxLoss: ("full",),
+}
+"""Messages that mean the same when they are absent as when they are empty."""
+
+_LARGEST_INT32 = 2**31 - 1
+_NO_FILE = "no file"
+
+
+class Resolved(NamedTuple):
+    """A config with nothing left open.
+
+    Attributes:
+        pipeline: a message of its own.
+        origins: by path of each field that was filled in: where its value came from, or `default`.
+    """
+
+    pipeline: pb.Pipeline
+    origins: dict[str, str]
+
+
+def resolve(
+    pipeline: pb.Pipeline, *, read_files: bool = True, locations: dict[str, str] | None = None
+) -> Resolved:
+    """Fill in what is absent; what is there stays, so resolving twice changes nothing.
+
+    Args:
+        pipeline: as loaded; it is not changed.
+        read_files: also fill in `vocabulary.size` from the vocabularies' files.
+        locations: by field path, what findings begin with (`config.read`).
+
+    Raises:
+        ConfigError: a vocabulary file is missing, is no vocabulary, or has another size than the config says.
+    """
+    result = pb.Pipeline()
+    result.CopyFrom(pipeline)
+    origins: dict[str, str] = {}
+    _imply(result, "", origins)
+    _layers(result, origins)
+    if result.model.embedding.placement == pb.Embedding.SHARDED:
+        _imply_fields(result.train, "train", ("sparse_optimizer", "sharding"), origins)
+        _imply(result.train, "train", origins)
+    for part in (_features, _data, _model, _tasks, _train, _export):
+        for choice in part(result):
+            _fill(choice, origins)
+    _defaults(result, "", origins)
+    if read_files:
+        findings = _vocabulary_sizes(result, origins)
+        if findings:
+            raise ConfigError(checks.lines(findings, locations or {}))
+    return Resolved(result, origins)
+
+
+class _Choice(NamedTuple):
+    """The value that a field takes when it is absent."""
+
+    message: Message
+    path: str
+    field: str
+    value: Any
+    origin: str
+
+
+def _fill(choice: _Choice, origins: dict[str, str]) -> None:
+    message, field, value = choice.message, choice.field, choice.value
+    int32 = message.DESCRIPTOR.fields_by_name[field].cpp_type == FieldDescriptor.CPPTYPE_INT32
+    if message.HasField(field) or (int32 and value > _LARGEST_INT32):
+        return
+    setattr(message, field, value)
+    origins[f"{choice.path}.{field}"] = choice.origin
+
+
+def _imply(message: Message, path: str, origins: dict[str, str]) -> None:
+    """Create the messages of `_IMPLIED`, here and below."""
+    _imply_fields(message, path, _IMPLIED.get(type(message), ()), origins)
+    for inner, place in checks.children(message, path):
+        _imply(inner, place, origins)
+
+
+def _imply_fields(message: Message, path: str, names: tuple[str, ...], origins: dict[str, str]) -> None:
+    for name in names:
+        field = message.DESCRIPTOR.fields_by_name[name]
+        oneof = field.containing_oneof
+        if message.WhichOneof(oneof.name) if oneof else message.HasField(name):
+            continue
+        getattr(message, name).SetInParent()
+        origins[checks.join(path, name)] = "default"
+
+
+def _defaults(message: Message, path: str, origins: dict[str, str]) -> None:
+    """Write down the proto's defaults, here and below: a changed default shows in a resolved config."""
+    for field in message.DESCRIPTOR.fields:
+        if field.has_default_value and not message.HasField(field.name):
+            setattr(message, field.name, field.default_value)
+            origins[checks.join(path, field.name)] = "default"
+    for inner, place in checks.children(message, path):
+        _defaults(inner, place, origins)
+
+
+def _features(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    folder, width = pipeline.data.vocabulary_dir, pipeline.model.embedding_dim
+    for index, feature in enumerate(pipeline.features):
+        path = f"features[{index}]"
+        if feature.numeric.HasField("bucketize"):
+            place = f"{path}.numeric.bucketize"
+            yield _Choice(feature.numeric.bucketize, place, "embedding_dim", width, "model.embedding_dim")
+        if not feature.HasField("id"):
+            continue
+        yield _Choice(feature.id, f"{path}.id", "table", feature.name, f"{path}.name")
+        yield _Choice(feature.id, f"{path}.id", "embedding_dim", width, "model.embedding_dim")
+        if feature.id.HasField("vocabulary") and folder:
+            file = f"{folder.rstrip('/')}/{feature.id.table}.parquet"
+            vocabulary, place = feature.id.vocabulary, f"{path}.id.vocabulary"
+            yield _Choice(vocabulary, place, "file", file, "data.vocabulary_dir and id.table")
+
+
+def _data(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    data = pipeline.data
+    yield _Choice(data, "data", "eval_batch_size", data.batch_size, "data.batch_size")
+    if data.key_columns:
+        yield _Choice(data, "data", "group_column", data.key_columns[0], "data.key_columns[0]")
+
+
+def _model(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    model, data = pipeline.model, pipeline.data
+    kind = model.WhichOneof("model")
+    if kind is None:
+        return
+    if kind == "retriever":
+        yield _Choice(model, "model", "max_seq_len", data.max_history_len, "data.max_history_len")
+    elif data.HasField("max_candidates"):
+        factor = checks.tokens_per_event(pipeline)
+        total = checks.num_contextual(pipeline) + factor * data.max_history_len + data.max_candidates
+        history = "2 x data.max_history_len" if factor == 2 else "data.max_history_len"
+        origin = f"contextual tokens + {history} + data.max_candidates"
+        yield _Choice(model, "model", "max_seq_len", total, origin)
+    body, path = getattr(model, kind), f"model.{kind}"
+    mixer, preprocessor = (choices.part(body, name) for name in ("mixer", "preprocessor"))
+    if mixer is not None:
+        yield from _mixer(mixer, f"{path}.mixer", model, kind)
+    chosen = choices.chosen(preprocessor) if preprocessor is not None else None
+    if chosen is None:
+        return
+    positional = choices.part(getattr(preprocessor, chosen.name), "positional")
+    if positional is not None:
+        place = f"{path}.preprocessor.{chosen.name}.positional"
+        if model.HasField("max_seq_len"):
+            rows = model.max_seq_len + 1
+            yield _Choice(positional, place, "num_positions", rows, "model.max_seq_len + 1")
+        if kind == "retriever":
+            start = pb.PositionalEncoder.START
+            yield _Choice(positional, place, "origin", start, "next-item training")
+
+
+def _mixer(mixer: pb.Mixer, path: str, model: pb.Model, kind: str) -> Iterator[_Choice]:
+    length = model.max_seq_len if model.HasField("max_seq_len") else None
+    chosen = mixer.WhichOneof("mixer")
+    if kind == "retriever":
+        for mask, place in descend(mixer, path):
+            if isinstance(mask, pb.AttentionMask):
+                yield _Choice(mask, place, "contextual_reads_history", False, "next-item training")
+    for hstu, place in _hstu_stacks(mixer, path):
+        if hstu.HasField("qk_dim"):
+            yield _Choice(hstu, place, "v_dim", hstu.qk_dim, f"{place}.qk_dim")
+        if length is not None:
+            yield _Choice(hstu, place, "scale_len", float(length), "model.max_seq_len")
+        if length is not None and hstu.HasField("bias"):
+            yield _Choice(hstu.bias, f"{place}.bias", "num_positions", length, "model.max_seq_len")
+    if chosen == "sasrec":
+        width = model.embedding_dim
+        yield _Choice(mixer.sasrec, f"{path}.sasrec", "feed_forward_dim", width, "model.embedding_dim")
+
+
+def _hstu_stacks(mixer: pb.Mixer, path: str) -> list[tuple[pb.HstuMixer, str]]:
+    """The stacks of STU layers in a mixer, whether or not there are several, with their paths."""
+    if mixer.HasField("hstu"):
+        return [(mixer.hstu, f"{path}.hstu")]
+    stacks = enumerate(mixer.mixture.stacks)
+    return [(one.hstu, f"{path}.mixture.stacks[{index}].hstu") for index, one in stacks]
+
+
+def _layers(pipeline: pb.Pipeline, origins: dict[str, str]) -> None:
+    """The simple form of each stack when it has no groups; and all lengths in tokens."""
+    factor = checks.tokens_per_event(pipeline)
+    for message, path in descend(pipeline.model, "model"):
+        if isinstance(message, (pb.HstuMixer, pb.SasRecMixer)) and not message.layer_groups:
+            _imply_fields(message, path, ("mask",), origins)
+            _fill(_Choice(message, path, "num_layers", pb.LayerGroup().num_layers, "default"), origins)
+        if isinstance(message, pb.AttentionMask):
+            _to_tokens(message, path, "unit", ("window", "prefix"), factor, origins)
+        if isinstance(message, pb.LayerGroup):
+            _to_tokens(message, path, "tail_unit", ("tail_len",), factor, origins)
+
+
+def _to_tokens(
+    message: Message, path: str, unit: str, fields: tuple[str, ...], factor: int, origins: dict[str, str]
+) -> None:
+    """Multiply lengths that are given in events; one that makes no sense stays, for `checks` to name it."""
+    if getattr(message, unit) != pb.EVENTS:
+        return
+    setattr(message, unit, pb.TOKENS)
+    origins[checks.join(path, unit)] = "EVENTS is given"
+    for field in fields:
+        events = getattr(message, field)
+        if 0 < events <= _LARGEST_INT32 // factor:
+            setattr(message, field, events * factor)
+            origins[checks.join(path, field)] = f"{events} events, tokens of an event: {factor}"
+
+
+def _tasks(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    if pipeline.model.HasField("ranker"):
+        for index, task in enumerate(pipeline.model.ranker.tasks):
+            path = f"model.ranker.tasks[{index}]"
+            if task.label_bits:
+                yield _Choice(task, path, "label", f"{PREFIX[pb.CANDIDATE]}{ACTIONS}", f"{path}.label_bits")
+            elif task.name:
+                yield _Choice(task, path, "label", f"{PREFIX[pb.CANDIDATE]}{task.name}", f"{path}.name")
+
+
+def _train(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    train = pipeline.train
+    named = [metric.name for metric in checks.metric_names(pipeline) if metric.directed]
+    if named:
+        yield _Choice(
+            train.evaluation, "train.evaluation", "best_metric", named[0], "first metric of the model"
+        )
+
+
+def _export(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+    tolerance = 2e-2 if pipeline.model.precision == pb.BF16 else 1e-4
+    yield _Choice(pipeline.export, "export", "parity_tolerance", tolerance, "model.precision")
+
+
+def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Finding]:
+    """Fill in the sizes of vocabularies; returns what is wrong with their files."""
+    findings: list[Finding] = []
+    sizes: dict[str, int | str] = {}
+    for index, feature in enumerate(pipeline.features):
+        vocabulary = feature.id.vocabulary
+        if not vocabulary.file:
+            continue
+        if vocabulary.file not in sizes:
+            sizes[vocabulary.file] = _count_ids(vocabulary.file)
+        size, path = sizes[vocabulary.file], f"features[{index}].id.vocabulary"
+        if isinstance(size, str):
+            findings.append(Finding(f"{path}.file", size))
+        elif vocabulary.HasField("size") and vocabulary.size != size:
+            what = (
+                f"{vocabulary.size} is given, {vocabulary.file} has {size} ids; use the file that the config "
+            )
+            what += "was made for, or leave size out to read it"
+            findings.append(Finding(f"{path}.size", what))
+        else:
+            _fill(_Choice(vocabulary, path, "size", size, vocabulary.file), origins)
+    return _together(findings, len(sizes), pipeline.data.vocabulary_dir)
+
+
+def _together(findings: list[Finding], vocabularies: int, folder: str) -> list[Finding]:
+    """One finding instead of one a feature when there is no vocabulary at all: the data is not prepared."""
+    missing = {finding.text for finding in findings if finding.text.startswith(_NO_FILE)}
+    if not folder or len(missing) < max(vocabularies, 2):
+        return findings
+    what = (
+        f"none of {vocabularies} vocabularies is in {folder}; prepare the data first, with a tool of scripts/"
+    )
+    return [Finding("data.vocabulary_dir", what + _from_here(folder))]
+
+
+def _from_here(path: str) -> str:
+    """What a relative path counts from, which may be the fault."""
+    return "" if "://" in path or Path(path).is_absolute() else f". Relative paths count from {Path.cwd()}"
+
+
+def _count_ids(file: str) -> int | str:
+    """Ids of a vocabulary by its footer, or what is wrong with the file."""
+    # Imported here: a config can be read and checked without them.
+    import fsspec
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    advice = "the preparation tools of scripts/ write it beside the data"
+    try:
+        with fsspec.open(file, "rb") as opened:
+            parquet = pq.ParquetFile(opened)
+            schema, count = parquet.schema_arrow, parquet.metadata.num_rows
+    except FileNotFoundError:
+        return f"{_NO_FILE} {file}; {advice}{_from_here(file)}"
+    except (OSError, pa.ArrowInvalid, ValueError, ImportError) as error:
+        return f"{file} cannot be read as parquet: {str(error).splitlines()[0] if str(error) else error!r}"
+    if schema.names.count("id") != 1:
+        return f"{file} has no column id, or several; it has {', '.join(schema.names)}; {advice}"
+    kind = schema.field("id").type
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_integer(inner) or pa.types.is_string(inner) or pa.types.is_large_string(inner)):
+        return f"{file}: its column id is {kind}; ids are integers or strings; {advice}"
+    return count or f"{file} has no ids; {advice}"

@@ -1,0 +1,93 @@
+"""Command-line overrides such as `train.num_steps=100` or `features[0].id.embedding_dim=32`."""
+
+import re
+from collections.abc import MutableMapping
+from typing import NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from recsys.config.textproto.parser import assign
+from recsys.config.textproto.scalars import did_you_mean
+
+_STEP = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([0-9]{1,9})\])?\Z")
+
+
+def override(message: Message, assignment: str, locations: MutableMapping[str, str]) -> list[str]:
+    """Set one field of a message, in place.
+
+    Args:
+        assignment: `path=value` with the value in text format: a number, a name, a string with or without
+            quotes, `[a, b]` for a whole repeated field, `{...}` for a message. `path=` clears the field.
+            Spaces around the value are no part of it, unless they are in quotes.
+        locations: by field path, where it was set; brought up to date.
+
+    Returns:
+        Findings, each beginning with `--set <assignment>`; with findings the message is not to be used.
+    """
+    where = f"--set {assignment}"
+    path, equals, value = assignment.partition("=")
+    path = path.strip()
+    if not equals:
+        return [f"{where}: expected path=value, for example train.num_steps=100"]
+    try:
+        place = _find(message, path)
+    except _BadPath as error:
+        return [f"{where}: {error}"]
+    parsed = assign(value.strip(), place.message, place.field, path, where)
+    for known in [
+        known for known in locations if known == path or known.startswith((f"{path}.", f"{path}["))
+    ]:
+        del locations[known]
+    locations.update(parsed.locations)
+    return parsed.findings
+
+
+class _Place(NamedTuple):
+    message: Message
+    field: FieldDescriptor
+
+
+class _BadPath(Exception):
+    """A path that leads nowhere; the text says at which step and what is there instead."""
+
+
+def _find(message: Message, path: str) -> _Place:
+    """The field at the end of a path; messages on the way come into being when they are absent."""
+    steps = path.split(".")
+    for depth, step in enumerate(steps, 1):
+        here, last = ".".join(steps[:depth]), depth == len(steps)
+        match = _STEP.match(step)
+        if match is None:
+            raise _BadPath(f"{step!r} is not the name of a field, with [index] for one of a repeated field")
+        name, index = match[1], match[2]
+        field = message.DESCRIPTOR.fields_by_name.get(name)
+        if field is None:
+            names = [f.name for f in message.DESCRIPTOR.fields]
+            raise _BadPath(f"{here}: no such field. {did_you_mean(name, names)}")
+        if last and index is None:
+            return _Place(message, field)
+        if last:
+            raise _BadPath(f"{here}: one element cannot be replaced; give all of them: {name}=[...]")
+        if field.message_type is None:
+            raise _BadPath(f"{here}: has no fields of its own, so nothing can stand behind it")
+        message = _step(message, field, index, here)
+    raise _BadPath("the path is empty")
+
+
+def _step(message: Message, field: FieldDescriptor, index: str | None, here: str) -> Message:
+    """The message inside `field`."""
+    inner = getattr(message, field.name)
+    if field.is_repeated:
+        if index is None:
+            raise _BadPath(f"{here}: repeated; say which one, for example {field.name}[0]")
+        if int(index) >= len(inner):
+            raise _BadPath(f"{here}: there are {len(inner)}, counted from 0")
+        return inner[int(index)]
+    if index is not None:
+        raise _BadPath(f"{here}: not repeated; leave [{index}] out")
+    chosen = message.WhichOneof(field.containing_oneof.name) if field.containing_oneof else None
+    if chosen not in (None, field.name):
+        parent = here.rpartition(".")[0]
+        raise _BadPath(f"{here}: {chosen} is chosen; replace it first: {parent}.{field.name}={{...}}")
+    return inner

@@ -1,0 +1,307 @@
+"""From text to a message, with every mistake and the line of every field.
+
+Recursive descent over tokens, guided by the message's descriptor. Nesting cannot exhaust the stack: a block
+of an unknown field is skipped in a loop, and known ones are as deep as the schema.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from recsys.config.textproto.scalars import Mistake, Token, convert, did_you_mean, kind_of, quote
+
+_TOKEN = re.compile(
+    r"""(?P<blank>[ \t\r\n\f\v]+|\#[^\n]*)
+      | (?P<word>[A-Za-z_][A-Za-z0-9_]*)
+      | (?P<number>\.?[0-9](?:[eE][+-]|[A-Za-z0-9_.])*)
+      | (?P<string>"(?:[^"\\\n]|\\[^\n])*"|'(?:[^'\\\n]|\\[^\n])*')
+      | (?P<mark>[{}<>\[\]:;,-])
+      | (?P<bad>["'].*|.)""",
+    re.VERBOSE,
+)
+_CLOSING = {"{": "}", "<": ">", "[": "]"}
+
+
+class Parsed(NamedTuple):
+    """What a text said besides filling the message.
+
+    Attributes:
+        findings: every mistake as `<where>: <what>`, in the order of the text.
+        locations: by path of a field that could be set, e.g. `features[0].id.table`: its `<file>:<line>`.
+    """
+
+    findings: list[str]
+    locations: dict[str, str]
+
+
+def parse(text: str, message: Message, file: str) -> Parsed:
+    """Fill an empty `message` from `text`, which findings call `file`. Fields with a mistake are left out."""
+    parser = _Parser(text, file, numbered=True)
+    if parser.balanced():
+        parser.message(message, "")
+        parser.end()
+    return Parsed(parser.findings, parser.locations)
+
+
+def assign(text: str, message: Message, field: FieldDescriptor, path: str, where: str) -> Parsed:
+    """Set one field of `message`, replacing what was there, from a value in text format.
+
+    A string without quotes is taken as it is, an empty text clears the field. `where` begins each finding.
+    """
+    message.ClearField(field.name)
+    if not text.strip():
+        return Parsed([], {})
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and text.lstrip()[0] not in "\"'[":
+        text = quote(text)
+    parser = _Parser(text, where, numbered=False)
+    if parser.balanced():
+        parser.value(message, field, path)
+        parser.end()
+    return Parsed(parser.findings, parser.locations)
+
+
+class _Parser:
+    """Goes over the tokens of one text; `numbered` texts have lines worth naming."""
+
+    def __init__(self, text: str, name: str, numbered: bool):
+        self.name, self.numbered = name, numbered
+        self._found: list[tuple[int, int, str]] = []
+        self.locations: dict[str, str] = {}
+        self.tokens: list[Token] = []
+        self.index = 0
+        self._tokenize(text)
+
+    def _tokenize(self, text: str) -> None:
+        line, line_start = 1, 0
+        for match in _TOKEN.finditer(text):
+            kind, found = str(match.lastgroup), match.group()
+            token = Token(kind, found, line, match.start() - line_start + 1)
+            if kind == "bad" and found[0] in "\"'":
+                self._syntax(token, "a string that does not end on its line")
+                self.tokens.append(token._replace(kind="string", text='""'))
+            elif kind == "bad":
+                self._syntax(token, f"unexpected {found!r}")
+            elif kind != "blank":
+                self.tokens.append(token)
+            if "\n" in found:
+                line += found.count("\n")
+                line_start = match.start() + found.rfind("\n") + 1
+        self.tokens.append(Token("end", "the end of the text", line, len(text) - line_start + 1))
+
+    @property
+    def findings(self) -> list[str]:
+        """All findings so far, in the order of the text."""
+        return [text for _, _, text in sorted(self._found)]
+
+    def balanced(self) -> bool:
+        """Whether brackets match. If not, a finding names the first that does not; the rest is not read."""
+        unclosed: list[Token] = []
+        for token in self.tokens:
+            if token.kind != "mark":
+                continue
+            if token.text in _CLOSING:
+                unclosed.append(token)
+            elif token.text in _CLOSING.values():
+                if not unclosed:
+                    self._syntax(token, f"{token.text!r} closes nothing")
+                    return False
+                opened = unclosed.pop()
+                if _CLOSING[opened.text] != token.text:
+                    self._syntax(token, f"{token.text!r} where {opened.text!r} of line {opened.line} is open")
+                    return False
+        if unclosed:
+            self._syntax(unclosed[-1], f"{unclosed[-1].text!r} is never closed")
+        return not unclosed
+
+    def message(self, message: Message, path: str) -> None:
+        """Fields up to the closing bracket or the end of the text."""
+        seen: dict[str, Token] = {}
+        while not self._closing() and self._peek().kind != "end":
+            name = self._peek()
+            if name.kind != "word":
+                self._syntax(name, f"expected the name of a field, found {name.text!r}")
+                self._skip_line(name)
+                continue
+            self._next()
+            here = f"{path}.{name.text}" if path else name.text
+            field = message.DESCRIPTOR.fields_by_name.get(name.text)
+            if field is None:
+                fields = [f.name for f in message.DESCRIPTOR.fields]
+                self._finding(name, here, f"no such field. {did_you_mean(name.text, fields)}")
+                self._skip_value(name)
+            elif clash := _clash(field, seen):
+                self._finding(name, here, clash)
+                self._skip_value(name)
+            else:
+                seen.setdefault(name.text, name)
+                self._field(message, field, here, name)
+            if self._peek().text in (",", ";"):
+                self._next()
+
+    def _field(self, message: Message, field: FieldDescriptor, path: str, name: Token) -> None:
+        colon = self._peek().text == ":"
+        if colon:
+            self._next()
+        elif field.message_type is None:
+            self._finding(name, path, f"expected ':' and {kind_of(field)}")
+            self._skip_value(name)
+            return
+        if not field.is_repeated:
+            self.locations[path] = self._line(name)
+        else:
+            self.locations.setdefault(path, self._line(name))
+        self.value(message, field, path)
+
+    def value(self, message: Message, field: FieldDescriptor, path: str) -> None:
+        """One value, or for a repeated field also a list in brackets."""
+        if not (field.is_repeated and self._peek().text == "["):
+            self._one(message, field, path)
+            return
+        self._next()
+        while self._peek().text != "]":
+            if not self._one(message, field, path):
+                self._skip_to_comma()
+            if self._peek().text == ",":
+                comma = self._next()
+                if self._peek().text == "]":
+                    self._syntax(comma, "a comma behind the last value of a list")
+            elif self._peek().text != "]":
+                self._finding(self._peek(), path, f"expected ',' or ']', found {self._peek().text!r}")
+                self._skip_to_comma()
+                if self._peek().text == ",":
+                    self._next()
+        self._next()
+
+    def _one(self, message: Message, field: FieldDescriptor, path: str) -> bool:
+        """One value that is set or appended; False when the token at hand cannot start one."""
+        if field.is_repeated:
+            path = f"{path}[{len(getattr(message, field.name))}]"
+        first = self._peek()
+        self.locations[path] = self._line(first)
+        if field.message_type is not None:
+            if first.text not in ("{", "<"):
+                self._finding(first, path, f"expected {kind_of(field)}, found {first.text!r}")
+                self._skip_scalar()
+                return False
+            self._next()
+            if field.is_repeated:
+                inner = getattr(message, field.name).add()
+            else:
+                inner = getattr(message, field.name)
+                inner.SetInParent()
+            self.message(inner, path)
+            self._next()
+            return True
+        taken = self._scalar_tokens()
+        if not taken:
+            self._finding(first, path, f"expected {kind_of(field)}, found {first.text!r}")
+            if first.text in _CLOSING:
+                self._skip_block()
+            return False
+        try:
+            _store(message, field, convert(field, taken))
+        except Mistake as mistake:
+            self._finding(first, path, str(mistake))
+        return True
+
+    def _scalar_tokens(self) -> list[Token]:
+        """Tokens of one scalar: `-` and a number or word, a word, or neighbouring strings."""
+        start = self.index
+        if self._peek().text == "-":
+            self._next()
+        if self._peek().kind == "string":
+            while self._peek().kind == "string":
+                self._next()
+        elif self._peek().kind in ("word", "number"):
+            self._next()
+        return self.tokens[start : self.index]
+
+    def end(self) -> None:
+        """A finding when tokens are left."""
+        if self._peek().kind != "end":
+            self._syntax(self._peek(), f"unexpected {self._peek().text!r}")
+
+    def _peek(self) -> Token:
+        return self.tokens[self.index]
+
+    def _next(self) -> Token:
+        token = self.tokens[self.index]
+        if token.kind != "end":
+            self.index += 1
+        return token
+
+    def _closing(self) -> bool:
+        token = self._peek()
+        return token.kind == "mark" and token.text in _CLOSING.values()
+
+    def _skip_value(self, name: Token) -> None:
+        """Past the value of a field that cannot be used."""
+        if self._peek().text == ":":
+            self._next()
+        if self._peek().text in _CLOSING:
+            self._skip_block()
+        elif self._peek().line == name.line:
+            self._skip_scalar()
+
+    def _skip_scalar(self) -> None:
+        if not self._scalar_tokens() and not self._closing() and self._peek().text not in _CLOSING:
+            self._next()
+
+    def _skip_block(self) -> None:
+        """Past an opening bracket and everything up to the one that closes it."""
+        depth = 0
+        while True:
+            token = self._next()
+            if token.kind == "mark":
+                depth += (token.text in _CLOSING) - (token.text in _CLOSING.values())
+            if depth == 0 or token.kind == "end":
+                return
+
+    def _skip_line(self, start: Token) -> None:
+        while self._peek().line == start.line and self._peek().kind != "end" and not self._closing():
+            self._skip_element()
+
+    def _skip_to_comma(self) -> None:
+        while self._peek().text not in (",", "]") and self._peek().kind != "end":
+            self._skip_element()
+
+    def _skip_element(self) -> None:
+        if self._peek().kind == "mark" and self._peek().text in _CLOSING:
+            self._skip_block()
+        else:
+            self._next()
+
+    def _line(self, token: Token) -> str:
+        return f"{self.name}:{token.line}" if self.numbered else self.name
+
+    def _place(self, token: Token) -> str:
+        return f"{self._line(token)}:{token.column}" if self.numbered else self.name
+
+    def _finding(self, token: Token, path: str, what: str) -> None:
+        self.locations.pop(path, None)
+        self._found.append((token.line, token.column, f"{self._line(token)}: {path}: {what}"))
+
+    def _syntax(self, token: Token, what: str) -> None:
+        self._found.append((token.line, token.column, f"{self._place(token)}: {what}"))
+
+
+def _clash(field: FieldDescriptor, seen: dict[str, Token]) -> str:
+    """Why a field may not come now: it was there before, or another choice of its oneof was."""
+    if field.is_repeated:
+        return ""
+    if field.name in seen:
+        return f"set twice, first in line {seen[field.name].line}; keep one"
+    if field.containing_oneof is not None:
+        for other in field.containing_oneof.fields:
+            if other.name in seen:
+                return f"only one of a kind, and line {seen[other.name].line} chose {other.name}; keep one"
+    return ""
+
+
+def _store(message: Message, field: FieldDescriptor, value: Any) -> None:
+    if field.is_repeated:
+        getattr(message, field.name).append(value)
+    else:
+        setattr(message, field.name, value)

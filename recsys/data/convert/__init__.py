@@ -1,0 +1,1 @@
+"""From tables of original values to checked numpy arrays."""

@@ -1,0 +1,58 @@
+"""A warning where nearly all ids of a column are unknown: a vocabulary of other data, or a wrong column.
+
+Nothing else would show it: a model trains and scores on unknown ids without an error.
+"""
+
+import logging
+
+import numpy as np
+
+from recsys import protos as pb
+from recsys.config import features
+from recsys.data.workers.packer import Arrays
+
+ENOUGH = 200
+"""Ids of a column that are looked at before it is judged; a column with fewer is not."""
+
+MOST = 0.9
+"""Share of unknown ids from which on there is a warning."""
+
+logger = logging.getLogger(__name__)
+
+
+class UnknownIds:
+    """Looks at the first ids of every column with a vocabulary, then no more."""
+
+    def __init__(self, pipeline: pb.Pipeline) -> None:
+        columns = [column for column in features.columns(pipeline) if column.table]
+        self._names = [column.name for column in columns]
+        self._files = {
+            column.name: column.feature.id.vocabulary.file
+            for column in columns
+            if column.feature.HasField("id") and column.feature.id.HasField("vocabulary")
+        }
+        self._seen = dict.fromkeys(self._files, 0)
+        self._unknown = dict.fromkeys(self._files, 0)
+
+    def look(self, arrays: Arrays) -> None:
+        """Counts the ids of a batch while some column has not been judged."""
+        if not self._files or not len(arrays.row):
+            return
+        ends = np.cumsum(arrays.id_lengths.reshape(len(self._names), -1).sum(axis=1))
+        for name, rows in zip(self._names, np.split(arrays.id_values, ends[:-1]), strict=True):
+            if name in self._files:
+                self._seen[name] += len(rows)
+                self._unknown[name] += int(np.count_nonzero(rows == 0))
+                if self._seen[name] >= ENOUGH:
+                    self._judge(name, self._files.pop(name))
+
+    def _judge(self, name: str, file: str) -> None:
+        seen, unknown = self._seen[name], self._unknown[name]
+        if unknown > MOST * seen:
+            logger.warning(
+                "%s: %d of the first %d ids are not in %s; is it the vocabulary of this data?",
+                name,
+                unknown,
+                seen,
+                file,
+            )

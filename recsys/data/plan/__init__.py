@@ -1,0 +1,1 @@
+"""The order of an epoch: which rows make up which batch, on which rank."""

@@ -1,0 +1,1 @@
+"""The columns of event files and the vocabularies that turn original ids into rows of tables."""

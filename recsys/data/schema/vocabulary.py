@@ -1,0 +1,387 @@
+"""From original values to rows of embedding tables, and back.
+
+Three mappings, one a table: `Vocabulary` (ids counted in advance), `HashBuckets` and `Buckets` (numbers cut
+by limits). `mappings` builds them for a resolved config. All work on whole arrays.
+"""
+
+from typing import NamedTuple
+
+import fsspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recsys import files
+from recsys import protos as pb
+from recsys.data.arrow import is_text, one_array, open_parquet
+from recsys.data.hashing import AT_A_TIME, buckets, hash_text, mix
+from recsys.data.schema.row_layout import RowOrder, dealt_out
+from recsys.errors import DataError
+
+_INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
+"""Texts that are an int64 in its shortest form."""
+
+_REMEDY = "Make it with the preparation tool that made the event files."
+
+
+class Vocabulary:
+    """Ids of one table: row 0 stands for every id that is not in it, `order` says where the others lie."""
+
+    def __init__(self, ids: pa.Array, *, name: str, table: str | None = None) -> None:
+        """Prepares the search.
+
+        Args:
+            ids: integers or strings, each once, no nulls.
+            name: what errors call it, usually its file.
+            table: the table over whose rows they are dealt out; None if id i is row i + 1.
+
+        Raises:
+            DataError: nulls, duplicates, or ids of another type.
+        """
+        if pa.types.is_integer(ids.type) or pa.types.is_null(ids.type):
+            try:
+                ids = ids.cast(pa.int64())
+            except pa.ArrowInvalid as error:
+                raise DataError(f"{name}: an `id` is no int64 ({error}). {_REMEDY}") from error
+        elif is_text(ids.type):
+            ids = ids.cast(pa.large_string())
+        else:
+            raise DataError(f"{name}: `id` is {ids.type}; allowed are integers and strings. {_REMEDY}")
+        if ids.null_count:
+            raise DataError(f"{name}: `id` has {ids.null_count} nulls. {_REMEDY}")
+        self.name = name
+        self.ids = ids
+        self.is_text = pa.types.is_large_string(ids.type)
+        self.order = RowOrder(len(ids), table)
+        places = np.arange(len(ids))
+        # Of a text the place is found first, as the text there has to be compared.
+        self._rows = np.append(0, self.order.rows(places)).astype(row_type(self.rows))
+        if self.is_text:
+            self._search = _search(hash_text(ids).view(np.int64), ids, name, np.append(0, 1 + places))
+        else:
+            self._search = _search(ids.to_numpy(), ids, name, self._rows)
+
+    @classmethod
+    def read(cls, path: str, size: int | None = None, *, table: str | None = None) -> "Vocabulary":
+        """Reads the column `id` of a parquet file.
+
+        Args:
+            path: local path or fsspec address.
+            size: number of ids that the config expects; None takes any.
+            table: as the constructor's.
+
+        Raises:
+            DataError: a file that is missing, broken, or of another size.
+        """
+        column = _read_parquet(path)["id"]
+        if size is not None and len(column) != size:
+            raise DataError(
+                f"{path}: it has {len(column)} ids, the config says {size} (vocabulary.size). "
+                "Leave `size` out to take the file's, or use the vocabulary that the config was made for."
+            )
+        return cls(one_array(column), name=path, table=table)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the embedding table."""
+        return len(self.ids) + 1
+
+    def map(self, values: pa.Array, dtype: npt.DTypeLike = np.int64) -> np.ndarray:
+        """Rows of the table of original ids; 0 for an id that is not in the vocabulary.
+
+        Args:
+            values: integers or strings, as the vocabulary's, without nulls.
+            dtype: of the rows, as `row_type` or larger.
+        """
+        if self.is_text:
+            return self._rows[self._find_text(values)].astype(dtype, copy=False)
+        return self._search.find(_int64(values), dtype)
+
+    def original(self, rows: np.ndarray) -> pa.Array:
+        """Original ids of table rows; null for row 0."""
+        places = self.order.places(rows)
+        return self.ids.take(pa.array(places, mask=places < 0))
+
+    def _find_text(self, values: pa.Array) -> np.ndarray:
+        """1 + the place of each id in the vocabulary, 0 for an id that is not in it."""
+        unique, inverse = _unique_text(values)
+        found = self._search.find(hash_text(unique).view(np.int64), np.int64)
+        if len(self.ids):
+            # Another text may have the same hash as one in the vocabulary.
+            same = pc.equal(self.ids.take(pa.array(np.maximum(found - 1, 0))), unique)
+            found = np.where(same.to_numpy(zero_copy_only=False), found, 0)
+        return found[inverse]
+
+
+class HashBuckets:
+    """Rows by a fixed hash of the id; two ids may share one. 7 and "7" are one id: CSV files have texts."""
+
+    def __init__(self, rows: int) -> None:
+        if not 1 <= rows <= 2**32:
+            raise ValueError(f"hash.num_buckets is {rows}; it must be at least 1 and at most {2**32}")
+        self.rows = rows
+
+    def map(self, values: pa.Array, dtype: npt.DTypeLike = np.int64) -> np.ndarray:
+        """Rows of the table, of type `dtype`, of integers or strings without nulls."""
+        if pa.types.is_integer(values.type):
+            numbers = _int64(values)
+            found = np.empty(len(numbers), dtype)
+            for start in range(0, len(numbers), AT_A_TIME):
+                piece = slice(start, start + AT_A_TIME)
+                found[piece] = buckets(mix(numbers[piece]), self.rows)
+            return found
+        unique, inverse = _unique_text(values)
+        hashes = hash_text(unique)
+        numbers = np.flatnonzero(pc.match_substring_regex(unique, _INTEGER).to_numpy(zero_copy_only=False))
+        hashes[numbers] = mix(_int64(unique.take(pa.array(numbers)).cast(pa.int64())))
+        return buckets(hashes, self.rows)[inverse].astype(dtype, copy=False)
+
+
+class Buckets:
+    """Row i of a number x with boundaries[i-1] <= x < boundaries[i]."""
+
+    def __init__(self, boundaries: list[float]) -> None:
+        self.boundaries = np.asarray(boundaries, np.float64)
+        self.rows = len(boundaries) + 1
+
+    def map(self, values: np.ndarray, dtype: npt.DTypeLike = np.int64) -> np.ndarray:
+        """Rows of the table, of type `dtype`, of finite numbers."""
+        return np.searchsorted(self.boundaries, values, side="right").astype(dtype, copy=False)
+
+
+def row_type(rows: int) -> type[np.integer]:
+    """The smaller of int32 and int64 that holds the rows of a table: rows are moved many times."""
+    return np.int32 if rows <= 2**31 else np.int64
+
+
+def normalize(values: np.ndarray, config: pb.Normalize) -> np.ndarray:
+    """(f(x) - mean) / std in float64, given back as float32; f is the identity or sign(x) log(1 + |x|)."""
+    found = np.empty(len(values), np.float32)
+    for start in range(0, len(values), AT_A_TIME):
+        piece = slice(start, start + AT_A_TIME)
+        numbers = values[piece].astype(np.float64)
+        if config.log1p:
+            np.copysign(np.log1p(np.abs(numbers)), numbers, out=numbers)
+        numbers -= config.mean
+        numbers /= config.std
+        found[piece] = numbers
+    return found
+
+
+def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buckets]:
+    """The mapping of every table of a resolved config; vocabulary files are read here.
+
+    Raises:
+        DataError: a vocabulary that cannot be used.
+    """
+    found: dict[str, Vocabulary | HashBuckets | Buckets] = {}
+    for feature in pipeline.features:
+        table = feature.id.table if feature.HasField("id") else feature.name
+        if table in found:
+            continue
+        if feature.HasField("id") and feature.id.HasField("vocabulary"):
+            vocabulary = feature.id.vocabulary
+            order = dealt_out(pipeline, table)
+            found[table] = Vocabulary.read(vocabulary.file, vocabulary.size, table=order)
+        elif feature.HasField("id"):
+            found[table] = HashBuckets(feature.id.hash.num_buckets)
+        elif feature.numeric.HasField("bucketize"):
+            found[feature.name] = Buckets(list(feature.numeric.bucketize.boundaries))
+    return found
+
+
+def id_type(path: str) -> pa.DataType:
+    """Integer or string: the type of a vocabulary file's ids, from its footer; that of its values where they
+    are dictionary-encoded.
+
+    Raises:
+        DataError: as `Vocabulary.read`.
+    """
+    kind = _schema(path).field("id").type
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
+    """Of each table the SHA-256 of its vocabulary file and how its ids lie in it: with other ids, or in
+    another order, weights mean nothing.
+
+    Raises:
+        DataError: a file that cannot be read.
+    """
+    found: dict[str, str] = {}
+    for feature in pipeline.features:
+        if feature.HasField("id") and feature.id.HasField("vocabulary") and feature.id.table not in found:
+            path = feature.id.vocabulary.file
+            try:
+                with fsspec.open(path, "rb") as file:
+                    digest = files.sha256(file)
+            except OSError as error:
+                raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
+            order = "dealt out " if dealt_out(pipeline, feature.id.table) else ""
+            found[feature.id.table] = order + digest
+    return found
+
+
+class _Sorted:
+    """Binary search over all keys, with tables in front that know nearly every key at one look.
+
+    Keys come most frequent first, and queries repeat them as often: few need the second table, which has the
+    keys for which the first had no room, and the search is left with ids that are not there.
+    """
+
+    def __init__(self, keys: np.ndarray, order: np.ndarray, rows: np.ndarray) -> None:
+        self._sorted = keys[order]
+        self._rows = rows[1:][order]
+        self._fronts = []
+        left = np.arange(len(keys))
+        for product in (_GOLDEN, _OTHER_PRODUCT):
+            if len(left):
+                front = _Front.of(keys[left], rows[1:][left], product)
+                self._fronts.append(front)
+                left = left[front.look(keys[left])[:, 0] != keys[left]]
+
+    def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
+        """The row of each query, 0 for those that are no key."""
+        found = np.zeros(len(queries), dtype)
+        rest = []
+        for start in range(0, len(queries), AT_A_TIME):
+            missed = self._look(queries[start : start + AT_A_TIME], found[start : start + AT_A_TIME])
+            rest.append(missed + start)
+        rest = np.concatenate([*rest, np.empty(0, np.int64)])
+        if len(rest) and len(self._sorted):
+            # Sorted queries walk through the keys once, instead of jumping about in a large array.
+            unique, inverse = np.unique(queries[rest], return_inverse=True)
+            place = np.minimum(np.searchsorted(self._sorted, unique), len(self._sorted) - 1)
+            found[rest] = np.where(self._sorted[place] == unique, self._rows[place], 0)[inverse]
+        return found
+
+    def _look(self, queries: np.ndarray, found: np.ndarray) -> np.ndarray:
+        """Looks into the tables; places of the queries that are in none."""
+        if not self._fronts:
+            return np.empty(0, np.int64)
+        first = self._fronts[0].look(queries)
+        found[:] = first[:, 1]
+        rest = np.flatnonzero(first[:, 0] != queries)
+        for front in self._fronts[1:]:
+            second = front.look(queries[rest])
+            found[rest] = second[:, 1]
+            rest = rest[second[:, 0] != queries[rest]]
+        return rest
+
+
+class _Front(NamedTuple):
+    """Keys with their rows by a hash; of keys that share a hash it has the first.
+
+    A key and its row lie beside each other: a look waits for memory once.
+    """
+
+    product: np.uint64
+    shift: np.uint64
+    entries: np.ndarray
+
+    @classmethod
+    def of(cls, keys: np.ndarray, rows: np.ndarray, product: np.uint64) -> "_Front":
+        """The table of some keys, at least one, the more frequent first."""
+        bits = min(_FRONT_BITS, int(2 * len(keys)).bit_length())
+        front = cls(product, np.uint64(64 - bits), np.empty((1 << bits, 2), np.int64))
+        # In an empty place lies a key that is looked for elsewhere.
+        front.entries[:] = keys[0], rows[0]
+        # Written backwards: the more frequent key stays.
+        front.entries[front._places(keys[::-1])] = np.stack([keys, rows], 1)[::-1]
+        return front
+
+    def look(self, queries: np.ndarray) -> np.ndarray:
+        """int64 [n, 2], the key at the place of each query, to be compared with it, and that key's row."""
+        return self.entries.take(self._places(queries), axis=0, mode="clip")
+
+    def _places(self, keys: np.ndarray) -> np.ndarray:
+        # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): one product spreads well enough.
+        places = keys.view(np.uint64) * self.product
+        places >>= self.shift
+        return places.view(np.int64)
+
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_OTHER_PRODUCT = np.uint64(0xD1342543DE82EF95)
+"""Steele, Vigna: Computationally easy, spectrally good multipliers, 2021."""
+
+_FRONT_BITS = 21
+"""Most places of a table in front, as a power of 2: 32 MiB."""
+
+
+class _Dense(NamedTuple):
+    """Rows by id - lowest; for ids that are numbered nearly without gaps."""
+
+    lowest: int
+    rows: np.ndarray
+
+    def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
+        """As `_Sorted.find`."""
+        inside = (queries >= self.lowest) & (queries < self.lowest + len(self.rows))
+        return (self.rows[np.where(inside, queries - self.lowest, 0)] * inside).astype(dtype, copy=False)
+
+
+_DENSE_FACTOR = 4
+
+
+def _search(keys: np.ndarray, ids: pa.Array, name: str, rows: np.ndarray) -> _Sorted | _Dense:
+    """How the row rows[1 + i] of keys[i] is found; `ids` are what the keys stand for."""
+    if len(keys) and pa.types.is_integer(ids.type):
+        lowest, highest = int(keys.min()), int(keys.max())
+        if highest - lowest < _DENSE_FACTOR * len(keys):
+            by_id = np.zeros(highest - lowest + 1, rows.dtype)
+            by_id[keys - lowest] = rows[1:]
+            if np.count_nonzero(by_id) == len(keys):
+                return _Dense(lowest, by_id)
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if len(twice):
+        first, second = (ids[int(order[twice[0] + i])].as_py() for i in (0, 1))
+        raise DataError(
+            f"{name}: ids {first!r} and {second!r} are the same, or the same to the hash. {_REMEDY}"
+        )
+    return _Sorted(keys, order, rows)
+
+
+def _unique_text(values: pa.Array) -> tuple[pa.Array, np.ndarray]:
+    encoded = values.cast(pa.large_string()).dictionary_encode()
+    return encoded.dictionary, encoded.indices.to_numpy()
+
+
+def _int64(values: pa.Array) -> np.ndarray:
+    return values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
+
+
+def _schema(path: str) -> pa.Schema:
+    with _open(path) as file:
+        return file.schema_arrow
+
+
+def _read_parquet(path: str) -> pa.Table:
+    with _open(path) as file:
+        try:
+            return file.read(columns=["id"])
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
+
+
+def _open(path: str) -> pq.ParquetFile:
+    if not path:
+        raise DataError(
+            "a vocabulary has no file. Set data.vocabulary_dir, or `vocabulary { file: ... }` of the feature."
+        )
+    try:
+        file = open_parquet(path, _REMEDY)
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such vocabulary file. {_REMEDY}") from error
+    if "id" not in file.schema_arrow.names:
+        raise DataError(
+            f"{path}: it has no column `id`, only {', '.join(file.schema_arrow.names)}. {_REMEDY}"
+        )
+    return file

@@ -1,0 +1,1 @@
+"""Reader processes and the shared memory through which they hand over batches."""

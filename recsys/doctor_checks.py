@@ -1,0 +1,251 @@
+"""The checks of `recsys.doctor`: from the versions to a tiny model that trains and a tiny package that runs.
+
+Each check imports what it is about when it runs, since the import may be what is broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from recsys import environment
+from recsys.errors import InstallationError
+
+REINSTALL = f"{sys.executable} scripts/install.py"
+FAILURES = (
+    ImportError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    subprocess.SubprocessError,
+    InstallationError,
+)
+
+
+class Finding(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        state: "ok", "warning" (something will not work or not be fast) or "error" (training will not work).
+        remedy: the line to type; empty when there is nothing to do.
+    """
+
+    state: str
+    name: str
+    detail: str
+    remedy: str = ""
+
+
+class WrongResult(RuntimeError):
+    """A check ran and computed something else than it must."""
+
+
+def diagnose(*, quick: bool = False) -> Iterator[Finding]:
+    """Run every check, cheap ones first, each finding as soon as it is known.
+
+    Args:
+        quick: leave out compiling and loading a package (about half a minute).
+    """
+    yield Finding("ok", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield from check_versions(environment.versions())
+    yield attempt("config language", compare_protos, environment.COMPILE_PROTOS)
+    yield from check_driver(environment.versions(), environment.driver_version())
+    cxx = environment.find_cxx()
+    yield check_compiler(cxx)
+    yield attempt("fbgemm", run_fbgemm, REINSTALL)
+    yield attempt("device", describe_device, REINSTALL)
+    yield from check_ptxas()
+    yield attempt("ops", explain_ops, REINSTALL)
+    yield attempt("forward and backward", train_a_step, REINSTALL)
+    if cxx is not None and not quick:
+        yield attempt(
+            "package", compile_a_package, "CXX=/usr/bin/g++ " + f"{sys.executable} -m recsys.doctor"
+        )
+
+
+def attempt(name: str, check: Callable[[], str], remedy: str) -> Finding:
+    """Run a check that returns its detail; what it raises becomes an error with `remedy`."""
+    try:
+        return Finding("ok", name, check())
+    except FAILURES as failure:
+        # What an InstallationError advises is to run the doctor.
+        error = failure.__cause__ if isinstance(failure, InstallationError) else failure
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        return Finding("error", name, f"{type(error).__name__}: {first_line}", remedy)
+
+
+def check_versions(versions: dict[str, str]) -> Iterator[Finding]:
+    """Installed torch, fbgemm and torchrec against the rows that were tested together."""
+    torch = versions.get("torch")
+    if torch is None:
+        yield Finding("error", "torch", "not installed", REINSTALL)
+        return
+    row = environment.tested_row(torch)
+    if row is None:
+        known = ", ".join(row.torch for row in environment.TESTED)
+        yield Finding("error", "torch", f"{torch}; tested: {known}", f"pip uninstall -y torch && {REINSTALL}")
+        return
+    yield Finding("ok", "torch", torch)
+    for name, wanted in (("fbgemm-gpu", row.fbgemm), ("torchrec", row.torchrec), ("torchmetrics", "1.0.3")):
+        found = versions.get(name, "not installed")
+        right = found.split("+")[0] == wanted
+        detail = found if right else f"{found}; torch {row.torch} wants {wanted}"
+        yield Finding("ok" if right else "error", name, detail, "" if right else REINSTALL)
+
+
+def compare_protos() -> str:
+    """Whether the config language is the one of the `.proto` files beside it."""
+    if environment.protos_differ():
+        raise WrongResult("recsys/protos was not compiled from what protos/ is now")
+    return "compiled"
+
+
+def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[Finding]:
+    """Whether FBGEMM's build fits the machine: the CUDA build needs a driver, the CPU build ignores a GPU."""
+    fbgemm = versions.get("fbgemm-gpu")
+    if fbgemm is None:
+        return
+    cpu_build = fbgemm.endswith("+cpu")
+    if driver is not None and cpu_build:
+        detail = "an NVIDIA driver is there, but fbgemm is the CPU build: GPUs stay idle"
+        remedy = REINSTALL
+        if versions.get("torch", "").endswith("+cpu"):
+            remedy = f"pip uninstall -y torch && {REINSTALL}"
+        yield Finding("warning", "driver", detail, remedy)
+    elif driver is None and not cpu_build:
+        yield Finding("error", "driver", "none, and fbgemm's CUDA build does not load without one", REINSTALL)
+    else:
+        yield Finding(
+            "ok", "driver", "NVIDIA driver" if driver else "no NVIDIA driver: everything runs on the CPU"
+        )
+
+
+def check_compiler(cxx: str | None) -> Finding:
+    """`recsys.export` compiles C++."""
+    if cxx is None:
+        detail = "no C++ compiler ($CXX, g++, clang++): recsys.export cannot work"
+        return Finding("warning", "C++ compiler", detail, "apt install g++")
+    return Finding("ok", "C++ compiler", f"{cxx} {environment.tool_version(cxx)}")
+
+
+def check_ptxas() -> Iterator[Finding]:
+    """Triton 3.6 and 3.7 bring an assembler that miscompiles some Hopper code; 13.3 does not."""
+    environment.prefer_packaged_ptxas()
+    path = environment.find_ptxas()
+    if environment.driver_version() is None:
+        return
+    if path is None:
+        named = os.environ.get("TRITON_PTXAS_PATH")
+        if named:
+            detail = f"TRITON_PTXAS_PATH names {named}, which cannot be run: kernels cannot be compiled"
+            yield Finding("warning", "ptxas", detail, environment.newer_ptxas())
+        return
+    version = environment.tool_version(path)
+    if environment.version_numbers(version) >= environment.MINIMAL_PTXAS:
+        yield Finding("ok", "ptxas", f"{version} ({path})")
+        return
+    detail = f"{version or 'unknown version'} ({path}); before 13.3 it miscompiles some kernels on Hopper"
+    yield Finding("warning", "ptxas", detail, environment.newer_ptxas())
+
+
+def describe_device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        count = torch.cuda.device_count()
+        return f"{count} x {torch.cuda.get_device_name()} (sm_{major}{minor}), CUDA {torch.version.cuda}"
+    if environment.driver_version() is not None:
+        raise WrongResult("an NVIDIA driver is there, but torch sees no GPU")
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def run_fbgemm() -> str:
+    import torch
+
+    environment.import_torchrec_quietly()
+    offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(torch.tensor([3, 0, 2]))
+    if offsets.tolist() != [0, 3, 3, 5]:
+        raise WrongResult(f"offsets of lengths 3, 0, 2 came out as {offsets.tolist()}")
+    return "operators load and run"
+
+
+def explain_ops() -> str:
+    """Which backends each op has here, for a small batch in float32 and in bfloat16."""
+    import torch
+
+    from recsys import ops
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layout = ops.SequenceLayout(torch.tensor([3, 2], device=device))
+    tables = []
+    for dtype in (torch.float32, torch.bfloat16):
+        q = torch.zeros(5, 2, 16, dtype=dtype, device=device)
+        row, scale = q.flatten(1), torch.ones(32, device=device)
+        square, place = torch.zeros(32, 32, device=device), torch.zeros(5, dtype=torch.int64, device=device)
+        found = (
+            ops.explain("hstu_attention", q, q, q, layout, scale_len=8),
+            ops.explain("hstu_attention_cached", q, q, q, layout, q, q, layout, scale_len=8),
+            ops.explain("softmax_attention", q, q, q, layout),
+            ops.explain("linear_attention", q, q, q, q, layout),
+            ops.explain("gated_norm", row, row, scale, scale),
+            ops.explain("linear_logp", row, row, place),
+            ops.explain("norm_linear", row, scale, scale, square, scale, [16, 16]),
+            ops.explain("linear_add", row, row, square),
+            ops.explain("top_k", row.float(), row, 2, removed=place[:0], removed_lengths=0 * place),
+            ops.explain("gather_rows", [row, row], place),
+            ops.explain("segment_sum", row, layout.lengths),
+            ops.explain("bucket_embedding", row, [row], [place]),
+        )
+        tables += [f"{dtype}: {one}" for one in found]
+    return "\n".join(tables)
+
+
+def train_a_step() -> str:
+    """FBGEMM embeddings through attention to a loss and back: the gradient is finite and not zero."""
+    import torch
+
+    from recsys import ops
+
+    torchrec = environment.import_torchrec_quietly()
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    table = torchrec.EmbeddingConfig(name="item", embedding_dim=16, num_embeddings=10, feature_names=["item"])
+    embedding = torchrec.EmbeddingCollection(tables=[table], device=device)
+    lengths = torch.tensor([3, 2], device=device)
+    ids = torch.tensor([1, 2, 3, 4, 5], device=device)
+    jagged = torchrec.KeyedJaggedTensor(keys=["item"], values=ids, lengths=lengths)
+    rows = embedding(jagged)["item"].values().view(5, 1, 16)
+    loss = ops.hstu_attention(rows, rows, rows, ops.SequenceLayout(lengths), scale_len=4).square().sum()
+    loss.backward()
+    norm = next(embedding.parameters()).grad.norm().item()
+    if not math.isfinite(norm) or norm == 0:
+        raise WrongResult(f"the gradient's norm is {norm}")
+    return f"embedding and attention on {device.type}, gradient norm {norm:.3g}"
+
+
+def compile_a_package() -> str:
+    """Compile a function with AOTInductor, load the package, compare with eager."""
+    import torch
+
+    inductor = importlib.import_module("torch._inductor")
+    model, example = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU()), torch.zeros(2, 4)
+    with tempfile.TemporaryDirectory() as folder, environment.quiet_export():
+        batch = torch.export.Dim("batch", min=1, max=64)
+        exported = torch.export.export(model, (example,), dynamic_shapes=({0: batch},))
+        path = inductor.aoti_compile_and_package(exported, package_path=str(Path(folder) / "tiny.pt2"))
+        package = inductor.aoti_load_package(path)
+        other = torch.linspace(-1, 1, 3 * 4).view(3, 4)
+        if not torch.allclose(package(other), model(other), atol=1e-5):
+            raise WrongResult("a compiled package disagrees with the model that it was made from")
+    return "compiled, loaded, equal to eager"

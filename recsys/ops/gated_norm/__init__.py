@@ -1,0 +1,168 @@
+"""`gated_norm`: what stands between attention and the output projection of an STU layer, as one op."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from recsys.ops.attention_args import check_number
+from recsys.ops.runtime.dispatch import Op
+from recsys.ops.runtime.gradient_buffer import GradientRoom
+
+__all__ = ["OP", "new_seed", "gated_norm"]
+
+GATES = ("ugn", "concat")
+
+
+@dataclass(frozen=True)
+class GateFacts:
+    """All that a backend may know when it says whether it can run."""
+
+    device: str
+    dtype: torch.dtype
+    group_width: int
+
+
+def gated_norm(
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    num_groups: int = 1,
+    eps: float = 1e-6,
+    gate: Literal["ugn", "concat"] = "concat",
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    silu: bool = False,
+    room: GradientRoom | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`drop(u * norm(a))` for the gate "ugn", `drop(cat([u, a, u * norm(a)]))` for "concat".
+
+    `norm(a) = (a - mean) / sqrt(variance + eps) * weight + bias`, mean and (biased) variance of each row, or
+    of each of its groups. `drop` sets an entry to 0 with the probability `dropout` and divides the others by
+    `1 - dropout`. Which entries is a function of the seed and an entry's row and column alone, the same for
+    every backend (`counter`), so no mask is kept for backward.
+
+    Args:
+        attended: a, [T, W] floating point, attention's output.
+        u: [T, W], dtype and device of `attended`.
+        weight, bias: [W] floating point.
+        num_groups: equal groups of columns: 1 for a layer norm, the heads for a norm of each head.
+        eps: added to the variance.
+        dropout: 0 in evaluation; below 1.
+        seed: int64 [1] on the device of `attended`; None draws one from the default generator of the device.
+        silu: whether `silu(u)` takes the place of u.
+        room: where a backend may put the gradient of `u`, a part of the room's tensor.
+        backend: "auto" takes the first usable one; a named one runs or raises.
+
+    Returns:
+        [T, W] or [T, 3 W], dtype of `attended`, computed in the wider of its and the weight's type. Also its
+        gradients in `attended`, `u`, `weight` and `bias` are bitwise repeatable.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: the STU layer of Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152.
+    """
+    facts = _facts(
+        attended,
+        u,
+        weight,
+        bias,
+        num_groups=num_groups,
+        eps=eps,
+        gate=gate,
+        dropout=dropout,
+        seed=seed,
+        silu=silu,
+        room=room,
+    )
+    if dropout == 0:
+        seed = None
+    elif seed is None:
+        seed = new_seed(attended.device)
+    run = OP.select(facts, backend).run
+    return run(
+        attended,
+        u,
+        weight,
+        bias,
+        num_groups=num_groups,
+        eps=eps,
+        concat=gate == "concat",
+        dropout=dropout,
+        seed=seed,
+        silu=silu,
+        room=room,
+    )
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """int64 [1], drawn from the default generator of the device."""
+    return torch.randint(2**63 - 1, (1,), device=device)
+
+
+def _facts(
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    num_groups: int = 1,
+    eps: float = 1e-6,
+    gate: str = "concat",
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    silu: bool = False,
+    room: GradientRoom | None = None,
+) -> GateFacts:
+    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    for name, tensor in (("attended", attended), ("u", u), ("weight", weight), ("bias", bias)):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a floating point tensor, got {given}")
+        if tensor.device != attended.device:
+            raise ValueError(f"{name} is on {tensor.device}, attended on {attended.device}")
+    if attended.dim() != 2 or attended.shape[1] == 0:
+        raise ValueError(f"attended must have shape [rows, width], width > 0, got {tuple(attended.shape)}")
+    if u.shape != attended.shape:
+        raise ValueError(f"u must have the shape of attended, {tuple(attended.shape)}, got {tuple(u.shape)}")
+    if u.dtype != attended.dtype:
+        raise TypeError(f"u must have the dtype of attended, {attended.dtype}, got {u.dtype}")
+    width = int(attended.shape[1])
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tuple(tensor.shape) != (width,):
+            raise ValueError(f"{name} must have shape [{width}], got {tuple(tensor.shape)}")
+    if bias.dtype != weight.dtype:
+        raise TypeError(f"bias must have the dtype of weight, {weight.dtype}, got {bias.dtype}")
+    if isinstance(num_groups, bool) or not isinstance(num_groups, int):
+        raise TypeError(f"num_groups must be an int, got {type(num_groups).__name__}")
+    if num_groups < 1 or width % num_groups:
+        raise ValueError(f"num_groups must divide the width {width}, got {num_groups}")
+    if gate not in GATES:
+        raise ValueError(f"gate must be one of {', '.join(GATES)}, got {gate!r}")
+    check_number("eps", eps, positive=True)
+    check_number("dropout", dropout)
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+    if seed is not None:
+        _check_seed(seed, attended)
+    return GateFacts(attended.device.type, attended.dtype, width // num_groups)
+
+
+def _check_seed(seed: Tensor, attended: Tensor) -> None:
+    if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
+        given = f"a tensor of {seed.dtype}" if isinstance(seed, Tensor) else type(seed).__name__
+        raise TypeError(f"seed must be an int64 tensor, got {given}")
+    if tuple(seed.shape) != (1,):
+        raise ValueError(f"seed must have shape [1], got {tuple(seed.shape)}")
+    if seed.device != attended.device:
+        raise ValueError(f"seed is on {seed.device}, attended on {attended.device}")
+
+
+OP = Op("gated_norm", __name__, backends=("triton", "reference"), facts=_facts)

@@ -1,0 +1,51 @@
+"""Norm, gate and dropout in plain PyTorch: the definition of correct, on any device, float64 included."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from recsys.ops.gated_norm import counter
+from recsys.ops.runtime.dispatch import SUPPORTED, Support
+from recsys.ops.runtime.gradient_buffer import GradientRoom
+
+
+def supports(facts: object) -> Support:
+    """Everything."""
+    return SUPPORTED
+
+
+def run(
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    num_groups: int,
+    eps: float,
+    concat: bool,
+    dropout: float,
+    seed: Tensor | None,
+    silu: bool,
+    room: GradientRoom | None,
+) -> Tensor:
+    """One operation after the other, in the wider type; rounded once, at the end. Leaves the room alone."""
+    wide = torch.promote_types(attended.dtype, weight.dtype)
+    a, factor = attended.to(wide), u.to(wide)
+    if silu:
+        factor = F.silu(factor)
+    out = factor * _norm(a, weight.to(wide), bias.to(wide), num_groups, eps)
+    if concat:
+        out = torch.cat([factor, a, out], dim=1)
+    if seed is not None:
+        keep = counter.kept(seed, out.shape[0], out.shape[1], dropout)
+        out = torch.where(keep, out / (1 - dropout), 0)
+    return out.to(attended.dtype)
+
+
+def _norm(a: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float) -> Tensor:
+    if num_groups == 1:  # keeps less for backward
+        return F.layer_norm(a, a.shape[1:], weight, bias, eps)
+    groups = a.unflatten(1, (num_groups, a.shape[1] // num_groups))
+    return F.layer_norm(groups, groups.shape[2:], eps=eps).flatten(1) * weight + bias

@@ -1,0 +1,51 @@
+"""The Triton backend of `gated_norm`: one kernel forward, one backward.
+
+This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys.ops.gated_norm import GateFacts
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
+from recsys.ops.runtime.gradient_buffer import GradientRoom
+
+MAX_WIDTH = 4096
+
+_OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
+
+triton_support.preload(_OPS)
+
+
+def supports(facts: GateFacts) -> Support:
+    """What any Triton backend can do, with groups of up to 4096 columns: a program holds whole groups."""
+    able = triton_support.support(facts.device, facts.dtype)
+    if able.ok and facts.group_width > MAX_WIDTH:
+        reason = f"a group has {facts.group_width} columns, it takes up to {MAX_WIDTH}"
+        return able._replace(ok=False, reason=reason)
+    return able
+
+
+def run(
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    num_groups: int,
+    eps: float,
+    concat: bool,
+    dropout: float,
+    seed: Tensor | None,
+    silu: bool,
+    room: GradientRoom | None,
+) -> Tensor:
+    """In float32. Backward reads a, u and the gradient once, and keeps nothing else from forward."""
+    ops = triton_support.load(_OPS)
+    options = (num_groups, eps, concat, dropout, silu)
+    if torch.compiler.is_compiling():
+        return ops.gated_norm_triton(attended, u, weight, bias, seed, *options)
+    return ops.GatedNorm.apply(attended, u, weight, bias, seed, room, *options)

@@ -1,0 +1,225 @@
+"""The Triton kernels as a differentiable op: an autograd function in eager mode, library ops in graphs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import wrap_triton
+
+from recsys.ops.gated_norm import counter
+from recsys.ops.gated_norm.triton_kernels import backward_kernel, forward_kernel
+from recsys.ops.runtime.column_sums import sum_of_parts
+from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.launch import Wrap, start
+from recsys.ops.runtime.registration import differentiable, saving, visible
+from recsys.ops.runtime.triton_support import num_processors
+
+ENTRIES = 2048
+"""Of a program's block: rows x columns, unless one row has more."""
+
+ENTRIES_PER_WARP, ENTRIES_PER_WARP_OF_FIVE = 512, 256
+"""Usually, and in the backward kernel that loads five of each: this many fit into the registers."""
+
+WORKERS_PER_PROCESSOR = 2
+"""Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
+
+
+class Blocks(NamedTuple):
+    """Sizes for a kernel."""
+
+    rows: int  # BLOCK_M
+    columns: int  # BLOCK
+    num_warps: int
+
+
+class Options(NamedTuple):
+    """What a call computes, beside its tensors."""
+
+    num_groups: int
+    eps: float
+    concat: bool
+    dropout: float
+    silu: bool = False
+
+
+class GatedNorm(torch.autograd.Function):
+    """`apply(attended, u, weight, bias, seed, room, *options)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        attended: Tensor,
+        u: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        seed: Tensor | None,
+        room: GradientRoom | None,
+        *options: Any,
+    ) -> Tensor:
+        ctx.save_for_backward(attended, u, weight, bias, seed)
+        ctx.room, ctx.options = room, Options(*options)
+        return launch_forward(attended, u, weight, bias, seed, ctx.options)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        grad_a, grad_u, both = launch_backward(
+            grad_out, *ctx.saved_tensors, options=ctx.options, room=ctx.room
+        )
+        return (grad_a, grad_u, *both.unbind(0), None, None, *(None for _ in ctx.options))
+
+
+def launch_forward(
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    options: Options,
+    wrap: Wrap | None = None,
+) -> Tensor:
+    """[T, W] or [T, 3 W]; the arguments have been validated."""
+    num_rows, width = attended.shape
+    columns = 3 * width if options.concat else width
+    out = torch.empty(num_rows, columns, dtype=attended.dtype, device=attended.device)
+    if num_rows == 0:
+        return out
+    attended, u = map(_with_dense_rows, (attended, u))
+    blocks = blocks_of(width // options.num_groups, ENTRIES_PER_WARP)
+    start(
+        forward_kernel,
+        (num_rows + blocks.rows - 1) // blocks.rows * options.num_groups,
+        (attended, u, weight.contiguous(), bias.contiguous(), attended if seed is None else seed, out),
+        (num_rows,),
+        {
+            "STRIDE_A": int(attended.stride(0)),
+            "STRIDE_U": int(u.stride(0)),
+            **_constants(width, options, blocks),
+        },
+        wrap,
+    )
+    return out
+
+
+def launch_backward(
+    grad_out: Tensor,
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    options: Options,
+    wrap: Wrap | None = None,
+    room: GradientRoom | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `attended`, `u` (in its room, if it has one), and [2, W] of `weight` and `bias`."""
+    num_rows, width = attended.shape
+    grad_a = torch.empty_like(attended, memory_format=torch.contiguous_format)
+    grad_u = room.place(u) if room else torch.empty_like(u, memory_format=torch.contiguous_format)
+    if num_rows == 0:
+        return grad_a, grad_u, weight.new_zeros(2, width)
+    grad_out, attended, u = map(_with_dense_rows, (grad_out, attended, u))
+    per_warp = ENTRIES_PER_WARP_OF_FIVE if options.concat else ENTRIES_PER_WARP
+    blocks = blocks_of(width // options.num_groups, per_warp)
+    workers = max(1, WORKERS_PER_PROCESSOR * num_processors(attended.device) // options.num_groups)
+    sums = torch.empty(workers, 2, width, dtype=torch.float32, device=attended.device)
+    strides = {
+        "STRIDE_O": int(grad_out.stride(0)),
+        "STRIDE_A": int(attended.stride(0)),
+        "STRIDE_U": int(u.stride(0)),
+        "STRIDE_GU": int(grad_u.stride(0)),
+    }
+    given = (
+        grad_out,
+        attended,
+        u,
+        weight.contiguous(),
+        bias.contiguous(),
+        attended if seed is None else seed,
+    )
+    start(
+        backward_kernel,
+        workers * options.num_groups,
+        (*given, grad_a, grad_u, sums),
+        (num_rows, workers),
+        strides | _constants(width, options, blocks),
+        wrap,
+    )
+    both = sum_of_parts(sums) if wrap is None else sums.sum(0)
+    return grad_a, grad_u, both.to(weight.dtype)
+
+
+def blocks_of(group_width: int, entries_per_warp: int) -> Blocks:
+    """Whole rows of a group, several if they are short."""
+    columns = max(16, 1 << (group_width - 1).bit_length())
+    rows = max(1, ENTRIES // columns)
+    return Blocks(rows, columns, max(1, rows * columns // entries_per_warp))
+
+
+def _with_dense_rows(tensor: Tensor) -> Tensor:
+    """The kernels take any stride but that of the last dimension."""
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+
+
+def _constants(width: int, options: Options, blocks: Blocks) -> dict[str, Any]:
+    """What the kernels are compiled for, by the names of their parameters."""
+    return {
+        "W": int(width),
+        "GROUP": int(width) // options.num_groups,
+        "BLOCK_M": blocks.rows,
+        "BLOCK": blocks.columns,
+        "CONCAT": options.concat,
+        "EPS": options.eps,
+        "THRESHOLD": counter.threshold(options.dropout),
+        "SCALE": 1 / (1 - options.dropout),
+        "SILU": options.silu,
+        "num_warps": blocks.num_warps,
+    }
+
+
+@visible("gated_norm_triton")
+def gated_norm_triton(
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    num_groups: int,
+    eps: float,
+    concat: bool,
+    dropout: float,
+    silu: bool = False,
+) -> Tensor:
+    """`gated_norm` for traced graphs."""
+    options = Options(num_groups, eps, concat, dropout, silu)
+    return launch_forward(attended, u, weight, bias, seed, options, wrap_triton)
+
+
+@visible("gated_norm_triton_backward")
+def gated_norm_triton_backward(
+    grad_out: Tensor,
+    attended: Tensor,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seed: Tensor | None,
+    num_groups: int,
+    eps: float,
+    concat: bool,
+    dropout: float,
+    silu: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `attended`, `u`, `weight` and `bias`."""
+    options = Options(num_groups, eps, concat, dropout, silu)
+    grad_a, grad_u, both = launch_backward(grad_out, attended, u, weight, bias, seed, options, wrap_triton)
+    return grad_a, grad_u, both[0].clone(), both[1].clone()
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = gated_norm_triton_backward(grad_out, *ctx.saved_tensors, *ctx.rest)
+    return (*gradients, None, *(None for _ in ctx.rest))
+
+
+differentiable(gated_norm_triton, _backward, saving(5))

@@ -1,0 +1,231 @@
+"""All gradients of attention with a bias by one kernel for Hopper, scheduled by hand (Gluon), heads of 64.
+
+The bias and the sums of its tables are the inline assembly of `triton_bias_ptx`; formulas are those of
+`triton_backward`. A program owns a tile of keys and goes through the blocks of rows that see them, so that
+the bias is computed once and the gradient of each score is in one place. Two programs share a processor and
+hide one another's waits.
+
+dS goes to shared memory, from where it is multiplied with the keys; the product, dQ of these keys, takes its
+place, and the copy engine adds it to float32 in memory, in any order. With adds from registers (`red`) the
+kernel took a third longer.
+
+    loading   descriptors of q and dO, and the head's first columns in them
+    buffers   q and dO, two blocks each; k, v
+    full      barriers of both blocks of q and dO, and of k and v
+    times     what `packed_scores` takes of keys and of rows
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from recsys.ops.hstu_attention.bias import packed
+from recsys.ops.hstu_attention.hopper.backward import async_add_to_global, load_runs, load_tile
+from recsys.ops.hstu_attention.hopper.forward import (
+    NUM_COLUMNS,
+    RAGGED_ROWS,
+    STRIP,
+    tanh,
+    visible,
+)
+from recsys.ops.hstu_attention.triton import tile as triton_tile
+
+UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
+THREADS = gl.constexpr(128)
+HALF = gl.constexpr(STRIP.value // 2)
+"""Scores a thread."""
+
+num_blocks = gluon.jit(triton_tile.num_blocks.fn)
+block_at = gluon.jit(triton_tile.block_at.fn)
+records_of = gluon.jit(packed.records_of.fn)
+packed_scores = gluon.jit(packed.packed_scores.fn)
+add_to_tables = gluon.jit(packed.add_to_tables.fn)
+
+
+@gluon.jit
+def load_pair(descriptors, tile, first, columns, full, buffers):
+    """Tokens from `first` on of the tile's sample, of two tensors, under way; `full` is told."""
+    start, length = tile[0], tile[1]
+    end, rows = start.to(gl.int32) + length, RAGGED_ROWS - length + first
+    mbarrier.expect(full, descriptors[0].block_type.nbytes + descriptors[1].block_type.nbytes)
+    place = [RAGGED_ROWS, end, rows, columns[0]]
+    tma.async_copy_global_to_shared(descriptors[0], place, full, buffers[0])
+    place = [RAGGED_ROWS, end, rows, columns[1]]
+    tma.async_copy_global_to_shared(descriptors[1], place, full, buffers[1])
+
+
+@gluon.jit
+def load_block(number, tile, runs, descriptors, columns, buffers, full):
+    """Of q and dO block number `number` of those that see the tile."""
+    block, _ = block_at(number, runs)
+    stage = number % 2
+    pair = (buffers[0].index(stage), buffers[1].index(stage))
+    load_pair(descriptors, tile, block * STRIP, columns, full.index(stage), pair)
+
+
+@gluon.jit
+def weigh(score, first_row, first, history_end, masked, rule, RULE: gl.constexpr):
+    """SiLU of halved scores [keys, rows], and twice its slope; both zero where the mask is."""
+    if masked:
+        i = first_row + gl.arange(0, STRIP, gl.SliceLayout(0, score.type.layout))
+        j = first + gl.arange(0, STRIP, gl.SliceLayout(1, score.type.layout))
+        seen = visible(gl.expand_dims(i, 0), gl.expand_dims(j, 1), history_end, rule, RULE)
+        score = gl.where(seen, score, UNSEEN)
+    doubled = tanh(score) + 1.0
+    weight = score * doubled
+    return weight, doubled + weight * (2.0 - doubled)
+
+
+@gluon.jit
+def add_block(
+    sums, number, count, tile, runs, rule, half_alpha, loading, buffers, full, rows_desc, rows_buffer,
+    row_column, times, tables, RULE: gl.constexpr, TEXTS: gl.constexpr,
+):  # fmt: skip
+    """`sums`, dK and dV of the tile, plus what block number `number` of rows contributes. When it returns
+    nothing is under way but the copies of the next block and of this block's dQ, to column `row_column`."""
+    grad_k, grad_v = sums
+    start, length, history_end, first = tile
+    key_times, row_times = times
+    layout: gl.constexpr = grad_k.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    dtype: gl.constexpr = buffers[0].dtype
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    nothing = gl.zeros([STRIP, STRIP], gl.float32, layout)
+    stage = number % 2
+    block, masked = block_at(number, runs)
+    first_row = block * STRIP
+    q = buffers[0].index(stage).reshape([STRIP, STRIP])
+    grad_out = buffers[1].index(stage).reshape([STRIP, STRIP])
+    k = buffers[2].reshape([STRIP, STRIP])
+    v = buffers[3].reshape([STRIP, STRIP])
+    ds = rows_buffer._reinterpret(dtype, [STRIP, STRIP], flat)
+    tma.store_wait(0)  # dQ of the block before has left the buffer
+    gl.thread_barrier()  # and nobody reads the other block of rows any more
+    mbarrier.wait(full.index(stage), number // 2 % 2)
+    score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    grad = warpgroup_mma(v, grad_out.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    score = packed_scores(
+        score, half_alpha, key_times, first, row_times, first_row, (history_end, rule[3]), tables,
+        TEXTS[0], TEXTS[1], HALF,
+    )  # fmt: skip
+    if number + 1 < count:
+        load_block(number + 1, tile, runs, loading[0], loading[1], buffers, full)
+    weight, slope = weigh(score, first_row, first, history_end, masked, rule, RULE)
+    weight = gl.convert_layout(weight.to(dtype), operand)
+    grad_v = warpgroup_mma(weight, grad_out, grad_v, is_async=True)
+    grad = warpgroup_mma_wait(1, deps=(grad,))
+    grad = grad * slope
+    rounded = grad.to(dtype)
+    ds.store(rounded)
+    fence_async_shared()
+    gl.thread_barrier()
+    grad_q = warpgroup_mma(k.permute((1, 0)), ds, nothing, use_acc=False, is_async=True)
+    grad_k = warpgroup_mma(gl.convert_layout(rounded, operand), q, grad_k, is_async=True)
+    grad_q = warpgroup_mma_wait(1, deps=(grad_q,))
+    gl.thread_barrier()  # dS has been read
+    rows_buffer.reshape([STRIP, STRIP]).permute((1, 0)).store(grad_q)
+    fence_async_shared()
+    gl.thread_barrier()
+    end, row = start.to(gl.int32) + length, RAGGED_ROWS - length + first_row
+    async_add_to_global(rows_desc, [RAGGED_ROWS, end, row, row_column], rows_buffer)
+    add_to_tables(
+        grad, key_times, first, row_times, first_row, (history_end, rule[3]), tables, tables[3],
+        TEXTS[2], TEXTS[3], HALF,
+    )  # fmt: skip
+    return warpgroup_mma_wait(0, deps=(grad_k, grad_v))
+
+
+@gluon.jit
+def store_keys(grad, pointer, tile, head, num_heads):
+    """Writes dK or dV of the tile's keys."""
+    start, length, first = tile[0], tile[1], tile[3]
+    j = first + gl.arange(0, STRIP, gl.SliceLayout(1, grad.type.layout))
+    column = gl.arange(0, STRIP, gl.SliceLayout(0, grad.type.layout))
+    place = gl.expand_dims(((start + j) * num_heads + head) * STRIP, 1) + gl.expand_dims(column, 0)
+    gl.store(pointer + place, grad.to(pointer.dtype.element_ty), mask=gl.expand_dims(j < length, 1))
+
+
+@gluon.jit(do_not_specialize=["num_heads", "copies", *triton_tile.VARYING])
+def biased_kernel(
+    q_desc, k_desc, v_desc, g_desc, rows_desc, grad_k, grad_v, items, num_heads,
+    stride_q, stride_k, stride_v, stride_g,
+    alpha, inverse_scale, num_contextual, window, prefix, group_size,
+    position_table, time_table, near, records,
+    timestamps, behind, key_bounds, next_timestamps, ahead, row_bounds,
+    position_stride, time_stride, reach, num_buckets,
+    position_sums, time_sums, copies,
+    WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
+    GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
+    BIAS_TEXT: gl.constexpr, BIAS_CONSTRAINTS: gl.constexpr, BEGIN_TEXT: gl.constexpr,
+    TABLES_TEXT: gl.constexpr, TABLES_CONSTRAINTS: gl.constexpr, FINISH_TEXT: gl.constexpr,
+):  # fmt: skip
+    """grad_k and grad_v [T, H, 64], contiguous. A program for each item and head; heads fastest. The strides
+    are those of a head.
+
+    What is added to, zeros before: `rows_desc`, float32 [T, H, 64], dQ less the factor
+    alpha / (2 scale_len); position_sums and time_sums, as those of `triton_backward.keys_kernel`.
+    """
+    RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
+    TEXTS: gl.constexpr = (BIAS_TEXT, BIAS_CONSTRAINTS, TABLES_TEXT, TABLES_CONSTRAINTS)
+    dtype: gl.constexpr = q_desc.dtype
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STRIP, 16])
+    thread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    q_buffer = gl.allocate_shared_memory(dtype, [2] + q_desc.block_shape, q_desc.layout)
+    g_buffer = gl.allocate_shared_memory(dtype, [2] + g_desc.block_shape, g_desc.layout)
+    k_buffer = gl.allocate_shared_memory(dtype, k_desc.block_shape, k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, v_desc.block_shape, v_desc.layout)
+    rows_buffer = gl.allocate_shared_memory(gl.float32, rows_desc.block_shape, rows_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
+    for barrier in gl.static_range(3):
+        mbarrier.init(full.index(barrier), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+
+    head = (gl.program_id(0) % num_heads).to(gl.int64)
+    own = gl.program_id(0) // num_heads
+    item = items + own.to(gl.int64) * NUM_COLUMNS
+    tile, runs = load_tile(item), load_runs(item)
+    buffers = (q_buffer, g_buffer, k_buffer, v_buffer)
+    loading = ((q_desc, g_desc), ((head * stride_q).to(gl.int32), (head * stride_g).to(gl.int32)))
+    key_columns = ((head * stride_k).to(gl.int32), (head * stride_v).to(gl.int32))
+    load_pair((k_desc, v_desc), tile, tile[3], key_columns, full.index(2), (k_buffer, v_buffer))
+    count = num_blocks(runs)
+    load_block(0, tile, runs, loading[0], loading[1], buffers, full)  # each key is seen by its own row
+
+    part = (own % copies) * num_heads + head
+    lookup = time_table + head * time_stride
+    tables = (
+        position_table + head * position_stride + reach,
+        lookup,
+        records_of(records, own),
+        position_sums + part * (2 * reach + 1) + reach,
+    )
+    gl.inline_asm_elementwise(
+        BEGIN_TEXT, "=r,r,l", [gl.arange(0, THREADS, thread), lookup.to(gl.int64)], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    times = ((tile[1], timestamps, behind, near), (tile[1], next_timestamps, ahead, tile[0]))
+    rule = (num_contextual, window, prefix, group_size)
+    sum_k = gl.zeros([STRIP, STRIP], gl.float32, layout)
+    sum_v = gl.zeros([STRIP, STRIP], gl.float32, layout)
+    mbarrier.wait(full.index(2), 0)
+    for number in range(count):
+        sum_k, sum_v = add_block(
+            (sum_k, sum_v), number, count, tile, runs, rule, 0.5 * alpha, loading, buffers, full, rows_desc,
+            rows_buffer, (head * STRIP).to(gl.int32), times, tables, RULE, TEXTS,
+        )  # fmt: skip
+    tma.store_wait(0)
+    store_keys(sum_k * (0.5 * alpha * inverse_scale), grad_k, tile, head, num_heads)
+    store_keys(sum_v * inverse_scale, grad_v, tile, head, num_heads)
+    gl.inline_asm_elementwise(
+        FINISH_TEXT, "=r,r,l,r",
+        [gl.arange(0, THREADS, thread), (time_sums + part * num_buckets).to(gl.int64), num_buckets],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

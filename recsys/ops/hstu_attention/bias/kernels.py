@@ -1,0 +1,212 @@
+"""The relative bias of a block of scores: which time buckets occur in it decides how they are found.
+
+The times of a block's tokens are kept as float32 offsets from one of them, which `times_kernel` writes once
+for all that read them, with the exact ends of the block. From these ends follows which buckets a block of
+scores has in it. Far from the diagonal it is one or a few: the bias is that of the lowest, plus a step at the
+edge of each further one. Near the diagonal the bucket of each score is looked up. Both are exact as long as
+whole seconds are exact in float32, and times further apart are compared as int64. Any order of the times will
+do.
+
+Scores come in both orientations: what belongs to the first dimension is called `one` here, what belongs to
+the second `other`. The time that passed between two tokens counts without its sign.
+
+    tables  where the position table has distance 0; time_table, time_edges, float_edges, num_buckets
+"""
+
+import triton
+import triton.language as tl
+
+from recsys.ops.hstu_attention.triton.tile import load_tile
+from recsys.ops.relative_bias import LOG_BUCKET
+
+BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / LOG_BUCKET)
+"""Time buckets that a factor of two spans."""
+
+EXACT = tl.constexpr(2**24)
+"""Whole numbers below it are exact in float32."""
+
+FEW = tl.constexpr(8)
+"""So many edges of buckets in a block of scores cost less than looking up the bucket of each score."""
+
+FAR = tl.constexpr(2**62)
+"""Later than any time."""
+
+PAST_THE_END = tl.constexpr(128)
+"""Zeros behind the last offset: blocks are read whole."""
+
+
+@triton.jit
+def block_times(
+    times, start, first, length, BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr
+):  # fmt: skip
+    """A tile of BLOCK tokens in blocks of SIZE: their first tokens, all tokens [blocks, SIZE], the earliest
+    and latest time of each block, all offsets: seconds before the latest if BEHIND, else after the earliest.
+    """
+    block = first + tl.arange(0, BLOCK // SIZE) * SIZE
+    at = block[:, None] + tl.arange(0, SIZE)[None, :]
+    time = tl.load(times + start + at, mask=at < length, other=0)
+    low = tl.min(tl.where(at < length, time, FAR), 1)
+    high = tl.max(tl.where(at < length, time, -FAR), 1)
+    offset = high[:, None] - time if BEHIND else time - low[:, None]
+    return block, at, low, high, offset
+
+
+@triton.jit
+def store_bounds(bounds, start, block, length, low, high):
+    """Earliest and latest times of blocks, where the first token of each is."""
+    pointer = bounds + (start + block) * 2
+    tl.store(pointer, low, mask=block < length)
+    tl.store(pointer + 1, high, mask=block < length)
+
+
+@triton.jit
+def _write_times(
+    times, offsets, bounds, start, first, length,
+    BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Of a tile of BLOCK tokens, in blocks of SIZE: see `times_kernel`."""
+    block, at, low, high, offset = block_times(times, start, first, length, BLOCK, SIZE, BEHIND)
+    tl.store(offsets + start * STEP + at, offset.to(tl.float32), mask=at < length)
+    store_bounds(bounds, start, block, length, low, high)
+
+
+@triton.jit(do_not_specialize=["total_len"])
+def times_kernel(
+    timestamps, next_timestamps, behind, key_bounds, ahead, row_bounds, items, total_len,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """A program a tile of BLOCK tokens of a sample.
+
+    behind: float32 [STEP * T + PAST_THE_END], how many seconds before the last of its block of KEYS tokens
+        each is.
+    key_bounds: int64 [T, 2], earliest and latest time of a block, where its first token is.
+    ahead, row_bounds: the same of `next_timestamps` in blocks of ROWS tokens, but seconds after the earliest.
+        ROWS = 0 leaves them out.
+    STEP: a sample begins there times its first token; its tokens stand one behind the other.
+    """
+    start, length, _, first = load_tile(items + tl.program_id(0).to(tl.int64) * COLUMNS)
+    _write_times(timestamps, behind, key_bounds, start, first, length, BLOCK, KEYS, True, STEP)
+    if ROWS > 0:
+        _write_times(next_timestamps, ahead, row_bounds, start, first, length, BLOCK, ROWS, False, STEP)
+    if tl.program_id(0) == 0:
+        end = total_len * STEP + tl.arange(0, PAST_THE_END)
+        tl.store(behind + end, tl.zeros([PAST_THE_END], tl.float32))
+        if ROWS > 0:
+            tl.store(ahead + end, tl.zeros([PAST_THE_END], tl.float32))
+
+
+@triton.jit
+def load_times(times, at, first, length):
+    """The times of a block: where the exact ones are, offsets, and both ends.
+
+    times: pointers to the sample's times, offsets and bounds; at: the block's tokens, as a row or a column.
+    """
+    exact, offsets, bounds = times
+    low = tl.load(bounds + first * 2)
+    high = tl.load(bounds + first * 2 + 1)
+    return exact + tl.minimum(at, length - 1), tl.load(offsets + at), low, high
+
+
+@triton.jit
+def log2(x, FAST: tl.constexpr):
+    """Of normal numbers."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def time_bucket(seconds, time_edges, num_buckets):
+    """The bucket of a difference in seconds, int64, exactly.
+
+    A logarithm in float32 may miss an edge: it only says which edge to look at. `time_edges[b]` is the least
+    whole number of seconds in bucket `b`, and `time_edges[num_buckets]` lies beyond all of them.
+    """
+    seconds = tl.maximum(tl.where(seconds < 0, -seconds, seconds), 1)
+    guess = tl.log2(seconds.to(tl.float32)) * BUCKETS_PER_OCTAVE - 1e-3
+    guess = tl.minimum(tl.maximum(guess.to(tl.int32), 0), num_buckets - 1)
+    return tl.where(seconds >= tl.load(time_edges + guess + 1), guess + 1, guess)
+
+
+@triton.jit
+def look_up(table, index, FAST: tl.constexpr):
+    """`table[index]`, float32. FAST: in the layout of the scores, which Triton's load would leave."""
+    if FAST:
+        pointer = (table + index).to(tl.int64)
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.f32 $0, [$1];", "=f,l", [pointer], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(table + index)
+
+
+@triton.jit
+def block_buckets(rows, keys, time_edges, num_buckets):
+    """Of the scores of two blocks (see `load_times`): the least difference in time, whether differences from
+    it are exact in float32, and so are all differences; the lowest and the highest bucket."""
+    least = rows[2] - keys[3]
+    most = rows[3] - keys[2]
+    largest = tl.maximum(most, -least)
+    low = time_bucket(tl.maximum(tl.maximum(least, -most), 0), time_edges, num_buckets)
+    high = time_bucket(largest, time_edges, num_buckets)
+    small = largest < EXACT
+    return least, (most - least < EXACT) & (small | (least >= 0)), small, low, high
+
+
+@triton.jit
+def is_past(edge, least, one, other, FAST: tl.constexpr):
+    """1.0 where at least `edge` seconds passed, else 0.0; where differences from `least` are exact."""
+    edge = (edge - tl.maximum(least, 0)).to(tl.int32).to(tl.float32)
+    seconds = tl.abs((one[1] + tl.minimum(least, 0).to(tl.float32)) + other[1])
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "add.sat.f32 $0, $1, $2;", "=f,f,f", [seconds, 1.0 - edge], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.minimum(tl.maximum(seconds + (1.0 - edge), 0.0), 1.0)
+
+
+@triton.jit
+def is_long_past(edge, one, other):
+    """The same for any times."""
+    elapsed = tl.load(one[0]) - tl.load(other[0])
+    return ((elapsed >= edge) | (elapsed <= -edge)).to(tl.float32)
+
+
+@triton.jit
+def add_time_bias(score, rows, keys, one, other, tables, FAST: tl.constexpr):
+    """`score` plus the time table's part; `rows` and `keys` are those of `load_times`."""
+    time_table, time_edges, float_edges, num_buckets = tables
+    least, exact, small, low, high = block_buckets(rows, keys, time_edges, num_buckets)
+    if small & (high - low > FEW):
+        seconds = tl.maximum(tl.abs((one[1] + least.to(tl.float32)) + other[1]), 1.0)
+        guess = (log2(seconds, FAST) * BUCKETS_PER_OCTAVE - 1e-3).to(tl.int32)
+        guess = tl.minimum(guess, num_buckets - 1)
+        buckets = tl.where(seconds >= look_up(float_edges + 1, guess, FAST), guess + 1, guess)
+        score += look_up(time_table, buckets, FAST)
+    else:
+        score += tl.load(time_table + low)
+        for bucket in range(low + 1, high + 1):
+            edge = tl.load(time_edges + bucket)
+            step = tl.load(time_table + bucket) - tl.load(time_table + bucket - 1)
+            if exact:
+                score += step * is_past(edge, least, one, other, FAST)
+            else:
+                score += step * is_long_past(edge, one, other)
+    return score
+
+
+@triton.jit
+def add_bias(score, rows, keys, one, other, one_place, other_place, tables, FAST: tl.constexpr):
+    """`score` plus the bias, in the scale of the tables.
+
+    rows, keys: of `load_times`; `one` and `other` are these two in the order of the dimensions.
+    one_place, other_place: what adds up to the distance.
+    """
+    distances, of_times = tables
+    score += look_up(distances + one_place, other_place, FAST)
+    return add_time_bias(score, rows, keys, one, other, of_times, FAST)

@@ -1,0 +1,365 @@
+"""What the Triton kernels take of a relative bias: padded tables, edges of buckets, times block by block."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Hashable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.hstu_attention.bias import ptx as ptx
+from recsys.ops.hstu_attention.bias.kernels import PAST_THE_END, times_kernel
+from recsys.ops.hstu_attention.bias.packed import (
+    near_buckets_kernel,
+    records_kernel,
+    tables_kernel,
+)
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
+from recsys.ops.runtime.launch import Wrap, start, unwrapped
+
+MAX_EDGE = 2**62
+"""No difference of two times in seconds comes near it."""
+
+LARGEST_BLOCK = PAST_THE_END.value
+"""Tokens: so far past the end of a sample blocks may reach."""
+
+TABLE_BLOCK = 512
+"""Entries that one program writes."""
+
+PACKED_STEP = 2
+"""Of packed offsets, see `times_kernel`: samples begin at even numbers, since two are loaded at a time."""
+
+NUM_ARGUMENTS = 14
+"""Of `bias_arguments`."""
+
+RECORDS = 3
+"""The place of the records among them."""
+
+MOST_RECORD_BYTES = 32
+"""A token: if the records of a batch take more, and more than `SMALL_RECORDS`, kernels are started for a part
+of their items after the other, with records of this part. So many there are of samples of 8,192 tokens."""
+
+SMALL_RECORDS = 2**22
+"""Bytes."""
+
+
+def bias_arguments(
+    bias: RelativeBias | None,
+    layout: SequenceLayout,
+    longest: int,
+    items: Tensor,
+    rows: int,
+    keys: int,
+    wrap: Wrap,
+    shared: bool = False,
+) -> list[Tensor | int]:
+    """From `position_table` to `num_buckets`, in the order of the kernels' parameters.
+
+    Both tables are in float32 and halved, as the scores are. That of positions begins at distance `-reach`:
+    its ends are repeated as far as there are distances, so that no kernel compares them with its ends.
+
+    Args:
+        longest: no sample has more tokens, cached ones among them.
+        items: tiles of `max(rows, keys)` tokens.
+        rows, keys: tokens of a block of rows and of a block of keys, powers of two.
+        shared: calls with the same layout and times share what is made of the times; not in graphs.
+    """
+    if bias is None:
+        return [items] * 10 + [0, 0, 0, 1]
+    position, time = (0.5 * table.detach().float() for table in (bias.position_table, bias.time_table))
+    num_positions, num_buckets = int(position.shape[-1]), int(time.shape[-1])
+    reach = longest + LARGEST_BLOCK
+    position = position.index_select(-1, _distances(layout, num_positions, reach, position.device))
+    time = time.contiguous()
+    edges = time_edges(num_buckets)  # a constant of the model, also in a traced graph
+    exact = layout.memo(("time_edges", num_buckets), lambda: _constant(edges, time.device, wrap))
+    rounded = layout.memo(("float_time_edges", num_buckets), exact.float)
+    given = bias.timestamps, bias.next_timestamps
+
+    def build() -> list[Tensor]:
+        return _times(*given, items, rows, keys, wrap)
+
+    return [
+        position,
+        time,
+        exact,
+        rounded,
+        *(_kept(layout, ("bias_times", rows, keys), given, build) if shared else build()),
+        position.stride(0) if position.dim() == 2 else 0,
+        time.stride(0) if time.dim() == 2 else 0,
+        reach,
+        num_buckets,
+    ]
+
+
+def can_pack(bias: RelativeBias) -> bool:
+    """Whether the inline assembly knows all edges of the time buckets: those of up to 34 years."""
+    return time_edges(int(bias.time_table.shape[-1]))[-2] <= ptx.MOST_SECONDS
+
+
+class PackedTables(NamedTuple):
+    """What `tables_kernel` makes of the tables of a bias."""
+
+    distances: Tensor  # float32 [H or 1, 2 * reach + 1]
+    lookup: Tensor  # int32 [H or 1, n]
+    reach: int
+
+
+def packed_tables(bias: RelativeBias, layout: SequenceLayout) -> PackedTables:
+    """For kernels with the inline assembly of `triton_bias_ptx`."""
+    tables = [table.detach().contiguous() for table in (bias.position_table, bias.time_table)]
+    num_positions, num_buckets = (int(table.shape[-1]) for table in tables)
+    reach, device = layout.max_len + LARGEST_BLOCK, tables[0].device
+    num_heads = max(table.shape[0] if table.dim() == 2 else 1 for table in tables)
+    numbers = [_constant(column, device, unwrapped) for column in record_columns(num_buckets)]
+    num_distances, num_words = 2 * reach + 1, numbers[0].shape[0]
+    distances = torch.empty(num_heads, num_distances, dtype=torch.float32, device=device)
+    lookup = torch.empty(num_heads, num_words, dtype=torch.int32, device=device)
+    strides = [int(table.shape[-1]) if table.dim() == 2 else 0 for table in tables]
+    parts = -(-max(num_distances, num_words) // TABLE_BLOCK)
+    start(
+        tables_kernel,
+        parts * num_heads,
+        (*tables, *numbers, distances, lookup),
+        (num_positions, reach, num_words, *strides, parts),
+        {"BLOCK": TABLE_BLOCK},
+    )
+    return PackedTables(distances, lookup, reach)
+
+
+def packed_arguments(
+    bias: RelativeBias,
+    tables: PackedTables,
+    layout: SequenceLayout,
+    items: Tensor,
+    sizes: tuple[int, int],
+    rows_first: bool,
+) -> list[Tensor | int]:
+    """What `bias_arguments` returns, for kernels with the inline assembly, which `can_pack` allows.
+
+    In the place of `time_table` its look-up records; in that of `time_edges` what `near_buckets_kernel`
+    writes; in that of `float_edges` nothing to be read: `packed_parts` puts the records there; offsets with
+    `PACKED_STEP`. sizes: tokens of a block of rows, of a block of keys. rows_first: items are tiles of rows.
+    """
+    (rows, keys), num_buckets = sizes, int(bias.time_table.shape[-1])
+    times, behind, key_bounds, next_times, ahead, row_bounds = _kept(
+        layout,
+        ("packed_bias_times", rows, keys),
+        (bias.timestamps, bias.next_timestamps),
+        lambda: _times(bias.timestamps, bias.next_timestamps, items, rows, keys, unwrapped, step=PACKED_STEP),
+    )
+    given, near = (bias.timestamps, bias.next_timestamps), [key_bounds, key_bounds]
+    if rows == keys == ptx.NEAR_SIZE:
+        near = _kept(
+            layout,
+            ("near_buckets", num_buckets),
+            given,
+            lambda: _near_buckets(times, next_times, items, num_buckets),
+        )
+    shared = tables.distances.shape[0] == 1
+    return [
+        tables.distances,
+        tables.lookup,
+        near[0 if rows_first else 1],
+        row_bounds,
+        times,
+        behind,
+        key_bounds,
+        next_times,
+        ahead,
+        row_bounds,
+        0 if shared else tables.distances.shape[1],
+        0 if shared else tables.lookup.shape[1],
+        tables.reach,
+        num_buckets,
+    ]
+
+
+def packed_parts(
+    arguments: list[Tensor | int],
+    times: tuple[Tensor, ...],
+    layout: SequenceLayout,
+    items: Tensor,
+    sizes: tuple[int, int],
+    order: tuple[AttentionMask, bool, int | None],
+) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
+    """All items and `arguments` with their records; or part after part, so that records take O(T) memory.
+
+    The records of a part are good until the next part is asked for. times: those of the bias. order: what
+    that of `items` depends on beside `sizes`: the mask, whether they are tiles of rows, and the section.
+    """
+    (rows, keys), rows_first, num_buckets = sizes, order[1], arguments[NUM_ARGUMENTS - 1]
+    key_bounds, row_bounds = arguments[6], arguments[9]
+
+    def records(part: Tensor) -> Tensor:
+        return _records(row_bounds, key_bounds, part, sizes, rows_first, layout.max_len, num_buckets)
+
+    parts = num_parts(items.shape[0], layout, keys if rows_first else rows)
+    if parts == 1:
+        name = ("bias_records", *order, rows, keys, num_buckets)
+        chosen = _kept(layout, name, times, lambda: [records(items)])
+        yield items, [*arguments[:RECORDS], *chosen, *arguments[RECORDS + 1 :]]
+        return
+    for part in items.split(-(-items.shape[0] // parts)):
+        yield part, [*arguments[:RECORDS], records(part), *arguments[RECORDS + 1 :]]
+
+
+def num_parts(num_items: int, layout: SequenceLayout, size: int) -> int:
+    """Into how many parts `packed_parts` cuts so many items, `size` tokens a block."""
+    allowed = max(MOST_RECORD_BYTES * layout.total_len, SMALL_RECORDS)
+    return -(-num_items * -(-layout.max_len // size) * ptx.RECORD_BYTES // allowed)
+
+
+def _near_buckets(
+    timestamps: Tensor, next_timestamps: Tensor, items: Tensor, num_buckets: int
+) -> list[Tensor]:
+    """Of rows and of keys, see `near_buckets_kernel`."""
+    size = timestamps.shape[0] + ptx.NEAR_SIZE
+    found = [timestamps.new_empty(size, ptx.NEAR_BYTES, dtype=torch.uint8) for _ in range(2)]
+    edges = _constant(time_edges(num_buckets), timestamps.device, unwrapped)
+    near_buckets_kernel[(items.shape[0],)](
+        timestamps, next_timestamps, *found, edges, items, timestamps.shape[0], num_buckets,
+        COLUMNS=items.shape[1],
+    )  # fmt: skip
+    return found
+
+
+def _records(
+    row_bounds: Tensor,
+    key_bounds: Tensor,
+    items: Tensor,
+    sizes: tuple[int, int],
+    rows_first: bool,
+    longest: int,
+    num_buckets: int,
+) -> Tensor:
+    """See `records_kernel`: 16 bytes for each block of scores."""
+    bounds, (rows, keys) = (row_bounds, key_bounds), sizes
+    size = keys if rows_first else rows
+    num_blocks = -(-longest // size)
+    records = items.new_empty(1 + items.shape[0] * num_blocks, 4, dtype=torch.int32)
+    edges = _constant(time_edges(num_buckets), items.device, unwrapped)
+    records_kernel[(items.shape[0],)](
+        *(bounds if rows_first else bounds[::-1]), edges, items, records, num_blocks, num_buckets,
+        COLUMNS=items.shape[1], SIZE=size, ROWS_FIRST=rows_first,
+        WITH_NEAR=rows == keys == ptx.NEAR_SIZE, BLOCK=32,
+    )  # fmt: skip
+    return records
+
+
+def _kept(
+    layout: SequenceLayout,
+    name: tuple[Hashable, ...],
+    times: tuple[Tensor, ...],
+    build: Callable[[], list[Tensor]],
+) -> list[Tensor]:
+    """`build()`, which the layers of a model share while they give the same times."""
+    if any(t.is_inference() for t in times):  # these have no version
+        return build()
+    key = (*name, *((t.data_ptr(), t._version, t.stride(0)) for t in times))
+    return layout.memo(key, lambda: (times, build()))[1]  # with `times`, whose memory is not another's then
+
+
+def _distances(layout: SequenceLayout, num_positions: int, reach: int, device: torch.device) -> Tensor:
+    """int64 [2 * reach + 1]: the entry of the position table for each distance from `-reach` on."""
+    return layout.memo(
+        ("distances", num_positions, reach),
+        lambda: torch.arange(-reach, reach + 1, device=device).clamp(0, num_positions - 1),
+    )
+
+
+def record_numbers(num_buckets: int) -> list[tuple[int, int, int]]:
+    """(number, -1, -1), (-1, entry of the table, -1) or (-1, entry, entry to subtract) of each word."""
+    edges, last = time_edges(num_buckets), num_buckets - 1
+    made = [(-1, min(bucket, last), -1) for bucket in range(ptx.MOST_BUCKETS)]
+    for cell in range(ptx.NUM_CELLS):
+        first, end = ((4 + n % 4) * 2 ** (n // 4) for n in (cell, cell + 1))  # in quarters of seconds
+        first, end = -(-first // 4), -(-end // 4)
+        below, above = (
+            min(bisect_right(edges, seconds) - 1, last) for seconds in (first, max(first, end - 1))
+        )
+        edge = edges[above] if above > below else -1
+        made += [(edge, -1, -1), (-1, below, -1), (-1, above, -1), (below | above << 16, -1, -1)]
+    for bucket in range(num_buckets):
+        later = [min(bucket + n, last) for n in range(4)]
+        made += [(-1, bucket, -1)] + [(-1, later[n], later[n - 1]) for n in range(1, 4)]
+    return made
+
+
+@lru_cache(maxsize=64)
+def record_columns(num_buckets: int) -> tuple[tuple[int, ...], ...]:
+    """`record_numbers`, column by column."""
+    number, value, less = zip(*record_numbers(num_buckets), strict=True)
+    return number, value, less
+
+
+def cached_times(times: Tensor, items: Tensor, tile: int, keys: int, wrap: Wrap) -> list[Tensor]:
+    """Of cached tokens: their times, offsets and bounds; `items` are tiles of `tile` of them."""
+    times = times.contiguous()
+    offsets, bounds = _offsets_and_bounds(times)
+    if times.shape[0] > 0:
+        wrap(times_kernel)[(items.shape[0],)](
+            times, times, offsets, bounds, offsets, bounds, items, times.shape[0],
+            COLUMNS=items.shape[1], BLOCK=tile, ROWS=0, KEYS=keys, STEP=1,
+        )  # fmt: skip
+    return [times, offsets, bounds]
+
+
+def _times(
+    timestamps: Tensor,
+    next_timestamps: Tensor,
+    items: Tensor,
+    rows: int,
+    keys: int,
+    wrap: Wrap,
+    *,
+    step: int = 1,
+) -> list[Tensor]:
+    """From `timestamps` to `row_bounds`."""
+    timestamps, next_timestamps = timestamps.contiguous(), next_timestamps.contiguous()
+    behind, ahead = (_offsets_and_bounds(times, step) for times in (timestamps, next_timestamps))
+    wrap(times_kernel)[(items.shape[0],)](
+        timestamps, next_timestamps, *behind, *ahead, items, timestamps.shape[0],
+        COLUMNS=items.shape[1], BLOCK=max(rows, keys), ROWS=rows, KEYS=keys, STEP=step,
+    )  # fmt: skip
+    return [timestamps, *behind, next_timestamps, *ahead]
+
+
+def _offsets_and_bounds(times: Tensor, step: int = 1) -> tuple[Tensor, Tensor]:
+    size = times.shape[0]
+    offsets = times.new_empty(step * size + LARGEST_BLOCK, dtype=torch.float32)
+    return offsets, times.new_empty(size + LARGEST_BLOCK, 2)
+
+
+def _constant(numbers: tuple[int, ...], device: torch.device, wrap: Wrap) -> Tensor:
+    """int64 [n] on the device, in eager mode without waiting for it. A graph has one of its own: where it is
+    traced tensors are fake, and must not be kept nor meet real ones."""
+    if device.type != "cuda" or wrap is not unwrapped:
+        return torch.tensor(numbers, device=device)
+    return _sent(numbers, device)
+
+
+@lru_cache(maxsize=64)
+def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    # Kept: a CUDA graph that is being recorded must not copy from host memory that is gone when it runs.
+    return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=64)
+def time_edges(num_buckets: int) -> tuple[int, ...]:
+    """The least difference in seconds of each time bucket, and one that none reaches: exact by definition."""
+    edges = [1]
+    for bucket in range(1, num_buckets):
+        low, high = max(edges[-1] - 1, 1), MAX_EDGE  # bucket(low) < bucket; the answer is in (low, high]
+        while high - low > 1:
+            middle = (low + high) // 2
+            reached = math.log(middle) / LOG_BUCKET >= bucket
+            low, high = (low, middle) if reached else (middle, high)
+        edges.append(high)
+    return (*edges, 2**63 - 1)

@@ -1,0 +1,132 @@
+"""When the Triton kernels add the bias by inline assembly, what they are compiled for then, their sums."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.hstu_attention.bias import launch
+from recsys.ops.hstu_attention.bias import ptx as ptx
+from recsys.ops.hstu_attention.bias.packed import finish_kernel
+from recsys.ops.hstu_attention.triton.block_sizes import Blocks, can_pack
+from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.runtime.launch import Boxes, start, start_specialised
+
+PACKED = True
+"""Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be; for tests."""
+
+DYNAMIC_SHARED_BYTES = ctypes.c_int(8)
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+
+COPIES = 8
+"""Of the sums that many programs add to, so that they do not wait for one another. A power of two."""
+
+FINISH_BLOCK = 256
+"""Entries of the tables that one program finishes."""
+
+
+class Sums(NamedTuple):
+    """The gradients of the bias tables in the making, float32, twice and less 1 / scale_len."""
+
+    by_distance: Tensor  # [COPIES, H, 2 * reach + 1], from distance -reach on
+    by_bucket: Tensor  # [COPIES, H, num_buckets]
+
+
+def is_packed(kernel: str, q: Tensor, v: Tensor, bias: RelativeBias | None) -> bool:
+    """Whether this kernel takes the inline assembly: on Hopper, for sizes and buckets that it knows."""
+    if bias is None or not PACKED or not _is_hopper(q.device):
+        return False
+    known = can_pack(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]))
+    return known and launch.can_pack(bias)
+
+
+@lru_cache(maxsize=16)
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def start_with_own_memory(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Boxes | Tensor | int | float],
+    compiled_for: dict[str, Any],
+    describe: Callable[[Boxes], Any],
+) -> None:
+    """`kernel[(programs,)](*arguments, **compiled_for)`, of a kernel whose assembly declares shared memory.
+
+    Triton does not know of that, and asks for leave to use more than 48 KB only where its own is more.
+    """
+
+    def again() -> None:
+        start_specialised(kernel, programs, arguments, compiled_for, describe)
+
+    try:
+        again()
+    except RuntimeError as error:
+        if "invalid argument" not in str(error):
+            raise
+        given = [describe(one) if isinstance(one, Boxes) else one for one in arguments]
+        made = kernel.warmup(*given, grid=(programs,), **compiled_for)
+        of_function = ctypes.c_void_p(made.function), DYNAMIC_SHARED_BYTES, ctypes.c_int(made.metadata.shared)
+        if ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(*of_function) != 0:
+            raise
+        again()
+
+
+def zero_sums(q: Tensor, longest: int, bias: RelativeBias) -> Sums:
+    """For samples of at most `longest` tokens."""
+    sizes = 2 * (longest + launch.LARGEST_BLOCK) + 1, int(bias.time_table.shape[-1])
+    rows = COPIES * int(q.shape[1])
+    both = q.new_zeros(rows * sum(sizes), dtype=torch.float32)
+    by_distance, by_bucket = both.split([rows * size for size in sizes])
+    return Sums(by_distance.view(COPIES, -1, sizes[0]), by_bucket.view(COPIES, -1, sizes[1]))
+
+
+def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, Tensor]:
+    """The gradients of both tables."""
+    tables = bias.position_table, bias.time_table
+    grads = [torch.empty(table.shape, dtype=table.dtype, device=table.device) for table in tables]
+    sizes = [int(table.shape[-1]) for table in tables]
+    shared = [table.dim() == 1 for table in tables]
+    num_heads, block = sums.by_distance.shape[1], FINISH_BLOCK
+    parts = -(-max(sizes) // block)
+    numbers = *sizes, sums.by_distance.shape[2] // 2, num_heads, parts, 0.5 / scale_len
+    compiled_for = {"SHARED_POSITIONS": shared[0], "SHARED_TIMES": shared[1]}
+    compiled_for |= {"COPIES": COPIES, "BLOCK": block}
+    start(finish_kernel, parts * (1 if all(shared) else num_heads), (*sums, *grads), numbers, compiled_for)
+    return grads[0], grads[1]
+
+
+def bias_constants(packed: bool, blocks: Blocks, rows_first: bool, sums: bool = False) -> dict[str, str]:
+    """The assembly that adds the bias to blocks [rows, keys], or [keys, rows], and that before the first of
+    them; none if not `packed`. sums: that of `tables_constants` is in the same kernel."""
+    if not packed:
+        return dict.fromkeys(("BIAS_TEXT", "BIAS_CONSTRAINTS", "BEGIN_TEXT"), "")
+    others, warps = blocks.keys if rows_first else blocks.rows, blocks.num_warps
+    made, begin = _add_bias(others // 8, warps, rows_first, _has_near(blocks)), _begin(warps, sums)
+    return {"BIAS_TEXT": made.text, "BIAS_CONSTRAINTS": made.constraints, "BEGIN_TEXT": begin}
+
+
+def tables_constants(blocks: Blocks, sums: Sums | None) -> dict[str, str]:
+    """The assembly that adds blocks [keys, rows] to the sums, and that after the last of them; none without
+    them."""
+    if sums is None:
+        return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "FINISH_TEXT"), "")
+    made = _add_to_tables(blocks.rows // 8, blocks.num_warps, _has_near(blocks))
+    finish = _finish_sums(blocks.num_warps)
+    return {"TABLES_TEXT": made.text, "TABLES_CONSTRAINTS": made.constraints, "FINISH_TEXT": finish}
+
+
+def _has_near(blocks: Blocks) -> bool:
+    return blocks.rows == blocks.keys == ptx.NEAR_SIZE
+
+
+_add_bias = lru_cache(maxsize=16)(ptx.add_bias)
+_begin = lru_cache(maxsize=16)(ptx.begin)
+_add_to_tables = lru_cache(maxsize=16)(ptx.add_to_tables)
+_finish_sums = lru_cache(maxsize=16)(ptx.finish_sums)

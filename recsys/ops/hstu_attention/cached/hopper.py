@@ -1,0 +1,67 @@
+"""The Hopper backend of `hstu_attention_cached`: candidates on cached histories, and nothing else.
+
+This module itself needs no Triton: the kernel is in `sm90_kernel`, its launch in `sm90_launch`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys import environment
+from recsys.ops.hstu_attention import hopper
+from recsys.ops.hstu_attention.cached.facts import CachedFacts
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.relative_bias import CachedRelativeBias
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
+
+WIDTHS = (64, 128)
+"""Of the heads: what there are sizes for in `sm90_launch`."""
+
+ENOUGH = 96
+"""Tiles times heads of a call from which on a GPU is busy; with fewer, sums in parts are as fast."""
+
+_OPS = f"{__name__.rpartition('.')[0]}.hopper_launch"
+
+if (environment.installed_version("triton") or "").startswith(f"{hopper.GLUON}."):
+    triton_support.preload(_OPS)
+
+
+def supports(facts: CachedFacts) -> Support:
+    """Where the backend of whole samples can run, and new tokens are targets that see all that is cached."""
+    able = hopper.supports(facts)
+    if not able.ok:
+        return able
+    missing = ""
+    if facts.qk_dim not in WIDTHS:
+        missing = f"it takes heads of {WIDTHS}, not {facts.qk_dim}"
+    elif torch.compiler.is_compiling():
+        missing = "a graph does not know of which kind new tokens are"
+    elif not facts.only_targets:
+        missing = "it takes new tokens that are all targets, here there is history among them"
+    elif facts.mask.target_window:
+        missing = "it has no window of targets"
+    if missing:
+        return able._replace(ok=False, reason=missing, auto=False)
+    return able._replace(auto=able.auto and facts.num_units >= ENOUGH)
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_layout: SequenceLayout,
+    mask: AttentionMask,
+    *,
+    alpha: float,
+    scale_len: float,
+    bias: CachedRelativeBias | None,
+) -> Tensor:
+    """Scores and sums in float32, weights rounded to the type of v."""
+    launch = triton_support.load(_OPS)
+    return launch.forward(q, k, v, layout, cache_k, cache_v, cache_layout, mask, alpha, scale_len)

@@ -1,0 +1,338 @@
+"""The kernel for Hopper of candidates on cached histories, scheduled by hand (Gluon): that of
+`hstu_attention.sm90_forward`, whose parts it uses, where nobody looks back.
+
+All new tokens are targets, and each sees all that is cached of its sample and its own group. So a tile of
+rows visits all blocks of cached keys, without a mask (rows past the end of a sample are read as zeros, whose
+weight is silu(0)), and then, under the mask, the blocks of new keys from the start of its first row's group.
+
+Two warp groups have registers enough to compute the weights of a block beside the products of another. Four
+do not, and need not: each waits for its products, and the others work meanwhile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from recsys.ops.hstu_attention.hopper.forward import (
+    RAGGED_ROWS,
+    STRIP,
+    hear,
+    load_rows,
+    next_stage,
+    settle,
+    skip_blocks,
+    step,
+    tell,
+    weigh,
+)
+from recsys.ops.hstu_attention.work_list.reference import reference
+
+NUM_CACHED_COLUMNS = gl.constexpr(reference.NUM_CACHED_COLUMNS)
+START = gl.constexpr(reference.START)
+LENGTH = gl.constexpr(reference.LENGTH)
+FIRST = gl.constexpr(reference.FIRST)
+CACHE_START = gl.constexpr(reference.CACHE_START)
+CACHE_LENGTH = gl.constexpr(reference.CACHE_LENGTH)
+
+
+@gluon.jit
+def fetch(items, place, num_heads, group_size, SIZES: gl.constexpr, GROUPED: gl.constexpr):
+    """Of a tile: start and length of the sample's new tokens, and the first one of the tile; start and length
+    of what is cached; the first block of new keys, how many of them, and blocks in all; the head."""
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    item = items + (place // num_heads).to(gl.int64) * NUM_CACHED_COLUMNS
+    start = gl.load(item + START)
+    length = gl.load(item + LENGTH).to(gl.int32)
+    first = gl.load(item + FIRST).to(gl.int32)
+    cache_start = gl.load(item + CACHE_START)
+    cache_length = gl.load(item + CACHE_LENGTH).to(gl.int32)
+    group = first
+    if GROUPED:
+        group = first // group_size * group_size
+    new_first = group // BLOCK_N
+    end = gl.minimum(first + STRIPS * STRIP, length)
+    new_count = gl.where(length > 0, (end + BLOCK_N - 1) // BLOCK_N - new_first, 0)
+    # Where nothing is cached, one block of zeros, from past the end of what is.
+    cached_count = gl.maximum((cache_length + BLOCK_N - 1) // BLOCK_N, 1)
+    count = new_count + gl.where(length > 0, cached_count, 0)
+    tile, cache, blocks = (start, length, first), (cache_start, cache_length), (new_first, new_count, count)
+    return tile, cache, blocks, place % num_heads
+
+
+@gluon.jit
+def load_block(
+    number, new_desc, cache_desc, columns, tile, cache, blocks, full, buffer, BLOCK_N: gl.constexpr
+):
+    """The block visited as number `number`; `columns` are those of the head in both tensors."""
+    new_first, new_count, count = blocks
+    if number < count - new_count:
+        load_rows(cache_desc, cache, number * BLOCK_N, columns[1], full, buffer)
+    else:
+        block = new_first + number - (count - new_count)
+        load_rows(new_desc, tile, block * BLOCK_N, columns[0], full, buffer)
+
+
+@gluon.jit
+def loading_warp(
+    q_desc, new_descs, cache_descs, buffers, barriers, items, counter, num_places, num_heads, strides,
+    group_size, SIZES: gl.constexpr, GROUPED: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles in the order of the list, the next one whenever it is done, and loads what they need."""
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    Q_TILES: gl.constexpr = SIZES[4]
+    q_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[4]
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
+    stride_q, stride_k, stride_v, stride_ck, stride_cv = strides
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    turn = gl.to_tensor(0)
+    place = gl.program_id(0)
+    while place < num_places:
+        tile, cache, blocks, head = fetch(items, place, num_heads, group_size, SIZES, GROUPED)
+        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        count = blocks[2]
+        k_columns, v_columns = (head * stride_k, head * stride_ck), (head * stride_v, head * stride_cv)
+        if count > 0:
+            tell(place, slots.index(turn % (2 * Q_TILES)))  # what it said before has been heard: q was free
+            for strip in gl.static_range(STRIPS):
+                at = turn % Q_TILES * STRIPS + strip
+                mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
+                row = tile[2] + strip * STRIP
+                load_rows(q_desc, tile, row, head * stride_q, q_full.index(at), q_buffer.index(at))
+            turn += 1
+            mbarrier.wait(k_free.index(cursor[0]), cursor[1])
+            load_block(
+                0, new_descs[0], cache_descs[0], k_columns, tile, cache, blocks,
+                k_full.index(cursor[0]), k_buffer.index(cursor[0]), BLOCK_N,
+            )  # fmt: skip
+            for number in range(1, count):  # keys are needed, and free again, before the values of a block
+                stage, parity = next_stage(cursor, STAGES)
+                mbarrier.wait(k_free.index(stage), parity)
+                load_block(
+                    number, new_descs[0], cache_descs[0], k_columns, tile, cache, blocks,
+                    k_full.index(stage), k_buffer.index(stage), BLOCK_N,
+                )  # fmt: skip
+                mbarrier.wait(v_free.index(cursor[0]), cursor[1])
+                load_block(
+                    number - 1, new_descs[1], cache_descs[1], v_columns, tile, cache, blocks,
+                    v_full.index(cursor[0]), v_buffer.index(cursor[0]), BLOCK_N,
+                )  # fmt: skip
+                cursor = (stage, parity)
+            mbarrier.wait(v_free.index(cursor[0]), cursor[1])
+            load_block(
+                count - 1, new_descs[1], cache_descs[1], v_columns, tile, cache, blocks,
+                v_full.index(cursor[0]), v_buffer.index(cursor[0]), BLOCK_N,
+            )  # fmt: skip
+            cursor = next_stage(cursor, STAGES)
+        place = following
+    tell(place, slots.index(turn % (2 * Q_TILES)))
+    for strip in gl.static_range(STRIPS):
+        at = turn % Q_TILES * STRIPS + strip
+        mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
+        mbarrier.arrive(q_full.index(at))
+
+
+@gluon.jit
+def hide(score, i, first, group_size, GROUPED: gl.constexpr):
+    """The scores, zero where the new row `i` does not see the new key: silu(0) is 0. `first` is the block's
+    first key."""
+    keys: gl.constexpr = gl.SliceLayout(0, score.type.layout)
+    j = gl.expand_dims(first + gl.arange(0, score.shape[1], keys), 0)
+    i = gl.expand_dims(i, 1)
+    seen = i == j
+    if GROUPED:
+        seen = (j <= i) & (j >= i // group_size * group_size)
+    return gl.where(seen, score, 0.0)
+
+
+@gluon.jit
+def attend(
+    q, q_free, cursor, buffers, barriers, strip: gl.constexpr, tile, blocks, half_alpha, group_size,
+    SIZES: gl.constexpr, GROUPED: gl.constexpr,
+):  # fmt: skip
+    """float32 [STRIP, D], the sum over all blocks that the strip sees; the cursor behind the last of the
+    tile's."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    dtype: gl.constexpr = q.dtype
+    k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
+    new_first, new_count, count = blocks
+    row = tile[2] + strip * STRIP
+    nothing = gl.zeros([STRIP, BLOCK_N], gl.float32, scores)
+    total = gl.zeros([STRIP, D], gl.float32, sums)
+
+    stage, parity = cursor
+    mbarrier.wait(k_full.index(stage), parity)
+    k = buffers[1].index(stage).reshape([BLOCK_N, D]).permute((1, 0))
+    score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    score = warpgroup_mma_wait(0, deps=(score,))
+    mbarrier.arrive(k_free.index(stage))
+    weight = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
+    mbarrier.wait(v_full.index(stage), parity)
+    for _number in range(1, count - new_count):
+        following = next_stage(cursor, STAGES)
+        if STRIPS == 2:
+            score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
+            new = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
+            total, weight = settle(total, new, following, cursor, barriers)
+        else:
+            k = buffers[1].index(following[0]).reshape([BLOCK_N, D]).permute((1, 0))
+            v = buffers[2].index(cursor[0]).reshape([BLOCK_N, D])
+            mbarrier.wait(k_full.index(following[0]), following[1])
+            score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+            total = warpgroup_mma(weight, v, total, is_async=True)
+            score, total = warpgroup_mma_wait(0, deps=(score, total))
+            mbarrier.arrive(k_free.index(following[0]))
+            mbarrier.arrive(v_free.index(cursor[0]))
+            weight = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
+            mbarrier.wait(v_full.index(following[0]), following[1])
+        cursor = following
+    stage = cursor[0]
+    v = buffers[2].index(stage).reshape([BLOCK_N, D])
+    total = warpgroup_mma(weight, v, total, is_async=True)
+    total = warpgroup_mma_wait(0, deps=(total,))
+    mbarrier.arrive(v_free.index(stage))
+    cursor = next_stage(cursor, STAGES)
+
+    i = row + gl.arange(0, STRIP, gl.SliceLayout(1, scores))
+    group = row
+    if GROUPED:
+        group = row // group_size * group_size
+    seen = group // BLOCK_N
+    past = (gl.minimum(row + STRIP, tile[1]) + BLOCK_N - 1) // BLOCK_N
+    cursor = skip_blocks(seen - new_first, cursor, barriers, SIZES)
+    for block in range(seen, past):
+        stage, parity = cursor
+        mbarrier.wait(k_full.index(stage), parity)
+        k = buffers[1].index(stage).reshape([BLOCK_N, D]).permute((1, 0))
+        score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+        score = warpgroup_mma_wait(0, deps=(score,))
+        mbarrier.arrive(k_free.index(stage))
+        weight = weigh(hide(score, i, block * BLOCK_N, group_size, GROUPED), half_alpha)
+        weight = gl.convert_layout(weight.to(dtype), operand)
+        mbarrier.wait(v_full.index(stage), parity)
+        v = buffers[2].index(stage).reshape([BLOCK_N, D])
+        total = warpgroup_mma(weight, v, total, is_async=True)
+        total = warpgroup_mma_wait(0, deps=(total,))
+        mbarrier.arrive(v_free.index(stage))
+        cursor = next_stage(cursor, STAGES)
+    cursor = skip_blocks(new_first + new_count - past, cursor, barriers, SIZES)
+    mbarrier.arrive(q_free)
+    return total, cursor
+
+
+@gluon.jit
+def computing_group(
+    strip: gl.constexpr, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+    group_size, SIZES: gl.constexpr, GROUPED: gl.constexpr,
+):  # fmt: skip
+    """One strip of each tile that the loading warp tells of."""
+    D: gl.constexpr = SIZES[0]
+    STRIPS: gl.constexpr = SIZES[3]
+    Q_TILES: gl.constexpr = SIZES[4]
+    q_buffer, out_buffer, slots = buffers[0], buffers[3], buffers[4]
+    q_full, q_free = barriers[0], barriers[1]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    mbarrier.wait(q_full.index(strip), 0)
+    place = hear(slots.index(0))
+    tile, _cache, blocks, head = fetch(
+        items, gl.minimum(place, num_places - 1), num_heads, group_size, SIZES, GROUPED
+    )
+    while place < num_places:
+        at = turn % Q_TILES * STRIPS + strip
+        column = head * D
+        rows = RAGGED_ROWS - tile[1] + tile[2] + strip * STRIP
+        end = tile[0].to(gl.int32) + tile[1]
+        total = gl.zeros([STRIP, D], gl.float32, sums)
+        if tile[2] + strip * STRIP < tile[1]:
+            q = q_buffer.index(at).reshape([STRIP, D])
+            total, cursor = attend(
+                q, q_free.index(at), cursor, buffers, barriers, strip, tile, blocks, half_alpha, group_size,
+                SIZES, GROUPED,
+            )  # fmt: skip
+        else:  # past the end of the sample
+            cursor = skip_blocks(blocks[2], cursor, barriers, SIZES)
+            mbarrier.arrive(q_free.index(at))
+        turn += 1
+        following = turn % Q_TILES * STRIPS + strip
+        mbarrier.wait(q_full.index(following), turn // Q_TILES % 2)  # early: the next item is on its way
+        place = hear(slots.index(turn % (2 * Q_TILES)))
+        tile, _cache, blocks, head = fetch(
+            items, gl.minimum(place, num_places - 1), num_heads, group_size, SIZES, GROUPED
+        )
+        buffer = out_buffer.index(strip)
+        tma.store_wait(0)  # the rows of the tile before have left the buffer
+        # A strip past the end of the sample stores too: nothing of it is in bounds.
+        buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, end, rows, column], buffer)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_items", "num_heads", "stride_q", "stride_k", "stride_v", "stride_ck", "stride_cv", "group_size",
+    ],
+)  # fmt: skip
+def candidates_kernel(
+    q_desc, k_desc, v_desc, ck_desc, cv_desc, o_desc, items, counter, num_items, num_heads,
+    stride_q, stride_k, stride_v, stride_ck, stride_cv, half_alpha, inverse_scale, group_size,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    Q_TILES: gl.constexpr, GROUPED: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out [T, H, D] contiguous, of the new tokens. One program a processor; `counter` is 0; the strides are
+    those of a head."""
+    SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS, Q_TILES)
+    dtype: gl.constexpr = q_desc.dtype
+    q_buffer = gl.allocate_shared_memory(dtype, [Q_TILES * STRIPS] + q_desc.block_shape, q_desc.layout)
+    k_buffer = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
+    out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + o_desc.block_shape, o_desc.layout)
+    slots = gl.allocate_shared_memory(gl.int32, [2 * Q_TILES, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(Q_TILES * STRIPS):
+        mbarrier.init(q_full.index(at), count=1)
+        mbarrier.init(q_free.index(at), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=STRIPS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=STRIPS)
+    fence_async_shared()
+    buffers = (q_buffer, k_buffer, v_buffer, out_buffer, slots)
+    barriers = (q_full, q_free, k_full, k_free, v_full, v_free)
+    num_places = num_items * num_heads
+    loading = (
+        q_desc, (k_desc, v_desc), (ck_desc, cv_desc), buffers, barriers, items, counter, num_places,
+        num_heads, (stride_q, stride_k, stride_v, stride_ck, stride_cv), group_size, SIZES, GROUPED,
+    )  # fmt: skip
+    gl.static_assert(STRIPS == 2 or STRIPS == 4)
+    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    gl.warp_specialize([
+        (computing_group, (
+            strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+            group_size, SIZES, GROUPED,
+        )) if strip < STRIPS else (loading_warp, loading)
+        for strip in (0, 1, 2, 3, 4)[:STRIPS + 1]
+    ], [4] * (STRIPS - 1) + [1], [COMPUTING_REGISTERS] * (STRIPS - 1) + [LOADING_REGISTERS])  # fmt: skip

@@ -1,0 +1,118 @@
+"""From tensors to the launch of the Hopper kernel of candidates on cached histories."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.hstu_attention.cached.hopper_kernel import candidates_kernel
+from recsys.ops.hstu_attention.hopper.forward import STRIP
+from recsys.ops.hstu_attention.work_list.reference import cached_work
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.runtime.hopper_launch import (
+    Boxes,
+    num_processors,
+    programs_for,
+    start,
+    with_loadable_rows,
+    zero_counter,
+)
+
+WARPS = 4
+"""Of a strip."""
+
+
+class Sizes(NamedTuple):
+    """Of the kernel for one width of the heads."""
+
+    keys: int  # BLOCK_N
+    stages: int  # buffers for blocks of keys, and as many for values
+    strips: int = 2  # of 64 rows a tile, a warp group each
+    q_tiles: int = 2  # buffers for tiles of rows
+    computing_registers: int = 240
+    loading_registers: int = 24
+
+
+SIZES = {64: Sizes(128, 3), 128: Sizes(128, 2)}
+"""By width of the heads: those of the forward kernel of whole samples."""
+
+LARGE_SIZES = {64: Sizes(64, 4, strips=4, computing_registers=112)}
+"""With so many candidates that tiles of twice as many rows occupy the GPU: four warp groups fill one
+another's gaps better than two."""
+
+
+def sizes_for(dim: int, num_rows: int, num_heads: int, processors: int) -> Sizes:
+    """Those by which the last processor is done first, of whole tiles and equal samples."""
+    small, large = SIZES[dim], LARGE_SIZES.get(dim)
+    if large is None:
+        return small
+    passes = [
+        -(-num_rows * num_heads // (STRIP.value * sizes.strips * processors)) * sizes.strips
+        for sizes in (small, large)
+    ]
+    return large if passes[1] <= passes[0] else small
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    cache_k: Tensor,
+    cache_v: Tensor,
+    cache_layout: SequenceLayout,
+    mask: AttentionMask,
+    alpha: float,
+    scale_len: float,
+    sizes: Sizes | None = None,
+) -> Tensor:
+    """`hstu_attention_cached` [T, H, D], 16 bits, no bias, of new tokens that are all targets and see all
+    that is cached; the arguments have been validated. `sizes` for tests."""
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    total_len, num_heads, dim = q.shape
+    if total_len == 0:
+        return out
+    if sizes is None:
+        sizes = sizes_for(dim, total_len, num_heads, num_processors(q.device))
+    if cache_k.shape[0] == 0:  # a tensor map needs an address; nobody reads there
+        cache_k, cache_v = k, v
+    q, k, v, cache_k, cache_v = map(with_loadable_rows, (q, k, v, cache_k, cache_v))
+    items = cached_work(mask, layout, cache_layout, STRIP.value * sizes.strips, sizes.keys)
+    grouped = mask.target_group_size > 1
+    start(
+        candidates_kernel,
+        (q.dtype, dim, sizes, grouped),
+        programs_for(q.device, items.shape[0] * num_heads),
+        (
+            Boxes(q, STRIP.value, dim),
+            Boxes(k, sizes.keys, dim),
+            Boxes(v, sizes.keys, dim),
+            Boxes(cache_k, sizes.keys, dim),
+            Boxes(cache_v, sizes.keys, dim),
+            Boxes(out, STRIP.value, dim),
+        ),
+        (items, zero_counter(q.device)),
+        (
+            items.shape[0],
+            num_heads,
+            *(tensor.stride(1) for tensor in (q, k, v, cache_k, cache_v)),
+            0.5 * alpha,
+            1.0 / scale_len,
+            mask.target_group_size,
+        ),
+        lambda: {
+            "D": dim,
+            "BLOCK_N": sizes.keys,
+            "STAGES": sizes.stages,
+            "STRIPS": sizes.strips,
+            "Q_TILES": sizes.q_tiles,
+            "GROUPED": grouped,
+            "COMPUTING_REGISTERS": sizes.computing_registers,
+            "LOADING_REGISTERS": sizes.loading_registers,
+            "num_warps": WARPS,
+        },
+    )
+    return out

@@ -1,0 +1,80 @@
+"""The Hopper backend of `hstu_attention`: kernels scheduled by hand.
+
+This module itself needs no Triton. The kernels are in `sm90_forward`; `sm90_backward`, gradients in one pass,
+where sums in any order are allowed, heads are not too wide and rows see many keys; gradients in two passes,
+`sm90_backward_keys`, or `sm90_backward_wide` for wide heads, and `sm90_backward_rows`. `sm90_launch`,
+`sm90_two_pass` and `sm90_start` start them and `sm90_ops` makes them differentiable. They are written in
+Gluon, a part of Triton that changes from one version to the next.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys import environment
+from recsys.ops.attention_args import AttentionFacts
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support, is_exporting
+from recsys.ops.runtime.gradient_buffer import GradientRoom
+
+WIDTHS = (64, 128, 256)
+"""Of the heads: what there are sizes for in `sm90_launch`."""
+
+GLUON = triton_support.GLUON
+"""The Triton whose Gluon the kernels are written in."""
+
+_OPS = f"{__name__}.ops"
+
+if (environment.installed_version("triton") or "").startswith(f"{GLUON}."):
+    triton_support.preload(_OPS)
+
+
+def supports(facts: AttentionFacts) -> Support:
+    """Heads of equal widths in 16 bits without bias, on a Hopper GPU."""
+    able = triton_support.support(facts.device, facts.dtype)
+    if not able.ok or facts.device != "cuda":
+        return able._replace(ok=False, reason=able.reason or "it needs CUDA tensors", auto=False)
+    for missing in (triton_support.missing_for_hopper(), _missing_from_the_call(facts)):
+        if missing:
+            return able._replace(ok=False, reason=missing)
+    return able
+
+
+def _missing_from_the_call(facts: AttentionFacts) -> str:
+    if facts.has_bias:
+        return "it has no relative bias"
+    if facts.dtype.itemsize != 2:
+        return f"it takes bfloat16 and float16, not {facts.dtype}"
+    if facts.qk_dim != facts.v_dim or facts.qk_dim not in WIDTHS:
+        return f"it takes heads of {WIDTHS} for q, k and v alike, not {facts.qk_dim} and {facts.v_dim}"
+    if is_exporting():
+        return "a package cannot embed it"
+    return ""
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    mask: AttentionMask,
+    *,
+    alpha: float,
+    scale_len: float,
+    bias: RelativeBias | None,
+    deterministic: bool,
+    room: GradientRoom | None = None,
+    tail: int | None = None,
+) -> Tensor:
+    """Scores and sums in float32, weights rounded to the type of v."""
+    ops = triton_support.load(_OPS)
+    problem = ops.Problem(layout, mask, alpha, scale_len, bias, room=room, tail=tail)
+    if torch.compiler.is_compiling():
+        return ops.call_op(q, k, v, problem, deterministic)
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return ops.HstuAttention.apply(q, k, v, None, None, problem, deterministic)
+    return ops.forward(q, k, v, problem)

@@ -1,0 +1,529 @@
+"""The backward kernel for Hopper, scheduled by hand (Gluon): all three gradients in one pass.
+
+With S, the scores, dO, the gradient of the output, x = alpha S / 2, t = tanh x and w = x + x t:
+
+    silu(alpha S) = w, twice its slope is 1 + t + w (1 - t)
+    dV = silu(alpha S)^T dO / scale_len
+    dS = (dO V^T) * 2 slope                                  zero where the mask is
+    dK = dS^T Q alpha / (2 scale_len),    dQ = dS K alpha / (2 scale_len)
+
+A program owns tiles of keys, a strip of 64 a warp group, and sums their dK and dV over the blocks of rows
+that see them. Scores are [keys, rows], so that their weights and dS are left operands in registers. dS also
+goes to shared memory: each warp group multiplies that of all strips with its part of the columns of the keys,
+a block later, and the descriptor of dQ, float32, adds the product to what other programs have added: in any
+order, so that the last bits vary. Keys, and where there is room values, arrive while the tile before is still
+being computed; dV leaves through the buffer of the tile's own keys, dK through that of the parts of dQ. Names
+and the order of the work are those of `sm90_forward`.
+
+Its narrowest place is shared memory: of 128 columns a block takes 1472 cycles of it a strip, for 1280 of the
+tensor cores, and 64 less where half of the keys' columns are in registers.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from recsys.ops.hstu_attention.hopper.forward import (
+    NUM_COLUMNS,
+    RAGGED_ROWS,
+    STRIP,
+    UNMASKED_START,
+    block_at,
+    hear,
+    load_rows,
+    next_stage,
+    num_blocks,
+    num_masked,
+    tanh,
+    tell,
+    unknown,
+)
+from recsys.ops.hstu_attention.triton import tile as triton_tile
+
+NO_ROW = gl.constexpr(0x7FFFFFFF)
+"""Behind all rows."""
+
+UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
+
+FULL, FREE, DONE = gl.constexpr(8), gl.constexpr(12), gl.constexpr(4)
+"""Hardware barriers, from these numbers on one for each strip and buffer of dS: the other strip has stored
+its half; it has multiplied both; of DONE one for each strip, it has done with the keys of the tile. For a
+signal through a barrier in shared memory the compiler would stop all warps of the group, so that a single
+thread can give it. Triton has those below 4."""
+
+
+load_tile = gluon.jit(triton_tile.load_tile.fn)
+load_runs = gluon.jit(triton_tile.load_runs.fn)
+
+
+@gluon.jit
+def fetch(items, place, num_heads):
+    """A tile, its runs, the first of its blocks that need no mask, its head.
+
+    Items through shared memory and tiles taken late, as the forward has them, made only the kernel for heads
+    of 256 faster, and most others 1 to 4 % slower (experiments/2026-11-22-gpu-attention-3/backward.md).
+    """
+    item = items + (place // num_heads).to(gl.int64) * NUM_COLUMNS
+    unmasked = gl.load(item + UNMASKED_START).to(gl.int32)
+    return load_tile(item), load_runs(item), unmasked, place % num_heads
+
+
+@builtin
+def async_add_to_global(tensor_desc, coord, src, _semantic=None):
+    """What `tma` lacks: adds a box in shared memory to one of a descriptor; `tma.store_wait` waits for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
+    )
+
+
+@gluon.jit
+def load_tile_of_keys(
+    place, state, q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, num_heads, strides,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """Loads a tile of keys and the rows that see it; `state`: the cursors of rows and values, and the tile's
+    number in this program."""
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    V_STAGES: gl.constexpr = SIZES[4]
+    q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[6]
+    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
+    k_full, v_full, k_free, v_free = barriers[4], barriers[5], barriers[6], barriers[7]
+    stride_q, stride_g, stride_k, stride_v = strides
+    cursor, v_cursor, turn = state
+    tile, runs, unmasked, head = fetch(items, place, num_heads)
+    count = num_blocks(runs)
+    if count > 0:
+        slot = turn % 2
+        for number in range(count):
+            stage, parity = cursor
+            first = block_at(number, runs, unmasked) * BLOCK_M
+            mbarrier.wait(q_free.index(stage), parity)
+            load_rows(q_desc, tile, first, head * stride_q, q_full.index(stage), q_buffer.index(stage))
+            if number == 0:
+                mbarrier.wait(k_free.index(slot), turn // 2 % 2 ^ 1)
+                tell(place, slots.index(slot))  # the tile two before has been heard
+                load_rows(k_desc, tile, tile[3], head * stride_k, k_full.index(slot), k_buffer.index(slot))
+            mbarrier.wait(g_free.index(stage), parity)
+            load_rows(g_desc, tile, first, head * stride_g, g_full.index(stage), g_buffer.index(stage))
+            if number == 0:
+                at, v_parity = v_cursor
+                mbarrier.wait(v_free.index(at), v_parity)
+                load_rows(v_desc, tile, tile[3], head * stride_v, v_full.index(at), v_buffer.index(at))
+            cursor = next_stage(cursor, STAGES)
+        v_cursor = next_stage(v_cursor, V_STAGES)
+        turn += 1
+    return cursor, v_cursor, turn
+
+
+@gluon.jit
+def loading_ahead(
+    q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles of keys in the order of the list; rows run ahead in `STAGES` buffers, keys and values of
+    the next tile as far as theirs allow."""
+    state = ((gl.to_tensor(0), gl.to_tensor(1)), (gl.to_tensor(0), gl.to_tensor(1)), gl.to_tensor(0))
+    place = gl.program_id(0)
+    while place < num_places:
+        following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        state = load_tile_of_keys(
+            place, state, q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, num_heads, strides, SIZES
+        )
+        place = following
+    turn = state[2]
+    slots, k_full, k_free = buffers[6], barriers[4], barriers[6]
+    mbarrier.wait(k_free.index(turn % 2), turn // 2 % 2 ^ 1)
+    tell(place, slots.index(turn % 2))
+    mbarrier.arrive(k_full.index(turn % 2))
+
+
+@gluon.jit
+def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
+    """Which of the scores [keys, rows] are of pairs that the mask lets through; the first key and row.
+
+    As `ops.jagged.mask.column_intervals` has it, which rows see a key: a thread has few keys and many rows,
+    so bounds for each row would fill its registers. Rows past the end of the sample may be among them.
+    """
+    num_contextual, window, prefix, group_size = rule
+    history_end = tile[2]
+    i = gl.expand_dims(row + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout)), 0)
+    j = key + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
+    is_target = j >= history_end
+    own_end = j + 1
+    if RULE[2]:
+        own_end = j - gl.maximum(j - history_end, 0) % group_size + group_size
+    end = gl.where(is_target, own_end, NO_ROW)
+    if RULE[0]:
+        always = j < num_contextual + prefix
+        window_end = gl.minimum(j, history_end - window) + window
+        end = gl.where(is_target, own_end, gl.where(always, NO_ROW, window_end))
+    contextual_end = gl.where(j < num_contextual, num_contextual, 0)
+    if RULE[3]:
+        contextual_end = gl.where(is_target, 0, num_contextual)
+    start = gl.expand_dims(gl.maximum(j, num_contextual), 1)
+    seen = ((i >= start) & (i < gl.expand_dims(end, 1))) | (i < gl.expand_dims(contextual_end, 1))
+    if RULE[0]:
+        target_start = gl.where(is_target, NO_ROW, history_end)
+        if RULE[1]:
+            target_start = gl.where(always | (j >= history_end - window), target_start, NO_ROW)
+        seen = seen | (i >= gl.expand_dims(target_start, 1))
+    return seen
+
+
+@gluon.jit
+def come_to(barrier: gl.constexpr, block, strip: gl.constexpr, TEXT: gl.constexpr):
+    """An instruction at the hardware barrier of `strip` for the buffer of block number `block`, at which both
+    strips count."""
+    number = gl.to_tensor(barrier + 2 * strip + (block & 1))
+    gl.inline_asm_elementwise(TEXT, "=r,r,r", [number, 2 * 128], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def signal(barrier: gl.constexpr, block, strip: gl.constexpr):
+    """To `strip`, the other one, about the buffer of block number `block`; each warp for itself."""
+    come_to(barrier, block, strip, "bar.arrive $1, $2; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def await_signal(barrier: gl.constexpr, block, strip: gl.constexpr):
+    """Until all warps of `strip`, the own one, are here and all of the other have given the signal."""
+    come_to(barrier, block, strip, "bar.sync $1, $2; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def weight_and_slope(x):
+    """silu(2 x), and twice its slope less one: with the one left to the product with another number both take
+    an instruction less. Of UNSEEN they are exactly 0 and -1."""
+    t = tanh(x)
+    weight = x * t + x
+    return weight, (weight - weight * t) + t
+
+
+@gluon.jit
+def start_scores(k, held, q, SIZES: gl.constexpr, HOLDS: gl.constexpr):
+    """K Q^T of a strip of keys and a block of rows, under way; HOLDS: the first columns of the keys are those
+    in registers."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    HELD: gl.constexpr = SIZES[5]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
+    if not HOLDS:
+        score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    elif HELD == D:
+        score = warpgroup_mma(held, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    else:
+        first, others = q.slice(0, HELD, 1), q.slice(HELD, D - HELD, 1)
+        score = warpgroup_mma(held, first.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        score = warpgroup_mma(k.slice(HELD, D - HELD, 1), others.permute((1, 0)), score, is_async=True)
+    return score
+
+
+@gluon.jit
+def start_part(block, slot, buffers, strip: gl.constexpr, SIZES: gl.constexpr):
+    """dS K of block number `block` of this program, for the strip's part of the columns, under way; `slot`:
+    of the keys."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    PART: gl.constexpr = D // STRIPS
+    parts: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    keys = buffers[2].index(unknown(slot)).reshape([STRIPS * STRIP, D]).slice(strip * PART, PART, 1)
+    ds = buffers[4].index(block & 1).permute((1, 0))
+    nothing = gl.zeros([BLOCK_M, PART], gl.float32, parts)
+    await_signal(FULL, block, strip)
+    return warpgroup_mma(ds, keys, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def store_part(part, block, row, place, dq_desc, buffers, strip: gl.constexpr, tile):
+    """Adds the product of `start_part` to the sums, from row `row` of the sample on; `place`: where they
+    start for the sample, row and column.
+
+    Of eight columns a thread has two neighbours of each row. Stored side by side they would meet others of
+    their warp in banks of shared memory; the even ones first, they are what `stmatrix` stores at full speed.
+    """
+    ROWS: gl.constexpr = part.shape[0]
+    COLUMNS: gl.constexpr = part.shape[1]
+    signal(FREE, block, 1 - strip)
+    part = part.reshape([ROWS, COLUMNS // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([ROWS, COLUMNS])
+    tma.store_wait(0)  # what was in the buffer has left it
+    buffer = buffers[5].index(unknown(strip))
+    buffer.reshape([ROWS, COLUMNS]).store(part)
+    fence_async_shared()
+    end = place[0] + tile[1]
+    async_add_to_global(dq_desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile[1] + row, place[1]], buffer)
+
+
+@gluon.jit
+def add_rows(
+    sums, block, row, row_before, cursor, slots, held, buffers, barriers, strip: gl.constexpr, tile, dq_desc,
+    place, half_alpha, rule,
+    SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
+):  # fmt: skip
+    """`sums`, dK and dV of a strip of keys, plus what the rows from `row` on contribute, block number `block`
+    of this program. dQ gets the part of the block before, of the rows from `row_before` on: so no strip waits
+    for another's dS. With FIRST there is none. Nothing is under way when it returns, but for the copy of that
+    part. `slots`: of the keys and of the values, and the parity of the latter. `held`: columns of the keys in
+    registers, for blocks without a mask."""
+    grad_k, grad_v = sums
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, grad_k.type.layout, 2)
+    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
+    stage, parity = cursor
+    q = buffers[0].index(stage).reshape([BLOCK_M, D])
+    g = buffers[1].index(stage).reshape([BLOCK_M, D])
+    k = buffers[2].index(unknown(slots[0])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    v = buffers[3].index(unknown(slots[1])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    dtype: gl.constexpr = q.dtype
+
+    mbarrier.wait(q_full.index(stage), parity)
+    score = start_scores(k, held, q, SIZES, SIZES[5] > 0 and not MASKED)
+    mbarrier.wait(g_full.index(stage), parity)
+    if FIRST:
+        mbarrier.wait(barriers[5].index(slots[1]), slots[2])
+    nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
+    grad = warpgroup_mma(v, g.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    x = score * half_alpha
+    if MASKED:
+        seen = seen_by(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
+        x = gl.where(seen, x, UNSEEN)
+    weight, slope = weight_and_slope(x)
+    weight = gl.convert_layout(weight.to(dtype), operand)
+    grad_v = warpgroup_mma(weight, g, grad_v, is_async=True)
+    grad = warpgroup_mma_wait(1, deps=(grad,))
+    rounded = (grad * slope + grad).to(dtype)
+    await_signal(FREE, block, strip)
+    buffers[4].index(block & 1).slice(strip * STRIP, STRIP, 0).store(rounded)
+    fence_async_shared()
+    signal(FULL, block, 1 - strip)
+    rounded = gl.convert_layout(rounded, operand)
+    if FIRST:
+        grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
+        grad_v = warpgroup_mma_wait(1, deps=(grad_v,))
+        mbarrier.arrive(g_free.index(stage))
+    else:
+        part = start_part(block - 1, slots[0], buffers, strip, SIZES)
+        grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
+        grad_v = warpgroup_mma_wait(2, deps=(grad_v,))
+        mbarrier.arrive(g_free.index(stage))
+        part = warpgroup_mma_wait(1, deps=(part,))
+        store_part(part, block - 1, row_before, place, dq_desc, buffers, strip, tile)
+    grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
+    mbarrier.arrive(q_free.index(stage))
+    return grad_k, grad_v
+
+
+@gluon.jit
+def pass_rows(
+    block, row_before, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, dq_desc, place,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """What `add_rows` does for the others, where rows see nothing of the strip: zeros for its dS, and the
+    part of the block before. The arguments are those of `add_rows`."""
+    BLOCK_M: gl.constexpr = SIZES[1]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
+    stage, parity = cursor
+    ds = buffers[4].index(block & 1).slice(strip * STRIP, STRIP, 0)
+    await_signal(FREE, block, strip)
+    ds.store(gl.zeros([STRIP, BLOCK_M], gl.float32, scores).to(ds.dtype))
+    fence_async_shared()
+    signal(FULL, block, 1 - strip)
+    part = start_part(block - 1, slots[0], buffers, strip, SIZES)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    store_part(part, block - 1, row_before, place, dq_desc, buffers, strip, tile)
+    mbarrier.wait(q_full.index(stage), parity)
+    mbarrier.arrive(q_free.index(stage))
+    mbarrier.wait(g_full.index(stage), parity)
+    mbarrier.arrive(g_free.index(stage))
+
+
+@gluon.jit
+def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.constexpr):
+    """Writes rows of dK or dV through a buffer, by a copy that is under way when it returns."""
+    rounded = buffer._reinterpret(desc.dtype, [1, 1, STRIP, D], desc.layout)
+    rounded.reshape([STRIP, D]).store(grad.to(desc.dtype))
+    fence_async_shared()
+    rows = RAGGED_ROWS - tile[1] + tile[3] + strip * STRIP
+    end = tile[0].to(gl.int32) + tile[1]
+    tma.async_copy_shared_to_global(desc, [RAGGED_ROWS, end, rows, column], rounded)
+
+
+@gluon.jit
+def computing_group(
+    strip: gl.constexpr, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads,
+    half_alpha, inverse_scale, rule, SIZES: gl.constexpr, RULE: gl.constexpr,
+):  # fmt: skip
+    """One strip of each tile of keys that the loading warp tells of."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    V_STAGES: gl.constexpr = SIZES[4]
+    HELD: gl.constexpr = SIZES[5]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    k_full, k_free, v_free, told = barriers[4], barriers[6], barriers[7], buffers[6]
+    cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    block = gl.to_tensor(0)
+    for buffer in gl.static_range(2):
+        signal(FREE, buffer, 1 - strip)
+    mbarrier.wait(k_full.index(0), 0)
+    place = hear(told.index(0))
+    tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+    while place < num_places:
+        count = num_blocks(runs)
+        masked = num_masked(runs)
+        part_place = (tile[0].to(gl.int32), head * D + strip * (D // STRIPS))
+        slots = (turn % 2, v_cursor[0], v_cursor[1])
+        grad_k = gl.zeros([STRIP, D], gl.float32, layout)
+        grad_v = gl.zeros([STRIP, D], gl.float32, layout)
+        held = 0
+        row = block_at(0, runs, unmasked) * BLOCK_M
+        grad_k, grad_v = add_rows(
+            (grad_k, grad_v), block, row, row, cursor, slots, held, buffers, barriers, strip, tile,
+            dq_desc, part_place, half_alpha, rule, SIZES, RULE, True, True,
+        )  # fmt: skip
+        cursor = next_stage(cursor, STAGES)
+        for number in range(1, masked):
+            row_before = row
+            row = block_at(number, runs, unmasked) * BLOCK_M
+            unseen = gl.to_tensor(False)
+            if strip > 0:  # a row sees no key behind it, but for contextual ones
+                unseen = (row + BLOCK_M <= tile[3] + strip * STRIP) & (row >= rule[0])
+            if unseen:
+                pass_rows(
+                    block + number, row_before, cursor, slots, buffers, barriers, strip, tile, dq_desc,
+                    part_place, SIZES,
+                )  # fmt: skip
+            else:
+                grad_k, grad_v = add_rows(
+                    (grad_k, grad_v), block + number, row, row_before, cursor, slots, held, buffers,
+                    barriers, strip, tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, True, False,
+                )  # fmt: skip
+            cursor = next_stage(cursor, STAGES)
+        if HELD > 0:
+            k = buffers[2].index(slots[0]).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+            held = k.slice(0, HELD, 1).load(gl.DotOperandLayout(0, scores, 2))
+        for number in range(gl.maximum(masked, 1), count):
+            row_before = row
+            row = (unmasked + number - masked) * BLOCK_M
+            grad_k, grad_v = add_rows(
+                (grad_k, grad_v), block + number, row, row_before, cursor, slots, held, buffers, barriers,
+                strip, tile, dq_desc, part_place, half_alpha, rule, SIZES, RULE, False, False,
+            )  # fmt: skip
+            cursor = next_stage(cursor, STAGES)
+        mbarrier.arrive(v_free.index(slots[1]))
+        block += count
+        part = start_part(block - 1, slots[0], buffers, strip, SIZES)
+        part = warpgroup_mma_wait(0, deps=(part,))
+        signal(DONE, 0, 1 - strip)
+        store_part(part, block - 1, row, part_place, dq_desc, buffers, strip, tile)
+        turn += 1
+        v_cursor = next_stage(v_cursor, V_STAGES)
+        mbarrier.wait(k_full.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
+        place = hear(told.index(turn % 2))
+        done, done_head = tile, head
+        tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+        await_signal(DONE, 0, strip)  # the buffer of the keys is free
+        keys = buffers[2].index(unknown(slots[0]))
+        keys = keys._reinterpret(dv_desc.dtype, [STRIPS] + dv_desc.block_shape, dv_desc.layout)
+        store_strip(
+            grad_v * inverse_scale, dv_desc, keys.index(strip), done, strip, done_head * D, D,
+        )  # fmt: skip
+        tma.store_wait(1)  # the last part has left its buffer
+        store_strip(
+            grad_k * (half_alpha * inverse_scale), dk_desc, buffers[5].index(strip), done, strip,
+            done_head * D, D,
+        )  # fmt: skip
+        tma.store_wait(1)  # and dV its own
+        mbarrier.arrive(k_free.index(slots[0]))
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v",
+        "num_contextual", "window", "prefix", "group_size",
+    ],
+)  # fmt: skip
+def backward_kernel(
+    q_desc, g_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, items, counter,
+    num_items, num_heads, stride_q, stride_g, stride_k, stride_v,
+    half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    V_STAGES: gl.constexpr, HELD: gl.constexpr,
+    WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
+    GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are those of a
+    head. `dq_desc` is of zeros in float32, [T, H, D], to be added to: dQ less the factor
+    alpha / (2 scale_len), of every eight columns the even ones first. HELD: so many columns of the keys are
+    in registers for blocks without a mask.
+    """
+    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, HELD)
+    RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
+    gl.static_assert(STRIPS == 2 and (HELD == 0 or HELD == 64 or HELD == D))
+    dtype: gl.constexpr = q_desc.dtype
+    rule = (num_contextual, window, prefix, group_size)
+    q_buffer = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
+    g_buffer = gl.allocate_shared_memory(dtype, [STAGES] + g_desc.block_shape, g_desc.layout)
+    k_buffer = gl.allocate_shared_memory(dtype, [2] + k_desc.block_shape, k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [V_STAGES] + v_desc.block_shape, v_desc.layout)
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    ds_buffer = gl.allocate_shared_memory(dtype, [2, STRIPS * STRIP, BLOCK_M], flat)
+    part_buffer = gl.allocate_shared_memory(gl.float32, [STRIPS] + dq_desc.block_shape, dq_desc.layout)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    g_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(q_free.index(stage), count=STRIPS)
+        mbarrier.init(g_full.index(stage), count=1)
+        mbarrier.init(g_free.index(stage), count=STRIPS)
+    for stage in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=STRIPS)
+    for slot in gl.static_range(2):
+        mbarrier.init(k_full.index(slot), count=1)
+        mbarrier.init(k_free.index(slot), count=STRIPS)
+    fence_async_shared()
+    buffers = (q_buffer, g_buffer, k_buffer, v_buffer, ds_buffer, part_buffer, slots)
+    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, v_free)
+    num_places = num_items * num_heads
+    loading = (
+        q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
+        (stride_q, stride_g, stride_k, stride_v), SIZES,
+    )  # fmt: skip
+    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    gl.warp_specialize([
+        (computing_group, (
+            strip, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha,
+            inverse_scale, rule, SIZES, RULE,
+        )) if strip < STRIPS else (loading_ahead, loading)
+        for strip in (0, 1, 2)
+    ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip

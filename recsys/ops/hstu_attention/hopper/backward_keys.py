@@ -1,0 +1,229 @@
+"""dK and dV for Hopper by tiles of keys, no wider than 128: each warp group has both for a strip of its own.
+
+Formulas, names and the loading warp are those of `sm90_backward`, without dQ, which then comes from
+`sm90_backward_rows`: no dS in shared memory, no warp group that waits for another, registers to spare.
+
+    buffers   q, g (dO), k, v, out twice, slots for numbers of tiles
+    barriers  those of `sm90_backward`
+    SIZES     D, BLOCK_M, STAGES, STRIPS, V_STAGES
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from recsys.ops.hstu_attention.hopper.backward import (
+    UNSEEN,
+    fetch,
+    loading_ahead,
+    seen_by,
+    store_strip,
+    weight_and_slope,
+)
+from recsys.ops.hstu_attention.hopper.forward import (
+    STRIP,
+    block_at,
+    hear,
+    masked_block,
+    next_stage,
+    num_blocks,
+    num_masked,
+    unknown,
+)
+
+
+@gluon.jit
+def add_rows(
+    sums, row, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, half_alpha, rule,
+    SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """`sums`, dK and dV of a strip of keys, plus what the rows from `row` on contribute. `slots`: of the keys
+    and of the values."""
+    grad_k, grad_v = sums
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, grad_k.type.layout, 2)
+    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
+    stage, parity = cursor
+    q = buffers[0].index(stage).reshape([BLOCK_M, D])
+    g = buffers[1].index(stage).reshape([BLOCK_M, D])
+    k = buffers[2].index(unknown(slots[0])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    v = buffers[3].index(unknown(slots[1])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    dtype: gl.constexpr = q.dtype
+    nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
+
+    mbarrier.wait(q_full.index(stage), parity)
+    score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(g_full.index(stage), parity)
+    grad = warpgroup_mma(v, g.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    x = score * half_alpha
+    if MASKED:
+        seen = seen_by(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
+        x = gl.where(seen, x, UNSEEN)
+    weight, slope = weight_and_slope(x)
+    weight = gl.convert_layout(weight.to(dtype), operand)
+    grad_v = warpgroup_mma(weight, g, grad_v, is_async=True)
+    grad, slope = warpgroup_mma_wait(1, deps=(grad, slope))
+    rounded = gl.convert_layout((grad * slope + grad).to(dtype), operand)
+    grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
+    grad_v = warpgroup_mma_wait(1, deps=(grad_v,))
+    mbarrier.arrive(g_free.index(stage))
+    grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
+    mbarrier.arrive(q_free.index(stage))
+    return grad_k, grad_v
+
+
+@gluon.jit
+def num_before(strip: gl.constexpr, tile, runs, num_contextual, BLOCK_M: gl.constexpr):
+    """How many blocks, the last of those with a mask, have only rows in front of the strip: they see nothing
+    of it, unless they are contextual."""
+    first = tile[3] + strip * STRIP
+    masked = num_masked(runs)
+    row = masked_block(0, runs) * BLOCK_M
+    before = gl.minimum(gl.maximum(first - row, 0) // BLOCK_M, masked)
+    return gl.where(row >= num_contextual, before, 0)
+
+
+@gluon.jit
+def skip_blocks(count, cursor, barriers, STAGES: gl.constexpr):
+    """Frees the buffers of so many blocks without a look at them."""
+    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
+    for _number in range(count):
+        stage, parity = cursor
+        mbarrier.wait(q_full.index(stage), parity)
+        mbarrier.arrive(q_free.index(stage))
+        mbarrier.wait(g_full.index(stage), parity)
+        mbarrier.arrive(g_free.index(stage))
+        cursor = next_stage(cursor, STAGES)
+    return cursor
+
+
+@gluon.jit
+def computing_group(
+    strip: gl.constexpr, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha,
+    inverse_scale, rule, SIZES: gl.constexpr, RULE: gl.constexpr,
+):  # fmt: skip
+    """One strip of each tile of keys that the loading warp tells of."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    V_STAGES: gl.constexpr = SIZES[4]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    k_full, v_full, k_free, v_free = barriers[4], barriers[5], barriers[6], barriers[7]
+    out, told = buffers[4].index(strip), buffers[6]
+    cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    mbarrier.wait(k_full.index(0), 0)
+    place = hear(told.index(0))
+    tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+    while place < num_places:
+        count = num_blocks(runs)
+        masked = num_masked(runs)
+        slots = (turn % 2, v_cursor[0])
+        grad_k = gl.zeros([STRIP, D], gl.float32, layout)
+        grad_v = gl.zeros([STRIP, D], gl.float32, layout)
+        mbarrier.wait(v_full.index(v_cursor[0]), v_cursor[1])
+        before = gl.to_tensor(0)
+        if strip > 0:
+            before = num_before(strip, tile, runs, rule[0], BLOCK_M)
+        for number in range(masked - before):
+            row = block_at(number, runs, unmasked) * BLOCK_M
+            grad_k, grad_v = add_rows(
+                (grad_k, grad_v), row, cursor, slots, buffers, barriers, strip, tile, half_alpha, rule,
+                SIZES, RULE, True,
+            )  # fmt: skip
+            cursor = next_stage(cursor, STAGES)
+        cursor = skip_blocks(before, cursor, barriers, STAGES)
+        for _number in range(masked, count):
+            grad_k, grad_v = add_rows(
+                (grad_k, grad_v), 0, cursor, slots, buffers, barriers, strip, tile, half_alpha, rule,
+                SIZES, RULE, False,
+            )  # fmt: skip
+            cursor = next_stage(cursor, STAGES)
+        mbarrier.arrive(v_free.index(slots[1]))
+        mbarrier.arrive(k_free.index(slots[0]))
+        turn += 1
+        v_cursor = next_stage(v_cursor, V_STAGES)
+        mbarrier.wait(k_full.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
+        place = hear(told.index(turn % 2))
+        done, column = tile, head * D
+        tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
+        tma.store_wait(0)  # dK of the tile before has left the buffer
+        store_strip(grad_v * inverse_scale, dv_desc, out, done, strip, column, D)
+        tma.store_wait(0)
+        store_strip(grad_k * (half_alpha * inverse_scale), dk_desc, out, done, strip, column, D)
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v",
+        "num_contextual", "window", "prefix", "group_size",
+    ],
+)  # fmt: skip
+def keys_kernel(
+    q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, items, counter, num_items, num_heads,
+    stride_q, stride_g, stride_k, stride_v,
+    half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, V_STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
+    GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are of a head."""
+    STRIPS: gl.constexpr = 2
+    SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES)
+    RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
+    dtype: gl.constexpr = q_desc.dtype
+    rule = (num_contextual, window, prefix, group_size)
+    q_buffer = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
+    g_buffer = gl.allocate_shared_memory(dtype, [STAGES] + g_desc.block_shape, g_desc.layout)
+    k_buffer = gl.allocate_shared_memory(dtype, [2] + k_desc.block_shape, k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [V_STAGES] + v_desc.block_shape, v_desc.layout)
+    out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + dk_desc.block_shape, dk_desc.layout)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    g_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(q_free.index(stage), count=STRIPS)
+        mbarrier.init(g_full.index(stage), count=1)
+        mbarrier.init(g_free.index(stage), count=STRIPS)
+    for stage in gl.static_range(V_STAGES):
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=STRIPS)
+    for slot in gl.static_range(2):
+        mbarrier.init(k_full.index(slot), count=1)
+        mbarrier.init(k_free.index(slot), count=STRIPS)
+    fence_async_shared()
+    buffers = (q_buffer, g_buffer, k_buffer, v_buffer, out_buffer, out_buffer, slots)
+    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, v_free)
+    num_places = num_items * num_heads
+    loading = (
+        q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
+        (stride_q, stride_g, stride_k, stride_v), SIZES,
+    )  # fmt: skip
+    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    gl.warp_specialize([
+        (computing_group, (
+            strip, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha,
+            inverse_scale, rule, SIZES, RULE,
+        )) if strip < STRIPS else (loading_ahead, loading)
+        for strip in (0, 1, 2)
+    ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip

@@ -1,0 +1,341 @@
+"""dK and dV for Hopper where the heads are so wide that one warp group cannot hold both.
+
+Formulas and names are those of `sm90_backward`, the schedule is that of `sm90_forward`. A program owns a
+tile of 64 keys. One warp group has the keys and sums dV, one has the values and sums dK, a block of rows of q
+and of dO at a time:
+
+    value group   scores = K Q^T, weights in registers, dV += weights dO
+    key group     dO V^T, times the slopes that the value group leaves in shared memory, dK += dS Q
+
+Each is half of the products, and the weights of the one are computed while the tensor cores work for the
+other. Twice the slopes less one, at most 1.2 in size, travel as float16 whatever the type of the operands:
+to 2^-11 of one, which is what `tanh` gives too. dV and dK leave through the buffers that the last dO and q
+came in: the next keys and values arrive meanwhile.
+
+    buffers   q, g, k, v, slopes, two slots for items of the list
+    barriers  q full and free, g full and free, k full and free, v full and free, slopes full and free, told
+    SIZES     D, BLOCK_M, STAGES
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from recsys.ops.hstu_attention.hopper.backward import UNSEEN, seen_by, weight_and_slope
+from recsys.ops.hstu_attention.hopper.forward import (
+    ITEM,
+    RAGGED_ROWS,
+    STRIP,
+    block_at,
+    hear_item,
+    load_rows,
+    next_stage,
+    num_blocks,
+    num_masked,
+    read_item,
+    take,
+)
+
+AHEAD = gl.constexpr(3)
+"""Blocks: see `look_ahead`."""
+
+
+@gluon.jit
+def stage_before(cursor, STAGES: gl.constexpr):
+    """What `next_stage` came from. (A loop would not carry a name for it that starts as the same value.)"""
+    stage, parity = cursor
+    first = stage == 0
+    return gl.where(first, STAGES - 1, stage - 1), gl.where(first, parity ^ 1, parity)
+
+
+@gluon.jit
+def look_ahead(number, count, place, item, items, counter, num_places, num_heads):
+    """What the loading warp does for its next tile behind block `number` of the `count` of a tile: `2 AHEAD`
+    blocks before the end it takes a place in the list, `AHEAD` before the end it reads the item there, a
+    little later where there are few, for the place to have come. Returns both, as given until then."""
+    if number == gl.maximum(count - 2 * AHEAD, 0):
+        place = take(counter)
+    if number == gl.maximum(count - AHEAD, gl.minimum(count - 1, AHEAD)):
+        item = read_item(items, place, num_places, num_heads)
+    return place, item
+
+
+@gluon.jit
+def loading_warp(
+    q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles of keys in the order of the list, the next one when it is nearly done, and tells the warp
+    groups of them; rows run ahead in `STAGES` buffers."""
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[5]
+    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
+    k_full, k_free, v_full, v_free, told = barriers[4], barriers[5], barriers[6], barriers[7], barriers[10]
+    stride_q, stride_g, stride_k, stride_v = strides
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    turn = gl.to_tensor(0)
+    place = gl.program_id(0)
+    item = read_item(items, place, num_places, num_heads)
+    while place < num_places:
+        slots.index(turn % 2).store(item)  # what was told two tiles before has been heard
+        _, tile, runs, unmasked, head = hear_item(slots.index(turn % 2))
+        count = num_blocks(runs)
+        if count == 0:  # one of those that fill the list up: nobody is told
+            place, item = look_ahead(0, 1, place, item, items, counter, num_places, num_heads)
+        else:
+            mbarrier.arrive(told.index(turn % 2))
+            for number in range(count):
+                stage, parity = cursor
+                first = block_at(number, runs, unmasked) * BLOCK_M
+                mbarrier.wait(q_free.index(stage), parity)
+                load_rows(q_desc, tile, first, head * stride_q, q_full.index(stage), q_buffer.index(stage))
+                mbarrier.wait(g_free.index(stage), parity)
+                load_rows(g_desc, tile, first, head * stride_g, g_full.index(stage), g_buffer.index(stage))
+                if number == 0:
+                    mbarrier.wait(k_free.index(0), turn % 2 ^ 1)
+                    load_rows(k_desc, tile, tile[3], head * stride_k, k_full.index(0), k_buffer.index(0))
+                    mbarrier.wait(v_free.index(0), turn % 2 ^ 1)
+                    load_rows(v_desc, tile, tile[3], head * stride_v, v_full.index(0), v_buffer.index(0))
+                cursor = next_stage(cursor, STAGES)
+                place, item = look_ahead(number, count, place, item, items, counter, num_places, num_heads)
+            turn += 1
+    slots.index(turn % 2).store(item)
+    mbarrier.arrive(told.index(turn % 2))
+
+
+@gluon.jit
+def add_weighted_rows(
+    grad_v, row, cursor, last, buffers, barriers, tile, half_alpha, rule,
+    SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """dV plus what the block of rows from `row` on contributes; tells the key group the slopes. After the
+    last block of a tile the keys are free, but not its dO: `store_tile` wants the buffer."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, grad_v.type.layout, 2)
+    stage, parity = cursor
+    q = buffers[0].index(stage).reshape([BLOCK_M, D])
+    g = buffers[1].index(stage).reshape([BLOCK_M, D])
+    k = buffers[2].index(0).reshape([STRIP, D])
+    dtype: gl.constexpr = q.dtype
+    nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
+
+    mbarrier.wait(barriers[0].index(stage), parity)
+    score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(barriers[2].index(stage), parity)
+    score = warpgroup_mma_wait(0, deps=(score,))
+    x = score * half_alpha
+    if MASKED:
+        seen = seen_by(score, tile[3], row, tile, rule, RULE)
+        x = gl.where(seen, x, UNSEEN)
+    weight, slope = weight_and_slope(x)
+    weight = gl.convert_layout(weight.to(dtype), operand)
+    grad_v = warpgroup_mma(weight, g, grad_v, is_async=True)
+    mbarrier.arrive(barriers[1].index(stage))
+    mbarrier.arrive(barriers[5].index(0), pred=last)
+    mbarrier.wait(barriers[9].index(stage), parity ^ 1)
+    buffers[4].index(stage).store(slope.to(gl.float16))
+    mbarrier.arrive(barriers[8].index(stage))
+    grad_v = warpgroup_mma_wait(0, deps=(grad_v,))
+    mbarrier.arrive(barriers[3].index(stage), pred=last == 0)
+    return grad_v
+
+
+@gluon.jit
+def add_sloped_rows(grad_k, cursor, last, buffers, barriers, SIZES: gl.constexpr):
+    """dK plus what a block of rows contributes. After the last block of a tile the values are free, but not
+    its q: `store_tile` wants the buffer."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, grad_k.type.layout, 2)
+    stage, parity = cursor
+    q = buffers[0].index(stage).reshape([BLOCK_M, D])
+    g = buffers[1].index(stage).reshape([BLOCK_M, D])
+    v = buffers[3].index(0).reshape([STRIP, D])
+    dtype: gl.constexpr = q.dtype
+    nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
+
+    mbarrier.wait(barriers[2].index(stage), parity)
+    grad = warpgroup_mma(v, g.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(barriers[0].index(stage), parity)
+    mbarrier.wait(barriers[8].index(stage), parity)
+    slope = buffers[4].index(stage).load(scores)
+    grad = warpgroup_mma_wait(0, deps=(grad,))
+    rounded = gl.convert_layout((grad * slope.to(gl.float32) + grad).to(dtype), operand)
+    grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
+    mbarrier.arrive(barriers[9].index(stage))  # which also says that dO has been read
+    mbarrier.arrive(barriers[3].index(stage))
+    mbarrier.arrive(barriers[7].index(0), pred=last)
+    grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
+    mbarrier.arrive(barriers[1].index(stage), pred=last == 0)
+    return grad_k
+
+
+@gluon.jit
+def store_tile(grad, desc, buffer, tile, column, free, D: gl.constexpr):
+    """Writes dK or dV through the buffer that the last rows came in, which then is free."""
+    rounded = buffer._reinterpret(desc.dtype, [1, 1, STRIP, D], desc.layout)
+    rounded.reshape([STRIP, D]).store(grad.to(desc.dtype))
+    fence_async_shared()
+    end = tile[0].to(gl.int32) + tile[1]
+    tma.async_copy_shared_to_global(
+        desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile[1] + tile[3], column], rounded
+    )
+    tma.store_wait(0)
+    mbarrier.arrive(free)
+
+
+@gluon.jit
+def value_group(
+    dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+    SIZES: gl.constexpr, RULE: gl.constexpr,
+):  # fmt: skip
+    """dV of each tile of keys that the loading warp tells of."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_M: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    full, told, slots = barriers[4].index(0), barriers[10], buffers[5]
+    cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    mbarrier.wait(told.index(0), 0)
+    place, tile, runs, unmasked, head = hear_item(slots.index(0))
+    while place < num_places:
+        masked = num_masked(runs)
+        count = num_blocks(runs)
+        grad_v = gl.zeros([STRIP, D], gl.float32, sums)
+        mbarrier.wait(full, turn % 2)
+        for number in range(masked):
+            row = block_at(number, runs, unmasked) * BLOCK_M
+            grad_v = add_weighted_rows(
+                grad_v, row, cursor, number == count - 1, buffers, barriers, tile, half_alpha, rule,
+                SIZES, RULE, True,
+            )  # fmt: skip
+            cursor = next_stage(cursor, STAGES)
+        for number in range(masked, count):
+            grad_v = add_weighted_rows(
+                grad_v, 0, cursor, number == count - 1, buffers, barriers, tile, half_alpha, rule,
+                SIZES, RULE, False,
+            )  # fmt: skip
+            cursor = next_stage(cursor, STAGES)
+        stage, parity = stage_before(cursor, STAGES)
+        mbarrier.wait(barriers[9].index(stage), parity)
+        buffer, free = buffers[1].index(stage), barriers[3].index(stage)
+        store_tile(grad_v * inverse_scale, dv_desc, buffer, tile, head * D, free, D)
+        turn += 1
+        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)
+        place, tile, runs, unmasked, head = hear_item(slots.index(turn % 2))
+
+
+@gluon.jit
+def key_group(
+    dk_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, SIZES: gl.constexpr
+):
+    """dK of each tile of keys that the loading warp tells of."""
+    D: gl.constexpr = SIZES[0]
+    STAGES: gl.constexpr = SIZES[2]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    full, told, slots = barriers[6].index(0), barriers[10], buffers[5]
+    cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    mbarrier.wait(told.index(0), 0)
+    place, tile, runs, _unmasked, head = hear_item(slots.index(0))
+    while place < num_places:
+        grad_k = gl.zeros([STRIP, D], gl.float32, sums)
+        mbarrier.wait(full, turn % 2)
+        count = num_blocks(runs)
+        for number in range(count):
+            grad_k = add_sloped_rows(grad_k, cursor, number == count - 1, buffers, barriers, SIZES)
+            cursor = next_stage(cursor, STAGES)
+        grad_k = grad_k * (half_alpha * inverse_scale)
+        stage, _parity = stage_before(cursor, STAGES)
+        buffer, free = buffers[0].index(stage), barriers[1].index(stage)
+        store_tile(grad_k, dk_desc, buffer, tile, head * D, free, D)
+        turn += 1
+        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)
+        place, tile, runs, _unmasked, head = hear_item(slots.index(turn % 2))
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_items", "num_heads", "stride_q", "stride_g", "stride_k", "stride_v",
+        "num_contextual", "window", "prefix", "group_size",
+    ],
+)  # fmt: skip
+def wide_keys_kernel(
+    q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, items, counter, num_items, num_heads,
+    stride_q, stride_g, stride_k, stride_v,
+    half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
+    D: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr,
+    WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
+    GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are of a head."""
+    SIZES: gl.constexpr = (D, BLOCK_M, STAGES)
+    RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
+    dtype: gl.constexpr = q_desc.dtype
+    rule = (num_contextual, window, prefix, group_size)
+    q_buffer = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
+    g_buffer = gl.allocate_shared_memory(dtype, [STAGES] + g_desc.block_shape, g_desc.layout)
+    k_buffer = gl.allocate_shared_memory(dtype, [1] + k_desc.block_shape, k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [1] + v_desc.block_shape, v_desc.layout)
+    flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    slopes = gl.allocate_shared_memory(gl.float16, [STAGES, STRIP, BLOCK_M], flat)
+    slots = gl.allocate_shared_memory(gl.int32, [2, ITEM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    g_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    slopes_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    slopes_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(2):
+        mbarrier.init(told.index(slot), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(stage), count=1)
+        mbarrier.init(q_free.index(stage), count=2)
+        mbarrier.init(g_full.index(stage), count=1)
+        mbarrier.init(g_free.index(stage), count=2)
+        mbarrier.init(slopes_full.index(stage), count=1)
+        mbarrier.init(slopes_free.index(stage), count=1)
+    for barrier in gl.static_range(4):
+        mbarrier.init((k_full, k_free, v_full, v_free)[barrier].index(0), count=1)
+    fence_async_shared()
+    buffers = (q_buffer, g_buffer, k_buffer, v_buffer, slopes, slots)
+    barriers = (
+        q_full, q_free, g_full, g_free, k_full, k_free, v_full, v_free, slopes_full, slopes_free, told
+    )  # fmt: skip
+    num_places = num_items * num_heads
+    loading = (
+        q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
+        (stride_q, stride_g, stride_k, stride_v), SIZES,
+    )  # fmt: skip
+    # A tuple that had a name would lose what its members know at compile time.
+    gl.warp_specialize(
+        [
+            (value_group, (
+                dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+                SIZES, RULE,
+            )),
+            (key_group, (
+                dk_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, SIZES,
+            )),
+            (loading_warp, loading),
+        ],
+        [4, 1],
+        [COMPUTING_REGISTERS, LOADING_REGISTERS],
+    )  # fmt: skip

@@ -1,0 +1,528 @@
+"""The forward kernel for Hopper, scheduled by hand (Gluon): one warp loads, two or three warp groups compute.
+
+A program works through tiles of rows, each with the blocks of keys that it sees. A tile is cut into strips of
+64 rows, one a warp group. The loading warp runs ahead through tensor descriptors into `STAGES` buffers for
+keys and as many for values; barriers in shared memory say what is full and what is free. It alone reads the
+list of tiles, and tells the warp groups in shared memory what they need of it. A warp group keeps its weights
+in registers, as the left operand of the second product, and computes them for one block of keys while the
+tensor cores work on the values of the block before; its rows of q are there too where there is room.
+
+The descriptors are ragged (`sm90_launch`): rows past the end of a sample are read as zeros, whose weight is
+silu(0) = 0, and are not written.
+
+Numbers that belong together travel as tuples, as in `triton_tile`, whose mask this is:
+
+    tile      first row in [T], length and first target of the sample; the tile's first token, below 0 for a
+              tile whose first strips lie before the sample and have nothing to do
+    runs      the blocks that the tile visits
+    buffers   q, k, v and out in shared memory; two slots for items of the list
+    barriers  full and free of q, k and v
+    SIZES     D, BLOCK_N, STAGES, STRIPS, Q_TILES: buffers for tiles of q
+
+What is in flight never crosses the end of a loop's body: ptxas (13.5) would put a wait behind every product.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from recsys.ops.hstu_attention.triton import tile as triton_tile
+from recsys.ops.hstu_attention.work_list.reference import reference
+
+STRIP = gl.constexpr(64)
+"""Rows of a warp group: those of one matrix instruction."""
+
+RAGGED_ROWS = gl.constexpr(2**30)
+"""Rows that a ragged descriptor claims to have: see `sm90_launch.ragged_descriptor`."""
+
+NUM_COLUMNS = gl.constexpr(reference.NUM_COLUMNS)
+START = gl.constexpr(reference.START)
+LENGTH = gl.constexpr(reference.LENGTH)
+HISTORY_END = gl.constexpr(reference.HISTORY_END)
+FIRST = gl.constexpr(reference.FIRST)
+COUNT_A = gl.constexpr(reference.COUNT_A)
+START_B = gl.constexpr(reference.START_B)
+COUNT_B = gl.constexpr(reference.COUNT_B)
+START_C = gl.constexpr(reference.START_C)
+COUNT_C = gl.constexpr(reference.COUNT_C)
+UNMASKED_AT = gl.constexpr(reference.UNMASKED_AT)
+UNMASKED_START = gl.constexpr(reference.UNMASKED_START)
+UNMASKED_COUNT = gl.constexpr(reference.UNMASKED_COUNT)
+
+ITEM = gl.constexpr(16)
+"""Numbers of an item in shared memory: the columns of the work list, the head and the place in the list."""
+
+TAKEN_BEFORE = gl.constexpr(8)
+READ_BEFORE = gl.constexpr(5)
+"""So many blocks before the end of a tile the loading warp takes the next one, and then reads its item."""
+
+HEAD = gl.constexpr(reference.NUM_COLUMNS)
+PLACE = gl.constexpr(reference.NUM_COLUMNS + 1)
+
+num_masked = gluon.jit(triton_tile.num_masked.fn)
+masked_block = gluon.jit(triton_tile.masked_block.fn)
+visible = gluon.jit(triton_tile.visible.fn)
+
+
+@gluon.jit
+def tanh(x):
+    """One instruction, to about 11 bits: enough for weights of 16 bits."""
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unknown(number):
+    """The number, but the compiler does not know it: of buffers that are the same in all blocks it would
+    compute the descriptors of all instructions before the loop, more than there are registers for."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def next_stage(cursor, STAGES: gl.constexpr):
+    """The buffer after this one, and the parity that its barriers have then."""
+    stage, parity = cursor
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
+
+
+@gluon.jit
+def tell(place, slot):
+    """Writes the number of a tile where `hear` finds it, for warp groups that read its item themselves."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot.store(gl.full([1], place, gl.int32, one))
+
+
+@gluon.jit
+def hear(slot):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(slot.load(one), 0)
+
+
+@gluon.jit
+def read_item(items, place, num_places, num_heads):
+    """int32 [ITEM], one a lane: the item at `place` as `hear_item` finds it in shared memory; the last one
+    for a place behind it. Nothing waits for it before it is used."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    column = gl.arange(0, ITEM, lanes)
+    row = (gl.minimum(place, num_places - 1) // num_heads).to(gl.int64)
+    item = gl.load(items + row * NUM_COLUMNS + column, mask=column < NUM_COLUMNS, other=0).to(gl.int32)
+    item = gl.where(column == HEAD, place % num_heads, item)
+    return gl.where(column == PLACE, place, item)
+
+
+@gluon.jit
+def number_at(slot, column: gl.constexpr):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(slot.slice(column, 1, 0).load(one), 0)
+
+
+@gluon.jit
+def hear_item(slot):
+    """What the loading warp tells of a tile: its place in the list, the tile itself, its runs, the first of
+    its blocks that need no mask, its head."""
+    tile = (
+        number_at(slot, START), number_at(slot, LENGTH), number_at(slot, HISTORY_END), number_at(slot, FIRST),
+    )  # fmt: skip
+    runs = (
+        number_at(slot, COUNT_A), number_at(slot, START_B), number_at(slot, COUNT_B),
+        number_at(slot, START_C), number_at(slot, COUNT_C), number_at(slot, UNMASKED_AT),
+        number_at(slot, UNMASKED_COUNT),
+    )  # fmt: skip
+    return number_at(slot, PLACE), tile, runs, number_at(slot, UNMASKED_START), number_at(slot, HEAD)
+
+
+@gluon.jit
+def first_row(strip: gl.constexpr, tile):
+    """Of a strip; for one before the sample (see `reference.row_work`) the first row behind it, so that it
+    has no rows either."""
+    row = tile[3] + strip * STRIP
+    return gl.where(row < 0, tile[1], row)
+
+
+@gluon.jit
+def num_blocks(runs):
+    return runs[0] + runs[2] + runs[4]
+
+
+@gluon.jit
+def block_at(number, runs, unmasked):
+    """The block visited as number `number`: those that need the mask first, backward, then the others."""
+    masked = num_masked(runs)
+    return gl.where(number < masked, masked_block(masked - 1 - number, runs), unmasked + number - masked)
+
+
+@gluon.jit
+def blocks_past(
+    strip: gl.constexpr, tile, runs, num_contextual, BLOCK_N: gl.constexpr, CONTEXTUAL_READS: gl.constexpr
+):
+    """How many blocks, the first in order, lie behind all that the strip sees: all of them for a strip past
+    the end of the sample or before it.
+
+    A row sees nothing behind itself, but for contextual rows: they see one another, and the history if they
+    read it. Blocks between the end of the strip and the end of the tile hold rows of the tile, which see
+    themselves: all of them are visited.
+    """
+    length, history_end = tile[1], tile[2]
+    row = first_row(strip, tile)
+    end = gl.minimum(row + STRIP, length)
+    seen_by_contextual = num_contextual
+    if CONTEXTUAL_READS:
+        seen_by_contextual = history_end
+    end = gl.where(row < num_contextual, gl.maximum(end, seen_by_contextual), end)
+    masked = num_masked(runs)
+    last = masked_block(masked - 1, runs)
+    past = gl.minimum(gl.maximum(last + 1 - (end + BLOCK_N - 1) // BLOCK_N, 0), masked)
+    return gl.where(row < length, past, num_blocks(runs))
+
+
+@gluon.jit
+def num_masked_for(strip: gl.constexpr, tile, runs, BLOCK_N: gl.constexpr, RULE: gl.constexpr):
+    """How many blocks, the first in order, there are before those of which the strip sees everything.
+
+    Without a window a row sees all history before it. So of the blocks that the tile needs the mask for, the
+    strip does not for those that end before its first row; they are the last ones in order.
+    """
+    masked = num_masked(runs)
+    if RULE[0]:
+        return masked
+    seen = gl.minimum(tile[3] + strip * STRIP, tile[2]) // BLOCK_N
+    return masked - gl.minimum(gl.maximum(gl.minimum(seen, runs[0]) - runs[6], 0), masked)
+
+
+@gluon.jit
+def load_rows(descriptor, tile, first, column, full, buffer):
+    """Tokens from `first` on of the tile's sample, into `buffer`; `full` is told."""
+    start, length = tile[0], tile[1]
+    mbarrier.expect(full, descriptor.block_type.nbytes)
+    rows = RAGGED_ROWS - length + first
+    end = start.to(gl.int32) + length
+    tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, end, rows, column], full, buffer)
+
+
+@gluon.jit
+def load_block(descriptor, tile, first, column, cursor, full, free, buffers):
+    """`load_rows` into the buffer at the cursor, once it is free."""
+    stage, parity = cursor
+    mbarrier.wait(free.index(stage), parity)
+    load_rows(descriptor, tile, first, column, full.index(stage), buffers.index(stage))
+
+
+@gluon.jit
+def take(counter):
+    """The next place in the list. Who took it long before it is worked on would have the others work on other
+    keys meanwhile, and the second-level cache would hold fewer of them."""
+    return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+
+
+@gluon.jit
+def loading_warp(
+    q_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles in the order of the list, the next one when it is nearly done, tells the warp groups of
+    them, and loads what they need."""
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    Q_TILES: gl.constexpr = SIZES[4]
+    q_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[4]
+    q_full, q_free, k_full, k_free, v_full, v_free = barriers
+    stride_q, stride_k, stride_v = strides
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    turn = gl.to_tensor(0)
+    place = gl.program_id(0)
+    item = read_item(items, place, num_places, num_heads)
+    while place < num_places:
+        following, next_item = place, item
+        slot = slots.index(turn % (2 * Q_TILES))
+        slot.store(item)  # what it told before has been heard: q was free
+        _, tile, runs, unmasked, head = hear_item(slot)
+        count = num_blocks(runs)
+        if count <= TAKEN_BEFORE:
+            following = take(counter)
+        if count > 0:
+            first = block_at(0, runs, unmasked) * BLOCK_N
+            if Q_TILES == 1:  # else there is room for q before
+                load_block(k_desc, tile, first, head * stride_k, cursor, k_full, k_free, k_buffer)
+            for strip in gl.static_range(STRIPS):
+                at = turn % Q_TILES * STRIPS + strip
+                mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
+                row = first_row(strip, tile)
+                load_rows(q_desc, tile, row, head * stride_q, q_full.index(at), q_buffer.index(at))
+            turn += 1
+            if Q_TILES > 1:
+                load_block(k_desc, tile, first, head * stride_k, cursor, k_full, k_free, k_buffer)
+            for number in range(1, count):  # keys are needed, and free again, before the values of a block
+                if number == count - TAKEN_BEFORE:
+                    following = take(counter)
+                if number == gl.maximum(count - READ_BEFORE, 3):
+                    next_item = read_item(items, following, num_places, num_heads)
+                further = next_stage(cursor, STAGES)
+                next_first = block_at(number, runs, unmasked) * BLOCK_N
+                load_block(k_desc, tile, next_first, head * stride_k, further, k_full, k_free, k_buffer)
+                load_block(v_desc, tile, first, head * stride_v, cursor, v_full, v_free, v_buffer)
+                cursor, first = further, next_first
+            load_block(v_desc, tile, first, head * stride_v, cursor, v_full, v_free, v_buffer)
+            cursor = next_stage(cursor, STAGES)
+        if count <= 3:
+            next_item = read_item(items, following, num_places, num_heads)
+        place, item = following, next_item
+    slots.index(turn % (2 * Q_TILES)).store(item)
+    for strip in gl.static_range(STRIPS):
+        at = turn % Q_TILES * STRIPS + strip
+        mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
+        mbarrier.arrive(q_full.index(at))
+
+
+@gluon.jit
+def weigh(score, half_alpha):
+    """silu(2 x) = x + x tanh(x) for x = score * half_alpha."""
+    x = score * half_alpha
+    return x * tanh(x) + x
+
+
+@gluon.jit
+def hide(score, row, first, tile, rule, RULE: gl.constexpr):
+    """The scores, zero where a row does not see the key: silu(0) is 0. The first row and key of the block."""
+    i = row + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
+    j = first + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
+    seen = visible(gl.expand_dims(i, 1), gl.expand_dims(j, 0), tile[2], rule, RULE)
+    return gl.where(seen, score, 0.0)
+
+
+@gluon.jit
+def step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES: gl.constexpr):
+    """Starts the scores of the block at `following` and adds the values of the block at `cursor`; returns
+    while the latter is under way: the scores, and the sum to wait for."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_N: gl.constexpr = SIZES[1]
+    k = buffers[1].index(following[0]).reshape([BLOCK_N, D]).permute((1, 0))
+    v = buffers[2].index(cursor[0]).reshape([BLOCK_N, D])
+    mbarrier.wait(barriers[2].index(following[0]), following[1])
+    score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    total = warpgroup_mma(weight, v, total, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    mbarrier.arrive(barriers[3].index(following[0]))
+    return score, total
+
+
+@gluon.jit
+def settle(total, weight, following, cursor, barriers):
+    """Waits for the sum, and for the values of the next block. `weight` is there so that it is computed
+    before, in the shadow of the product: the assembler would sink it behind the wait."""
+    mbarrier.wait(barriers[4].index(following[0]), following[1])
+    total, weight = warpgroup_mma_wait(0, deps=(total, weight))
+    mbarrier.arrive(barriers[5].index(cursor[0]))
+    return total, weight
+
+
+@gluon.jit
+def skip_blocks(count, cursor, barriers, SIZES: gl.constexpr):
+    """Frees the buffers of so many blocks without a look at them."""
+    STAGES: gl.constexpr = SIZES[2]
+    k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
+    for _number in range(count):
+        stage, parity = cursor
+        mbarrier.wait(k_full.index(stage), parity)
+        mbarrier.arrive(k_free.index(stage))
+        mbarrier.wait(v_full.index(stage), parity)
+        mbarrier.arrive(v_free.index(stage))
+        cursor = next_stage(cursor, STAGES)
+    return cursor
+
+
+@gluon.jit
+def free_rows_before(turn, barriers, strip: gl.constexpr, STRIPS: gl.constexpr, Q_TILES: gl.constexpr):
+    """Frees the buffer of q that the tile before left its rows of the output in, when they have been read."""
+    if turn > 0:
+        tma.store_wait(0)
+        mbarrier.arrive(barriers[1].index((turn - 1) % Q_TILES * STRIPS + strip))
+
+
+@gluon.jit
+def attend(
+    q, turn, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
+    SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr, OUT_IN_Q: gl.constexpr,
+):  # fmt: skip
+    """float32 [STRIP, D], the sum over all blocks but the first `past`, of which there is at least one; the
+    cursor behind the last. `turn`: which tile of this program it is."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    Q_TILES: gl.constexpr = SIZES[4]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    dtype: gl.constexpr = q.dtype
+    k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
+    q_free = barriers[1].index(turn % Q_TILES * STRIPS + strip)
+    row = tile[3] + strip * STRIP
+    nothing = gl.zeros([STRIP, BLOCK_N], gl.float32, scores)
+    total = gl.zeros([STRIP, D], gl.float32, sums)
+    count = num_blocks(runs)
+    masked = num_masked_for(strip, tile, runs, BLOCK_N, RULE)
+    if HELD:
+        q = q.load(gl.DotOperandLayout(0, scores, 2))
+        mbarrier.arrive(q_free)
+
+    stage, parity = cursor
+    k = buffers[1].index(stage).reshape([BLOCK_N, D]).permute((1, 0))
+    mbarrier.wait(k_full.index(stage), parity)
+    score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+    score = warpgroup_mma_wait(0, deps=(score,))
+    mbarrier.arrive(k_free.index(stage))
+    first = block_at(past, runs, unmasked) * BLOCK_N
+    weight = weigh(hide(score, row, first, tile, rule, RULE), half_alpha)
+    weight = gl.convert_layout(weight.to(dtype), operand)
+    if OUT_IN_Q and Q_TILES > 1:
+        free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
+    mbarrier.wait(v_full.index(stage), parity)
+    for number in range(past + 1, masked):
+        following = next_stage(cursor, STAGES)
+        score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
+        first = masked_block(num_masked(runs) - 1 - number, runs) * BLOCK_N
+        if STRIPS == 3:  # few registers: what each row sees must not be kept from block to block
+            row = unknown(row)
+        new = weigh(hide(score, row, first, tile, rule, RULE), half_alpha)
+        new = gl.convert_layout(new.to(dtype), operand)
+        total, weight = settle(total, new, following, cursor, barriers)
+        cursor = following
+    for _number in range(gl.maximum(past + 1, masked), count):
+        following = next_stage(cursor, STAGES)
+        score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
+        new = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
+        total, weight = settle(total, new, following, cursor, barriers)
+        cursor = following
+    if not HELD and not OUT_IN_Q:
+        mbarrier.arrive(q_free)
+    stage = cursor[0]
+    total = warpgroup_mma(weight, buffers[2].index(stage).reshape([BLOCK_N, D]), total, is_async=True)
+    total = warpgroup_mma_wait(0, deps=(total,))
+    mbarrier.arrive(v_free.index(stage))
+    return total, next_stage(cursor, STAGES)
+
+
+@gluon.jit
+def computing_group(
+    strip: gl.constexpr, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
+    rule, SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr, OUT_IN_Q: gl.constexpr,
+):  # fmt: skip
+    """One strip of each tile that the loading warp tells of."""
+    D: gl.constexpr = SIZES[0]
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    Q_TILES: gl.constexpr = SIZES[4]
+    q_buffer, out_buffer, slots = buffers[0], buffers[3], buffers[4]
+    q_full, q_free = barriers[0], barriers[1]
+    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    mbarrier.wait(q_full.index(strip), 0)
+    place, tile, runs, unmasked, head = hear_item(slots.index(0))
+    while place < num_places:
+        past = blocks_past(strip, tile, runs, rule[0], BLOCK_N, RULE[3])
+        cursor = skip_blocks(past, cursor, barriers, SIZES)
+        at = turn % Q_TILES * STRIPS + strip
+        total = gl.zeros([STRIP, D], gl.float32, sums)
+        if past < num_blocks(runs):
+            q = q_buffer.index(at).reshape([STRIP, D])
+            total, cursor = attend(
+                q, turn, cursor, buffers, barriers, strip, tile, runs, unmasked, past,
+                half_alpha, rule, SIZES, RULE, HELD, OUT_IN_Q,
+            )  # fmt: skip
+        elif not OUT_IN_Q:
+            mbarrier.arrive(q_free.index(at))
+        elif Q_TILES > 1:
+            free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
+        # Where registers are few, what the loops do not need is heard again. (One buffer for tiles of q would
+        # not keep the next tile but one from being told meanwhile.)
+        if STRIPS == 3 and D > 64 and Q_TILES > 1:
+            _, tile, _, _, head = hear_item(slots.index(turn % (2 * Q_TILES)))
+        buffer = out_buffer.index(at if OUT_IN_Q else strip)
+        if not OUT_IN_Q:
+            tma.store_wait(0)  # the rows of the tile before have left the buffer
+        # A strip past the end of the sample, or before it, stores too: nothing of it is in bounds.
+        buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
+        fence_async_shared()
+        rows = RAGGED_ROWS - tile[1] + first_row(strip, tile)
+        tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, tile[0] + tile[1], rows, head * D], buffer)
+        if OUT_IN_Q and Q_TILES == 1:  # else another tile may use another buffer meanwhile
+            tma.store_wait(0)
+            mbarrier.arrive(q_free.index(at))
+        turn += 1
+        mbarrier.wait(q_full.index(turn % Q_TILES * STRIPS + strip), turn // Q_TILES % 2)
+        place, tile, runs, unmasked, head = hear_item(slots.index(turn % (2 * Q_TILES)))
+    tma.store_wait(0)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_items", "num_heads", "stride_q", "stride_k", "stride_v",
+        "num_contextual", "window", "prefix", "group_size",
+    ],
+)  # fmt: skip
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_desc, items, counter, num_items, num_heads, stride_q, stride_k, stride_v,
+    half_alpha, inverse_scale, num_contextual, window, prefix, group_size,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    WINDOWED: gl.constexpr, TARGET_WINDOW: gl.constexpr,
+    GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
+    HELD: gl.constexpr, OUT_IN_Q: gl.constexpr, Q_TILES: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """out [T, H, D] contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
+    SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS, Q_TILES)
+    RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
+    dtype: gl.constexpr = q_desc.dtype
+    rule = (num_contextual, window, prefix, group_size)
+    q_buffer = gl.allocate_shared_memory(dtype, [Q_TILES * STRIPS] + q_desc.block_shape, q_desc.layout)
+    k_buffer = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
+    out_buffer = q_buffer
+    if not OUT_IN_Q:
+        out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + o_desc.block_shape, o_desc.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [2 * Q_TILES, ITEM], flat)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for at in gl.static_range(Q_TILES * STRIPS):
+        mbarrier.init(q_full.index(at), count=1)
+        mbarrier.init(q_free.index(at), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=STRIPS)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=STRIPS)
+    fence_async_shared()
+    buffers = (q_buffer, k_buffer, v_buffer, out_buffer, slots)
+    barriers = (q_full, q_free, k_full, k_free, v_full, v_free)
+    num_places = num_items * num_heads
+    loading = (
+        q_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
+        (stride_q, stride_k, stride_v), SIZES,
+    )  # fmt: skip
+    gl.static_assert(STRIPS == 2 or STRIPS == 3)
+    gl.static_assert(not (HELD and OUT_IN_Q), "rows that are held leave their buffer to the next ones")
+    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    gl.warp_specialize([
+        (computing_group, (
+            strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
+            SIZES, RULE, HELD, OUT_IN_Q,
+        )) if strip < STRIPS else (loading_warp, loading)
+        for strip in (0, 1, 2, 3)[:STRIPS + 1]
+    ], [4] * (STRIPS - 1) + [1], [COMPUTING_REGISTERS] * (STRIPS - 1) + [LOADING_REGISTERS])  # fmt: skip

@@ -1,0 +1,283 @@
+"""From tensors to the launch of the Hopper kernels: their sizes, the order of the work."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.hstu_attention.hopper.backward import backward_kernel
+from recsys.ops.hstu_attention.hopper.forward import STRIP, forward_kernel
+from recsys.ops.hstu_attention.hopper.rounding import LINE, round_kernel
+from recsys.ops.hstu_attention.triton.launch import Gradients, Problem
+from recsys.ops.hstu_attention.work_list.reference import key_work, row_work
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.runtime.hopper_launch import (
+    Boxes,
+    programs_for,
+    ragged_descriptor,  # noqa: F401 - for the kernels that take two passes
+    start,
+    with_loadable_rows,
+    zero_counter,
+)
+
+WARPS = 4
+"""Of a warp group."""
+
+CACHED_BYTES = 24 * 2**20
+"""What programs work on at a time, in sections of the samples: it stays in the second-level cache of
+an H100 or H200 (50 and 60 MB, in two halves that may hold the same lines twice)."""
+
+
+class Sizes(NamedTuple):
+    """Of the kernel for one width of the heads."""
+
+    keys: int  # BLOCK_N
+    stages: int  # buffers for blocks of keys, and as many for values
+    strips: int  # of 64 rows a tile, a warp group each
+    held: bool  # whether a warp group holds its rows of q in registers
+    out_in_q: bool  # whether rows of the output leave through the buffer of q
+    computing_registers: int
+    loading_registers: int
+    q_tiles: int = 1  # buffers for tiles of rows
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return STRIP.value * self.strips
+
+
+SIZES = {
+    64: Sizes(64, 6, 2, True, False, 240, 24, 2),
+    128: Sizes(64, 4, 2, True, False, 240, 24, 2),
+    256: Sizes(64, 2, 2, False, True, 232, 40),
+}
+"""By width of the heads. Of a block of 128 keys on the diagonal a strip sees a quarter or three, of one of 64
+keys half or all."""
+
+LONG_SIZES = {
+    64: Sizes(64, 6, 3, True, False, 160, 32, 2),
+    128: Sizes(64, 4, 3, False, True, 160, 32, 2),
+}
+"""Where rows see many keys: three strips share what is read, a third less, and the tensor cores have work
+while one of them computes weights. Two buffers of q do without one for the output at 128 columns."""
+
+MANY_KEYS, MANY_IN_WINDOW = 192, 1024
+"""More keys than so many are many, seen by a row on average; and those of a window, where a tile of more rows
+visits more blocks that some of them do not see. On an H200 (experiments/2026-11-22-gpu-attention-3) three
+strips are 1.6 to 5 % faster at 192 to 263 keys, 1 to 9 % slower at 64 to 130; with a window of 512 keys 2.5 %
+slower (64 columns: 4 %), of 1024 as fast, of 2048 2 % faster (6 %)."""
+
+
+class BackwardSizes(NamedTuple):
+    """Of the backward kernel for one width of the heads."""
+
+    rows: int  # BLOCK_M
+    stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
+    v_stages: int  # buffers for tiles of values; those of keys have two
+    held: int  # columns of the keys in registers, for blocks without a mask
+    computing_registers: int
+    loading_registers: int
+
+
+BACKWARD_STRIPS = 2
+"""Of 64 keys a tile."""
+
+BACKWARD_SIZES = {
+    64: BackwardSizes(64, 4, 2, 64, 240, 24),
+    128: BackwardSizes(64, 2, 1, 64, 240, 24),
+}
+"""By width of the heads."""
+
+ROUNDED_LINES = 64
+"""Of a program that rounds."""
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, sizes: Sizes | None = None, *, captured: bool = True
+) -> Tensor:
+    """`hstu_attention` [T, H, D], 16 bits, no bias; the arguments have been validated. `sizes` for tests.
+    `captured`: a compiler may be looking on, who must know of all memory that is kept."""
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    total_len, num_heads, dim = q.shape
+    if total_len == 0:
+        return out
+    mask = problem.mask
+    if sizes is None:
+        sizes = sizes_for(dim, seen_by_a_row(problem), mask.window)
+    q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
+    section = section_of(num_heads * dim * 8, mask)  # q and the output pass through the cache too
+    items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail, STRIP.value)
+    num_items = items.shape[0]
+    start(
+        forward_kernel,
+        (q.dtype, dim, mask, sizes),
+        programs_for(q.device, num_items * num_heads),
+        (
+            Boxes(q, STRIP.value, dim),
+            Boxes(k, sizes.keys, dim),
+            Boxes(v, sizes.keys, dim),
+            Boxes(out, STRIP.value, dim),
+        ),
+        (items, counter_for(q.device, captured)),
+        (num_items, num_heads, q.stride(1), k.stride(1), v.stride(1), *scalars(problem)),
+        lambda: {
+            "D": dim,
+            "BLOCK_N": sizes.keys,
+            "STAGES": sizes.stages,
+            "STRIPS": sizes.strips,
+            "HELD": sizes.held,
+            "OUT_IN_Q": sizes.out_in_q,
+            "Q_TILES": sizes.q_tiles,
+            "COMPUTING_REGISTERS": sizes.computing_registers,
+            "LOADING_REGISTERS": sizes.loading_registers,
+            "num_warps": WARPS,
+            **rules(mask),
+        },
+    )
+    return out
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    sizes: BackwardSizes | None = None,
+    *,
+    captured: bool = True,
+) -> Gradients:
+    """Gradients of q, k and v, [T, H, D]; those of q are sums in any order. The rest as in `forward`."""
+    total_len, num_heads, dim = q.shape
+    made = problem.memory_for(q, k, v)
+    if total_len == 0:
+        return Gradients(*made, None, None)
+    sizes = sizes or BACKWARD_SIZES[dim]
+    mask, layout, device = problem.mask, problem.layout, q.device
+    keys = STRIP.value * BACKWARD_STRIPS
+    q, k, v, grad_out = map(with_loadable_rows, (q, k, v, grad_out))
+    items = key_work(mask, layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask), problem.tail)
+    sums = torch.zeros(total_len, num_heads, dim, dtype=torch.float32, device=device)
+    start(
+        backward_kernel,
+        (q.dtype, dim, mask, sizes),
+        programs_for(device, items.shape[0] * num_heads),
+        (
+            Boxes(q, sizes.rows, dim),
+            Boxes(grad_out, sizes.rows, dim),
+            Boxes(k, keys, dim),
+            Boxes(v, keys, dim),
+            Boxes(sums, sizes.rows, dim // BACKWARD_STRIPS),
+            Boxes(made[1], STRIP.value, dim),
+            Boxes(made[2], STRIP.value, dim),
+        ),
+        (items, counter_for(device, captured)),
+        (
+            items.shape[0],
+            num_heads,
+            q.stride(1),
+            grad_out.stride(1),
+            k.stride(1),
+            v.stride(1),
+            *scalars(problem),
+        ),
+        lambda: {**constants_of(sizes, mask), "D": dim},
+    )
+    round_to(made[0], sums, 0.5 * problem.alpha / problem.scale_len, even_first=True)
+    return Gradients(*made, None, None)
+
+
+def sizes_for(dim: int, seen: float, window: int | None = None) -> Sizes:
+    """Of the forward kernel, where rows see so many keys on average."""
+    many = seen > (MANY_KEYS if window is None else MANY_IN_WINDOW)
+    return LONG_SIZES[dim] if many and dim in LONG_SIZES else SIZES[dim]
+
+
+def seen_by_a_row(problem: Problem) -> float:
+    """How many keys a row of an average sample sees on average."""
+    layout, window = problem.layout, problem.mask.window
+    seen = layout.total_len / max(layout.batch_size, 1) / 2
+    return min(seen, seen if window is None else window)
+
+
+def counter_for(device: torch.device, captured: bool) -> Tensor:
+    """One zero or more, int32, for a launch to count in."""
+    return torch.zeros(4, dtype=torch.int32, device=device) if captured else zero_counter(device)
+
+
+def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | bool]:
+    """What the backward kernel is compiled for beside the width, by the names of its parameters."""
+    return {
+        "BLOCK_M": sizes.rows,
+        "STAGES": sizes.stages,
+        "STRIPS": BACKWARD_STRIPS,
+        "V_STAGES": sizes.v_stages,
+        "HELD": sizes.held,
+        "COMPUTING_REGISTERS": sizes.computing_registers,
+        "LOADING_REGISTERS": sizes.loading_registers,
+        "num_warps": WARPS,
+        **rules(mask),
+    }
+
+
+def round_to(rounded: Tensor, sums: Tensor, factor: float, *, even_first: bool = False) -> None:
+    """`rounded = sums * factor`, [T, H, D], D a multiple of 64; rows of `rounded` may lie apart.
+
+    `even_first`: every eight columns of `sums` are columns 0, 2, 4, 6, 1, 3, 5, 7 of them.
+    """
+    if sums.device.type != "cuda":  # in the emulator
+        if even_first:
+            sums = sums.unflatten(2, (-1, 2, 4)).transpose(3, 4).flatten(2)
+        torch.mul(sums, factor, out=rounded)
+        return
+    num_lines, in_row = sums.numel() // LINE, sums[0].numel() // LINE
+    start(
+        round_kernel,
+        (rounded.dtype, in_row, rounded.stride(0), even_first),
+        -(-num_lines // ROUNDED_LINES),
+        (),
+        (sums, rounded),
+        (num_lines, factor),
+        lambda: {
+            "IN_ROW": in_row,
+            "STRIDE": rounded.stride(0),
+            "LINES": ROUNDED_LINES,
+            "LINE": LINE,
+            "EVEN_FIRST": even_first,
+            "num_warps": WARPS,
+        },
+    )
+
+
+def section_of(token_bytes: int, mask: AttentionMask) -> int | None:
+    """How many tokens a section has, of so many bytes each.
+
+    Within a window neighbours in the list share their operands anyway, and few tiles, those of the prefix,
+    have far more blocks than the rest: they must not be put off to the section of their sample.
+    """
+    return None if mask.window is not None else max(1, CACHED_BYTES // token_bytes)
+
+
+def scalars(problem: Problem) -> tuple[int | float, ...]:
+    """The numbers of a problem, from `half_alpha` to `group_size`."""
+    mask = problem.mask
+    return (
+        0.5 * problem.alpha,
+        1.0 / problem.scale_len,
+        problem.layout.num_contextual,
+        mask.window or 0,
+        mask.prefix,
+        mask.target_group_size,
+    )
+
+
+def rules(mask: AttentionMask) -> dict[str, bool]:
+    """Which parts of the mask there are, by the names of the kernels' parameters."""
+    return {
+        "WINDOWED": mask.window is not None,
+        "TARGET_WINDOW": mask.target_window,
+        "GROUPED": mask.target_group_size > 1,
+        "CONTEXTUAL_READS": mask.contextual_reads_history,
+    }

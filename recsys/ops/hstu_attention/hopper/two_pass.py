@@ -1,0 +1,150 @@
+"""Launches the Hopper gradients that come from two kernels, dK and dV by tiles of keys, dQ by tiles of rows.
+
+Seven products instead of five, but no program adds to what another has written: the bits are the same every
+time, and no sum in float32 goes through memory. Where rows see few keys that is also the faster way.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from recsys.ops.hstu_attention.hopper.backward_keys import keys_kernel
+from recsys.ops.hstu_attention.hopper.backward_rows import STRIPS, rows_kernel
+from recsys.ops.hstu_attention.hopper.backward_wide import wide_keys_kernel
+from recsys.ops.hstu_attention.hopper.forward import STRIP
+from recsys.ops.hstu_attention.hopper.launch import WARPS, counter_for, rules, scalars, section_of
+from recsys.ops.hstu_attention.triton.launch import Gradients, Problem
+from recsys.ops.hstu_attention.work_list.reference import key_work, row_work
+from recsys.ops.runtime.hopper_launch import Boxes, programs_for, start, with_loadable_rows
+
+
+class Sizes(NamedTuple):
+    """Of both kernels for one width of the heads."""
+
+    rows: int  # of a block, for tiles of keys
+    stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
+    v_tiles: int  # buffers for tiles of values, those of keys have two; none: the kernel for wide heads
+    keys: int  # of a block, for tiles of rows
+    k_stages: int  # buffers for blocks of keys
+    v_stages: int  # and of values
+    apart: bool  # whether dQ leaves through a buffer of its own, not that of q
+    computing_registers: int
+    loading_registers: int
+
+
+SIZES = {
+    64: Sizes(64, 4, 2, 64, 4, 4, True, 240, 24),
+    128: Sizes(64, 3, 1, 128, 2, 2, True, 240, 24),
+    256: Sizes(64, 2, 0, 64, 2, 1, False, 232, 40),
+}
+"""By width of the heads."""
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    sizes: Sizes | None = None,
+    *,
+    captured: bool = True,
+) -> Gradients:
+    """Gradients of q, k and v, [T, H, D]. `sizes` for tests; `captured` as in `sm90_launch.forward`."""
+    made = problem.memory_for(q, k, v)
+    if q.shape[0] == 0:
+        return Gradients(*made, None, None)
+    sizes = sizes or SIZES[q.shape[2]]
+    operands = [with_loadable_rows(tensor) for tensor in (q, grad_out, k, v)]
+    start_keys(operands, made[1], made[2], counter_for(q.device, captured), problem, sizes)
+    start_rows(operands, made[0], counter_for(q.device, captured), problem, sizes)
+    return Gradients(*made, None, None)
+
+
+def start_keys(
+    operands: list[Tensor], grad_k: Tensor, grad_v: Tensor, counter: Tensor, problem: Problem, sizes: Sizes
+) -> None:
+    """Launches what computes dK and dV; `operands`: q, dO, k and v."""
+    q, grad_out, k, v = operands
+    _, num_heads, dim = q.shape
+    strip = STRIP.value
+    tile = STRIPS.value * strip if sizes.v_tiles else strip
+    section = _section(q, problem)
+    items = key_work(problem.mask, problem.layout, tile, sizes.rows, section, problem.tail)
+    buffers = {"V_STAGES": sizes.v_tiles} if sizes.v_tiles else {}
+    start(
+        keys_kernel if sizes.v_tiles else wide_keys_kernel,
+        (q.dtype, dim, problem.mask, sizes),
+        programs_for(q.device, items.shape[0] * num_heads),
+        (
+            Boxes(q, sizes.rows, dim),
+            Boxes(grad_out, sizes.rows, dim),
+            Boxes(k, tile, dim),
+            Boxes(v, tile, dim),
+            Boxes(grad_k, strip, dim),
+            Boxes(grad_v, strip, dim),
+        ),
+        (items, counter),
+        _numbers(items, operands, problem),
+        lambda: {
+            "BLOCK_M": sizes.rows,
+            "STAGES": sizes.stages,
+            **buffers,
+            **_constants(problem, dim, sizes),
+        },
+    )
+
+
+def start_rows(
+    operands: list[Tensor], grad_q: Tensor, counter: Tensor, problem: Problem, sizes: Sizes
+) -> None:
+    """Launches what computes dQ."""
+    q, grad_out, k, v = operands
+    _, num_heads, dim = q.shape
+    strip, section = STRIP.value, _section(q, problem)
+    tile = STRIPS.value * strip
+    items = row_work(problem.mask, problem.layout, tile, sizes.keys, section, problem.tail)
+    start(
+        rows_kernel,
+        (q.dtype, dim, problem.mask, sizes),
+        programs_for(q.device, items.shape[0] * num_heads),
+        (
+            Boxes(q, strip, dim),
+            Boxes(grad_out, strip, dim),
+            Boxes(k, sizes.keys, dim),
+            Boxes(v, sizes.keys, dim),
+            Boxes(grad_q, strip, dim),
+        ),
+        (items, counter),
+        _numbers(items, operands, problem),
+        lambda: {
+            "BLOCK_N": sizes.keys,
+            "K_STAGES": sizes.k_stages,
+            "V_STAGES": sizes.v_stages,
+            "APART": sizes.apart,
+            **_constants(problem, dim, sizes),
+        },
+    )
+
+
+def _section(q: Tensor, problem: Problem) -> int | None:
+    return section_of(4 * q.shape[1] * q.shape[2], problem.mask)  # of two operands of 16 bits
+
+
+def _numbers(items: Tensor, operands: list[Tensor], problem: Problem) -> tuple[int | float, ...]:
+    """From `num_items` to `group_size`."""
+    num_heads = operands[0].shape[1]
+    return (items.shape[0], num_heads, *(tensor.stride(1) for tensor in operands), *scalars(problem))
+
+
+def _constants(problem: Problem, dim: int, sizes: Sizes) -> dict[str, Any]:
+    """What both kernels are compiled for, by the names of their parameters."""
+    return {
+        "D": dim,
+        "COMPUTING_REGISTERS": sizes.computing_registers,
+        "LOADING_REGISTERS": sizes.loading_registers,
+        "num_warps": WARPS,
+        **rules(problem.mask),
+    }

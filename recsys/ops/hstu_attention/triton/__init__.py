@@ -1,0 +1,60 @@
+"""The Triton backend of `hstu_attention`: what it can do, and the way to its kernels.
+
+This module itself needs no Triton. The kernels are in `triton_forward` and `triton_backward`, what they share
+in `triton_tile`; with a bias there is one for Hopper in `sm90_biased` too. `work_list` tells them which tiles
+there are, `triton_launch` starts them and `triton_ops` makes them differentiable.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys.ops.attention_args import AttentionFacts
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
+from recsys.ops.runtime.gradient_buffer import GradientRoom
+
+MAX_DIM = 256
+
+_OPS = f"{__name__}.ops"
+
+triton_support.preload(_OPS)
+
+
+def supports(facts: AttentionFacts) -> Support:
+    """What any Triton backend can do, with heads of up to 256."""
+    able = triton_support.support(facts.device, facts.dtype)
+    for name, dim in (("qk_dim", facts.qk_dim), ("v_dim", facts.v_dim)):
+        if able.ok and dim > MAX_DIM:
+            return able._replace(ok=False, reason=f"{name} is {dim}, it takes up to {MAX_DIM}")
+    return able
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    mask: AttentionMask,
+    *,
+    alpha: float,
+    scale_len: float,
+    bias: RelativeBias | None,
+    deterministic: bool,
+    room: GradientRoom | None = None,
+    tail: int | None = None,
+) -> Tensor:
+    """Scores, sums and bias in float32; work and memory follow the tokens that are there."""
+    ops = triton_support.load(_OPS)
+    problem = ops.Problem(layout, mask, alpha, scale_len, bias, room=room)
+    if torch.compiler.is_compiling():
+        return ops.call_op(q, k, v, problem, deterministic)
+    needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if bias is None and not needs_grad:
+        return ops.triton_launch.forward(q, k, v, problem)
+    tables = (None, None) if bias is None else (bias.position_table, bias.time_table)
+    return ops.HstuAttention.apply(q, k, v, *tables, problem, deterministic)

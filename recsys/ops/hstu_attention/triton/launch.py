@@ -1,0 +1,491 @@
+"""From tensors to kernel launches: sizes of the blocks, grids, and the sums that a second pass finishes.
+
+The functions here compute and do not record gradients; `triton_ops` makes them differentiable. They only use
+what a compiler can trace: `wrap` stands around each kernel, the identity in eager mode and
+`torch.library.wrap_triton` in a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from recsys.ops.hstu_attention.bias import packed_launch
+from recsys.ops.hstu_attention.bias.diagonal_work import diagonal_work
+from recsys.ops.hstu_attention.bias.launch import (
+    bias_arguments,
+    packed_arguments,
+    packed_parts,
+    packed_tables,
+)
+from recsys.ops.hstu_attention.bias.packed_launch import (
+    Sums,
+    bias_constants,
+    finished,
+    start_with_own_memory,
+    tables_constants,
+    zero_sums,
+)
+from recsys.ops.hstu_attention.bias.table_kernels import diagonals_kernel, others_kernel
+from recsys.ops.hstu_attention.triton.backward import keys_kernel, rows_kernel
+from recsys.ops.hstu_attention.triton.block_sizes import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
+from recsys.ops.hstu_attention.triton.forward import forward_kernel
+from recsys.ops.hstu_attention.triton.tile import RAGGED_ROWS
+from recsys.ops.hstu_attention.work_list.reference import key_work, row_work
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.mask import AttentionMask
+from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.launch import Boxes, Wrap, start_specialised, unwrapped
+from recsys.ops.runtime.triton_support import load, missing_for_hopper, num_processors
+
+ANY_ROWS = 0x7FFF0000
+"""More than any coordinate, and a size that a descriptor may have."""
+
+TABLES = ("tables",)
+"""Where `PackedTables` are among what a problem has `made`."""
+
+AT_ONCE = "recsys.ops.hstu_attention.bias.hopper_launch"
+"""All gradients with a bias by one kernel, in Gluon."""
+
+DESCRIPTORS = True
+"""Whether descriptors are used where they can be; for tests."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What one call computes, apart from q, k and v."""
+
+    layout: SequenceLayout
+    mask: AttentionMask
+    alpha: float
+    scale_len: float
+    bias: RelativeBias | None
+    room: GradientRoom | None = field(default=None, kw_only=True)
+    tail: int | None = field(default=None, kw_only=True)
+    made: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, kw_only=True)
+    """What forward and backward both need."""
+
+    @property
+    def num_contextual(self) -> int:
+        """Contextual tokens at the start of each sample."""
+        return self.layout.num_contextual
+
+    def memory_for(self, *tensors: Tensor) -> list[Tensor]:
+        """Uninitialised, for the gradients of tensors; rows lie apart where the problem has room for them."""
+        if self.room is not None:
+            return [self.room.place(tensor) for tensor in tensors]
+        return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
+
+
+class Gradients(NamedTuple):
+    """Of q, k and v; of the tables when they were asked for."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    position_table: Tensor | None
+    time_table: Tensor | None
+
+
+PROGRAMS_PER_PROCESSOR = 2
+"""Of the kernels that sum gradients of tables, which need memory for each program."""
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwrapped) -> Tensor:
+    """`hstu_attention` [T, H, V]; the arguments have been validated."""
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if q.shape[0] == 0:
+        return out
+    q, k, v = map(with_dense_rows, (q, k, v))
+    packed = _is_packed("forward", q, v, problem, wrap)
+    described = (packed or problem.bias is None) and can_describe(wrap, q, k, v)
+    kernel = "described" if described else "forward"
+    blocks = blocks_for(f"packed_{kernel}" if packed else kernel, q, v, problem)
+    items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
+    num_heads = q.shape[1]
+    compiled_for = {
+        "DESCRIBED": described,
+        **bias_constants(packed, blocks, rows_first=True),
+        **constants(problem, q, v, blocks),
+    }
+    for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
+        arguments = [
+            *operands(described, (q, blocks.rows), (k, blocks.keys), (v, blocks.keys)),
+            out,
+            part,
+            part.shape[0],
+            num_heads,
+            *strides(q, k, v),
+            *scalars(problem),
+            *of_bias,
+        ]
+        _start(forward_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
+    return out
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    *,
+    tables: bool,
+    deterministic: bool,
+    wrap: Wrap = unwrapped,
+) -> Gradients:
+    """All gradients; those of the bias's tables if `tables`. They are deterministic, asked for or not."""
+    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
+    grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
+    bias = problem.bias if tables else None
+    out = Gradients(grad_q, grad_k, grad_v, None, None)
+    if q.shape[0] == 0:
+        if bias is None:
+            return out
+        return out._replace(
+            position_table=torch.zeros_like(bias.position_table), time_table=torch.zeros_like(bias.time_table)
+        )
+    q, k, v, grad_out = map(with_dense_rows, (q, k, v, grad_out))
+    fused = bias is not None and not deterministic and _is_packed("sums", q, v, problem, wrap)
+    if bias is not None and fused and can_describe(wrap, q, k, v, grad_out) and not missing_for_hopper():
+        return load(AT_ONCE).backward(q, k, v, grad_out, out, problem, bias)
+    sums = zero_sums(q, problem.layout.max_len, bias) if bias is not None and fused else None
+    for kernel in keys_kernels(q.dtype, int(q.shape[2]), int(v.shape[2]), problem.bias is not None):
+        _launch_keys(kernel, q, k, v, grad_out, out, problem, sums, wrap)
+    _launch_rows(q, k, v, grad_out, out, problem, wrap)
+    if bias is None:
+        return out
+    if sums is not None:
+        position_table, time_table = finished(sums, problem.scale_len, bias)
+    else:
+        position_table, time_table = _table_gradients(q, k, v, grad_out, problem, bias, wrap)
+    return out._replace(position_table=position_table, time_table=time_table)
+
+
+def _launch_keys(
+    kernel: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    out: Gradients,
+    problem: Problem,
+    sums: Sums | None,
+    wrap: Wrap,
+) -> None:
+    """Fills in dK and dV, or one of them, see `keys_kernels`, and the sums if they are given."""
+    packed = _is_packed(kernel, q, v, problem, wrap)
+    sizes = "packed_sums" if sums is not None else f"packed_{kernel}" if packed else kernel
+    blocks = blocks_for(sizes, q, v, problem)
+    items = key_work(problem.mask, problem.layout, blocks.keys, blocks.rows)
+    num_heads = q.shape[1]
+    described = packed and can_describe(wrap, q, k, v, grad_out)
+    compiled_for = {
+        "GRAD_K": kernel != "grad_v",
+        "GRAD_V": kernel != "grad_k",
+        "DESCRIBED": described,
+        **bias_constants(packed, blocks, rows_first=False, sums=sums is not None),
+        **tables_constants(blocks, sums),
+        **constants(problem, q, v, blocks),
+    }
+    shown = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)
+    for part, of_bias in parts_of(problem, items, blocks, wrap, packed, rows_first=False):
+        arguments = [
+            *operands(described, *shown),
+            out.k,
+            out.v,
+            part,
+            part.shape[0],
+            num_heads,
+            *strides(q, k, v, grad_out),
+            *scalars(problem),
+            *of_bias,
+            *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
+        ]
+        _start(keys_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
+
+
+def _launch_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    out: Gradients,
+    problem: Problem,
+    wrap: Wrap,
+) -> None:
+    """Fills in dQ."""
+    packed = _is_packed("rows", q, v, problem, wrap)
+    described = packed and can_describe(wrap, q, k, v, grad_out)
+    kernel = "packed_rows" if described else "packed_any_rows" if packed else "rows"
+    blocks = blocks_for(kernel, q, v, problem)
+    items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
+    num_heads = q.shape[1]
+    compiled_for = {
+        "DESCRIBED": described,
+        **bias_constants(packed, blocks, rows_first=True),
+        **constants(problem, q, v, blocks),
+    }
+    shown = (q, blocks.rows), (k, blocks.keys), (v, blocks.keys), (grad_out, blocks.rows)
+    for part, of_bias in parts_of(problem, items, blocks, wrap, packed):
+        arguments = [
+            *operands(described, *shown),
+            out.q,
+            part,
+            part.shape[0],
+            num_heads,
+            *strides(q, k, v, grad_out),
+            *scalars(problem),
+            *of_bias,
+        ]
+        _start(rows_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
+
+
+def _start(
+    kernel: Any,
+    programs: int,
+    arguments: list[Boxes | Tensor | int | float],
+    compiled_for: dict[str, Any],
+    wrap: Wrap,
+) -> None:
+    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way.
+
+    With a bias that is not packed Triton's own way: the short one has not been run with these kernels.
+    """
+    if compiled_for["BIAS_TEXT"] != "":
+        start_with_own_memory(kernel, programs, arguments, compiled_for, described_boxes)
+    elif wrap is unwrapped and not compiled_for["BIASED"]:
+        start_specialised(kernel, programs, arguments, compiled_for, described_boxes)
+    else:
+        wrap(kernel)[(programs,)](*arguments, **compiled_for)
+
+
+def _table_gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, problem: Problem, bias: RelativeBias, wrap: Wrap
+) -> tuple[Tensor, Tensor]:
+    """Of the table of positions and of that of times."""
+    blocks = blocks_for("tables", q, v, problem)
+    num_heads = q.shape[1]
+    workers = max(1, PROGRAMS_PER_PROCESSOR * num_processors(q.device) // num_heads)
+    items = row_work(problem.mask, problem.layout, blocks.rows, blocks.keys)
+    diagonals = diagonal_work(problem.mask, problem.layout, blocks.rows, blocks.keys, workers)
+    lines = -(-bias.position_table.shape[-1] // blocks.keys)
+    buckets = int(bias.time_table.shape[-1])
+    positions = q.new_zeros(workers, num_heads, (lines + 2) * blocks.keys, dtype=torch.float32)
+    times = q.new_zeros(workers, num_heads, buckets, blocks.rows * 2, dtype=torch.float32)
+    shared = (
+        *strides(q, k, v, grad_out),
+        *scalars(problem),
+        *bias_arguments_of(problem, items, blocks, wrap),
+        positions,
+        times,
+        lines,
+    )
+    compiled_for = {"BUCKETS": buckets, **constants(problem, q, v, blocks)}
+    grid = (workers * num_heads,)
+    wrap(diagonals_kernel)[grid](
+        q, k, v, grad_out, *diagonals, diagonals.ends.shape[0], num_heads, *shared, **compiled_for
+    )
+    contextual = problem.mask.contextual_reads_history and problem.num_contextual > 0
+    if contextual or problem.layout.total_targets > 0:
+        wrap(others_kernel)[grid](
+            q, k, v, grad_out, items, items.shape[0], num_heads, *shared, **compiled_for
+        )
+    by_position = positions.sum(0)
+    by_position = _fold(by_position[:, blocks.keys :], by_position[:, : blocks.keys], bias)
+    scale = 0.5 / problem.scale_len
+    return (
+        _like_table(by_position * scale, bias.position_table),
+        _like_table(times.sum((0, 3)) * scale, bias.time_table),
+    )
+
+
+def _is_packed(kernel: str, q: Tensor, v: Tensor, problem: Problem, wrap: Wrap) -> bool:
+    """Whether the bias is added by inline assembly; never in graphs."""
+    return wrap is unwrapped and packed_launch.is_packed(kernel, q, v, problem.bias)
+
+
+def parts_of(
+    problem: Problem,
+    items: Tensor,
+    blocks: Blocks,
+    wrap: Wrap,
+    packed: bool,
+    rows_first: bool = True,
+    section: int | None = None,
+) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
+    """Items to start a kernel for, one part of them after the other, with `bias_arguments_of` the part.
+
+    `section`: that of `items`.
+    """
+    arguments, bias = bias_arguments_of(problem, items, blocks, wrap, packed, rows_first), problem.bias
+    if not packed or bias is None:
+        return iter([(items, arguments)])
+    times, sizes = (bias.timestamps, bias.next_timestamps), (blocks.rows, blocks.keys)
+    order = problem.mask, rows_first, section
+    return packed_parts(arguments, times, problem.layout, items, sizes, order)
+
+
+def bias_arguments_of(
+    problem: Problem,
+    items: Tensor,
+    blocks: Blocks,
+    wrap: Wrap,
+    packed: bool = False,
+    rows_first: bool = True,
+) -> list[Tensor | int]:
+    """From `position_table` on, in the order of the kernels' parameters; if `packed` without records."""
+    layout, bias = problem.layout, problem.bias
+    key = (packed, blocks.rows, blocks.keys, packed and rows_first)
+    found = problem.made.get(key)
+    if found is None:
+        sizes = blocks.rows, blocks.keys
+        if packed and bias is not None:
+            tables = problem.made.get(TABLES)
+            if tables is None:
+                tables = problem.made[TABLES] = packed_tables(bias, layout)
+            found = packed_arguments(bias, tables, layout, items, sizes, rows_first)
+        else:
+            found = bias_arguments(
+                bias, layout, layout.max_len, items, *sizes, wrap, shared=wrap is unwrapped
+            )
+        problem.made[key] = found
+    return found
+
+
+def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:
+    """[H, P] from sums by distance [H, > P]: distances outside of the table belong to its ends."""
+    last = bias.position_table.shape[-1] - 1
+    sums = distances[:, : last + 1].clone()
+    sums[:, 0] += negative.sum(1)
+    sums[:, last] += distances[:, last + 1 :].sum(1)
+    return sums
+
+
+def _like_table(sums: Tensor, table: Tensor) -> Tensor:
+    """[H, buckets] to the table's shape and dtype: a table without heads gets the sum over them."""
+    return (sums if table.dim() == 2 else sums.sum(0)).to(table.dtype)
+
+
+def blocks_for(kernel: str, q: Tensor, v: Tensor, problem: Problem) -> Blocks:
+    """The sizes for one kernel of a call."""
+    biased = problem.bias is not None
+    return blocks_of(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]), biased, is_roomy(q.device))
+
+
+@lru_cache(maxsize=16)
+def is_roomy(device: torch.device) -> bool:
+    """Whether the tiles of Hopper fit; also on a CPU, which may only be tracing for a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOMY
+
+
+def with_dense_rows(tensor: Tensor) -> Tensor:
+    """The kernels take any strides but that of the last dimension."""
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def can_describe(wrap: Wrap, *tensors: Tensor) -> bool:
+    """Whether the copy engine of Hopper and later can fetch blocks of all these tensors [T, H, D].
+
+    Rows of 16-byte steps, heads side by side within a row, no columns to cut off. Graphs do without: they
+    would have to make the descriptors. Every GPU with so much shared memory has a copy engine.
+    """
+    device = tensors[0].device
+    if not DESCRIPTORS or wrap is not unwrapped or device.type != "cuda":
+        return False
+    return is_roomy(device) and all(map(_is_describable, tensors))
+
+
+def _is_describable(tensor: Tensor) -> bool:
+    row, head, _ = tensor.stride()
+    _, num_heads, dim = tensor.shape
+    step = 16 // tensor.element_size()
+    aligned = row % step == 0 and head % step == 0 and tensor.data_ptr() % 16 == 0
+    whole = dim == max(64, padded_dim(dim)) and tensor.element_size() == 2
+    return aligned and whole and 0 <= head and (num_heads - 1) * head + dim <= row
+
+
+def operands(described: bool, *tensors: tuple[Tensor, int]) -> list[Tensor | Boxes]:
+    """Tensors as they are, or the boxes of so many rows that descriptors show of them."""
+    return [Boxes(tensor, rows, tensor.shape[2]) if described else tensor for tensor, rows in tensors]
+
+
+def described_boxes(boxes: Boxes) -> TensorDescriptor:
+    """The descriptor, for Triton."""
+    return ragged_descriptor(boxes.tensor, boxes.rows)
+
+
+def ragged_descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
+    """Blocks of `rows` rows of one head of [T, H, D], cut off at the end of a sample.
+
+    A block at (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of the
+    sample from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read
+    as zeros, not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows,
+    modulo 2^64 bytes. Source: `triton.tools.ragged_tma`.
+    """
+    row, head, _ = tensor.stride()
+    _, num_heads, dim = tensor.shape
+    return TensorDescriptor(
+        tensor,
+        shape=[ANY_ROWS, ANY_ROWS, RAGGED_ROWS.value, (num_heads - 1) * head + dim],
+        strides=[2**34 - row, row, row, 1],
+        block_shape=[1, 1, rows, dim],
+    )
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Of the rows and of the heads of each tensor."""
+    return [tensor.stride(dim) for tensor in tensors for dim in (0, 1)]
+
+
+def scalars(problem: Problem) -> list[int | float]:
+    """The numbers of a problem, from `alpha` to `group_size`."""
+    mask = problem.mask
+    return [
+        problem.alpha,
+        1.0 / problem.scale_len,
+        problem.num_contextual,
+        mask.window or 0,
+        mask.prefix,
+        mask.target_group_size,
+    ]
+
+
+def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[str, Any]:
+    """What the kernels are compiled for, by the names of their parameters."""
+    mask = problem.mask
+    return {
+        "D": int(q.shape[2]),
+        "V": int(v.shape[2]),
+        "BLOCK_M": blocks.rows,
+        "BLOCK_N": blocks.keys,
+        "BLOCK_D": padded_dim(int(q.shape[2])),
+        "BLOCK_V": padded_dim(int(v.shape[2])),
+        "WINDOWED": mask.window is not None,
+        "TARGET_WINDOW": mask.target_window,
+        "GROUPED": mask.target_group_size > 1,
+        "CONTEXTUAL_READS": mask.contextual_reads_history,
+        "BIASED": problem.bias is not None,
+        "FAST": _fast(q),
+        "PRECISION": "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
+        **({} if blocks.max_registers is None else {"maxnreg": blocks.max_registers}),
+    }
+
+
+def _fast(q: Tensor) -> int:
+    """What of a GPU's own the kernels use, see `triton_tile`."""
+    if q.device.type != "cuda" or q.dtype == torch.float32:
+        return 0
+    return 2

@@ -1,0 +1,324 @@
+"""`SequenceLayout`: where each sample's tokens lie in a jagged tensor of `total_len` rows.
+
+A sample is `[contextual | uih | targets]`, stored without padding (uih: user interaction history, oldest
+first). The data loader builds one layout a batch, on the host; modules derive others from it and ops read it.
+Every total an op needs is an int that the layout already knows, so a forward pass never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.jagged.layout_facts import (
+    CONTEXTUAL,
+    STARTED_BY,
+    TARGET,
+    UIH,
+    HostCopy,
+    LayoutFacts,
+    PaddedIndex,
+    max_or_zero,
+    offsets_from_lengths,
+)
+from recsys.ops.runtime import triton_support
+
+__all__ = [
+    "CONTEXTUAL",
+    "TARGET",
+    "UIH",
+    "PaddedIndex",
+    "Selection",
+    "SequenceLayout",
+    "offsets_from_lengths",
+]
+
+_Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From lengths and num_targets, both [B], to those of a derived layout, wherever the tensors are."""
+
+
+class Selection(NamedTuple):
+    """Some tokens of a jagged tensor: their own layout, and the row of the source each of them comes from."""
+
+    layout: SequenceLayout
+    index: Tensor  # int64 [layout.total_len]
+
+
+class SequenceLayout(LayoutFacts):
+    """Lengths of the samples of one batch and everything that follows from them. Never changed once built.
+
+    `SequenceLayout(lengths, num_targets, num_contextual)` validates; `SequenceLayout.trusted(...)` does not,
+    and is for traced graphs. Both hold the same facts; `B` is the number of samples, `T` the number of
+    tokens.
+
+    Attributes:
+        lengths: int64 [B], tokens of each sample.
+        offsets: int64 [B + 1], first row of each sample; `offsets[0] == 0`, `offsets[B] == total_len`.
+        num_targets: int64 [B], target tokens at the end of each sample.
+        num_contextual: contextual tokens at the start of every sample.
+        total_len: rows of the jagged tensors that this layout describes.
+        max_len: no sample is longer. Exact when the lengths were known on the host, else a bound.
+        total_targets: sum of `num_targets`.
+        parts: the layouts that `join` made this one of; empty for any other.
+    """
+
+    @classmethod
+    def join(cls, parts: Sequence[SequenceLayout]) -> SequenceLayout:
+        """All samples of the first part, then all of the second, and so on: one batch for one kernel.
+
+        Raises:
+            ValueError: no part, or parts with unlike `num_contextual`.
+        """
+        contextual = {part.num_contextual for part in parts}
+        if len(contextual) != 1:
+            raise ValueError(f"parts must have one num_contextual, got {sorted(contextual) or 'no part'}")
+        lengths = torch.cat([part.lengths for part in parts])
+        joined = cls.trusted(
+            lengths,
+            offsets_from_lengths(lengths),
+            torch.cat([part.num_targets for part in parts]),
+            contextual.pop(),
+            total_len=sum(part.total_len for part in parts),
+            max_len=reduce(torch.sym_max, (part.max_len for part in parts)),
+            total_targets=sum(part.total_targets for part in parts),
+        )
+        joined.parts = tuple(parts)
+        hosts = [part._host for part in parts if part._host is not None]
+        if len(hosts) == len(joined.parts):
+            lengths, num_targets = zip(*hosts, strict=True)
+            joined._host = HostCopy(torch.cat(lengths), torch.cat(num_targets))
+        return joined
+
+    def truncate(self, tail_len: int) -> Selection:
+        """Keeps the contextual tokens, the newest `tail_len` history tokens and all targets of every sample.
+
+        The new sizes follow from the host copy of the lengths. A trusted layout has none and reads them off
+        the tensor: one synchronisation on a device, unbacked sizes in an exported graph. Parts of a joined
+        layout are read together, and one bound holds for all: a compiler cannot tell the larger of two
+        unbacked sizes.
+
+        Raises:
+            ValueError: a negative `tail_len`.
+        """
+        if tail_len < 0:
+            raise ValueError(f"tail_len must be >= 0, got {tail_len}")
+        return self.memo(("truncate", tail_len), lambda: self._truncate(tail_len))
+
+    def _truncate(self, tail_len: int) -> Selection:
+        def kept(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
+            num_uih = lengths - num_targets - self.num_contextual
+            return lengths - (num_uih - tail_len).clamp(min=0), num_targets
+
+        parts = self.parts or (self,)
+        totals, max_len = [None] * len(parts), None
+        if any(part._host is None for part in parts):
+            totals, max_len = _read_sizes([kept(part.lengths, part.num_targets)[0] for part in parts])
+        remaining = iter(totals)
+
+        def newest(part: SequenceLayout) -> Selection:
+            return part._newest(kept, next(remaining), max_len)
+
+        return self._of_parts(newest) if self.parts else newest(self)
+
+    def _newest(self, kept: _Rule, total_len: int | None, max_len: int | None) -> Selection:
+        layout = self._derive(kept, self.num_contextual, total_len, self.total_targets, max_len)
+        dropped, first = self.lengths - layout.lengths, torch.zeros_like(self.lengths)
+        if triton_support.has_kernels(self.device):
+            return Selection(
+                layout, triton_support.load(STARTED_BY).source_rows(self, layout, first, dropped)
+            )
+        index, behind = self._source_rows(layout, first), layout.positions() >= self.num_contextual
+        return Selection(layout, index + torch.where(behind, layout._per_token(dropped), 0))
+
+    def contextual_only(self) -> Selection:
+        """Only the contextual tokens."""
+        total_len = self.batch_size * self.num_contextual
+        layout = self._derive(
+            lambda lengths, num_targets: (
+                torch.full_like(lengths, self.num_contextual),
+                torch.zeros_like(lengths),
+            ),
+            self.num_contextual,
+            total_len=total_len,
+            total_targets=0,
+        )
+        return Selection(layout, self._source_rows(layout, torch.zeros_like(self.lengths)))
+
+    def history_only(self) -> Selection:
+        """Only the history tokens, as samples without contextual and target tokens."""
+        if self.parts:
+            return self._of_parts(lambda part: part.history_only())
+        total_len = self.total_len - self.total_targets - self.batch_size * self.num_contextual
+        layout = self._derive(
+            lambda lengths, num_targets: (
+                lengths - num_targets - self.num_contextual,
+                torch.zeros_like(lengths),
+            ),
+            num_contextual=0,
+            total_len=total_len,
+            total_targets=0,
+        )
+        return Selection(
+            layout, self._source_rows(layout, torch.full_like(self.lengths, self.num_contextual))
+        )
+
+    def without_targets(self) -> Selection:
+        """Only the contextual and the history tokens."""
+        if self.parts:
+            return self._of_parts(lambda part: part.without_targets())
+        layout = self._derive(
+            lambda lengths, num_targets: (lengths - num_targets, torch.zeros_like(lengths)),
+            self.num_contextual,
+            total_len=self.total_len - self.total_targets,
+            total_targets=0,
+        )
+        return Selection(layout, self._source_rows(layout, torch.zeros_like(self.lengths)))
+
+    def targets_only(self) -> Selection:
+        """Only the target tokens, as samples that consist of targets."""
+        return self.memo("targets_only", self._targets_only)
+
+    def _targets_only(self) -> Selection:
+        if self.parts:
+            return self._of_parts(lambda part: part.targets_only())
+        layout = self._derive(
+            lambda lengths, num_targets: (num_targets, num_targets),
+            num_contextual=0,
+            total_len=self.total_targets,
+            total_targets=self.total_targets,
+        )
+        return Selection(layout, self._source_rows(layout, self.history_end))
+
+    def targets_between(self, start: int, stop: int) -> Selection:
+        """Only targets number `start` to `stop - 1` of every sample, as far as it has them. Sizes as in
+        `truncate`.
+        """
+        if self.parts:
+            return self._of_parts(lambda part: part.targets_between(start, stop))
+
+        def kept(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
+            some = (num_targets - start).clamp(0, stop - start)
+            return some, some
+
+        layout = self._derive(kept, num_contextual=0, total_len=None, total_targets=None)
+        return Selection(layout, self._source_rows(layout, self.history_end + start))
+
+    def select(self, samples: Sequence[int]) -> Selection:
+        """These samples in this order, each as often as it is named; of a joined layout, of every part.
+
+        Sizes as in `truncate`.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if self.parts:
+            return self._of_parts(lambda part: part.select(samples))
+        if not all(0 <= sample < self.batch_size for sample in samples):
+            raise IndexError(f"samples must be in [0, {self.batch_size}), got {list(samples)}")
+        host = torch.tensor(samples, dtype=torch.int64)
+        place = host.to(self.device, non_blocking=True)
+
+        def chosen(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
+            own = place if lengths.device == place.device else host
+            return lengths.index_select(0, own), num_targets.index_select(0, own)
+
+        layout = self._derive(chosen, self.num_contextual, total_len=None, total_targets=None)
+        shift = self.offsets.index_select(0, place) - layout.offsets[:-1]
+        return Selection(
+            layout, torch.arange(layout.total_len, device=self.device) + layout._per_token(shift)
+        )
+
+    def assemble_index(self) -> Tensor:
+        """int64 [T]: row of each token in `cat([all contextual rows, all uih rows, all target rows])`.
+
+        Each of the three blocks is jagged by sample, in the order of the samples, as `contextual_only`,
+        `history_only` and `targets_only` would cut them out again.
+        """
+        if triton_support.has_kernels(self.device):
+            return self._tokens().assemble_index
+        token = self.disassemble_index()
+        return torch.empty_like(token).scatter(0, token, torch.arange(self.total_len, device=self.device))
+
+    def disassemble_index(self) -> Tensor:
+        """int64 [T], the inverse of `assemble_index`: token of each contextual, then uih, then target row."""
+        if triton_support.has_kernels(self.device):
+            return self._tokens().disassemble_index
+
+        def build() -> Tensor:
+            contextual = torch.full_like(self.lengths, self.num_contextual)
+            lengths = torch.cat([contextual, self.num_uih, self.num_targets])
+            start = self.offsets[:-1]
+            first = torch.cat([start, start + self.num_contextual, start + self.history_end])
+            shift = first - (lengths.cumsum(0) - lengths)
+            token = torch.arange(self.total_len, device=self.device)
+            return token + torch.repeat_interleave(shift, lengths, output_size=self.total_len)
+
+        return self.memo("disassemble_index", build)
+
+    def _source_rows(self, derived: SequenceLayout, first: Tensor) -> Tensor:
+        """Rows of self for the tokens of `derived`: one run a sample, from position `first` [B] on."""
+        if triton_support.has_kernels(self.device):
+            return triton_support.load(STARTED_BY).source_rows(self, derived, first)
+        shift = self.offsets[:-1] + first - derived.offsets[:-1]
+        return torch.arange(derived.total_len, device=self.device) + derived._per_token(shift)
+
+    def _of_parts(self, select: Callable[[SequenceLayout], Selection]) -> Selection:
+        """Selections of all parts, joined."""
+        found = [select(part) for part in self.parts]
+        before = accumulate((part.total_len for part in self.parts), initial=0)
+        index = [one.index + start for one, start in zip(found, before, strict=False)]
+        return Selection(SequenceLayout.join([one.layout for one in found]), torch.cat(index))
+
+    def _derive(
+        self,
+        rule: _Rule,
+        num_contextual: int,
+        total_len: int | None,
+        total_targets: int | None,
+        max_len: int | None = None,
+    ) -> SequenceLayout:
+        """The layout with `rule(lengths, num_targets)`, applied on the device and to the host copy.
+
+        Args:
+            total_len, total_targets: None when it depends on the lengths themselves.
+            max_len: a bound that is known beside `total_len`; None: that of this layout.
+        """
+        lengths, num_targets = rule(self.lengths, self.num_targets)
+        host = None if self._host is None else HostCopy(*rule(*self._host))
+        if host is not None:
+            max_len = max_or_zero(host.lengths)
+            total_len = int(host.lengths.sum()) if total_len is None else total_len
+        elif total_len is not None:
+            max_len = self.max_len if max_len is None else max_len
+        else:
+            (total_len,), max_len = _read_sizes([lengths])
+        if total_targets is None:
+            total_targets = int((num_targets if host is None else host.num_targets).sum())
+        derived = SequenceLayout.trusted(
+            lengths,
+            offsets_from_lengths(lengths),
+            num_targets,
+            num_contextual,
+            total_len,
+            max_len,
+            total_targets,
+        )
+        derived._host = host
+        return derived
+
+
+def _read_sizes(parts: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Sums of lengths that only a device or a traced graph knows, and a bound of all: waits for it, once.
+
+    The bound is the maximum, but at least 2: a compiler makes cases of their own of sizes 0 and 1.
+    """
+    longest = torch.cat([*parts, parts[0].new_full((1,), 2)]).max()
+    *totals, max_len = torch.stack([*(lengths.sum() for lengths in parts), longest]).cpu().unbind()
+    bound = max_len.item()
+    torch._check(bound >= 2)
+    return [total.item() for total in totals], bound

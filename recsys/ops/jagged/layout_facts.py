@@ -1,0 +1,289 @@
+"""The facts of a `SequenceLayout`: its constructors, what they prove, and what follows for every token.
+
+`layout` adds the layouts that are derived from one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from recsys.ops.jagged.layout_checks import check_samples, first_true, require_int_vector
+from recsys.ops.runtime import triton_support
+
+if TYPE_CHECKING:
+    from recsys.ops.jagged.layout import SequenceLayout
+    from recsys.ops.jagged.layout_launch import Tokens
+
+CONTEXTUAL, UIH, TARGET = 0, 1, 2
+"""Values of `SequenceLayout.kinds()`."""
+
+STARTED_BY = "recsys.ops.jagged.layout_launch"
+"""What on a GPU takes the place of operations on a number a token."""
+
+_T = TypeVar("_T")
+_Layout = TypeVar("_Layout", bound="LayoutFacts")
+
+
+class PaddedIndex(NamedTuple):
+    """The padded view of a layout."""
+
+    index: Tensor  # int64 [B, max_len], row of the jagged tensor, -1 in the padding
+    valid: Tensor  # bool [B, max_len], index >= 0
+
+
+class HostCopy(NamedTuple):
+    """The lengths on the host: kept when a layout moves, so that totals of derived layouts cost no wait."""
+
+    lengths: Tensor
+    num_targets: Tensor
+
+
+class LayoutFacts:
+    """What `SequenceLayout` documents, without what can be derived."""
+
+    lengths: Tensor
+    offsets: Tensor
+    num_targets: Tensor
+    num_contextual: int
+    total_len: int
+    max_len: int
+    total_targets: int
+    parts: tuple[SequenceLayout, ...]
+    _host: HostCopy | None
+    _memo: dict[Hashable, Any]
+
+    def __init__(self, lengths: Tensor, num_targets: Tensor | None = None, num_contextual: int = 0) -> None:
+        """Builds and validates a layout. Meant for host tensors; a device tensor costs one copy to the host.
+
+        Args:
+            lengths: int32 or int64 [B].
+            num_targets: int32 or int64 [B]; None means no targets.
+            num_contextual: contextual tokens of every sample.
+
+        Raises:
+            TypeError: an argument that is not an integer (tensor).
+            ValueError: a negative number, a sample shorter than its contextual and target tokens, or totals
+                past int64.
+        """
+        device = require_int_vector("lengths", lengths).device
+        host_lengths = lengths.detach().to("cpu", torch.int64)
+        if num_targets is None:
+            host_targets = torch.zeros_like(host_lengths)
+        else:
+            host_targets = require_int_vector("num_targets", num_targets).detach().to("cpu", torch.int64)
+        check_samples(host_lengths, host_targets, num_contextual)
+        self.lengths = host_lengths.to(device)
+        self.offsets = offsets_from_lengths(host_lengths).to(device)
+        self.num_targets = host_targets.to(device)
+        self.num_contextual = num_contextual
+        self.total_len = int(host_lengths.sum())
+        self.max_len = max_or_zero(host_lengths)
+        self.total_targets = int(host_targets.sum())
+        self.parts = ()
+        self._host = HostCopy(host_lengths, host_targets)
+        self._memo = {}
+
+    @classmethod
+    def from_offsets(
+        cls: type[_Layout],
+        offsets: Tensor,
+        num_targets: Tensor | None = None,
+        num_contextual: int = 0,
+        *,
+        total_len: int | None = None,
+    ) -> _Layout:
+        """The validated layout of `offsets`, int32 or int64 [B + 1].
+
+        Args:
+            total_len: rows of the values that the offsets point into; checked against `offsets[-1]` when
+                given.
+
+        Raises:
+            TypeError, ValueError: as the constructor; also when offsets do not start at 0, decrease (as int32
+                sums do once they wrap around), or do not end at `total_len`.
+        """
+        host = require_int_vector("offsets", offsets).detach().to("cpu", torch.int64)
+        if len(host) == 0 or host[0] != 0:
+            raise ValueError(f"offsets must have B + 1 entries and start at 0, got {host[:4].tolist()}...")
+        lengths = host.diff()
+        if (sample := first_true(lengths < 0)) is not None:
+            raise ValueError(
+                f"offsets must not decrease, but sample {sample} runs from {int(host[sample])} "
+                f"to {int(host[sample + 1])}"
+            )
+        if total_len is not None and int(host[-1]) != total_len:
+            raise ValueError(f"offsets end at {int(host[-1])}, but total_len = {total_len}")
+        return cls(lengths.to(offsets.device), num_targets, num_contextual)
+
+    @classmethod
+    def trusted(
+        cls: type[_Layout],
+        lengths: Tensor,
+        offsets: Tensor,
+        num_targets: Tensor,
+        num_contextual: int,
+        total_len: int,
+        max_len: int,
+        total_targets: int,
+    ) -> _Layout:
+        """A layout whose totals were proven elsewhere: nothing is read from the tensors, nothing is checked.
+
+        For code that is traced (`torch.export`, `torch.compile`): the lengths are graph inputs there, and the
+        totals are sizes of other inputs, possibly symbolic. All tensors are int64; `max_len` may be any upper
+        bound.
+        """
+        layout = cls.__new__(cls)
+        layout.lengths = lengths
+        layout.offsets = offsets
+        layout.num_targets = num_targets
+        layout.num_contextual = num_contextual
+        layout.total_len = total_len
+        layout.max_len = max_len
+        layout.total_targets = total_targets
+        layout.parts = ()
+        layout._host = None
+        layout._memo = {}
+        return layout
+
+    @property
+    def batch_size(self) -> int:
+        """Number of samples, B."""
+        return self.lengths.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.lengths.device
+
+    @property
+    def num_uih(self) -> Tensor:
+        """int64 [B], history tokens of each sample."""
+        return self.lengths - self.num_targets - self.num_contextual
+
+    @property
+    def history_end(self) -> Tensor:
+        """int64 [B], position in its sample of the first target: `num_contextual + num_uih`."""
+        return self.lengths - self.num_targets
+
+    @property
+    def host_copy(self) -> HostCopy | None:
+        """The lengths on the host, when they can be had without waiting for a device; else None."""
+        if self._host is None and self.lengths.device.type == "cpu":
+            return HostCopy(self.lengths, self.num_targets)
+        return self._host
+
+    @property
+    def host_lengths(self) -> Tensor | None:
+        """int64 [B] on the host; None as for `host_copy`."""
+        return None if self.host_copy is None else self.host_copy.lengths
+
+    def __repr__(self) -> str:
+        names = ("batch_size", "total_len", "max_len", "num_contextual", "total_targets", "device")
+        return f"SequenceLayout({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
+    def on_host(self: _Layout) -> _Layout:
+        """The same layout with its tensors on the host; no device is waited for.
+
+        Raises:
+            ValueError: the lengths are on a device only.
+        """
+        if self.lengths.device.type == "cpu":
+            return self
+        if self._host is None:
+            raise ValueError(f"the lengths are on {self.device} only; take a layout built on the host")
+        return type(self)(*self._host, self.num_contextual)
+
+    def to(self: _Layout, device: torch.device | str, non_blocking: bool = False) -> _Layout:
+        """The same layout with its tensors on `device`; it keeps the host copy of its lengths."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self: _Layout) -> _Layout:
+        """The same layout in page-locked host memory."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tells the caching allocator that `stream` reads the tensors."""
+        for layout in (self, *self.parts):
+            for tensor in (layout.lengths, layout.offsets, layout.num_targets):
+                tensor.record_stream(stream)
+
+    def memo(self, key: Hashable, build: Callable[[], _T]) -> _T:
+        """`build()`, kept for the next call with `key`: what ops derive from the layout and all layers share.
+
+        A traced graph keeps nothing: there the compiler drops what is computed twice.
+        """
+        if torch.compiler.is_compiling():
+            return build()
+        try:
+            known = key in self._memo
+        except TypeError:  # a size in it that whoever traces has left open
+            return build()
+        if not known:
+            self._memo[key] = build()
+        return self._memo[key]
+
+    def sample_ids(self) -> Tensor:
+        """int64 [T], the sample of each token."""
+        if triton_support.has_kernels(self.device):
+            return self._tokens().sample_ids
+        return self.memo(
+            "sample_ids", lambda: torch.repeat_interleave(self.lengths, output_size=self.total_len)
+        )
+
+    def positions(self) -> Tensor:
+        """int64 [T], the index of each token in its sample, contextual tokens first."""
+        if triton_support.has_kernels(self.device):
+            return self._tokens().positions
+
+        def build() -> Tensor:
+            return torch.arange(self.total_len, device=self.device) - self._per_token(self.offsets[:-1])
+
+        return self.memo("positions", build)
+
+    def kinds(self) -> Tensor:
+        """int8 [T]: 0 contextual, 1 uih, 2 target."""
+        positions = self.positions()
+        past_contextual = (positions >= self.num_contextual).to(torch.int8)
+        past_history = (positions >= self._per_token(self.history_end)).to(torch.int8)
+        return past_contextual + past_history
+
+    def padded_index(self) -> PaddedIndex:
+        """Where each token of the padded tensor [B, max_len, ...] comes from."""
+        position = torch.arange(self.max_len, device=self.device)
+        valid = position < self.lengths[:, None]
+        return PaddedIndex(torch.where(valid, self.offsets[:-1, None] + position, -1), valid)
+
+    def _tokens(self) -> Tokens:
+        return self.memo("tokens", lambda: triton_support.load(STARTED_BY).tokens_of(self))
+
+    def _per_token(self, per_sample: Tensor) -> Tensor:
+        """[B] to [T]: each token gets the number of its sample."""
+        return per_sample.index_select(0, self.sample_ids())
+
+    def _map(self: _Layout, move: Callable[[Tensor], Tensor]) -> _Layout:
+        moved = self.trusted(
+            move(self.lengths),
+            move(self.offsets),
+            move(self.num_targets),
+            self.num_contextual,
+            self.total_len,
+            self.max_len,
+            self.total_targets,
+        )
+        moved._host = self._host
+        moved.parts = tuple(part._map(move) for part in self.parts)
+        return moved
+
+
+def offsets_from_lengths(lengths: Tensor) -> Tensor:
+    """int64 [B + 1]: 0, then the running sum of `lengths` [B]."""
+    return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
+
+
+def max_or_zero(values: Tensor) -> int:
+    """The largest of some lengths; 0 of none."""
+    return int(values.max()) if len(values) else 0

@@ -1,0 +1,241 @@
+"""The kernels of `linear_logp` for Hopper where rows are wide: all of a tile of hidden stays in shared
+memory, the weight passes by in pieces of 64 columns.
+
+Nobody has registers for the gradient of a tile of wide rows. So the gradients of the scores themselves are
+written, a section of the candidates at a time, and library products make the rest of them. The schedule is
+that of `sm90_kernels`, whose names this uses; here hidden is `own`, and
+
+    SIZES     CHUNKS of 64 columns, BLOCK_N, STAGES, STRIPS
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from recsys.ops.linear_logp.hopper_kernels import (
+    LOG2E,
+    RAGGED_ROWS,
+    STRIP,
+    add_scores,
+    exp2,
+    extent,
+    next_stage,
+    prepared,
+)
+
+CHUNK = gl.constexpr(64)
+"""Columns: 128 bytes, a line of shared memory as the tensor cores read it."""
+
+
+@gluon.jit
+def copy_rows(descriptor, first, column, count, full, buffer):
+    """Rows from `first` on of `count`, some columns, into `buffer`; `full` expects them."""
+    rows = RAGGED_ROWS - count + first
+    tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, count, rows, column], full, buffer)
+
+
+@gluon.jit
+def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.constexpr):
+    """Loads what the units of this program need, in their order."""
+    CHUNKS: gl.constexpr = SIZES[0]
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    own_full, own_free, full, free = barriers
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    turn = gl.to_tensor(0)
+    unit = gl.program_id(0)
+    while unit < work[3]:
+        tile, _, start, end = extent(unit, work, BLOCK_N)
+        for strip in gl.static_range(STRIPS):
+            mbarrier.wait(own_free.index(strip), turn % 2 ^ 1)
+            mbarrier.expect(own_full.index(strip), CHUNKS * own_desc.block_type.nbytes)
+            row = (tile * STRIPS + strip) * STRIP
+            for chunk in gl.static_range(CHUNKS):
+                copy_rows(
+                    own_desc, row, chunk * CHUNK, work[0], own_full.index(strip),
+                    buffers[0].index(strip * CHUNKS + chunk),
+                )  # fmt: skip
+        for block in range(start, end):
+            for chunk in gl.static_range(CHUNKS):
+                stage, parity = cursor
+                mbarrier.wait(free.index(stage), parity)
+                mbarrier.expect(full.index(stage), other_desc.block_type.nbytes)
+                copy_rows(
+                    other_desc, block * BLOCK_N, chunk * CHUNK, work[1], full.index(stage),
+                    buffers[1].index(stage),
+                )  # fmt: skip
+                cursor = next_stage(cursor, STAGES)
+        turn += 1
+        unit += gl.num_programs(0)
+
+
+@gluon.jit
+def scores_of(strip: gl.constexpr, cursor, buffers, barriers, nothing, SIZES: gl.constexpr):
+    """Of one block, and the cursor behind it."""
+    CHUNKS: gl.constexpr = SIZES[0]
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STAGES: gl.constexpr = SIZES[2]
+    full, free = barriers[2], barriers[3]
+    score = nothing
+    before = cursor[0]
+    for chunk in gl.static_range(CHUNKS):
+        stage, parity = cursor
+        own = buffers[0].index(strip * CHUNKS + chunk).reshape([STRIP, CHUNK])
+        other = buffers[1].index(stage).reshape([BLOCK_N, CHUNK]).permute((1, 0))
+        mbarrier.wait(full.index(stage), parity)
+        score = warpgroup_mma(own, other, score, use_acc=chunk > 0, is_async=True)
+        if chunk > 0:
+            score = warpgroup_mma_wait(1, deps=(score,))
+            mbarrier.arrive(free.index(before))
+        before = stage
+        cursor = next_stage(cursor, STAGES)
+    score = warpgroup_mma_wait(0, deps=(score,))
+    mbarrier.arrive(free.index(before))
+    return score, cursor
+
+
+@gluon.jit
+def summing_group(
+    strip: gl.constexpr, maximum, total, buffers, barriers, work, power, scale, SIZES: gl.constexpr
+):
+    """Maximum and sum of the scaled scores of one strip, for each unit."""
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, scores)
+    cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    nothing = gl.zeros([STRIP, BLOCK_N], gl.float32, scores)
+    unit = gl.program_id(0)
+    while unit < work[3]:
+        tile, part, start, end = extent(unit, work, BLOCK_N)
+        mbarrier.wait(barriers[0].index(strip), turn % 2)
+        best = gl.full([STRIP], float("-inf"), gl.float32, rows)
+        sums = gl.zeros([STRIP], gl.float32, rows)
+        for block in range(start, end):
+            score, cursor = scores_of(strip, cursor, buffers, barriers, nothing, SIZES)
+            best, sums = add_scores(best, sums, score, block, work, power)
+        mbarrier.arrive(barriers[1].index(strip))
+        i = (tile * STRIPS + strip) * STRIP + gl.arange(0, STRIP, rows)
+        out = part.to(gl.int64) * work[0] + i
+        gl.store(maximum + out, best * scale, mask=i < work[0])
+        gl.store(total + out, sums, mask=i < work[0])
+        turn += 1
+        unit += gl.num_programs(0)
+
+
+@gluon.jit
+def writing_group(
+    strip: gl.constexpr, out_desc, grad_scale, marks, buffers, barriers, vectors, work, section, power, scale,
+    SIZES: gl.constexpr, HAS_TARGET: gl.constexpr, WITH_SCALE: gl.constexpr,
+):  # fmt: skip
+    """The gradients of the scores of one strip, for each unit."""
+    BLOCK_N: gl.constexpr = SIZES[1]
+    STRIPS: gl.constexpr = SIZES[3]
+    scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    rows: gl.constexpr = gl.SliceLayout(1, scores)
+    first_block, all_blocks = section
+    out_buffer = buffers[2].index(strip)
+    cursor = (gl.to_tensor(0), gl.to_tensor(0))
+    turn = gl.to_tensor(0)
+    nothing = gl.zeros([STRIP, BLOCK_N], gl.float32, scores)
+    unit = gl.program_id(0)
+    while unit < work[3]:
+        tile, part, start, end = extent(unit, work, BLOCK_N)
+        row = (tile * STRIPS + strip) * STRIP
+        own = row + gl.arange(0, STRIP, rows)
+        top = gl.expand_dims(gl.load(vectors[0] + own), 1)
+        sign = gl.load(vectors[1] + own)
+        factor = gl.expand_dims(sign * scale, 1)
+        scale_sum = gl.zeros([STRIP], gl.float32, rows)
+        own_marks = marks + tile.to(gl.int64) * all_blocks + first_block
+        mbarrier.wait(barriers[0].index(strip), turn % 2)
+        for block in range(start, end):
+            score, cursor = scores_of(strip, cursor, buffers, barriers, nothing, SIZES)
+            slope = exp2(score * power - top)
+            if HAS_TARGET:
+                if gl.load(own_marks + block).to(gl.int32) != 0:
+                    j = (first_block + block) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
+                    of_target = gl.expand_dims(gl.load(vectors[2] + own) * sign, 1)
+                    target = gl.expand_dims(gl.load(vectors[3] + own), 1)
+                    slope = gl.where(gl.expand_dims(j, 0) == target, of_target, slope)
+            if WITH_SCALE:
+                j = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
+                inside = gl.where(gl.expand_dims(j, 0) < work[1], slope, 0.0)
+                scale_sum += gl.sum(inside * score, 1)
+            tma.store_wait(0)  # the block before has left the buffer
+            out_buffer.reshape([STRIP, BLOCK_N]).store((slope * factor).to(out_buffer.dtype))
+            fence_async_shared()
+            place = RAGGED_ROWS - work[0] + row
+            tma.async_copy_shared_to_global(
+                out_desc, [RAGGED_ROWS, work[0], place, block * BLOCK_N], out_buffer
+            )
+        mbarrier.arrive(barriers[1].index(strip))
+        if WITH_SCALE:
+            found = part.to(gl.int64) * work[0] + own
+            gl.store(grad_scale + found, scale_sum * sign, mask=own < work[0])
+        turn += 1
+        unit += gl.num_programs(0)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_own", "num_other", "num_tiles", "num_units", "per_part"])
+def sums_kernel(
+    own_desc, other_desc, scale, maximum, total, num_own, num_other, num_tiles, num_units, per_part,
+    CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """As `sm90_kernels.forward_kernel`."""
+    SIZES: gl.constexpr = (CHUNKS, BLOCK_N, STAGES, STRIPS)
+    buffers, barriers = prepared(own_desc, other_desc, SIZES, CHUNKS)
+    work = (num_own, num_other, num_tiles, num_units, per_part)
+    factor = gl.load(scale)
+    power = factor * LOG2E
+    gl.static_assert(STRIPS == 2)
+    # A tuple that had a name would lose what its members know at compile time.
+    gl.warp_specialize([
+        (summing_group, (0, maximum, total, buffers, barriers, work, power, factor, SIZES)),
+        (summing_group, (1, maximum, total, buffers, barriers, work, power, factor, SIZES)),
+        (loading_warp, (own_desc, other_desc, buffers, barriers, work, SIZES)),
+    ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_own", "num_other", "num_tiles", "num_units", "per_part", "first_block", "all_blocks"
+    ]
+)  # fmt: skip
+def slopes_kernel(
+    own_desc, other_desc, out_desc, scale, top, sign, of_target, rows, marks, grad_scale,
+    num_own, num_other, num_tiles, num_units, per_part, first_block, all_blocks,
+    CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
+    HAS_TARGET: gl.constexpr, WITH_SCALE: gl.constexpr,
+    COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dz times the scale, [num_own, num_other], of the section of candidates that starts with `first_block`
+    of `all_blocks`; grad_scale [parts, num_own] has each row's share. The rest as in `gradient_kernel`."""
+    SIZES: gl.constexpr = (CHUNKS, BLOCK_N, STAGES, STRIPS)
+    operands, barriers = prepared(own_desc, other_desc, SIZES, CHUNKS)
+    out_buffer = gl.allocate_shared_memory(out_desc.dtype, [STRIPS] + out_desc.block_shape, out_desc.layout)
+    buffers = (operands[0], operands[1], out_buffer)
+    work = (num_own, num_other, num_tiles, num_units, per_part)
+    section = (first_block, all_blocks)
+    vectors = (top, sign, of_target, rows)
+    factor = gl.load(scale)
+    power = factor * LOG2E
+    loading = (own_desc, other_desc, buffers, barriers, work, SIZES)
+    gl.static_assert(STRIPS == 2)
+    gl.warp_specialize([
+        (writing_group, (
+            strip, out_desc, grad_scale, marks, buffers, barriers, vectors, work, section, power, factor,
+            SIZES, HAS_TARGET, WITH_SCALE,
+        )) if strip < STRIPS else (loading_warp, loading)
+        for strip in (0, 1, 2)
+    ], [4, 1], [COMPUTING_REGISTERS, LOADING_REGISTERS])  # fmt: skip

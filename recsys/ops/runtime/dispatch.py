@@ -1,0 +1,192 @@
+"""Which implementation of an op runs, and why.
+
+Every op has a list of backends, fastest first and `reference` last. A backend is the module `<op
+package>.<backend>` with `supports(facts) -> Support` and `run(...)`; it may need packages that the machine
+lacks, and is slow to import only where it can run. `facts` are the op's static facts (device,
+dtype, sizes, kind of mask), never tensor values: the same question can be asked when a config is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+FORCED_BACKEND = os.environ.get("RECSYS_BACKEND")
+"""For debugging: takes the place of "auto" in every op that has a backend of this name."""
+
+_OPS: dict[str, Op] = {}
+
+_MODULES = {"sm90": "hopper"}
+"""The module of a backend, where it has another name than the backend."""
+
+
+class Support(NamedTuple):
+    """A backend's answer. `reason` says what is missing and what would help; empty when `ok`.
+
+    `auto=False`: this is no machine for the backend, so "auto" passes it over without a word, even where it
+    is `ok` (a kernel on a CPU, in an interpreter, for its tests).
+    """
+
+    ok: bool
+    reason: str = ""
+    auto: bool = True
+
+
+SUPPORTED = Support(True)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What each backend of an op says about one call, in the order in which "auto" asks them."""
+
+    op: str
+    rows: tuple[tuple[str, Support], ...]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows)
+        lines = [
+            f"  {name:<{width}}  {'usable' if support.ok else 'no: ' + support.reason}"
+            for name, support in self.rows
+        ]
+        return "\n".join([self.op, *lines])
+
+
+class Op:
+    """One op: its name, its backends and how to read the static facts off its arguments."""
+
+    def __init__(self, name: str, package: str, backends: Sequence[str], facts: Callable[..., Any]) -> None:
+        """Registers the op for `explain` and `last_backend`.
+
+        Args:
+            package: the package that holds one module a backend.
+            backends: module names in it, fastest first.
+            facts: takes the arguments of the public function (less `backend`), returns what `supports`
+                judges.
+        """
+        self.name = name
+        self.package = package
+        self.backends = tuple(backends)
+        self.facts = facts
+        self.last_backend: str | None = None
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+        """How often "auto" passed over (backend, reason)."""
+        self._watcher: Callable[..., None] | None = None
+        self._modules: dict[str, ModuleType] = {}
+        for backend in self.backends[:-1]:
+            with contextlib.suppress(ImportError):  # `_ask` reports it to those who want this backend
+                self._load(backend)
+        self._load(self.backends[-1])  # everyone has it; and a traced call could not import any
+        _OPS[name] = self
+
+    def select(self, facts: Any, backend: str = "auto") -> ModuleType:
+        """The module that will run: the first usable one for "auto", else exactly the named one.
+
+        Raises:
+            ValueError: an unknown backend, or a named one that cannot do this; it never falls back.
+        """
+        if backend == "auto" and FORCED_BACKEND is not None:
+            if FORCED_BACKEND in self.backends:
+                backend = FORCED_BACKEND
+            else:
+                self._count_fallback(FORCED_BACKEND, "RECSYS_BACKEND names no backend of this op")
+        if backend != "auto" and backend not in self.backends:
+            raise ValueError(
+                f"{self.name} has no backend {backend!r}; it has {', '.join(('auto', *self.backends))}"
+            )
+        for name in self.backends if backend == "auto" else (backend,):
+            support = self._ask(name, facts)
+            if backend == "auto" and not support.auto:
+                continue
+            if support.ok:
+                self.last_backend = name
+                return self._load(name)
+            if backend != "auto":
+                raise ValueError(
+                    f"backend {name!r} of {self.name} cannot run this: {support.reason}; "
+                    "backend='auto' takes one that can"
+                )
+            self._count_fallback(name, support.reason)
+        raise ValueError(f"no backend can run this call.\n{self.explain(facts)}")
+
+    @contextlib.contextmanager
+    def watched(self, watcher: Callable[..., None]) -> Iterator[None]:
+        """Within the block, `watcher` gets the arguments of each call that is not traced, by name."""
+        before, self._watcher = self._watcher, watcher
+        try:
+            yield
+        finally:
+            self._watcher = before
+
+    def show(self, **arguments: Any) -> None:
+        """Tells the watcher, if there is one, about a call that is about to run."""
+        if self._watcher is not None and not torch.compiler.is_compiling():
+            self._watcher(**arguments)
+
+    def explain(self, facts: Any) -> Explanation:
+        """What each backend says about `facts`."""
+        return Explanation(self.name, tuple((name, self._ask(name, facts)) for name in self.backends))
+
+    def _ask(self, name: str, facts: Any) -> Support:
+        try:
+            module = self._load(name)
+        except ImportError as error:
+            return Support(False, f"it needs a package that is not installed ({error})")
+        return module.supports(facts)
+
+    def _load(self, name: str) -> ModuleType:
+        if name not in self._modules:
+            self._modules[name] = importlib.import_module(f"{self.package}.{_MODULES.get(name, name)}")
+        return self._modules[name]
+
+    def _count_fallback(self, name: str, reason: str) -> None:
+        if torch.compiler.is_dynamo_compiling():  # counting would be guarded on, and recompile every call
+            return
+        self.fallbacks[name, reason] += 1
+        if self.fallbacks[name, reason] == 1:
+            logger.warning("%s: backend %s is not used: %s", self.name, name, reason)
+
+
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which a compiler of PyTorch 2.11 takes for true in all its graphs."""
+    return torch.compiler.is_exporting()
+
+
+def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Which backends of an op can run this call, and why not the others.
+
+    Args:
+        op: its name, or the function itself; the other arguments are those of that function.
+
+    Raises:
+        ValueError: no op of this name.
+    """
+    known = _op(op if isinstance(op, str) else op.__name__)
+    kwargs.pop("backend", None)
+    return known.explain(known.facts(*args, **kwargs))
+
+
+def last_backend(op: str) -> str | None:
+    """The backend that the latest call of `op` in this process took; None before the first.
+
+    Raises:
+        ValueError: no op of this name.
+    """
+    return _op(op).last_backend
+
+
+def _op(name: str) -> Op:
+    if name not in _OPS:
+        raise ValueError(f"no op {name!r}; there are {', '.join(sorted(_OPS))}")
+    return _OPS[name]

@@ -1,0 +1,324 @@
+"""Starts the Hopper kernels with little work on the host.
+
+Triton looks at every argument of a launch to find the compiled kernel again, and describes every tensor map
+anew: over 100 us where four tensors have descriptors. Here it does so for the first launch of its kind only.
+What the code of a kernel depends on is the key of `start`; later launches with that key encode their tensor
+maps and call the C function that Triton built for the kernel. Triton's own way remains for the first launch,
+for another Triton than this was written for, where a profiler has put hooks around launches, for an argument
+that is not aligned as it was when the kernel was compiled, and for a number that needs 64 bits.
+
+A change of Triton's settings after the first launch of a kind (TRITON_DEBUG and the like) is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.driver import driver
+
+from recsys.ops.hstu_attention.hopper.forward import RAGGED_ROWS
+from recsys.ops.runtime.launch import Boxes
+
+LAUNCHED_BY = "3.6."
+"""The Triton whose launchers take the arguments that `_start_again` gives them."""
+
+ANY_ROWS = 0x7FFF0000
+"""More than any coordinate, and a size that a tensor map may have."""
+
+_ROWS = RAGGED_ROWS.value
+_BACK = 2**34
+"""Elements: so far, 2^30 times, is no way at all, modulo 2^64 bytes."""
+
+ALIGNMENT = 16
+"""Bytes: of addresses that Triton compiles special code for."""
+
+
+class _Encoding(NamedTuple):
+    """Of a tensor map, as the compiler chose it."""
+
+    swizzle: int
+    elem_size: int
+    elem_type: int
+    block_size: tuple[int, ...]
+
+
+class _Compiled(NamedTuple):
+    """A kernel for one device, and what its C launcher wants to know of it."""
+
+    kernel: Any  # the source: its address is part of the key, so it must live as long
+    launch: Callable[..., None]
+    function: int
+    metadata: Any
+    encodings: tuple[_Encoding, ...]
+    encode: Callable[..., Any]
+    constants: tuple[None, ...]  # in their places, unread
+
+
+_FOUND: dict[Hashable, _Compiled] = {}
+
+STOCK = 256
+_COUNTERS: dict[tuple[int, int], list[Tensor]] = {}
+"""By device and stream."""
+
+
+def start(
+    kernel: Any,
+    key: Hashable,
+    programs: int,
+    boxes: tuple[Boxes, ...],
+    pointers: tuple[Tensor, ...],
+    numbers: tuple[int | float, ...],
+    constants: Callable[[], dict[str, Any]],
+) -> None:
+    """`kernel[(programs,)](*boxes, *pointers, *numbers, **constants())` on the current stream.
+
+    Args:
+        key: with the kernel and the device all that the code depends on: what `constants` gives, the types of
+            tensors and the sizes of boxes. The kernel must not be specialised on any of `numbers`.
+
+    Raises:
+        TypeError: a kernel that Triton would specialise on one of `numbers`.
+    """
+    device = pointers[0].device
+    found = _FOUND.get((id(kernel), device.index, key))
+    if found is not None and _start_again(found, device, programs, (*boxes, *pointers, *numbers)):
+        return
+    require_one_code(kernel, len(boxes) + len(pointers), numbers)
+    descriptors = [ragged_descriptor(*box) for box in boxes]
+    made = kernel[(programs,)](*descriptors, *pointers, *numbers, **constants())
+    if found is None:
+        _remember(kernel, key, made, device, pointers)
+
+
+def start_specialised(
+    kernel: Any,
+    programs: int,
+    arguments: Sequence[Boxes | Tensor | int | float],
+    constants: dict[str, Any],
+    describe: Callable[[Boxes], Any],
+) -> None:
+    """`kernel[(programs,)](*arguments, **constants)`, with descriptors made by `describe` for the boxes.
+
+    For kernels that Triton compiles anew for some of their numbers: those numbers are part of the key, so
+    there must be few of them in all.
+    """
+    tensors = [given for given in arguments if isinstance(given, Tensor)]
+    device = tensors[0].device
+    kinds = [_kind(arguments[place]) for place in _specialised(kernel, len(arguments))]
+    key = (*constants.values(), *kinds)
+    found = _FOUND.get((id(kernel), device.index, key))
+    if found is not None and _start_again(found, device, programs, arguments):
+        return
+    given = [describe(one) if isinstance(one, Boxes) else one for one in arguments]
+    made = kernel[(programs,)](*given, **constants)
+    if found is None:
+        _remember(kernel, key, made, device, tensors)
+
+
+def _kind(argument: Boxes | Tensor | float) -> Hashable:
+    """What of an argument the code of a kernel depends on, or more."""
+    if isinstance(argument, Boxes):
+        return argument.tensor.dtype, argument.rows, argument.columns
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    return argument if isinstance(argument, int) else float
+
+
+_PLACES: dict[tuple[int, int], tuple[int, ...]] = {}
+
+
+def _specialised(kernel: Any, number: int) -> tuple[int, ...]:
+    """The places, of the first `number` parameters, of those that the code depends on."""
+    place = (id(kernel), number)
+    if place not in _PLACES:
+        parameters = getattr(kernel, "params", [])[:number]
+        _PLACES[place] = tuple(i for i, one in enumerate(parameters) if not one.do_not_specialize)
+    return _PLACES[place]
+
+
+def _remember(kernel: Any, key: Hashable, made: Any, device: torch.device, tensors: Sequence[Tensor]) -> None:
+    """Keeps a kernel that has just been started, if it can be started the short way."""
+    if isinstance(kernel, triton.JITFunction) and _aligned(tensors):
+        found = _compiled(kernel, made, device)
+        if found is not None:
+            _FOUND[(id(kernel), device.index, key)] = found
+
+
+def require_one_code(kernel: Any, first: int, numbers: tuple[int | float, ...]) -> None:
+    """Passes if the code of a kernel is the same for all values of `numbers`, its parameters from number
+    `first` on: else a number 1, or one that 16 divides, would be compiled in and later ones not looked at.
+
+    Raises:
+        TypeError: naming the parameter.
+    """
+    for parameter, number in zip(getattr(kernel, "params", [])[first:], numbers, strict=False):
+        if isinstance(number, int) and not parameter.do_not_specialize:
+            raise TypeError(
+                f"{kernel.__name__}: parameter {parameter.name} belongs into do_not_specialize: later "
+                "launches take the code of the first whatever the number is"
+            )
+
+
+@lru_cache(maxsize=64)
+def num_processors(device: torch.device) -> int:
+    """How many programs run at a time: one a processor."""
+    if device.type != "cuda":
+        return 4  # in the emulator: few programs, so that one of them has several tiles
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def programs_for(device: torch.device, units: int) -> int:
+    """How many to start where each takes one unit of work after the other."""
+    return min(num_processors(device), units)
+
+
+def zero_counter(device: torch.device) -> Tensor:
+    """int32 [4], zeros that no other launch has seen, good for one on the current stream. Not for code that a
+    compiler captures, which must know of all memory that is kept.
+
+    From a stock for each stream, which one call in `STOCK` fills. A captured graph gets zeros of its own,
+    that it makes anew in each replay.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    place = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
+    while True:
+        try:
+            return _COUNTERS[place].pop()
+        except (KeyError, IndexError):
+            zeros = torch.zeros(STOCK, 4, dtype=torch.int32, device=device)
+            _COUNTERS[place] = list(zeros.unbind(0))
+
+
+def _start_again(
+    found: _Compiled, device: torch.device, programs: int, given: Sequence[Boxes | Tensor | int | float]
+) -> bool:
+    """Whether the short way could be taken; if so, the kernel has been started."""
+    hooks = knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or found.kernel.pre_run_hooks:
+        return False
+    index = device.index
+    if torch.cuda.current_device() != index:
+        return False
+    arguments: list[Any] = []
+    encodings = iter(found.encodings)
+    for one in given:
+        if isinstance(one, Tensor):
+            address = one.data_ptr()
+            if address % ALIGNMENT:
+                return False
+            arguments.append(address)
+        elif isinstance(one, Boxes):
+            tensor, encoding = one.tensor, next(encodings)
+            shape, strides, both, _ = _ragged(
+                tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size()
+            )
+            arguments.append(found.encode(tensor.data_ptr(), *encoding, shape, strides, 0))
+            arguments += both
+        else:
+            arguments.append(one)
+    try:
+        found.launch(
+            programs,
+            1,
+            1,
+            torch._C._cuda_getCurrentRawStream(index),
+            found.function,
+            False,
+            False,
+            None,
+            None,
+            found.metadata,
+            None,
+            None,
+            None,
+            *arguments,
+            *found.constants,
+        )
+    except OverflowError:  # a number past 32 bits, for which there is other code
+        return False
+    return True
+
+
+def _aligned(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+
+
+def _compiled(kernel: Any, made: Any, device: torch.device) -> _Compiled | None:
+    """What `_start_again` needs, if this is a kernel and a Triton that it knows how to start."""
+    if not triton.__version__.startswith(LAUNCHED_BY) or torch.cuda.current_device() != device.index:
+        return None
+    launcher = getattr(made, "run", None)
+    if not isinstance(launcher, CudaLauncher):
+        return None
+    scratch = launcher.global_scratch_size + launcher.profile_scratch_size
+    if scratch or launcher.launch_cooperative_grid or launcher.launch_pdl or launcher.num_ctas != 1:
+        return None
+    launch = launcher.launch
+    if descriptors := getattr(made.metadata, "tensordesc_meta", None) or ():
+        inside = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
+        launch = inside["launcher"].cell_contents
+    encodings = tuple(
+        _Encoding(
+            one["swizzle"], one["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]], one["block_size"]
+        )
+        for one in descriptors
+    )
+    return _Compiled(
+        kernel=kernel,
+        launch=launch,
+        function=made.function,
+        metadata=made.packed_metadata,
+        encodings=encodings,
+        encode=driver.active.utils.fill_tma_descriptor,
+        constants=(None,) * len(kernel.constexprs),
+    )
+
+
+def with_loadable_rows(tensor: Tensor) -> Tensor:
+    """[T, H, D] as a tensor map can describe it: 16-byte steps, heads side by side within a row."""
+    described = _ragged(tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size())
+    if described.loadable and tensor.data_ptr() % ALIGNMENT == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)  # contiguous() would keep a crooked address
+
+
+class _Ragged(NamedTuple):
+    """Shape and strides of the descriptor that `ragged_descriptor` documents."""
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+    both: tuple[int, ...]  # one after the other
+    loadable: bool
+
+
+@lru_cache(maxsize=1024)
+def _ragged(stride: tuple[int, int, int], num_heads: int, dim: int, size: int) -> _Ragged:
+    """Of tensors [T, num_heads, dim], elements of `size` bytes: the same for all batches."""
+    row, head, last = stride
+    width = (num_heads - 1) * head + dim
+    aligned = row * size % ALIGNMENT == 0 and head * size % ALIGNMENT == 0
+    shape, strides = (ANY_ROWS, ANY_ROWS, _ROWS, width), (_BACK - row, row, row, 1)
+    return _Ragged(shape, strides, shape + strides, last == 1 and aligned and head >= 0 and width <= row)
+
+
+def ragged_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Boxes of `rows` rows and `columns` columns of [T, H, D], cut off at the end of a sample.
+
+    A box at (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of the sample
+    from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read as
+    zeros, not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows,
+    modulo 2^64 bytes. Source: `triton.tools.ragged_tma`.
+    """
+    shape, strides, _, _ = _ragged(tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size())
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.element_size(), rank=4)
+    return TensorDescriptor(tensor, list(shape), list(strides), [1, 1, rows, columns], layout)

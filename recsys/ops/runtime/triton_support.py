@@ -1,0 +1,113 @@
+"""What all Triton backends share: can they run here, the way to their kernels, a look at the assembler.
+
+This module itself needs no Triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from recsys import environment
+from recsys.ops.runtime.dispatch import Support
+
+logger = logging.getLogger(__name__)
+
+GLUON = "3.6"
+"""The Triton whose Gluon the kernels for Hopper are written in."""
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Triton decides when it is imported, by its own variable, whether kernels are compiled or interpreted.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_INSTALLED = importlib.util.find_spec("triton") is not None
+
+_MODULES: dict[str, ModuleType] = {}
+"""Of kernels, by name: a traced call finds them here and imports nothing."""
+
+
+def support(device: str, dtype: torch.dtype) -> Support:
+    """CUDA, 16 or 32 bits. On a CPU only for tests of the kernels, by interpretation."""
+    if device == "cpu":
+        if not _INTERPRETED:
+            return Support(False, "it needs CUDA tensors, these are on the CPU", auto=False)
+    elif device != "cuda":
+        return Support(False, f"it needs CUDA tensors, these are on {device}", auto=False)
+    if not _INSTALLED:
+        return Support(False, "Triton is not installed; type: pip install triton")
+    if dtype not in DTYPES:
+        return Support(False, f"it takes bfloat16, float16 and float32, not {dtype}")
+    return Support(True, auto=device == "cuda")  # in the interpreter only for those who name it
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether what has no backends to choose from should take kernels here and now."""
+    return device.type == "cuda" and _INSTALLED and not torch.compiler.is_compiling()
+
+
+def preload(module: str) -> None:
+    """Imports a module of kernels where they can run: a traced call could not import it."""
+    if _INSTALLED and torch.version.cuda is not None:
+        environment.prefer_packaged_ptxas()
+        _MODULES[module] = importlib.import_module(module)
+
+
+def load(module: str) -> ModuleType:
+    """A module of kernels, to run one of them."""
+    if not torch.compiler.is_compiling():
+        _warn_about_assembler()
+    if module not in _MODULES:
+        _MODULES[module] = importlib.import_module(module)
+    return _MODULES[module]
+
+
+@lru_cache(maxsize=64)
+def num_processors(device: torch.device) -> int:
+    """How many programs run at a time, at least."""
+    if device.type != "cuda":
+        return 4  # in the interpreter: few programs, so that one of them has several tiles
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@torch.compiler.assume_constant_result  # of a plain function: a tracer looks into one that is cached
+def missing_for_hopper() -> str:
+    """What a machine with CUDA lacks for kernels written in Gluon; empty if nothing."""
+    return _looked_for_hopper()
+
+
+@lru_cache(maxsize=1)
+def _looked_for_hopper() -> str:
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "it needs a Hopper GPU"
+    version = environment.installed_version("triton") or ""
+    if not version.startswith(f"{GLUON}."):
+        brings = f"torch {environment.FOR_GPUS.torch} brings it"
+        return f"it needs Triton {GLUON}, this is {version or 'none'}; {brings}"
+    environment.prefer_packaged_ptxas()
+    path = environment.find_ptxas()
+    found = environment.tool_version(path) if path else ""
+    if environment.version_numbers(found) < environment.MINIMAL_PTXAS:
+        return f"it needs ptxas 13.3 or later; type: {environment.newer_ptxas()}"
+    return ""
+
+
+@lru_cache(maxsize=1)
+def _warn_about_assembler() -> None:
+    """Says once when kernels for Hopper would be assembled by a ptxas that may get them wrong."""
+    path = environment.find_ptxas()
+    version = environment.tool_version(path) if path else ""
+    on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if on_hopper and environment.version_numbers(version) < environment.MINIMAL_PTXAS:
+        logger.warning(
+            "ptxas %s (%s) miscompiles some Triton kernels on Hopper: wrong numbers or illegal accesses. "
+            "Type: %s",
+            version or "of unknown version",
+            path,
+            environment.newer_ptxas(),
+        )

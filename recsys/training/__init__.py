@@ -1,0 +1,1 @@
+"""Trains and evaluates models: the loop, optimizers, checkpoints, distributed runs and hooks."""

@@ -1,0 +1,34 @@
+"""When "auto" takes the Hopper backend: for what has passed on a GPU as it stands. Needs no Triton."""
+
+import pytest
+import torch
+
+from recsys.ops import AttentionMask
+from recsys.ops.attention_args import AttentionFacts
+from recsys.ops.hstu_attention import hopper
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    monkeypatch.setattr(triton_support, "support", lambda device, dtype: Support(True))
+    monkeypatch.setattr(triton_support, "missing_for_hopper", lambda: "")
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dim", hopper.WIDTHS)
+def test_it_is_taken_for_all_widths_with_and_without_gradients(dim, deterministic, needs_grad):
+    facts = AttentionFacts(
+        "cuda", torch.bfloat16, 4, dim, dim, AttentionMask(), False, needs_grad, deterministic
+    )
+    assert hopper.supports(facts) == Support(True)
+
+
+def test_it_is_taken_in_compiled_graphs_but_not_in_exports(monkeypatch):
+    facts = AttentionFacts("cuda", torch.bfloat16, 4, 64, 64, AttentionMask(), False, True, False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert hopper.supports(facts) == Support(True)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    assert hopper.supports(facts) == Support(False, "a package cannot embed it")

@@ -1,0 +1,130 @@
+"""The Hopper kernels as ops of traced graphs, on a CPU: the kernels themselves run in the emulator."""
+
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+
+from recsys.ops import AttentionMask, SequenceLayout, hstu_attention
+from recsys.ops.hstu_attention import hopper
+from recsys.ops.hstu_attention.hopper import launch, ops, two_pass
+from recsys.ops.hstu_attention.triton.launch import Problem
+from recsys.ops.runtime import hopper_launch, triton_support
+from recsys.ops.runtime.dispatch import Support
+from tests.ops.cases import layout_of, samples
+from tests.ops.hstu_attention.test_hopper_emulated import DTYPES, inputs, results
+from tests.tools.gluon_emulator import Emulated
+
+OPS = {"hstu_attention_sm90": ops._run, "hstu_attention_sm90_backward": ops._run_backward}
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch):
+    for module, kernel in (
+        (launch, "forward_kernel"),
+        (two_pass, "keys_kernel"),
+        (two_pass, "wide_keys_kernel"),
+        (two_pass, "rows_kernel"),
+    ):
+        monkeypatch.setattr(module, kernel, Emulated(getattr(module, kernel)))
+    monkeypatch.setattr(hopper_launch, "num_processors", lambda device: 3)
+    with torch.library._scoped_library("recsys", "IMPL") as library:
+        for name, kernel in OPS.items():
+            library.impl(name, kernel, "CPU")
+        yield
+
+
+def arguments(dim=64):
+    layout = layout_of(samples(2, [(90, 7), (0, 0), (20, 3)]))
+    tensors = inputs(layout.total_len, dim)
+    return layout, tensors, Problem(layout, AttentionMask(window=30, prefix=5), dim**-0.5, 50.0, None)
+
+
+def test_the_op_has_the_gradients_of_the_kernels():
+    layout, tensors, problem = arguments()
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    out = ops.call_op(*leaves, problem, True)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    got = [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
+    want, theirs = (
+        results(layout, problem.mask, *(t.to(dtype) for t in (cotangent, *tensors))) for dtype in DTYPES
+    )
+    for name, ours, exact, other in zip("oqkv", got, want, theirs, strict=True):
+        error, allowed = ((t.double() - exact).norm() / exact.norm() for t in (ours, other))
+        assert error <= 2 * allowed + 1e-3, (name, float(error), float(allowed))
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "window", "dim", "deterministic", "passes"),
+    [
+        (16384, 1, None, 128, False, 1),
+        (16384, 1, None, 128, True, 2),
+        (16384, 1, None, 256, False, 2),
+        (16384, 1, 256, 128, False, 2),
+        (16384, 1, 512, 128, False, 1),
+        (16384, 1, 64, 64, False, 2),
+        (16384, 1, 256, 64, False, 1),
+        (1024, 4, None, 128, False, 2),
+        (2048, 4, None, 128, False, 1),
+        (512, 4, None, 64, False, 1),
+        (256, 9, None, 64, False, 2),
+        (0, 0, None, 64, False, 2),
+    ],
+)
+def test_gradients_come_in_one_pass_where_rows_see_many_keys(
+    length, batch, window, dim, deterministic, passes, monkeypatch
+):
+    taken = []
+    for number, module in ((1, launch), (2, two_pass)):
+        monkeypatch.setattr(module, "backward", lambda *_args, number=number, **_rest: taken.append(number))
+    layout = SequenceLayout(torch.full((batch,), length))
+    problem = Problem(layout, AttentionMask(window=window), 1.0, 1.0, None)
+    q = torch.empty(layout.total_len, 1, dim, device="meta")
+    ops._gradients(q, q, q, q, problem, deterministic, captured=False)
+    assert taken == [passes]
+
+
+def test_shapes_without_running():
+    _, tensors, problem = arguments()
+    layout, mask = problem.layout, problem.mask
+    rest = (layout.lengths, layout.offsets, layout.num_targets, 2, mask.window, mask.prefix, False, 1, True)
+    q, k, v = tensors
+    for name, first in (
+        ("hstu_attention_sm90", ()),
+        ("hstu_attention_sm90_backward", (torch.randn_like(q),)),
+    ):
+        op = getattr(torch.ops.recsys, name).default
+        torch.library.opcheck(
+            op, (*first, q, k, v, *rest, 0.125, 50.0, True), test_utils=("test_schema", "test_faketensor")
+        )
+
+
+def test_a_compiler_finds_one_node_and_no_questions_to_the_machine(monkeypatch):
+    """The choice of the backend is traced too: what asks the machine must not be looked into."""
+
+    def asked():
+        subprocess.run(["true"], check=True)  # nothing that could be traced
+        return ""
+
+    supports, seen = hopper.supports, []
+    monkeypatch.setattr(hopper, "supports", lambda facts: supports(replace(facts, device="cuda")))
+    monkeypatch.setattr(triton_support, "support", lambda device, dtype: Support(True))
+    monkeypatch.setattr(triton_support, "_looked_for_hopper", asked)
+    monkeypatch.setitem(triton_support._MODULES, hopper._OPS, ops)
+
+    def attend(q, k, v, lengths, offsets, num_targets):
+        layout = SequenceLayout.trusted(lengths, offsets, num_targets, 2, q.shape[0], q.shape[0], q.shape[0])
+        return hstu_attention(q, k, v, layout, scale_len=64, backend="sm90") * 2.0
+
+    def graph(module, _inputs):
+        seen.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
+        return module.forward
+
+    layout, tensors, _ = arguments()
+    batch = (*tensors, layout.lengths, layout.offsets, layout.num_targets)
+    got = torch.compile(attend, dynamic=True, fullgraph=True, backend=graph)(*batch)
+    assert sum("hstu_attention_sm90" in name for name in seen) == 1
+    torch.testing.assert_close(got, attend(*batch))

@@ -1,0 +1,174 @@
+"""The kernel that makes work lists against the operations of `work_list`: interpreted, compiled, on a GPU."""
+
+import random
+
+import pytest
+import torch
+
+from recsys.ops import AttentionMask, SequenceLayout
+from recsys.ops.hstu_attention.work_list.reference import (
+    NUM_CACHED_COLUMNS,
+    _cached_work,
+    _key_work,
+    _row_work,
+)
+from tests.tools.assembled import assemble
+from tests.tools.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
+
+ORDERINGS = [
+    {"COLUMNS": columns, "PADDED": padded, "LANES": 32, "OTHERS": 256}
+    for columns, padded in ((12, 16), (NUM_CACHED_COLUMNS, 32))
+]
+TILES = ((128, 64), (192, 64), (64, 128), (128, 128), (16, 32))
+FLAGS = [(keys, window, 128, 128) for keys in (True, False) for window in (True, False)]
+FLAGS += [(False, window, tile, 64) for window in (True, False) for tile in (128, 192)]
+
+
+@pytest.fixture
+def few_lanes(monkeypatch):
+    """Several programs."""
+    from recsys.ops.hstu_attention.work_list.reference import launch as work_list_launch
+
+    mend_interpreter(monkeypatch)
+    for name, value in (("LANES", 16), ("CACHED_LANES", 16), ("SAMPLES", 2), ("ORDERED", 8), ("OTHERS", 16)):
+        monkeypatch.setattr(work_list_launch, name, value)
+
+
+def random_case(chance: random.Random) -> tuple[SequenceLayout, AttentionMask]:
+    contextual = chance.choice([0, 0, 1, 3, 6])
+    samples = range(chance.randint(0, 6))
+    targets = [chance.choice([0, 0, 1, 5, 40, 200]) for _ in samples]
+    history = [chance.choice([0, 0, 1, 7, 63, 64, 65, 300, 1000]) for _ in samples]
+    lengths = [contextual + one + other for one, other in zip(targets, history, strict=True)]
+    mask = AttentionMask(
+        window=chance.choice([None, 1, 16, 100]),
+        prefix=chance.choice([0, 0, 8, 70]),
+        target_window=chance.random() < 0.3,
+        target_group_size=chance.choice([1, 1, 4]),
+        contextual_reads_history=chance.random() < 0.5,
+    )
+    numbers = (torch.tensor(one, dtype=torch.int64) for one in (lengths, targets))
+    return SequenceLayout(*numbers, contextual), mask
+
+
+def assert_equal_lists(seed: int, device: str = "cpu") -> None:
+    from recsys.ops.hstu_attention.work_list.launch import items_of
+
+    chance = random.Random(seed)
+    layout, mask = random_case(chance)
+    tile, block = chance.choice(TILES)
+    section, tail = chance.choice([None, 500]), chance.choice([None, 0, 1, 64, 200])
+    for keys, expected in ((False, _row_work), (True, _key_work)):
+        strip = None if keys else chance.choice([None, 16, tile // 2])
+        strips = () if keys else (strip,)
+        wanted = expected(mask, layout, tile, block, section, tail, *strips)
+        found = items_of(mask, layout.to(device), tile, block, section, tail, strip, keys=keys)
+        assert torch.equal(found.cpu(), wanted), (mask, layout.lengths, layout.num_targets, keys, tail)
+
+
+def assert_equal_cached_lists(seed: int, device: str = "cpu") -> None:
+    """Of new tokens behind cached ones: history and targets, some samples without either."""
+    from recsys.ops.hstu_attention.work_list.launch import cached_items_of
+
+    chance = random.Random(seed)
+    whole, mask = random_case(chance)
+    history = [chance.choice([0, 0, 1, 50]) for _ in range(whole.batch_size)]
+    layout = SequenceLayout(whole.num_targets + torch.tensor(history, dtype=torch.int64), whole.num_targets)
+    cached = SequenceLayout(whole.lengths - whole.num_targets, None, whole.num_contextual)
+    tile, block = chance.choice(TILES)
+    parts = chance.choice([1, 1, 2, 8])
+    wanted = _cached_work(mask, layout, cached, tile, block, parts)
+    found = cached_items_of(mask, layout.to(device), cached.to(device), tile, block, parts)
+    assert torch.equal(found.cpu(), wanted), (mask, layout.lengths, layout.num_targets, cached.lengths, parts)
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(60))
+def test_the_same_lists(few_lanes, seed):
+    assert_equal_lists(seed)
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(60))
+def test_the_same_lists_with_a_cache(few_lanes, seed):
+    assert_equal_cached_lists(seed)
+
+
+@interpreted
+def test_tiles_that_are_none_come_last(few_lanes):
+    """Where the lengths are on the device only, there may be fewer than there are items."""
+    from recsys.ops.hstu_attention.work_list.launch import items_of
+
+    layout = SequenceLayout(torch.tensor([30, 0, 70]), torch.tensor([5, 0, 0]), 0)
+    numbers = (layout.lengths, layout.offsets, layout.num_targets)
+    unknown = SequenceLayout.trusted(*numbers, 0, layout.total_len, 100, 5).to("cpu")
+    known = items_of(AttentionMask(), layout, 16, 32, None, keys=False)
+    assert torch.equal(items_of(AttentionMask(), unknown, 16, 32, None, keys=False)[: len(known)], known)
+
+
+@interpreted
+def test_tiles_that_are_none_of_candidates(few_lanes):
+    """All columns, as the operations have them."""
+    from recsys.ops.hstu_attention.work_list.launch import cached_items_of
+
+    lengths = torch.tensor([30, 0, 70])
+    layout = SequenceLayout.trusted(
+        lengths, torch.tensor([0, 30, 30, 100]), lengths, 0, total_len=200, max_len=200, total_targets=200
+    )
+    cached = SequenceLayout(torch.tensor([5, 9, 0]), None, 0)
+    cached = SequenceLayout.trusted(cached.lengths, cached.offsets, cached.num_targets, 0, 999, 999, 0)
+    found = cached_items_of(AttentionMask(), layout, cached, 16, 32, 2)
+    assert torch.equal(found, _cached_work(AttentionMask(), layout, cached, 16, 32, 2))
+
+
+@interpreted
+def test_a_long_list_is_sorted(few_lanes, monkeypatch):
+    """In the same order as the kernel's, which compares each tile with each."""
+    from recsys.ops.hstu_attention.work_list.reference import launch as work_list_launch
+
+    for seed in range(5):
+        monkeypatch.setattr(work_list_launch, "MOST_COMPARED", 0)
+        assert_equal_lists(seed)
+
+
+@starts_it
+def test_the_kernel_in_the_interpreter():
+    run_interpreted(__file__)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@pytest.mark.parametrize(("keys", "window", "tile", "strip"), FLAGS)
+def test_it_fits_into_the_registers(keys, window, tile, strip, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+    from recsys.ops.hstu_attention.work_list.kernel import items_kernel, order_kernel
+
+    constants = {"KEYS": keys, "TILE": tile, "STRIP": strip, "BLOCK": 64, "WINDOWED": window}
+    constants |= {
+        "SECTIONED": not window,
+        "TARGET_WINDOW": window,
+        "CONTEXTUAL_READS": True,
+        "TAIL": window,
+        "LANES": 128,
+        "SAMPLES": 32,
+    }
+    assert assemble(items_kernel, {}, constants, tmp_path).spills == 0
+    for constants in ORDERINGS:
+        assert assemble(order_kernel, {}, constants, tmp_path).spills == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@pytest.mark.parametrize("window", [True, False])
+def test_that_of_candidates_fits_into_the_registers(window, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+    from recsys.ops.hstu_attention.work_list.cached_kernel import cached_items_kernel
+
+    constants = {"TILE": 128, "BLOCK": 64, "WINDOWED": window, "TARGET_WINDOW": window}
+    constants |= {"CONTEXTUAL_READS": True, "LANES": 64, "SAMPLES": 32}
+    assert assemble(cached_items_kernel, {}, constants, tmp_path).spills == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(100))
+def test_the_same_lists_on_a_gpu(seed):
+    assert_equal_lists(seed, "cuda")
+    assert_equal_cached_lists(seed, "cuda")

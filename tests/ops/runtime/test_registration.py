@@ -1,0 +1,159 @@
+"""The registration helper, with ops made up for it, in every way in which an op is called."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+
+from recsys.ops.runtime import registration
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def scaled(x: Tensor, y: Tensor, factor: float) -> Tensor:
+    """[n, D], [n, V] -> [n, V]: not the shape of its first argument."""
+    return x.sum(1, keepdim=True) * y * factor
+
+
+def scaled_backward(grad: Tensor, x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    of_x = (grad * y).sum(1, keepdim=True) * factor
+    return of_x.expand(x.shape).contiguous(), grad * x.sum(1, keepdim=True) * factor
+
+
+def fake(x: Tensor, y: Tensor, factor: float) -> Tensor:
+    return torch.empty_like(y)
+
+
+def fake_backward(grad: Tensor, x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(y)
+
+
+def made(op, backward_op):
+    def backward(ctx, grad):
+        return *backward_op(grad, *ctx.saved_tensors, *ctx.rest), None
+
+    registration.differentiable(op, backward, registration.saving(2))
+    return op
+
+
+OPS = {
+    "visible": made(
+        registration.visible("made_up_visible")(scaled),
+        registration.visible("made_up_visible_backward")(scaled_backward),
+    ),
+    "opaque": made(
+        registration.opaque("made_up_opaque", scaled, fake, devices=("cpu",)),
+        registration.opaque(
+            "made_up_opaque_backward",
+            scaled_backward,
+            fake_backward,
+            arguments="(Tensor grad, Tensor x, Tensor y, float factor) -> (Tensor, Tensor)",
+        ),
+    ),
+}
+
+
+class Model(torch.nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.op(x + 1, y, 0.5)
+
+
+def batch(rows: int):
+    generator = torch.Generator().manual_seed(rows)
+    return tuple(torch.randn(rows, width, generator=generator).requires_grad_() for width in (3, 5))
+
+
+def right(x, y):
+    return (x + 1).sum(1, keepdim=True) * y / 2
+
+
+@pytest.fixture(params=OPS)
+def op(request):
+    return OPS[request.param]
+
+
+def check_gradients(call, rows: int) -> None:
+    inputs, cotangent = batch(rows), torch.randn(rows, 5)
+    found = torch.autograd.grad(call(*inputs), inputs, cotangent)
+    for got, want in zip(found, torch.autograd.grad(right(*inputs), inputs, cotangent), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_eager_with_and_without_gradients(op, rows):
+    check_gradients(Model(op), rows)
+    with torch.no_grad():
+        torch.testing.assert_close(Model(op)(*batch(rows)), right(*batch(rows)))
+    torch.library.opcheck(op, (*batch(rows), 0.5))
+
+
+def test_one_compiled_graph_for_all_sizes(op):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(Model(op), backend=counter, fullgraph=True, dynamic=True)
+    for rows in (4, 2, 31):
+        check_gradients(compiled, rows)
+    assert counter.frame_count == 1
+
+
+def exported(op, folder=None):
+    with torch.no_grad():
+        program = torch.export.export(
+            Model(op), batch(4), dynamic_shapes=({0: Dim("rows")}, {0: Dim("rows")})
+        )
+    nodes = [str(node.target) for node in program.graph.nodes if "made_up" in str(node.target)]
+    assert len(nodes) == 1
+    return program
+
+
+def test_it_is_one_node_of_an_exported_graph(op):
+    program = exported(op)
+    with torch.no_grad():
+        for rows in (4, 2, 31):
+            torch.testing.assert_close(program.module()(*batch(rows)), right(*batch(rows)))
+
+
+RUN_IN_THREADS = """
+import sys, torch
+from concurrent.futures import ThreadPoolExecutor
+torch.set_num_threads(1)
+program = torch._inductor.aoti_load_package(sys.argv[1])
+batches, wanted = torch.load(sys.argv[2])
+def run(number):
+    return torch.equal(program(*batches[number % len(batches)]), wanted[number % len(batches)])
+with ThreadPoolExecutor(4) as pool:
+    print(all(pool.map(run, range(400))))
+"""
+
+
+@pytest.mark.slow
+def test_a_package_needs_nothing_of_this_and_runs_in_four_threads(tmp_path, monkeypatch):
+    """Of a visible op. In a fresh process, which a deadlock would keep past its time."""
+    monkeypatch.setenv("CXX", "/usr/bin/g++")
+    package = torch._inductor.aoti_compile_and_package(
+        exported(OPS["visible"]), package_path=str(tmp_path / "model.pt2")
+    )
+    program = torch._inductor.aoti_load_package(package)
+    batches = [tuple(one.detach() for one in batch(rows)) for rows in (4, 2, 31)]
+    wanted = [program(*one) for one in batches]
+    for got, one in zip(wanted, batches, strict=True):
+        torch.testing.assert_close(got, right(*one))
+    torch.save((batches, wanted), tmp_path / "batches")
+    command = [sys.executable, "-c", RUN_IN_THREADS, package, str(tmp_path / "batches")]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, timeout=120)
+    assert shown.stdout.strip() == "True"
+
+
+def test_nobody_registers_an_op_elsewhere():
+    ways = re.compile(r"\b(triton_op|custom_op|register_autograd|register_fake|library\.(define|impl))\b")
+    users = {path for path in (ROOT / "recsys").rglob("*.py") if ways.search(path.read_text())}
+    assert users == {ROOT / "recsys" / "ops" / "registration.py"}

@@ -1,0 +1,137 @@
+"""Prefill and scoring graphs: the model's scores from flat tensors; eager, captured, compiled, any size."""
+
+import json
+
+import pytest
+import torch
+from torch.fx.experimental import _config as symbolic
+
+from recsys import protos as pb
+from recsys.inference.cached_programs import example_inputs
+from recsys.models import build_model
+from recsys.models.scoring import flatten, scoring_signature
+from recsys.scoring.cached_scoring import (
+    CachedGraph,
+    CacheForm,
+    PrefillGraph,
+    cached_inputs,
+    cached_signature,
+    prefill_signature,
+)
+from tests.models.test_scoring import BF16, SIZES, TRUNCATED
+from tests.modules.pipelines import RANKER, RANKERS, batch_of, pipeline_of, random_rows
+
+MODELS = {
+    "hstu": (RANKER,),
+    "truncated": (RANKER, TRUNCATED),
+    "bf16": (RANKER, BF16),
+    "all encoders": RANKERS["all"],
+    "channels": RANKERS["channels"],
+    "interleaved channels": RANKERS["interleaved channels"],
+}
+
+
+CAPTURED = ("truncated", "all encoders", "interleaved channels")
+"""To capture takes seconds: these are always tried, the others with --slow."""
+
+
+@pytest.fixture(params=MODELS, scope="module")
+def pipeline(request):
+    return pipeline_of(*MODELS[request.param])
+
+
+@pytest.fixture(scope="module")
+def model(pipeline):
+    torch.manual_seed(3)
+    return build_model(pipeline).eval()
+
+
+def named(pipeline, batch):
+    specs = scoring_signature(pipeline)
+    return dict(zip([spec.name for spec in specs], flatten(batch), strict=True))
+
+
+def prefill_inputs(pipeline, batch):
+    inputs = named(pipeline, batch)
+    return tuple(inputs[spec.name] for spec in prefill_signature(pipeline))
+
+
+def captured(graph, specs, example):
+    """As the exporter does it: every named size dynamic, from 0 on."""
+    dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims if not name.isdigit()}
+    shapes = tuple(
+        {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
+    )
+    with symbolic.patch(backed_size_oblivious=True), torch.no_grad():
+        return torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
+
+
+def programs(model):
+    form = CacheForm.of(model)
+    signatures = prefill_signature(model.pipeline), cached_signature(model.pipeline, form)
+    return [
+        captured(graph(model), specs, example_inputs(specs, torch.device("cpu")))
+        for graph, specs in zip((PrefillGraph, CachedGraph), signatures, strict=True)
+    ]
+
+
+def batches(pipeline):
+    return [batch_of(pipeline, random_rows(pipeline, sizes, seed=n)) for n, sizes in enumerate(SIZES)]
+
+
+def check(pipeline, model, prefill, score):
+    form = CacheForm.of(model)
+    close = (
+        {"rtol": 0.02, "atol": 0.01} if pipeline.model.precision == pb.BF16 else {"rtol": 1e-5, "atol": 1e-5}
+    )
+    with torch.no_grad():
+        for batch in batches(pipeline):
+            tensors = prefill(*prefill_inputs(pipeline, batch))
+            cache = form.cache({spec.name: one for spec, one in zip(form.specs(), tensors, strict=True)})
+            scores = score(*cached_inputs(pipeline, form, named(pipeline, batch), cache))
+            torch.testing.assert_close(scores, model.score(batch), **close)
+
+
+def test_the_graphs_score_as_the_model(pipeline, model):
+    check(pipeline, model, PrefillGraph(model), CachedGraph(model))
+
+
+def test_tensors_are_those_of_the_signatures(pipeline, model):
+    form = CacheForm.of(model)
+    assert CacheForm.from_json(json.loads(json.dumps(form.to_json()))) == form
+    for batch in batches(pipeline):
+        with torch.no_grad():
+            cache = model.prefill(batch)
+        signature = cached_signature(pipeline, form)
+        sizes = {}
+        for spec, tensor in zip(
+            signature, cached_inputs(pipeline, form, named(pipeline, batch), cache), strict=True
+        ):
+            assert tensor.dtype == spec.dtype and tensor.dim() == len(spec.dims), spec.name
+            for name, size in zip(spec.dims, tensor.shape, strict=True):
+                wanted = int(name) if name.isdigit() else sizes.setdefault(name, size)
+                assert size == wanted, spec.name
+        assert len({spec.name for spec in signature}) == len(signature)
+
+
+def test_one_capture_serves_every_size(pipeline, model, request):
+    if request.node.callspec.params["pipeline"] not in CAPTURED and not request.config.getoption("--slow"):
+        pytest.skip("slow: run with --slow")
+    prefill, score = programs(model)
+    check(pipeline, model, prefill.module(), score.module())
+
+
+@pytest.mark.slow
+def test_one_package_serves_every_size(pipeline, model, tmp_path):
+    loaded = []
+    for number, program in enumerate(programs(model)):
+        path = str(tmp_path / f"{number}.pt2")
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=path, inductor_configs={"aot_inductor.check_lowerbound": False}
+        )
+        loaded.append(torch._inductor.aoti_load_package(path))
+
+    def contiguous(runner):
+        return lambda *inputs: runner(*(one.contiguous() for one in inputs))
+
+    check(pipeline, model, *map(contiguous, loaded))
