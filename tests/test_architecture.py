@@ -13,22 +13,24 @@ PACKAGE = ROOT / "recsys"
 # Each layer may import itself and what stands before it.
 LAYERS = (
     {"errors", "environment", "files", "logs", "protos"},
-    {"config", "resolve", "checks", "registry", "features", "textproto"},
+    {"config"},
     {"ops"},
     {"modules", "data"},
     {"models"},
+    {"scoring"},
     {"training", "inference"},
-    {"flags", "cli", "diagnosis", "train", "evaluate", "export", "predict", "doctor"},
+    {"flags", "cli", "doctor_checks", "train", "evaluate", "export", "predict", "doctor"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENTRY_POINTS = ("train", "evaluate", "export", "predict", "doctor")
 # Of two neighbours one must not know the other; one layer stays usable without the config language.
-FORBIDDEN = {"data": {"modules"}, "ops": {"protos", "config", "checks", "registry", "features"}}
+FORBIDDEN = {"data": {"modules"}, "ops": {"protos", "config"}}
 # Where one layer may use a single name of another.
 ALLOWED_NAMES = {
-    ("data", "ops"): {"ops.SequenceLayout", "ops.layout"},
+    ("data", "ops"): {"ops.SequenceLayout", "ops.jagged.layout"},
     ("modules", "data"): {"data.batch"},
     ("models", "data"): {"data.batch"},
+    ("scoring", "data"): {"data.batch"},
 }
 
 
@@ -100,6 +102,57 @@ def test_imports_point_downward(path):
 def test_the_rule_finds_what_it_is_for(layer, package, source, fault):
     (found,) = violations(layer, imports_of(source, package))
     assert fault in found
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Every module of `recsys` with the modules that it imports anywhere in it, by their dotted names."""
+    paths = {module_name(path): path for path in modules()}
+    graph = {}
+    for name, path in paths.items():
+        package = ".".join(path.relative_to(ROOT).parent.parts)
+        imported = {f"recsys.{target}" for target in imports_of(path.read_text(encoding="utf-8"), package)}
+        # `from recsys.x import y` imports the module `recsys.x.y` if there is one, else a name of `recsys.x`.
+        targets = {target if target in paths else target.rpartition(".")[0] for target in imported}
+        graph[name] = (targets & set(paths)) - {name}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that reach each other: strongly connected components, by Tarjan's algorithm."""
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in sorted(graph[node]):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            first = stack.index(node)
+            if len(stack) - first > 1:
+                found.append(sorted(stack[first:]))
+            del stack[first:]
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+@pytest.mark.xfail(reason="two circles are left: attention's launches, and the mixers")
+def test_no_modules_import_each_other_in_a_circle():
+    assert circles(import_graph()) == []
+
+
+def test_a_circle_is_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
 
 
 def test_the_rule_lets_downward_imports_pass():
