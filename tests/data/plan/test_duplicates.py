@@ -13,8 +13,8 @@ from recsys import protos as pb
 from recsys.data.batch import LayoutRule
 from recsys.data.convert import row_checks
 from recsys.data.loader import Loader
+from recsys.data.plan import duplicates
 from recsys.data.plan.duplicates import count_repeated, find_duplicates
-from recsys.data.plan.epoch import duplicates
 from recsys.data.sources import File, Source, open_source
 from recsys.errors import DataError
 

@@ -12,7 +12,7 @@ from recsys.ops.hstu_attention.bias import launch as bias_launch
 from recsys.ops.hstu_attention.cached import triton_ops as cached_ops
 from recsys.ops.hstu_attention.triton import launch as triton_launch
 from recsys.ops.hstu_attention.triton import ops
-from recsys.ops.hstu_attention.work_list.reference import reference
+from recsys.ops.hstu_attention.work_list import reference
 
 BATCH, TOTAL, CACHED, HEADS, DIM, V_DIM = 3, 50, 90, 2, 16, 24
 

@@ -31,7 +31,7 @@ from recsys.ops.hstu_attention.hopper.forward import (
     tell,
     weigh,
 )
-from recsys.ops.hstu_attention.work_list.reference import reference
+from recsys.ops.hstu_attention.work_list import reference
 
 NUM_CACHED_COLUMNS = gl.constexpr(reference.NUM_CACHED_COLUMNS)
 START = gl.constexpr(reference.START)

@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from recsys.ops.hstu_attention.triton import tile as triton_tile
-from recsys.ops.hstu_attention.work_list.reference import reference
+from recsys.ops.hstu_attention.work_list import reference
 
 STRIP = gl.constexpr(64)
 """Rows of a warp group: those of one matrix instruction."""

@@ -14,7 +14,7 @@ FAST says what only GPUs have: 0 nothing, 1 inline PTX, 2 also a sigmoid of 11 b
 import triton
 import triton.language as tl
 
-from recsys.ops.hstu_attention.work_list.reference import reference
+from recsys.ops.hstu_attention.work_list import reference
 
 # What a kernel reads of module scope must be a constexpr.
 START = tl.constexpr(reference.START)

@@ -7,6 +7,7 @@ The rules are those of `work_list_kernel`, whose parts it uses; tests compare ev
 import triton
 import triton.language as tl
 
+from recsys.ops.hstu_attention.work_list import reference
 from recsys.ops.hstu_attention.work_list.kernel import (
     MOST,
     longer,
@@ -16,7 +17,6 @@ from recsys.ops.hstu_attention.work_list.kernel import (
     store,
     union,
 )
-from recsys.ops.hstu_attention.work_list.reference import reference
 
 # What a kernel reads of module scope must be a constexpr.
 NUM_CACHED_COLUMNS = tl.constexpr(reference.NUM_CACHED_COLUMNS)

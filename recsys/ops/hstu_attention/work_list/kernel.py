@@ -9,7 +9,7 @@ The rules are those of `ops.jagged.mask.row_intervals` and `column_intervals`, a
 import triton
 import triton.language as tl
 
-from recsys.ops.hstu_attention.work_list.reference import reference
+from recsys.ops.hstu_attention.work_list import reference
 
 # What a kernel reads of module scope must be a constexpr.
 NUM_COLUMNS = tl.constexpr(reference.NUM_COLUMNS)

@@ -27,7 +27,7 @@ FLAGS += [(False, window, tile, 64) for window in (True, False) for tile in (128
 @pytest.fixture
 def few_lanes(monkeypatch):
     """Several programs."""
-    from recsys.ops.hstu_attention.work_list.reference import launch as work_list_launch
+    from recsys.ops.hstu_attention.work_list import launch as work_list_launch
 
     mend_interpreter(monkeypatch)
     for name, value in (("LANES", 16), ("CACHED_LANES", 16), ("SAMPLES", 2), ("ORDERED", 8), ("OTHERS", 16)):
@@ -124,7 +124,7 @@ def test_tiles_that_are_none_of_candidates(few_lanes):
 @interpreted
 def test_a_long_list_is_sorted(few_lanes, monkeypatch):
     """In the same order as the kernel's, which compares each tile with each."""
-    from recsys.ops.hstu_attention.work_list.reference import launch as work_list_launch
+    from recsys.ops.hstu_attention.work_list import launch as work_list_launch
 
     for seed in range(5):
         monkeypatch.setattr(work_list_launch, "MOST_COMPARED", 0)
