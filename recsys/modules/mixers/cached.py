@@ -7,24 +7,34 @@ evaluation mode. Source: M-FALCON in Zhai et al., Actions Speak Louder than Word
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from recsys.modules.cache import OWN, CacheStage, Memory
 from recsys.modules.mixers.batched_layers import Halves, finish, in_policy, keys_and_values, parts_of, project
+from recsys.modules.mixers.rules import LayerRule
 from recsys.modules.precision import product_dtype
 from recsys.modules.sequence import JaggedSequence
 from recsys.modules.stu import STULayer
 from recsys.ops import SequenceLayout
 
-if TYPE_CHECKING:
-    from recsys.modules.mixers.hstu import HstuMixer
+
+class Stack(Protocol):
+    """The parts of an `HstuMixer` that run with a cache; see there."""
+
+    training: bool
+    layers: nn.ModuleList
+    biases: nn.ModuleList
+    rules: Sequence[LayerRule]
+    reads_times: bool
+    attention: Callable[..., Tensor]
+    cached_attention: Callable[..., Tensor]
 
 
 def prefill(
-    stacks: Sequence[HstuMixer], sequence: JaggedSequence, memory: Memory = OWN
+    stacks: Sequence[Stack], sequence: JaggedSequence, memory: Memory = OWN
 ) -> tuple[CacheStage, ...]:
     """Runs contextual and history tokens as far as targets will look at them: of the last layer only keys and
     values are computed.
@@ -63,9 +73,7 @@ def prefill(
     return tuple(stages)
 
 
-def score(
-    stacks: Sequence[HstuMixer], sequence: JaggedSequence, stages: Sequence[CacheStage]
-) -> JaggedSequence:
+def score(stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[CacheStage]) -> JaggedSequence:
     """Mixed targets.
 
     Args:
@@ -87,7 +95,7 @@ def score(
 
 
 def extend(
-    stacks: Sequence[HstuMixer], sequence: JaggedSequence, stages: Sequence[CacheStage]
+    stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[CacheStage]
 ) -> tuple[CacheStage, ...]:
     """The cache of histories that have grown; the given one stays as it is.
 
@@ -131,7 +139,7 @@ def extend(
     return tuple(grown)
 
 
-def require_extendable(mixer: HstuMixer, stages: Sequence[CacheStage], new: SequenceLayout) -> None:
+def require_extendable(mixer: Stack, stages: Sequence[CacheStage], new: SequenceLayout) -> None:
     """Passes where new events leave alone what is kept of the old tokens.
 
     A layer keeps what it makes of its input, the output of the layer in front; so all layers but the last
@@ -181,7 +189,7 @@ def _place(layer: STULayer, is_last: bool, x: Tensor, memory: Memory) -> Tensor 
 
 
 def _attend(
-    mixer: HstuMixer, number: int, sequence: JaggedSequence, halves: Halves, stage: CacheStage, place: int
+    mixer: Stack, number: int, sequence: JaggedSequence, halves: Halves, stage: CacheStage, place: int
 ) -> Tensor:
     """Attention of new tokens on the cache and on each other, [T, H, V]."""
     bias = None
@@ -200,6 +208,6 @@ def _attend(
     )
 
 
-def _require_evaluation(stacks: Sequence[HstuMixer]) -> None:
+def _require_evaluation(stacks: Sequence[Stack]) -> None:
     if any(stack.training for stack in stacks):
         raise RuntimeError("a cache is for a model in evaluation mode: call eval() first")
