@@ -1,4 +1,4 @@
-"""`AttentionMask`: who sees whom inside a sample. One definition, from which every other form is derived.
+"""`AttentionMask`: who sees whom inside a sample. Every other form of the mask follows this definition.
 
 For tokens `i` (query) and `j` (key) of one sample `[C contextual | U uih | N targets]`:
 
@@ -9,6 +9,8 @@ For tokens `i` (query) and `j` (key) of one sample `[C contextual | U uih | N ta
 | target | itself; every contextual token; every history token; earlier tokens of its own target group |
 
 With `target_window` a target sees only the last `window` and the first `prefix` history tokens.
+
+`hstu_attention/mask_forms.py` holds the forms that kernels ask for; one test compares all with the table.
 """
 
 from __future__ import annotations
@@ -60,10 +62,10 @@ class AttentionMask:
                 raise TypeError(f"{name} must be a bool, got {type(getattr(self, name)).__name__}")
 
     def history_can_grow(self, num_contextual: int) -> bool:
-        """Whether tokens see the same keys as before when events are appended to the history.
+        """Return True if tokens see the same keys as before when events are appended to the history.
 
-        Not where contextual tokens read it: their rows change with it, and with them, a layer above, the rows
-        of all events, which see the contextual tokens.
+        Contextual tokens that read the history change with it, and one layer above, so do the rows of all
+        events, which see the contextual tokens.
         """
         return num_contextual == 0 or not self.contextual_reads_history
 
@@ -75,7 +77,7 @@ class KeyIntervals(NamedTuple):
     end: Tensor  # int64 [T, 3], >= start
 
     def contain(self, key: Tensor) -> Tensor:
-        """bool [..., Q, K]: do rows with intervals [..., Q, 3] see the positions `key`, int64 [..., K]."""
+        """bool [..., Q, K]: whether rows of intervals [..., Q, 3] see the keys at `key`, int64 [..., K]."""
         key = key.unsqueeze(-2)
         parts = zip(self.start.unbind(-1), self.end.unbind(-1), strict=True)
         first, middle, last = ((key >= start[..., None]) & (key < end[..., None]) for start, end in parts)
@@ -83,7 +85,7 @@ class KeyIntervals(NamedTuple):
 
 
 def dense_mask(mask: AttentionMask, layout: SequenceLayout) -> Tensor:
-    """bool [B, max_len, max_len]: does position i (dim 1) see position j (dim 2); False in the padding."""
+    """bool [B, max_len, max_len]: whether token i (dim 1) sees token j (dim 2); False in the padding."""
     visible = visible_pairs(mask, layout.history_end, layout.num_contextual, layout.max_len)
     return visible & layout.padded_index().valid[:, :, None]
 
@@ -119,10 +121,10 @@ def visible_pairs(mask: AttentionMask, history_end: Tensor, num_contextual: int,
 
 
 def count_pairs(mask: AttentionMask, layout: SequenceLayout, tail: int | None = None) -> int:
-    """How many pairs of a query and a key that it sees there are in all samples: the True of `dense_mask`.
+    """Count the visible pairs of a query and a key in all samples: the True entries of `dense_mask`.
 
-    Taken from the lengths on the host, B numbers, so that it waits for no device. `tail`: of the history only
-    the newest `tail` tokens count as queries.
+    The B lengths on the host suffice, so nothing waits for a device. With `tail`, only the newest `tail`
+    history tokens of each sample count as queries.
 
     Raises:
         ValueError: the layout has its lengths on a device only.
@@ -143,13 +145,13 @@ def count_pairs(mask: AttentionMask, layout: SequenceLayout, tail: int | None = 
 
 
 def _pairs_of_history(count: Tensor, contextual: int, most: int) -> Tensor:
-    """Of the first `count` history tokens; number h sees min(h, most) events, the first `most` a triangle."""
+    """The pairs of the first `count` history tokens: token h sees `contextual` and min(h, most) tokens."""
     near = count.clamp(max=most)
     return count * contextual + near * (near + 1) // 2 + (count - near) * near
 
 
 def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:
-    """The mask as intervals: contextual tokens and prefix, then the window, then the own target group."""
+    """The mask as intervals: contextual tokens and prefix, then the window, then the row's target group."""
     history_end = layout.history_end.index_select(0, layout.sample_ids())
     return row_intervals(mask, layout.positions(), history_end, layout.num_contextual)
 
@@ -157,8 +159,9 @@ def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:
 def row_intervals(
     mask: AttentionMask, position: Tensor, history_end: Tensor, num_contextual: int
 ) -> KeyIntervals:
-    """`key_intervals` of any rows: `position`, int64 [...], in samples whose first target is at
-    `history_end`, int64 broadcastable to it. The intervals are [..., 3].
+    """Return the keys that the rows at `position`, int64 [...], see, as intervals [..., 3].
+
+    `history_end`, int64 broadcastable to `position`, is where the targets of each row's sample begin.
     """
     contextual = num_contextual
     is_contextual, is_target = position < contextual, position >= history_end
@@ -199,7 +202,7 @@ class QueryIntervals(NamedTuple):
 def column_intervals(
     mask: AttentionMask, position: Tensor, history_end: Tensor, length: Tensor, num_contextual: int
 ) -> QueryIntervals:
-    """The mask by columns: who sees the keys at `position`, int64 [...], in samples of `length` tokens."""
+    """Return the rows that see the keys at `position`, int64 [...], in samples of `length` tokens."""
     is_target = position >= history_end
     always = position < num_contextual + mask.prefix  # contextual tokens among them
     nothing = torch.zeros_like(position)

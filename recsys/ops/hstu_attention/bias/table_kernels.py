@@ -22,6 +22,7 @@ from recsys.ops.hstu_attention.bias.kernels import (
     is_past,
     load_times,
 )
+from recsys.ops.hstu_attention.mask_forms import visible
 from recsys.ops.hstu_attention.triton.tile import (
     NUM_COLUMNS,
     UNSEEN,
@@ -34,7 +35,6 @@ from recsys.ops.hstu_attention.triton.tile import (
     num_blocks,
     relative_position,
     silu_and_slope,
-    visible,
 )
 
 DIAGONAL_COLUMNS = tl.constexpr(4)

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from recsys.ops.hstu_attention import mask_forms
 from recsys.ops.hstu_attention.triton import tile as triton_tile
 from recsys.ops.hstu_attention.work_list import reference
 
@@ -67,7 +68,7 @@ PLACE = gl.constexpr(reference.NUM_COLUMNS + 1)
 
 num_masked = gluon.jit(triton_tile.num_masked.fn)
 masked_block = gluon.jit(triton_tile.masked_block.fn)
-visible = gluon.jit(triton_tile.visible.fn)
+visible = gluon.jit(mask_forms.visible.fn)
 
 
 @gluon.jit

@@ -26,6 +26,7 @@ from recsys.ops.hstu_attention.bias.packed import (
     packed_scores,
     records_of,
 )
+from recsys.ops.hstu_attention.mask_forms import visible
 from recsys.ops.hstu_attention.triton.tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
@@ -43,7 +44,6 @@ from recsys.ops.hstu_attention.triton.tile import (
     relative_position,
     silu_and_slope,
     store_block,
-    visible,
 )
 
 

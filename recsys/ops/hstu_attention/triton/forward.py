@@ -10,6 +10,7 @@ import triton.language as tl
 
 from recsys.ops.hstu_attention.bias.kernels import add_bias, load_times
 from recsys.ops.hstu_attention.bias.packed import begin, packed_scores, records_of
+from recsys.ops.hstu_attention.mask_forms import visible
 from recsys.ops.hstu_attention.triton.tile import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
@@ -27,7 +28,6 @@ from recsys.ops.hstu_attention.triton.tile import (
     relative_position,
     silu,
     store_block,
-    visible,
 )
 
 

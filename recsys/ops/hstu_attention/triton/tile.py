@@ -170,35 +170,6 @@ def store_block(
 
 
 @triton.jit
-def visible(i, j, history_end, rule, RULE: tl.constexpr):
-    """Whether row `i` sees key `j`: the intervals of `ops.jagged.mask.row_intervals`, and a look at them."""
-    num_contextual, window, prefix, group_size = rule
-    WINDOWED: tl.constexpr = RULE[0]
-    TARGET_WINDOW: tl.constexpr = RULE[1]
-    GROUPED: tl.constexpr = RULE[2]
-    CONTEXTUAL_READS: tl.constexpr = RULE[3]
-    is_target = i >= history_end
-    row_end = tl.where(is_target, history_end, i + 1)
-    first_end = row_end
-    if WINDOWED:
-        first_end = tl.minimum(num_contextual + prefix, row_end)
-        if not TARGET_WINDOW:
-            first_end = tl.where(is_target, history_end, first_end)
-    if CONTEXTUAL_READS:
-        first_end = tl.where(i < num_contextual, history_end, first_end)
-    else:
-        first_end = tl.where(i < num_contextual, num_contextual, first_end)
-    seen = j < first_end
-    if WINDOWED:  # the window of a contextual row lies within the contextual tokens, which it sees anyway
-        seen = seen | ((j >= row_end - window) & (j < row_end))
-    if GROUPED:
-        group_start = tl.where(is_target, i - (i - history_end) % group_size, i + 1)
-        return seen | ((j >= group_start) & (j <= i))
-    else:
-        return seen | (j == i)
-
-
-@triton.jit
 def relative_position(i, history_end, group_size, RULE: tl.constexpr):
     """`r` of token `i`: the targets of each group stand directly behind the history."""
     if RULE[2]:

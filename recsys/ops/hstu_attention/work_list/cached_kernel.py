@@ -7,53 +7,15 @@ The rules are those of `work_list_kernel`, whose parts it uses; tests compare ev
 import triton
 import triton.language as tl
 
+from recsys.ops.hstu_attention.mask_forms import tile_intervals
 from recsys.ops.hstu_attention.work_list import reference
-from recsys.ops.hstu_attention.work_list.kernel import (
-    MOST,
-    longer,
-    row_interval,
-    sample_of,
-    settled,
-    store,
-    union,
-)
+from recsys.ops.hstu_attention.work_list.kernel import longer, sample_of, store
 
 # What a kernel reads of module scope must be a constexpr.
 NUM_CACHED_COLUMNS = tl.constexpr(reference.NUM_CACHED_COLUMNS)
 COUNT_A = tl.constexpr(reference.COUNT_A)
 NEW = tl.constexpr(reference.NEW)
 CACHE_START = tl.constexpr(reference.CACHE_START)
-
-
-@triton.jit
-def _seen(
-    first, last, history_end, kept, contextual, window, prefix, group_size,
-    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
-):  # fmt: skip
-    """What some row from `first` to `last` sees, in three intervals, and what all of them see, in two."""
-    zero = first * 0
-    one, two, three = (zero + MOST, zero), (zero + MOST, zero), (zero + MOST, zero)
-    first_end, second_start, second_end = zero + MOST, zero - MOST, zero + MOST
-    for edge in tl.static_range(8):
-        if edge == 0:
-            position = first
-        elif edge == 1:
-            position = last
-        elif edge < 4:
-            position = contextual + (edge - 3) - kept
-        elif edge < 6:
-            position = contextual + prefix + (edge - 5) - kept
-        else:
-            position = history_end + (edge - 7) - kept
-        position = tl.maximum(tl.minimum(position, last), first) + kept
-        a, b, c, d, e = row_interval(
-            position, history_end, contextual, window, prefix, group_size,
-            WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
-        )  # fmt: skip
-        one, two, three = union(one, zero, a), union(two, b, c), union(three, d, e)
-        first_end, second_end = tl.minimum(first_end, a), tl.minimum(second_end, c)
-        second_start = tl.maximum(second_start, b)
-    return settled((one, two, three)), ((zero, first_end), (second_start, second_end))
 
 
 @triton.jit
@@ -123,10 +85,9 @@ def cached_items_kernel(
     first = tl.where(is_real, (tile - before) * TILE, 0)
     last = tl.minimum(first + TILE, length) - 1
 
-    hulls, free = _seen(
-        first, last, history_end, kept, contextual, window, prefix, group_size,
-        WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
-    )  # fmt: skip
+    rule = (contextual, window, prefix, group_size)
+    RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, True, CONTEXTUAL_READS)
+    hulls, free = tile_intervals(first, last, kept, history_end, length, rule, RULE, False)
     share = (kept + parts * BLOCK - 1) // (parts * BLOCK) * BLOCK
     part_first = tl.minimum(part * share, kept)
     part_end = tl.minimum((part + 1) * share, kept)

@@ -9,6 +9,7 @@ The rules are those of `ops.jagged.mask.row_intervals` and `column_intervals`, a
 import triton
 import triton.language as tl
 
+from recsys.ops.hstu_attention.mask_forms import tile_intervals
 from recsys.ops.hstu_attention.work_list import reference
 
 # What a kernel reads of module scope must be a constexpr.
@@ -16,7 +17,6 @@ NUM_COLUMNS = tl.constexpr(reference.NUM_COLUMNS)
 COUNT_A = tl.constexpr(reference.COUNT_A)
 COUNT_B = tl.constexpr(reference.COUNT_B)
 COUNT_C = tl.constexpr(reference.COUNT_C)
-MOST = tl.constexpr(2**62)
 
 
 @triton.jit
@@ -62,82 +62,6 @@ def sample_of(
 
 
 @triton.jit
-def row_interval(
-    position, history_end, contextual, window, prefix, group_size,
-    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
-):  # fmt: skip
-    """The ends of what the row at `position` sees: [0, a), [b, c) and [d, e)."""
-    is_target = position >= history_end
-    row_end = tl.where(is_target, history_end, position + 1)
-    first_end, middle_start, middle_end = row_end, row_end, row_end
-    if WINDOWED:
-        if TARGET_WINDOW:
-            windowed = position == position
-        else:
-            windowed = position < history_end
-        first_end = tl.where(windowed, tl.minimum(contextual + prefix, row_end), row_end)
-        middle_start = tl.maximum(first_end, row_end - window)
-        middle_end = tl.where(windowed, row_end, middle_start)
-    if CONTEXTUAL_READS:
-        contextual_end = history_end
-    else:
-        contextual_end = history_end * 0 + contextual
-    is_contextual = position < contextual
-    first_end = tl.where(is_contextual, contextual_end, first_end)
-    middle_start = tl.where(is_contextual, contextual_end, middle_start)
-    middle_end = tl.where(is_contextual, contextual_end, middle_end)
-    place = tl.maximum(position - history_end, 0)
-    last_start = tl.where(is_target, position - place % group_size, middle_end)
-    last_end = tl.where(is_target, position + 1, middle_end)
-    return first_end, middle_start, middle_end, last_start, last_end
-
-
-@triton.jit
-def _key_interval(
-    position, history_end, length, contextual, window, prefix, group_size,
-    WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
-):  # fmt: skip
-    """The ends of the rows that see the key at `position`: [0, a), [b, c) and [d, e)."""
-    is_target, always = position >= history_end, position < contextual + prefix
-    if CONTEXTUAL_READS:
-        sees_history = history_end
-    else:
-        sees_history = history_end * 0 + contextual
-    contextual_end = tl.where(position < sees_history, contextual, 0).to(tl.int64)
-    history_start = tl.where(is_target, history_end, tl.maximum(position, contextual))
-    history_stop = history_end
-    if WINDOWED:
-        in_window = tl.minimum(position + window, history_end)
-        history_stop = tl.where(always | is_target, history_end, in_window)
-    own_group = position - tl.maximum(position - history_end, 0) % group_size
-    target_start = tl.where(is_target, position, history_end)
-    target_stop = tl.where(is_target, tl.minimum(own_group + group_size, length), length)
-    if WINDOWED and TARGET_WINDOW:
-        hidden = (position < history_end - window) & ~is_target & ~always
-        target_stop = tl.where(hidden, target_start, target_stop)
-    return contextual_end, history_start, history_stop, target_start, target_stop
-
-
-@triton.jit
-def union(hull, start, end):
-    """The hull of an interval and [start, end), which does not count when it is empty."""
-    used = end > start
-    low = tl.where(used, tl.minimum(hull[0], start), hull[0])
-    return low, tl.where(used, tl.maximum(hull[1], end), hull[1])
-
-
-@triton.jit
-def settled(hulls):
-    """Hulls that have had their last `union`, [0, 0) where all intervals were empty."""
-    one, two, three = hulls
-    return (
-        (tl.where(one[1] > 0, one[0], 0), one[1]),
-        (tl.where(two[1] > 0, two[0], 0), two[1]),
-        (tl.where(three[1] > 0, three[0], 0), three[1]),
-    )
-
-
-@triton.jit
 def longer(one, other):
     first = one[1] - one[0] >= other[1] - other[0]
     return tl.where(first, one[0], other[0]), tl.where(first, one[1], other[1])
@@ -147,48 +71,6 @@ def longer(one, other):
 def store(item, columns, inside):
     for column in tl.static_range(len(columns)):
         tl.store(item + column, columns[column], mask=inside)
-
-
-@triton.jit
-def _visited(
-    first, last, history_end, length, contextual, window, prefix, group_size,
-    KEYS: tl.constexpr, WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
-):  # fmt: skip
-    """Of the tokens from `first` to `last` the hulls, not yet `settled`, of all intervals of `row_interval`
-    (or `_key_interval`), and what these have in common."""
-    zero = first * 0
-    one, two, three = (zero + MOST, zero), (zero + MOST, zero), (zero + MOST, zero)
-    end_a, end_b, end_c = zero + MOST, zero + MOST, zero + MOST
-    start_b, start_c = zero - MOST, zero - MOST
-    outside = history_end - window  # the first key of the last target's window
-    for edge in tl.static_range(10 if KEYS else 8):
-        if edge == 0:
-            position = first
-        elif edge == 1:
-            position = last
-        elif edge < 4:
-            position = zero + contextual + (edge - 3)
-        elif edge < 6:
-            position = zero + contextual + prefix + (edge - 5)
-        elif edge < 8:
-            position = history_end + (edge - 7)
-        else:
-            position = outside + (edge - 9)
-        position = tl.maximum(tl.minimum(position, last), first)
-        if KEYS:
-            a, b, c, d, e = _key_interval(
-                position, history_end, length, contextual, window, prefix, group_size,
-                WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
-            )  # fmt: skip
-        else:
-            a, b, c, d, e = row_interval(
-                position, history_end, contextual, window, prefix, group_size,
-                WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
-            )  # fmt: skip
-        one, two, three = union(one, zero, a), union(two, b, c), union(three, d, e)
-        end_a, end_b, end_c = tl.minimum(end_a, a), tl.minimum(end_b, c), tl.minimum(end_c, e)
-        start_b, start_c = tl.maximum(start_b, b), tl.maximum(start_c, d)
-    return (one, two, three), ((zero, end_a), (start_b, end_b), (start_c, end_c))
 
 
 @triton.jit
@@ -279,21 +161,18 @@ def items_kernel(
     first = begin
     if STRIP < TILE:
         first = tl.maximum(begin, 0)
-    hulls, common = _visited(
-        first, last, history_end, length, contextual, window, prefix, group_size,
-        KEYS, WINDOWED, TARGET_WINDOW, CONTEXTUAL_READS,
-    )  # fmt: skip
+    rule = (contextual, window, prefix, group_size)
+    RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, True, CONTEXTUAL_READS)
+    hulls, common = tile_intervals(first, last, 0, history_end, length, rule, RULE, KEYS)
     if KEYS:
         history, targets = common[1], common[2]
         if TAIL:
             oldest = oldest // BLOCK * BLOCK
-            hulls = _without_older(settled(hulls), oldest)
+            hulls = _without_older(hulls, oldest)
             history = tl.maximum(history[0], oldest), history[1]
         free = _unmasked_rows(history, targets, length, BLOCK)
     else:
         free = longer(common[0], common[1])
-    if not (KEYS and TAIL):
-        hulls = settled(hulls)
     some = length > 0
     columns = (start, length, history_end, begin) + _runs(some, hulls, free, BLOCK)
     store(items + number * NUM_COLUMNS, columns, inside)
