@@ -19,7 +19,7 @@ LAYERS = (
     {"models"},
     {"scoring"},
     {"training", "inference"},
-    {"flags", "cli", "doctor_checks", "train", "evaluate", "export", "predict", "doctor"},
+    {"flags", "cli", "doctor_checks", "train", "evaluate", "export", "predict", "doctor", "prepare"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENTRY_POINTS = ("train", "evaluate", "export", "predict", "doctor")

@@ -21,7 +21,9 @@ from recsys import predict as predict_command
 from recsys import protos as pb
 from recsys import train as train_command
 from recsys.inference.predictor import Predictor
-from scripts import prepare_common, prepare_kuairand, prepare_movielens
+from recsys.prepare import common as prepare_common
+from recsys.prepare import kuairand as prepare_kuairand
+from recsys.prepare import movielens as prepare_movielens
 from tests.integration import parity
 from tests.integration.runs import records
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from scripts import prepare_common, prepare_movielens
+from recsys.prepare import common as prepare_common
+from recsys.prepare import movielens as prepare_movielens
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "movielens"
 ORIGINAL = DATA / "original"

@@ -23,7 +23,7 @@ import pyarrow.csv
 from recsys.errors import ConfigError, DataError, RecsysError
 from recsys.files import sha256
 from recsys.flags import Parser, positive
-from scripts.prepare_config import train_command
+from recsys.prepare.starter_config import train_command
 
 INTEGER, NUMBER, TEXT = "an integer", "a number", "text"
 """Kinds of columns that `typed` knows, as they stand in its messages."""

@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys import config
-from scripts import prepare_common, prepare_csv, prepare_events
+from recsys.prepare import common as prepare_common
+from recsys.prepare import csv as prepare_csv
+from recsys.prepare import events as prepare_events
 
 COLUMNS = ("who", "sku", "ts", "clicked", "dwell", "brand", "price", "age")
 BASE = ["--user-column", "who", "--item-column", "sku", "--time-column", "ts"]

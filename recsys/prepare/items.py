@@ -9,7 +9,7 @@ from pathlib import Path
 import polars as pl
 import pyarrow.parquet as pq
 
-from scripts.prepare_rows import plain_table
+from recsys.prepare.rows import plain_table
 
 ITEMS = "items.parquet"
 

@@ -6,7 +6,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from scripts.prepare_counters import count_before, counter_names
+from recsys.prepare.counters import count_before, counter_names
 
 
 def frame(period, item, like):

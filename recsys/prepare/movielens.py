@@ -45,14 +45,12 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys.errors import ConfigError, DataError
 from recsys.flags import positive
-from scripts import prepare_common as common
-from scripts.prepare_config import write_config
-from scripts.prepare_items import write_items
-from scripts.prepare_ratings import RatingSettings, write_ranking
-from scripts.prepare_rows import (
+from recsys.prepare import common
+from recsys.prepare.items import write_items
+from recsys.prepare.ratings import RatingSettings, write_ranking
+from recsys.prepare.rows import (
     TEST,
     TRAIN,
     VALIDATION,
@@ -62,6 +60,7 @@ from scripts.prepare_rows import (
     holdout_slices,
     plain_table,
 )
+from recsys.prepare.starter_config import write_config
 
 RATINGS = {
     "userId": common.INTEGER,

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.errors import DataError
-from scripts import prepare_common as common
-from scripts.prepare_sequences import sequence_pieces
+from recsys.prepare import common
+from recsys.prepare.sequences import sequence_pieces
 
 NUM_BUCKETS = 256
 HISTOGRAM_BINS = 1 << 20

@@ -44,14 +44,12 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys.errors import ConfigError, DataError
 from recsys.flags import positive
-from scripts import prepare_common as common
-from scripts.prepare_config import write_config
-from scripts.prepare_events import Log, LogColumns, cut_log
-from scripts.prepare_items import items_of, join_items, write_items
-from scripts.prepare_rows import (
+from recsys.prepare import common
+from recsys.prepare.events import Log, LogColumns, cut_log
+from recsys.prepare.items import items_of, join_items, write_items
+from recsys.prepare.rows import (
     TEST,
     TRAIN,
     VALIDATION,
@@ -63,7 +61,8 @@ from scripts.prepare_rows import (
     plain_table,
     request_slices,
 )
-from scripts.prepare_sequences import ITEM, TIME, USER
+from recsys.prepare.sequences import ITEM, TIME, USER
+from recsys.prepare.starter_config import write_config
 
 SECOND = 1_000_000
 """Times are kept in microseconds until rows are cut."""

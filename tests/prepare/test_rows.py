@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts import prepare_rows
-from scripts.prepare_rows import Contents, DatasetWriter, Feature, IdCounts, Moments, Slices
+from recsys.prepare import rows as prepare_rows
+from recsys.prepare.rows import Contents, DatasetWriter, Feature, IdCounts, Moments, Slices
 
 EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(0, 1)), max_size=40).map(
     lambda events: sorted(events, key=lambda event: event[:2])

@@ -37,13 +37,11 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from recsys.errors import ConfigError, DataError
 from recsys.flags import positive
-from scripts import prepare_common as common
-from scripts.prepare_config import write_config
-from scripts.prepare_counters import PRIOR_POSITIVES, count_before, counter_names
-from scripts.prepare_rows import (
+from recsys.prepare import common
+from recsys.prepare.counters import PRIOR_POSITIVES, count_before, counter_names
+from recsys.prepare.rows import (
     TEST,
     TRAIN,
     VALIDATION,
@@ -55,6 +53,7 @@ from scripts.prepare_rows import (
     plain_table,
     request_slices,
 )
+from recsys.prepare.starter_config import write_config
 
 ACTIONS = (
     "is_click",

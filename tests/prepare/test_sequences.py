@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.scripts.test_prepare_csv import BASE, LINES, RANKING, RETRIEVAL, by_user, prepare, rows, write
+from tests.prepare.test_csv import BASE, LINES, RANKING, RETRIEVAL, by_user, prepare, rows, write
 
 SEQUENCES = ["--task", "retrieval", "--sequences"]
 

@@ -15,8 +15,9 @@ import pytest
 from recsys import config
 from recsys.data.loader import Loader
 from recsys.models import layout_rule
-from scripts import prepare_common, prepare_movielens
-from scripts.prepare_ratings import split_by_user
+from recsys.prepare import common as prepare_common
+from recsys.prepare import movielens as prepare_movielens
+from recsys.prepare.ratings import split_by_user
 
 ORIGINAL = Path(__file__).resolve().parents[1] / "data" / "movielens" / "original"
 SPLITS = ("train", "validation", "test")

@@ -26,7 +26,7 @@ import numpy as np
 import polars as pl
 
 from recsys.errors import ConfigError, DataError
-from scripts.prepare_rows import (
+from recsys.prepare.rows import (
     TEST,
     TRAIN,
     VALIDATION,

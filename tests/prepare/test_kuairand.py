@@ -12,7 +12,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from scripts import prepare_common, prepare_kuairand
+from recsys.prepare import common as prepare_common
+from recsys.prepare import kuairand as prepare_kuairand
 
 ORIGINAL = Path(__file__).resolve().parents[1] / "data" / "kuairand" / "original"
 LOG = "log_standard_4_25_to_5_08_pure.csv"
