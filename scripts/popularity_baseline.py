@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--data", type=Path, required=True, help="folder made by a prepare_*.py tool")
+    parser.add_argument("--data", type=Path, required=True, help="folder made by python -m recsys.prepare")
     parser.add_argument("--split", choices=("validation", "test"), default="test")
     parser.add_argument(
         "--max-history", type=int, default=200, help="events whose items are not recommended again"
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     schema_file = options.data / "schema.json"
     if not schema_file.is_file():
         sys.stderr.write(
-            f"error: {schema_file}: no such file; --data takes a folder made by a prepare_*.py tool\n"
+            f"error: {schema_file}: no such file; --data takes a folder made by python -m recsys.prepare\n"
         )
         return 2
     schema = json.loads(schema_file.read_text(encoding="utf-8"))

@@ -24,7 +24,7 @@ from recsys.data.loader import Loader
 from recsys.data.schema.row_layout import RowOrder
 from recsys.flags import Parser, positive
 from recsys.models import layout_rule
-from recsys.prepare.common import run
+from recsys.prepare.command import run
 
 
 class Load(NamedTuple):

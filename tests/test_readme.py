@@ -25,7 +25,7 @@ SHORT = (
     "--set train.evaluation.every_steps=6 --set data.batch_size=4"
 )
 RUN = {
-    "python scripts/prepare_csv.py --input clicks.csv.gz --output data/clicks --task retrieval "
+    "python -m recsys.prepare csv --input clicks.csv.gz --output data/clicks --task retrieval "
     "--user-column uid --item-column sku --time-column ts --time-unit ms": "",
     "python -m recsys.train --config data/clicks/starter.config --run-dir runs/clicks": SHORT,
     "python -m recsys.evaluate --run-dir runs/clicks": "",

@@ -297,9 +297,8 @@ def _together(findings: list[Finding], vocabularies: int, folder: str) -> list[F
     missing = {finding.text for finding in findings if finding.text.startswith(_NO_FILE)}
     if not folder or len(missing) < max(vocabularies, 2):
         return findings
-    what = (
-        f"none of {vocabularies} vocabularies is in {folder}; prepare the data first, with a tool of scripts/"
-    )
+    missing_all = f"none of {vocabularies} vocabularies is in {folder}"
+    what = f"{missing_all}; prepare the data first, with python -m recsys.prepare"
     return [Finding("data.vocabulary_dir", what + _from_here(folder))]
 
 

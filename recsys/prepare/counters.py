@@ -1,4 +1,4 @@
-"""What was known of an item before a day began: impressions so far, and how much more often a label was set.
+"""Counts what was known of an item before a day began: impressions, and how much more often a label was set.
 
 A counter that saw the label it predicts looks brilliant in training and fails in serving. Hence time is cut
 into periods, and whatever happens in a period is counted for later ones only.
@@ -10,16 +10,16 @@ import numpy as np
 import polars as pl
 
 PRIOR_POSITIVES = 5.0
-"""Positives that the prior of a rate weighs: a rare label needs more impressions than a frequent one."""
+"""Weight of a rate's prior, in positives: a rare label needs more impressions than a frequent one."""
 
 
 def counter_names(key: str, labels: Sequence[str]) -> list[str]:
-    """Columns that `count_before` makes for `key`."""
+    """Lists the columns that `count_before` makes for `key`."""
     return [f"{key}_impressions", *(f"{key}_{label}_lift" for label in labels)]
 
 
 def count_before(events: pl.DataFrame, *, key: str, column: str, labels: Sequence[str]) -> pl.DataFrame:
-    """Counters of each event's item, from all events of earlier periods.
+    """Computes counters of each event's item from all events of earlier periods.
 
     With n earlier impressions of the item, s of them with the label, and p the share of the label among all
     earlier impressions, `<key>_impressions` is n and `<key>_<label>_lift` is logit(r) - logit(p) of the
@@ -28,36 +28,37 @@ def count_before(events: pl.DataFrame, *, key: str, column: str, labels: Sequenc
 
     Args:
         events: `column` (what an item is), `period` (integer, rising in time), `label_<label>` (0 or 1).
-        key: first part of the names of the columns made.
-        column: events of one item have the same value here.
+        key: prefix of the names of the new columns.
+        column: name of the column that identifies an item.
         labels: names of labels.
 
     Returns:
         The columns of `counter_names`, float32, a row for each event, in their order.
     """
-    item = _totals_before(events, [column], labels)
-    everything = _totals_before(events, [], labels)
-    seen = item["count"].to_numpy()
-    made = {f"{key}_impressions": seen}
+    of_item = _totals_before(events, [column], labels)
+    of_all = _totals_before(events, [], labels)
+    impressions = of_item["count"].to_numpy()
+    counters = {f"{key}_impressions": impressions}
     for label in labels:
         with np.errstate(divide="ignore", invalid="ignore"):
-            share = everything[label].to_numpy() / everything["count"].to_numpy()
+            share = of_all[label].to_numpy() / of_all["count"].to_numpy()
             odds = (1 - share) / share
-            positive = item[label].to_numpy() + PRIOR_POSITIVES
-            negative = seen - item[label].to_numpy() + PRIOR_POSITIVES * odds
+            positive = of_item[label].to_numpy() + PRIOR_POSITIVES
+            negative = impressions - of_item[label].to_numpy() + PRIOR_POSITIVES * odds
             lift = np.log(positive / negative) + np.log(odds)
-        made[f"{key}_{label}_lift"] = np.where((share > 0) & (share < 1), lift, 0.0)
-    return pl.DataFrame(made).cast(pl.Float32)
+        counters[f"{key}_{label}_lift"] = np.where((share > 0) & (share < 1), lift, 0.0)
+    return pl.DataFrame(counters).cast(pl.Float32)
 
 
 def _totals_before(events: pl.DataFrame, keys: list[str], labels: Sequence[str]) -> pl.DataFrame:
-    """`count` and the sum of each label over earlier events with equal `keys`; in the order of events."""
+    """Sums `count` and each label over earlier events with equal `keys`; one row per event, in their
+    order."""
     sums = [pl.col(f"label_{label}").cast(pl.Float64).sum().alias(label) for label in labels]
-    found = events.group_by(*keys, "period").agg(pl.len().cast(pl.Float64).alias("count"), *sums)
-    found = found.sort("period")
+    totals = events.group_by(*keys, "period").agg(pl.len().cast(pl.Float64).alias("count"), *sums)
+    totals = totals.sort("period")
     before = [
         (pl.col(name).cum_sum().over(keys) if keys else pl.col(name).cum_sum()) - pl.col(name)
         for name in ("count", *labels)
     ]
-    found = found.with_columns(before)
-    return events.join(found, on=[*keys, "period"], how="left", maintain_order="left")
+    totals = totals.with_columns(before)
+    return events.join(totals, on=[*keys, "period"], how="left", maintain_order="left")

@@ -1,8 +1,8 @@
-"""Reads a log of any size for prepare_csv.py and cuts it by user into parts that fit into memory.
+"""Cuts a log of any size by user into parts that fit into memory.
 
 One pass over the input checks and converts every value and appends it to one of 256 bucket files, chosen by a
-checksum of the user's id; a part is a run of neighbouring buckets. Ids stay text until the whole log has been
-seen: only then is it known whether all of a column's ids are whole numbers.
+checksum of the user's id; a part is a run of neighboring buckets. Ids stay text until the whole log has been
+seen: only then is it known whether all ids of a column are whole numbers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,19 +19,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.errors import DataError
-from recsys.prepare import common
-from recsys.prepare.sequences import sequence_pieces
+from recsys.prepare.text_tables import NUMBER, check_columns, is_integer_text, text_batches, typed
 
 NUM_BUCKETS = 256
 HISTOGRAM_BINS = 1 << 20
 MICROSECONDS = {"s": 1_000_000, "ms": 1_000, "us": 1}
+TIME_UNITS = (*MICROSECONDS, "iso")
 LATEST = 253_402_300_800_000_000
-"""The year 10000 in microseconds: a later time was given in another unit."""
+"""The start of the year 10000 in microseconds; a later time must be in another unit."""
 
 
 @dataclass(frozen=True)
 class LogColumns:
-    """Which column of the log is what.
+    """Names the columns of a log by their meaning.
 
     Attributes:
         user, item, time: columns of each event.
@@ -41,7 +41,6 @@ class LogColumns:
         labels: name -> column. regression: names of labels that may be any number, the others are 0 or 1.
         actions: name of bit 0, 1, ... -> column that sets it where above 0.
         watch_time: column, or None. watch_time_scale: seconds of its unit.
-        sequences: a line is a user with all items, see `prepare_sequences`. sequence_times: their times.
     """
 
     user: str
@@ -56,14 +55,12 @@ class LogColumns:
     actions: Mapping[str, str] = field(default_factory=dict)
     watch_time: str | None = None
     watch_time_scale: float = 1.0
-    sequences: bool = False
-    sequence_times: Path | None = None
 
     def all(self) -> list[str]:
-        """Every column to read, once."""
+        """Lists every column to read, once."""
         watch = [self.watch_time] if self.watch_time else []
-        found = [self.user, self.item, self.time, *self.ids, *self.numbers, *self.labels.values()]
-        return list(dict.fromkeys([*found, *self.actions.values(), *watch]))
+        names = [self.user, self.item, self.time, *self.ids, *self.numbers, *self.labels.values()]
+        return list(dict.fromkeys([*names, *self.actions.values(), *watch]))
 
 
 @dataclass
@@ -71,13 +68,14 @@ class Log:
     """A log cut by user; see `cut_log`.
 
     Attributes:
-        files: what it was read from.
         num_rows: events of all parts.
-        min_user_events: events of a user in what `part` gives, at least.
-        items: column `id`, text: the items of events that `part` gives; None: all.
+        parts: bucket files of each part.
+        integer_ids: for each id column, True when all its ids are whole numbers.
+        first_time, last_time: range of the events' times, microseconds since 1970.
+        min_user_events: `part` leaves out users with fewer events.
+        items: column `id`, text: the items that `part` keeps; None keeps all.
     """
 
-    files: list[Path]
     num_rows: int
     parts: list[list[Path]]
     integer_ids: dict[str, bool]
@@ -87,12 +85,12 @@ class Log:
     items: pl.DataFrame | None = None
 
     def part(self, number: int) -> pl.DataFrame:
-        """Events of one part by user and time, ties in the order of the input.
+        """Reads the events of one part, ordered by user and time, ties in the order of the input.
 
         Columns: user_id, item_id (int64 or text), time_us, timestamps (s), order (row of the input), features
         under their names, label_<name>, actions, watch_time.
         """
-        frame = self._kept(number)
+        frame = self._read(number)
         numbers = [name for name, integer in self.integer_ids.items() if integer]
         frame = frame.with_columns(
             *(pl.col(name).cast(pl.Int64) for name in numbers), timestamps=pl.col("time_us") // 1_000_000
@@ -100,7 +98,7 @@ class Log:
         return frame.sort("user_id", "time_us", "order")
 
     def keep_core(self, min_user_events: int, min_item_events: int) -> None:
-        """Leaves out users and items with fewer events than these, again and again, until all have as many.
+        """Leaves out users and items with fewer events, again and again, until all that are left have enough.
 
         Raises:
             DataError: nothing is left.
@@ -108,23 +106,23 @@ class Log:
         self.min_user_events = min_user_events
         while True:
             counts = pl.concat(
-                self._kept(number).group_by(id="item_id").agg(count=pl.len())
+                self._read(number).group_by(id="item_id").agg(count=pl.len())
                 for number in range(len(self.parts))
             )
             counts = counts.group_by("id").agg(pl.col("count").sum())
-            found = counts.filter(pl.col("count") >= min_item_events)
+            frequent = counts.filter(pl.col("count") >= min_item_events)
             self.num_rows = int(counts["count"].sum())
-            self.items = found.select("id")
-            if not found.height:
+            self.items = frequent.select("id")
+            if not frequent.height:
                 raise DataError(
                     f"no item is left that has {min_item_events} events of users with {min_user_events}; "
                     "lower --min-item-events or --min-user-events"
                 )
-            if found.height == counts.height:
+            if frequent.height == counts.height:
                 return
 
-    def _kept(self, number: int) -> pl.DataFrame:
-        """Events of one part in the order of the input, with ids as text, less what `keep_core` left out."""
+    def _read(self, number: int) -> pl.DataFrame:
+        """Reads one part in the order of the input, with ids as text, without what `keep_core` left out."""
         tables = [pa.ipc.open_stream(pa.memory_map(str(path))).read_all() for path in self.parts[number]]
         frame = pl.DataFrame(pl.from_arrow(pa.concat_tables(tables)))
         if self.items is not None:
@@ -136,7 +134,8 @@ class Log:
         return frame
 
     def time_quantiles(self, *shares: float) -> list[int]:
-        """Moments (microseconds) before which these shares of events lie, to a millionth of the span."""
+        """Finds the times (microseconds) before which these shares of events lie, to a millionth of the
+        span."""
         width = (self.last_time - self.first_time) // HISTOGRAM_BINS + 1
         counts = np.zeros(HISTOGRAM_BINS + 1, dtype=np.int64)
         for path in (path for part in self.parts for path in part):
@@ -148,9 +147,15 @@ class Log:
 
 
 class Piece(NamedTuple):
-    """Some lines of one file, as text, and what errors call the file, its lines and the first of them.
+    """Neighboring events of one file, as text.
 
-    `lines` are those of the events where a line is not one event.
+    Attributes:
+        texts: text columns, an event a row.
+        where: what errors call the file.
+        first: line of the first event; events follow line by line.
+        word: what errors call a line.
+        time_unit: unit of the times, one of `TIME_UNITS`.
+        lines: int64 [events], the line of each event where a line holds several; None otherwise.
     """
 
     texts: pl.DataFrame
@@ -161,22 +166,27 @@ class Piece(NamedTuple):
     lines: np.ndarray | None = None
 
 
-def cut_log(source: Path, columns: LogColumns, folder: Path, *, part_rows: int) -> Log:
-    """Reads `source` (a file or a folder of files) once and writes its events into buckets below `folder`.
+def cut_log(pieces: Iterator[Piece], columns: LogColumns, folder: Path, *, part_rows: int) -> Log:
+    """Takes the pieces of a log once and writes their events into buckets below `folder`.
+
+    Args:
+        pieces: the events.
+        columns: what the columns of the pieces mean.
+        folder: where the bucket files go.
+        part_rows: most events of a part, unless one bucket has more.
 
     Raises:
-        DataError: no file, no column, a value that does not parse; with file and line.
+        DataError: a value that does not parse; with file and line.
     """
-    files = [source] if columns.sequences else _files(source)
     integer_ids = dict.fromkeys(("user_id", "item_id", *columns.ids), True)
     rows = np.zeros(NUM_BUCKETS, dtype=np.int64)
     first_time, last_time = LATEST, 0
     with ExitStack() as stack:
         writers: dict[int, pa.RecordBatchStreamWriter] = {}
-        for piece in (piece for path in files for piece in _pieces(path, columns)):
+        for piece in pieces:
             events = _convert(piece, columns, int(rows.sum()))
             for name in integer_ids:
-                integer_ids[name] = integer_ids[name] and common.is_integer_text(events[name])
+                integer_ids[name] = integer_ids[name] and is_integer_text(events[name])
             first_time = min(first_time, events["time_us"].min())
             last_time = max(last_time, events["time_us"].max())
             for bucket, table in _by_bucket(events):
@@ -185,24 +195,20 @@ def cut_log(source: Path, columns: LogColumns, folder: Path, *, part_rows: int) 
                     writers[bucket] = stack.enter_context(pa.ipc.new_stream(sink, table.schema))
                 writers[bucket].write_table(table)
                 rows[bucket] += len(table)
-    if not rows.sum():
-        raise DataError(f"{source}: no events")
     parts = [[_bucket_file(folder, bucket) for bucket in part] for part in _parts(rows, part_rows)]
-    if columns.sequence_times:
-        files = [*files, columns.sequence_times]
-    return Log(files, int(rows.sum()), parts, integer_ids, first_time, last_time)
+    return Log(int(rows.sum()), parts, integer_ids, first_time, last_time)
 
 
 def _parts(rows: np.ndarray, part_rows: int) -> list[list[int]]:
-    """Neighbouring buckets together, up to `part_rows` rows; a larger bucket is a part of its own."""
+    """Groups neighboring buckets up to `part_rows` rows; a larger bucket is a part by itself."""
     parts: list[list[int]] = []
-    room = 0
+    rows_left = 0
     for bucket in np.flatnonzero(rows).tolist():
-        if not parts or rows[bucket] > room:
+        if not parts or rows[bucket] > rows_left:
             parts.append([])
-            room = part_rows
+            rows_left = part_rows
         parts[-1].append(bucket)
-        room -= int(rows[bucket])
+        rows_left -= int(rows[bucket])
     return parts
 
 
@@ -211,7 +217,7 @@ def _bucket_file(folder: Path, bucket: int) -> Path:
 
 
 def _by_bucket(events: pl.DataFrame) -> Iterator[tuple[int, pa.Table]]:
-    """The events of each bucket, in their order; a user's bucket is the same on every machine."""
+    """Yields the events of each bucket, in their order; a user's bucket is the same on every machine."""
     users = events["user_id"].unique(maintain_order=True)
     buckets = pl.Series([crc32(user.encode()) % NUM_BUCKETS for user in users.to_list()], dtype=pl.Int64)
     chosen = events.join(pl.DataFrame({"user_id": users, "bucket": buckets}), on="user_id", how="left")
@@ -223,9 +229,9 @@ def _by_bucket(events: pl.DataFrame) -> Iterator[tuple[int, pa.Table]]:
 
 
 def _convert(piece: Piece, columns: LogColumns, offset: int) -> pl.DataFrame:
-    """Events as `Log.part` gives them, with ids as text and without `timestamps`."""
+    """Converts a piece to the columns of `Log.part`, with ids as text and without `timestamps`."""
     texts = piece.texts
-    made = {
+    events = {
         "user_id": _present(piece, columns.user),
         "item_id": _present(piece, columns.item),
         "time_us": _microseconds(piece, columns.time),
@@ -234,15 +240,15 @@ def _convert(piece: Piece, columns: LogColumns, offset: int) -> pl.DataFrame:
         **{name: _numbers(piece, name).cast(pl.Float32) for name in columns.numbers},
     }
     for name, column in columns.labels.items():
-        made[f"label_{name}"] = _label(piece, column, any_number=name in columns.regression)
+        events[f"label_{name}"] = _label(piece, column, any_number=name in columns.regression)
     if columns.actions:
         bits = [(_numbers(piece, column) > 0).cast(pl.Int64) for column in columns.actions.values()]
-        made["actions"] = sum((values * (1 << bit) for bit, values in enumerate(bits[1:], 1)), bits[0])
+        events["actions"] = sum((values * (1 << bit) for bit, values in enumerate(bits[1:], 1)), bits[0])
     if columns.watch_time:
         seconds = _numbers(piece, columns.watch_time) * columns.watch_time_scale
         _refuse(piece, columns.watch_time, seconds < 0, "a duration of at least 0")
-        made["watch_time"] = seconds.cast(pl.Float32)
-    return pl.DataFrame(made)
+        events["watch_time"] = seconds.cast(pl.Float32)
+    return pl.DataFrame(events)
 
 
 def _present(piece: Piece, name: str) -> pl.Series:
@@ -252,9 +258,9 @@ def _present(piece: Piece, name: str) -> pl.Series:
 
 
 def _numbers(piece: Piece, name: str) -> pl.Series:
-    """Float64; true and false are 1 and 0."""
+    """Parses a column to float64; true and false are 1 and 0."""
     texts = piece.texts.select(pl.col(name).str.to_lowercase().replace({"true": "1", "false": "0"}))
-    return common.typed(texts, {name: common.NUMBER}, piece.where, piece.first, word=piece.word)[name]
+    return typed(texts, {name: NUMBER}, piece.where, piece.first, word=piece.word)[name]
 
 
 def _label(piece: Piece, column: str, *, any_number: bool) -> pl.Series:
@@ -291,7 +297,7 @@ def _microseconds(piece: Piece, name: str) -> pl.Series:
 
 
 def _iso(text: str) -> int | None:
-    """Microseconds since 1970; one date at a time, for columns that mix forms."""
+    """Parses one date to microseconds since 1970, for columns that mix forms; None if it is no date."""
     try:
         moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
@@ -302,29 +308,29 @@ def _iso(text: str) -> int | None:
 
 
 def _refuse(piece: Piece, name: str, bad: pl.Series, expected: str) -> None:
-    """Raises: DataError: some value is bad; names the first."""
-    found = bad.arg_true()
-    if len(found):
-        value = piece.texts[name][found[0]]
-        line = piece.first + found[0] if piece.lines is None else piece.lines[found[0]]
+    """Raises a DataError about the first bad value, if there is one."""
+    places = bad.arg_true()
+    if len(places):
+        value = piece.texts[name][places[0]]
+        line = piece.first + places[0] if piece.lines is None else piece.lines[places[0]]
         where = f"{piece.where}, {piece.word} {line}"
         raise DataError(f"{where}: {name} is {value!r}, expected {expected}")
 
 
-def _pieces(path: Path, columns: LogColumns) -> Iterator[Piece]:
-    """A file's columns as text, some 100,000 lines at a time."""
-    if columns.sequences:
-        for texts, lines in sequence_pieces(path, columns.sequence_times):
-            yield Piece(texts, str(path), 0, "line", columns.time_unit, lines)
-        return
+def read_log(path: Path, columns: LogColumns) -> Iterator[Piece]:
+    """Yields the columns of one file as text, some 100,000 lines at a time.
+
+    Raises:
+        DataError: a missing column, or a file that cannot be read.
+    """
     if path.suffix != ".parquet":
         delimiter = columns.delimiter or ("\t" if ".tsv" in path.suffixes else ",")
-        for line, texts in common.text_batches(path, columns.all(), delimiter=delimiter):
+        for line, texts in text_batches(path, columns.all(), delimiter=delimiter):
             yield Piece(texts, str(path), line, "line", columns.time_unit)
         return
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
-        common.check_columns(columns.all(), file.schema_arrow.names, str(path))
+        check_columns(columns.all(), file.schema_arrow.names, str(path))
         row = 0
         for batch in file.iter_batches(1 << 17, columns=columns.all()):
             frame = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch])))
@@ -338,7 +344,7 @@ def _pieces(path: Path, columns: LogColumns) -> Iterator[Piece]:
 
 
 def _as_text(frame: pl.DataFrame, path: Path) -> pl.DataFrame:
-    made = []
+    columns = []
     for column in frame.get_columns():
         if column.dtype.is_nested() or column.dtype == pl.Binary:
             raise DataError(f"{path}: column {column.name} is {column.dtype}; a log has one value a cell")
@@ -346,17 +352,22 @@ def _as_text(frame: pl.DataFrame, path: Path) -> pl.DataFrame:
             column = column.cast(pl.Datetime("us")).dt.epoch("us")
         if column.dtype == pl.Boolean:
             column = column.cast(pl.Int8)
-        made.append(column.cast(pl.String).fill_null(""))
-    return pl.DataFrame(made)
+        columns.append(column.cast(pl.String).fill_null(""))
+    return pl.DataFrame(columns)
 
 
-def _files(source: Path) -> list[Path]:
+def find_logs(source: Path) -> list[Path]:
+    """Lists the files of a log: `source` itself, or the text and parquet files in this folder.
+
+    Raises:
+        DataError: there is none.
+    """
     if source.is_file():
         return [source]
     if not source.is_dir():
         raise DataError(f"{source}: no such file or folder")
     endings = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet")
-    found = sorted(path for path in source.iterdir() if path.is_file() and path.name.endswith(endings))
-    if not found:
+    files = sorted(path for path in source.iterdir() if path.is_file() and path.name.endswith(endings))
+    if not files:
         raise DataError(f"{source}: no file that ends in {', '.join(endings)}")
-    return found
+    return files

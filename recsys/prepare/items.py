@@ -1,4 +1,4 @@
-"""`items.parquet`, what is known of each item of the catalogue: a row an item, `item_id` and its features.
+"""Makes `items.parquet`, the features of each item of the catalogue: one row per item, `item_id` first.
 
 `data.item_file` of a config names it; the item encoder of a retriever reads it.
 """
@@ -9,26 +9,28 @@ from pathlib import Path
 import polars as pl
 import pyarrow.parquet as pq
 
-from recsys.prepare.rows import plain_table
+from recsys.prepare.dataset_writer import plain_table
 
 ITEMS = "items.parquet"
 
 
 def items_of(events: pl.DataFrame, features: Sequence[str]) -> pl.DataFrame:
-    """The items of some events: `first`, the row of the input in which an item stands first, and its features
-    as they were in its last event, at `time_us` and `order`.
+    """Lists the items of events, with the features that each had in its last event.
+
+    Columns: item_id, first (the row of the input in which it occurs first), time_us and order of its last
+    event, features.
     """
     chosen = events.sort("time_us", "order").group_by("item_id", maintain_order=True)
     return chosen.agg(pl.col("order").min().alias("first"), pl.col("time_us", "order", *features).last())
 
 
 def join_items(parts: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """`items_of` all events from that of their parts, in the order of the input: item_id and features."""
+    """Joins the `items_of` the parts of a log: item_id and features, in the order of the input."""
     chosen = pl.concat(parts).sort("time_us", "order").group_by("item_id", maintain_order=True)
     joined = chosen.agg(pl.col("first").min(), pl.exclude("item_id", "first").last()).sort("first")
     return joined.drop("first", "time_us", "order")
 
 
 def write_items(folder: Path, items: pl.DataFrame) -> None:
-    """Writes the file: `item_id` and features under their names."""
+    """Writes `items.parquet` into `folder`."""
     pq.write_table(plain_table(items), folder / ITEMS, compression="zstd", write_page_checksum=True)

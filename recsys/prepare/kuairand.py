@@ -1,6 +1,6 @@
-"""Makes ranking data from KuaiRand (Pure or 1K): a row per user and request, three labels and watch time.
+"""Makes ranking data from KuaiRand (Pure or 1K): one row per request of a user, three labels and watch time.
 
-    python scripts/prepare_kuairand.py --input KuaiRand-Pure --output data/kuairand
+    python -m recsys.prepare kuairand --input KuaiRand-Pure --output data/kuairand
 
 Reads every log_standard*.csv[.gz], user_features*.csv and video_features_basic*.csv below --input. The
 statistics of videos (video_features_statistic*) stay out: they are averages over the whole month, test days
@@ -9,7 +9,7 @@ included.
 - An impression that was logged twice (equal in all that is read, seconds and play time included; the copies
   differ in the hour of logging at most) counts once: it would weigh double in losses, metrics and histories.
 - A request is a run of one user's impressions in one tab and on one day, each at most --request-gap seconds
-  behind the one before it, cut after --max-candidates. Kuaishou's own requests are not in the log.
+  after the one before it, cut after --max-candidates. Kuaishou's own requests are not in the log.
 - Its history is what the user did strictly before its first impression, in all tabs, newest --max-history.
 - The last --test-days days (Beijing time) are the test split, the --validation-days before them validation,
   the rest training. A history reaches into earlier splits; labels do not.
@@ -17,10 +17,10 @@ included.
   --evaluation-history live they reach up to each request; then GAUC means little, since the history of a
   user's second candidate holds the outcome of the first (the same model: GAUC of clicks .571 instead of .619,
   experiments/2026-11-22-small-figures).
-- Counters say what was known of a candidate's video and author before its day: `item_impressions` (to anybody
-  in the log) and, for each binary label, `item_<label>_lift`, the log-odds of its smoothed rate minus those
-  of all videos (0: as others, or unknown; prepare_counters.py has the formula); `author_...` likewise.
-  Nothing of the same day or later is counted. In validation and test they stand still where the split
+- Counters say what was known of a candidate's video and author before its day: `item_impressions` (by all
+  users of the log) and, for each binary label, `item_<label>_lift`, the log-odds of its smoothed rate minus
+  those of all videos (0: average, or unknown; recsys/prepare/counters.py has the formula); `author_...`
+  likewise. Nothing of the same day or later is counted. In validation and test counting stops where the split
   begins, as histories do (with --evaluation-history live: where the day begins). --no-counters: none.
 - Vocabularies hold the ids of at least --min-count training impressions; others, and empty values, share the
   row of unknown ids: a model learns rarer ones by heart. Ids themselves stay as they are.
@@ -30,7 +30,6 @@ included.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,21 +38,21 @@ import polars as pl
 
 from recsys.errors import ConfigError, DataError
 from recsys.flags import positive
-from recsys.prepare import common
+from recsys.prepare import command
 from recsys.prepare.counters import PRIOR_POSITIVES, count_before, counter_names
-from recsys.prepare.rows import (
+from recsys.prepare.dataset_writer import (
+    SEQUENCE_SIDES,
     TEST,
     TRAIN,
     VALIDATION,
     Contents,
     DatasetWriter,
     Feature,
-    Slices,
-    freeze_histories,
     plain_table,
-    request_slices,
 )
+from recsys.prepare.rows import Slices, freeze_histories, request_slices
 from recsys.prepare.starter_config import write_config
+from recsys.prepare.text_tables import INTEGER, TEXT, find_files, fingerprints, id_column, read_csv
 
 ACTIONS = (
     "is_click",
@@ -66,7 +65,7 @@ ACTIONS = (
     "is_profile_enter",
 )
 LOG = ("user_id", "video_id", "time_ms", "play_time_ms", "duration_ms", "tab", *ACTIONS)
-VIDEO = {"author_id": common.INTEGER, "upload_type": common.TEXT, "tag": common.TEXT}
+VIDEO = {"author_id": INTEGER, "upload_type": TEXT, "tag": TEXT}
 USER = (
     "user_active_degree",
     "is_live_streamer",
@@ -77,16 +76,15 @@ USER = (
     "register_days_range",
     *(f"onehot_feat{number}" for number in range(12)),
 )
-ITEM_SIDES = ("HISTORY", "CANDIDATE")
 CONTENTS = Contents(
     task="ranking",
     features=(
-        Feature("item_id", ITEM_SIDES),
-        Feature("author_id", ITEM_SIDES),
-        Feature("tag", ITEM_SIDES, multi_valued=True),
-        Feature("upload_type", ITEM_SIDES),
-        Feature("duration", ITEM_SIDES, number=True),
-        Feature("tab", ("USER", *ITEM_SIDES)),
+        Feature("item_id", SEQUENCE_SIDES),
+        Feature("author_id", SEQUENCE_SIDES),
+        Feature("tag", SEQUENCE_SIDES, multi_valued=True),
+        Feature("upload_type", SEQUENCE_SIDES),
+        Feature("duration", SEQUENCE_SIDES, number=True),
+        Feature("tab", ("USER", *SEQUENCE_SIDES)),
         Feature("hour", ("USER",)),
         *(Feature(name, ("USER",)) for name in USER),
     ),
@@ -104,10 +102,10 @@ COUNTERS = tuple(
 ABOUT = {
     "source": "KuaiRand (C. Gao et al., CIKM 2022, arXiv 2208.08696), https://kuairand.com, zenodo 10439422",
     "licence": "CC BY-SA 4.0",
-    "made_by": "scripts/prepare_kuairand.py",
+    "made_by": f"{command.PROGRAM} kuairand",
 }
 ABOUT_COUNTERS = {
-    "columns": [one.name for one in COUNTERS],
+    "columns": [counter.name for counter in COUNTERS],
     "counted": "impressions of earlier days; in validation and test those before the split (live: the day)",
     "lift": "logit((s + m) / (n + m / p)) - logit(p): n impressions, s with the label, p its share among all",
     "m": PRIOR_POSITIVES,
@@ -117,11 +115,11 @@ BEIJING_MS = 8 * 3_600_000
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Reads, cuts, writes; see the head of this file."""
+    """Reads the files, cuts requests and writes the data set."""
     options = _options(arguments)
-    logs = common.find_files(options.input, "log_standard*.csv*", "the standard log")
-    users = common.find_files(options.input, "user_features*.csv*", "user features")
-    videos = common.find_files(options.input, "video_features_basic*.csv*", "video features")
+    logs = find_files(options.input, "log_standard*.csv*", "the standard log")
+    users = find_files(options.input, "user_features*.csv*", "user features")
+    videos = find_files(options.input, "video_features_basic*.csv*", "video features")
     log, dropped = read_log(logs, modulus=options.user_modulus)
     events = join_videos(log, videos)
     split = split_by_day(events["time_ms"], options.validation_days, options.test_days)
@@ -143,14 +141,14 @@ def main(arguments: list[str] | None = None) -> None:
             slices, events["user_id"].to_numpy(), split, split != TRAIN, max_history=options.max_history
         )
     rows = request_rows(events, slices, users)
-    with common.output_folder(options.output, overwrite=options.overwrite) as folder:
+    with command.output_folder(options.output, overwrite=options.overwrite) as folder:
         writer = DatasetWriter(folder, contents, rows_per_group=options.rows_per_group)
         _write_splits(writer, events, slices, rows, split)
         sizes = writer.write_vocabularies(min_count=options.min_count)
         names = ("request_gap", "max_candidates", "max_history", "validation_days", "test_days")
         names += ("evaluation_history", "min_count", "user_modulus", "counters")
         about = ABOUT | {
-            "inputs": common.fingerprints([*logs, *users, *videos]),
+            "inputs": fingerprints([*logs, *users, *videos]),
             "settings": {name: getattr(options, name) for name in names},
             "dropped": dropped,
         }
@@ -158,14 +156,14 @@ def main(arguments: list[str] | None = None) -> None:
             about["counters"] = ABOUT_COUNTERS
         schema = writer.write_schema(about, sizes)
         write_config(schema, folder, options.output)
-    for name, noted in schema["splits"].items():
-        print(f"{name}: {noted['rows']} requests, {noted['candidates']} candidates")
-    common.print_next(options.output)
+    for name, figures in schema["splits"].items():
+        print(f"{name}: {figures['rows']} requests, {figures['candidates']} candidates")
+    command.print_next(options.output)
 
 
 def read_log(files: list[Path], *, modulus: int = 1) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Impressions by user and time, ties in the order of files and lines; and counts of what was left out."""
-    pieces = [common.read_csv(path, dict.fromkeys(LOG, common.INTEGER)) for path in files]
+    """Reads impressions by user and time, ties in the order of the files; counts what is left out."""
+    pieces = [read_csv(path, dict.fromkeys(LOG, INTEGER)) for path in files]
     log = pl.concat(pieces).with_row_index("order").with_columns(pl.col("order").cast(pl.Int64))
     negative = log.filter(pl.min_horizontal(LOG) < 0)
     if negative.height:
@@ -179,9 +177,9 @@ def read_log(files: list[Path], *, modulus: int = 1) -> tuple[pl.DataFrame, dict
 
 
 def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
-    """Event columns as the rows need them, with the features of each video."""
-    kinds = {"video_id": common.INTEGER, **VIDEO}
-    videos = pl.concat([common.read_csv(path, kinds) for path in files])
+    """Joins impressions with their videos and makes the columns that rows are cut from."""
+    kinds = {"video_id": INTEGER, **VIDEO}
+    videos = pl.concat([read_csv(path, kinds) for path in files])
     if videos["video_id"].is_duplicated().any():
         raise DataError(
             f"{files[0]}: video_id {videos.filter(pl.col('video_id').is_duplicated())[0, 0]} stands twice"
@@ -222,7 +220,7 @@ def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
 
 
 def split_by_day(time_ms: pl.Series, validation_days: int, test_days: int) -> np.ndarray:
-    """[n] name of the split of each moment, by days of Beijing time counted from the last one."""
+    """Names the split of each time, [n] str, by days of Beijing time counted from the last one."""
     day = _beijing_day(time_ms).to_numpy()
     before_end = day.max() - day
     if before_end.max() < validation_days + test_days:
@@ -236,27 +234,27 @@ def split_by_day(time_ms: pl.Series, validation_days: int, test_days: int) -> np
 
 
 def add_counters(events: pl.DataFrame, split: np.ndarray, *, live: bool) -> pl.DataFrame:
-    """Events with the columns of `COUNTERS`, counted before their day, or (unless `live`) their split."""
+    """Adds the columns of `COUNTERS`, counted before each event's day, or before its split unless `live`."""
     day = _beijing_day(events["time_ms"])
     period = pl.DataFrame({"day": day, "split": split})
     if not live:
         began = pl.when(pl.col("split") == TRAIN).then("day").otherwise(pl.col("day").min().over("split"))
         period = period.select(day=began)
     timed = events.with_columns(period=period["day"])
-    made = [
+    counters = [
         count_before(timed, key=key, column=column, labels=COUNTED_LABELS) for key, column in COUNTED.items()
     ]
-    return events.hstack([column for frame in made for column in frame])
+    return events.hstack([column for frame in counters for column in frame])
 
 
 def request_rows(events: pl.DataFrame, slices: Slices, user_files: list[Path]) -> pl.DataFrame:
-    """Columns of the rows: keys, request time, tab, hour and the features of each user."""
-    kinds = {"user_id": common.INTEGER, **dict.fromkeys(USER, common.TEXT)}
-    users = pl.concat([common.read_csv(path, kinds) for path in user_files])
+    """Makes the columns of the rows: keys, request time, tab, hour and the features of each user."""
+    kinds = {"user_id": INTEGER, **dict.fromkeys(USER, TEXT)}
+    users = pl.concat([read_csv(path, kinds) for path in user_files])
     if users["user_id"].is_duplicated().any():
         twice = users.filter(pl.col("user_id").is_duplicated())[0, "user_id"]
         raise DataError(f"{user_files[0]}: user_id {twice} stands twice")
-    users = users.with_columns(common.id_column(users[name]).alias(name) for name in USER)
+    users = users.with_columns(id_column(users[name]).alias(name) for name in USER)
     first = events[pl.Series(slices.candidate_start)]
     hour = (pl.col("time_ms") + BEIJING_MS) % DAY_MS // 3_600_000
     rows = first.select("user_id", request_id="order", request_time="timestamps", tab="tab", hour=hour).join(
@@ -273,7 +271,7 @@ def request_rows(events: pl.DataFrame, slices: Slices, user_files: list[Path]) -
 def _write_splits(
     writer: DatasetWriter, events: pl.DataFrame, slices: Slices, rows: pl.DataFrame, split: np.ndarray
 ) -> None:
-    """Rows of each split in the order of time, ties by user."""
+    """Writes the rows of each split in the order of time, ties by user."""
     table = plain_table(events)
     time = events["time_ms"].to_numpy()[slices.candidate_start]
     for name in (TRAIN, VALIDATION, TEST):
@@ -288,7 +286,7 @@ def _beijing_day(time_ms: pl.Series) -> pl.Series:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = common.parser(__doc__)
+    parser = command.parser("kuairand", __doc__)
     parser.add_argument(
         "--request-gap", type=positive, default=60, help="longest pause in a request, seconds"
     )
@@ -296,7 +294,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
     parser.add_argument("--validation-days", type=positive, default=2)
     parser.add_argument("--test-days", type=positive, default=2)
-    common.add_evaluation_history(parser)
+    command.add_evaluation_history(parser)
     parser.add_argument(
         "--min-count", type=positive, default=5, help="training impressions that make an id known"
     )
@@ -305,7 +303,3 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--no-counters", dest="counters", action="store_false", help="no counters of videos and authors"
     )
     return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(common.run(main))

@@ -1,8 +1,8 @@
 """Makes next-item data or ranking data from a MovieLens release.
 
-    python scripts/prepare_movielens.py --input ml-1m.zip --output data/ml-1m
-    python scripts/prepare_movielens.py --input ml-1m.zip --output data/ml-1m-ranking --task ranking
-    python scripts/prepare_movielens.py --input ml-latest-small --output data/ml-latest-small
+    python -m recsys.prepare movielens --input ml-1m.zip --output data/ml-1m
+    python -m recsys.prepare movielens --input ml-1m.zip --output data/ml-1m-ranking --task ranking
+    python -m recsys.prepare movielens --input ml-latest-small --output data/ml-latest-small
 
 Takes the zip file or folder of a release with ratings.dat (`::`, ml-1m and ml-10m) or ratings.csv (later).
 
@@ -20,13 +20,13 @@ Takes the zip file or folder of a release with ratings.dat (`::`, ml-1m and ml-1
 
 --task ranking, is a movie liked (4 stars or more), and how many stars does it get:
 
-- A row is a block of a user's neighbouring ratings: at most --max-candidates, and pauses of --request-gap
+- A row is a block of a user's neighboring ratings: at most --max-candidates, and pauses of --request-gap
   seconds at most. Its history is all that the user rated before it. ML-1M's users.dat adds gender, age and
   occupation.
-- Of each user the last --test-percent of the ratings are the test split, the --validation-percent before
-  them validation; equal times stay together. Most users rate in one sitting, so a cut at one moment for all
+- The last --test-percent of each user's ratings are the test split, the --validation-percent before them
+  validation; equal times stay together. Most users rate in one sitting, so a cut at one moment for all
   would test on a fifth of them. Histories of validation and test end where the split begins for the user;
-  with --evaluation-history live they reach up to each block. `prepare_ratings.py` says more.
+  with --evaluation-history live they reach up to each block. recsys/prepare/ratings.py says more.
 - Vocabularies hold the ids of at least --min-count training ratings; others share the row of unknown ids.
 """
 
@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import sys
 import zipfile
 from dataclasses import fields
 from pathlib import Path
@@ -47,34 +46,36 @@ import pyarrow.parquet as pq
 
 from recsys.errors import ConfigError, DataError
 from recsys.flags import positive
-from recsys.prepare import common
-from recsys.prepare.items import write_items
-from recsys.prepare.ratings import RatingSettings, write_ranking
-from recsys.prepare.rows import (
+from recsys.prepare import command
+from recsys.prepare.dataset_writer import (
+    SEQUENCE_SIDES,
     TEST,
     TRAIN,
     VALIDATION,
     Contents,
     DatasetWriter,
     Feature,
-    holdout_slices,
     plain_table,
 )
+from recsys.prepare.items import write_items
+from recsys.prepare.ratings import RatingSettings, write_ranking
+from recsys.prepare.rows import holdout_slices
 from recsys.prepare.starter_config import write_config
+from recsys.prepare.text_tables import INTEGER, NUMBER, TEXT, fingerprints, read_csv_stream, typed
 
 RATINGS = {
-    "userId": common.INTEGER,
-    "movieId": common.INTEGER,
-    "rating": common.NUMBER,
-    "timestamp": common.INTEGER,
+    "userId": INTEGER,
+    "movieId": INTEGER,
+    "rating": NUMBER,
+    "timestamp": INTEGER,
 }
-MOVIES = {"movieId": common.INTEGER, "title": common.TEXT, "genres": common.TEXT}
+MOVIES = {"movieId": INTEGER, "title": TEXT, "genres": TEXT}
 USERS = {
-    "userId": common.INTEGER,
-    "gender": common.TEXT,
-    "age": common.INTEGER,
-    "occupation": common.INTEGER,
-    "zip": common.TEXT,
+    "userId": INTEGER,
+    "gender": TEXT,
+    "age": INTEGER,
+    "occupation": INTEGER,
+    "zip": TEXT,
 }
 KINDS = {"ratings": RATINGS, "movies": MOVIES, "users": USERS}
 # The .csv releases describe no users.
@@ -84,22 +85,21 @@ NAMES = {
     "users": ("users.dat",),
 }
 NO_GENRES = "(no genres listed)"
-SIDES = ("HISTORY", "CANDIDATE")
 CONTENTS = Contents(
     task="retrieval",
-    features=(Feature("item_id", SIDES), Feature("genres", SIDES, multi_valued=True)),
+    features=(Feature("item_id", SEQUENCE_SIDES), Feature("genres", SEQUENCE_SIDES, multi_valued=True)),
     actions=(None, *(f"stars_{stars}" for stars in range(1, 6))),
 )
 ABOUT = {
     "source": "MovieLens (F. M. Harper, J. A. Konstan, ACM TiiS 5(4), 2015), https://grouplens.org/datasets/movielens",
     "licence": "GroupLens terms in the README of the release; only some releases may be redistributed",
-    "made_by": "scripts/prepare_movielens.py",
+    "made_by": f"{command.PROGRAM} movielens",
 }
 RANKING_SETTINGS = [field.name for field in fields(RatingSettings) if field.name != "max_history"]
 
 
 class Release(NamedTuple):
-    """The tables of a release in file order.
+    """Holds the tables of a release, in file order.
 
     Attributes:
         ratings: userId, movieId, rating, timestamp.
@@ -113,13 +113,13 @@ class Release(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Reads, splits, writes; see the head of this file."""
+    """Reads a release, splits it and writes the data set."""
     options = _options(arguments)
     release = read_release(options.input)
     events = join_movies(release.ratings, release.movies)
     inputs = [options.input] if options.input.is_file() else list(_files(options.input).values())
-    about = ABOUT | {"inputs": common.fingerprints(inputs)}
-    with common.output_folder(options.output, overwrite=options.overwrite) as folder:
+    about = ABOUT | {"inputs": fingerprints(inputs)}
+    with command.output_folder(options.output, overwrite=options.overwrite) as folder:
         if options.task == "ranking":
             schema = write_ranking(
                 folder,
@@ -138,15 +138,15 @@ def main(arguments: list[str] | None = None) -> None:
     users, movies = events["user_id"].n_unique(), release.movies.height
     print(f"{users} users, {events.height} ratings, {movies} movies in the release")
     if options.task == "ranking":
-        for name, noted in schema["splits"].items():
-            print(f"{name}: {noted['rows']} rows, {noted['candidates']} candidates")
-    common.print_next(options.output)
+        for name, split in schema["splits"].items():
+            print(f"{name}: {split['rows']} rows, {split['candidates']} candidates")
+    command.print_next(options.output)
 
 
 def _write_retrieval(
     folder: Path, events: pl.DataFrame, movies: pl.DataFrame, options: argparse.Namespace, about: dict
 ) -> dict:
-    """Leave-one-out rows, vocabularies and schema.json; returns the schema."""
+    """Writes leave-one-out rows, vocabularies and schema.json; returns the schema."""
     table, user = plain_table(events), events["user_id"].to_numpy()
     writer = DatasetWriter(folder, CONTENTS, rows_per_group=options.rows_per_group)
     for split, held_out in ((TRAIN, 2), ("train_validation", 1), (VALIDATION, 2), (TEST, 1)):
@@ -176,7 +176,7 @@ def _write_retrieval(
 
 
 def read_release(path: Path) -> Release:
-    """The tables of a zip file or folder.
+    """Reads the tables of a zip file or folder.
 
     Raises:
         DataError: no such release, a line that does not parse, a movie twice.
@@ -194,7 +194,7 @@ def read_release(path: Path) -> Release:
 
 
 def join_movies(ratings: pl.DataFrame, movies: pl.DataFrame) -> pl.DataFrame:
-    """Events by user and time, ties in the order of the file."""
+    """Joins ratings with their movies: events by user and time, ties in the order of the file."""
     known = movies.select("movieId", genres=_genres(movies), year=_years(movies))
     events = ratings.with_row_index("order").join(known, on="movieId", how="left", maintain_order="left")
     unknown = events.filter(pl.col("genres").is_null())
@@ -217,7 +217,7 @@ def join_movies(ratings: pl.DataFrame, movies: pl.DataFrame) -> pl.DataFrame:
 
 
 def _genres(movies: pl.DataFrame) -> pl.Series:
-    """Lists of genres; a movie without any has an empty list."""
+    """Splits genres into lists; a movie without any has an empty list."""
     text = pl.col("genres")
     none = (text == NO_GENRES) | (text == "")
     empty = pl.lit([], pl.List(pl.String))
@@ -225,12 +225,12 @@ def _genres(movies: pl.DataFrame) -> pl.Series:
 
 
 def _years(movies: pl.DataFrame) -> pl.Series:
-    """The year that ends a title in brackets, as text; empty where there is none."""
+    """Takes the year in brackets at the end of each title, as text; empty where there is none."""
     return movies["title"].str.strip_chars().str.extract(r"\((\d{4})\)$").fill_null("")
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The files of ratings, of movies and, if there is one, of users in a folder."""
+    """Finds the files of ratings, of movies and, if there is one, of users in a folder."""
     if not folder.exists():
         raise DataError(f"{folder}: no such file or folder")
     chosen = {}
@@ -244,7 +244,7 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _zipped(path: Path) -> dict[str, tuple[str, bytes]]:
-    """Address and bytes of those files in a zip file."""
+    """Reads those files from a zip file: address and bytes of each."""
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is no zip file; --input takes a MovieLens zip file or its folder")
     chosen = {}
@@ -259,9 +259,9 @@ def _zipped(path: Path) -> dict[str, tuple[str, bytes]]:
 
 
 def _read_table(content: bytes, where: str, kinds: dict[str, str]) -> pl.DataFrame:
-    """Typed columns of a .csv file with a header, or of a .dat file, which has `::` and none."""
+    """Parses a .csv file with a header, or a .dat file, which has `::` between values and no header."""
     if where.endswith(".csv"):
-        return common.read_csv_stream(io.BytesIO(content), where, kinds)
+        return read_csv_stream(io.BytesIO(content), where, kinds)
     # ml-1m's titles are latin-1; its other files are ASCII.
     lines = pl.Series("line", content.decode("latin-1").splitlines(), dtype=pl.String)
     fields = lines.str.split("::")
@@ -271,7 +271,7 @@ def _read_table(content: bytes, where: str, kinds: dict[str, str]) -> pl.DataFra
             f"{where}, line {wrong[0] + 1}: {fields[wrong[0]].len()} values, expected {len(kinds)}"
         )
     texts = pl.DataFrame({name: fields.list.get(place) for place, name in enumerate(kinds)})
-    return common.typed(texts, kinds, where, 1)
+    return typed(texts, kinds, where, 1)
 
 
 def _count_short(user: np.ndarray) -> int:
@@ -279,13 +279,13 @@ def _count_short(user: np.ndarray) -> int:
 
 
 def _rating_settings(options: argparse.Namespace) -> RatingSettings:
-    given = {name: getattr(options, name) for name in [*RANKING_SETTINGS, "max_history"]}
-    return RatingSettings(**{name: value for name, value in given.items() if value is not None})
+    settings = {name: getattr(options, name) for name in [*RANKING_SETTINGS, "max_history"]}
+    return RatingSettings(**{name: value for name, value in settings.items() if value is not None})
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    usual = RatingSettings()
-    parser = common.parser(__doc__)
+    defaults = RatingSettings()
+    parser = command.parser("movielens", __doc__)
     parser.add_argument("--task", choices=("retrieval", "ranking"), default="retrieval")
     parser.add_argument("--max-history", type=positive, help="newest movies of a history; default: all")
     for name, what in (
@@ -296,16 +296,12 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         ("min-count", "training ratings that make an id known"),
         ("user-modulus", "keep users whose id it divides"),
     ):
-        value = getattr(usual, name.replace("-", "_"))
+        value = getattr(defaults, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=positive, help=f"ranking: {what}; default: {value}")
-    common.add_evaluation_history(parser)
+    command.add_evaluation_history(parser)
     parser.set_defaults(evaluation_history=None)
     options = parser.parse_args(arguments)
-    given = [name for name in RANKING_SETTINGS if getattr(options, name) is not None]
-    if options.task != "ranking" and given:
-        raise ConfigError(f"--{given[0].replace('_', '-')} is for --task ranking")
+    ranking_flags = [name for name in RANKING_SETTINGS if getattr(options, name) is not None]
+    if options.task != "ranking" and ranking_flags:
+        raise ConfigError(f"--{ranking_flags[0].replace('_', '-')} is for --task ranking")
     return options
-
-
-if __name__ == "__main__":
-    sys.exit(common.run(main))

@@ -1,15 +1,15 @@
-"""Star ratings as a ranking problem: the rows of `prepare_movielens.py --task ranking`.
+"""Cuts star ratings into ranking rows, for `python -m recsys.prepare movielens --task ranking`.
 
-- A row is a block of one user's ratings: neighbouring ones, each at most `request_gap` seconds behind the one
+- A row is a block of one user's ratings: neighboring ones, each at most `request_gap` seconds after the one
   before it, cut after `max_candidates`. All of its movies are candidates and see the same history: what the
   user had rated strictly before the block. A row for each rating would repeat the longest user's history of
   2,313 events as often; with blocks of 16 the training rows of ML-1M hold 9 million events of history.
-- Of each user the last ratings in time are the test split, those before them validation. A moment is never
-  divided: MovieLens takes a page of ratings at once, so ML-1M has 2.1 of a user with the same second, and
-  all of them go where the first belongs.
+- The last ratings of each user are the test split, those before them validation. Ratings of one user with
+  the same second (2.1 on average in ML-1M, where a page of ratings is sent at once) are never divided: all
+  of them go where the first belongs.
 - Why not one moment for everybody: 57 % of ML-1M's users rated in one sitting and never came back. A cut
-  behind 80 % of the ratings leaves 1,783 of 6,040 users to test on, 640 of whom sign up behind it and have
-  no history; behind 90 % it leaves 1,209, nearly all of whom came back. The price of a cut by user is that
+  after 80 % of the ratings leaves 1,783 of 6,040 users to test on, 640 of whom sign up after it and have
+  no history; after 90 % it leaves 1,209, nearly all of whom came back. The price of a cut by user is that
   training sees what *other* users say about a movie later on, the same for all models that are compared.
 - Histories of validation and test end where the split begins for their user ("frozen"), as for scores
   computed before a visit, or reach up to each block ("live"). Training histories are live: a model learns
@@ -26,39 +26,36 @@ import numpy as np
 import polars as pl
 
 from recsys.errors import ConfigError, DataError
-from recsys.prepare.rows import (
+from recsys.prepare.dataset_writer import (
+    SEQUENCE_SIDES,
     TEST,
     TRAIN,
     VALIDATION,
     Contents,
     DatasetWriter,
     Feature,
-    Slices,
-    freeze_histories,
     plain_table,
-    request_slices,
-    run_starts,
 )
+from recsys.prepare.rows import Slices, freeze_histories, request_slices, run_starts
 
 LIKED = 4
-"""Stars from which on a movie is liked."""
+"""A movie with at least this many stars is liked."""
 
-SIDES = ("HISTORY", "CANDIDATE")
 USER = ("gender", "age", "occupation")
 
 
 @dataclass(frozen=True)
 class RatingSettings:
-    """How rows are cut.
+    """Says how rows are cut; the fields have the names of the flags.
 
     Attributes:
         request_gap: longest pause within a block, seconds.
         max_candidates: most ratings of a block.
         max_history: newest events of a history; None: all.
-        validation_percent, test_percent: of each user's ratings.
+        validation_percent, test_percent: shares of each user's ratings, percent.
         evaluation_history: "frozen" or "live".
         min_count: training ratings that make an id known.
-        user_modulus: users whose id it divides are kept.
+        user_modulus: only users whose id it divides are kept.
     """
 
     request_gap: int = 3600
@@ -84,13 +81,13 @@ def write_ranking(
     """Writes rows, vocabularies and schema.json; returns the schema.
 
     Args:
-        folder: where to.
+        folder: where the files are written.
         events: by user and time: user_id, order, timestamps, item_id, genres, year, actions, rating.
         users: userId and `USER`, or None where the release does not describe its users.
         settings: how rows are cut.
         actions: names of the bits of `actions`.
         rows_per_group: rows of a parquet row group.
-        about: what else schema.json says.
+        about: further entries of schema.json.
 
     Raises:
         ConfigError: nothing is left to train on.
@@ -130,10 +127,10 @@ def write_ranking(
 def split_by_user(
     user: np.ndarray, time: np.ndarray, validation_percent: int, test_percent: int
 ) -> np.ndarray:
-    """[n] name of the split of each rating; a user's stand together, by time.
+    """Names the split of each rating, [n] str; the ratings of a user stand together, by time.
 
-    A user's rating number i of n (from 0) is a test rating where 100 i >= n (100 - test), and so on; a
-    moment goes by its first rating.
+    A user's rating number i of n (from 0) is a test rating where 100 i >= n (100 - test), and so on;
+    all ratings with the same time go where the first of them goes.
 
     Raises:
         ConfigError: nothing is left to train on.
@@ -156,9 +153,9 @@ def _contents(users: pl.DataFrame | None, actions: tuple[str | None, ...]) -> Co
     return Contents(
         task="ranking",
         features=(
-            Feature("item_id", SIDES),
-            Feature("genres", SIDES, multi_valued=True),
-            Feature("year", SIDES),
+            Feature("item_id", SEQUENCE_SIDES),
+            Feature("genres", SEQUENCE_SIDES, multi_valued=True),
+            Feature("year", SEQUENCE_SIDES),
             *described,
         ),
         labels={"is_liked": "binary", "rating": "regression"},
@@ -167,7 +164,7 @@ def _contents(users: pl.DataFrame | None, actions: tuple[str | None, ...]) -> Co
 
 
 def _rows(events: pl.DataFrame, slices: Slices, users: pl.DataFrame | None) -> pl.DataFrame:
-    """Keys, request time and what is known about the user."""
+    """Returns the columns of the rows: keys, request time and what is known about the user."""
     rows = events[pl.Series(slices.candidate_start)].select(
         "user_id", request_id="order", request_time="timestamps"
     )

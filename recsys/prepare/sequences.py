@@ -1,79 +1,70 @@
-"""Reads the form in which benchmarks of sequential recommendation are often passed on, for prepare_csv.py.
+"""Makes next-item data from text files with one line per user, as benchmarks are often passed on.
 
-A line is a user: `user item item ...`, oldest event first, separated by blanks. A second file of the same
-form may hold the times: `user time time ...`, line by line and place by place. Files may end in .gz.
+    python -m recsys.prepare sequences --input Beauty.txt --times Beauty_times.txt --output data/beauty \\
+        --min-user-events 5 --min-item-events 5
+
+A line of --input is `user item item ...`, separated by blanks, oldest event first; --times names a file of
+the same form with the times: `user time time ...`. Without it the events of a user are numbered, as if a
+second lay between them. Both may end in .gz. Then train with
+`python -m recsys.train --config <output>/starter.config --run-dir runs/<name>`.
+
+- Ids stay as they are: int64 when every one is a whole number, else text.
+- Splits leave one out: the last item of a user is the test target, the one before it the validation target.
+  The catalogue is every item of the file. Users with one or two events only train. The folder `latest` has
+  the whole history of every user, to make recommendations from.
+- --min-user-events and --min-item-events leave out users and items with fewer events, again and again until
+  all have as many (a k-core).
+
+Memory: events are cut by user into parts of at most about --part-rows events, worked on one at a time;
+besides that, the ids of the vocabulary must fit.
 """
 
 from __future__ import annotations
 
-import gzip
-from collections.abc import Iterator
-from contextlib import nullcontext
-from itertools import zip_longest
+import argparse
 from pathlib import Path
-from typing import NamedTuple, TextIO
 
-import numpy as np
-import polars as pl
+from recsys.flags import positive
+from recsys.prepare import command
+from recsys.prepare.dataset_writer import SEQUENCE_SIDES, Contents, Feature
+from recsys.prepare.events import TIME_UNITS, LogColumns
+from recsys.prepare.log_dataset import LogInput, LogSettings, make_dataset
+from recsys.prepare.sequence_files import ITEM, TIME, USER, read_sequences
 
-from recsys.errors import DataError
-
-USER, ITEM, TIME = "user", "item", "time"
-"""Columns of what is read."""
-
-EVENTS_OF_A_PIECE = 1 << 17
-
-
-class SequencePiece(NamedTuple):
-    """Events of some lines: text columns USER, ITEM and TIME, and int64 [events] the line of each."""
-
-    texts: pl.DataFrame
-    lines: np.ndarray
+ABOUT = {
+    "source": "a log of one's own",
+    "licence": "",
+    "made_by": f"{command.PROGRAM} sequences",
+}
 
 
-def sequence_pieces(path: Path, times: Path | None) -> Iterator[SequencePiece]:
-    """The events of a file of sequences, some 100,000 at a time.
-
-    Args:
-        path: of the items.
-        times: of the times; None numbers the events of each user from 1.
-
-    Raises:
-        DataError: no such file, or two lines that do not belong together; with file and line.
-    """
-    users: list[str] = []
-    items: list[str] = []
-    moments: list[str] = []
-    lines: list[int] = []
-    with _open(path) as file, _open(times) if times else nullcontext([]) as clock:
-        for number, (line, beside) in enumerate(zip_longest(file, clock, fillvalue=""), start=1):
-            fields = line.split()
-            when = beside.split() if times else [str(place) for place in range(len(fields))]
-            if times and (fields[:1] != when[:1] or len(fields) != len(when)):
-                raise DataError(
-                    f"{times}, line {number}: {_said(when)}, but {path} has {_said(fields)} there; both must "
-                    "have the same users in the same order, and a time for each item"
-                )
-            users += fields[:1] * (len(fields) - 1)
-            items += fields[1:]
-            moments += when[1:]
-            lines += [number] * (len(fields) - 1)
-            if len(items) >= EVENTS_OF_A_PIECE:
-                yield _piece(users, items, moments, lines)
-                users, items, moments, lines = [], [], [], []
-    if items:
-        yield _piece(users, items, moments, lines)
+def main(arguments: list[str] | None = None) -> None:
+    """Reads the files and makes a data set of them."""
+    options = _options(arguments)
+    unit = options.time_unit if options.times else "s"
+    log_input = LogInput(
+        path=options.input,
+        files=[options.input, *([options.times] if options.times else [])],
+        columns=LogColumns(USER, ITEM, TIME),
+        pieces=read_sequences(options.input, options.times, unit),
+    )
+    settings = LogSettings(
+        task="retrieval",
+        max_history=options.max_history,
+        part_rows=options.part_rows,
+        min_user_events=options.min_user_events,
+        min_item_events=options.min_item_events,
+    )
+    contents = Contents(task="retrieval", features=(Feature("item_id", SEQUENCE_SIDES),))
+    make_dataset(log_input, contents, settings, ABOUT, options)
+    command.print_next(options.output)
 
 
-def _piece(users: list[str], items: list[str], moments: list[str], lines: list[int]) -> SequencePiece:
-    return SequencePiece(pl.DataFrame({USER: users, ITEM: items, TIME: moments}), np.array(lines))
-
-
-def _said(fields: list[str]) -> str:
-    return f"user {fields[0]} with {len(fields) - 1} events" if fields else "no user"
-
-
-def _open(path: Path) -> TextIO:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
+def _options(arguments: list[str] | None) -> argparse.Namespace:
+    parser = command.parser("sequences", __doc__)
+    parser.add_argument("--times", type=Path, metavar="FILE", help="the times of the events")
+    parser.add_argument("--time-unit", choices=TIME_UNITS, default="s")
+    parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
+    command.add_core(parser)
+    command.add_part_rows(parser)
+    return parser.parse_args(arguments)

@@ -1,6 +1,6 @@
-"""The starter config that every prepare_*.py tool leaves beside its data: small, complete, ready to train.
+"""Writes the starter config that every preparation tool leaves beside its data.
 
-It is text rather than a printed message so that users find comments in it.
+It is composed as text rather than printed from a message so that it can have comments.
 """
 
 import shlex
@@ -11,19 +11,21 @@ def write_config(schema: dict, folder: Path, address: Path) -> None:
     """Writes `starter.config` into `folder` for data that will stand at `address`.
 
     Args:
-        schema: what `DatasetWriter.write_schema` returned.
+        schema: the content of schema.json, as `DatasetWriter.write_schema` returns it.
+        folder: where the file is written.
+        address: where the folder will be in the end.
     """
     text = starter_config(schema, address.as_posix())
     (folder / "starter.config").write_text(text, encoding="utf-8")
 
 
 def starter_config(schema: dict, address: str) -> str:
-    """Text of a Pipeline for the data at `address` (relative paths count from where the command runs)."""
+    """Returns the text of a Pipeline; a relative `address` counts from where the command runs."""
     ranking = schema["task"] == "ranking"
     parts = [
         _head(schema, address),
         _data(schema, address),
-        *(_feature(one) for one in schema["features"] if ranking or one["name"] == "item_id"),
+        *(_feature(entry) for entry in schema["features"] if ranking or entry["name"] == "item_id"),
         _ranker(schema) if ranking else _retriever(schema),
         _train(schema),
     ]
@@ -31,7 +33,7 @@ def starter_config(schema: dict, address: str) -> str:
 
 
 def train_command(folder: Path) -> str:
-    """What to type to train on the data that stands in `folder`: its run has the folder's name."""
+    """Returns the command that trains on the data in `folder`; its run is named after the folder."""
     config, run = shlex.quote(f"{folder.as_posix()}/starter.config"), shlex.quote(f"runs/{folder.name}")
     return f"python -m recsys.train --config {config} --run-dir {run}"
 
@@ -64,28 +66,28 @@ def _data(schema: dict, address: str) -> str:
 
 
 def _batch_size(schema: dict) -> int:
-    """Rows of a batch: few enough for some twenty steps an epoch where there are few rows."""
+    """Chooses the rows per batch: few enough for some twenty steps per epoch where there are few rows."""
     rows = schema["splits"]["train"]["rows"]
     sizes = (128, 64, 32, 16) if schema["task"] == "retrieval" else (64, 32, 16)
     return next((size for size in sizes if rows >= 20 * size), 8)
 
 
 def _glob(file: str) -> str:
-    """A folder of parts stands for its files."""
+    """Returns the file's path, or its folder for one of several parts."""
     return file.split("/")[0] if "/" in file else file
 
 
-def _feature(one: dict) -> str:
-    sides = ", ".join(one["sides"])
-    head = f'features {{\n  name: "{one["name"]}"\n  sides: [{sides}]\n'
-    if one["kind"] == "number":
-        found = one["statistics"]
-        wide = found["std"] > 2 * abs(found["mean"]) or found["std"] > 100
+def _feature(entry: dict) -> str:
+    sides = ", ".join(entry["sides"])
+    head = f'features {{\n  name: "{entry["name"]}"\n  sides: [{sides}]\n'
+    if entry["kind"] == "number":
+        statistics = entry["statistics"]
+        wide = statistics["std"] > 2 * abs(statistics["mean"]) or statistics["std"] > 100
         mean, std = ("log1p_mean", "log1p_std") if wide else ("mean", "std")
         log = " log1p: true" if wide else ""
-        scale = f"mean: {found[mean]:.6g} std: {found[std]:.6g}{log}"
+        scale = f"mean: {statistics[mean]:.6g} std: {statistics[std]:.6g}{log}"
         return head + f"  numeric {{ normalize {{ {scale} }} }}\n}}\n"
-    many = " multi_valued: true pooling: MEAN" if one["multi_valued"] else ""
+    many = " multi_valued: true pooling: MEAN" if entry["multi_valued"] else ""
     return head + f"  id {{ vocabulary {{}}{many} }}\n}}\n"
 
 
@@ -114,7 +116,7 @@ def _ranker(schema: dict) -> str:
 
 
 def _action(schema: dict, indent: str) -> str:
-    bits = [f'bits {{ name: "{one["name"]}" bit: {one["bit"]} }}' for one in schema["actions"]]
+    bits = [f'bits {{ name: "{action["name"]}" bit: {action["bit"]} }}' for action in schema["actions"]]
     if schema["watch_time"]:
         bits += [f"watch_time_thresholds: {seconds}" for seconds in (3, 10, 30)]
     if not bits:

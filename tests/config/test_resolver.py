@@ -234,10 +234,10 @@ class TestVocabularies:
         (found,) = findings(config.prepare, write(text.replace('"vocabulary/"', '"nowhere"')))
         assert found == (
             "x.config:5: data.vocabulary_dir: none of 2 vocabularies is in nowhere; "
-            f"prepare the data first, with a tool of scripts/. Relative paths count from {tmp_path}"
+            f"prepare the data first, with python -m recsys.prepare. Relative paths count from {tmp_path}"
         )
         (found,) = findings(config.prepare, write(text.replace('"vocabulary/"', f'"{tmp_path}/nowhere"')))
-        assert found.endswith("prepare the data first, with a tool of scripts/")
+        assert found.endswith("prepare the data first, with python -m recsys.prepare")
         (found,) = findings(config.prepare, write(text))
         assert "features[1].id.vocabulary.file: no file vocabulary/brand.parquet" in found
         assert found.endswith(f"Relative paths count from {tmp_path}")

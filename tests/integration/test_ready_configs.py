@@ -21,9 +21,7 @@ from recsys import predict as predict_command
 from recsys import protos as pb
 from recsys import train as train_command
 from recsys.inference.predictor import Predictor
-from recsys.prepare import common as prepare_common
-from recsys.prepare import kuairand as prepare_kuairand
-from recsys.prepare import movielens as prepare_movielens
+from recsys.prepare import __main__ as prepare
 from tests.integration import parity
 from tests.integration.runs import records
 
@@ -56,7 +54,7 @@ def movielens_ranking(folder: Path) -> Path:
         text = "\n".join("::".join(line) for line in found) + "\n"
         (release / f"{name}.dat").write_text(text, encoding="latin-1", errors="replace")
     flags = ["--task", "ranking", "--min-count", "1", "--input", str(release), "--output", str(data)]
-    assert prepare_common.run(prepare_movielens.main, flags) == 0
+    assert prepare.main(["movielens", *flags]) == 0
     return data
 
 
@@ -64,7 +62,7 @@ def kuairand(folder: Path) -> Path:
     """The bundled part of the log made ready, with all that the preparation makes of it today."""
     data = folder / "data"
     flags = ["--min-count", "1", "--input", "tests/data/kuairand/original", "--output", str(data)]
-    assert prepare_common.run(prepare_kuairand.main, flags) == 0
+    assert prepare.main(["kuairand", *flags]) == 0
     return data
 
 

@@ -1,4 +1,5 @@
-"""prepare_csv on made-up logs: rows against a loop, every input form, parts, times, and what it refuses."""
+"""`recsys.prepare csv` on made-up logs: rows against a loop, every input form, parts, times, and what it
+refuses."""
 
 import csv
 import gzip
@@ -14,9 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys import config
-from recsys.prepare import common as prepare_common
-from recsys.prepare import csv as prepare_csv
-from recsys.prepare import events as prepare_events
+from recsys.prepare import __main__ as command
+from recsys.prepare.events import Piece, _microseconds
 
 COLUMNS = ("who", "sku", "ts", "clicked", "dwell", "brand", "price", "age")
 BASE = ["--user-column", "who", "--item-column", "sku", "--time-column", "ts"]
@@ -62,7 +62,7 @@ def write(path: Path, lines=LINES, delimiter=",") -> Path:
 
 
 def prepare(source: Path, target: Path, *arguments: str) -> int:
-    return prepare_common.run(prepare_csv.main, ["--input", str(source), "--output", str(target), *arguments])
+    return command.main(["csv", "--input", str(source), "--output", str(target), *arguments])
 
 
 def rows(folder, split):
@@ -232,8 +232,8 @@ def test_every_form_of_input_gives_the_same_rows(tmp_path, form):
     ],
 )
 def test_dates_of_several_forms_in_one_column(text, expected):
-    piece = prepare_events.Piece(pl.DataFrame({"t": ["1970-01-01T00:00:01", text]}), "log", 2, "line", "iso")
-    assert prepare_events._microseconds(piece, "t").to_list() == [1_000_000, expected]
+    piece = Piece(pl.DataFrame({"t": ["1970-01-01T00:00:01", text]}), "log", 2, "line", "iso")
+    assert _microseconds(piece, "t").to_list() == [1_000_000, expected]
 
 
 def test_ids_that_are_not_all_whole_numbers_stay_text(tmp_path):

@@ -1,4 +1,5 @@
-"""prepare_kuairand on lines of the original files: each row against a loop over the CSV; what it refuses."""
+"""`recsys.prepare kuairand` on lines of the original files: each row against a loop over the CSV; what it
+refuses."""
 
 import csv
 import gzip
@@ -12,8 +13,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.prepare import common as prepare_common
-from recsys.prepare import kuairand as prepare_kuairand
+from recsys.prepare import __main__ as command
+from recsys.prepare import kuairand
 
 ORIGINAL = Path(__file__).resolve().parents[1] / "data" / "kuairand" / "original"
 LOG = "log_standard_4_25_to_5_08_pure.csv"
@@ -30,9 +31,7 @@ BITS = {
 
 
 def prepare(source: Path, target: Path, *arguments: str) -> int:
-    return prepare_common.run(
-        prepare_kuairand.main, ["--input", str(source), "--output", str(target), *arguments]
-    )
+    return command.main(["kuairand", "--input", str(source), "--output", str(target), *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def distinct_lines():
     """Lines of the log without copies, the first of each, with their number as `number`."""
     found = {}
     for number, line in enumerate(read(LOG)):
-        found.setdefault(tuple(line[name] for name in prepare_kuairand.LOG), line | {"number": number})
+        found.setdefault(tuple(line[name] for name in kuairand.LOG), line | {"number": number})
     return list(found.values())
 
 
@@ -134,7 +133,7 @@ def expected_row(history, candidates):
     """The columns of a row, from lines of the original files."""
     videos = {line["video_id"]: line for line in read("video_features_basic_pure.csv")}
     users = {line["user_id"]: line for line in read("user_features_pure.csv")}
-    row = {name: users[candidates[0]["user_id"]][name] for name in prepare_kuairand.USER}
+    row = {name: users[candidates[0]["user_id"]][name] for name in kuairand.USER}
     hour = datetime.fromtimestamp(int(candidates[0]["time_ms"]) / 1000, timezone(timedelta(hours=8))).hour
     row |= {
         "user_id": candidates[0]["user_id"],
@@ -270,7 +269,7 @@ def test_rows_stand_in_the_order_of_time_and_histories_end_before_the_request(pr
 
 def test_impressions_logged_twice_count_once(prepared):
     lines = read(LOG)
-    distinct = {tuple(line[name] for name in prepare_kuairand.LOG) for line in lines}
+    distinct = {tuple(line[name] for name in kuairand.LOG) for line in lines}
     assert len(distinct) < len(lines)
     schema = json.loads((prepared / "schema.json").read_text())
     assert schema["dropped"] == {"impressions_logged_twice": len(lines) - len(distinct)}

@@ -1,4 +1,4 @@
-"""prepare_movielens on lines of the original files and on made-up files in ml-1m's format."""
+"""`recsys.prepare movielens` on lines of the original files and on made-up files in ml-1m's format."""
 
 import csv
 import json
@@ -11,8 +11,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.prepare import common as prepare_common
-from recsys.prepare import movielens as prepare_movielens
+from recsys.prepare import __main__ as command
 
 DATA = Path(__file__).resolve().parents[1] / "data" / "movielens"
 ORIGINAL = DATA / "original"
@@ -35,9 +34,7 @@ RATINGS = [
 
 
 def prepare(source: Path, target: Path, *arguments: str) -> int:
-    return prepare_common.run(
-        prepare_movielens.main, ["--input", str(source), "--output", str(target), *arguments]
-    )
+    return command.main(["movielens", "--input", str(source), "--output", str(target), *arguments])
 
 
 def read(path):

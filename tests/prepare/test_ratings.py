@@ -1,4 +1,5 @@
-"""prepare_movielens --task ranking: each row against a loop over the original lines; splits; refusals."""
+"""`recsys.prepare movielens --task ranking`: each row against a loop over the original lines; splits;
+refusals."""
 
 import csv
 import json
@@ -15,8 +16,7 @@ import pytest
 from recsys import config
 from recsys.data.loader import Loader
 from recsys.models import layout_rule
-from recsys.prepare import common as prepare_common
-from recsys.prepare import movielens as prepare_movielens
+from recsys.prepare import __main__ as command
 from recsys.prepare.ratings import split_by_user
 
 ORIGINAL = Path(__file__).resolve().parents[1] / "data" / "movielens" / "original"
@@ -27,7 +27,7 @@ USERS = [f"{user}::{'FM'[user % 2]}::{18 + user}::{user * 3}::00000" for user in
 
 def prepare(source: Path, target: Path, *arguments: str) -> int:
     given = ["--input", str(source), "--output", str(target), "--task", "ranking", *arguments]
-    return prepare_common.run(prepare_movielens.main, given)
+    return command.main(["movielens", *given])
 
 
 def rows(folder, split):

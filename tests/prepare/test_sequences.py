@@ -1,4 +1,4 @@
-"""prepare_csv on files with a line a user, cores, and what it says of the items of a catalogue."""
+"""`recsys.prepare sequences` on a log written as sequences; cores and items of both tools that read logs."""
 
 import gzip
 import json
@@ -7,9 +7,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.prepare import __main__ as command
 from tests.prepare.test_csv import BASE, LINES, RANKING, RETRIEVAL, by_user, prepare, rows, write
 
-SEQUENCES = ["--task", "retrieval", "--sequences"]
+
+def prepare_sequences(source: Path, target: Path, *arguments: str) -> int:
+    return command.main(["sequences", "--input", str(source), "--output", str(target), *arguments])
 
 
 def core_by_hand(lines, fewest):
@@ -75,8 +78,8 @@ def as_sequences(folder: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize("part_rows", ["1000000", "40"])
 def test_sequences_are_the_log_that_they_were_made_of(tmp_path, part_rows):
     items, times = as_sequences(tmp_path)
-    flags = [*SEQUENCES, "--sequence-times", str(times), "--part-rows", part_rows]
-    assert prepare(items, tmp_path / "made", *flags) == 0
+    flags = ["--times", str(times), "--part-rows", part_rows]
+    assert prepare_sequences(items, tmp_path / "made", *flags) == 0
     assert prepare(write(tmp_path / "log.csv"), tmp_path / "log", *BASE, "--task", "retrieval") == 0
     for split in ("train", "validation", "test", "latest"):
         assert rows(tmp_path / "made", split) == rows(tmp_path / "log", split)
@@ -88,7 +91,7 @@ def test_sequences_without_times_keep_their_order(tmp_path):
     items, _ = as_sequences(tmp_path)
     with gzip.open(tmp_path / "items.txt.gz", "wb") as file:
         file.write(items.read_bytes())
-    assert prepare(tmp_path / "items.txt.gz", tmp_path / "made", *SEQUENCES) == 0
+    assert prepare_sequences(tmp_path / "items.txt.gz", tmp_path / "made") == 0
     found = {row["user_id"]: row for row in rows(tmp_path / "made", "test")}
     for user, events in by_user().items():
         assert found[user]["uih_item_id"] == [int(line["sku"]) for line in events[:-1]]
@@ -107,19 +110,49 @@ def test_sequences_without_times_keep_their_order(tmp_path):
 def test_sequences_and_times_that_do_not_fit_are_named(tmp_path, capsys, items, times, message):
     (tmp_path / "items.txt").write_text(items)
     (tmp_path / "times.txt").write_text(times)
-    flags = [*SEQUENCES, "--sequence-times", str(tmp_path / "times.txt")]
-    assert prepare(tmp_path / "items.txt", tmp_path / "made", *flags) == 3
+    flags = ["--times", str(tmp_path / "times.txt")]
+    assert prepare_sequences(tmp_path / "items.txt", tmp_path / "made", *flags) == 3
     assert message in capsys.readouterr().err
 
 
-def test_flags_of_logs_and_of_sequences_do_not_mix(tmp_path, capsys):
+def test_a_core_of_sequences_is_the_core_of_the_log(tmp_path):
     items, times = as_sequences(tmp_path)
-    for flags, message in (
-        ([*SEQUENCES, "--user-column", "who"], "--user-column does not go with --sequences"),
-        ([*SEQUENCES, "--item-feature", "brand"], "brand does not go with --sequences"),
-        (["--sequences", "--task", "ranking", "--label", "a=b"], "--sequences is for --task retrieval"),
-        (["--task", "retrieval", "--sequence-times", str(times)], "--sequence-times belongs to --sequences"),
-        (["--task", "retrieval", "--user-column", "who"], "--item-column, --time-column: not given"),
+    core = ["--min-user-events", "6", "--min-item-events", "6"]
+    assert prepare_sequences(items, tmp_path / "made", "--times", str(times), *core) == 0
+    flags = [*BASE, "--task", "retrieval", *core]
+    assert prepare(write(tmp_path / "log.csv"), tmp_path / "log", *flags) == 0
+    assert rows(tmp_path / "made", "train") == rows(tmp_path / "log", "train")
+
+
+def test_the_columns_of_a_log_are_flags_that_must_be_given(tmp_path, capsys):
+    for tool, flags, message in (
+        (prepare, ["--task", "retrieval", "--user-column", "who"], "required: --item-column, --time-column"),
+        (prepare_sequences, ["--user-column", "who"], "unrecognized arguments: --user-column who"),
+        (prepare_sequences, ["--time", "x"], "unrecognized arguments: --time x. Did you mean --times?"),
     ):
-        assert prepare(items, tmp_path / "made", *flags) == 2
-        assert message in capsys.readouterr().err
+        with pytest.raises(SystemExit) as stopped:
+            tool(tmp_path / "items.txt", tmp_path / "made", *flags)
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_an_empty_file_of_sequences_is_named(tmp_path, capsys):
+    (tmp_path / "items.txt").write_text("a\n\n")
+    assert prepare_sequences(tmp_path / "items.txt", tmp_path / "made") == 3
+    assert "items.txt: no events" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", command.TOOLS)
+def test_every_tool_explains_itself_under_its_own_name(tool, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        command.main([tool, "--help"])
+    shown = capsys.readouterr().out
+    assert stopped.value.code == 0 and shown.startswith(f"usage: python -m recsys.prepare {tool} ")
+    assert f"\n    python -m recsys.prepare {tool} --input" in shown
+
+
+def test_a_tool_that_is_none_is_a_usage_error(capsys):
+    for arguments in ([], ["cvs"]):
+        with pytest.raises(SystemExit) as stopped:
+            command.main(arguments)
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.startswith("python -m recsys.prepare: ")

@@ -1,0 +1,43 @@
+"""Makes training data: parquet files, vocabularies and a starter config.
+
+  csv        from any log of interactions, one line per event (csv, tsv, gz, parquet)
+  sequences  from text files with one line per user: `user item item ...`
+  movielens  from a MovieLens release (ml-1m, ml-10m, ml-latest-small, ...)
+  kuairand   from KuaiRand-Pure or KuaiRand-1K
+
+`python -m recsys.prepare csv --help` lists the flags of the first, and so on. Exit codes: 2 usage, 3 data.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from recsys.flags import Parser
+from recsys.prepare import command, csv, kuairand, movielens, sequences
+
+TOOLS = {
+    "csv": csv.main,
+    "sequences": sequences.main,
+    "movielens": movielens.main,
+    "kuairand": kuairand.main,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the tool that the first argument names with the flags behind it, and returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = Parser(
+        prog=command.PROGRAM,
+        usage=f"{command.PROGRAM} {{{','.join(TOOLS)}}} ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("tool", choices=TOOLS, help=argparse.SUPPRESS)
+    # Each tool parses its own flags, so that a misspelt one is compared with the flags of that tool.
+    tool = parser.parse_args(arguments[:1]).tool
+    return command.run(TOOLS[tool], list(arguments[1:]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

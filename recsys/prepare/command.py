@@ -1,0 +1,104 @@
+"""Flags, exit codes and the output folder of the preparation tools."""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from recsys.errors import ConfigError, RecsysError
+from recsys.flags import Parser, positive
+from recsys.prepare.starter_config import train_command
+
+PROGRAM = "python -m recsys.prepare"
+
+
+def run(main: Callable[[list[str] | None], None], arguments: list[str] | None = None) -> int:
+    """Calls a tool's `main`; an error meant for users becomes a message and exit code: 2 usage, 3 data."""
+    try:
+        main(arguments)
+    except RecsysError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return error.exit_code
+    except OSError as error:
+        # A full disk or a folder without permission: the system's own message says what to do.
+        sys.stderr.write(f"error: {error}\n")
+        return RecsysError.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted; nothing was written\n")
+        return 130
+    return 0
+
+
+def parser(tool: str, description: str) -> argparse.ArgumentParser:
+    """The parser of one tool, with the flags that every tool has."""
+    flags = Parser(
+        prog=f"{PROGRAM} {tool}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    flags.add_argument("--input", type=Path, required=True, help="where the original files are")
+    flags.add_argument("--output", type=Path, required=True, help="folder to make")
+    flags.add_argument("--overwrite", action="store_true", help="replace the output folder when it exists")
+    flags.add_argument("--rows-per-group", type=positive, default=1024, help="rows of a parquet row group")
+    return flags
+
+
+def add_evaluation_history(flags: argparse.ArgumentParser) -> None:
+    """Adds the flag of the tools that split by time."""
+    flags.add_argument(
+        "--evaluation-history",
+        choices=("frozen", "live"),
+        default="frozen",
+        help="histories of validation and test: up to the split's begin (default), or up to each request",
+    )
+
+
+def add_core(flags: argparse.ArgumentParser, note: str = "") -> None:
+    """Adds the flags that leave out users and items with few events."""
+    for side in ("user", "item"):
+        flags.add_argument(
+            f"--min-{side}-events", type=positive, default=1, help=f"leave out a {side} with fewer{note}"
+        )
+
+
+def add_part_rows(flags: argparse.ArgumentParser) -> None:
+    """Adds the flag that bounds the memory of the tools that read logs of any size."""
+    flags.add_argument("--part-rows", type=positive, default=2_000_000, help="events in memory at a time")
+
+
+def print_next(output: Path) -> None:
+    """Prints the last line of a tool: the command that trains on the data it made."""
+    print(f"next: {train_command(output)}")
+
+
+@contextmanager
+def output_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Yields a folder to write into; it becomes `target` when the block ends, and vanishes when it fails.
+
+    Raises:
+        ConfigError: `target` has something in it and `overwrite` is off.
+    """
+    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if occupied and not overwrite:
+        raise ConfigError(f"{target} exists; give another --output, or --overwrite to replace it")
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target} is a file; --output must name a folder")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {target}: cannot be written: {error.strerror or error}") from error
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    retired = target.parent / f".{target.name}.old-{os.getpid()}"
+    partial.mkdir()
+    try:
+        yield partial
+        if target.exists():
+            target.rename(retired)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(retired, ignore_errors=True)

@@ -1,0 +1,217 @@
+"""Makes a data set of a log of interactions: rows of each split, vocabularies, items and starter config.
+
+The tools `csv` and `sequences` read different files and share all that follows.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import polars as pl
+
+from recsys.errors import DataError
+from recsys.prepare import command
+from recsys.prepare.dataset_writer import TEST, TRAIN, VALIDATION, Contents, DatasetWriter, plain_table
+from recsys.prepare.events import Log, LogColumns, Piece, cut_log
+from recsys.prepare.items import items_of, join_items, write_items
+from recsys.prepare.rows import freeze_histories, holdout_slices, request_slices
+from recsys.prepare.starter_config import write_config
+from recsys.prepare.text_tables import fingerprints
+
+SECOND = 1_000_000
+"""Microseconds per second: times are in microseconds until rows are cut."""
+
+LATEST = "latest"
+"""Name of the rows to predict on: the whole history of each user at the end of the log."""
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """Says how rows are cut from a log; the fields have the names of the flags.
+
+    Attributes:
+        task: "ranking" or "retrieval".
+        session_gap: longest pause within a request, seconds (ranking).
+        max_candidates: most candidates of a request (ranking).
+        max_history: newest events that a history keeps.
+        validation_share, test_share: shares of all events, the latest ones (ranking).
+        evaluation_history: "frozen" or "live" (ranking).
+        min_count: training events that make an id known (ranking).
+        part_rows: events in memory at a time.
+        min_user_events, min_item_events: users and items with fewer events are left out (retrieval).
+    """
+
+    task: str
+    session_gap: int = 60
+    max_candidates: int = 10
+    max_history: int = 200
+    validation_share: float = 0.1
+    test_share: float = 0.1
+    evaluation_history: str = "frozen"
+    min_count: int = 1
+    part_rows: int = 2_000_000
+    min_user_events: int = 1
+    min_item_events: int = 1
+
+
+class LogInput(NamedTuple):
+    """Describes the log that events are read from.
+
+    Attributes:
+        path: what errors call the whole log.
+        files: the files that schema.json describes.
+        columns: what the columns of the log mean.
+        pieces: the events as text.
+    """
+
+    path: Path
+    files: list[Path]
+    columns: LogColumns
+    pieces: Iterator[Piece]
+
+
+def make_dataset(
+    log_input: LogInput,
+    contents: Contents,
+    settings: LogSettings,
+    about: Mapping[str, object],
+    options: argparse.Namespace,
+) -> Log:
+    """Writes the folder of a data set, prints the size of each split and returns the log.
+
+    Args:
+        log_input: the events.
+        contents: which columns the data set has.
+        settings: how rows are cut.
+        about: what the tool says in schema.json of source and licence.
+        options: the flags that every tool has.
+    """
+    with command.output_folder(options.output, overwrite=options.overwrite) as folder:
+        with tempfile.TemporaryDirectory(prefix=".parts-", dir=folder) as parts:
+            log = cut_log(log_input.pieces, log_input.columns, Path(parts), part_rows=settings.part_rows)
+            if not log.num_rows:
+                raise DataError(f"{log_input.path}: no events")
+            if max(settings.min_user_events, settings.min_item_events) > 1:
+                log.keep_core(settings.min_user_events, settings.min_item_events)
+            writer = DatasetWriter(folder, contents, rows_per_group=options.rows_per_group)
+            items = _write_parts(writer, log, settings)
+        for split in (TRAIN, VALIDATION, TEST):
+            if split not in writer.splits:
+                raise DataError(f"{log_input.path}: no rows for the {split} split; {_remedy(settings.task)}")
+        if items is not None and items.width > 1:
+            write_items(folder, items)
+        sizes = writer.write_vocabularies(
+            min_count=settings.min_count, catalogue=None if items is None else {"item_id": items["item_id"]}
+        )
+        described = {
+            **about,
+            "inputs": fingerprints(log_input.files),
+            "settings": dict(vars(settings)),
+            "input_columns": _input_columns(log_input.columns),
+            "input_rows": log.num_rows,
+        }
+        schema = writer.write_schema(described, sizes)
+        write_config(schema, folder, options.output)
+    for name, split in schema["splits"].items():
+        print(f"{name}: {split['rows']} rows, {split['candidates']} candidates")
+    return log
+
+
+def _write_parts(writer: DatasetWriter, log: Log, settings: LogSettings) -> pl.DataFrame | None:
+    """Writes the rows of all parts; returns the items of a retrieval log with their features."""
+    bounds = log.time_quantiles(1 - settings.validation_share - settings.test_share, 1 - settings.test_share)
+    item_features = [feature.name for feature in writer.contents.features[1:]]
+    items = []
+    for number in range(len(log.parts)):
+        events = log.part(number)
+        if not events.height:
+            continue
+        if settings.task == "ranking":
+            _write_ranking(writer, events, number, bounds, settings)
+        else:
+            _write_retrieval(writer, events, number, log.last_time // SECOND, settings.max_history)
+            items.append(items_of(events, item_features))
+    return join_items(items) if items else None
+
+
+def _write_ranking(
+    writer: DatasetWriter, events: pl.DataFrame, number: int, bounds: list[int], settings: LogSettings
+) -> None:
+    """Writes the rows of one part, in the order of time within the part."""
+    time = events["time_us"].to_numpy()
+    split = np.searchsorted(np.array(bounds), time, side="right")
+    user = events["user_id"].rle_id().to_numpy()
+    slices = request_slices(
+        user,
+        time,
+        gap=settings.session_gap * SECOND,
+        max_candidates=settings.max_candidates,
+        max_history=settings.max_history,
+        apart=(split,),
+    )
+    if settings.evaluation_history == "frozen":
+        slices = freeze_histories(slices, user, split, split > 0, max_history=settings.max_history)
+    user_features = [feature.name for feature in writer.contents.features if feature.sides == ("USER",)]
+    first = events[pl.Series(slices.candidate_start)]
+    rows = first.select("user_id", *user_features, request_id="order", request_time="timestamps")
+    rows = rows.select("user_id", "request_id", "request_time", *user_features)
+    table = plain_table(events)
+    for place, name in enumerate((TRAIN, VALIDATION, TEST)):
+        index = np.flatnonzero(split[slices.candidate_start] == place)
+        index = index[np.argsort(time[slices.candidate_start[index]], kind="stable")]
+        if len(index):
+            chosen = plain_table(rows[pl.Series(index)])
+            writer.write(name, f"{name}/part-{number:05d}.parquet", table, slices.take(index), chosen)
+
+
+def _write_retrieval(
+    writer: DatasetWriter, events: pl.DataFrame, number: int, now: int, max_history: int
+) -> None:
+    """Writes the leave-one-out rows of one part, in the order of users, and whole histories as of `now`
+    (s)."""
+    user = events["user_id"].rle_id().to_numpy()
+    table = plain_table(events)
+    for split, held_out in (
+        (TRAIN, 2),
+        ("train_validation", 1),
+        (VALIDATION, 2),
+        (TEST, 1),
+        (LATEST, 0),
+    ):
+        with_candidate = split in (VALIDATION, TEST)
+        slices = holdout_slices(
+            user, held_out=held_out, with_candidate=with_candidate, max_history=max_history
+        )
+        # A training row needs a first event to predict the second from.
+        fewest = 1 if with_candidate or split == LATEST else 2
+        enough = np.flatnonzero(slices.history_end - slices.history_start >= fewest)
+        slices = slices.take(enough)
+        if not len(enough):
+            continue
+        moment = slices.candidate_start if with_candidate else slices.history_end - 1
+        rows = events[pl.Series(moment)].select("user_id", request_time="timestamps")
+        if split == LATEST:
+            rows = rows.with_columns(request_time=pl.lit(now, pl.Int64))
+        writer.write(split, f"{split}/part-{number:05d}.parquet", table, slices, plain_table(rows))
+
+
+def _remedy(task: str) -> str:
+    if task == "ranking":
+        return "events must differ in time; change --validation-share or --test-share"
+    return "some user needs at least 3 events"
+
+
+def _input_columns(columns: LogColumns) -> dict[str, str]:
+    """Maps columns of the data set to the columns of the log that they were made from."""
+    return {
+        "user_id": columns.user,
+        "item_id": columns.item,
+        "timestamps": columns.time,
+        **({"watch_time": columns.watch_time} if columns.watch_time else {}),
+        **{f"candidate_{name}": column for name, column in columns.labels.items()},
+        **{f"action {name}": column for name, column in columns.actions.items()},
+    }

@@ -1,0 +1,76 @@
+"""Reads text files with one line per user: `user item item ...`, oldest event first, separated by blanks.
+
+A second file of the same form may hold the times, `user time time ...`, line by line and place by place.
+Files may end in .gz.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import zip_longest
+from pathlib import Path
+from typing import TextIO
+
+import numpy as np
+import polars as pl
+
+from recsys.errors import DataError
+from recsys.prepare.events import Piece
+
+USER, ITEM, TIME = "user", "item", "time"
+"""Names of the columns of events read from these files."""
+
+PIECE_EVENTS = 1 << 17
+"""Events per piece, about: a piece ends with a line."""
+
+
+def read_sequences(path: Path, times: Path | None, time_unit: str) -> Iterator[Piece]:
+    """Yields the events of a file of sequences, some 100,000 at a time.
+
+    Args:
+        path: the file of items.
+        times: the file of times; None numbers the events of each user from 1.
+        time_unit: unit of the times, one of `events.TIME_UNITS`.
+
+    Raises:
+        DataError: no such file, or two lines that do not belong together; with file and line.
+    """
+    users: list[str] = []
+    items: list[str] = []
+    moments: list[str] = []
+    lines: list[int] = []
+
+    def piece() -> Piece:
+        texts = pl.DataFrame({USER: users, ITEM: items, TIME: moments})
+        return Piece(texts, str(path), 0, "line", time_unit, np.array(lines))
+
+    with _open(path) as item_file, _open(times) if times else nullcontext([]) as time_file:
+        for number, (line, time_line) in enumerate(zip_longest(item_file, time_file, fillvalue=""), start=1):
+            fields = line.split()
+            when = time_line.split() if times else [str(place) for place in range(len(fields))]
+            if times and (fields[:1] != when[:1] or len(fields) != len(when)):
+                raise DataError(
+                    f"{times}, line {number}: {_summary(when)}, but {path} has {_summary(fields)} there; "
+                    "both must have the same users in the same order, and a time for each item"
+                )
+            users += fields[:1] * (len(fields) - 1)
+            items += fields[1:]
+            moments += when[1:]
+            lines += [number] * (len(fields) - 1)
+            if len(items) >= PIECE_EVENTS:
+                yield piece()
+                users, items, moments, lines = [], [], [], []
+    if items:
+        yield piece()
+
+
+def _summary(fields: list[str]) -> str:
+    return f"user {fields[0]} with {len(fields) - 1} events" if fields else "no user"
+
+
+def _open(path: Path) -> TextIO:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
