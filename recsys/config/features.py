@@ -7,6 +7,7 @@ Pipeline (tables, widths and vocabulary sizes filled in).
 from dataclasses import dataclass
 
 from recsys import protos as pb
+from recsys.config.declarations import model_of
 
 PREFIX = {pb.USER: "", pb.HISTORY: "uih_", pb.CANDIDATE: "candidate_", pb.ITEM: "catalogue_"}
 """What stands before a feature's name in the column of each side. Columns of ITEM are those of a batch; in
@@ -17,7 +18,7 @@ ACTIONS = "actions"
 WATCH_TIME = "watch_time"
 REQUEST_TIME = "request_time"
 SCORE = "score"
-"""Column of a retriever's predictions."""
+"""Column of predictions that holds the scores of found items."""
 
 NEGATIVES = "negatives"
 """Items of a batch, as rows of the item table, that queries are compared with."""
@@ -77,9 +78,7 @@ def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
 
 
 def candidate_item(pipeline: pb.Pipeline) -> str | None:
-    """Column that says which items the candidates of a ranker are: its first single-valued id feature on that
-    side.
-    """
+    """Column that identifies the candidates: that of the first single-valued id feature on their side."""
     found = (
         feature.name
         for feature in pipeline.features
@@ -101,11 +100,11 @@ def item_columns(pipeline: pb.Pipeline) -> list[Column]:
 def tables(pipeline: pb.Pipeline) -> list[Table]:
     """Embedding tables in order of first use, with the number of rows of the resolved config.
 
-    Row 0 of a vocabulary table stands for unknown ids, so it has `vocabulary.size` + 1 rows. The table of a
-    retriever's items is also read by its `shared_columns`.
+    Row 0 of a vocabulary table stands for unknown ids, so it has `vocabulary.size` + 1 rows. The
+    `shared_columns` also read the table of the items that a model searches.
 
     Raises:
-        ValueError: the config has a retriever and no id feature of the name that it gives as its item.
+        ValueError: the model searches items, and no id feature has the name that it gives.
     """
     found: dict[str, Table] = {}
     for column in [*columns(pipeline), *columns(pipeline, pb.ITEM)]:
@@ -114,33 +113,47 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
         known = found.get(column.table)
         names = (known.columns if known else ()) + (column.name,)
         found[column.table] = Table(column.table, table_rows(column.feature), column.width, names)
-    if pipeline.model.HasField("retriever"):
-        table = found.get(_item_table(pipeline))
+    model = model_of(pipeline)
+    if model.item_feature is not None:
+        table = found.get(_item_table(pipeline, model.item_feature))
         if table is None:
-            name = pipeline.model.retriever.item_feature
-            raise ValueError(f"model.retriever.item_feature: {name!r} is given; no id feature has this name")
+            what = f"{model.item_feature!r} is given; no id feature has this name"
+            raise ValueError(f"{model.path}.item_feature: {what}")
         names = (*table.columns, *shared_columns(pipeline))
         found[table.name] = Table(table.name, table.rows, table.width, names)
     return list(found.values())
 
 
 def shared_columns(pipeline: pb.Pipeline) -> list[str]:
-    """Columns of a retriever's batches that belong to no row: items, as rows of the item table."""
+    """Columns of a batch that belong to no row: items to compare queries with, as rows of the item table.
+
+    Empty for a model that searches no items.
+    """
+    if model_of(pipeline).item_feature is None:
+        return []
     return [NEGATIVES, BATCH_ITEMS] if samples_negatives(pipeline) else [NEGATIVES]
 
 
 def samples_negatives(pipeline: pb.Pipeline) -> bool:
-    """Whether a retriever is trained on some items of the catalogue at a time."""
-    return pipeline.model.retriever.loss.softmax.WhichOneof("negatives") in (
-        "uniform",
-        "in_batch",
-        "frequency",
-    )
+    """Whether the model is trained on a sample of its items at a time."""
+    return model_of(pipeline).softmax.WhichOneof("negatives") in ("uniform", "in_batch", "frequency")
 
 
-def _item_table(pipeline: pb.Pipeline) -> str:
-    """Table of the retriever's items, empty when no feature is its item."""
-    name = pipeline.model.retriever.item_feature
+def searched_item(pipeline: pb.Pipeline) -> pb.Feature:
+    """The feature whose vocabulary is the catalogue that the model searches.
+
+    Raises:
+        ValueError: the model searches none, or no feature has the name that it gives.
+    """
+    model = model_of(pipeline)
+    for feature in pipeline.features:
+        if feature.name == model.item_feature:
+            return feature
+    raise ValueError(f"{model.path}.item_feature: {model.item_feature!r} is given; no feature has this name")
+
+
+def _item_table(pipeline: pb.Pipeline, name: str) -> str:
+    """Table of the id feature `name`; empty if there is none."""
     items = [c.table for c in columns(pipeline) if c.feature.name == name and c.feature.HasField("id")]
     return items[0] or "" if items else ""
 

@@ -1,15 +1,27 @@
-"""From a protobuf message to the class that it configures.
+"""Maps a protobuf message to the class that it configures, and to what that class declares beforehand.
 
-A component registers itself under its message (`@register(pb.HstuMixer)`), and whoever holds the message
-around it (`pb.Mixer`, one oneof over all mixers) picks the class with `pick`. The class bears the name of its
+A component registers itself under its message (`@register(pb.FusionHead)`), and the holder of the message
+around it (`pb.Head`, one oneof over all heads) picks the class with `pick`. The class bears the name of its
 message and takes the message as its only positional argument.
+
+A family of models or a mixer also has a declaration (`@declare(...)`, see `config.declarations`), which is
+found under the same message without importing torch.
 """
 
+import importlib
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
+DECLARATIONS = "recsys.models"
+"""Package whose import registers the declarations of every family and mixer; it does not import torch."""
+
+COMPONENTS = "recsys.models.components"
+"""Module whose import registers the classes of every family and of all parts of models. Both are imported by
+name when the registry is first asked for something that it does not know, because they stand above it."""
+
 _CLASSES: dict[str, type] = {}
+_DECLARATIONS: dict[str, type] = {}
 
 Class = TypeVar("Class", bound=type)
 
@@ -41,6 +53,33 @@ def register(message: type[Message]):
     return wrap
 
 
+def declare(message: type[Message]):
+    """Class decorator: the decorated class declares what is known of `message` before anything is built.
+
+    Raises:
+        ValueError: two declarations for one message.
+    """
+    key = message.DESCRIPTOR.full_name
+
+    def wrap(cls: Class) -> Class:
+        known = _DECLARATIONS.get(key)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"{key} is declared twice: {known.__module__} and {cls.__module__}")
+        _DECLARATIONS[key] = cls
+        return cls
+
+    return wrap
+
+
+def declaration(message: type[Message]) -> type | None:
+    """The class that declares a message type; None if nothing does."""
+    key = message.DESCRIPTOR.full_name
+    for module in (DECLARATIONS, COMPONENTS):
+        if key not in _DECLARATIONS:
+            importlib.import_module(module)
+    return _DECLARATIONS.get(key)
+
+
 def pick(choice: Message) -> Component:
     """The class and message of the field that is set in a message with a single oneof, such as `pb.Mixer`.
 
@@ -64,6 +103,8 @@ def lookup(message: type[Message]) -> type:
         ValueError: no class is registered.
     """
     key = message.DESCRIPTOR.full_name
+    if key not in _CLASSES:
+        importlib.import_module(COMPONENTS)
     if key not in _CLASSES:
         raise ValueError(f"no class is registered for {key}; known: {', '.join(sorted(_CLASSES)) or 'none'}")
     return _CLASSES[key]

@@ -1,13 +1,13 @@
-"""Values that a config leaves open and another part of it decides, filled in once, with where they came from.
+"""Fills in, once, the values that a config leaves open and another part of it decides, and records their origin.
 
-Below `config`, which re-exports `resolve`. Code behind it reads fields and needs no second default: what a
-proto comment calls "Absent: ..." stands in the message, unless absence itself means something (no limit, no
-bias). A config that makes no sense is resolved as far as it goes; `checks` says what is wrong with it.
+`config` re-exports `resolve`. Code that gets a resolved config reads fields and needs no second default: a
+value that a proto comment describes as "Absent: ..." stands in the message, unless absence itself means
+something (no limit, no bias). A wrong config is resolved as far as possible; `checks` says what is wrong.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -16,6 +16,7 @@ from recsys import protos as pb
 from recsys.config import checks
 from recsys.config.checks import Finding, choices
 from recsys.config.checks.walk import descend
+from recsys.config.declarations import Choice, mixer_of, model_of
 from recsys.config.features import ACTIONS, PREFIX
 from recsys.errors import ConfigError
 
@@ -88,17 +89,7 @@ def resolve(
     return Resolved(result, origins)
 
 
-class _Choice(NamedTuple):
-    """The value that a field takes when it is absent."""
-
-    message: Message
-    path: str
-    field: str
-    value: Any
-    origin: str
-
-
-def _fill(choice: _Choice, origins: dict[str, str]) -> None:
+def _fill(choice: Choice, origins: dict[str, str]) -> None:
     message, field, value = choice.message, choice.field, choice.value
     int32 = message.DESCRIPTOR.fields_by_name[field].cpp_type == FieldDescriptor.CPPTYPE_INT32
     if message.HasField(field) or (int32 and value > _LARGEST_INT32):
@@ -134,95 +125,63 @@ def _defaults(message: Message, path: str, origins: dict[str, str]) -> None:
         _defaults(inner, place, origins)
 
 
-def _features(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+def _features(pipeline: pb.Pipeline) -> Iterator[Choice]:
     folder, width = pipeline.data.vocabulary_dir, pipeline.model.embedding_dim
     for index, feature in enumerate(pipeline.features):
         path = f"features[{index}]"
         if feature.numeric.HasField("bucketize"):
             place = f"{path}.numeric.bucketize"
-            yield _Choice(feature.numeric.bucketize, place, "embedding_dim", width, "model.embedding_dim")
+            yield Choice(feature.numeric.bucketize, place, "embedding_dim", width, "model.embedding_dim")
         if not feature.HasField("id"):
             continue
-        yield _Choice(feature.id, f"{path}.id", "table", feature.name, f"{path}.name")
-        yield _Choice(feature.id, f"{path}.id", "embedding_dim", width, "model.embedding_dim")
+        yield Choice(feature.id, f"{path}.id", "table", feature.name, f"{path}.name")
+        yield Choice(feature.id, f"{path}.id", "embedding_dim", width, "model.embedding_dim")
         if feature.id.HasField("vocabulary") and folder:
             file = f"{folder.rstrip('/')}/{feature.id.table}.parquet"
             vocabulary, place = feature.id.vocabulary, f"{path}.id.vocabulary"
-            yield _Choice(vocabulary, place, "file", file, "data.vocabulary_dir and id.table")
+            yield Choice(vocabulary, place, "file", file, "data.vocabulary_dir and id.table")
 
 
-def _data(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+def _data(pipeline: pb.Pipeline) -> Iterator[Choice]:
     data = pipeline.data
-    yield _Choice(data, "data", "eval_batch_size", data.batch_size, "data.batch_size")
+    yield Choice(data, "data", "eval_batch_size", data.batch_size, "data.batch_size")
     if data.key_columns:
-        yield _Choice(data, "data", "group_column", data.key_columns[0], "data.key_columns[0]")
+        yield Choice(data, "data", "group_column", data.key_columns[0], "data.key_columns[0]")
 
 
-def _model(pipeline: pb.Pipeline) -> Iterator[_Choice]:
-    model, data = pipeline.model, pipeline.data
-    kind = model.WhichOneof("model")
-    if kind is None:
+def _model(pipeline: pb.Pipeline) -> Iterator[Choice]:
+    model, data, family = pipeline.model, pipeline.data, model_of(pipeline)
+    if not family.kind:
         return
-    if kind == "retriever":
-        yield _Choice(model, "model", "max_seq_len", data.max_history_len, "data.max_history_len")
+    if not family.has_targets:
+        yield Choice(model, "model", "max_seq_len", data.max_history_len, "data.max_history_len")
     elif data.HasField("max_candidates"):
         factor = checks.tokens_per_event(pipeline)
         total = checks.num_contextual(pipeline) + factor * data.max_history_len + data.max_candidates
         history = "2 x data.max_history_len" if factor == 2 else "data.max_history_len"
         origin = f"contextual tokens + {history} + data.max_candidates"
-        yield _Choice(model, "model", "max_seq_len", total, origin)
-    body, path = getattr(model, kind), f"model.{kind}"
-    mixer, preprocessor = (choices.part(body, name) for name in ("mixer", "preprocessor"))
+        yield Choice(model, "model", "max_seq_len", total, origin)
+    yield from family.choices()
+    mixer = mixer_of(pipeline)
     if mixer is not None:
-        yield from _mixer(mixer, f"{path}.mixer", model, kind)
-    chosen = choices.chosen(preprocessor) if preprocessor is not None else None
-    if chosen is None:
+        yield from mixer.choices()
+    if family.preprocessor is None or not model.HasField("max_seq_len"):
         return
-    positional = choices.part(getattr(preprocessor, chosen.name), "positional")
+    positional = choices.part(family.preprocessor, "positional")
     if positional is not None:
-        place = f"{path}.preprocessor.{chosen.name}.positional"
-        if model.HasField("max_seq_len"):
-            rows = model.max_seq_len + 1
-            yield _Choice(positional, place, "num_positions", rows, "model.max_seq_len + 1")
-        if kind == "retriever":
-            start = pb.PositionalEncoder.START
-            yield _Choice(positional, place, "origin", start, "next-item training")
-
-
-def _mixer(mixer: pb.Mixer, path: str, model: pb.Model, kind: str) -> Iterator[_Choice]:
-    length = model.max_seq_len if model.HasField("max_seq_len") else None
-    chosen = mixer.WhichOneof("mixer")
-    if kind == "retriever":
-        for mask, place in descend(mixer, path):
-            if isinstance(mask, pb.AttentionMask):
-                yield _Choice(mask, place, "contextual_reads_history", False, "next-item training")
-    for hstu, place in _hstu_stacks(mixer, path):
-        if hstu.HasField("qk_dim"):
-            yield _Choice(hstu, place, "v_dim", hstu.qk_dim, f"{place}.qk_dim")
-        if length is not None:
-            yield _Choice(hstu, place, "scale_len", float(length), "model.max_seq_len")
-        if length is not None and hstu.HasField("bias"):
-            yield _Choice(hstu.bias, f"{place}.bias", "num_positions", length, "model.max_seq_len")
-    if chosen == "sasrec":
-        width = model.embedding_dim
-        yield _Choice(mixer.sasrec, f"{path}.sasrec", "feed_forward_dim", width, "model.embedding_dim")
-
-
-def _hstu_stacks(mixer: pb.Mixer, path: str) -> list[tuple[pb.HstuMixer, str]]:
-    """The stacks of STU layers in a mixer, whether or not there are several, with their paths."""
-    if mixer.HasField("hstu"):
-        return [(mixer.hstu, f"{path}.hstu")]
-    stacks = enumerate(mixer.mixture.stacks)
-    return [(one.hstu, f"{path}.mixture.stacks[{index}].hstu") for index, one in stacks]
+        path = (
+            f"{family.path}.preprocessor.{family.config.preprocessor.WhichOneof('preprocessor')}.positional"
+        )
+        yield Choice(positional, path, "num_positions", model.max_seq_len + 1, "model.max_seq_len + 1")
 
 
 def _layers(pipeline: pb.Pipeline, origins: dict[str, str]) -> None:
     """The simple form of each stack when it has no groups; and all lengths in tokens."""
     factor = checks.tokens_per_event(pipeline)
     for message, path in descend(pipeline.model, "model"):
-        if isinstance(message, (pb.HstuMixer, pb.SasRecMixer)) and not message.layer_groups:
+        if "layer_groups" in message.DESCRIPTOR.fields_by_name and not message.layer_groups:
             _imply_fields(message, path, ("mask",), origins)
-            _fill(_Choice(message, path, "num_layers", pb.LayerGroup().num_layers, "default"), origins)
+            _fill(Choice(message, path, "num_layers", pb.LayerGroup().num_layers, "default"), origins)
         if isinstance(message, pb.AttentionMask):
             _to_tokens(message, path, "unit", ("window", "prefix"), factor, origins)
         if isinstance(message, pb.LayerGroup):
@@ -244,28 +203,28 @@ def _to_tokens(
             origins[checks.join(path, field)] = f"{events} events, tokens of an event: {factor}"
 
 
-def _tasks(pipeline: pb.Pipeline) -> Iterator[_Choice]:
-    if pipeline.model.HasField("ranker"):
-        for index, task in enumerate(pipeline.model.ranker.tasks):
-            path = f"model.ranker.tasks[{index}]"
-            if task.label_bits:
-                yield _Choice(task, path, "label", f"{PREFIX[pb.CANDIDATE]}{ACTIONS}", f"{path}.label_bits")
-            elif task.name:
-                yield _Choice(task, path, "label", f"{PREFIX[pb.CANDIDATE]}{task.name}", f"{path}.name")
+def _tasks(pipeline: pb.Pipeline) -> Iterator[Choice]:
+    model = model_of(pipeline)
+    for index, task in enumerate(model.tasks):
+        path = f"{model.path}.tasks[{index}]"
+        if task.label_bits:
+            yield Choice(task, path, "label", f"{PREFIX[pb.CANDIDATE]}{ACTIONS}", f"{path}.label_bits")
+        elif task.name:
+            yield Choice(task, path, "label", f"{PREFIX[pb.CANDIDATE]}{task.name}", f"{path}.name")
 
 
-def _train(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+def _train(pipeline: pb.Pipeline) -> Iterator[Choice]:
     train = pipeline.train
     named = [metric.name for metric in checks.metric_names(pipeline) if metric.directed]
     if named:
-        yield _Choice(
+        yield Choice(
             train.evaluation, "train.evaluation", "best_metric", named[0], "first metric of the model"
         )
 
 
-def _export(pipeline: pb.Pipeline) -> Iterator[_Choice]:
+def _export(pipeline: pb.Pipeline) -> Iterator[Choice]:
     tolerance = 2e-2 if pipeline.model.precision == pb.BF16 else 1e-4
-    yield _Choice(pipeline.export, "export", "parity_tolerance", tolerance, "model.precision")
+    yield Choice(pipeline.export, "export", "parity_tolerance", tolerance, "model.precision")
 
 
 def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Finding]:
@@ -288,7 +247,7 @@ def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Fi
             what += "was made for, or leave size out to read it"
             findings.append(Finding(f"{path}.size", what))
         else:
-            _fill(_Choice(vocabulary, path, "size", size, vocabulary.file), origins)
+            _fill(Choice(vocabulary, path, "size", size, vocabulary.file), origins)
     return _together(findings, len(sizes), pipeline.data.vocabulary_dir)
 
 

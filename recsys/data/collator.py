@@ -22,7 +22,7 @@ class Collator:
     def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule, mode: Mode) -> None:
         self._rule = rule
         self._keys = [column.name for column in features.columns(pipeline) if column.table]
-        self._shared = SharedItems(pipeline, mode) if pipeline.model.HasField("retriever") else None
+        self._shared = SharedItems(pipeline, mode) if features.shared_columns(pipeline) else None
 
     def collate(self, arrays: Arrays, position: Position, index: int) -> Batch:
         """The batch of some arrays.

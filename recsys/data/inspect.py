@@ -8,6 +8,7 @@ import numpy as np
 
 from recsys import protos as pb
 from recsys.config import checks, features
+from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.data.schema.contract import action_encoder
 from recsys.data.schema.vocabulary import Buckets, HashBuckets, Vocabulary, mappings
@@ -124,9 +125,10 @@ class _Names:
 
 
 def _item_feature(pipeline: pb.Pipeline) -> str:
-    """The retriever's items; else the first single-valued id feature of both histories and candidates."""
-    if pipeline.model.HasField("retriever"):
-        return pipeline.model.retriever.item_feature
+    """The items that the model searches; else the first single-valued id feature of events and candidates."""
+    searched = model_of(pipeline).item_feature
+    if searched is not None:
+        return searched
     both = {pb.HISTORY, pb.CANDIDATE}
     fits = (
         f.name
@@ -154,7 +156,7 @@ def _times(batch: Batch, row: int, side: int) -> list[str]:
 
 
 def _actions(batch: Batch, row: int, pipeline: pb.Pipeline) -> list[str]:
-    encoder, part = action_encoder(pipeline.model), _part(batch, row, pb.HISTORY)
+    encoder, part = action_encoder(pipeline), _part(batch, row, pb.HISTORY)
     found = []
     for mask, seconds in zip(
         batch.uih_actions[part].tolist(), batch.uih_watch_time[part].tolist(), strict=True

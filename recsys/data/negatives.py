@@ -1,5 +1,5 @@
-"""What a retriever's batch holds beside its rows: items that all queries are compared with, and what is known
-of them.
+"""Adds to the batch of a model that searches items what belongs to no row: the items that all queries are
+compared with, and their features.
 
 In evaluation they are the whole catalogue. In training with sampled negatives they are drawn ones and the
 items of the batch's own histories, which every loss over samples needs: among them are all positives.
@@ -12,6 +12,7 @@ import numpy as np
 
 from recsys import protos as pb
 from recsys.config import features
+from recsys.config.declarations import model_of
 from recsys.data.convert.block import Flat
 from recsys.data.convert.item_catalogue import Catalogue, occurrences
 from recsys.data.hashing import buckets, combine, uniform
@@ -43,13 +44,12 @@ class SharedItems:
     """Makes these columns for one config."""
 
     def __init__(self, pipeline: pb.Pipeline, mode: Mode) -> None:
-        retriever = pipeline.model.retriever
         self._negatives = Negatives(pipeline, mode)
         self._columns = features.columns(pipeline, pb.ITEM)
         self._shared = features.shared_columns(pipeline)
         keys = [column.name for column in features.columns(pipeline) if column.table]
         self._num_keys = len(keys)
-        self._history = keys.index(features.PREFIX[pb.HISTORY] + retriever.item_feature)
+        self._history = keys.index(features.PREFIX[pb.HISTORY] + features.searched_item(pipeline).name)
         self._samples = mode == "train" and features.samples_negatives(pipeline)
         # A package predicts without the file: it has the vectors.
         self._catalogue = Catalogue(pipeline) if self._columns and mode != "predict" else None
@@ -107,12 +107,10 @@ class Negatives:
     row k + 1."""
 
     def __init__(self, pipeline: pb.Pipeline, mode: Mode) -> None:
-        retriever = pipeline.model.retriever
-        item = next(feature for feature in pipeline.features if feature.name == retriever.item_feature)
-        self._rows = features.table_rows(item)
+        self._rows = features.table_rows(features.searched_item(pipeline))
         self._seed = pipeline.train.seed
         drawn = mode == "train" and features.samples_negatives(pipeline)
-        softmax = retriever.loss.softmax
+        softmax = model_of(pipeline).softmax
         self._count = num_drawn(softmax) if drawn else None
         self._catalogue = None if drawn else np.arange(1, self._rows)
         self._frequencies = Frequencies.of(pipeline) if drawn and softmax.HasField("frequency") else None
@@ -147,7 +145,7 @@ class Frequencies:
     @classmethod
     def of(cls, pipeline: pb.Pipeline) -> "Frequencies":
         """By the counts in the vocabulary file of a resolved pipeline's items."""
-        chosen = pipeline.model.retriever.loss.softmax.frequency
+        chosen = model_of(pipeline).softmax.frequency
         return cls(_counts(pipeline), chosen.power, chosen.num_negatives)
 
     def draw(self, hashes: np.ndarray) -> np.ndarray:
@@ -182,7 +180,7 @@ class LogWeights:
     @classmethod
     def of(cls, pipeline: pb.Pipeline) -> "LogWeights":
         """By the counts in the vocabulary file of a resolved pipeline's items."""
-        return cls(_counts(pipeline), num_drawn(pipeline.model.retriever.loss.softmax))
+        return cls(_counts(pipeline), num_drawn(model_of(pipeline).softmax))
 
     def of_items(self, rows: np.ndarray, num_events: int) -> np.ndarray:
         """float32, one for each row of the item table in `rows`."""
@@ -199,7 +197,7 @@ def num_drawn(softmax: pb.SoftmaxLoss) -> int:
 
 def _weights(pipeline: pb.Pipeline) -> LogWeights | Frequencies | None:
     """What weighs the negatives of training, if the config wants it."""
-    softmax = pipeline.model.retriever.loss.softmax
+    softmax = model_of(pipeline).softmax
     # Only of the kind that is chosen: what is not set has defaults, too.
     if softmax.HasField("in_batch") and softmax.in_batch.log_q:
         return LogWeights.of(pipeline)
@@ -209,9 +207,8 @@ def _weights(pipeline: pb.Pipeline) -> LogWeights | Frequencies | None:
 
 
 def _counts(pipeline: pb.Pipeline) -> np.ndarray:
-    """Events of each row of the item table in training, from the vocabulary file of the retriever's item."""
-    retriever = pipeline.model.retriever
-    item = next(feature for feature in pipeline.features if feature.name == retriever.item_feature)
+    """Events of each row of the item table in training, from the vocabulary file of the searched item."""
+    item = features.searched_item(pipeline)
     vocabulary = mappings(pipeline)[item.id.table]
     if not isinstance(vocabulary, Vocabulary):
         raise ValueError(f"features {item.name}: the item of a retriever has a vocabulary")

@@ -1,12 +1,19 @@
 """The models: parts from `recsys.modules` put together, each registered under its message of `pb.Model`.
 
-Importing the package registers every model and every part that a config can name.
+Importing the package declares every family and mixer to `recsys.config`, which needs no torch for it. The
+names below import the classes of all models and parts, which registers them.
 """
 
-from recsys.models.base import Losses, Model, build_model, layout_rule
-from recsys.models.ranker import Ranker, RankerOutputs
-from recsys.models.retriever import Retriever, RetrieverOutputs
-from recsys.modules import heads, losses, metrics, mixers, postprocessors, preprocessors  # noqa: F401
+import importlib
+from typing import TYPE_CHECKING
+
+from recsys.models import ranker_declaration, retriever_declaration  # noqa: F401  they declare the families
+from recsys.modules import mixer_declarations  # noqa: F401
+
+if TYPE_CHECKING:
+    from recsys.models.base import Losses, Model, build_model, layout_rule
+    from recsys.models.ranker import Ranker, RankerOutputs
+    from recsys.models.retriever import Retriever, RetrieverOutputs
 
 __all__ = [
     "Losses",
@@ -18,3 +25,9 @@ __all__ = [
     "build_model",
     "layout_rule",
 ]
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("recsys.models.components"), name)

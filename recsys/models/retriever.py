@@ -81,11 +81,11 @@ class Retriever(Model):
         pipeline: resolved.
 
     Raises:
-        ValueError: every finding of `checks.retriever_findings`.
+        ValueError: every finding of `checks.family_findings`.
     """
 
     def __init__(self, config: pb.Retriever, *, pipeline: pb.Pipeline):
-        if findings := checks.retriever_findings(pipeline):
+        if findings := checks.family_findings(pipeline):
             raise ValueError("\n".join(checks.lines(findings, {})))
         super().__init__(pipeline)
         self.width = width = pipeline.model.embedding_dim

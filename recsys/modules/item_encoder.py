@@ -29,8 +29,7 @@ class ItemEncoder(nn.Module):
         super().__init__()
         width = pipeline.model.embedding_dim
         columns = features.columns(pipeline, pb.ITEM)
-        name = pipeline.model.retriever.item_feature
-        (own,) = (one.id.embedding_dim for one in pipeline.features if one.name == name)
+        own = features.searched_item(pipeline).id.embedding_dim
         self.names = [column.name for column in columns]
         self.residual = config.residual
         self.joins_own = config.own_embedding and not config.residual

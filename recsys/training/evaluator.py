@@ -73,7 +73,7 @@ def evaluate(
         for batch in islice(loader.epoch(0), max_batches):
             batch = batch.to(device)
             with diagnostics.watching(batch) if diagnostics else nullcontext():
-                # A retriever's catalogue is encoded once.
+                # Items that are the same for all batches are encoded once.
                 outputs = model(batch) if first is None else model.forward_again(batch, first)
             first = outputs if first is None else first
             rows = model.metric_rows(outputs, batch)

@@ -15,6 +15,8 @@ from google.protobuf import text_format
 from google.protobuf.message import Message
 
 from recsys import protos as pb
+from recsys.config import registry
+from recsys.config.declarations import ModelDeclaration
 from recsys.data.schema.vocabulary import fingerprints
 from recsys.data.sources.base import FileMark
 from recsys.errors import ConfigError, DataError, RecsysError
@@ -50,18 +52,23 @@ MODEL_MAY_CHANGE = (
     "features.id.vocabulary.file",
     "features.id.vocabulary.unknown_rate",
     "model.precision",
-    "model.ranker.tasks.label",
-    "model.ranker.tasks.label_bits",
-    "model.ranker.tasks.metrics",
-    "model.ranker.tasks.weight",
-    "model.retriever.metrics",
 )
-"""Fields of `features` and `model` that evaluation and export may set to something else: where files lie,
-what scores are compared with, and how exactly they are computed, but not what weights mean.
+"""Fields of `features` and `model` that evaluation and export may set to something else, whatever the model:
+where files lie and how exactly scores are computed. Each family declares more of them, such as metrics.
 """
 
 KERNELS = ("backend", "compile", "deterministic", "recompute")
 """Names of fields, in any mixer, of which the same holds."""
+
+
+def model_may_change() -> tuple[str, ...]:
+    """Fields that evaluation and export may set to something else; they do not change what weights mean."""
+    (families,) = pb.Model.DESCRIPTOR.oneofs
+    found = list(MODEL_MAY_CHANGE)
+    for family in families.fields:
+        declared = registry.declaration(family.message_type._concrete_class) or ModelDeclaration
+        found += [f"model.{family.name}.{field}" for field in declared.may_change]
+    return tuple(found)
 
 
 def saved_config(state: SavedState, path: Path) -> pb.Pipeline:
@@ -96,7 +103,7 @@ def require_same_model(state: SavedState, now: pb.Pipeline, path: Path) -> None:
             [
                 f"{path} was trained with another model, so its weights would mean something else. Give the "
                 "old values; without --config, --run-dir uses those of the run. May change: "
-                + ", ".join([*MODEL_MAY_CHANGE, *(f"{name} of a mixer" for name in KERNELS)]),
+                + ", ".join([*model_may_change(), *(f"{name} of a mixer" for name in KERNELS)]),
                 *changed,
             ]
         )
@@ -246,7 +253,7 @@ def _may_change_model(path: str) -> bool:
     if not _is_below(path, ("features", "model")):
         return True
     of_kernel = ".mixer." in path and path.rpartition(".")[2] in KERNELS
-    return of_kernel or _is_below(path, MODEL_MAY_CHANGE)
+    return of_kernel or _is_below(path, model_may_change())
 
 
 def _is_below(path: str, places: tuple[str, ...]) -> bool:

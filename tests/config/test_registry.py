@@ -11,6 +11,7 @@ from recsys.config import registry
 @pytest.fixture
 def classes(monkeypatch):
     """The registered classes, none at first."""
+    importlib.import_module(registry.COMPONENTS)  # else a miss would register its classes here
     monkeypatch.setattr(registry, "_CLASSES", {})
     return registry._CLASSES
 

@@ -1,40 +1,41 @@
-"""Rules of a config: `values` of single fields, and what `data`, `model`,
-`preprocessor`, `train` and `export` say across fields.
+"""The rules that a config must follow: single fields in `values`; rules across fields in `data`, `model`,
+`preprocessor`, `train` and `export`; warnings in `effects`.
 
-Below `config`. A rule is a function from a resolved Pipeline to findings; it must also stand a config that
-makes no sense elsewhere, since all findings are reported at once. To add one, write it in its module and name
-it in that module's `RULES`. `effects` holds warnings.
+This package stands below `config`. A rule is a function from a resolved Pipeline to findings. It must also
+bear a config that is wrong elsewhere, because all findings are reported at once. To add a rule, write it in
+its module and name it in that module's `RULES`. Rules of one family of models or of one mixer stand in its
+declaration (`config.declarations`).
 """
 
 from collections.abc import Collection
 
 from recsys import protos as pb
 from recsys.config.checks import (
-    channels,
     data,
     effects,
     export,
     model,
     preprocessor,
-    retriever,
     train,
     values,
 )
-from recsys.config.checks.model import loss_kind, metric_names
+from recsys.config.checks.choices import loss_kind
+from recsys.config.checks.model import fits_preprocessor, metric_names
 from recsys.config.checks.sequence import num_contextual, tokens_per_event
 from recsys.config.checks.walk import Finding, children, join, lines
+from recsys.config.declarations import model_of
 
 __all__ = [
     "Finding",
     "children",
     "device_findings",
+    "family_findings",
     "findings",
     "join",
     "lines",
     "loss_kind",
     "metric_names",
     "num_contextual",
-    "retriever_findings",
     "tokens_per_event",
     "warnings",
 ]
@@ -43,28 +44,26 @@ RULES = (
     *values.RULES,
     *data.RULES,
     *model.RULES,
-    *retriever.RULES,
     *preprocessor.RULES,
-    *channels.RULES,
     *train.RULES,
     *export.RULES,
 )
 
 
 def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Finding]:
-    """What is wrong with a resolved config; empty when it can be built.
+    """Says what is wrong with a resolved config; empty if it can be built.
 
     Args:
-        derived: paths of fields that were filled in; of these numbers only the origin is judged.
+        derived: paths of fields that were filled in; a derived number is judged where it comes from, not here.
     """
+    model_of(pipeline)  # its family's declaration may add ranges
     numbers = [finding for finding in values.numbers(pipeline) if finding.path not in derived]
     return numbers + [finding for rule in RULES for finding in rule(pipeline)]
 
 
-def retriever_findings(pipeline: pb.Pipeline) -> list[Finding]:
-    """Why the retriever of a resolved config cannot be trained."""
-    rules = (model.fits_preprocessor, *retriever.RULES)
-    return [finding for rule in rules for finding in rule(pipeline)]
+def family_findings(pipeline: pb.Pipeline) -> list[Finding]:
+    """Why a model of its family cannot be built from a resolved config: for models built without a command."""
+    return [*fits_preprocessor(pipeline), *model_of(pipeline).findings()]
 
 
 def warnings(pipeline: pb.Pipeline) -> list[Finding]:

@@ -35,3 +35,16 @@ def part(message: Message, name: str) -> Message | None:
     """The message in a field that is set; None when it is not, or when there is no such field."""
     known = name in message.DESCRIPTOR.fields_by_name
     return getattr(message, name) if known and message.HasField(name) else None
+
+
+def loss_kind(loss: pb.Loss) -> str | None:
+    """The kind of labels that a task with this loss has: `binary`, `regression` or `retrieval`.
+
+    None for no loss, and for one of which the schema does not say it (the check of losses has a finding then).
+    """
+    field = chosen(loss)
+    if field is None:
+        return None
+    # A loss around another one takes the labels of that one.
+    around = [labels(inner) for inner, _ in getattr(loss, field.name).ListFields()]
+    return next((kinds[0] for kinds in (*around, labels(field)) if kinds), None)

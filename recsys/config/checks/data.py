@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from recsys import protos as pb
 from recsys.config import features as f
-from recsys.config.checks.model import loss_kind
+from recsys.config.checks.choices import loss_kind
 from recsys.config.checks.walk import Finding
+from recsys.config.declarations import model_of
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
@@ -65,8 +66,9 @@ def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
     inputs = {
         f.PREFIX.get(side, "") + feature.name for feature in pipeline.features for side in feature.sides
     }
-    for index, task in enumerate(pipeline.model.ranker.tasks):
-        path = f"model.ranker.tasks[{index}]"
+    model = model_of(pipeline)
+    for index, task in enumerate(model.tasks):
+        path = f"{model.path}.tasks[{index}]"
         if task.label in inputs:
             yield Finding(
                 f"{path}.label",
@@ -80,10 +82,11 @@ def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """Labels that are bits of a column."""
-    tasks = pipeline.model.ranker.tasks
+    model = model_of(pipeline)
+    tasks = model.tasks
     first: dict[str, int] = {}
     for index, task in enumerate(tasks):
-        path = f"model.ranker.tasks[{index}]"
+        path = f"{model.path}.tasks[{index}]"
         other = first.setdefault(task.label, index)
         if task.label and bool(tasks[other].label_bits) != bool(task.label_bits):
             forms = ("its bits", "it as a number") if task.label_bits else ("it as a number", "its bits")
@@ -98,18 +101,18 @@ def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _predictions(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """Columns of predictions that would bear one name."""
-    keys, model = list(pipeline.data.key_columns), pipeline.model
+    keys, model = list(pipeline.data.key_columns), model_of(pipeline)
     for name in dict.fromkeys(key for key in keys if keys.count(key) > 1):
         yield Finding("data.key_columns", f"{name!r} is named twice; name each once")
     taken = dict.fromkeys(keys, "data.key_columns")
-    if model.HasField("ranker"):
+    if model.item_feature is None:
         taken[f.candidate_item(pipeline) or ""] = "the candidates"
-        for index, task in enumerate(model.ranker.tasks):
+        for index, task in enumerate(model.tasks):
             if task.name and task.name in taken:
                 what = f"{task.name!r} is also a column of predictions, that of {taken[task.name]}"
-                yield Finding(f"model.ranker.tasks[{index}].name", f"{what}; choose another name")
-    elif model.HasField("retriever"):
-        for name in (model.retriever.item_feature, f.SCORE):
+                yield Finding(f"{model.path}.tasks[{index}].name", f"{what}; choose another name")
+    else:
+        for name in (model.item_feature, f.SCORE):
             if name in taken:
                 what = f"{name!r} is also what predictions call recommended items or their scores"
                 yield Finding("data.key_columns", f"{what}; rename this column")

@@ -6,6 +6,7 @@ from recsys import protos as pb
 from recsys.config.checks.sequence import tokens_per_event
 from recsys.config.checks.train import sharded
 from recsys.config.checks.walk import Finding, descend
+from recsys.config.declarations import model_of
 
 
 def _replicated(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -55,7 +56,6 @@ def never_averaged(train: pb.Train, steps: int) -> str | None:
 
 
 def _masks(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    retrieval = pipeline.model.HasField("retriever")
     for message, path in descend(pipeline.model, "model"):
         if not isinstance(message, pb.AttentionMask):
             continue
@@ -63,14 +63,6 @@ def _masks(pipeline: pb.Pipeline) -> Iterator[Finding]:
             for field in ("prefix", "target_window"):
                 if getattr(message, field):
                     yield Finding(f"{path}.{field}", "without effect: there is no window")
-        if retrieval and message.target_window:
-            yield Finding(
-                f"{path}.target_window", "without effect: a retriever has no targets in its sequence"
-            )
-        if retrieval and message.target_group_size > 1:
-            yield Finding(
-                f"{path}.target_group_size", "without effect: a retriever has no targets in its sequence"
-            )
 
 
 def _tails(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -97,11 +89,9 @@ def _untrained_row(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"features[{index}].id.vocabulary.unknown_rate", f"{what} counts as a random one")
 
 
-def _twice_normalised(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    retriever = pipeline.model.retriever
-    if retriever.postprocessor.HasField("l2_norm") and retriever.l2_normalize:
-        what = "without effect: l2_normalize gives queries and items unit length in any case"
-        yield Finding("model.retriever.postprocessor.l2_norm", what)
+def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """What the family of the model says itself."""
+    yield from model_of(pipeline).warnings()
 
 
 def _row_losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -118,8 +108,9 @@ def _row_losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _index(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    if pipeline.predict.HasField("index") and pipeline.model.HasField("ranker"):
-        yield Finding("predict.index", "without effect: a ranker scores the candidates of its rows")
+    model = model_of(pipeline)
+    if pipeline.predict.HasField("index") and model.kind and model.item_feature is None:
+        yield Finding("predict.index", f"without effect: a {model.kind} scores the candidates of its rows")
 
 
 def _item_file(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -141,7 +132,7 @@ RULES = (
     _tails,
     _single_valued,
     _untrained_row,
-    _twice_normalised,
+    _family,
     _row_losses,
     _index,
     _item_file,

@@ -3,22 +3,33 @@
 from collections.abc import Iterator
 
 from recsys import protos as pb
+from recsys.config import registry
 from recsys.config.checks.walk import Finding
+from recsys.config.declarations import MixerDeclaration, mixer_of, model_of
 
-CACHING_MIXERS = ("hstu", "mixture")
-"""Mixers that can score with a cache."""
+
+def caching_mixers() -> list[str]:
+    """Names of the mixers that can score with a cache."""
+    (oneof,) = pb.Mixer.DESCRIPTOR.oneofs
+    declared = {
+        field.name: registry.declaration(field.message_type._concrete_class) for field in oneof.fields
+    }
+    return [name for name, mixer in declared.items() if (mixer or MixerDeclaration).keeps_cache]
 
 
 def _cached_scoring(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    if not pipeline.export.cached_scoring:
+    model, path = model_of(pipeline), "export.cached_scoring"
+    if not pipeline.export.cached_scoring or not model.kind:
         return
-    path = "export.cached_scoring"
-    kind = pipeline.model.WhichOneof("model")
-    if kind not in (None, "ranker"):
-        yield Finding(path, f"a {kind} scores no candidates of a row, so there is nothing to cache; drop it")
-    mixer = pipeline.model.ranker.mixer.WhichOneof("mixer")
-    if kind == "ranker" and mixer not in (None, *CACHING_MIXERS):
-        what = f"mixer.{mixer} keeps no cache; drop it, or use {' or '.join(CACHING_MIXERS)}"
+    mixer = mixer_of(pipeline)
+    if not model.reads_candidates("predict"):
+        what = f"a {model.kind} scores no candidates of a row, so there is nothing to cache; drop it"
+        yield Finding(path, what)
+    elif not model.keeps_cache:
+        yield Finding(path, f"a {model.kind} keeps no cache; drop it")
+    elif mixer is not None and not mixer.keeps_cache:
+        name = mixer.path.rpartition(".")[2]
+        what = f"mixer.{name} keeps no cache; drop it, or use {' or '.join(caching_mixers())}"
         yield Finding(path, what)
 
 

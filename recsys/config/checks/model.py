@@ -1,7 +1,7 @@
-"""Rules of models, losses and metrics."""
+"""Rules of models, losses, metrics and mixers that hold for every family."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -11,17 +11,14 @@ from recsys import protos as pb
 from recsys.config.checks import choices
 from recsys.config.checks.sequence import num_contextual, tokens_per_event
 from recsys.config.checks.walk import Finding, descend
-from recsys.config.textproto import did_you_mean
-
-BACKENDS = {"hstu": ("auto", "sm90", "triton", "reference")}
-"""By mixer, the attention backends that a config may name."""
+from recsys.config.declarations import MetricList, mixer_of, model_of
 
 
 class MetricName(NamedTuple):
     """A metric as logs call it, e.g. `is_click/auc` or `ndcg@10`.
 
     Attributes:
-        name: with its task in front for a ranker.
+        name: with its task in front, if the model has tasks.
         path: of its message.
         directed: more is better, or less is; False when the best value lies in between.
     """
@@ -33,103 +30,69 @@ class MetricName(NamedTuple):
 
 def metric_names(pipeline: pb.Pipeline) -> list[MetricName]:
     """Metrics of the model in the config's order; metrics of which nothing is chosen are left out."""
-    model = pipeline.model
-    found = _named(model.retriever.metrics, "model.retriever", "")
-    for index, task in enumerate(model.ranker.tasks):
-        found += _named(task.metrics, f"model.ranker.tasks[{index}]", f"{task.name}/")
-    return found
+    return [name for metrics in model_of(pipeline).metrics() for name in _named(metrics)]
 
 
-def loss_kind(loss: pb.Loss) -> str | None:
-    """What the labels of a task with this loss are: binary, regression or retrieval.
-
-    None for no loss, and for one of which the schema does not say it (`_losses` has a finding then).
-    """
-    field = choices.chosen(loss)
-    if field is None:
-        return None
-    # A loss around another one takes the labels of that one.
-    around = [choices.labels(inner) for inner, _ in getattr(loss, field.name).ListFields()]
-    return next((kinds[0] for kinds in (*around, choices.labels(field)) if kinds), None)
-
-
-def _named(metrics: Sequence[pb.Metric], path: str, prefix: str) -> list[MetricName]:
-    found = []
-    for index, metric in enumerate(metrics):
+def _named(listed: MetricList) -> Iterator[MetricName]:
+    for index, metric in enumerate(listed.metrics):
         field = choices.chosen(metric)
         if field is not None:
             config = getattr(metric, field.name)
             name = f"{field.name}@{config.k}" if "k" in config.DESCRIPTOR.fields_by_name else field.name
-            found.append(MetricName(f"{prefix}{name}", f"{path}.metrics[{index}]", choices.directed(field)))
-    return found
+            path = f"{listed.path}.metrics[{index}]"
+            yield MetricName(f"{listed.prefix}{name}", path, choices.directed(field))
 
 
 def fits_preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """Whether the model can take the sequences that its preprocessor makes."""
-    kind = pipeline.model.WhichOneof("model")
-    if kind is None:
-        return
-    body = getattr(pipeline.model, kind)
-    given = choices.part(body, "preprocessor")
+    model = model_of(pipeline)
+    given = choices.part(model.config, "preprocessor")
     field = choices.chosen(given) if given is not None else None
-    if field is not None and kind not in choices.models(field):
-        fitting = " or ".join(_fitting(pb.Preprocessor, choices.models, {kind}))
-        yield Finding(f"model.{kind}.preprocessor.{field.name}", f"does not fit a {kind}; use {fitting}")
+    if field is not None and model.kind not in choices.models(field):
+        fitting = " or ".join(_fitting(pb.Preprocessor, choices.models, {model.kind}))
+        what = f"does not fit a {model.kind}; use {fitting}"
+        yield Finding(f"{model.path}.preprocessor.{field.name}", what)
 
 
-def _ranker(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    model = pipeline.model
-    if not model.HasField("ranker"):
-        return
-    for side, what in ((pb.HISTORY, "history"), (pb.CANDIDATE, "candidates")):
-        if pipeline.features and not any(side in feature.sides for feature in pipeline.features):
-            name = pb.Side.Name(side)
-            yield Finding(
-                "features",
-                f"no feature has the side {name}, so the {what} would have no content; add {name} to one",
-            )
-    names = Counter(task.name for task in model.ranker.tasks)
-    for index, task in enumerate(model.ranker.tasks):
-        path = f"model.ranker.tasks[{index}].name"
+def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """What the family of the model finds itself."""
+    yield from model_of(pipeline).findings()
+
+
+def _tasks(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    model = model_of(pipeline)
+    names = Counter(task.name for task in model.tasks)
+    for index, task in enumerate(model.tasks):
+        path = f"{model.path}.tasks[{index}].name"
         if names[task.name] > 1:
             yield Finding(path, f"{task.name!r} is the name of {names[task.name]} tasks; rename all but one")
         if "/" in task.name or "." in task.name:
             yield Finding(path, f"{task.name!r} is given; leave out '/' and '.'")
-    if model.ranker.tasks and all(task.weight == 0 for task in model.ranker.tasks):
-        yield Finding(
-            "model.ranker.tasks", "every weight is 0: nothing would be learned; give one task a weight"
-        )
+    if model.tasks and all(task.weight == 0 for task in model.tasks):
+        what = "every weight is 0: nothing would be learned; give one task a weight"
+        yield Finding(f"{model.path}.tasks", what)
 
 
 def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    for index, task in enumerate(pipeline.model.ranker.tasks):
-        yield from _fits(task.loss, f"model.ranker.tasks[{index}].loss", {"binary", "regression"})
-    yield from _fits(pipeline.model.retriever.loss, "model.retriever.loss", {"retrieval"})
-
-
-def _fits(loss: pb.Loss, path: str, kinds: set[str]) -> Iterator[Finding]:
-    field, kind = choices.chosen(loss), loss_kind(loss)
-    if field is None or kind in kinds:
-        return
-    what = f"is a loss of {kind}" if kind else "protos/loss.proto does not say which labels it is for"
-    allowed = ", ".join(_fitting(pb.Loss, choices.labels, kinds))
-    yield Finding(f"{path}.{field.name}", f"{what}; use one of {allowed}")
+    for loss, path, kinds in model_of(pipeline).losses():
+        field, kind = choices.chosen(loss), choices.loss_kind(loss)
+        if field is None or kind in kinds:
+            continue
+        what = f"is a loss of {kind}" if kind else "protos/loss.proto does not say which labels it is for"
+        allowed = ", ".join(_fitting(pb.Loss, choices.labels, kinds))
+        yield Finding(f"{path}.{field.name}", f"{what}; use one of {allowed}")
 
 
 def _fitting(
-    choice: type[Message], fits: Callable[[FieldDescriptor], list[str]], kinds: set[str]
+    choice: type[Message], fits: Callable[[FieldDescriptor], list[str]], kinds: set[str] | frozenset[str]
 ) -> list[str]:
-    """Names of the choices that fit one of some kinds."""
+    """Names of the choices that fit at least one of `kinds`."""
     return [field.name for field in choice.DESCRIPTOR.fields if kinds & set(fits(field))]
 
 
 def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    model = pipeline.model
-    yield from _fit(model.retriever.metrics, "model.retriever", "retrieval")
-    for index, task in enumerate(model.ranker.tasks):
-        kind = loss_kind(task.loss)
-        if kind in ("binary", "regression"):
-            yield from _fit(task.metrics, f"model.ranker.tasks[{index}]", kind)
+    for metrics in model_of(pipeline).metrics():
+        yield from _fit(metrics)
     seen: dict[str, str] = {}
     for metric in metric_names(pipeline):
         if metric.name in seen:
@@ -137,14 +100,15 @@ def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
         seen.setdefault(metric.name, metric.path)
 
 
-def _fit(metrics: Sequence[pb.Metric], path: str, kind: str) -> Iterator[Finding]:
-    for index, metric in enumerate(metrics):
+def _fit(listed: MetricList) -> Iterator[Finding]:
+    if listed.kind is None:
+        return
+    for index, metric in enumerate(listed.metrics):
         field = choices.chosen(metric)
-        if field is not None and kind not in choices.labels(field):
-            allowed = ", ".join(_fitting(pb.Metric, choices.labels, {kind}))
-            yield Finding(
-                f"{path}.metrics[{index}].{field.name}", f"does not fit a {kind} task; use one of {allowed}"
-            )
+        if field is not None and listed.kind not in choices.labels(field):
+            allowed = ", ".join(_fitting(pb.Metric, choices.labels, {listed.kind}))
+            what = f"does not fit a {listed.kind} task; use one of {allowed}"
+            yield Finding(f"{listed.path}.metrics[{index}].{field.name}", what)
 
 
 def _groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -156,26 +120,17 @@ def _groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(f"{path}.gauc", what)
 
 
-def _mixers(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    width = pipeline.model.embedding_dim
-    for message, path in _mixers_of(pipeline):
-        if isinstance(message, pb.SasRecMixer) and message.num_heads > 0 and width % message.num_heads:
-            what = f"{message.num_heads} does not divide model.embedding_dim, which is {width}"
-            yield Finding(f"{path}.num_heads", what)
-        if isinstance(message, pb.HstuMixer) and message.backend not in BACKENDS["hstu"]:
-            what = (
-                f"no backend is called {message.backend!r}. {did_you_mean(message.backend, BACKENDS['hstu'])}"
-            )
-            yield Finding(f"{path}.backend", what)
-        if isinstance(message, pb.HstuMixer) and message.compile:
-            again = [pb.Recompute.Name(one) for one in message.recompute if one in (pb.NORMED_X, pb.UVQK)]
-            if again:
-                what = f"what is compiled is not computed again: leave {' and '.join(again)} out of recompute"
-                yield Finding(f"{path}.compile", f"{what}, or do not compile")
+def _mixer(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """What the mixer finds itself."""
+    mixer = mixer_of(pipeline)
+    if mixer is not None:
+        yield from mixer.findings()
 
 
 def _layer_groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    for message, path in _mixers_of(pipeline):
+    for message, path in descend(pipeline.model, "model"):
+        if "layer_groups" not in message.DESCRIPTOR.fields_by_name:
+            continue
         for field in ("num_layers", "mask"):
             if message.layer_groups and message.HasField(field):
                 what = "layer_groups is given too, where each group has its own; give one of the two"
@@ -193,16 +148,11 @@ def _layer_groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
             shortest = group.tail_len if shortest is None else min(shortest, group.tail_len)
 
 
-def _mixers_of(pipeline: pb.Pipeline) -> list[tuple[pb.HstuMixer | pb.SasRecMixer, str]]:
-    kinds = (pb.HstuMixer, pb.SasRecMixer)
-    return [(m, path) for m, path in descend(pipeline.model, "model") if isinstance(m, kinds)]
-
-
 def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """The longest sequence must hold what the reader lets through."""
     model, data = pipeline.model, pipeline.data
-    kind = model.WhichOneof("model")
-    if kind is None:
+    family = model_of(pipeline)
+    if not family.kind:
         return
     if not model.HasField("max_seq_len"):
         what = "cannot be derived, since data.max_candidates is not set; set one of the two"
@@ -211,7 +161,7 @@ def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
     factor = tokens_per_event(pipeline)
     needed = factor * data.max_history_len
     parts = f"{'2 x ' if factor == 2 else ''}data.max_history_len {data.max_history_len}"
-    if kind == "ranker":
+    if family.has_targets:
         contextual = num_contextual(pipeline)
         candidates = data.max_candidates or 1
         needed += contextual + candidates
@@ -223,11 +173,12 @@ def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 RULES = (
     fits_preprocessor,
-    _ranker,
+    _family,
+    _tasks,
     _losses,
     _metrics,
     _groups,
-    _mixers,
+    _mixer,
     _layer_groups,
     _length,
 )

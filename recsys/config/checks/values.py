@@ -1,7 +1,7 @@
 """What a single field may hold: ranges of numbers, fields that must be set, choices that must be made."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -75,26 +75,9 @@ RANGES: dict[type[Message], dict[str, Range]] = {
     pb.NormalizedEntropy: {"eps": Range(lambda x: 0 < x < 0.5, "between 0 and 0.5")},
     pb.HitRate: {"k": COUNT},
     pb.Ndcg: {"k": COUNT},
-    pb.HstuMixer: {
-        "num_layers": COUNT,
-        "num_heads": COUNT,
-        "qk_dim": COUNT,
-        "v_dim": COUNT,
-        "dropout": BELOW_ONE,
-        "input_dropout": BELOW_ONE,
-        "output_dropout": BELOW_ONE,
-        "stochastic_depth": BELOW_ONE,
-        "scale_len": POSITIVE,
-    },
     pb.LayerGroup: {"num_layers": COUNT, "tail_len": LENGTH_OR_NONE},
     pb.AttentionBias: {"num_positions": COUNT, "num_time_buckets": NOT_NEGATIVE},
     pb.AttentionMask: {"window": LENGTH, "prefix": LENGTH_OR_NONE, "target_group_size": COUNT},
-    pb.SasRecMixer: {
-        "num_layers": COUNT,
-        "num_heads": COUNT,
-        "feed_forward_dim": COUNT,
-        "dropout": BELOW_ONE,
-    },
     pb.Model: {"embedding_dim": COUNT, "max_seq_len": COUNT},
     pb.Embedding: {"init_std": POSITIVE},
     pb.Task: {"weight": NOT_NEGATIVE, "label_bits": BIT},
@@ -149,7 +132,8 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "keep": Range(lambda x: x >= 2, "2 or more: the newest may be damaged when it is needed"),
     },
 }
-"""By message, the allowed values of each number in it (of each element of a list); a test finds gaps."""
+"""By message, the allowed values of each number in it (of each element of a list); a test finds gaps. `limit`
+adds those of families and mixers, when they are declared."""
 
 REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.Pipeline: ("features",),
@@ -159,18 +143,23 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.Feature: ("name", "sides"),
     pb.HashBuckets: ("num_buckets",),
     pb.Bucketize: ("boundaries",),
-    pb.HstuMixer: ("qk_dim",),
-    pb.Ranker: ("preprocessor", "mixer", "head", "tasks"),
     pb.Task: ("name", "loss"),
-    pb.Retriever: ("item_feature", "preprocessor", "mixer", "loss"),
     pb.ActionBit: ("name", "bit"),
     pb.HistoryChannel: ("name",),
-    pb.MixtureMixer: ("stacks",),
-    pb.ChannelStack: ("channel", "hstu"),
     pb.Swa: ("start_step",),
     pb.FaissIndex: ("factory",),
 }
-"""Fields that must be set, and not to an empty string or list."""
+"""Fields that must be set, and not to an empty string or list; `limit` adds to them too."""
+
+
+def limit(
+    message: type[Message], ranges: Mapping[str, Range] | None = None, *, required: Sequence[str] = ()
+) -> None:
+    """Adds the ranges of a message's numbers and the fields that it needs; where a component is declared."""
+    if ranges:
+        RANGES[message] = dict(ranges)
+    if required:
+        REQUIRED[message] = tuple(required)
 
 
 def numbers(pipeline: pb.Pipeline) -> Iterator[Finding]:

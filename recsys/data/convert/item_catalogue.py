@@ -1,4 +1,4 @@
-"""What is known of the items of a retriever's catalogue, by row of the item table: `data.item_file`.
+"""Features of the items that a model searches, by row of the item table, read from `data.item_file`.
 
 The collator takes from it what the item encoder wants of a batch's negatives; a package converts new items
 the same way.
@@ -34,7 +34,7 @@ class Catalogue:
     """Features of all items.
 
     Args:
-        pipeline: resolved, with a retriever.
+        pipeline: resolved, with a model that searches items.
 
     Raises:
         DataError: a file that is missing, broken, or lacks a column or an item.
@@ -46,7 +46,7 @@ class Catalogue:
         if not self.columns:
             return
         path, known = pipeline.data.item_file, mappings(pipeline)
-        item = next(one for one in pipeline.features if one.name == pipeline.model.retriever.item_feature)
+        item = features.searched_item(pipeline)
         table = _read(path, [item.name, *(column.feature.name for column in self.columns)])
         rows = _rows_of(table, item, known[item.id.table], path)
         of_file = convert(pipeline, table, known, path)
@@ -146,7 +146,7 @@ def item_ids(table: pa.Table, item: pb.Feature, path: str = "items") -> pa.Array
 
     Args:
         table: with a column under the name of the feature.
-        item: the retriever's item.
+        item: the feature that the items are.
         path: what errors call the table.
 
     Raises:

@@ -14,6 +14,7 @@ import pyarrow as pa
 from recsys import protos as pb
 from recsys.config import features
 from recsys.config.checks import choices
+from recsys.config.declarations import model_of
 from recsys.data.arrow import is_text
 from recsys.data.schema.vocabulary import id_type
 from recsys.errors import DataError
@@ -63,11 +64,9 @@ class Field:
 
 
 def fields(pipeline: pb.Pipeline, mode: Mode) -> list[Field]:
-    """The columns of a resolved config, key columns aside.
-
-    A retriever reads candidates for evaluation only: its training targets are the history itself.
-    """
-    candidates = pipeline.model.HasField("ranker") or mode == "evaluate"
+    """The columns of a resolved config, key columns aside; its model says whether it reads candidates."""
+    model = model_of(pipeline)
+    candidates = model.reads_candidates(mode)
     uih, candidate = features.PREFIX[pb.HISTORY], features.PREFIX[pb.CANDIDATE]
     found = [Field(features.REQUEST_TIME, pb.USER, Kind.TIME)]
     # Features first: what is said about lists of unequal length then compares with the items.
@@ -77,8 +76,8 @@ def fields(pipeline: pb.Pipeline, mode: Mode) -> list[Field]:
             multi_valued, feature = column.multi_valued, column.feature
             found.append(Field(column.name, column.side, kind, multi_valued=multi_valued, feature=feature))
     found.append(Field(uih + features.TIMESTAMPS, pb.HISTORY, Kind.TIME))
-    action = action_encoder(pipeline.model)
-    channels = pipeline.model.ranker.preprocessor.contextual.channels
+    action = action_encoder(pipeline)
+    channels = getattr(model.preprocessor, "channels", ())
     if action.bits or any(channel.bits for channel in channels):
         found.append(Field(uih + features.ACTIONS, pb.HISTORY, Kind.ACTIONS))
     if action.watch_time_thresholds or any(channel.HasField("min_watch_time") for channel in channels):
@@ -86,7 +85,7 @@ def fields(pipeline: pb.Pipeline, mode: Mode) -> list[Field]:
     if candidates:
         found.append(Field(candidate + features.TIMESTAMPS, pb.CANDIDATE, Kind.TIME, required=False))
     if mode != "predict":
-        for task in pipeline.model.ranker.tasks:
+        for task in model.tasks:
             kind = Kind.LABEL_BITS if task.label_bits else Kind.LABEL
             found.append(Field(task.label, pb.CANDIDATE, kind, task=task))
     return found
@@ -164,12 +163,11 @@ def check_same_schema(
             )
 
 
-def action_encoder(model: pb.Model) -> pb.ActionEncoder:
-    """The message that says which actions a model's preprocessor looks at; empty when it looks at none."""
-    holder = model.ranker if model.HasField("ranker") else model.retriever
-    chosen = choices.chosen(holder.preprocessor)
-    config = getattr(holder.preprocessor, chosen.name) if chosen else pb.UihPreprocessor()
-    return choices.part(config, "action") or pb.ActionEncoder()
+def action_encoder(pipeline: pb.Pipeline) -> pb.ActionEncoder:
+    """The message that says which actions the model's preprocessor reads; empty if it reads none."""
+    preprocessor = model_of(pipeline).preprocessor
+    action = None if preprocessor is None else choices.part(preprocessor, "action")
+    return action or pb.ActionEncoder()
 
 
 def _presence(schema: pa.Schema, name: str, required: bool) -> list[str]:

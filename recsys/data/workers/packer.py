@@ -214,7 +214,7 @@ def _ids(
 
 
 def _get(flat: dict[str, Flat], column: features.Column, dtype: type) -> Flat:
-    # Candidates of a retriever are only read for evaluation.
+    # A model may read candidates for evaluation only.
     return flat.get(column.name, Flat(column.side, np.empty(0, dtype), np.zeros(1, np.int64)))
 
 

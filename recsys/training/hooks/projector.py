@@ -17,6 +17,7 @@ from torchrec.distributed.types import ShardedTensor
 
 from recsys import protos as pb
 from recsys.config import features
+from recsys.config.declarations import model_of
 from recsys.data.schema.row_layout import RowOrder, dealt_out
 
 MOST = 1000
@@ -51,8 +52,8 @@ def frequent_items(
     Of a table that is cut over ranks, those of them that lie in this rank's part.
 
     Args:
-        pipeline: resolved. The item is the retriever's; of a ranker, the first id with a vocabulary that a
-            candidate has.
+        pipeline: resolved. The item is the one that the model searches; without one, the first id of
+            candidates that has a vocabulary.
         weights: of the model, by name.
         most: items.
 
@@ -80,11 +81,11 @@ def frequent_items(
 
 
 def _item(pipeline: pb.Pipeline) -> pb.Feature | None:
-    retriever = pipeline.model.retriever.item_feature if pipeline.model.HasField("retriever") else None
+    searched = model_of(pipeline).item_feature
     for column in features.columns(pipeline, pb.CANDIDATE):
         feature = column.feature
         if feature.HasField("id") and feature.id.HasField("vocabulary") and not column.multi_valued:
-            if retriever is None or feature.name == retriever:
+            if searched is None or feature.name == searched:
                 return feature
     return None
 

@@ -1,0 +1,208 @@
+"""What a family of models and a mixer say of themselves before anything is built, and how to ask them.
+
+A config is checked without torch, so what it must know of a model stands in a class of its own, the family's
+declaration, registered under the family's message with `registry.declare`. Configs, readers, commands and
+packages ask `model_of(pipeline)` and `mixer_of(pipeline)` and never name a family or a mixer themselves. The
+defaults below describe a model that scores every candidate of a row for each of its tasks.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from google.protobuf.message import Message
+
+from recsys import protos as pb
+from recsys.config import registry
+from recsys.config.checks import choices
+from recsys.config.checks.walk import Finding
+
+
+TASK_KINDS = frozenset({"binary", "regression"})
+"""Kinds of labels that a task may have."""
+
+
+class Choice(NamedTuple):
+    """The value that a field takes when a config leaves it open.
+
+    Attributes:
+        message: the message that holds the field.
+        path: path of `message` in the pipeline, e.g. `model.ranker.mixer.hstu`.
+        field: name of the field.
+        value: what it is set to.
+        origin: where the value comes from, as `--print-config` shows it.
+    """
+
+    message: Message
+    path: str
+    field: str
+    value: Any
+    origin: str
+
+
+class LossField(NamedTuple):
+    """A loss of a model, its path, and the kinds of labels that it may be for."""
+
+    loss: pb.Loss
+    path: str
+    kinds: frozenset[str]
+
+
+class MetricList(NamedTuple):
+    """Metrics that read the same predictions.
+
+    Attributes:
+        metrics: the messages.
+        path: path of the message that holds them.
+        prefix: what stands before their names in logs, e.g. `is_click/`.
+        kind: the kind of labels that they must fit; None if the loss is missing or out of place.
+    """
+
+    metrics: Sequence[pb.Metric]
+    path: str
+    prefix: str
+    kind: str | None
+
+
+class ModelDeclaration:
+    """Answers questions about the model of a config. A family overrides what differs from the defaults.
+
+    Attributes:
+        pipeline: the config, resolved unless a method says otherwise.
+        config: the family's message inside `pipeline`.
+        kind: name of the family's field in `pb.Model`, empty if the config chooses no model.
+        path: path of `config` in the pipeline.
+    """
+
+    has_targets: ClassVar[bool] = True
+    """Whether candidates are tokens of the sequence, behind the history."""
+
+    keeps_cache: ClassVar[bool] = False
+    """Whether the model can score candidates against a cache of their row's history; its mixer must too."""
+
+    may_change: ClassVar[tuple[str, ...]] = (
+        "tasks.label",
+        "tasks.label_bits",
+        "tasks.metrics",
+        "tasks.weight",
+    )
+    """Fields below the family's message that do not change what trained weights mean."""
+
+    def __init__(self, pipeline: pb.Pipeline, config: Message, kind: str):
+        self.pipeline = pipeline
+        self.config = config
+        self.kind = kind
+        self.path = f"model.{kind}"
+
+    @property
+    def tasks(self) -> Sequence[pb.Task]:
+        """What is predicted for each candidate; empty for a model without tasks."""
+        return getattr(self.config, "tasks", ())
+
+    @property
+    def preprocessor(self) -> Message | None:
+        """The chosen preprocessor's message; None without one."""
+        return _chosen_part(self.config, "preprocessor")
+
+    @property
+    def item_feature(self) -> str | None:
+        """Name of the id feature whose vocabulary is the catalogue that a model searches.
+
+        None for a model that scores the candidates of its rows.
+        """
+        return None
+
+    @property
+    def softmax(self) -> pb.SoftmaxLoss:
+        """The softmax over the catalogue; empty for a model that searches none."""
+        return pb.SoftmaxLoss()
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the columns that the model's `score` returns."""
+        return [task.name for task in self.tasks]
+
+    def reads_candidates(self, mode: str) -> bool:
+        """Whether batches need candidates when they are read to `train`, `evaluate` or `predict`."""
+        return True
+
+    def choices(self) -> Iterator[Choice]:
+        """Values that the family derives for fields that the config, not yet resolved, leaves open."""
+        return iter(())
+
+    def findings(self) -> Iterator[Finding]:
+        """Rules of the family across fields; they must also bear a config that is wrong elsewhere."""
+        return iter(())
+
+    def warnings(self) -> Iterator[Finding]:
+        """Settings of the config as written, not resolved, that the family does not use."""
+        return iter(())
+
+    def losses(self) -> list[LossField]:
+        """Every loss of the model."""
+        return [
+            LossField(task.loss, f"{self.path}.tasks[{index}].loss", TASK_KINDS)
+            for index, task in enumerate(self.tasks)
+        ]
+
+    def metrics(self) -> list[MetricList]:
+        """Every metric of the model, in the order in which logs show them."""
+        found = []
+        for index, task in enumerate(self.tasks):
+            kind = choices.loss_kind(task.loss)
+            path, prefix = f"{self.path}.tasks[{index}]", f"{task.name}/"
+            found.append(MetricList(task.metrics, path, prefix, kind if kind in TASK_KINDS else None))
+        return found
+
+
+class MixerDeclaration:
+    """Answers questions about a mixer's message. A mixer overrides what differs from the defaults.
+
+    Attributes:
+        config: the mixer's message.
+        path: path of `config` in the pipeline.
+        model: the model around it.
+    """
+
+    keeps_cache: ClassVar[bool] = False
+    """Whether the mixer can score candidates against keys and values that it kept of a history."""
+
+    def __init__(self, config: Message, path: str, model: pb.Model):
+        self.config = config
+        self.path = path
+        self.model = model
+
+    def choices(self) -> Iterator[Choice]:
+        """Values that the mixer derives for fields that the config, not yet resolved, leaves open."""
+        return iter(())
+
+    def findings(self) -> Iterator[Finding]:
+        """Rules of the mixer; they must also bear a config that is wrong elsewhere."""
+        return iter(())
+
+
+def model_of(pipeline: pb.Pipeline) -> ModelDeclaration:
+    """What the model of a config declares; the defaults, without tasks, if the config chooses none."""
+    kind = pipeline.model.WhichOneof("model")
+    if kind is None:
+        return ModelDeclaration(pipeline, pb.Model(), "")
+    config = getattr(pipeline.model, kind)
+    declared = registry.declaration(type(config)) or ModelDeclaration
+    return declared(pipeline, config, kind)
+
+
+def mixer_of(pipeline: pb.Pipeline) -> MixerDeclaration | None:
+    """What the mixer of a config's model declares; None if the model has none or chooses none."""
+    model = model_of(pipeline)
+    config = _chosen_part(model.config, "mixer")
+    if config is None:
+        return None
+    name = model.config.mixer.WhichOneof("mixer")
+    declared = registry.declaration(type(config)) or MixerDeclaration
+    return declared(config, f"{model.path}.mixer.{name}", pipeline.model)
+
+
+def _chosen_part(config: Message, name: str) -> Message | None:
+    """The message that is chosen in a field of `config` with a oneof over components."""
+    choice = choices.part(config, name)
+    field = choices.chosen(choice) if choice is not None else None
+    return None if field is None else getattr(choice, field.name)

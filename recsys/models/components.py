@@ -1,0 +1,23 @@
+"""Registers the class of every model and of every part that a config can name, by importing it."""
+
+from recsys.models.base import Losses, Model, build_model, layout_rule
+from recsys.models.ranker import Ranker, RankerOutputs
+from recsys.models.retriever import Retriever, RetrieverOutputs
+from recsys.modules import heads, losses, metrics, mixers, postprocessors, preprocessors
+
+__all__ = [
+    "Losses",
+    "Model",
+    "Ranker",
+    "RankerOutputs",
+    "Retriever",
+    "RetrieverOutputs",
+    "build_model",
+    "heads",
+    "layout_rule",
+    "losses",
+    "metrics",
+    "mixers",
+    "postprocessors",
+    "preprocessors",
+]

@@ -1,0 +1,54 @@
+"""What the family of rankers declares about its message, for configs that are checked without torch."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from recsys import protos as pb
+from recsys.config.checks.values import limit
+from recsys.config.checks.walk import Finding
+from recsys.config.declarations import ModelDeclaration
+from recsys.config.registry import declare
+from recsys.models.retriever_declaration import without_encoder
+
+limit(pb.Ranker, required=("preprocessor", "mixer", "head", "tasks"))
+
+
+@declare(pb.Ranker)
+class RankerDeclaration(ModelDeclaration):
+    """Declares `Ranker`: it scores each candidate for each task, with candidates as tokens of the sequence."""
+
+    keeps_cache = True
+
+    def findings(self) -> Iterator[Finding]:
+        """Histories and candidates have content; a stack of layers for each channel of the history."""
+        features = self.pipeline.features
+        for side, what in ((pb.HISTORY, "history"), (pb.CANDIDATE, "candidates")):
+            if features and not any(side in feature.sides for feature in features):
+                name = pb.Side.Name(side)
+                what = (
+                    f"no feature has the side {name}, so the {what} would have no content; add {name} to one"
+                )
+                yield Finding("features", what)
+        yield from without_encoder(self.pipeline)
+        yield from self._channels()
+
+    def _channels(self) -> Iterator[Finding]:
+        path = "model.ranker.preprocessor.contextual.channels"
+        names = [channel.name for channel in self.config.preprocessor.contextual.channels]
+        for index, name in enumerate(names):
+            if name and Counter(names)[name] > 1:
+                yield Finding(
+                    f"{path}[{index}].name", f"{name!r} is the name of several channels; rename one"
+                )
+        mixer = self.config.mixer.WhichOneof("mixer")
+        if names and mixer not in (None, "mixture"):
+            yield Finding(path, f"mixer.{mixer} mixes one sequence; use mixer.mixture with a stack a channel")
+        if mixer != "mixture":
+            return
+        stacks = [stack.channel for stack in self.config.mixer.mixture.stacks]
+        if stacks and stacks != names:
+            given, wanted = (", ".join(map(repr, listed)) or "none" for listed in (stacks, names))
+            what = (
+                f"the stacks are for {given}; {path} has {wanted}. Name the same channels in the same order"
+            )
+            yield Finding("model.ranker.mixer.mixture.stacks", what)

@@ -1,0 +1,170 @@
+"""What the family of retrievers declares about its message, for configs that are checked without torch.
+
+Next-item training makes every position of a history a query for the item behind it, so the rules here refuse
+masks, positions and times that would tell a position what comes later.
+"""
+
+from collections.abc import Iterator
+
+from recsys import protos as pb
+from recsys.config.checks.values import limit
+from recsys.config.checks.walk import Finding, descend
+from recsys.config.declarations import Choice, LossField, MetricList, ModelDeclaration
+from recsys.config.registry import declare
+from recsys.config.textproto import did_you_mean
+
+limit(pb.Retriever, required=("item_feature", "preprocessor", "mixer", "loss"))
+
+_ENCODER = "model.retriever.item_encoder"
+
+
+@declare(pb.Retriever)
+class RetrieverDeclaration(ModelDeclaration):
+    """Declares `Retriever`: it turns a history into a query and searches the catalogue of one feature."""
+
+    has_targets = False
+    may_change = ("metrics",)
+
+    @property
+    def item_feature(self) -> str:
+        """The config names it."""
+        return self.config.item_feature
+
+    @property
+    def softmax(self) -> pb.SoftmaxLoss:
+        """The softmax of the next-item loss."""
+        return self.config.loss.softmax
+
+    @property
+    def outputs(self) -> list[str]:
+        """One query vector per row."""
+        return ["query"]
+
+    def reads_candidates(self, mode: str) -> bool:
+        """In evaluation only, where they are the items to be found; training targets are the history itself."""
+        return mode == "evaluate"
+
+    def losses(self) -> list[LossField]:
+        """The next-item loss."""
+        return [LossField(self.config.loss, f"{self.path}.loss", frozenset({"retrieval"}))]
+
+    def metrics(self) -> list[MetricList]:
+        """Metrics of the ranks of the items to be found."""
+        return [MetricList(self.config.metrics, self.path, "", "retrieval")]
+
+    def choices(self) -> Iterator[Choice]:
+        """Positions from the start of the history, and contextual tokens that do not read it."""
+        origin = "next-item training"
+        for message, path in descend(self.config, self.path):
+            if isinstance(message, pb.PositionalEncoder):
+                yield Choice(message, path, "origin", pb.PositionalEncoder.START, origin)
+            if isinstance(message, pb.AttentionMask):
+                yield Choice(message, path, "contextual_reads_history", False, origin)
+
+    def findings(self) -> Iterator[Finding]:
+        """Rules of the item, of its encoder, of contextual tokens, and of what a position may see."""
+        if self.config.mixer.HasField("mixture"):
+            what = (
+                "mixes what several channels say of a candidate, and a retriever has no candidates; use hstu"
+            )
+            yield Finding("model.retriever.mixer.mixture", what)
+        yield from self._item()
+        yield from without_encoder(self.pipeline)
+        if self.config.HasField("item_encoder"):
+            yield from self._encoder()
+        for index, feature in enumerate(self.pipeline.features):
+            if pb.USER in feature.sides:
+                what = "USER features have no place in the history of a retriever; drop the side"
+                yield Finding(f"features[{index}].sides", what)
+        yield from self._leaks()
+
+    def warnings(self) -> Iterator[Finding]:
+        """Settings of targets, and a postprocessor that repeats what the comparison does."""
+        for message, path in descend(self.config, self.path):
+            if not isinstance(message, pb.AttentionMask):
+                continue
+            what = "without effect: a retriever has no targets in its sequence"
+            if message.target_window:
+                yield Finding(f"{path}.target_window", what)
+            if message.target_group_size > 1:
+                yield Finding(f"{path}.target_group_size", what)
+        if self.config.postprocessor.HasField("l2_norm") and self.config.l2_normalize:
+            what = "without effect: l2_normalize gives queries and items unit length in any case"
+            yield Finding("model.retriever.postprocessor.l2_norm", what)
+
+    def _item(self) -> Iterator[Finding]:
+        pipeline, name = self.pipeline, self.config.item_feature
+        known = {feature.name: (index, feature) for index, feature in enumerate(pipeline.features)}
+        if name and name not in known:
+            hint = did_you_mean(name, known)
+            yield Finding("model.retriever.item_feature", f"no feature is called {name!r}. {hint}")
+        if name not in known:
+            return
+        index, item = known[name]
+        path, who = f"features[{index}]", "it is the item of the retriever"
+        if not item.id.HasField("vocabulary"):
+            yield Finding(path, f"{who}, whose catalogue is a vocabulary; use id {{ vocabulary {{}} }}")
+        encoded = self.config.HasField("item_encoder")
+        if item.HasField("id") and not encoded and item.id.embedding_dim != pipeline.model.embedding_dim:
+            what = f"{item.id.embedding_dim} is given; items are compared with queries of model.embedding_dim"
+            yield Finding(f"{path}.id.embedding_dim", f"{what}, which is {pipeline.model.embedding_dim}")
+        if item.id.multi_valued:
+            yield Finding(f"{path}.id.multi_valued", f"{who}: one id an event")
+        if pb.USER in item.sides:
+            yield Finding(f"{path}.sides", f"{who}: USER does not fit")
+        if pb.ITEM in item.sides:
+            what = f"{who}: ITEM does not fit; item_encoder.own_embedding makes it an input"
+            yield Finding(f"{path}.sides", what)
+        if pb.HISTORY not in item.sides:
+            yield Finding(f"{path}.sides", f"{who}: HISTORY is needed")
+        evaluated = [split for split in ("validation", "test") if pipeline.data.HasField(split)]
+        if pb.CANDIDATE not in item.sides and evaluated:
+            what = f"CANDIDATE is needed to evaluate on data.{evaluated[0]}: the item to be found"
+            yield Finding(f"{path}.sides", what)
+
+    def _encoder(self) -> Iterator[Finding]:
+        pipeline, encoder = self.pipeline, self.config.item_encoder
+        described = [index for index, feature in enumerate(pipeline.features) if pb.ITEM in feature.sides]
+        if described and not pipeline.data.item_file:
+            what = f"not set; features[{described[0]}].sides has ITEM, and such features are read from it"
+            yield Finding("data.item_file", what)
+        if not described and not encoder.own_embedding:
+            what = "false is given, and no feature has the side ITEM: nothing is known of an item; add one"
+            yield Finding(f"{_ENCODER}.own_embedding", what)
+        if not encoder.residual:
+            return
+        if not described or not encoder.own_embedding:
+            what = (
+                "it adds features of items to their own embedding: a feature of side ITEM and own_embedding"
+            )
+            yield Finding(f"{_ENCODER}.residual", f"{what} are needed; add them or drop it")
+        widths = {feature.name: feature.id.embedding_dim for feature in pipeline.features}
+        width, given = pipeline.model.embedding_dim, widths.get(self.config.item_feature)
+        if given not in (None, width):
+            what = f"the item's embedding is {given} wide, model.embedding_dim is {width}; make them equal"
+            yield Finding(f"{_ENCODER}.residual", what)
+
+    def _leaks(self) -> Iterator[Finding]:
+        for message, path in descend(self.config, self.path):
+            if isinstance(message, pb.PositionalEncoder) and message.origin == pb.PositionalEncoder.END:
+                what = "END tells each position how many events follow; next-item training needs START"
+                yield Finding(f"{path}.origin", what)
+            if isinstance(message, pb.PositionalEncoder) and message.num_time_buckets:
+                what = "the age at the request tells how much history follows; use 0, and the mixer's bias"
+                yield Finding(f"{path}.num_time_buckets", what)
+            if isinstance(message, pb.AttentionMask) and message.contextual_reads_history:
+                what = "next-item training would see the future through contextual tokens; set it to false"
+                yield Finding(f"{path}.contextual_reads_history", what)
+            if isinstance(message, pb.LayerGroup) and message.HasField("tail_len"):
+                what = "next-item training makes every event a query: none can be left out"
+                yield Finding(f"{path}.tail_len", what)
+
+
+def without_encoder(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Features of side ITEM in a config whose model, of any family, has no item encoder to read them."""
+    if pipeline.model.retriever.HasField("item_encoder"):
+        return
+    for index, feature in enumerate(pipeline.features):
+        if pb.ITEM in feature.sides:
+            what = f"ITEM is for {_ENCODER}, which is not set; set it or drop the side"
+            yield Finding(f"features[{index}].sides", what)
