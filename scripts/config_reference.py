@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from google.protobuf import descriptor_pb2 as pb2
 
+from recsys import models  # noqa: F401  declares the families and mixers, and which fields they need
 from recsys import protos as pb
 from recsys.config.checks.values import REQUIRED
 

@@ -16,7 +16,6 @@ from recsys.config import registry
 from recsys.config.checks import choices
 from recsys.config.checks.walk import Finding
 
-
 TASK_KINDS = frozenset({"binary", "regression"})
 """Kinds of labels that a task may have."""
 

@@ -1,4 +1,4 @@
-"""Fills in, once, the values that a config leaves open and another part of it decides, and records their origin.
+"""Fills in the values that a config leaves open and another part of it decides, and records their origin.
 
 `config` re-exports `resolve`. Code that gets a resolved config reads fields and needs no second default: a
 value that a proto comment describes as "Absent: ..." stands in the message, unless absence itself means

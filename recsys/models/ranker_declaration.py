@@ -15,7 +15,7 @@ limit(pb.Ranker, required=("preprocessor", "mixer", "head", "tasks"))
 
 @declare(pb.Ranker)
 class RankerDeclaration(ModelDeclaration):
-    """Declares `Ranker`: it scores each candidate for each task, with candidates as tokens of the sequence."""
+    """Declares `Ranker`: it scores candidates, which are tokens of the sequence, for each task."""
 
     keeps_cache = True
 

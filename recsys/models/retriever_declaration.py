@@ -41,7 +41,7 @@ class RetrieverDeclaration(ModelDeclaration):
         return ["query"]
 
     def reads_candidates(self, mode: str) -> bool:
-        """In evaluation only, where they are the items to be found; training targets are the history itself."""
+        """In evaluation only, as the items to be found; training targets are the history itself."""
         return mode == "evaluate"
 
     def losses(self) -> list[LossField]:

@@ -54,7 +54,7 @@ def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Findi
     """Says what is wrong with a resolved config; empty if it can be built.
 
     Args:
-        derived: paths of fields that were filled in; a derived number is judged where it comes from, not here.
+        derived: paths of fields that were filled in; they are judged where they come from.
     """
     model_of(pipeline)  # its family's declaration may add ranges
     numbers = [finding for finding in values.numbers(pipeline) if finding.path not in derived]
@@ -62,7 +62,7 @@ def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Findi
 
 
 def family_findings(pipeline: pb.Pipeline) -> list[Finding]:
-    """Why a model of its family cannot be built from a resolved config: for models built without a command."""
+    """Why the model of a resolved config cannot be built, for models that are built without a command."""
     return [*fits_preprocessor(pipeline), *model_of(pipeline).findings()]
 
 

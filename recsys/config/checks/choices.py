@@ -40,7 +40,7 @@ def part(message: Message, name: str) -> Message | None:
 def loss_kind(loss: pb.Loss) -> str | None:
     """The kind of labels that a task with this loss has: `binary`, `regression` or `retrieval`.
 
-    None for no loss, and for one of which the schema does not say it (the check of losses has a finding then).
+    None for no loss, and for a loss of which the schema does not say it, which another rule finds.
     """
     field = chosen(loss)
     if field is None:
