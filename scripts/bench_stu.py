@@ -29,7 +29,9 @@ sys.path.insert(0, str(ROOT))
 from recsys.flags import Parser, positive  # noqa: E402
 from recsys.modules.flops import attention_flops, linear_flops  # noqa: E402
 from recsys.modules.stu import STUForm, STULayer  # noqa: E402
-from recsys.ops import AttentionMask, SequenceLayout, hstu_attention, last_backend  # noqa: E402
+from recsys.ops import AttentionMask, SequenceLayout, last_backend  # noqa: E402
+from recsys.ops.hstu_attention import Problem  # noqa: E402
+from recsys.ops.hstu_attention import attend as hstu_attend  # noqa: E402
 from scripts import bench_records  # noqa: E402
 from scripts.bench_ops import FACTOR, Record, median_ms, table  # noqa: E402
 
@@ -52,7 +54,9 @@ def tokens(rows: int, width: int, device: str, seed: int) -> Tensor:
 
 def forward(layer: STULayer, x: Tensor, layout: SequenceLayout, backend: str, bf16: bool) -> Tensor:
     """The layer's output; attention by the backend."""
-    attend = partial(hstu_attention, layout=layout, scale_len=float(layout.max_len), backend=backend)
+    alpha = (layer.widths[2] // layer.num_heads) ** -0.5
+    problem = Problem(layout, AttentionMask(), alpha, float(layout.max_len))
+    attend = partial(hstu_attend, problem=problem, backend=backend)
     with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=bf16):
         return layer(x, attend)
 

@@ -27,7 +27,7 @@ from recsys import environment  # noqa: E402
 
 environment.prefer_packaged_ptxas()
 from recsys.ops import AttentionMask, SequenceLayout  # noqa: E402
-from recsys.ops.hstu_attention import reference  # noqa: E402
+from recsys.ops.hstu_attention import Problem, reference  # noqa: E402
 from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
 
 if TYPE_CHECKING:
@@ -59,13 +59,11 @@ def choices_of(dim: int) -> list[Sizes]:
 
 def inputs(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0):
     """The layout on the GPU, and q, k, v as parts of one projection."""
-    from recsys.ops.hstu_attention.triton.launch import Problem
-
     layout = SequenceLayout(lengths).to("cuda")
     torch.manual_seed(seed)
     whole = torch.randn(layout.total_len, 3 * heads * dim, device="cuda", dtype=torch.bfloat16)
     parts = [part.view(-1, heads, dim) for part in whole.split(heads * dim, 1)]
-    return Problem(layout, AttentionMask(), dim**-0.5, 4096.0, None), parts
+    return Problem(layout, AttentionMask(), dim**-0.5, 4096.0), parts
 
 
 def check(dim: int, number: int) -> float:
@@ -74,9 +72,8 @@ def check(dim: int, number: int) -> float:
 
     problem, parts = inputs(torch.tensor([1, 64, 700, 129, 1000, 33]), dim, 2)
     out = hopper_launch.forward(*parts, problem, choices_of(dim)[number]).double()
-    rest = {"alpha": problem.alpha, "scale_len": problem.scale_len, "bias": None, "deterministic": False}
-    want = reference.run(*(part.double() for part in parts), problem.layout, problem.mask, **rest)
-    theirs = reference.run(*parts, problem.layout, problem.mask, **rest).double()
+    want = reference.run(*(part.double() for part in parts), problem)
+    theirs = reference.run(*parts, problem).double()
     found = float((out - want).norm() / (2 * (theirs - want).norm() + 1e-3 * want.norm()))
     return found if found == found else float("inf")
 

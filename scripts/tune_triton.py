@@ -28,9 +28,10 @@ from recsys import environment  # noqa: E402
 environment.prefer_packaged_ptxas()
 from recsys.ops import AttentionMask, SequenceLayout  # noqa: E402
 from recsys.ops.hstu_attention import reference  # noqa: E402
+from recsys.ops.hstu_attention.problem import Gradients, Problem  # noqa: E402
 from recsys.ops.hstu_attention.triton import launch as triton_launch  # noqa: E402
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks  # noqa: E402
-from recsys.ops.hstu_attention.triton.launch import Gradients, Problem, unwrapped  # noqa: E402
+from recsys.ops.hstu_attention.triton.launch import unwrapped  # noqa: E402
 from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
 
 PRODUCTS = {"forward": 2, "described": 2, "keys": 4, "grad_k": 3, "grad_v": 2, "rows": 3}
@@ -104,11 +105,10 @@ def check(choice: Choice) -> float:
     batch = batch_of(torch.tensor([1, 64, 700, 129, 1000, 33]), choice.dim, 2)
     ours = launch(choice, batch)
     problem, (*qkv, grad_out), _ = batch
-    rest = {"alpha": problem.alpha, "scale_len": problem.scale_len, "bias": None, "deterministic": False}
     results = []
     for dtype in (torch.bfloat16, torch.float64):
         leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in qkv]
-        out = reference.run(*leaves, problem.layout, problem.mask, **rest)
+        out = reference.run(*leaves, problem)
         q, k, v = torch.autograd.grad(out, leaves, grad_out.to(dtype))
         made = {"rows": [q], "keys": [k, v], "grad_k": [k], "grad_v": [v]}
         results.append(made.get(choice.kernel, [out]))

@@ -18,13 +18,13 @@ from recsys.modules import stu_node
 from recsys.modules.norm import HeadNorm, LayerNorm
 from recsys.modules.precision import product_dtype
 from recsys.modules.recompute import Watch, rebuilt_in_backward
-from recsys.ops import GradientRoom, gated_norm, gather_rows, linear_add, norm_linear
+from recsys.ops import GradientBuffer, gated_norm, gather_rows, linear_add, norm_linear
 from recsys.ops.gated_norm import new_seed
 from recsys.ops.norm_linear import NormLinear
 
 Attend = Callable[..., Tensor]
-"""Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]. On a GPU it also gets `room`,
-see `recsys.ops.hstu_attention`."""
+"""Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]. On a GPU it also gets
+`grad_buffer`, see `recsys.ops.hstu_attention.attend`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class STULayer(nn.Module):
             there are ops for it. One graph serves all layers of a form and all numbers of tokens.
 
     On a GPU, in eager mode, norms, activation and sums are parts of a few ops, and backward writes the
-    gradients of u, v, q and k side by side: see `recsys.ops.norm_linear`, `linear_add` and `GradientRoom`.
+    gradients of u, v, q and k side by side: see `recsys.ops.norm_linear`, `linear_add` and `GradientBuffer`.
 
     Raises:
         ValueError: `compiled` with "normed_x" or "uvqk" in `recompute`.
@@ -169,9 +169,9 @@ class STULayer(nn.Module):
         q = gather_rows(q.unflatten(1, (self.num_heads, -1)), inverse, index)
         k, v = self._kept(looked_at.parts)
         plain = self.form.activation == "u"  # else the gradients of the parts pass an activation
-        attended = attend(q, k, v, **_room(looked_at.room if plain else None))
+        attended = attend(q, k, v, **_room(looked_at.grad_buffer if plain else None))
         attended = gather_rows(attended, index, inverse)
-        return self.finish(own.x, u, attended, scale, own.room if plain else None)
+        return self.finish(own.x, u, attended, scale, own.grad_buffer if plain else None)
 
     def may_forward_some(self) -> bool:
         """Whether `forward_some` keeps what this layer is to keep for backward: it computes nothing again."""
@@ -206,7 +206,7 @@ class STULayer(nn.Module):
         u: Tensor,
         attended: Tensor,
         scale: Tensor | None = None,
-        room: GradientRoom | None = None,
+        grad_buffer: GradientBuffer | None = None,
         in_place: bool = False,
     ) -> Tensor:
         """The second half of `forward`: [T, E] from `project`'s result and attention's [T, H, V].
@@ -216,22 +216,23 @@ class STULayer(nn.Module):
         attended = attended.flatten(1)
         if "gated" in self._recomputed():
             random = self.training and self.dropout.p > 0
+            given = (u, attended, grad_buffer)
             branch = checkpoint(
-                self._gate_and_project, u, attended, room, use_reentrant=False, preserve_rng_state=random
+                self._gate_and_project, *given, use_reentrant=False, preserve_rng_state=random
             )
         elif scale is None and self._is_fused(x):
-            gated = self._gate(u, attended, room)
+            gated = self._gate(u, attended, grad_buffer)
             return linear_add(x, gated, self.output.weight, self.output.bias, in_place=in_place)
         else:
-            branch = self._gate_and_project(u, attended, room)
+            branch = self._gate_and_project(u, attended, grad_buffer)
         if scale is not None:
             branch = (scale * branch).to(x.dtype)
         return x + branch
 
     def _through(self, given: "Projected", attend: Attend, scale: Tensor | None) -> Tensor:
         """Attention, and what comes behind it."""
-        attended = attend(given.q, given.k, given.v, **_room(given.room))
-        return self.finish(given.x, given.u, attended, scale, given.room)
+        attended = attend(given.q, given.k, given.v, **_room(given.grad_buffer))
+        return self.finish(given.x, given.u, attended, scale, given.grad_buffer)
 
     def _plan(self, x: Tensor, attend: Attend) -> stu_node.Plan | None:
         """How to compute it as one node, where that can be done and nothing is watched in between."""
@@ -277,7 +278,7 @@ class STULayer(nn.Module):
         """`project` by an op; u before its activation in the form "u"."""
         all_silu = self.form.activation == "uvqk"
         in_steps = all_silu and watch is not None
-        parts, x, room = norm_linear(
+        parts, x, grad_buffer = norm_linear(
             x,
             self.input_norm.weight,
             self.input_norm.bias,
@@ -294,11 +295,11 @@ class STULayer(nn.Module):
         if watch is not None:
             watch(made)
         if in_steps:
-            parts, room = F.silu(parts[0]).split(self.widths, dim=1), None
+            parts, grad_buffer = F.silu(parts[0]).split(self.widths, dim=1), None
             made.append(parts[0])
             watch(made)
         u, v, q, k = parts
-        return self._heads(x, u, v, q, k, room)
+        return self._heads(x, u, v, q, k, grad_buffer)
 
     def _front_again(self, x: Tensor) -> list[Tensor]:
         """All that `_front` watches: what shares memory with the parts, too."""
@@ -328,9 +329,9 @@ class STULayer(nn.Module):
         return self._heads(x, u, v, q, k)
 
     def _heads(
-        self, x: Tensor, u: Tensor, v: Tensor, q: Tensor, k: Tensor, room: GradientRoom | None = None
+        self, x: Tensor, u: Tensor, v: Tensor, q: Tensor, k: Tensor, grad_buffer: GradientBuffer | None = None
     ) -> "Projected":
-        return Projected(u, *(part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v)), x, room)
+        return Projected(u, *(part.unflatten(1, (self.num_heads, -1)) for part in (q, k, v)), x, grad_buffer)
 
     def _split(self, joined: Tensor) -> list[Tensor]:
         """u, v, q and k behind their activation, each [T, H * its width]."""
@@ -344,10 +345,10 @@ class STULayer(nn.Module):
         joined = self._project(x)
         return [joined, *self._split(joined)]
 
-    def _gate_and_project(self, u: Tensor, attended: Tensor, room: GradientRoom | None) -> Tensor:
-        return self.output(self._gate(u, attended, room))
+    def _gate_and_project(self, u: Tensor, attended: Tensor, grad_buffer: GradientBuffer | None) -> Tensor:
+        return self.output(self._gate(u, attended, grad_buffer))
 
-    def _gate(self, u: Tensor, attended: Tensor, room: GradientRoom | None) -> Tensor:
+    def _gate(self, u: Tensor, attended: Tensor, grad_buffer: GradientBuffer | None) -> Tensor:
         return gated_norm(
             attended.to(u.dtype),
             u,
@@ -358,12 +359,12 @@ class STULayer(nn.Module):
             gate=self.form.gate,
             dropout=self.dropout.p if self.training else 0.0,
             silu=self.form.activation == "u" and self._is_fused(u),
-            room=room,
+            grad_buffer=grad_buffer,
         )
 
 
-def _room(room: GradientRoom | None) -> dict[str, GradientRoom]:
-    return {} if room is None else {"room": room}
+def _room(grad_buffer: GradientBuffer | None) -> dict[str, GradientBuffer]:
+    return {} if grad_buffer is None else {"grad_buffer": grad_buffer}
 
 
 @lru_cache(maxsize=1)
@@ -385,7 +386,7 @@ class Projected(NamedTuple):
     k: Tensor  # [T, H, D]
     v: Tensor  # [T, H, V]
     x: Tensor  # [T, E], the input, for `STULayer.finish`
-    room: GradientRoom | None  # for the gradients of the others, where ops can use one
+    grad_buffer: GradientBuffer | None  # for the gradients of the others, where ops can use one
 
 
 class Kept(NamedTuple):

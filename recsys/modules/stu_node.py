@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops import AttentionMask, GradientRoom, SequenceLayout, hstu_attention
+from recsys.ops import AttentionMask, GradientBuffer
 from recsys.ops.attention_args import AttentionFacts, check_number
 from recsys.ops.gated_norm import OP as GATE
 from recsys.ops.gated_norm import GateFacts
 from recsys.ops.hstu_attention import OP as ATTENTION
+from recsys.ops.hstu_attention import Problem
+from recsys.ops.hstu_attention import attend as hstu_attend
 from recsys.ops.jagged import OP as GATHER
 from recsys.ops.jagged import GatherFacts
 from recsys.ops.linear_add import OP as LINEAR_ADD
@@ -31,17 +33,6 @@ from recsys.ops.runtime.saved_function import Parts
 MOST_ENTRIES = 10**8
 """Of a layer's input. With more of them the GPU has more to do than the host, and functions of their own let
 go of what they have kept one after the other, a node only at its end (experiments/2026-11-22-gpu-stu)."""
-
-
-class Attention(NamedTuple):
-    """What `hstu_attention` is called with, beside q, k and v."""
-
-    layout: SequenceLayout
-    mask: AttentionMask
-    alpha: float
-    scale_len: float
-    deterministic: bool
-    tail: int | None
 
 
 class Shape(NamedTuple):
@@ -70,7 +61,7 @@ class Plan(NamedTuple):
     """How a layer is computed: its kernels are in these modules."""
 
     shape: Shape
-    attention: Attention
+    problem: Problem
     norm_linear: ModuleType
     attend: ModuleType
     gate: ModuleType
@@ -80,31 +71,24 @@ class Plan(NamedTuple):
 
 def plan_of(x: Tensor, shape: Shape, attend: Callable[..., Tensor]) -> Plan | None:
     """How to compute a layer of x as one node; None where not all of it has kernels with a function of their
-    own, and where `attend` is not `hstu_attention` with all but q, k and v given by name.
+    own, and where `attend` is not the `attend` of `hstu_attention` with `problem` and `backend` by name.
 
     Raises:
         TypeError, ValueError: numbers of the attention.
     """
-    if not isinstance(attend, partial) or attend.func is not hstu_attention or attend.args:
+    if not isinstance(attend, partial) or attend.func is not hstu_attend or attend.args:
         return None
-    given = dict(attend.keywords)
-    layout, mask = given.pop("layout", None), given.pop("mask", AttentionMask())
-    is_plain = isinstance(layout, SequenceLayout) and isinstance(mask, AttentionMask)
-    if not is_plain or layout.total_len != x.shape[0] or given.pop("bias", None) is not None:
+    problem, backend = attend.keywords["problem"], attend.keywords.get("backend", "auto")
+    if problem.layout.total_len != x.shape[0] or problem.bias is not None:
         return None
-    alpha, scale_len = given.pop("alpha", None), given.pop("scale_len")
-    deterministic, tail = given.pop("deterministic", None), given.pop("tail", None)
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    facts = _facts_of(x.device.type, x.dtype, x.shape[1], shape, mask, deterministic)
-    backends = ("auto", given.pop("backend", "auto"), "auto", "auto", "auto")
+    facts = _facts_of(x.device.type, x.dtype, x.shape[1], shape, problem.mask, problem.deterministic)
+    backends = ("auto", backend, "auto", "auto", "auto")
     modules = [_kernels(op, known, name) for (op, known), name in zip(facts, backends, strict=True)]
-    if given or None in modules:
+    if None in modules:
         return None
-    check_number("scale_len", scale_len, positive=True)
-    alpha = shape.qk_dim**-0.5 if alpha is None else alpha
-    check_number("alpha", alpha)
-    return Plan(shape, Attention(layout, mask, alpha, scale_len, deterministic, tail), *modules)
+    check_number("scale_len", problem.scale_len, positive=True)
+    check_number("alpha", problem.alpha)
+    return Plan(shape, problem, *modules)
 
 
 @lru_cache(maxsize=1024)
@@ -125,8 +109,11 @@ def _facts_of(
 
 def _kernels(op: Op, facts: Any, backend: str) -> ModuleType | None:
     """The module of the autograd function of the backend that would run, if it has one."""
-    chosen = op.select(facts, backend).__name__
-    return None if chosen.endswith(".reference") else triton_support.load(f"{chosen}_ops")
+    module = op.select(facts, backend)
+    if module.__name__.endswith(".reference"):
+        return None
+    separator = "." if hasattr(module, "__path__") else "_"  # a backend is a package or a module
+    return triton_support.load(f"{module.__name__}{separator}ops")
 
 
 class Weights(NamedTuple):
@@ -166,11 +153,11 @@ class StuNode(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
         weights, plan = Weights(*given[:-1]), given[-1]
         shape, needed, parts = plan.shape, ctx.needs_input_grad, Parts()
-        room = GradientRoom(shape.widths)
-        u, *vqk = _project(parts, plan, x, weights.norm, weights.product, room, needed)
+        grad_buffer = GradientBuffer(shape.widths)
+        u, *vqk = _project(parts, plan, x, weights.norm, weights.product, grad_buffer, needed)
         v, q, k = (part.unflatten(1, (shape.num_heads, -1)) for part in vqk)
-        attended = _attend(parts, plan, q, k, v, room)
-        out = _finish(parts, plan, x, attended, u, room, weights, needed)
+        attended = _attend(parts, plan, q, k, v, grad_buffer)
+        out = _finish(parts, plan, x, attended, u, grad_buffer, weights, needed)
         parts.save(ctx)
         return out
 
@@ -197,14 +184,14 @@ class SomeRowsNode(torch.autograd.Function):
         values, _, keys, _ = shape.widths
         inverse = plan.gather.launch_invert(index, [index.shape[0]], x.shape[0])[0]
         of_u, of_v, of_q, of_k = zip(*(one.split(shape.widths) for one in weights.product), strict=True)
-        rooms = (GradientRoom((values, keys)), GradientRoom((values, keys)))
+        grad_buffers = (GradientBuffer((values, keys)), GradientBuffer((values, keys)))
         of_others, of_own = _stacked(of_v, of_k), _stacked(of_u, of_q)
-        v, k = _project(parts, plan, x, weights.norm, of_others, rooms[0], needed)
+        v, k = _project(parts, plan, x, weights.norm, of_others, grad_buffers[0], needed)
         own = gather([x], index)
-        u, q = _project(parts, plan, own, weights.norm, of_own, rooms[1], needed)
+        u, q = _project(parts, plan, own, weights.norm, of_own, grad_buffers[1], needed)
         k, v, q = (part.unflatten(1, (shape.num_heads, -1)) for part in (k, v, q))
-        attended = gather([_attend(parts, plan, gather([q], inverse), k, v, rooms[0])], index)
-        out = _finish(parts, plan, own, attended, u, rooms[1], weights, needed)
+        attended = gather([_attend(parts, plan, gather([q], inverse), k, v, grad_buffers[0])], index)
+        out = _finish(parts, plan, own, attended, u, grad_buffers[1], weights, needed)
         parts.save(ctx, index, inverse)
         ctx.plan = plan
         return out
@@ -244,20 +231,29 @@ def _project(
     x: Tensor,
     norm: Sequence[Tensor],
     of_product: Sequence[Tensor],
-    room: GradientRoom,
+    grad_buffer: GradientBuffer,
     needed: Sequence[bool],
 ) -> Sequence[Tensor]:
     """Parts of the projection of norm(x)."""
     shape = plan.shape
-    arguments = (x, *norm, *of_product, room, shape.eps, shape.dtype, shape.keep_normed, shape.all_silu)
+    arguments = (
+        x,
+        *norm,
+        *of_product,
+        grad_buffer,
+        shape.eps,
+        shape.dtype,
+        shape.keep_normed,
+        shape.all_silu,
+    )
     return parts.run(plan.norm_linear.NormLinear, arguments, needed[:5])[1:]
 
 
-def _attend(parts: Parts, plan: Plan, q: Tensor, k: Tensor, v: Tensor, room: GradientRoom) -> Tensor:
-    layout, mask, alpha, scale_len, deterministic, tail = plan.attention
+def _attend(parts: Parts, plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_buffer: GradientBuffer) -> Tensor:
+    problem = plan.problem.with_grad_buffer(grad_buffer)
+    layout, mask, alpha, scale_len = problem.layout, problem.mask, problem.alpha, problem.scale_len
     ATTENTION.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=scale_len, bias=None)
-    problem = plan.attend.Problem(layout, mask, alpha, scale_len, None, room=room, tail=tail)
-    arguments = (q, k, v, None, None, problem, deterministic)
+    arguments = (q, k, v, None, None, problem)
     return parts.run(plan.attend.HstuAttention, arguments, (True, True, True, False, False))
 
 
@@ -267,13 +263,13 @@ def _finish(
     x: Tensor,
     attended: Tensor,
     u: Tensor,
-    room: GradientRoom,
+    grad_buffer: GradientBuffer,
     weights: Weights,
     needed: Sequence[bool],
 ) -> Tensor:
     """Gate, output projection and residual sum."""
     shape = plan.shape
     options = (shape.num_groups, shape.gate_eps, shape.concat, shape.dropout, not shape.all_silu)
-    arguments = (attended.flatten(1), u, *weights.gate, room, *options)
-    gated = parts.run(plan.gate.NormMulDropout, arguments)
+    arguments = (attended.flatten(1), u, *weights.gate, grad_buffer, *options)
+    gated = parts.run(plan.gate.GatedNorm, arguments)
     return parts.run(plan.linear_add.LinearAdd, (x, gated, *weights.output), (True, True, *needed[7:9]))

@@ -17,7 +17,7 @@ from recsys.ops.linear_logp import LinearLogp, linear_logp, linear_lse
 from recsys.ops.norm_linear import norm_linear
 from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
 from recsys.ops.runtime.dispatch import explain, last_backend
-from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.gradient_buffer import GradientBuffer
 from recsys.ops.segment_sum import segment_sum
 from recsys.ops.softmax_attention import softmax_attention
 from recsys.ops.top_k import TopK, top_k
@@ -25,7 +25,7 @@ from recsys.ops.top_k import TopK, top_k
 __all__ = [
     "AttentionMask",
     "CachedRelativeBias",
-    "GradientRoom",
+    "GradientBuffer",
     "LinearAttention",
     "LinearLogp",
     "PaddedIndex",

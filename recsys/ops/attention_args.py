@@ -52,12 +52,23 @@ def attention_facts(
         or (bias is not None and (bias.position_table.requires_grad or bias.time_table.requires_grad))
     )
     make = AttentionFacts if torch.compiler.is_compiling() else _known_facts
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
     shape, has_bias = q.shape, bias is not None
     return make(
-        q.device.type, q.dtype, shape[1], shape[2], v.shape[2], mask, has_bias, needs_grad, deterministic
+        q.device.type,
+        q.dtype,
+        shape[1],
+        shape[2],
+        v.shape[2],
+        mask,
+        has_bias,
+        needs_grad,
+        is_deterministic(deterministic),
     )
+
+
+def is_deterministic(setting: bool | None = None) -> bool:
+    """The setting, or that of `torch.use_deterministic_algorithms` for None."""
+    return torch.are_deterministic_algorithms_enabled() if setting is None else setting
 
 
 def scale_of(q: Tensor) -> float:

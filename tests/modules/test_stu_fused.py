@@ -9,7 +9,9 @@ import torch
 
 from recsys.modules import stu_node
 from recsys.modules.stu import STUForm, STULayer
-from recsys.ops import AttentionMask, GradientRoom, hstu_attention, last_backend
+from recsys.ops import AttentionMask, GradientBuffer, last_backend
+from recsys.ops.hstu_attention import Problem
+from recsys.ops.hstu_attention import attend as hstu_attend
 from tests.ops.cases import layout_of, samples
 from tests.tools.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
 
@@ -40,13 +42,13 @@ def random_layer(form, **settings):
     return layer
 
 
-class InRoom(torch.autograd.Function):
-    """Attention's stand-in, which writes its gradients into the room."""
+class InBuffer(torch.autograd.Function):
+    """Attention's stand-in, which writes its gradients into the buffer."""
 
     @staticmethod
-    def forward(ctx, q, k, v, room):
+    def forward(ctx, q, k, v, grad_buffer):
         ctx.save_for_backward(q, k, v)
-        ctx.room = room
+        ctx.grad_buffer = grad_buffer
         return v * q.sum(-1, keepdim=True) * k.sum(-1, keepdim=True)
 
     @staticmethod
@@ -55,16 +57,16 @@ class InRoom(torch.autograd.Function):
         sums = [part.sum(-1, keepdim=True) for part in (q, k)]
         scores = (grad * v).sum(-1, keepdim=True)
         found = (scores * sums[1]).expand_as(q), (scores * sums[0]).expand_as(k), grad * sums[0] * sums[1]
-        if ctx.room is None:
+        if ctx.grad_buffer is None:
             return (*found, None)
-        places = [ctx.room.place(part) for part in (q, k, v)]
+        places = [ctx.grad_buffer.place(part) for part in (q, k, v)]
         for place, gradient in zip(places, found, strict=True):
             place.copy_(gradient)
         return (*places, None)
 
 
-def in_room(q, k, v, room=None):
-    return InRoom.apply(q, k, v, room)
+def in_buffer(q, k, v, grad_buffer=None):
+    return InBuffer.apply(q, k, v, grad_buffer)
 
 
 def results(layer, x, attend, fused):
@@ -90,9 +92,9 @@ def test_output_and_gradients_are_those_of_the_other_layer(form, rows, monkeypat
     """As far from float64 as those: how far that is, a norm of few numbers that are nearly equal decides."""
     layer = random_layer(form, dropout=0.3)
     x = torch.randn(rows, EMBEDDING, requires_grad=True)
-    got, want = (results(layer, x, in_room, fused) for fused in (True, False))
+    got, want = (results(layer, x, in_buffer, fused) for fused in (True, False))
     assert [last_backend(op) for op in ("norm_linear", "gated_norm", "linear_add")] == ["triton"] * 3
-    for one, other, exact in zip(got, want, exact_results(layer, x, in_room, monkeypatch), strict=True):
+    for one, other, exact in zip(got, want, exact_results(layer, x, in_buffer, monkeypatch), strict=True):
         assert (one - exact).norm() <= 2 * (other - exact).norm() + 1e-5 * exact.norm()
 
 
@@ -103,9 +105,10 @@ def test_with_attention_and_stochastic_depth(form):
     x = torch.randn(layout.total_len, EMBEDDING, requires_grad=True)
     scale = torch.randint(0, 2, (layout.total_len, 1)) * 1.5
 
-    def attend(q, k, v, room=None):
+    def attend(q, k, v, grad_buffer=None):
         mask = AttentionMask(window=3)
-        return hstu_attention(q, k, v, layout, mask, scale_len=7.0, backend="reference", room=room)
+        problem = Problem(layout, mask, QK**-0.5, 7.0)
+        return hstu_attend(q, k, v, problem, "reference", grad_buffer)
 
     for given in (None, scale):
         found = []
@@ -129,7 +132,7 @@ def node_results(layer, x, attend, fused, monkeypatch):
 def test_one_node_is_the_layer_of_pytorchs_ops(form, monkeypatch):
     layer, layout = random_layer(form, dropout=0.3), layout_of(samples(contextual=1))
     mask = AttentionMask(window=3)
-    attend = partial(hstu_attention, layout=layout, mask=mask, scale_len=7.0, alpha=0.4)
+    attend = partial(hstu_attend, problem=Problem(layout, mask, 0.4, 7.0))
     x = torch.randn(layout.total_len, EMBEDDING, requires_grad=True)
     (got, one), (want, other) = (
         node_results(layer, x, attend, fused, monkeypatch) for fused in (True, False)
@@ -145,7 +148,7 @@ def test_the_gradients_of_one_node_may_be_made_twice():
     layer.fused = True
     x = torch.randn(layout.total_len, EMBEDDING, requires_grad=True)
     for index in (None, layout.truncate(2).index):
-        attend = partial(hstu_attention, layout=layout, scale_len=9.0)
+        attend = partial(hstu_attend, problem=Problem(layout, AttentionMask(), QK**-0.5, 9.0))
         out = layer(x, attend) if index is None else layer.forward_some(x, index, attend)
         cotangent = torch.randn_like(out)
         first = [one.clone() for one in torch.autograd.grad(out, [x, *layer.parameters()], cotangent, True)]
@@ -159,7 +162,7 @@ def test_the_gradients_of_one_node_may_be_made_twice():
 def test_what_one_node_keeps_is_seen_by_hooks():
     layer, layout = random_layer(FORMS[0]), layout_of(samples(contextual=1))
     layer.fused = True
-    attend = partial(hstu_attention, layout=layout, scale_len=9.0)
+    attend = partial(hstu_attend, problem=Problem(layout, AttentionMask(), QK**-0.5, 9.0))
     x, seen = torch.randn(layout.total_len, EMBEDDING, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: seen.append(one) or one, lambda one: one):
         layer(x, attend)
@@ -169,7 +172,8 @@ def test_what_one_node_keeps_is_seen_by_hooks():
 
 def some_results(layer, x, layout, index, narrowed, scaled):
     """Rows of the output and all gradients, with another scale for each row or none."""
-    attend = partial(hstu_attention, layout=layout, mask=AttentionMask(window=7, prefix=2), scale_len=9.0)
+    mask = AttentionMask(window=7, prefix=2)
+    attend = partial(hstu_attend, problem=Problem(layout, mask, QK**-0.5, 9.0))
     scale = torch.linspace(0.5, 1.5, layout.total_len)[:, None] if scaled else None
     if narrowed:
         out = layer.forward_some(x, index, attend, scale[index] if scaled else None)
@@ -202,43 +206,43 @@ def test_recompute_changes_no_gradient(form, choice):
     """No bit, unless PyTorch's projection takes the place of `linear_add`."""
     layer = random_layer(form, dropout=0.3)
     x = torch.randn(30, EMBEDDING, requires_grad=True)
-    expected = results(layer, x, in_room, fused=True)
+    expected = results(layer, x, in_buffer, fused=True)
     layer.recompute = frozenset(choice)
     tolerance = 1e-5 if "gated" in choice else 0
-    for got, want in zip(results(layer, x, in_room, fused=True), expected, strict=True):
+    for got, want in zip(results(layer, x, in_buffer, fused=True), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @interpreted
-def test_the_gradients_of_one_room_may_be_made_twice():
+def test_the_gradients_of_one_buffer_may_be_made_twice():
     layer = random_layer(("u", "layer", "ugn"))
     layer.fused = True
     x = torch.randn(30, EMBEDDING, requires_grad=True)
-    out = layer(x, in_room)
+    out = layer(x, in_buffer)
     cotangent = torch.randn_like(out)
     first = torch.autograd.grad(out, x, cotangent, retain_graph=True)[0].clone()
     assert torch.equal(torch.autograd.grad(out, x, cotangent)[0], first)
 
 
-def test_a_room_joins_what_lies_in_its_place_and_what_does_not():
+def test_a_buffer_joins_what_lies_in_its_place_and_what_does_not():
     joined = torch.randn(5, 9)
     parts = joined.split([2, 3, 4], dim=1)
     expected = [torch.randn_like(part) for part in parts]
     for in_place in itertools.product((True, False), repeat=3):
-        room = GradientRoom([2, 3, 4])
+        grad_buffer = GradientBuffer([2, 3, 4])
         given = []
         for part, value, placed in zip(parts, expected, in_place, strict=True):
-            given.append(room.place(part).copy_(value) if placed else value)
-        whole = room.joined(given)
+            given.append(grad_buffer.place(part).copy_(value) if placed else value)
+        whole = grad_buffer.joined(given)
         assert torch.equal(whole, torch.cat(expected, dim=1))
         if in_place[0]:
             assert given[0].data_ptr() == whole.data_ptr()
 
 
 def test_a_tensor_that_is_no_part_gets_memory_of_its_own():
-    room = GradientRoom([2, 3, 4])
+    grad_buffer = GradientBuffer([2, 3, 4])
     for other in (torch.randn(5, 2), torch.randn(5, 18)[:, :9], torch.randn(9, 5).t()):
-        place = room.place(other)
+        place = grad_buffer.place(other)
         assert place.shape == other.shape and place.is_contiguous()
 
 

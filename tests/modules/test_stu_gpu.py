@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from recsys.modules.stu import STUForm, STULayer
-from recsys.ops import AttentionMask, GradientRoom, SequenceLayout, hstu_attention, last_backend
+from recsys.ops import AttentionMask, GradientBuffer, SequenceLayout, last_backend
+from recsys.ops.hstu_attention import Problem
+from recsys.ops.hstu_attention import attend as hstu_attend
 from recsys.ops.runtime import triton_support
 
 pytestmark = pytest.mark.gpu
@@ -27,9 +29,8 @@ def results(layer, x, backend, fused, bf16=True):
     """Output and all gradients of a step with random cotangents; attention by a backend."""
     layout = SequenceLayout(LENGTHS).to("cuda")
     layer.fused = fused
-    attend = partial(
-        hstu_attention, layout=layout, mask=AttentionMask(window=200), scale_len=300.0, backend=backend
-    )
+    problem = Problem(layout, AttentionMask(window=200), (layer.widths[2] // layer.num_heads) ** -0.5, 300.0)
+    attend = partial(hstu_attend, problem=problem, backend=backend)
     torch.manual_seed(5)
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
         out = layer(x, attend)
@@ -69,16 +70,16 @@ def test_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(dim, activa
 def test_all_gradients_of_the_projection_are_written_in_their_places(dim, monkeypatch):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the Hopper kernels write there")
-    places, right = [], GradientRoom.joined
+    places, right = [], GradientBuffer.joined
 
-    def joined(room, gradients):
-        whole = right(room, gradients)
+    def joined(buffer, gradients):
+        whole = right(buffer, gradients)
         places.extend(
             whole.data_ptr() <= one.data_ptr() < whole.data_ptr() + whole.nbytes for one in gradients
         )
         return whole
 
-    monkeypatch.setattr(GradientRoom, "joined", joined)
+    monkeypatch.setattr(GradientBuffer, "joined", joined)
     x = torch.randn(int(LENGTHS.sum()), 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     results(layer_of(128, dim, STUForm()), x, "sm90", fused=True)
     assert places == [True] * 4
@@ -109,8 +110,8 @@ def test_some_rows_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(d
 
     def found(x, backend, fused, bf16=True):
         layer.fused = fused
-        mask = AttentionMask(window=90, prefix=10)
-        attend = partial(hstu_attention, layout=layout, mask=mask, scale_len=300.0, backend=backend, tail=40)
+        problem = Problem(layout, AttentionMask(window=90, prefix=10), dim**-0.5, 300.0, tail=40)
+        attend = partial(hstu_attend, problem=problem, backend=backend)
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
             out = layer.forward_some(x, selection.index, attend)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)

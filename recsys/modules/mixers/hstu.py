@@ -1,11 +1,11 @@
 """`HstuMixer`: a stack of sequential transduction units (arXiv 2402.17152)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.config.registry import register
@@ -17,7 +17,9 @@ from recsys.modules.relative_bias import RelativeBiasTables
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.modules.stochastic_depth import StochasticDepth, linear_schedule
 from recsys.modules.stu import STUForm, STULayer
-from recsys.ops import SequenceLayout, hstu_attention, hstu_attention_cached
+from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention, hstu_attention_cached
+from recsys.ops.attention_args import is_deterministic
+from recsys.ops.hstu_attention import Problem, attend
 
 _ACTIVATION = {pb.HstuMixer.U: "u", pb.HstuMixer.UVQK: "uvqk"}
 _NORM = {pb.HstuMixer.LAYER_NORM: "layer", pb.HstuMixer.GROUP_NORM: "group"}
@@ -60,11 +62,13 @@ class HstuMixer(nn.Module):
         self.input_dropout = nn.Dropout(config.input_dropout)
         self.output_dropout = nn.Dropout(config.output_dropout)
         self.attention_width = config.num_heads * (config.qk_dim + config.v_dim)
+        self.scale_len, self.backend = config.scale_len, config.backend
+        self.deterministic = config.deterministic if config.HasField("deterministic") else None
         self.attention = partial(
             hstu_attention,
             scale_len=config.scale_len,
             backend=config.backend,
-            deterministic=config.deterministic if config.HasField("deterministic") else None,
+            deterministic=self.deterministic,
         )
         self.cached_attention = partial(
             hstu_attention_cached, scale_len=config.scale_len, backend=config.backend
@@ -83,19 +87,34 @@ class HstuMixer(nn.Module):
         """One layer, and the truncation behind it."""
         layer, mask, layout = self.layers[number], self.rules[number].mask, sequence.layout
         bias = self.biases[number](sequence) if self.biases else None
-        attend = partial(self.attention, layout=layout, mask=mask, bias=bias)
         behind = self.rules[number + 1] if number + 1 < len(self.rules) else LayerRule(mask)
         if behind.tail_len is None:
-            return sequence.with_values(layer(sequence.values, attend, self.depths[number](layout)))
+            attend_all = self._attend(layout, mask, bias)
+            return sequence.with_values(layer(sequence.values, attend_all, self.depths[number](layout)))
         selection = layout.truncate(behind.tail_len)
         kept = selection.layout
         if not _leaves_few(kept, layout) or not layer.may_forward_some():
-            values = layer(sequence.values, attend, self.depths[number](layout))
+            values = layer(sequence.values, self._attend(layout, mask, bias), self.depths[number](layout))
             return sequence.with_values(values).take(selection)
-        attend_some = partial(attend, tail=behind.tail_len)
+        attend_some = self._attend(layout, mask, bias, behind.tail_len)
         scale = self.depths[number](kept)
         values = layer.forward_some(sequence.values, selection.index, attend_some, scale)
         return sequence.take(selection, values)
+
+    def _attend(
+        self, layout: SequenceLayout, mask: AttentionMask, bias: RelativeBias | None, tail: int | None = None
+    ) -> Callable[..., Tensor]:
+        """Attention of one layer as a function of q, k and v; `tail`: see `Problem`."""
+        problem = Problem(
+            layout,
+            mask,
+            self.qk_dim**-0.5,
+            self.scale_len,
+            bias,
+            deterministic=is_deterministic(self.deterministic),
+            tail=tail,
+        )
+        return partial(attend, problem=problem, backend=self.backend)
 
     @property
     def target_group_size(self) -> int:

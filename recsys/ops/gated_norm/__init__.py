@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recsys.ops.attention_args import check_number
 from recsys.ops.runtime.dispatch import Op
-from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
 __all__ = ["OP", "new_seed", "gated_norm"]
 
@@ -38,7 +38,7 @@ def gated_norm(
     dropout: float = 0.0,
     seed: Tensor | None = None,
     silu: bool = False,
-    room: GradientRoom | None = None,
+    grad_buffer: GradientBuffer | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """`drop(u * norm(a))` for the gate "ugn", `drop(cat([u, a, u * norm(a)]))` for "concat".
@@ -57,7 +57,7 @@ def gated_norm(
         dropout: 0 in evaluation; below 1.
         seed: int64 [1] on the device of `attended`; None draws one from the default generator of the device.
         silu: whether `silu(u)` takes the place of u.
-        room: where a backend may put the gradient of `u`, a part of the room's tensor.
+        grad_buffer: where a backend may put the gradient of `u`, a part of the buffer's tensor.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
@@ -80,7 +80,7 @@ def gated_norm(
         dropout=dropout,
         seed=seed,
         silu=silu,
-        room=room,
+        grad_buffer=grad_buffer,
     )
     if dropout == 0:
         seed = None
@@ -98,7 +98,7 @@ def gated_norm(
         dropout=dropout,
         seed=seed,
         silu=silu,
-        room=room,
+        grad_buffer=grad_buffer,
     )
 
 
@@ -119,7 +119,7 @@ def _facts(
     dropout: float = 0.0,
     seed: Tensor | None = None,
     silu: bool = False,
-    room: GradientRoom | None = None,
+    grad_buffer: GradientBuffer | None = None,
 ) -> GateFacts:
     """The one validator of all backends, and what is left to know once the arguments are sound."""
     for name, tensor in (("attended", attended), ("u", u), ("weight", weight), ("bias", bias)):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from recsys.ops.gated_norm import counter
 from recsys.ops.runtime.dispatch import SUPPORTED, Support
-from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
 
 def supports(facts: object) -> Support:
@@ -28,9 +28,9 @@ def run(
     dropout: float,
     seed: Tensor | None,
     silu: bool,
-    room: GradientRoom | None,
+    grad_buffer: GradientBuffer | None,
 ) -> Tensor:
-    """One operation after the other, in the wider type; rounded once, at the end. Leaves the room alone."""
+    """One operation after the other, in the wider type; rounded once, at the end. Ignores the buffer."""
     wide = torch.promote_types(attended.dtype, weight.dtype)
     a, factor = attended.to(wide), u.to(wide)
     if silu:

@@ -11,7 +11,7 @@ from torch import Tensor
 from recsys.ops.gated_norm import GateFacts
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
-from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
 MAX_WIDTH = 4096
 
@@ -41,11 +41,11 @@ def run(
     dropout: float,
     seed: Tensor | None,
     silu: bool,
-    room: GradientRoom | None,
+    grad_buffer: GradientBuffer | None,
 ) -> Tensor:
     """In float32. Backward reads a, u and the gradient once, and keeps nothing else from forward."""
     ops = triton_support.load(_OPS)
     options = (num_groups, eps, concat, dropout, silu)
     if torch.compiler.is_compiling():
         return ops.gated_norm_triton(attended, u, weight, bias, seed, *options)
-    return ops.GatedNorm.apply(attended, u, weight, bias, seed, room, *options)
+    return ops.GatedNorm.apply(attended, u, weight, bias, seed, grad_buffer, *options)

@@ -11,7 +11,7 @@ from torch.library import wrap_triton
 from recsys.ops.gated_norm import counter
 from recsys.ops.gated_norm.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.column_sums import sum_of_parts
-from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.gradient_buffer import GradientBuffer
 from recsys.ops.runtime.launch import Wrap, start
 from recsys.ops.runtime.registration import differentiable, saving, visible
 from recsys.ops.runtime.triton_support import num_processors
@@ -45,7 +45,7 @@ class Options(NamedTuple):
 
 
 class GatedNorm(torch.autograd.Function):
-    """`apply(attended, u, weight, bias, seed, room, *options)`."""
+    """`apply(attended, u, weight, bias, seed, grad_buffer, *options)`."""
 
     @staticmethod
     def forward(
@@ -55,18 +55,18 @@ class GatedNorm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor,
         seed: Tensor | None,
-        room: GradientRoom | None,
+        grad_buffer: GradientBuffer | None,
         *options: Any,
     ) -> Tensor:
         ctx.save_for_backward(attended, u, weight, bias, seed)
-        ctx.room, ctx.options = room, Options(*options)
+        ctx.grad_buffer, ctx.options = grad_buffer, Options(*options)
         return launch_forward(attended, u, weight, bias, seed, ctx.options)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         grad_a, grad_u, both = launch_backward(
-            grad_out, *ctx.saved_tensors, options=ctx.options, room=ctx.room
+            grad_out, *ctx.saved_tensors, options=ctx.options, grad_buffer=ctx.grad_buffer
         )
         return (grad_a, grad_u, *both.unbind(0), None, None, *(None for _ in ctx.options))
 
@@ -112,12 +112,14 @@ def launch_backward(
     seed: Tensor | None,
     options: Options,
     wrap: Wrap | None = None,
-    room: GradientRoom | None = None,
+    grad_buffer: GradientBuffer | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attended`, `u` (in its room, if it has one), and [2, W] of `weight` and `bias`."""
+    """Gradients of `attended`, `u` (in the buffer, if there is one), and [2, W] of `weight` and `bias`."""
     num_rows, width = attended.shape
     grad_a = torch.empty_like(attended, memory_format=torch.contiguous_format)
-    grad_u = room.place(u) if room else torch.empty_like(u, memory_format=torch.contiguous_format)
+    grad_u = (
+        grad_buffer.place(u) if grad_buffer else torch.empty_like(u, memory_format=torch.contiguous_format)
+    )
     if num_rows == 0:
         return grad_a, grad_u, weight.new_zeros(2, width)
     grad_out, attended, u = map(_with_dense_rows, (grad_out, attended, u))

@@ -10,15 +10,17 @@ from recsys.ops.attention_args import (
     check_attention,
     check_bias,
     check_number,
+    is_deterministic,
     scale_of,
 )
+from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.runtime.dispatch import Op
-from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
-__all__ = ["OP", "hstu_attention"]
+__all__ = ["OP", "Problem", "attend", "hstu_attention"]
 
 _CAUSAL = AttentionMask()
 
@@ -35,8 +37,6 @@ def hstu_attention(
     bias: RelativeBias | None = None,
     backend: str = "auto",
     deterministic: bool | None = None,
-    room: GradientRoom | None = None,
-    tail: int | None = None,
 ) -> Tensor:
     """`out[i] = sum_j silu(alpha <q_i, k_j> + bias[i, j]) v_j / scale_len` over the keys `j` that `i` sees, a
     head.
@@ -53,9 +53,6 @@ def hstu_attention(
         backend: "auto" takes the first usable one; a named one runs or raises.
         deterministic: whether gradients must be bitwise repeatable; None follows
             `torch.use_deterministic_algorithms`.
-        room: where a backend may put the gradients of q, k and v, parts of the room's tensor.
-        tail: of the history only the newest `tail` rows of the result are read, beside those of contextual
-            tokens and targets. The others, whose q must be zeros, may hold anything.
 
     Returns:
         [T, H, V]. Differentiable in q, k, v and both tables of the bias.
@@ -65,34 +62,66 @@ def hstu_attention(
 
     Source: Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152.
     """
-    facts = _facts(
-        q,
-        k,
-        v,
-        layout,
-        mask,
-        alpha=alpha,
-        scale_len=scale_len,
-        bias=bias,
-        deterministic=deterministic,
-        tail=tail,
-    )
+    problem = _problem(q, k, v, layout, mask, alpha, scale_len, bias, deterministic)
+    return _run(q, k, v, problem, backend)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    backend: str = "auto",
+    grad_buffer: GradientBuffer | None = None,
+) -> Tensor:
+    """`hstu_attention` for layers, which may also say where gradients go and which rows they read.
+
+    Args:
+        q: [T, H, D]; k: [T, H, D]; v: [T, H, V], as in `hstu_attention`.
+        grad_buffer: that of the problem, if it has none yet.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    check_attention(q, k, v, problem.layout, problem.mask)
+    if grad_buffer is not None:
+        problem = problem.with_grad_buffer(grad_buffer)
+    return _run(q, k, v, problem, backend)
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: SequenceLayout,
+    mask: AttentionMask,
+    alpha: float | None,
+    scale_len: float,
+    bias: RelativeBias | None,
+    deterministic: bool | None,
+) -> Problem:
+    """The problem of one public call, whose tensors have been checked against the layout."""
+    check_attention(q, k, v, layout, mask)
     alpha = scale_of(q) if alpha is None else alpha
-    OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=scale_len, bias=bias)
-    run = OP.select(facts, backend).run
-    return run(
-        q,
-        k,
-        v,
-        layout,
-        mask,
-        alpha=alpha,
-        scale_len=scale_len,
-        bias=bias,
-        deterministic=facts.deterministic,
-        room=room,
-        tail=tail,
-    )
+    return Problem(layout, mask, alpha, scale_len, bias, deterministic=is_deterministic(deterministic))
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> Tensor:
+    facts = _facts_of(q, k, v, problem)
+    layout, mask, alpha = problem.layout, problem.mask, problem.alpha
+    OP.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=problem.scale_len, bias=problem.bias)
+    return OP.select(facts, backend).run(q, k, v, problem)
+
+
+def _facts_of(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> AttentionFacts:
+    """Checks what `check_attention` does not, for all backends, and returns the facts that they ask for."""
+    check_number("scale_len", problem.scale_len, positive=True)
+    if problem.tail is not None and problem.tail < 0:
+        raise ValueError(f"tail must be >= 0, got {problem.tail}")
+    check_number("alpha", problem.alpha)
+    if problem.bias is not None:
+        check_bias(problem.bias, q)
+    return attention_facts(q, k, v, problem.mask, problem.bias, problem.deterministic)
 
 
 def _facts(
@@ -106,19 +135,9 @@ def _facts(
     scale_len: float,
     bias: RelativeBias | None = None,
     deterministic: bool | None = None,
-    room: GradientRoom | None = None,
-    tail: int | None = None,
 ) -> AttentionFacts:
-    """The one validator of all backends, and what is left to know once the arguments are sound."""
-    check_attention(q, k, v, layout, mask)
-    check_number("scale_len", scale_len, positive=True)
-    if tail is not None and tail < 0:
-        raise ValueError(f"tail must be >= 0, got {tail}")
-    if alpha is not None:
-        check_number("alpha", alpha)
-    if bias is not None:
-        check_bias(bias, q)
-    return attention_facts(q, k, v, mask, bias, deterministic)
+    """The facts of one public call, which has the parameters of `hstu_attention` without `backend`."""
+    return _facts_of(q, k, v, _problem(q, k, v, layout, mask, alpha, scale_len, bias, deterministic))
 
 
 OP = Op("hstu_attention", __name__, backends=("sm90", "triton", "reference"), facts=_facts)

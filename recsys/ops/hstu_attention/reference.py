@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.jagged.mask import AttentionMask, visible_pairs
+from recsys.ops.hstu_attention.problem import Problem
+from recsys.ops.jagged.mask import visible_pairs
 from recsys.ops.jagged.padding import padded_chunks
-from recsys.ops.relative_bias import RelativeBias, dense_bias, relative_positions
+from recsys.ops.relative_bias import dense_bias, relative_positions
 from recsys.ops.runtime.dispatch import SUPPORTED, Support
-from recsys.ops.runtime.gradient_buffer import GradientRoom
 
 
 def supports(facts: AttentionFacts) -> Support:
@@ -23,26 +22,14 @@ def supports(facts: AttentionFacts) -> Support:
     return SUPPORTED
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    mask: AttentionMask,
-    *,
-    alpha: float,
-    scale_len: float,
-    bias: RelativeBias | None,
-    deterministic: bool,
-    room: GradientRoom | None = None,
-    tail: int | None = None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """Chunk by chunk: scores [H, b, L, L] of b padded samples, plus bias and mask, SiLU, times v.
 
     It knows one way to compute; whether that is `deterministic` is what `supports` answers.
     """
+    layout, mask, bias = problem.layout, problem.mask, problem.bias
     padded = padded_chunks(layout, mask, num_heads=q.shape[1])
-    tensors = [q * alpha, k, v] + ([] if bias is None else [bias.timestamps, bias.next_timestamps])
+    tensors = [q * problem.alpha, k, v] + ([] if bias is None else [bias.timestamps, bias.next_timestamps])
     outputs = []
     # Padding rows of q, k and v are zero: a padded key adds silu(..) * 0, `merge` drops a padded query.
     for chunk, q_bLHD, k_bLHD, v_bLHV, *times in zip(padded.chunks, *map(padded.split, tensors), strict=True):
@@ -58,4 +45,4 @@ def run(
             offset = dense_bias(bias, relative, relative, next_timestamps, timestamps).to(offset) + offset
         weights_HbLL = F.silu(scores_HbLL.add_(offset))
         outputs.append((weights_HbLL @ v_bLHV.permute(2, 0, 1, 3)).permute(1, 2, 0, 3))
-    return padded.merge(outputs) / scale_len
+    return padded.merge(outputs) / problem.scale_len

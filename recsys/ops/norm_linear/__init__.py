@@ -11,7 +11,7 @@ from torch import Tensor
 
 from recsys.ops.attention_args import check_number
 from recsys.ops.runtime.dispatch import Op
-from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
 __all__ = ["OP", "NormLinear", "norm_linear"]
 
@@ -23,12 +23,12 @@ class NormLinear(NamedTuple):
         parts: [T, width] each.
         x: the argument again, for the sum that ends a residual block: a backend adds the gradient that comes
             in here in the kernel that makes the gradient of x.
-        room: for ops behind it to put the gradients of `parts`; None where the backend wants none.
+        grad_buffer: for ops behind it to put the gradients of `parts`; None where the backend wants none.
     """
 
     parts: tuple[Tensor, ...]
     x: Tensor
-    room: GradientRoom | None
+    grad_buffer: GradientBuffer | None
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def run(
     silu: bool,
     out: Tensor | None,
 ) -> NormLinear:
-    """One operation after the other; makes no room for gradients."""
+    """One operation after the other; makes no buffer for gradients."""
 
     def project(x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, norm_weight.dtype))

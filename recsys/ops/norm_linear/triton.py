@@ -13,7 +13,7 @@ from torch import Tensor
 from recsys.ops.norm_linear import NormLinear, NormLinearFacts
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
-from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
 MAX_WIDTH = 4096
 
@@ -55,8 +55,8 @@ def run(
         if silu:
             joined = F.silu(joined, inplace=True)
         return NormLinear(tuple(joined.split(widths, dim=1)), x, None)
-    room = GradientRoom(widths)
+    grad_buffer = GradientBuffer(widths)
     residual, *parts = ops.NormLinear.apply(
-        x, norm_weight, norm_bias, weight, bias, room, eps, dtype, keep_normed, silu
+        x, norm_weight, norm_bias, weight, bias, grad_buffer, eps, dtype, keep_normed, silu
     )
-    return NormLinear(tuple(parts), residual, room)
+    return NormLinear(tuple(parts), residual, grad_buffer)

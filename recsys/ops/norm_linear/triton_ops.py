@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.column_sums import column_sums, linear, sum_of_parts, weight_gradient
-from recsys.ops.runtime.gradient_buffer import GradientRoom
+from recsys.ops.runtime.gradient_buffer import GradientBuffer
 from recsys.ops.runtime.launch import start
 from recsys.ops.runtime.triton_support import missing_for_hopper, num_processors
 
@@ -55,8 +55,8 @@ def forward(
 
 
 class NormLinear(torch.autograd.Function):
-    """`apply(x, norm_weight, norm_bias, weight, bias, room, eps, dtype, keep_normed, silu)` -> x and the
-    parts."""
+    """`apply(x, norm_weight, norm_bias, weight, bias, grad_buffer, eps, dtype, keep_normed, silu)` -> x and
+    the parts."""
 
     @staticmethod
     def forward(
@@ -66,7 +66,7 @@ class NormLinear(torch.autograd.Function):
         norm_bias: Tensor,
         weight: Tensor,
         bias: Tensor,
-        room: GradientRoom,
+        grad_buffer: GradientBuffer,
         eps: float,
         dtype: torch.dtype,
         keep_normed: bool,
@@ -80,15 +80,15 @@ class NormLinear(torch.autograd.Function):
         else:
             joined = F.linear(normed, rounded, rounded_bias)
         ctx.save_for_backward(x, normed if keep_normed else None, norm_weight, norm_bias, rounded, before)
-        ctx.room, ctx.eps, ctx.parameter_dtype = room, eps, weight.dtype
-        return (x, *joined.split(room.widths, dim=1))
+        ctx.grad_buffer, ctx.eps, ctx.parameter_dtype = grad_buffer, eps, weight.dtype
+        return (x, *joined.split(grad_buffer.widths, dim=1))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_x: Tensor, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, normed, norm_weight, norm_bias, weight, before = ctx.saved_tensors
         needed = ctx.needs_input_grad
-        grad = ctx.room.joined(gradients)
+        grad = ctx.grad_buffer.joined(gradients)
         if before is not None:
             grad = torch.ops.aten.silu_backward(grad, before)
         if normed is None and needed[3]:

@@ -8,7 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 from recsys.ops import AttentionMask
 from recsys.ops.hstu_attention import reference
 from recsys.ops.hstu_attention.hopper import backward, launch
-from recsys.ops.hstu_attention.triton.launch import Problem
+from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.jagged.mask import visible_pairs
 from recsys.ops.runtime import hopper_launch
 from tests.ops.cases import MASKS, layout_of, samples
@@ -47,8 +47,7 @@ def check(layout, mask, dim=64, heads=2, sizes=None, seed=0, backward_sizes=None
 
 def results(layout, mask, cotangent, *tensors):
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    rest = {"alpha": leaves[0].shape[2] ** -0.5, "scale_len": 50.0, "bias": None, "deterministic": False}
-    out = reference.run(*leaves, layout, mask, **rest)
+    out = reference.run(*leaves, Problem(layout, mask, leaves[0].shape[2] ** -0.5, 50.0))
     return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
 
 

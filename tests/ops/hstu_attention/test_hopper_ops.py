@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 from recsys.ops import AttentionMask, SequenceLayout, hstu_attention
 from recsys.ops.hstu_attention import hopper
 from recsys.ops.hstu_attention.hopper import launch, ops, two_pass
-from recsys.ops.hstu_attention.triton.launch import Problem
+from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import hopper_launch, triton_support
 from recsys.ops.runtime.dispatch import Support
 from tests.ops.cases import layout_of, samples
@@ -46,7 +46,7 @@ def arguments(dim=64):
 def test_the_op_has_the_gradients_of_the_kernels():
     layout, tensors, problem = arguments()
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    out = ops.call_op(*leaves, problem, True)
+    out = ops.call_op(*leaves, replace(problem, deterministic=True))
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     got = [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
     want, theirs = (
@@ -81,16 +81,17 @@ def test_gradients_come_in_one_pass_where_rows_see_many_keys(
     for number, module in ((1, launch), (2, two_pass)):
         monkeypatch.setattr(module, "backward", lambda *_args, number=number, **_rest: taken.append(number))
     layout = SequenceLayout(torch.full((batch,), length))
-    problem = Problem(layout, AttentionMask(window=window), 1.0, 1.0, None)
+    problem = Problem(layout, AttentionMask(window=window), 1.0, 1.0, deterministic=deterministic)
     q = torch.empty(layout.total_len, 1, dim, device="meta")
-    ops._gradients(q, q, q, q, problem, deterministic, captured=False)
+    ops._gradients(q, q, q, q, problem, captured=False)
     assert taken == [passes]
 
 
 def test_shapes_without_running():
     _, tensors, problem = arguments()
     layout, mask = problem.layout, problem.mask
-    rest = (layout.lengths, layout.offsets, layout.num_targets, 2, mask.window, mask.prefix, False, 1, True)
+    sizes = (layout.lengths, layout.offsets, layout.num_targets)
+    rest = (*sizes, *[None] * 4, 2, mask.window, mask.prefix, False, 1, True)
     q, k, v = tensors
     for name, first in (
         ("hstu_attention_sm90", ()),

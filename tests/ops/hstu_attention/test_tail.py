@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from recsys.ops import AttentionMask, SequenceLayout, explain, gather_rows, hstu_attention
+from recsys.ops import AttentionMask, SequenceLayout, explain, gather_rows
+from recsys.ops.hstu_attention import Problem, attend
 from recsys.ops.hstu_attention.reference import run
 from tests.ops.cases import MASKS, layout_of, samples
 
@@ -23,8 +24,7 @@ def case(layout: SequenceLayout, tail: int, dim: int, heads: int, seed: int = 0)
 
 def exact(layout, mask, tensors, dtype):
     leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors[:3]]
-    rest = {"alpha": leaves[0].shape[2] ** -0.5, "scale_len": 50.0, "bias": None, "deterministic": False}
-    out = run(*leaves, layout, mask, **rest)
+    out = run(*leaves, Problem(layout, mask, leaves[0].shape[2] ** -0.5, 50.0))
     return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].to(dtype))]
 
 
@@ -43,7 +43,6 @@ def sm90(monkeypatch):
     """The launches, their kernels in the emulator; memory that nobody writes is NaN."""
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
     from recsys.ops.hstu_attention.hopper import launch, two_pass
-    from recsys.ops.hstu_attention.triton.launch import Problem
     from recsys.ops.runtime import hopper_launch
     from tests.tools.gluon_emulator import Emulated
 
@@ -55,11 +54,11 @@ def sm90(monkeypatch):
             monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
     monkeypatch.setattr(hopper_launch, "num_processors", lambda device: 3)
     monkeypatch.setattr(
-        Problem, "memory_for", lambda _, *given: [torch.full_like(one, torch.nan) for one in given]
+        Problem, "gradient_memory", lambda _, *given: [torch.full_like(one, torch.nan) for one in given]
     )
 
     def results(layout, mask, tensors, tail):
-        problem = Problem(layout, mask, tensors[0].shape[2] ** -0.5, 50.0, None, tail=tail)
+        problem = Problem(layout, mask, tensors[0].shape[2] ** -0.5, 50.0, tail=tail)
         *given, cotangent = tensors
         out = launch.forward(*given, problem)
         found = [[out, *two_pass.backward(cotangent, *given, problem)[:3]]]
@@ -91,7 +90,7 @@ def test_an_impossible_tail():
     layout = SequenceLayout(torch.tensor([3]))
     q = torch.zeros(3, 1, 4)
     with pytest.raises(ValueError, match="tail must be >= 0, got -1"):
-        hstu_attention(q, q, q, layout, scale_len=3, tail=-1)
+        attend(q, q, q, Problem(layout, AttentionMask(), 1.0, 3.0, tail=-1))
 
 
 @pytest.mark.gpu
@@ -110,9 +109,8 @@ def test_backends_on_a_gpu(mask, dim, backend, deterministic):
         pytest.skip(support.reason)
     leaves = [tensor.requires_grad_() for tensor in given]
     # Rows are read as a layer reads them: what lies elsewhere may be anything.
-    out = hstu_attention(
-        *leaves, on_gpu, mask, scale_len=50.0, backend=backend, deterministic=deterministic, tail=tail
-    )
+    problem = Problem(on_gpu, mask, dim**-0.5, 50.0, deterministic=deterministic, tail=tail)
+    out = attend(*leaves, problem, backend)
     own = index.cuda()
     read = gather_rows(out, own)
     got = torch.autograd.grad(read, leaves, gather_rows(cotangent, own))

@@ -255,19 +255,17 @@ def test_a_traced_graph_holds_the_kernels(monkeypatch):
     from torch._library.triton import set_wrap_triton_enabled
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from recsys.ops.hstu_attention.triton import launch, ops
+    from recsys.ops.hstu_attention.problem import rebuilt
+    from recsys.ops.hstu_attention.triton import launch
 
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    rest = (2, 3, 1, False, 1, True, 0.1, 64.0)
+    rest = (2, 3, 1, False, 1, True, 0.1, 64.0, True)
 
     def both(q, *tensors):
-        problem = ops._problem(q, *tensors, *rest)
+        problem = rebuilt(q.shape[0], *tensors, *rest)
         wrap = torch.library.wrap_triton
         out = launch.forward(q, q, q, problem, wrap)
-        return [
-            out,
-            *launch.backward(out, q, q, q, problem, tables=True, deterministic=True, wrap=wrap),
-        ]
+        return [out, *launch.backward(out, q, q, q, problem, tables=True, wrap=wrap)]
 
     q, lengths = torch.randn(101, 2, 64, dtype=torch.bfloat16), torch.tensor([50, 51])
     offsets, times = torch.tensor([0, 50, 101]), torch.zeros(101, dtype=torch.int64)
@@ -298,7 +296,7 @@ def test_a_traced_graph_holds_the_cached_kernel(monkeypatch):
             SequenceLayout.trusted(cached, cache_offsets, cached * 0, 1, *[cache.shape[0]] * 2, 0),
         )
         bias = CachedRelativeBias(*of_bias)
-        problem = triton_ops.CachedProblem(layouts[0], mask, 0.1, 64.0, bias, layouts[1])
+        problem = triton_ops.CachedProblem(layouts[0], mask, 0.1, 64.0, bias, cache_layout=layouts[1])
         return triton_ops.forward(q, q, q, cache, cache, problem, torch.library.wrap_triton)
 
     q, cache = (torch.randn(rows, 2, 64, dtype=torch.bfloat16) for rows in (101, 307))

@@ -87,7 +87,7 @@ def test_float16_products(tokens):
 def test_the_parts_lie_side_by_side_and_their_gradients_too():
     leaves = [tensor.requires_grad_() for tensor in inputs(9, 6, torch.float32)]
     found = norm_linear(*leaves, WIDTHS, backend="triton")
-    places = [found.room.place(part) for part in found.parts]
+    places = [found.grad_buffer.place(part) for part in found.parts]
     for part, place, first in zip(found.parts, places, (0, 12, 17), strict=True):
         assert part.stride() == place.stride() == (sum(WIDTHS), 1)
         assert part.storage_offset() == place.storage_offset() == first
@@ -156,7 +156,7 @@ def test_parameters_that_need_no_gradient_get_none():
 
 @interpreted
 @pytest.mark.parametrize("autocast", [True, False])
-def test_without_gradients_the_same_numbers_and_no_room(autocast):
+def test_without_gradients_the_same_numbers_and_no_gradient_buffer(autocast):
     given = inputs(30, 20, torch.float32)
     x, y, weight, bias = given[0], torch.randn(30, 9), torch.randn(20, 9), torch.randn(20)
     dtype = torch.float16
@@ -166,7 +166,7 @@ def test_without_gradients_the_same_numbers_and_no_room(autocast):
         with torch.no_grad():
             again = norm_linear(*given, WIDTHS, dtype=dtype, backend="triton")
             assert torch.equal(linear_add(x, y.to(dtype), weight, bias, backend="triton"), out)
-    assert found.room is not None and again.room is None and again.x is x
+    assert found.grad_buffer is not None and again.grad_buffer is None and again.x is x
     assert all(torch.equal(one, other) for one, other in zip(found.parts, again.parts, strict=True))
 
 

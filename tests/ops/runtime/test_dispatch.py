@@ -133,7 +133,7 @@ def test_the_facts_of_a_real_op():
 def test_importing_the_ops_needs_no_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from recsys.ops import dispatch; print(dispatch.FORCED_BACKEND)"
+        "from recsys.ops.runtime import dispatch; print(dispatch.FORCED_BACKEND)"
     )
     environment = {"RECSYS_BACKEND": "reference", "PYTHONPATH": "."}
     shown = subprocess.run(

@@ -17,7 +17,7 @@ from recsys.ops.hstu_attention.hopper.backward_rows import rows_kernel
 from recsys.ops.hstu_attention.hopper.backward_wide import wide_keys_kernel
 from recsys.ops.hstu_attention.hopper.forward import forward_kernel
 from recsys.ops.hstu_attention.hopper.rounding import round_kernel
-from recsys.ops.hstu_attention.triton.launch import Problem
+from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import hopper_launch
 from recsys.ops.runtime.hopper_launch import (
     Boxes,

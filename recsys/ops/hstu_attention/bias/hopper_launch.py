@@ -16,10 +16,9 @@ from recsys.ops.hstu_attention.bias.packed_launch import (
 )
 from recsys.ops.hstu_attention.hopper.forward import STRIP
 from recsys.ops.hstu_attention.hopper.launch import WARPS, round_to, rules, section_of
+from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks
 from recsys.ops.hstu_attention.triton.launch import (
-    Gradients,
-    Problem,
     operands,
     parts_of,
     scalars,

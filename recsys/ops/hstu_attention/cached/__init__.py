@@ -13,6 +13,7 @@ from recsys.ops.attention_args import (
     scale_of,
 )
 from recsys.ops.hstu_attention.cached.facts import CachedFacts, cached_facts
+from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
@@ -79,14 +80,11 @@ def hstu_attention_cached(
 
     Source: M-FALCON in Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152.
     """
-    facts = _facts(
-        q, k, v, layout, cache_k, cache_v, cache_layout, mask, alpha=alpha, scale_len=scale_len, bias=bias
-    )
+    check_attention(q, k, v, layout, mask)
     alpha = scale_of(q) if alpha is None else alpha
-    run = OP.select(facts, backend).run
-    return run(
-        q, k, v, layout, cache_k, cache_v, cache_layout, mask, alpha=alpha, scale_len=scale_len, bias=bias
-    )
+    problem = CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout=cache_layout)
+    facts = _facts_of(q, k, v, cache_k, cache_v, problem)
+    return OP.select(facts, backend).run(q, k, v, cache_k, cache_v, problem)
 
 
 def _facts(
@@ -103,36 +101,38 @@ def _facts(
     scale_len: float,
     bias: CachedRelativeBias | None = None,
 ) -> CachedFacts:
-    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    """The facts of one public call, which has the parameters of `hstu_attention_cached` without `backend`."""
     check_attention(q, k, v, layout, mask)
-    _check_cache(q, v, layout, cache_k, cache_v, cache_layout)
-    check_number("scale_len", scale_len, positive=True)
-    if alpha is not None:
-        check_number("alpha", alpha)
-    if bias is not None:
-        _check_cached_bias(bias, q, cache_k)
-    facts = attention_facts(q, k, v, mask, bias, deterministic=None)
+    alpha = scale_of(q) if alpha is None else alpha
+    problem = CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout=cache_layout)
+    return _facts_of(q, k, v, cache_k, cache_v, problem)
+
+
+def _facts_of(
+    q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem
+) -> CachedFacts:
+    """Checks what `check_attention` does not, for all backends, and returns the facts that they ask for."""
+    _check_cache(q, v, cache_k, cache_v, problem)
+    check_number("scale_len", problem.scale_len, positive=True)
+    check_number("alpha", problem.alpha)
+    if problem.bias is not None:
+        _check_cached_bias(problem.bias, q, cache_k)
+    facts = attention_facts(q, k, v, problem.mask, problem.bias, problem.deterministic)
     if facts.needs_grad or (torch.is_grad_enabled() and (cache_k.requires_grad or cache_v.requires_grad)):
         raise RuntimeError(
             "hstu_attention_cached computes no gradients; call it under torch.no_grad(), or train with "
             "hstu_attention on whole samples"
         )
-    return cached_facts(facts, layout)
+    return cached_facts(facts, problem.layout)
 
 
-def _check_cache(
-    q: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    cache_layout: SequenceLayout,
-) -> None:
-    """The cache against the new tokens, and what kinds of tokens the two layouts hold.
+def _check_cache(q: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> None:
+    """Checks the cache against the new tokens, and what kinds of tokens the two layouts hold.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
+    layout, cache_layout = problem.layout, problem.cache_layout
     if not isinstance(cache_layout, SequenceLayout):
         raise TypeError(f"cache_layout must be a SequenceLayout, got {type(cache_layout).__name__}")
     if cache_layout.device != layout.device:

@@ -11,9 +11,7 @@ from torch import Tensor
 from recsys import environment
 from recsys.ops.hstu_attention import hopper
 from recsys.ops.hstu_attention.cached.facts import CachedFacts
-from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.jagged.mask import AttentionMask
-from recsys.ops.relative_bias import CachedRelativeBias
+from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
@@ -48,20 +46,6 @@ def supports(facts: CachedFacts) -> Support:
     return able._replace(auto=able.auto and facts.num_units >= ENOUGH)
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    cache_layout: SequenceLayout,
-    mask: AttentionMask,
-    *,
-    alpha: float,
-    scale_len: float,
-    bias: CachedRelativeBias | None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> Tensor:
     """Scores and sums in float32, weights rounded to the type of v."""
-    launch = triton_support.load(_OPS)
-    return launch.forward(q, k, v, layout, cache_k, cache_v, cache_layout, mask, alpha, scale_len)
+    return triton_support.load(_OPS).forward(q, k, v, cache_k, cache_v, problem)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from recsys.ops.hstu_attention.cached.hopper_kernel import candidates_kernel
 from recsys.ops.hstu_attention.hopper.forward import STRIP
+from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.hstu_attention.work_list.reference import cached_work
-from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.runtime.hopper_launch import (
     Boxes,
     num_processors,
@@ -60,13 +59,9 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: SequenceLayout,
     cache_k: Tensor,
     cache_v: Tensor,
-    cache_layout: SequenceLayout,
-    mask: AttentionMask,
-    alpha: float,
-    scale_len: float,
+    problem: CachedProblem,
     sizes: Sizes | None = None,
 ) -> Tensor:
     """`hstu_attention_cached` [T, H, D], 16 bits, no bias, of new tokens that are all targets and see all
@@ -80,7 +75,8 @@ def forward(
     if cache_k.shape[0] == 0:  # a tensor map needs an address; nobody reads there
         cache_k, cache_v = k, v
     q, k, v, cache_k, cache_v = map(with_loadable_rows, (q, k, v, cache_k, cache_v))
-    items = cached_work(mask, layout, cache_layout, STRIP.value * sizes.strips, sizes.keys)
+    mask = problem.mask
+    items = cached_work(mask, problem.layout, problem.cache_layout, STRIP.value * sizes.strips, sizes.keys)
     grouped = mask.target_group_size > 1
     start(
         candidates_kernel,
@@ -99,8 +95,8 @@ def forward(
             items.shape[0],
             num_heads,
             *(tensor.stride(1) for tensor in (q, k, v, cache_k, cache_v)),
-            0.5 * alpha,
-            1.0 / scale_len,
+            0.5 * problem.alpha,
+            1.0 / problem.scale_len,
             mask.target_group_size,
         ),
         lambda: {

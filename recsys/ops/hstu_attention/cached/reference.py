@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.jagged.mask import AttentionMask, row_intervals
+from recsys.ops.hstu_attention.problem import CachedProblem
+from recsys.ops.jagged.mask import row_intervals
 from recsys.ops.jagged.padding import PaddedChunks, paired_chunks
-from recsys.ops.relative_bias import CachedRelativeBias, dense_bias, relative_positions
+from recsys.ops.relative_bias import dense_bias, relative_positions
 from recsys.ops.runtime.dispatch import SUPPORTED, Support
 
 
@@ -19,25 +19,13 @@ def supports(facts: AttentionFacts) -> Support:
     return SUPPORTED
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    cache_layout: SequenceLayout,
-    mask: AttentionMask,
-    *,
-    alpha: float,
-    scale_len: float,
-    bias: CachedRelativeBias | None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> Tensor:
     """Chunk by chunk: what b padded samples get from their cached keys, plus what they get from new ones.
 
     Without a softmax an output is a sum over keys, wherever they are kept. Positions are those in the whole
     sample: the new tokens stand behind the cached ones.
     """
+    layout, cache_layout, mask, bias = problem.layout, problem.cache_layout, problem.mask, problem.bias
     new, cached = paired_chunks(layout, cache_layout, num_heads=q.shape[1])
     times = (None, None, None)
     if bias is not None:
@@ -45,7 +33,7 @@ def run(
     chunks = zip(
         new.chunks,
         cached.chunks,
-        _split(new, q * alpha, times[0]),
+        _split(new, q * problem.alpha, times[0]),
         _split(new, k, v, times[1]),
         _split(cached, cache_k, cache_v, times[2]),
         strict=True,
@@ -71,7 +59,7 @@ def run(
             weights_HbQK = F.silu(scores_HbQK).masked_fill(~seen.contain(key), 0.0)
             total = total + weights_HbQK @ v_bKHV.permute(2, 0, 1, 3)
         outputs.append(total.permute(1, 2, 0, 3))
-    return new.merge(outputs) / scale_len
+    return new.merge(outputs) / problem.scale_len
 
 
 def _split(padded: PaddedChunks, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.hstu_attention.triton import supports
-from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.jagged.mask import AttentionMask
-from recsys.ops.relative_bias import CachedRelativeBias
 from recsys.ops.runtime import triton_support
 
 __all__ = ["run", "supports"]
@@ -21,22 +19,8 @@ _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 triton_support.preload(_OPS)
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    cache_k: Tensor,
-    cache_v: Tensor,
-    cache_layout: SequenceLayout,
-    mask: AttentionMask,
-    *,
-    alpha: float,
-    scale_len: float,
-    bias: CachedRelativeBias | None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> Tensor:
     """Scores, sums and bias in float32. The cache is read where it lies, only what the mask lets through."""
     ops = triton_support.load(_OPS)
-    problem = ops.CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout)
     compute = ops.call_op if torch.compiler.is_compiling() else ops.forward
     return compute(q, k, v, cache_k, cache_v, problem)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
 from recsys.ops.hstu_attention.bias.launch import LARGEST_BLOCK, bias_arguments, cached_times
 from recsys.ops.hstu_attention.cached.triton_kernel import cached_kernel
+from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks
 from recsys.ops.hstu_attention.triton.launch import (
-    Problem,
     Wrap,
     blocks_for,
     constants,
@@ -33,19 +31,6 @@ PROGRAMS_PER_PROCESSOR = 4
 
 LEAST_BLOCKS, MOST_PARTS = 4, 32
 """Blocks of keys that a part has at least; parts, each of which needs memory for all outputs."""
-
-
-@dataclass(frozen=True)
-class CachedProblem(Problem):
-    """What one call computes, apart from q, k, v and the cache; `layout` is that of the new tokens."""
-
-    bias: CachedRelativeBias | None
-    cache_layout: SequenceLayout
-
-    @property
-    def num_contextual(self) -> int:
-        """Contextual tokens at the start of each sample: in the cache."""
-        return self.cache_layout.num_contextual
 
 
 def forward(
@@ -182,5 +167,5 @@ def hstu_attention_cached_triton(
         if timestamps is None or next_timestamps is None or cache_timestamps is None:
             raise ValueError("bias tables without timestamps, next_timestamps and cache_timestamps")
         bias = CachedRelativeBias(position_table, time_table, timestamps, next_timestamps, cache_timestamps)
-    problem = CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout)
+    problem = CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout=cache_layout)
     return forward(q, k, v, cache_k, cache_v, problem, wrap_triton)

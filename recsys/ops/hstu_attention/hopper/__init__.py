@@ -14,12 +14,9 @@ from torch import Tensor
 
 from recsys import environment
 from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.jagged.mask import AttentionMask
-from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support, is_exporting
-from recsys.ops.runtime.gradient_buffer import GradientRoom
 
 WIDTHS = (64, 128, 256)
 """Of the heads: what there are sizes for in `sm90_launch`."""
@@ -56,25 +53,11 @@ def _missing_from_the_call(facts: AttentionFacts) -> str:
     return ""
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    mask: AttentionMask,
-    *,
-    alpha: float,
-    scale_len: float,
-    bias: RelativeBias | None,
-    deterministic: bool,
-    room: GradientRoom | None = None,
-    tail: int | None = None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """Scores and sums in float32, weights rounded to the type of v."""
     ops = triton_support.load(_OPS)
-    problem = ops.Problem(layout, mask, alpha, scale_len, bias, room=room, tail=tail)
     if torch.compiler.is_compiling():
-        return ops.call_op(q, k, v, problem, deterministic)
+        return ops.call_op(q, k, v, problem)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return ops.HstuAttention.apply(q, k, v, None, None, problem, deterministic)
+        return ops.HstuAttention.apply(q, k, v, None, None, problem)
     return ops.forward(q, k, v, problem)

@@ -10,7 +10,7 @@ from torch import Tensor
 from recsys.ops.hstu_attention.hopper.backward import backward_kernel
 from recsys.ops.hstu_attention.hopper.forward import STRIP, forward_kernel
 from recsys.ops.hstu_attention.hopper.rounding import LINE, round_kernel
-from recsys.ops.hstu_attention.triton.launch import Gradients, Problem
+from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.work_list.reference import key_work, row_work
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.runtime.hopper_launch import (
@@ -151,7 +151,7 @@ def backward(
 ) -> Gradients:
     """Gradients of q, k and v, [T, H, D]; those of q are sums in any order. The rest as in `forward`."""
     total_len, num_heads, dim = q.shape
-    made = problem.memory_for(q, k, v)
+    made = problem.gradient_memory(q, k, v)
     if total_len == 0:
         return Gradients(*made, None, None)
     sizes = sizes or BACKWARD_SIZES[dim]

@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 
 from recsys.ops.hstu_attention.hopper import launch, two_pass
-from recsys.ops.hstu_attention.triton import ops
-from recsys.ops.hstu_attention.triton.launch import Gradients, Problem
-from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.jagged.mask import AttentionMask
-from recsys.ops.runtime.registration import differentiable, opaque, saving
-
-__all__ = ["HstuAttention", "Problem", "call_op", "forward"]
-
-_ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor lengths, Tensor offsets, Tensor num_targets, int num_contextual, "
-    "int? window, int prefix, bool target_window, int target_group_size, bool contextual_reads_history, "
-    "float alpha, float scale_len, bool deterministic"
+from recsys.ops.hstu_attention.problem import (
+    NUM_FLAT_TENSORS,
+    Gradients,
+    Problem,
+    flat_signature,
+    flattened,
+    rebuilt,
 )
+from recsys.ops.runtime.registration import differentiable, opaque, saving
 
 SEEN_BY_A_ROW = {64: (240, 120), 128: (512, 400)}
 """By width of the heads: keys of a row, as `launch.seen_by_a_row` estimates them, above which gradients
@@ -36,8 +32,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     return launch.forward(q, k, v, problem, captured=False)
 
 
-class HstuAttention(ops.HstuAttention):
-    """Its forward is the Hopper kernel's."""
+class HstuAttention(torch.autograd.Function):
+    """`apply(q, k, v, None, None, problem)`: no bias, so no gradients of tables."""
 
     @staticmethod
     def forward(
@@ -48,17 +44,16 @@ class HstuAttention(ops.HstuAttention):
         position_table: None,
         time_table: None,
         problem: Problem,
-        deterministic: bool,
     ) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        ctx.problem, ctx.deterministic = problem, deterministic
+        ctx.problem = problem
         return forward(q, k, v, problem)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _gradients(grad_out, *ctx.saved_tensors, ctx.problem, ctx.deterministic, captured=False)
-        return (*gradients, None, None)
+        gradients = _gradients(grad_out, *ctx.saved_tensors, ctx.problem, captured=False)
+        return (*gradients, None)
 
 
 def _gradients(
@@ -67,7 +62,6 @@ def _gradients(
     k: Tensor,
     v: Tensor,
     problem: Problem,
-    deterministic: bool,
     *,
     captured: bool,
 ) -> Gradients:
@@ -75,63 +69,26 @@ def _gradients(
     `sm90_launch`."""
     limits = SEEN_BY_A_ROW.get(q.shape[2], (math.inf, math.inf))
     few = launch.seen_by_a_row(problem) <= limits[problem.mask.window is not None]
-    if deterministic or few:
+    if problem.deterministic or few:
         return two_pass.backward(grad_out, q, k, v, problem, captured=captured)
     return launch.backward(grad_out, q, k, v, problem, captured=captured)
 
 
-def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem, deterministic: bool) -> Tensor:
+def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """The library op, for traced graphs."""
-    layout, mask = problem.layout, problem.mask
-    return hstu_attention_sm90(
-        q,
-        k,
-        v,
-        layout.lengths,
-        layout.offsets,
-        layout.num_targets,
-        layout.num_contextual,
-        mask.window,
-        mask.prefix,
-        mask.target_window,
-        mask.target_group_size,
-        mask.contextual_reads_history,
-        problem.alpha,
-        problem.scale_len,
-        deterministic,
-    )
+    return hstu_attention_sm90(q, k, v, *flattened(problem))
 
 
-def _problem(
-    q: Tensor,
-    lengths: Tensor,
-    offsets: Tensor,
-    num_targets: Tensor,
-    num_contextual: int,
-    window: int | None,
-    prefix: int,
-    target_window: bool,
-    target_group_size: int,
-    contextual_reads_history: bool,
-    alpha: float,
-    scale_len: float,
-) -> Problem:
-    total_len = q.shape[0]  # also a bound of the longest sample and of the number of targets
-    layout = SequenceLayout.trusted(
-        lengths, offsets, num_targets, num_contextual, total_len, total_len, total_len
-    )
-    mask = AttentionMask(window, prefix, target_window, target_group_size, contextual_reads_history)
-    return Problem(layout, mask, alpha, scale_len, None)
+@flat_signature("q", "k", "v", returns=Tensor)
+def _run(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Tensor:
+    return launch.forward(q, k, v, rebuilt(q.shape[0], *flat))
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    return launch.forward(q, k, v, _problem(q, *rest[:-1]))
-
-
+@flat_signature("grad_out", "q", "k", "v", returns=tuple[Tensor, Tensor, Tensor])
 def _run_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = _gradients(grad_out, q, k, v, _problem(q, *rest[:-1]), rest[-1], captured=True)
+    gradients = _gradients(grad_out, q, k, v, rebuilt(q.shape[0], *flat), captured=True)
     return gradients.q, gradients.k, gradients.v
 
 
@@ -148,21 +105,15 @@ def _fake_backward(
     return grad_q, grad_k, grad_v
 
 
-hstu_attention_sm90 = opaque(
-    "hstu_attention_sm90", _run, _fake, devices=("cuda",), arguments=f"({_ARGUMENTS}) -> Tensor"
-)
+hstu_attention_sm90 = opaque("hstu_attention_sm90", _run, _fake, devices=("cuda",))
 hstu_attention_sm90_backward = opaque(
-    "hstu_attention_sm90_backward",
-    _run_backward,
-    _fake_backward,
-    devices=("cuda",),
-    arguments=f"(Tensor grad_out, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    "hstu_attention_sm90_backward", _run_backward, _fake_backward, devices=("cuda",)
 )
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     gradients = hstu_attention_sm90_backward(grad_out, *ctx.saved_tensors, *ctx.rest)
-    return (*gradients, None, None, None, *(None for _ in ctx.rest))
+    return (*gradients, *[None] * (NUM_FLAT_TENSORS + len(ctx.rest)))
 
 
-differentiable(hstu_attention_sm90, _backward, saving(6))
+differentiable(hstu_attention_sm90, _backward, saving(3 + NUM_FLAT_TENSORS))

@@ -15,7 +15,7 @@ from recsys.ops.hstu_attention.hopper.backward_rows import STRIPS, rows_kernel
 from recsys.ops.hstu_attention.hopper.backward_wide import wide_keys_kernel
 from recsys.ops.hstu_attention.hopper.forward import STRIP
 from recsys.ops.hstu_attention.hopper.launch import WARPS, counter_for, rules, scalars, section_of
-from recsys.ops.hstu_attention.triton.launch import Gradients, Problem
+from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.work_list.reference import key_work, row_work
 from recsys.ops.runtime.hopper_launch import Boxes, programs_for, start, with_loadable_rows
 
@@ -53,7 +53,7 @@ def backward(
     captured: bool = True,
 ) -> Gradients:
     """Gradients of q, k and v, [T, H, D]. `sizes` for tests; `captured` as in `sm90_launch.forward`."""
-    made = problem.memory_for(q, k, v)
+    made = problem.gradient_memory(q, k, v)
     if q.shape[0] == 0:
         return Gradients(*made, None, None)
     sizes = sizes or SIZES[q.shape[2]]

@@ -11,12 +11,9 @@ import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import AttentionFacts
-from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.jagged.mask import AttentionMask
-from recsys.ops.relative_bias import RelativeBias
+from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
-from recsys.ops.runtime.gradient_buffer import GradientRoom
 
 MAX_DIM = 256
 
@@ -34,27 +31,12 @@ def supports(facts: AttentionFacts) -> Support:
     return able
 
 
-def run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: SequenceLayout,
-    mask: AttentionMask,
-    *,
-    alpha: float,
-    scale_len: float,
-    bias: RelativeBias | None,
-    deterministic: bool,
-    room: GradientRoom | None = None,
-    tail: int | None = None,
-) -> Tensor:
+def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     """Scores, sums and bias in float32; work and memory follow the tokens that are there."""
     ops = triton_support.load(_OPS)
-    problem = ops.Problem(layout, mask, alpha, scale_len, bias, room=room)
     if torch.compiler.is_compiling():
-        return ops.call_op(q, k, v, problem, deterministic)
+        return ops.call_op(q, k, v, problem)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if bias is None and not needs_grad:
-        return ops.triton_launch.forward(q, k, v, problem)
-    tables = (None, None) if bias is None else (bias.position_table, bias.time_table)
-    return ops.HstuAttention.apply(q, k, v, *tables, problem, deterministic)
+    if problem.bias is None and not needs_grad:
+        return ops.launch.forward(q, k, v, problem)
+    return ops.HstuAttention.apply(q, k, v, *problem.tables, problem)

@@ -8,9 +8,8 @@ what a compiler can trace: `wrap` stands around each kernel, the identity in eag
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,15 +32,13 @@ from recsys.ops.hstu_attention.bias.packed_launch import (
     zero_sums,
 )
 from recsys.ops.hstu_attention.bias.table_kernels import diagonals_kernel, others_kernel
+from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.triton.backward import keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.triton.block_sizes import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
 from recsys.ops.hstu_attention.triton.forward import forward_kernel
 from recsys.ops.hstu_attention.triton.tile import RAGGED_ROWS
 from recsys.ops.hstu_attention.work_list.reference import key_work, row_work
-from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import RelativeBias
-from recsys.ops.runtime.gradient_buffer import GradientRoom
 from recsys.ops.runtime.launch import Boxes, Wrap, start_specialised, unwrapped
 from recsys.ops.runtime.triton_support import load, missing_for_hopper, num_processors
 
@@ -49,49 +46,13 @@ ANY_ROWS = 0x7FFF0000
 """More than any coordinate, and a size that a descriptor may have."""
 
 TABLES = ("tables",)
-"""Where `PackedTables` are among what a problem has `made`."""
+"""Where `PackedTables` are among what a problem has `shared`."""
 
 AT_ONCE = "recsys.ops.hstu_attention.bias.hopper_launch"
 """All gradients with a bias by one kernel, in Gluon."""
 
 DESCRIPTORS = True
 """Whether descriptors are used where they can be; for tests."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What one call computes, apart from q, k and v."""
-
-    layout: SequenceLayout
-    mask: AttentionMask
-    alpha: float
-    scale_len: float
-    bias: RelativeBias | None
-    room: GradientRoom | None = field(default=None, kw_only=True)
-    tail: int | None = field(default=None, kw_only=True)
-    made: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, kw_only=True)
-    """What forward and backward both need."""
-
-    @property
-    def num_contextual(self) -> int:
-        """Contextual tokens at the start of each sample."""
-        return self.layout.num_contextual
-
-    def memory_for(self, *tensors: Tensor) -> list[Tensor]:
-        """Uninitialised, for the gradients of tensors; rows lie apart where the problem has room for them."""
-        if self.room is not None:
-            return [self.room.place(tensor) for tensor in tensors]
-        return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
-
-
-class Gradients(NamedTuple):
-    """Of q, k and v; of the tables when they were asked for."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    position_table: Tensor | None
-    time_table: Tensor | None
 
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -138,10 +99,9 @@ def backward(
     problem: Problem,
     *,
     tables: bool,
-    deterministic: bool,
     wrap: Wrap = unwrapped,
 ) -> Gradients:
-    """All gradients; those of the bias's tables if `tables`. They are deterministic, asked for or not."""
+    """All gradients; those of the bias's tables if `tables`."""
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
     grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -154,7 +114,7 @@ def backward(
             position_table=torch.zeros_like(bias.position_table), time_table=torch.zeros_like(bias.time_table)
         )
     q, k, v, grad_out = map(with_dense_rows, (q, k, v, grad_out))
-    fused = bias is not None and not deterministic and _is_packed("sums", q, v, problem, wrap)
+    fused = bias is not None and not problem.deterministic and _is_packed("sums", q, v, problem, wrap)
     if bias is not None and fused and can_describe(wrap, q, k, v, grad_out) and not missing_for_hopper():
         return load(AT_ONCE).backward(q, k, v, grad_out, out, problem, bias)
     sums = zero_sums(q, problem.layout.max_len, bias) if bias is not None and fused else None
@@ -345,19 +305,19 @@ def bias_arguments_of(
     """From `position_table` on, in the order of the kernels' parameters; if `packed` without records."""
     layout, bias = problem.layout, problem.bias
     key = (packed, blocks.rows, blocks.keys, packed and rows_first)
-    found = problem.made.get(key)
+    found = problem.shared.get(key)
     if found is None:
         sizes = blocks.rows, blocks.keys
         if packed and bias is not None:
-            tables = problem.made.get(TABLES)
+            tables = problem.shared.get(TABLES)
             if tables is None:
-                tables = problem.made[TABLES] = packed_tables(bias, layout)
+                tables = problem.shared[TABLES] = packed_tables(bias, layout)
             found = packed_arguments(bias, tables, layout, items, sizes, rows_first)
         else:
             found = bias_arguments(
                 bias, layout, layout.max_len, items, *sizes, wrap, shared=wrap is unwrapped
             )
-        problem.made[key] = found
+        problem.shared[key] = found
     return found
 
 

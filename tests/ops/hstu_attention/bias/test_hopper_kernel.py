@@ -8,6 +8,7 @@ import torch
 
 from recsys import environment
 from recsys.ops import AttentionMask, RelativeBias
+from recsys.ops.hstu_attention import Problem
 from tests.ops.cases import layout_of, relative_bias, samples
 from tests.ops.hstu_attention.test_triton_packed_interpret import HEADS, on_hopper, times_of  # noqa: F401
 from tests.tools.interpreter import INTERPRETED, interpreted, run_interpreted, starts_it
@@ -44,8 +45,8 @@ def gradients(kind, shapes, contextual, rows, mask):
     host, times = relative_bias(layout.total_len, rows=rows), times_of(kind, layout.total_len)
     tables = [table.detach() for table in (host.position_table, host.time_table)]
     bias = RelativeBias(*tables, times, torch.cat([times[1:], times[-1:] + 60]))
-    problem = triton_launch.Problem(layout, mask, DIM**-0.5, SCALE_LEN, bias)
-    got = triton_launch.backward(cotangent, *leaves, problem, tables=True, deterministic=False)
+    problem = Problem(layout, mask, DIM**-0.5, SCALE_LEN, bias)
+    got = triton_launch.backward(cotangent, *leaves, problem, tables=True)
     return got, layout, cotangent, leaves, bias
 
 
@@ -69,15 +70,8 @@ def test_gradients_are_as_near_as_the_reference(kind, shapes, contextual, rows, 
     for dtype, wide in ((torch.float16, torch.float32), (torch.float64, torch.float64)):
         given = [tensor.to(dtype).requires_grad_() for tensor in leaves]
         given += [table.to(wide).requires_grad_() for table in (bias.position_table, bias.time_table)]
-        out = reference.run(
-            *given[:3],
-            layout,
-            mask,
-            alpha=DIM**-0.5,
-            scale_len=SCALE_LEN,
-            bias=RelativeBias(*given[3:], bias.timestamps, bias.next_timestamps),
-            deterministic=False,
-        )
+        own_bias = RelativeBias(*given[3:], bias.timestamps, bias.next_timestamps)
+        out = reference.run(*given[:3], Problem(layout, mask, DIM**-0.5, SCALE_LEN, own_bias))
         found.append(torch.autograd.grad(out, given, cotangent.to(out)))
     for ours, other, exact in zip(got, *found, strict=True):
         error, allowed = ((tensor.double() - exact).norm() for tensor in (ours, other))

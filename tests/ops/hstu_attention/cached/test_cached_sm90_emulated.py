@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention.cached import hopper_launch as cached_hopper_launch
 from recsys.ops.hstu_attention.cached import reference
+from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.runtime import hopper_launch as runtime_hopper_launch
 from tests.tools.gluon_emulator import Emulated
 
@@ -33,19 +34,10 @@ def check(cached, targets, mask, dim=64, heads=2, contextual=0, sizes=None):
     room = torch.randn(2, cache_layout.total_len + 9, heads, dim, generator=generator).to(torch.bfloat16)
     room[:, cache_layout.total_len :] = float("nan")
     cache_k, cache_v = room[:, : cache_layout.total_len]
-    got = cached_hopper_launch.forward(
-        q, k, v, layout, cache_k, cache_v, cache_layout, mask, dim**-0.5, 50.0, sizes
-    )
-    rest = {"alpha": dim**-0.5, "scale_len": 50.0, "bias": None}
+    problem = CachedProblem(layout, mask, dim**-0.5, 50.0, None, cache_layout=cache_layout)
+    got = cached_hopper_launch.forward(q, k, v, cache_k, cache_v, problem, sizes)
     exact, other = (
-        reference.run(
-            *(t.to(dtype) for t in (q, k, v)),
-            layout,
-            *(t.to(dtype) for t in (cache_k, cache_v)),
-            cache_layout,
-            mask,
-            **rest,
-        )
+        reference.run(*(t.to(dtype) for t in (q, k, v, cache_k, cache_v)), problem)
         for dtype in (torch.float64, torch.bfloat16)
     )
     norm = exact.norm().clamp(min=1e-30)

@@ -11,7 +11,7 @@ from recsys import environment
 from recsys.ops import AttentionMask
 from recsys.ops.hstu_attention.hopper import two_pass
 from recsys.ops.hstu_attention.hopper.two_pass import SIZES
-from recsys.ops.hstu_attention.triton.launch import Problem
+from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import hopper_launch
 from tests.ops.cases import MASKS, layout_of, samples
 from tests.ops.hstu_attention import test_hopper_compile as compiling
