@@ -10,10 +10,8 @@ events and --candidates candidates. What is timed, in turns, from a batch on the
 
     uncached   pieces of --microbatch candidates of each row, each piece with the whole history
     one pass   all candidates in one call, with the memory that this takes
-    prefill    what is kept of users and histories, once
-    eager      prefill, then pieces of --microbatch candidates of each row against it, started by Python
-    cached     the same with `GraphScoring`, which replays recorded pieces and, but for --no-record-prefill,
-               short prefills; without CUDA it records nothing
+    prefill    the keys and values of users and histories, once
+    cached     prefill, then pieces of --microbatch candidates of each row against it
     pieces     cached, less the prefill: the cache is there
 
 Each call is waited for. Uncached, cached and pieces are also timed in a row, as a server with a queue runs
@@ -46,7 +44,6 @@ from recsys import config, environment
 from recsys import protos as pb
 from recsys.errors import RecsysError
 from recsys.flags import Parser, positive
-from recsys.scoring.graph_scoring import WARM_UP
 from scripts import bench_records
 from scripts.serving_ways import Scoring
 from scripts.step_variants import VARIANTS, Shape, variant_of
@@ -69,7 +66,7 @@ class Record:
     """One variant; None for what is not known.
 
     Attributes:
-        uncached_ms, one_pass_ms, prefill_ms, eager_ms, cached_ms, pieces_ms: medians.
+        uncached_ms, one_pass_ms, prefill_ms, cached_ms, pieces_ms: medians.
         uncached_in_a_row_ms, cached_in_a_row_ms, pieces_in_a_row_ms: medians, of a call among others.
         ratio: uncached over cached, in a row. ratio_of_pieces: uncached over pieces, in a row.
         ratio_alone: uncached over cached.
@@ -91,7 +88,6 @@ class Record:
     uncached_ms: float | None
     one_pass_ms: float | None
     prefill_ms: float | None
-    eager_ms: float | None
     cached_ms: float | None
     pieces_ms: float | None
     uncached_in_a_row_ms: float | None
@@ -107,21 +103,14 @@ class Record:
     commit: str
 
 
-def error_of(
-    base: pb.Pipeline,
-    name: str,
-    shape: Shape,
-    microbatch: int,
-    device: torch.device,
-    record_prefill: bool = True,
-) -> float:
+def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device: torch.device) -> float:
     """The largest error of cached scores relative to what is allowed; above 1 is wrong."""
     short = replace(shape, history=min(shape.history, CHECKED_EVENTS), batch=2)
     pipeline = variant_of(base, name, short)
     exact = variant_of(base, name, replace(short, backend="reference"))
     exact.model.precision = pb.FP32
     right = Scoring(exact, microbatch, device).one_pass()
-    scoring = Scoring(pipeline, microbatch, device, record_prefill=record_prefill)
+    scoring = Scoring(pipeline, microbatch, device)
     uncached = (scoring.uncached() - right).abs().max()
     allowed = FACTOR * uncached + CLOSE * right.abs().max().clamp(min=1)
     wrong = [(found - right).abs().max() for found in _with_a_cache(scoring)]
@@ -137,30 +126,23 @@ def difference_of(scoring: Scoring) -> float:
 
 
 def _with_a_cache(scoring: Scoring) -> list[Tensor]:
-    """What each way to score with a cache finds."""
-    for _ in range(WARM_UP):
-        scoring.cached()  # until pieces are recorded
-    return [scoring.eager(), scoring.cached(), scoring.pieces()]
+    """Scores with a new cache, and with one that is there."""
+    return [scoring.cached(), scoring.pieces()]
 
 
 def build(
-    base: pb.Pipeline,
-    name: str,
-    shape: Shape,
-    microbatch: int,
-    device: torch.device,
-    record_prefill: bool = True,
+    base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device: torch.device
 ) -> tuple[Scoring, float] | None:
     """A variant that is ready to be timed, and its difference; None, with a line on stderr, where it is
     wrong or too large.
     """
     try:
-        error = error_of(base, name, shape, microbatch, device, record_prefill)
+        error = error_of(base, name, shape, microbatch, device)
         if not error <= 1:
             print(f"{name}: {error:.2f} times the allowed error", file=sys.stderr)
             return None
         pipeline = variant_of(base, name, shape)
-        scoring = Scoring(pipeline, microbatch, device, record_prefill=record_prefill)
+        scoring = Scoring(pipeline, microbatch, device)
         difference = difference_of(scoring)
         if pipeline.model.precision == pb.FP32 and not difference <= CLOSE:
             print(f"{name}: cached and uncached scores differ by {difference:.1e}", file=sys.stderr)
@@ -173,7 +155,7 @@ def build(
 
 def times_of(scoring: Scoring, repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of each way, in turns; with the suffix `IN_A_ROW`, of a call among others."""
-    ways = ("uncached", "one_pass", "prefill", "eager", "cached", "pieces")
+    ways = ("uncached", "one_pass", "prefill", "cached", "pieces")
     found: dict[str, list[float]] = {way: [] for way in ways}
     found |= {way + IN_A_ROW: [] for way in QUEUED}
     for _ in range(repeats):
@@ -229,7 +211,6 @@ def record_of(
         uncached_ms=middle.get("uncached"),
         one_pass_ms=middle.get("one_pass"),
         prefill_ms=middle.get("prefill"),
-        eager_ms=middle.get("eager"),
         cached_ms=middle.get("cached"),
         pieces_ms=middle.get("pieces"),
         uncached_in_a_row_ms=middle.get("uncached" + IN_A_ROW),
@@ -252,7 +233,6 @@ def table(records: Sequence[Record]) -> str:
         "uncached_ms": ",.1f",
         "one_pass_ms": ",.1f",
         "prefill_ms": ",.1f",
-        "eager_ms": ",.1f",
         "cached_ms": ",.1f",
         "pieces_ms": ",.1f",
         "uncached_in_a_row_ms": ",.1f",
@@ -297,8 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         base = config.load(options.config, options.overrides)
         for name in dict.fromkeys(options.variant or ("full", "semi-local truncation")):
             pipeline = variant_of(base, name, shape)
-            how = (options.microbatch, device, options.record_prefill)
-            scoring, difference = build(base, name, shape, *how) or (None, None)
+            scoring, difference = build(base, name, shape, options.microbatch, device) or (None, None)
             times = times_of(scoring, options.repeats, device) if scoring else {}
             records.append(
                 record_of(name, scoring, difference, times, pipeline, shape, options.microbatch, commit)
@@ -336,12 +315,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=positive, default=value, help=f"{what}; default: {value}")
     parser.add_argument("--backend", help="of attention; default: auto on CUDA, else reference")
     parser.add_argument("--variant", action="append", choices=[*VARIANTS], help="repeatable")
-    parser.add_argument(
-        "--record-prefill",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="whether short prefills are recorded too; default: yes",
-    )
     parser.add_argument("--record", type=Path, help="file for the list of results")
     parser.add_argument("--commit", help="recorded instead of the checkout's, where git is not there")
     return parser.parse_args(arguments)

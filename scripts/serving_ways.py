@@ -16,22 +16,16 @@ from recsys.errors import ConfigError
 from recsys.models import Ranker, build_model, layout_rule
 from recsys.models.cached import RankerCache
 from recsys.ops import SequenceLayout
-from recsys.scoring.graph_scoring import GraphScoring
 
 
 class Scoring:
     """A model and one batch, scored in several ways.
 
-    Args:
-        record_prefill: see `GraphScoring`.
-
     Raises:
         ConfigError: a candidate feature is multi-valued.
     """
 
-    def __init__(
-        self, pipeline: pb.Pipeline, microbatch: int, device: torch.device, *, record_prefill: bool = True
-    ):
+    def __init__(self, pipeline: pb.Pipeline, microbatch: int, device: torch.device):
         torch.manual_seed(0)
         self.model: Ranker = build_model(pipeline).eval()
         draw_weights(self.model)
@@ -41,7 +35,6 @@ class Scoring:
         self.kept, self.microbatch, self.device = batch.to(device), microbatch, device
         starts = range(0, int(batch.num_candidates.max()), microbatch)
         self.slices = [piece(pipeline, batch, start, start + microbatch).to(device) for start in starts]
-        self.graphs = GraphScoring(self.model, microbatch, record_prefill=record_prefill)
         self.cache: RankerCache | None = None
 
     @property
@@ -63,20 +56,15 @@ class Scoring:
         """The cache."""
         return self.model.prefill(self.batch)
 
-    def eager(self) -> Tensor:
-        """[N, tasks]."""
-        batch = self.batch
-        return self.model.score_in_microbatches(batch, self.model.prefill(batch), self.microbatch)
-
     def cached(self) -> Tensor:
         """[N, tasks]."""
         batch = self.batch
-        self.cache = self.graphs.prefill(batch)
-        return self.graphs.score(batch, self.cache)
+        self.cache = self.model.prefill(batch)
+        return self.model.score_in_microbatches(batch, self.cache, self.microbatch)
 
     def pieces(self) -> Tensor:
         """[N, tasks], against the cache of `cached`."""
-        return self.graphs.score(self.batch, self.cache)
+        return self.model.score_in_microbatches(self.batch, self.cache, self.microbatch)
 
     @property
     def rows(self) -> int:

@@ -17,10 +17,10 @@ from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows, Model, build_postprocessor, layout_rule
 from recsys.models.cached import RankerCache, microbatches
 from recsys.models.halves import Halves
-from recsys.modules.cache import OWN, CachingMixer, Memory, MixerCache
+from recsys.modules.cache import CachingMixer, MixerCache
 from recsys.modules.flops import linear_flops
 from recsys.modules.losses import RankingLoss
-from recsys.modules.preprocessors import EncodedPrefix, Preprocessed
+from recsys.modules.preprocessors import Preprocessed
 from recsys.modules.sequence import JaggedSequence
 
 
@@ -85,19 +85,19 @@ class Ranker(Model):
         """float32 [N, tasks], predictions in the config's order of tasks."""
         return self._stack(self(batch))
 
-    def prefill(self, batch: Batch, memory: Memory = OWN) -> RankerCache:
+    def prefill(self, batch: Batch) -> RankerCache:
         """What candidates look at of each row's user and history; candidates of the batch are left alone.
 
-        For `score_cached`, in evaluation mode under `torch.no_grad()`. `memory`: where keys and
-        values come to lie.
+        For `score_cached`, in evaluation mode under `torch.no_grad()`.
 
         Raises:
             ValueError: the mixer keeps no cache. RuntimeError: the model is in training.
         """
         mixer = self.caching_mixer()
         with self.autocast():
-            sequence, prefix = self.encode_users(batch)
-            return RankerCache(prefix, mixer.prefill(sequence, memory))
+            users = self.halves.users(batch)
+            sequence, prefix = self.preprocess.prefix(self.embed(users), users)
+            return RankerCache(prefix, mixer.prefill(sequence))
 
     def score_cached(self, batch: Batch, cache: RankerCache) -> Tensor:
         """`score` of a batch whose users and histories are in the cache; only candidates are looked at.
@@ -151,11 +151,6 @@ class Ranker(Model):
             sequence = self.preprocess.events(self.embed(batch), batch, cache.prefix)
             return RankerCache(cache.prefix.append(batch.sequences), mixer.extend(sequence, cache.mixer))
 
-    def encode_users(self, batch: Batch) -> EncodedPrefix:
-        """The first half of `prefill`: contextual and history tokens. Within `autocast`."""
-        batch = self.halves.users(batch)
-        return self.preprocess.prefix(self.embed(batch), batch)
-
     def encode_candidates(self, batch: Batch, cache: RankerCache) -> Preprocessed:
         """The first half of `score_cached`: target tokens, and candidates for the head. Within `autocast`."""
         batch = self.halves.candidates(batch)
@@ -167,13 +162,8 @@ class Ranker(Model):
     def score_encoded(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
         """The second half of `score_cached`, of some candidates: [n, tasks]. Within `autocast`."""
         mixed = self.caching_mixer().score(sequence, cache)
-        return self.score_mixed(mixed.values, mixed.next_timestamps, candidates)
-
-    def score_mixed(self, targets: Tensor, timestamps: Tensor, candidates: Tensor) -> Tensor:
-        """What follows the mixer: [n, tasks] from mixed target tokens [n, E], their times, int64 [n] seconds,
-        and the candidates [n, width] of `encode_candidates`. Within `autocast`.
-        """
-        return self._stack(self.predict(self.head(self.postprocess(targets, timestamps), candidates)))
+        targets = self.postprocess(mixed.values, mixed.next_timestamps)
+        return self._stack(self.predict(self.head(targets, candidates)))
 
     def _stack(self, outputs: RankerOutputs) -> Tensor:
         return torch.stack([outputs.predictions[task.name] for task in self.tasks], dim=1)

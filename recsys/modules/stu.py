@@ -120,30 +120,18 @@ class STULayer(nn.Module):
         with rebuilt_in_backward(partial(self._all_projected, x.detach()), x.device.type) as watch:
             return self._through(self._divide(x, joined, watch), attend, scale)
 
-    def project(self, x: Tensor, place: Tensor | None = None) -> "Projected":
-        """The first half of `forward`, for layers that share one attention; keeps u, q, k and v.
-
-        Args:
-            place: [T, sum of `widths`], memory for u, v, q and k, where `fills_places`.
-        """
+    def project(self, x: Tensor) -> "Projected":
+        """The first half of `forward`, for layers that share one attention; keeps u, q, k and v."""
         if self._is_fused(x):
-            return self._front(x, place=place)
+            return self._front(x)
         if self.compiled and x.shape[0] > 1 and not torch.compiler.is_compiling():
             return self._heads(x, *_compiled_front()(self, x))
         return self._divide(x, self._join(x))
 
-    def fills_places(self, x: Tensor) -> bool:
-        """Whether k and v can be made where they are to stay; else whoever wants them there copies them."""
-        return self._is_fused(x) and self.form.activation == "u" and not torch.is_grad_enabled()
-
-    def keys_and_values(self, x: Tensor, place: Tensor | None = None) -> "Kept":
-        """k and v of `project` alone, for tokens that are looked at and do not look themselves.
-
-        Args:
-            place: memory for v and k, side by side, where `fills_places`.
-        """
+    def keys_and_values(self, x: Tensor) -> "Kept":
+        """k and v of `project` alone, for tokens that are looked at and do not look themselves."""
         _, v, _, k = self._weights()
-        return self._kept(self._some_parts(x, v, k, out=place).parts)
+        return self._kept(self._some_parts(x, v, k).parts)
 
     def forward_some(self, x: Tensor, index: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
         """[S, E], the rows `index` of `forward`, where nobody looks at the others.
@@ -182,7 +170,7 @@ class STULayer(nn.Module):
         parameters = (self.uvqk.weight, self.uvqk.bias)
         return list(zip(*(one.split(self.widths) for one in parameters), strict=True))
 
-    def _some_parts(self, x: Tensor, *chosen: tuple[Tensor, Tensor], out: Tensor | None = None) -> NormLinear:
+    def _some_parts(self, x: Tensor, *chosen: tuple[Tensor, Tensor]) -> NormLinear:
         """Some of u, v, q and k before their activation, by their weight and bias."""
         return norm_linear(
             x,
@@ -193,7 +181,6 @@ class STULayer(nn.Module):
             [len(bias) for _, bias in chosen],
             eps=self.input_norm.eps,
             dtype=product_dtype(x),
-            out=out,
         )
 
     def _kept(self, parts: Sequence[Tensor]) -> "Kept":
@@ -274,7 +261,7 @@ class STULayer(nn.Module):
             return x.is_cuda and not self.compiled and not torch.compiler.is_compiling()
         return self.fused
 
-    def _front(self, x: Tensor, watch: Watch | None = None, place: Tensor | None = None) -> "Projected":
+    def _front(self, x: Tensor, watch: Watch | None = None) -> "Projected":
         """`project` by an op; u before its activation in the form "u"."""
         all_silu = self.form.activation == "uvqk"
         in_steps = all_silu and watch is not None
@@ -289,7 +276,6 @@ class STULayer(nn.Module):
             dtype=product_dtype(x),
             keep_normed="normed_x" not in self._recomputed(),
             silu=all_silu and not in_steps,
-            out=place,
         )
         made = [parts[0]]
         if watch is not None:

@@ -1,1 +1,1 @@
-"""Scores batches with a trained model: in one pass, with a cache, or by CUDA graphs."""
+"""Scores batches with a trained model: in one pass or with a cache of users and histories."""

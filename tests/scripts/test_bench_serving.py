@@ -9,7 +9,6 @@ import torch
 
 from recsys import config
 from recsys.models import Ranker
-from recsys.scoring.graph_scoring import GraphScoring
 from scripts import bench_serving
 from scripts.bench_serving import Scoring
 from scripts.step_variants import VARIANTS, Shape, variant_of
@@ -49,7 +48,7 @@ def test_all_ways_give_the_scores_of_one_pass(name):
     expected = ways.one_pass()
     assert expected.shape == (14, 2) and expected.std(0).min() > 0.01
     torch.testing.assert_close(ways.uncached(), expected, rtol=1e-5, atol=1e-6)
-    for way in (ways.eager, ways.cached, ways.pieces):
+    for way in (ways.cached, ways.pieces):
         torch.testing.assert_close(way(), expected, rtol=1e-5, atol=1e-6)
     assert bench_serving.difference_of(ways) <= 1e-6
 
@@ -78,10 +77,9 @@ def test_variants_become_records(tmp_path, capsys):
     assert "cpu, reference, fp32, 2 layers of width 12, 2 rows of 24 events and 7 candidates, 3 at a" in out
 
 
-@pytest.mark.parametrize(("owner", "way"), [(Ranker, "score_in_microbatches"), (GraphScoring, "score")])
-def test_a_wrong_cache_is_not_timed(monkeypatch, tmp_path, capsys, owner, way):
-    right = getattr(owner, way)
-    monkeypatch.setattr(owner, way, lambda *inputs: right(*inputs) + 1e-3)
+def test_a_wrong_cache_is_not_timed(monkeypatch, tmp_path, capsys):
+    right = Ranker.score_in_microbatches
+    monkeypatch.setattr(Ranker, "score_in_microbatches", lambda *inputs: right(*inputs) + 1e-3)
     record = tmp_path / "r.json"
     assert bench_serving.main([*FLAGS, "--variant", "full", "--record", str(record)]) == 1
     (wrong,) = json.loads(record.read_text())

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.config.registry import register
-from recsys.modules.cache import OWN, Memory, MixerCache
-from recsys.modules.mixers import cached
-from recsys.modules.mixers.batched_layers import finish, in_policy, project
+from recsys.modules.cache import MixerCache
+from recsys.modules.mixers import cached_stack
+from recsys.modules.mixers.batched_layers import finish, project, to_compute_dtype
 from recsys.modules.mixers.rules import LayerRule, layer_rules, stack_flops
 from recsys.modules.relative_bias import RelativeBiasTables
 from recsys.modules.sequence import JaggedSequence, join
@@ -77,7 +77,7 @@ class HstuMixer(nn.Module):
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """Tokens [T, E] in, mixed tokens out: fewer behind a truncation, but all contextual and targets."""
         given = sequence.values.dtype
-        sequence = in_policy(sequence.with_values(self.input_dropout(sequence.values)))
+        sequence = to_compute_dtype(sequence.with_values(self.input_dropout(sequence.values)))
         sequence = self.rules[0].truncate(sequence)
         for number in range(len(self.layers)):
             sequence = self._layer(number, sequence)
@@ -121,21 +121,21 @@ class HstuMixer(nn.Module):
         """Neighbouring targets that are scored together or not at all, by the groups of all layers."""
         return math.lcm(*(rule.mask.target_group_size for rule in self.rules))
 
-    def prefill(self, sequence: JaggedSequence, memory: Memory = OWN) -> MixerCache:
-        """What targets will look at of these contextual and history tokens; see `mixers.cached`."""
-        return MixerCache((cached.prefill([self], sequence, memory),))
+    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+        """What targets will look at of these contextual and history tokens; see `mixers.cached_stack`."""
+        return MixerCache((cached_stack.prefill([self], sequence),))
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
         """Targets alone, [N, E] in and out: what `forward` makes of them behind the tokens of the cache."""
-        return cached.score([self], sequence, *cache.stacks)
+        return cached_stack.score([self], sequence, *cache.stacks)
 
     def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
         """The cache of histories that have grown by these tokens.
 
         Raises:
-            ValueError: it would be another one than that of `prefill`; see `cached.require_extendable`.
+            ValueError: it would be another one than that of `prefill`; see `cached_stack.require_extendable`.
         """
-        return MixerCache((cached.extend([self], sequence, *cache.stacks),))
+        return MixerCache((cached_stack.extend([self], sequence, *cache.stacks),))
 
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
@@ -166,7 +166,7 @@ def mix_as_one(mixers: Sequence[HstuMixer], sequences: Sequence[JaggedSequence])
         return [mixers[0](sequences[0])]
     given = sequences[0].values.dtype
     dropped = [m.input_dropout(one.values) for m, one in zip(mixers, sequences, strict=True)]
-    joined = in_policy(
+    joined = to_compute_dtype(
         join([one.with_values(values) for one, values in zip(sequences, dropped, strict=True)])
     )
     for number, rule in enumerate(mixers[0].rules):

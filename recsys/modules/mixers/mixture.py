@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.config.registry import register
-from recsys.modules.cache import OWN, Memory, MixerCache
+from recsys.modules.cache import MixerCache
 from recsys.modules.flops import linear_flops
-from recsys.modules.mixers import cached
+from recsys.modules.mixers import cached_stack
 from recsys.modules.mixers.batched_layers import parts_of
 from recsys.modules.mixers.hstu import HstuMixer, may_mix_as_one, mix_as_one
 from recsys.modules.sequence import JaggedSequence, join
@@ -19,10 +19,9 @@ from recsys.ops import SequenceLayout
 
 @register(pb.MixtureMixer)
 class MixtureMixer(nn.Module):
-    """Each stack mixes its channel; what they make of a candidate goes, side by side, through one linear
-    layer.
+    """Each stack mixes its own channel; one linear layer joins the stacks' outputs for each candidate.
 
-    Stacks with equal messages have weights of their own but run in step, with one attention for all of them.
+    Stacks with equal messages have their own weights but run as one batch, with one attention for all.
 
     Args:
         config: resolved; stacks in the order of the preprocessor's channels.
@@ -36,55 +35,55 @@ class MixtureMixer(nn.Module):
         super().__init__()
         if not config.stacks:
             raise ValueError("stacks: none is given; give one for each channel")
-        self.stacks = nn.ModuleList(HstuMixer(one.hstu, embedding_dim=embedding_dim) for one in config.stacks)
-        self.together = _equal([one.hstu for one in config.stacks])
+        hstu_configs = [stack.hstu for stack in config.stacks]
+        self.stacks = nn.ModuleList(HstuMixer(hstu, embedding_dim=embedding_dim) for hstu in hstu_configs)
+        self.together = _equal(hstu_configs)
         self.fuse = nn.Linear(len(self.stacks) * embedding_dim, embedding_dim)
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
-        """Mixed targets, [N, E].
+        """Mixes the channels and returns a sequence of nothing but each row's targets, [N, E].
 
         Args:
             sequence: T tokens, the channels' sequences joined.
-
-        Returns:
-            A sequence of nothing but each row's targets.
         """
         parts = sequence.split()
-        mixed = [mix_as_one(stacks, some) for stacks, some in self._in_step(parts)]
+        mixed = [mix_as_one(stacks, channels) for stacks, channels in self._batches(parts)]
         return self._fuse(mixed, parts[0].take(parts[0].layout.targets_only()))
 
     @property
     def target_group_size(self) -> int:
-        """Neighbouring targets that are scored together or not at all, by the groups of all stacks."""
+        """Number of neighboring targets that can only be scored together, given the groups of all stacks."""
         return math.lcm(*(stack.target_group_size for stack in self.stacks))
 
-    def prefill(self, sequence: JaggedSequence, memory: Memory = OWN) -> MixerCache:
-        """What targets will look at of the channels' contextual and history tokens; see `mixers.cached`."""
+    def prefill(self, sequence: JaggedSequence) -> MixerCache:
+        """Computes keys and values of the channels' contextual and history tokens; see `cached_stack`."""
+        batches = self._batches(sequence.split())
         return MixerCache(
-            tuple(
-                cached.prefill(stacks, _as_one(some), memory)
-                for stacks, some in self._in_step(sequence.split())
-            )
+            tuple(cached_stack.prefill(stacks, _as_one(channels)) for stacks, channels in batches)
         )
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
-        """What `forward` makes of the targets alone, once for each channel and joined, behind the tokens of
+        """Mixes targets, given once for each channel and joined, as `forward` mixes them behind the tokens of
         the cache.
         """
         parts = sequence.split()
-        groups = zip(self._in_step(parts), cache.stacks, strict=True)
-        mixed = [parts_of(cached.score(stacks, _as_one(some), stages)) for (stacks, some), stages in groups]
+        mixed = []
+        for (stacks, channels), stages in zip(self._batches(parts), cache.stacks, strict=True):
+            mixed.append(parts_of(cached_stack.score(stacks, _as_one(channels), stages)))
         return self._fuse(mixed, parts[0])
 
     def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
-        """The cache of channels that have grown by these tokens.
+        """Returns the cache of channels that have these tokens at their end.
 
         Raises:
-            ValueError: it would be another one than that of `prefill`; see `cached.require_extendable`.
+            ValueError: it would differ from that of `prefill`; see `cached_stack.require_extendable`.
         """
-        groups = zip(self._in_step(sequence.split()), cache.stacks, strict=True)
+        batches = zip(self._batches(sequence.split()), cache.stacks, strict=True)
         return MixerCache(
-            tuple(cached.extend(stacks, _as_one(some), stages) for (stacks, some), stages in groups)
+            tuple(
+                cached_stack.extend(stacks, _as_one(channels), stages)
+                for (stacks, channels), stages in batches
+            )
         )
 
     def flops(self, layout: SequenceLayout) -> int:
@@ -94,19 +93,21 @@ class MixtureMixer(nn.Module):
             self.fuse, layout.parts[0].total_targets
         )
 
-    def _in_step(self, parts: Sequence[JaggedSequence]) -> list[tuple[list[HstuMixer], list[JaggedSequence]]]:
-        """Stacks that run in step, with their channels."""
+    def _batches(self, parts: Sequence[JaggedSequence]) -> list[tuple[list[HstuMixer], list[JaggedSequence]]]:
+        """Pairs the stacks that run as one batch with their channels."""
         return [
             ([self.stacks[number] for number in members], [parts[number] for number in members])
             for members in self.together
         ]
 
     def _fuse(self, mixed: Sequence[Sequence[JaggedSequence]], targets: JaggedSequence) -> JaggedSequence:
-        """The `targets` with what the channels, in the order of `_in_step`, made of them."""
-        found: dict[int, Tensor] = {}
+        """Gives `targets` the joined outputs of the channels, which come in the order of `_batches`."""
+        by_channel: dict[int, Tensor] = {}
         for members, sequences in zip(self.together, mixed, strict=True):
-            found |= {number: one.targets() for number, one in zip(members, sequences, strict=True)}
-        joined = torch.cat([found[number] for number in range(len(found))], dim=1)
+            by_channel |= {
+                number: output.targets() for number, output in zip(members, sequences, strict=True)
+            }
+        joined = torch.cat([by_channel[number] for number in range(len(by_channel))], dim=1)
         return targets.with_values(self.fuse(joined).to(joined.dtype))
 
 
@@ -115,14 +116,12 @@ def _as_one(sequences: Sequence[JaggedSequence]) -> JaggedSequence:
 
 
 def _equal(configs: list[pb.HstuMixer]) -> list[list[int]]:
-    """Numbers of the stacks, those together that can run as one."""
+    """Groups the numbers of stacks that can run as one batch."""
     groups: list[list[int]] = []
     for number, config in enumerate(configs):
-        mine = next(
-            (group for group in groups if may_mix_as_one(config) and configs[group[0]] == config), None
-        )
-        if mine is None:
+        group = next((g for g in groups if may_mix_as_one(config) and configs[g[0]] == config), None)
+        if group is None:
             groups.append([number])
         else:
-            mine.append(number)
+            group.append(number)
     return groups

@@ -8,7 +8,7 @@ from google.protobuf import text_format
 
 from recsys import protos as pb
 from recsys.config import registry
-from recsys.modules.mixers import cached
+from recsys.modules.mixers import cached_stack
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.ops import Selection, SequenceLayout
 from tests.modules.mixers.sequences import WIDTH, random_sequence
@@ -358,7 +358,7 @@ def test_what_is_refused_would_be_wrong(monkeypatch, case):
     mixer = build(f"hstu {{ {STACK} {REFUSED[case][0]} }}")
     sequence = prefix_of(inputs(mixer))
     old, new = grown(sequence, ADDED)
-    monkeypatch.setattr(cached, "require_extendable", lambda *_: None)
+    monkeypatch.setattr(cached_stack, "require_extendable", lambda *_: None)
     with torch.no_grad():
         found = stages_of(mixer.extend(new, mixer.prefill(old)))[-1]
         wanted = stages_of(mixer.prefill(sequence))[-1]

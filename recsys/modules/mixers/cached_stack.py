@@ -1,8 +1,9 @@
 """Stacks of STU layers with a cache: keys and values of history once, then targets or new events alone.
 
-All functions take stacks that run in step (equal messages, weights of their own), often only one; sequences
-and layouts are then joined over the stacks. Equal to `forward` on whole samples up to rounding. For models in
-evaluation mode. Source: M-FALCON in Zhai et al., Actions Speak Louder than Words, arXiv 2402.17152.
+All functions take stacks that run as one batch (equal messages, weights of their own), often only one;
+sequences and layouts are then joined over the stacks. Results equal `forward` on whole samples up to
+rounding. The model must be in evaluation mode. Source: M-FALCON in Zhai et al., Actions Speak Louder than
+Words, arXiv 2402.17152.
 """
 
 from __future__ import annotations
@@ -12,17 +13,22 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from recsys.modules.cache import OWN, CacheStage, Memory
-from recsys.modules.mixers.batched_layers import Halves, finish, in_policy, keys_and_values, parts_of, project
+from recsys.modules.cache import CacheStage, copied
+from recsys.modules.mixers.batched_layers import (
+    Projections,
+    finish,
+    keys_and_values,
+    parts_of,
+    project,
+    to_compute_dtype,
+)
 from recsys.modules.mixers.rules import LayerRule
-from recsys.modules.precision import product_dtype
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import STULayer
 from recsys.ops import SequenceLayout
 
 
 class Stack(Protocol):
-    """The parts of an `HstuMixer` that run with a cache; see there."""
+    """The parts of an `HstuMixer` that run with a cache."""
 
     training: bool
     layers: nn.ModuleList
@@ -33,15 +39,12 @@ class Stack(Protocol):
     cached_attention: Callable[..., Tensor]
 
 
-def prefill(
-    stacks: Sequence[Stack], sequence: JaggedSequence, memory: Memory = OWN
-) -> tuple[CacheStage, ...]:
-    """Runs contextual and history tokens as far as targets will look at them: of the last layer only keys and
-    values are computed.
+def prefill(stacks: Sequence[Stack], sequence: JaggedSequence) -> tuple[CacheStage, ...]:
+    """Runs contextual and history tokens as far as targets will read them: the last layer computes only keys
+    and values.
 
     Args:
         sequence: without targets.
-        memory: where keys, values and times come to lie.
 
     Raises:
         ValueError: there are targets. RuntimeError: the stacks are in training.
@@ -51,65 +54,65 @@ def prefill(
         raise ValueError(
             f"prefill takes contextual and history tokens, {sequence.layout.total_targets} targets are given"
         )
-    first, stages, given = stacks[0], [], sequence.values
-    sequence = in_policy(sequence)
+    first, stages, input_values = stacks[0], [], sequence.values
+    sequence = to_compute_dtype(sequence)
     for number, rule in enumerate(first.rules):
         sequence = rule.truncate(sequence)
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
         if number == 0 or rule.tail_len is not None:
-            times = memory.keep(sequence.timestamps) if first.biases else None
+            times = copied(sequence.timestamps) if first.biases else None
             stages.append(CacheStage(sequence.layout, times))
         is_last = number + 1 == len(first.rules)
-        place = _place(layers[0], is_last, sequence.values, memory)
-        made = (keys_and_values if is_last else project)(layers, parts, place)
-        k, v = (made.k, made.v) if place is not None else map(memory.keep, (made.k, made.v))
-        stages[-1] = stages[-1].with_layer(k, v)
-        if isinstance(made, Halves):
-            q, k, v = made.q, made.k, made.v
+        projections = (keys_and_values if is_last else project)(layers, parts)
+        stages[-1] = stages[-1].with_layer(copied(projections.k), copied(projections.v))
+        if isinstance(projections, Projections):
+            q, k, v = projections.q, projections.k, projections.v
             bias = first.biases[number](sequence) if first.biases else None
             attended = first.attention(q, k, v, layout=sequence.layout, mask=rule.mask, bias=bias)
-            is_own = sequence.values is not given
-            sequence = sequence.with_values(finish(layers, parts, made, attended, in_place=is_own))
+            may_overwrite = sequence.values is not input_values
+            values = finish(layers, parts, projections, attended, in_place=may_overwrite)
+            sequence = sequence.with_values(values)
     return tuple(stages)
 
 
 def score(stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[CacheStage]) -> JaggedSequence:
-    """Mixed targets.
+    """Mixes targets that read the cache.
 
     Args:
-        sequence: targets only, any number of each sample of the cache; whole target groups.
-        stages: what `prefill` returned.
+        sequence: targets only, any number for each sample of the cache; whole target groups.
+        stages: the result of `prefill`.
 
     Raises:
         TypeError, ValueError: other samples, dtype or device than those of the cache. RuntimeError: in
             training, or gradients are asked for.
     """
     _require_evaluation(stacks)
-    given, sequence = sequence.values.dtype, in_policy(sequence)
+    input_dtype, sequence = sequence.values.dtype, to_compute_dtype(sequence)
     for number, (stage, place) in enumerate(_layers(stages)):
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
-        halves = project(layers, parts)
-        attended = _attend(stacks[0], number, sequence, halves, stage, place)
-        sequence = sequence.with_values(finish(layers, parts, halves, attended, in_place=number > 0))
-    return sequence.with_values(sequence.values.to(given))
+        projections = project(layers, parts)
+        attended = _attend(stacks[0], number, sequence, projections, stage, place)
+        values = finish(layers, parts, projections, attended, in_place=number > 0)
+        sequence = sequence.with_values(values)
+    return sequence.with_values(sequence.values.to(input_dtype))
 
 
 def extend(
     stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[CacheStage]
 ) -> tuple[CacheStage, ...]:
-    """The cache of histories that have grown; the given one stays as it is.
+    """Returns the cache of histories that have grown; `stages` stay as they are.
 
     Args:
         sequence: the new events' tokens only, oldest first; samples may have none.
-        stages: what `prefill` or `extend` returned.
+        stages: the result of `prefill` or `extend`.
 
     Raises:
-        ValueError: the result would not be that of `prefill`; see `require_extendable`. Or there are
+        ValueError: the result would differ from that of `prefill`; see `require_extendable`. Or there are
             other tokens than history.
         RuntimeError: in training, or gradients are asked for.
     """
     _require_evaluation(stacks)
-    sequence = in_policy(sequence)
+    sequence = to_compute_dtype(sequence)
     new = sequence.layout
     if new.num_contextual or new.total_targets:
         raise ValueError(
@@ -121,18 +124,18 @@ def extend(
     keys, values = [], []
     for number, (stage, place) in enumerate(_layers(stages)):
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
-        made = project(layers, parts) if number < last else keys_and_values(layers, parts)
-        keys.append(made.k)
-        values.append(made.v)
-        if isinstance(made, Halves):
-            attended = _attend(stacks[0], number, sequence, made, stage, place)
-            sequence = sequence.with_values(finish(layers, parts, made, attended))
-    grown, first = [], 0
+        projections = project(layers, parts) if number < last else keys_and_values(layers, parts)
+        keys.append(projections.k)
+        values.append(projections.v)
+        if isinstance(projections, Projections):
+            attended = _attend(stacks[0], number, sequence, projections, stage, place)
+            sequence = sequence.with_values(finish(layers, parts, projections, attended))
+    grown, start = [], 0
     for stage in stages:
-        own = slice(first, first + len(stage.keys))
+        stop = start + len(stage.keys)
         times = timestamps if stage.timestamps is not None else None
-        grown.append(stage.append(CacheStage(new, times, tuple(keys[own]), tuple(values[own]))))
-        first = own.stop
+        grown.append(stage.append(CacheStage(new, times, tuple(keys[start:stop]), tuple(values[start:stop]))))
+        start = stop
     tail_len = stacks[0].rules[last].tail_len
     if tail_len is not None:
         grown[-1] = grown[-1].truncate(tail_len)
@@ -140,12 +143,12 @@ def extend(
 
 
 def require_extendable(mixer: Stack, stages: Sequence[CacheStage], new: SequenceLayout) -> None:
-    """Passes where new events leave alone what is kept of the old tokens.
+    """Checks that new events leave the cached keys and values of old tokens unchanged.
 
-    A layer keeps what it makes of its input, the output of the layer in front; so all layers but the last
-    must give old tokens the same output as before. They do not where contextual tokens read the history,
-    where a truncation leaves out more than it did, or where a token knows when the next one comes. In front
-    of the last layer a truncation may cut: what it drops is dropped from the cache.
+    A layer's keys and values depend on its input, the output of the layer in front; so all layers but the
+    last must give old tokens the same output as before. They do not if contextual tokens read the history,
+    if a truncation drops more tokens than it did, or if a token knows the time of the next one. A truncation
+    in front of the last layer may drop more tokens: the cache drops them as well.
 
     Raises:
         ValueError: naming the setting.
@@ -174,31 +177,28 @@ def require_extendable(mixer: Stack, stages: Sequence[CacheStage], new: Sequence
 
 
 def _layers(stages: Sequence[CacheStage]) -> Iterator[tuple[CacheStage, int]]:
-    """For each layer of a stack its stage, and its place there."""
+    """Yields for each layer of a stack its stage and its position within that stage."""
     for stage in stages:
         for place in range(len(stage.keys)):
             yield stage, place
 
 
-def _place(layer: STULayer, is_last: bool, x: Tensor, memory: Memory) -> Tensor | None:
-    """Memory of the cache for what a layer makes of tokens x, where it can be made there."""
-    if not layer.fills_places(x):
-        return None
-    u, v, q, k = layer.widths
-    return memory.place((x.shape[0], v + k if is_last else u + v + q + k), product_dtype(x), x.device)
-
-
 def _attend(
-    mixer: Stack, number: int, sequence: JaggedSequence, halves: Halves, stage: CacheStage, place: int
+    mixer: Stack,
+    number: int,
+    sequence: JaggedSequence,
+    projections: Projections,
+    stage: CacheStage,
+    place: int,
 ) -> Tensor:
-    """Attention of new tokens on the cache and on each other, [T, H, V]."""
+    """Lets new tokens attend to the cache and to each other: [T, H, V]."""
     bias = None
     if mixer.biases:
         bias = mixer.biases[number](sequence).with_cache(stage.timestamps)
     return mixer.cached_attention(
-        halves.q,
-        halves.k,
-        halves.v,
+        projections.q,
+        projections.k,
+        projections.v,
         sequence.layout,
         stage.keys[place],
         stage.values[place],
