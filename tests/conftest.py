@@ -1,5 +1,6 @@
-"""What every test gets: fixed seeds, one thread, and the markers `gpu` and `slow`."""
+"""What every test gets: fixed seeds, one thread, and the markers `gpu`, `interpreted` and `slow`."""
 
+import os
 import random
 import signal
 
@@ -18,6 +19,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped where there is none")
+    config.addinivalue_line("markers", "interpreted: runs in the process of Triton's interpreter")
     config.addinivalue_line("markers", "slow: longer than CI can afford; runs with --slow")
     # Workers of pytest-xdist share the cores.
     torch.set_num_threads(1)
@@ -28,7 +30,11 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     skip_gpu = pytest.mark.skip(reason="no CUDA device")
     skip_slow = pytest.mark.skip(reason="slow: run with --slow")
+    skip_interpreted = pytest.mark.skip(reason="runs in the process of Triton's interpreter")
+    is_interpreter = os.environ.get("TRITON_INTERPRET") == "1"
     for item in items:
+        if "interpreted" in item.keywords and not is_interpreter:
+            item.add_marker(skip_interpreted)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip_gpu)
         if "slow" in item.keywords and not config.getoption("--slow"):

@@ -1,53 +1,125 @@
-"""Triton kernels compiled for sm_90a, without a GPU."""
+"""Triton and Gluon kernels compiled and assembled for sm_90a, without a GPU."""
 
+from __future__ import annotations
+
+import importlib.util
+import os
 import re
 import subprocess
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
 
 from recsys import environment
 
+SHARED_MEMORY = 227 * 1024
+"""Bytes of shared memory that one program may have on Hopper."""
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+
+needs_compiler = pytest.mark.skipif(
+    not HAS_TRITON or IS_INTERPRETER, reason="needs Triton's compiler (pip install triton==3.6.0)"
+)
+needs_gluon = pytest.mark.skipif(
+    IS_INTERPRETER or not (environment.installed_version("triton") or "").startswith("3.6."),
+    reason="the kernels are written in the Gluon of Triton 3.6",
+)
+
 
 class Assembled(NamedTuple):
-    """What the assembler says of a kernel.
+    """What compiler and assembler make of a kernel.
 
     Attributes:
-        spills: bytes that do not fit into registers.
-        accesses: widths of loads and stores of global memory, in bits.
+        ptx: the code for the assembler.
+        shared: bytes of shared memory of a program.
+        report: what ptxas says.
+        cubin: the file with the machine code.
     """
 
-    spills: int
-    accesses: list[int]
+    ptx: str
+    shared: int
+    report: str
+    cubin: Path
+
+    @property
+    def spills(self) -> int:
+        """Bytes that do not fit into registers: the larger of stores and loads."""
+        return max(int(number) for number in re.findall(r"(\d+) bytes spill", self.report))
+
+    @property
+    def accesses(self) -> list[int]:
+        """Bits of each load and store of global memory."""
+        found = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", self.ptx)
+        return [int(count or 1) * int(width) for count, width in found]
+
+    @property
+    def vectors(self) -> list[int]:
+        """Bits of each load and store of several words of 32 bits."""
+        return [32 * int(count) for count in re.findall(r"(?:ld|st)\.global\S*\.v(\d)\.b32", self.ptx)]
+
+    @property
+    def sass(self) -> str:
+        """The machine code, disassembled."""
+        return disassembled(self.cubin)
 
 
-def assemble(kernel: Any, pointers: dict[str, str], constants: dict[str, Any], folder) -> Assembled:
-    """A kernel for aligned tensors.
+def assemble(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    folder: Path,
+    *,
+    other: str = "*i64",
+    boxes: dict[str, tuple[int, ...]] | None = None,
+) -> Assembled:
+    """Compiles a kernel for aligned tensors and assembles it.
 
     Args:
-        pointers: their types, such as `*fp32`; what is not named is `*i64`. Numbers are not specialised on.
-        constants: compile-time ones, and `num_warps`.
+        types: types of parameters, such as `*fp32`. Those that are not named are `other`, or `i32` where the
+            kernel is not specialised on them. Strides of type `i32` are multiples of 16.
+        constants: compile-time ones; `num_warps` and `num_stages` among them are options.
+        boxes: shapes of the blocks that descriptors of bfloat16 tensors show, for kernels in Gluon.
     """
     from triton import compile as compiled
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = dict(constants)
-    num_warps = constants.pop("num_warps", 4)
+    options = {"num_warps": 4} | {k: constants[k] for k in ("num_warps", "num_stages") if k in constants}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    source_of = ASTSource
+    if kernel.is_gluon():
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon._runtime import GluonASTSource as source_of
+
+        for name, shape in (boxes or {}).items():
+            layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(shape))
+            types = types | {name: f"tensordesc<bf16{list(shape)},{layout!r}>".replace(" ", "", len(shape))}
     signature, aligned = {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if name in constants:
             signature[name] = "constexpr"
-        elif parameter.do_not_specialize:
-            signature[name] = "i32"
         else:
-            signature[name] = pointers.get(name, "*i64")
+            signature[name] = types.get(name, "i32" if parameter.do_not_specialize else other)
+        if signature[name].startswith("*") or (signature[name] == "i32" and name.startswith("stride")):
             aligned[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
-    ptx = compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
+    source = source_of(kernel, signature=signature, constexprs=constants, attrs=aligned)
     environment.prefer_packaged_ptxas()
-    (folder / "kernel.ptx").write_text(ptx)
-    command = [environment.find_ptxas(), "-v", "--gpu-name=sm_90a", "kernel.ptx", "-o", "cubin"]
-    report = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stderr
-    spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill", report))
-    found = re.findall(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)", ptx)
-    return Assembled(spills, [int(count or 1) * int(width) for count, width in found])
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache")):
+        made = compiled(source, target=GPUTarget("cuda", 90, 32), options=options)
+    ptx, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
+    ptx.write_text(made.asm["ptx"])
+    command = [environment.find_ptxas(), "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return Assembled(made.asm["ptx"], made.metadata.shared, report, cubin)
+
+
+def disassembled(cubin: Path) -> str:
+    """The instructions in a file of machine code, by the disassembler that comes with Triton."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout

@@ -1,8 +1,8 @@
 """How tests run Triton kernels on a CPU.
 
-Triton decides when it is imported whether it interprets, so such tests run in a process of their own: a file
-of them marks them `interpreted`, and its last test, in the process that everything else runs in, starts that
-process with `run_interpreted`.
+Triton decides when it is imported whether it interprets, so such tests run in a process of their own. A file
+marks them `interpreted`, which `tests/conftest.py` skips in the process that everything else runs in; another
+test of the file starts the interpreter's process with `run_interpreted`.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).resolve().parents[2]
 
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that the last test starts")
+interpreted = pytest.mark.interpreted
 
 
 def starts_it(test):
@@ -31,8 +31,9 @@ def starts_it(test):
 
 
 def run_interpreted(file: str) -> None:
-    """Passes if the tests of `file` do, in the interpreter."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file]
+    """Passes if the tests of `file` that are marked `interpreted` do, in the interpreter."""
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "interpreted"]
+    command = [sys.executable, "-m", "pytest", *options, file]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}
     )

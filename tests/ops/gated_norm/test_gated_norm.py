@@ -1,4 +1,4 @@
-"""`gated_norm` against the formulas, row by row, and what its random numbers must be like."""
+"""`gated_norm` against the formulas, row by row, its kernels against float64, and its random numbers."""
 
 import math
 
@@ -12,8 +12,12 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from recsys.modules.norm import HeadNorm, LayerNorm
 from recsys.ops import explain, gated_norm, last_backend
 from recsys.ops.gated_norm import counter
+from tests.ops import harness
+from tests.ops.harness import Problem, Runner, assert_is, assert_near, gradients, runners
+from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
 
 SEED = torch.tensor([-123_456_789_012_345_678])
+ON_GPU = Runner("triton", "cuda")
 
 
 def inputs(rows, width, dtype=torch.float64, seed=0):
@@ -37,9 +41,9 @@ def bits(seed: int, row: int, column: int) -> int:
     return mix((mix((mix(row ^ low) + high) % 2**32) + column * 0x9E3779B9) % 2**32)
 
 
-def by_rows(a, u, weight, bias, *, num_groups=1, eps=1e-6, gate="concat", dropout=0.0, seed=None):
+def by_rows(attended, u, weight, bias, *, num_groups=1, eps=1e-6, gate="concat", dropout=0.0, seed=None):
     """The formulas, a row, a group and an entry after the other."""
-    rows = []
+    a, rows = attended, []
     size = a.shape[1] // num_groups
     for t in range(a.shape[0]):
         normed = []
@@ -58,9 +62,11 @@ def by_rows(a, u, weight, bias, *, num_groups=1, eps=1e-6, gate="concat", dropou
     return torch.stack(rows)
 
 
-def gradients(out, leaves):
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+def problem(rows, width, dtype=torch.float64, **options) -> Problem:
+    """Float32 parameters beside 16-bit tokens."""
+    given = dict(zip(("attended", "u", "weight", "bias"), inputs(rows, width), strict=True))
+    wide = torch.promote_types(dtype, torch.float32)
+    return Problem("gated_norm", gated_norm, given, options).cast(dtype, weight=wide, bias=wide)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
@@ -68,14 +74,8 @@ def gradients(out, leaves):
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_output_and_all_gradients_are_those_of_the_formulas(rows, num_groups, gate, dropout):
-    leaves = inputs(rows, 6)
     options = {"num_groups": num_groups, "eps": 1e-3, "gate": gate, "dropout": dropout, "seed": SEED}
-    out = gated_norm(*leaves, **options)
-    assert last_backend("gated_norm") == "reference"
-    expected = by_rows(*leaves, **options)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    for got, want in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    assert_is(problem(rows, 6, **options), by_rows)
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])
@@ -186,8 +186,7 @@ def test_a_compiled_graph_is_traced_once_and_draws_anew():
         leaves = inputs(rows, 6)
         got, want = compiled(*leaves, SEED), gate(*leaves, SEED)
         torch.testing.assert_close(got, want)
-        for one, other in zip(gradients(got, leaves), gradients(want, leaves), strict=True):
-            torch.testing.assert_close(one, other)
+        harness.assert_close(gradients([got], leaves), gradients([want], leaves), 1e-7)
         traced.append(counts.frame_count)
     assert traced[0] == traced[-1]  # the first may count twice: numbers of the module turned into constants
     leaves = inputs(50, 6)
@@ -226,11 +225,142 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=[message for *_, message in WRONG])
-def test_wrong_arguments_are_named(changes, error, message):
-    with pytest.raises(error, match=message):
-        gated_norm(**arguments(**changes))
+test_wrong_arguments_are_named = harness.refused(gated_norm, arguments, WRONG)
 
 
 def test_explain_answers_for_it():
     assert dict(explain("gated_norm", **arguments()).rows)["reference"].ok
+
+
+# --- the kernels ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks a worker in the interpreter."""
+    if INTERPRETED:
+        from recsys.ops.gated_norm import triton_ops
+
+        harness.shrink(monkeypatch, triton_ops, ENTRIES=256, WORKERS_PER_PROCESSOR=1)
+
+
+def assert_right(given, runner, floor=1e-5, **tolerance):
+    """Near float64, and the same entries are dropped."""
+    found = assert_near(given, runner, floor=floor, slack=floor, **tolerance)
+    assert torch.equal(found.ours[0] == 0, found.theirs[0] == 0)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("gate", ["ugn", "concat"])
+@pytest.mark.parametrize(
+    ("rows", "width", "groups"),
+    # Within a block, over several blocks and workers, one row, one column a group, no row.
+    [(7, 6, 1), (300, 20, 2), (1, 33, 1), (70, 3, 3), (5, 130, 1), (0, 6, 2)],
+)
+def test_output_and_gradients(rows, width, groups, gate, dropout, runner):
+    options = {"num_groups": groups, "eps": 1e-3, "gate": gate, "dropout": dropout, "seed": SEED}
+    assert_right(problem(rows, width, torch.float32, **options), runner, close=1e-4)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("gate", ["ugn", "concat"])
+def test_16_bits_with_float32_parameters(gate, runner):
+    options = {"gate": gate, "num_groups": 2, "dropout": 0.2, "seed": SEED}
+    assert_right(problem(60, 24, runner.half, **options), runner, floor=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [4096, 2000])
+def test_wide_rows(width):
+    assert_right(problem(77, width, torch.bfloat16, dropout=0.2, seed=SEED), ON_GPU)
+
+
+@pytest.mark.gpu
+@hypothesis.settings(max_examples=50)
+@hypothesis.given(data=st.data())
+def test_random_shapes(data):
+    groups = data.draw(st.sampled_from([1, 2, 4]))
+    width = groups * data.draw(st.sampled_from([1, 16, 33, 64, 100, 256, 1000, 1024]))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    options = {"num_groups": groups, "gate": data.draw(st.sampled_from(["ugn", "concat"])), "seed": SEED}
+    options["dropout"] = data.draw(st.sampled_from([0.0, 0.1, 0.5]))
+    # The norm of a single number is 0, with a slope of 1 / sqrt(eps) = 1000: rounding shows.
+    floor = 1e-3 if width == groups else 1e-5
+    given = problem(data.draw(st.integers(1, 3000)), width, dtype, **options)
+    assert_right(given, ON_GPU, floor=floor)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+def test_views_of_one_projection_and_a_transposed_gradient(runner):
+    joint = torch.randn(50, 36, device=runner.device, requires_grad=True)
+    weight, bias = torch.randn(2, 12, device=runner.device)
+    cotangent = torch.randn(12, 50, device=runner.device).t()
+    found = []
+    for backend in (runner.backend, "reference"):
+        a, u, _ = joint.split(12, dim=1)
+        out = gated_norm(a, u, weight, bias, gate="ugn", backend=backend)
+        found += torch.autograd.grad(out, joint, cotangent)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@interpreted
+def test_nothing_is_written_past_the_last_row(monkeypatch):
+    with harness.guarded_memory(monkeypatch) as buffers:
+        harness.results(problem(33, 20, torch.float32, num_groups=2), Runner("triton", "cpu"))
+    assert len(buffers) == 5
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("rows", [0, 40])
+def test_the_library_ops(rows, runner, monkeypatch):
+    """What a compiler relies on: schemas, shapes without numbers, gradients through the library."""
+    from recsys.ops.gated_norm import triton_ops
+
+    if runner.is_interpreted:
+        monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
+    given = [t.to(runner.device, torch.float32).detach().requires_grad_() for t in inputs(rows, 12)]
+    cotangent = torch.randn(rows, 36, device=runner.device)
+    for seed, dropout in ((None, 0.0), (SEED.to(runner.device), 0.4)):
+        arguments = (*given, seed, 2, 1e-6, True, dropout)
+        harness.opcheck(triton_ops.gated_norm_triton, arguments, differentiable=True)
+        detached = (cotangent, *(tensor.detach() for tensor in given), *arguments[4:])
+        harness.opcheck(triton_ops.gated_norm_triton_backward, detached)
+        options = {"num_groups": 2, "dropout": dropout, "seed": seed, "backend": "triton"}
+        outs = (triton_ops.gated_norm_triton(*arguments), gated_norm(*given, **options))
+        harness.assert_equal(*(torch.autograd.grad(out, given, cotangent) for out in outs))
+
+
+@interpreted
+def test_auto_stays_with_the_reference_on_a_cpu_and_wide_groups_are_refused():
+    given = [tensor.detach().float() for tensor in inputs(2, 6)]
+    gated_norm(*given)
+    assert last_backend("gated_norm") == "reference"
+    assert dict(explain("gated_norm", *given).rows)["triton"].ok
+    wide = [tensor.detach().float() for tensor in inputs(1, 4098)]
+    assert "takes up to 4096" in dict(explain("gated_norm", *wide).rows)["triton"].reason
+    assert dict(explain("gated_norm", *wide, num_groups=2).rows)["triton"].ok
+
+
+@pytest.mark.gpu
+def test_the_same_bits_each_time_for_all_sizes_and_one_artefact():
+    from recsys.ops.gated_norm.triton_kernels import backward_kernel, forward_kernel
+
+    options = {"dropout": 0.2, "seed": SEED}
+    given = [problem(rows, 256, torch.bfloat16, **options) for rows in (1, 7, 512, 2048, 4097)]
+    harness.assert_same_bits_of_one_artefact(given, ON_GPU, forward_kernel, backward_kernel)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    harness.assert_nothing_waits(problem(500, 128, torch.bfloat16, dropout=0.2), ON_GPU)
+
+
+@pytest.mark.gpu
+def test_a_compiled_graph_serves_all_sizes():
+    options = {"num_groups": 2, "dropout": 0.2, "seed": SEED}
+    given = [problem(rows, 64, torch.bfloat16, **options) for rows in (50, 9, 3000)]
+    harness.assert_compiles_once(given, ON_GPU)
+
+
+test_in_the_interpreter = harness.interpreter_test(__file__)

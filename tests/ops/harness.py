@@ -1,0 +1,359 @@
+"""One body for an op's tests on every backend: the reference, Triton's interpreter on a CPU, a GPU.
+
+A test takes a `Runner` from `runners("triton", ...)` and hands a `Problem` to `assert_near`:
+
+    def problem(rows, width, **options) -> Problem:
+        tensors = {"x": normal(rows, width), "weight": normal(width, seed=1)}
+        return Problem("my_op", my_op, tensors, options)
+
+    @pytest.mark.parametrize("runner", runners("triton", "sm90"))
+    def test_output_and_all_gradients(runner):
+        assert_near(problem(7, 20), runner, close=1e-4)
+
+    test_in_the_interpreter = interpreter_test(__file__)
+
+Tests of the interpreter run in a process of their own (`tests.tools.interpreter`); the last line starts it.
+In that process `tests/ops/conftest.py` fills uninitialised memory with NaN, and every tensor of a problem
+lies between NaNs (absurd numbers for integers). Tests on a GPU bear the mark `gpu`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from recsys.ops import last_backend
+from tests.tools.interpreter import INTERPRETED, between_poison, interpreted, run_interpreted, starts_it
+
+GUARD = 777.0
+"""The number in memory around a buffer."""
+
+MARGIN = 999
+"""Numbers of guard behind a buffer."""
+
+
+class Runner(NamedTuple):
+    """A backend, and the device that it runs on."""
+
+    backend: str
+    device: str
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether kernels run in Triton's interpreter."""
+        return self.device == "cpu" and self.backend != "reference"
+
+    @property
+    def half(self) -> torch.dtype:
+        """The 16-bit type to test; the interpreter lacks bfloat16."""
+        return torch.float16 if self.is_interpreted else torch.bfloat16
+
+
+REFERENCE = Runner("reference", "cpu")
+
+
+def is_hopper() -> bool:
+    """Whether the first GPU is a Hopper."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+needs_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a Hopper GPU")
+
+
+def runners(*backends: str, interpreter: bool = True) -> list[Any]:
+    """Parameters of a test, a `Runner` each: "reference" on the CPU, "triton" interpreted and on a GPU,
+    "sm90" on a Hopper GPU."""
+    found = []
+    for backend in backends:
+        if backend == "reference":
+            found.append(pytest.param(REFERENCE, id="reference"))
+        elif backend == "triton":
+            if interpreter:
+                found.append(pytest.param(Runner("triton", "cpu"), id="interpreted", marks=interpreted))
+            found.append(pytest.param(Runner("triton", "cuda"), id="triton", marks=pytest.mark.gpu))
+        else:
+            marks = [pytest.mark.gpu, needs_hopper]
+            found.append(pytest.param(Runner(backend, "cuda"), id=backend, marks=marks))
+    return found
+
+
+def interpreter_test(file: str) -> Callable[[], None]:
+    """The test that runs the interpreted tests of `file`, in a process of their own."""
+
+    def test_in_the_interpreter():
+        run_interpreted(file)
+
+    return starts_it(test_in_the_interpreter)
+
+
+# --- problems ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Arguments of one call of an op.
+
+    Attributes:
+        op: its name, for `last_backend`.
+        function: takes `tensors`, `options` and `backend` by name; returns a tensor or several.
+        tensors: floating point, on the CPU; gradients are computed for all of them.
+        options: everything else. Integer tensors in it, and in its lists, move to the runner's device.
+    """
+
+    op: str
+    function: Callable[..., Any]
+    tensors: dict[str, Tensor]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def cast(self, dtype: torch.dtype, **others: torch.dtype) -> Problem:
+        """The same numbers in `dtype`, and those tensors that are named in their own types."""
+        cast = {name: tensor.to(others.get(name, dtype)) for name, tensor in self.tensors.items()}
+        return dataclasses.replace(self, tensors=cast)
+
+    def replace(self, **tensors: Tensor) -> Problem:
+        """The same problem with other tensors."""
+        return dataclasses.replace(self, tensors=self.tensors | tensors)
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers that depend on the seed and the shape alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def call(problem: Problem, runner: Runner) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs and the leaves on the runner's device; asserts that the runner's backend ran."""
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            value = value.to(runner.device)
+            return between_poison(value) if runner.is_interpreted and value.dim() else value
+        return [placed(one) for one in value] if isinstance(value, list) else value
+
+    leaves = {name: placed(tensor.detach()).requires_grad_() for name, tensor in problem.tensors.items()}
+    options = {name: placed(value) for name, value in problem.options.items()}
+    out = problem.function(**leaves, **options, backend=runner.backend)
+    assert last_backend(problem.op) == runner.backend
+    return [out] if isinstance(out, Tensor) else list(out), list(leaves.values())
+
+
+def results(problem: Problem, runner: Runner) -> list[Tensor]:
+    """Outputs, then the gradients of all tensors for random cotangents, which differ between outputs."""
+    outputs, leaves = call(problem, runner)
+    return [*(out.detach() for out in outputs), *gradients(outputs, leaves, poisoned=runner.is_interpreted)]
+
+
+def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], *, poisoned: bool = False) -> list[Tensor]:
+    """Gradients for cotangents that are the same numbers on any device and in any type."""
+    cotangents = [normal(*out.shape, seed=100 + index).to(out) for index, out in enumerate(outputs)]
+    if poisoned:
+        cotangents = [between_poison(one) if one.dim() else one for one in cotangents]
+    return list(torch.autograd.grad(list(outputs), list(leaves), cotangents))
+
+
+# --- numbers ----------------------------------------------------------------------------------------------
+
+
+def assert_close(got: Sequence[Tensor], want: Sequence[Tensor], close: float) -> None:
+    """Entry by entry, relative or absolute, in float64."""
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.cpu().double(), other.cpu().double(), rtol=close, atol=close)
+
+
+def assert_equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """Bit by bit."""
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def assert_is(problem: Problem, expected: Callable[..., Any], close: float = 1e-11) -> None:
+    """The reference in float64 agrees with `expected`, which takes what the op takes, less the backend."""
+    outputs, leaves = call(problem.cast(torch.float64), REFERENCE)
+    named = dict(zip(problem.tensors, leaves, strict=True))
+    wanted = expected(**named, **problem.options)
+    wanted = [wanted] if isinstance(wanted, Tensor) else list(wanted)
+    assert_close(outputs, wanted, close)
+    assert_close(gradients(outputs, leaves), gradients(wanted, leaves), close)
+
+
+class Compared(NamedTuple):
+    """Outputs and gradients of one problem: the runner's, the reference's, and those of float64."""
+
+    ours: list[Tensor]
+    theirs: list[Tensor]
+    exact: list[Tensor]
+
+
+def assert_near(
+    problem: Problem,
+    runner: Runner,
+    *,
+    close: float | None = None,
+    floor: float = 1e-6,
+    slack: float = 0.0,
+) -> Compared:
+    """The runner's outputs and gradients have the reference's types and are near those of float64.
+
+    By norm an error may be twice that of the reference in the same types, plus `floor` of the exact norm,
+    plus `slack` an entry. With `close` the interpreter's entries are also compared, as by `assert_close`.
+    """
+    ours = results(problem, runner)
+    theirs = results(problem, Runner("reference", runner.device))
+    exact = results(problem.cast(torch.float64), Runner("reference", runner.device))
+    for got, other, want in zip(ours, theirs, exact, strict=True):
+        assert got.dtype == other.dtype and got.shape == other.shape
+        finite = want.isfinite()
+        assert torch.equal(got.isfinite(), finite)
+        got, other, want = (torch.where(finite, one.double(), 0.0) for one in (got, other, want))
+        other = torch.where(other.isfinite(), other, want)
+        allowed = 2 * (other - want).norm() + floor * want.norm() + slack * want.numel() ** 0.5
+        assert (got - want).norm() <= allowed, f"{(got - want).norm():.2e} > {allowed:.2e}"
+        if close is not None and runner.is_interpreted:
+            assert_close([got], [want], close)
+    return Compared(ours, theirs, exact)
+
+
+# --- what else every backend must do -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """Within the block every buffer that PyTorch hands out uninitialised has a guard behind it. Afterwards
+    the guards must be whole, and no number of the buffers may still be the guard's."""
+    buffers: list[Tensor] = []
+    new_empty = Tensor.new_empty
+
+    def guarded(shape: Sequence[int], dtype: torch.dtype | None) -> Tensor:
+        size = torch.Size(shape)
+        buffers.append(torch.full((size.numel() + MARGIN,), GUARD, dtype=dtype))
+        return buffers[-1][: size.numel()].view(size)
+
+    def flat(shape: tuple[Any, ...]) -> Sequence[int]:
+        return shape[0] if shape and not isinstance(shape[0], int) else shape
+
+    def of_tensor(self: Tensor, *shape: Any, dtype=None, device=None) -> Tensor:
+        if device is not None:  # the interpreter's own
+            return new_empty(self, *shape, device=device)
+        return guarded(flat(shape), dtype or self.dtype)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *shape, dtype=None, device=None: guarded(flat(shape), dtype))
+        patch.setattr(
+            torch, "empty_like", lambda like, dtype=None, **_: guarded(like.shape, dtype or like.dtype)
+        )
+        patch.setattr(Tensor, "new_empty", of_tensor)
+        yield buffers
+    assert buffers
+    for buffer in buffers:
+        assert (buffer[-MARGIN:] == GUARD).all() and not (buffer[:-MARGIN] == GUARD).any()
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within the block waiting for the GPU is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def artefacts(*kernels: Any) -> list[int]:
+    """How many compiled forms each Triton kernel has in this process."""
+    return [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+
+
+def on_device(problem: Problem, runner: Runner) -> Problem:
+    """The problem with all its tensors on the runner's device."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(one) for one in value]
+        return value.to(runner.device) if isinstance(value, Tensor) else value
+
+    tensors = {name: moved(tensor) for name, tensor in problem.tensors.items()}
+    options = {name: moved(value) for name, value in problem.options.items()}
+    return dataclasses.replace(problem, tensors=tensors, options=options)
+
+
+def assert_nothing_waits(problem: Problem, runner: Runner) -> None:
+    """Neither forward nor backward waits for the GPU, once the kernels are compiled."""
+    problem = on_device(problem, runner)
+    for attempt in range(2):
+        with no_waiting() if attempt else contextlib.nullcontext():
+            outputs, leaves = call(problem, runner)
+            torch.autograd.grad(sum(out.sum() for out in outputs), leaves)
+
+
+def assert_same_bits_of_one_artefact(problems: Sequence[Problem], runner: Runner, *kernels: Any) -> None:
+    """Problems of different sizes, five, in rapid succession and any order: the same bits each time, and
+    nothing is compiled anew."""
+    problems = [on_device(problem, runner) for problem in problems]
+    for problem in problems:
+        results(problem, runner)
+    expected, before = [results(problem, runner) for problem in problems], artefacts(*kernels)
+    order = [index for n in range(40) for index in (4, n % 4, 0, 3, 1)]
+    rapid = [(index, results(problems[index], runner)) for index in order]
+    torch.cuda.synchronize()
+    for index, got in rapid:
+        assert_equal(got, expected[index])
+    assert artefacts(*kernels) == before
+
+
+def assert_compiles_once(problems: Sequence[Problem], runner: Runner, close: float | None = None) -> None:
+    """One graph of `torch.compile` with dynamic sizes gives what eager mode gives for every problem."""
+    tolerance = {} if close is None else {"rtol": close, "atol": close}
+    compiled = torch.compile(problems[0].function, dynamic=True, fullgraph=True)
+    for problem in problems:
+        found = []
+        for function in (compiled, problem.function):
+            outputs, leaves = call(dataclasses.replace(problem, function=function), runner)
+            found.append([*outputs, *gradients(outputs, leaves)])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, **tolerance)
+
+
+def assert_traced(function: Callable[..., Any], *arguments: Tensor, kernels: int) -> None:
+    """A graph with symbolic sizes holds so many Triton kernels, whose grids depend on the sizes."""
+    from torch._library.triton import set_wrap_triton_enabled
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with set_wrap_triton_enabled(True):
+        traced = make_fx(function, tracing_mode="symbolic")(*arguments)
+    found = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    assert len(found) == kernels and not isinstance(found[0].kwargs["grid"][0][0], int)
+
+
+def opcheck(op: Any, arguments: tuple[Any, ...], *, differentiable: bool = False) -> None:
+    """What a compiler relies on: the schema, shapes without numbers and, if asked for, registered gradients.
+
+    In the interpreter `wrap_triton` of the op's module must have been replaced by `WithNumbersOnly`.
+    """
+    checks = ["test_schema", "test_faketensor", *(["test_autograd_registration"] * differentiable)]
+    torch.library.opcheck(op, arguments, test_utils=checks)
+
+
+def refused(
+    function: Callable[..., Any], arguments: Callable[..., dict[str, Any]], wrong: Sequence[Any]
+) -> Any:
+    """The test that wrong arguments are named: `wrong` has (changes, error, message), and
+    `arguments(**changes)` what the function then takes."""
+
+    @pytest.mark.parametrize(("changes", "error", "message"), wrong, ids=[message for *_, message in wrong])
+    def test_wrong_arguments_are_named(changes, error, message):
+        with pytest.raises(error, match=message):
+            function(**arguments(**changes))
+
+    return test_wrong_arguments_are_named
+
+
+def shrink(monkeypatch: pytest.MonkeyPatch, module: Any, **sizes: Any) -> None:
+    """Smaller blocks in the interpreter, so that small inputs have several; elsewhere nothing changes."""
+    if INTERPRETED:
+        for name, size in sizes.items():
+            monkeypatch.setattr(module, name, size)
