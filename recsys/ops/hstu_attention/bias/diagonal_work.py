@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention.work_list.tiles import tiles_of
+from recsys.ops.hstu_attention.work_list.reference import tiles_of
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 

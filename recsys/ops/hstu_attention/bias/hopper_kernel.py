@@ -35,14 +35,15 @@ from recsys.ops.hstu_attention.hopper.forward import (
     visible,
 )
 from recsys.ops.hstu_attention.triton import tile as triton_tile
+from recsys.ops.hstu_attention.work_list import item as work_item
 
 UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
 THREADS = gl.constexpr(128)
 HALF = gl.constexpr(STRIP.value // 2)
 """Scores a thread."""
 
-num_blocks = gluon.jit(triton_tile.num_blocks.fn)
-block_at = gluon.jit(triton_tile.block_at.fn)
+num_blocks = gluon.jit(work_item.num_blocks.fn)
+block_at = gluon.jit(work_item.block_at.fn)
 records_of = gluon.jit(packed.records_of.fn)
 packed_scores = gluon.jit(packed.packed_scores.fn)
 add_to_tables = gluon.jit(packed.add_to_tables.fn)

@@ -24,7 +24,7 @@ from recsys.ops.hstu_attention.triton.launch import (
     scalars,
     strides,
 )
-from recsys.ops.hstu_attention.work_list.reference import key_work
+from recsys.ops.hstu_attention.work_list import key_work
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.runtime.hopper_launch import ragged_descriptor
 from recsys.ops.runtime.launch import Boxes, unwrapped

@@ -16,7 +16,9 @@ the second `other`. The time that passed between two tokens counts without its s
 import triton
 import triton.language as tl
 
-from recsys.ops.hstu_attention.triton.tile import load_tile
+from recsys.ops.hstu_attention.work_list.item import (
+    load_tile,
+)
 from recsys.ops.relative_bias import LOG_BUCKET
 
 BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / LOG_BUCKET)

@@ -5,7 +5,9 @@ import triton.language as tl
 
 from recsys.ops.hstu_attention.bias import ptx
 from recsys.ops.hstu_attention.bias.kernels import EXACT, time_bucket
-from recsys.ops.hstu_attention.triton.tile import load_tile
+from recsys.ops.hstu_attention.work_list.item import (
+    load_tile,
+)
 
 MOST_EDGES = tl.constexpr(ptx.MOST_EDGES)
 MANY = tl.constexpr(ptx.MANY)

@@ -24,17 +24,19 @@ from recsys.ops.hstu_attention.bias.kernels import (
 )
 from recsys.ops.hstu_attention.mask_forms import visible
 from recsys.ops.hstu_attention.triton.tile import (
-    NUM_COLUMNS,
     UNSEEN,
     VARYING,
-    block_at,
     head_of,
     load_block,
+    relative_position,
+    silu_and_slope,
+)
+from recsys.ops.hstu_attention.work_list.item import (
+    NUM_COLUMNS,
+    block_at,
     load_runs,
     load_tile,
     num_blocks,
-    relative_position,
-    silu_and_slope,
 )
 
 DIAGONAL_COLUMNS = tl.constexpr(4)

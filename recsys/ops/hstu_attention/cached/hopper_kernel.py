@@ -31,14 +31,14 @@ from recsys.ops.hstu_attention.hopper.forward import (
     tell,
     weigh,
 )
-from recsys.ops.hstu_attention.work_list import reference
-
-NUM_CACHED_COLUMNS = gl.constexpr(reference.NUM_CACHED_COLUMNS)
-START = gl.constexpr(reference.START)
-LENGTH = gl.constexpr(reference.LENGTH)
-FIRST = gl.constexpr(reference.FIRST)
-CACHE_START = gl.constexpr(reference.CACHE_START)
-CACHE_LENGTH = gl.constexpr(reference.CACHE_LENGTH)
+from recsys.ops.hstu_attention.work_list.item import (
+    CACHE_LENGTH,
+    CACHE_START,
+    FIRST,
+    LENGTH,
+    NUM_CACHED_COLUMNS,
+    START,
+)
 
 
 @gluon.jit

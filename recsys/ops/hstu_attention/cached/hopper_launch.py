@@ -10,7 +10,7 @@ from torch import Tensor
 from recsys.ops.hstu_attention.cached.hopper_kernel import candidates_kernel
 from recsys.ops.hstu_attention.hopper.forward import STRIP
 from recsys.ops.hstu_attention.problem import CachedProblem
-from recsys.ops.hstu_attention.work_list.reference import cached_work
+from recsys.ops.hstu_attention.work_list import cached_work
 from recsys.ops.runtime.hopper_launch import (
     Boxes,
     num_processors,

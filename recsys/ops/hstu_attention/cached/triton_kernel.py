@@ -10,6 +10,12 @@ import triton.language as tl
 from recsys.ops.hstu_attention.bias.kernels import load_times
 from recsys.ops.hstu_attention.triton.forward import add_blocks
 from recsys.ops.hstu_attention.triton.tile import (
+    head_of,
+    load_block,
+    relative_position,
+    store_block,
+)
+from recsys.ops.hstu_attention.work_list.item import (
     CACHE_LENGTH,
     CACHE_START,
     NEW,
@@ -17,12 +23,8 @@ from recsys.ops.hstu_attention.triton.tile import (
     PART,
     PART_FIRST,
     PART_LENGTH,
-    head_of,
-    load_block,
     load_runs,
     load_tile,
-    relative_position,
-    store_block,
 )
 
 

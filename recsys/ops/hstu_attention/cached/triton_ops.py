@@ -19,7 +19,7 @@ from recsys.ops.hstu_attention.triton.launch import (
     unwrapped,
     with_dense_rows,
 )
-from recsys.ops.hstu_attention.work_list.reference import cached_work, row_work
+from recsys.ops.hstu_attention.work_list import cached_work, row_work
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias

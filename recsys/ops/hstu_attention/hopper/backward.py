@@ -47,6 +47,7 @@ from recsys.ops.hstu_attention.hopper.forward import (
     unknown,
 )
 from recsys.ops.hstu_attention.triton import tile as triton_tile
+from recsys.ops.hstu_attention.work_list import item as work_item
 
 NO_ROW = gl.constexpr(0x7FFFFFFF)
 """Behind all rows."""
@@ -60,8 +61,8 @@ signal through a barrier in shared memory the compiler would stop all warps of t
 thread can give it. Triton has those below 4."""
 
 
-load_tile = gluon.jit(triton_tile.load_tile.fn)
-load_runs = gluon.jit(triton_tile.load_runs.fn)
+load_tile = gluon.jit(work_item.load_tile.fn)
+load_runs = gluon.jit(work_item.load_runs.fn)
 
 
 @gluon.jit

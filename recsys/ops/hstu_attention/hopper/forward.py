@@ -33,28 +33,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from recsys.ops.hstu_attention import mask_forms
-from recsys.ops.hstu_attention.triton import tile as triton_tile
-from recsys.ops.hstu_attention.work_list import reference
+from recsys.ops.hstu_attention.work_list import item as work_item
+from recsys.ops.hstu_attention.work_list.item import (
+    COUNT_A,
+    COUNT_B,
+    COUNT_C,
+    FIRST,
+    HISTORY_END,
+    LENGTH,
+    NUM_COLUMNS,
+    START,
+    START_B,
+    START_C,
+    UNMASKED_AT,
+    UNMASKED_COUNT,
+    UNMASKED_START,
+)
 
 STRIP = gl.constexpr(64)
 """Rows of a warp group: those of one matrix instruction."""
 
 RAGGED_ROWS = gl.constexpr(2**30)
 """Rows that a ragged descriptor claims to have: see `sm90_launch.ragged_descriptor`."""
-
-NUM_COLUMNS = gl.constexpr(reference.NUM_COLUMNS)
-START = gl.constexpr(reference.START)
-LENGTH = gl.constexpr(reference.LENGTH)
-HISTORY_END = gl.constexpr(reference.HISTORY_END)
-FIRST = gl.constexpr(reference.FIRST)
-COUNT_A = gl.constexpr(reference.COUNT_A)
-START_B = gl.constexpr(reference.START_B)
-COUNT_B = gl.constexpr(reference.COUNT_B)
-START_C = gl.constexpr(reference.START_C)
-COUNT_C = gl.constexpr(reference.COUNT_C)
-UNMASKED_AT = gl.constexpr(reference.UNMASKED_AT)
-UNMASKED_START = gl.constexpr(reference.UNMASKED_START)
-UNMASKED_COUNT = gl.constexpr(reference.UNMASKED_COUNT)
 
 ITEM = gl.constexpr(16)
 """Numbers of an item in shared memory: the columns of the work list, the head and the place in the list."""
@@ -63,11 +63,11 @@ TAKEN_BEFORE = gl.constexpr(8)
 READ_BEFORE = gl.constexpr(5)
 """So many blocks before the end of a tile the loading warp takes the next one, and then reads its item."""
 
-HEAD = gl.constexpr(reference.NUM_COLUMNS)
-PLACE = gl.constexpr(reference.NUM_COLUMNS + 1)
+HEAD = gl.constexpr(NUM_COLUMNS.value)
+PLACE = gl.constexpr(NUM_COLUMNS.value + 1)
 
-num_masked = gluon.jit(triton_tile.num_masked.fn)
-masked_block = gluon.jit(triton_tile.masked_block.fn)
+num_masked = gluon.jit(work_item.num_masked.fn)
+masked_block = gluon.jit(work_item.masked_block.fn)
 visible = gluon.jit(mask_forms.visible.fn)
 
 

@@ -11,7 +11,7 @@ from recsys.ops.hstu_attention.hopper.backward import backward_kernel
 from recsys.ops.hstu_attention.hopper.forward import STRIP, forward_kernel
 from recsys.ops.hstu_attention.hopper.rounding import LINE, round_kernel
 from recsys.ops.hstu_attention.problem import Gradients, Problem
-from recsys.ops.hstu_attention.work_list.reference import key_work, row_work
+from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.runtime.hopper_launch import (
     Boxes,

@@ -16,7 +16,7 @@ from recsys.ops.hstu_attention.hopper.backward_wide import wide_keys_kernel
 from recsys.ops.hstu_attention.hopper.forward import STRIP
 from recsys.ops.hstu_attention.hopper.launch import WARPS, counter_for, rules, scalars, section_of
 from recsys.ops.hstu_attention.problem import Gradients, Problem
-from recsys.ops.hstu_attention.work_list.reference import key_work, row_work
+from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.runtime.hopper_launch import Boxes, programs_for, start, with_loadable_rows
 
 

@@ -28,22 +28,24 @@ from recsys.ops.hstu_attention.bias.packed import (
 )
 from recsys.ops.hstu_attention.mask_forms import visible
 from recsys.ops.hstu_attention.triton.tile import (
+    UNSEEN,
+    VARYING,
+    head_of,
+    load_block,
+    relative_position,
+    silu_and_slope,
+    store_block,
+)
+from recsys.ops.hstu_attention.work_list.item import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
     UNMASKED_START,
-    UNSEEN,
-    VARYING,
     block_at,
-    head_of,
-    load_block,
     load_runs,
     load_tile,
     masked_block,
     num_blocks,
     num_masked,
-    relative_position,
-    silu_and_slope,
-    store_block,
 )
 
 

@@ -12,22 +12,24 @@ from recsys.ops.hstu_attention.bias.kernels import add_bias, load_times
 from recsys.ops.hstu_attention.bias.packed import begin, packed_scores, records_of
 from recsys.ops.hstu_attention.mask_forms import visible
 from recsys.ops.hstu_attention.triton.tile import (
+    UNSEEN,
+    VARYING,
+    head_of,
+    load_block,
+    relative_position,
+    silu,
+    store_block,
+)
+from recsys.ops.hstu_attention.work_list.item import (
     NUM_COLUMNS,
     UNMASKED_COUNT,
     UNMASKED_START,
-    UNSEEN,
-    VARYING,
     block_at,
-    head_of,
-    load_block,
     load_runs,
     load_tile,
     masked_block,
     num_blocks,
     num_masked,
-    relative_position,
-    silu,
-    store_block,
 )
 
 

@@ -37,7 +37,7 @@ from recsys.ops.hstu_attention.triton.backward import keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.triton.block_sizes import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
 from recsys.ops.hstu_attention.triton.forward import forward_kernel
 from recsys.ops.hstu_attention.triton.tile import RAGGED_ROWS
-from recsys.ops.hstu_attention.work_list.reference import key_work, row_work
+from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.runtime.launch import Boxes, Wrap, start_specialised, unwrapped
 from recsys.ops.runtime.triton_support import load, missing_for_hopper, num_processors

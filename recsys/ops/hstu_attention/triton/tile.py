@@ -14,30 +14,6 @@ FAST says what only GPUs have: 0 nothing, 1 inline PTX, 2 also a sigmoid of 11 b
 import triton
 import triton.language as tl
 
-from recsys.ops.hstu_attention.work_list import reference
-
-# What a kernel reads of module scope must be a constexpr.
-START = tl.constexpr(reference.START)
-LENGTH = tl.constexpr(reference.LENGTH)
-HISTORY_END = tl.constexpr(reference.HISTORY_END)
-FIRST = tl.constexpr(reference.FIRST)
-COUNT_A = tl.constexpr(reference.COUNT_A)
-START_B = tl.constexpr(reference.START_B)
-COUNT_B = tl.constexpr(reference.COUNT_B)
-START_C = tl.constexpr(reference.START_C)
-COUNT_C = tl.constexpr(reference.COUNT_C)
-UNMASKED_AT = tl.constexpr(reference.UNMASKED_AT)
-UNMASKED_START = tl.constexpr(reference.UNMASKED_START)
-UNMASKED_COUNT = tl.constexpr(reference.UNMASKED_COUNT)
-NUM_COLUMNS = tl.constexpr(reference.NUM_COLUMNS)
-NEW = tl.constexpr(reference.NEW)
-CACHE_START = tl.constexpr(reference.CACHE_START)
-CACHE_LENGTH = tl.constexpr(reference.CACHE_LENGTH)
-PART = tl.constexpr(reference.PART)
-PART_FIRST = tl.constexpr(reference.PART_FIRST)
-PART_LENGTH = tl.constexpr(reference.PART_LENGTH)
-NUM_CACHED_COLUMNS = tl.constexpr(reference.NUM_CACHED_COLUMNS)
-
 VARYING = ("num_items", "num_contextual", "window", "prefix", "group_size", "num_buckets")
 VARYING += ("position_stride", "time_stride", "reach")
 """Parameters that differ from batch to batch or model to model: kernels are not compiled anew for them."""
@@ -47,65 +23,6 @@ RAGGED_ROWS = tl.constexpr(2**30)
 
 UNSEEN = tl.constexpr(-(2.0**20))
 """A score so low that its sigmoid, SiLU and its slope are exactly 0: of pairs that do not count."""
-
-
-@triton.jit
-def load_tile(item):
-    """The tile of a work item: first row, length and first target of the sample; the tile's first token."""
-    return (
-        tl.load(item + START),
-        tl.load(item + LENGTH).to(tl.int32),
-        tl.load(item + HISTORY_END).to(tl.int32),
-        tl.load(item + FIRST).to(tl.int32),
-    )
-
-
-@triton.jit
-def load_runs(item):
-    """The blocks that a work item visits, for `num_masked` and `masked_block`."""
-    return (
-        tl.load(item + COUNT_A).to(tl.int32),
-        tl.load(item + START_B).to(tl.int32),
-        tl.load(item + COUNT_B).to(tl.int32),
-        tl.load(item + START_C).to(tl.int32),
-        tl.load(item + COUNT_C).to(tl.int32),
-        tl.load(item + UNMASKED_AT).to(tl.int32),
-        tl.load(item + UNMASKED_COUNT).to(tl.int32),
-    )
-
-
-@triton.jit
-def num_masked(runs):
-    """How many of the blocks need the mask."""
-    count_a, _, count_b, _, count_c, _, unmasked_count = runs
-    return count_a + count_b + count_c - unmasked_count
-
-
-@triton.jit
-def masked_block(number, runs):
-    """The block number `number` of those that need the mask."""
-    count_a, start_b, count_b, start_c, _, unmasked_at, unmasked_count = runs
-    number = tl.where(number >= unmasked_at, number + unmasked_count, number)
-    in_b = number - count_a + start_b
-    in_c = number - count_a - count_b + start_c
-    return tl.where(number < count_a, number, tl.where(number < count_a + count_b, in_b, in_c))
-
-
-@triton.jit
-def num_blocks(runs):
-    """How many blocks there are, with the mask and without."""
-    count_a, _, count_b, _, count_c, _, _ = runs
-    return count_a + count_b + count_c
-
-
-@triton.jit
-def block_at(number, runs):
-    """The block number `number` of all, in ascending order, and whether it needs the mask."""
-    count_a, start_b, count_b, start_c, _, unmasked_at, unmasked_count = runs
-    in_b = number - count_a + start_b
-    in_c = number - count_a - count_b + start_c
-    block = tl.where(number < count_a, number, tl.where(number < count_a + count_b, in_b, in_c))
-    return block, (number < unmasked_at) | (number >= unmasked_at + unmasked_count)
 
 
 @triton.jit

@@ -1,12 +1,6 @@
-"""The real tiles of a batch: which blocks each of them works on, longest first.
+"""Work lists in plain PyTorch, on the layout's device: nothing waits for the host, a compiler can trace it.
 
-A kernel gives one program to a tile: some consecutive rows (or keys) of one sample. Tiles past the end of a
-sample are not in the list, so padding costs nothing, and the longest tiles start first, so that no long one
-is left alone at the end. For each tile the list says which blocks of keys (or rows) it has to visit: those
-outside of the window are not among them, and those that need no mask are marked.
-
-Plain PyTorch on the layout's device: nothing waits for the host, and a compiler can trace it. On a GPU, in
-eager mode, `work_list_start` makes the same lists by a kernel.
+`device` makes the same lists with kernels. The mask comes from `row_intervals` and `column_intervals`.
 """
 
 from __future__ import annotations
@@ -18,41 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention.work_list.tiles import Tiles, tiles_of
+from recsys.ops.hstu_attention.work_list.columns import NUM_COLUMNS
 from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.layout_facts import HostCopy
 from recsys.ops.jagged.mask import AttentionMask, KeyIntervals, column_intervals, row_intervals
-from recsys.ops.runtime import triton_support
-
-START, LENGTH, HISTORY_END, FIRST = 0, 1, 2, 3
-"""Columns of an item: the sample's first row in [T], length and first target; the tile's first token, which
-may lie before the sample (see `row_work`)."""
-
-COUNT_A, START_B, COUNT_B, START_C, COUNT_C = 4, 5, 6, 7, 8
-"""Columns: the blocks to visit are [0, A), [b, b + B) and [c, c + C), ascending and disjoint."""
-
-UNMASKED_AT, UNMASKED_START, UNMASKED_COUNT = 9, 10, 11
-"""Columns: of these blocks, numbered one after the other, those from number `UNMASKED_AT` on need no mask:
-`UNMASKED_COUNT` blocks, the first of which is block `UNMASKED_START`."""
-
-NUM_COLUMNS = 12
-
-NEW = 8
-"""With a cache, these columns are about blocks of cached keys; those `NEW` further on, of new keys."""
-
-CACHE_START, CACHE_LENGTH = 20, 21
-"""Columns: the sample's first cached row and how many there are; `HISTORY_END` counts them too."""
-
-PART, PART_FIRST, PART_LENGTH = 22, 23, 24
-"""Columns: which part of the cached keys the item is about, the part's first token in the sample and how many
-it has. Blocks of cached keys are counted from there."""
-
-NUM_CACHED_COLUMNS = 25
-
-_START = f"{__name__.rpartition('.')[0]}.launch"
 
 
 class Interval(NamedTuple):
-    """Half-open intervals of tokens, one a tile or several; empty where `end <= start`."""
+    """Half-open intervals of tokens, one or several per tile; empty where `end <= start`."""
 
     start: Tensor  # int64 [n] or [n, intervals]
     end: Tensor
@@ -67,20 +34,11 @@ def row_work(
     tail: int | None = None,
     strip: int | None = None,
 ) -> Tensor:
-    """int64 [n, NUM_COLUMNS]: tiles of `tile` rows, each with the blocks of `block` keys that it sees.
-
-    Args:
-        section: so many tokens of keys and values fit into a cache. The samples, longest first, are then
-            worked through in sections of about so many, and only within a section the longest tile comes
-            first.
-        tail: tiles of nothing but history older than the newest `tail` tokens of it are left out.
-        strip: tiles are cut into strips of so many rows, and a sample's last tile shall have no empty ones:
-            where the rows that see most keys are. Its first tile begins so many strips before the sample.
-    """
-    return layout.memo(
-        ("row_work", mask, tile, block, section, tail, strip),
-        lambda: _row_work(mask, layout, tile, block, section, tail, strip),
-    )
+    """Build the list that `work_list.row_work` describes."""
+    tiles = tiles_of(layout, tile, tail, strip)
+    seen = _seen(mask, tiles, None, layout.num_contextual)
+    runs = _runs(tiles, _hulls(seen), _unmasked(seen), block)
+    return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
 
 
 def key_work(
@@ -91,163 +49,7 @@ def key_work(
     section: int | None = None,
     tail: int | None = None,
 ) -> Tensor:
-    """int64 [n, NUM_COLUMNS]: tiles of `tile` keys, each with the blocks of `block` rows that see it, in
-    sections as those of `row_work`. `tail`: blocks of nothing but older history are left out, as far as a
-    tile has others."""
-    return layout.memo(
-        ("key_work", mask, tile, block, section, tail),
-        lambda: _key_work(mask, layout, tile, block, section, tail),
-    )
-
-
-def cached_work(
-    mask: AttentionMask,
-    layout: SequenceLayout,
-    cache_layout: SequenceLayout,
-    tile: int,
-    block: int,
-    parts: int = 1,
-) -> Tensor:
-    """int64 [n, NUM_CACHED_COLUMNS]: tiles of `tile` new rows, each with the blocks of `block` cached keys
-    and those of `block` new keys that it sees.
-
-    Each tile is there once for each of `parts` equal parts of its sample's cached keys, the last of which has
-    the new keys too.
-    """
-    return layout.memo(
-        ("cached_work", mask, cache_layout, tile, block, parts),
-        lambda: _cached_work(mask, layout, cache_layout, tile, block, parts),
-    )
-
-
-def _row_work(
-    mask: AttentionMask,
-    layout: SequenceLayout,
-    tile: int,
-    block: int,
-    section: int | None,
-    tail: int | None = None,
-    strip: int | None = None,
-) -> Tensor:
-    if _has_kernel(layout):
-        kernel = triton_support.load(_START)
-        return kernel.items_of(mask, layout, tile, block, section, tail, strip, keys=False)
-    tiles = tiles_of(layout, tile, tail, strip)
-    seen = _seen(mask, tiles, None, layout.num_contextual)
-    runs = _runs(tiles, _hulls(seen), _unmasked(seen), block)
-    return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
-
-
-def _has_kernel(layout: SequenceLayout) -> bool:
-    """Whether `work_list_start` makes the list. Not where an op is looked into, for a graph: its tensors are
-    of other types there, and hold no numbers."""
-    is_real = type(layout.lengths) is Tensor and not torch.compiler.is_compiling()
-    return layout.device.type == "cuda" and is_real
-
-
-def _in_sections(
-    work: Tensor, layout: SequenceLayout, tiles: Tiles, block: int, section: int | None
-) -> Tensor:
-    """int64 [n]: what to sort by, the largest first, for sections of the samples."""
-    if section is None or layout.batch_size == 0:
-        return work
-    number = sections_of(layout.lengths, section).index_select(0, tiles.sample)
-    most = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits more blocks
-    return torch.where(tiles.length > 0, (layout.total_len - number) * most + work, 0)
-
-
-def sections_of(lengths: Tensor, section: int) -> Tensor:
-    """int64 [B]: which section each sample is in; `section` tokens each, the longest samples first.
-
-    The last two are one: of a short last section too few tiles would be left for the end, all long ones.
-    """
-    order = torch.argsort(lengths, descending=True, stable=True)
-    ordered = lengths.index_select(0, order)
-    number = (ordered.cumsum(0) - ordered) // section
-    number = torch.minimum(number, (number.amax() - 1).clamp(min=0))
-    return torch.empty_like(number).scatter_(0, order, number)
-
-
-def _cached_work(
-    mask: AttentionMask,
-    layout: SequenceLayout,
-    cache_layout: SequenceLayout,
-    tile: int,
-    block: int,
-    parts: int,
-) -> Tensor:
-    if _has_kernel(layout):
-        return triton_support.load(_START).cached_items_of(mask, layout, cache_layout, tile, block, parts)
-    tiles = tiles_of(layout, tile)
-    part = torch.zeros_like(tiles.first)
-    if parts > 1:
-        part = torch.arange(parts, device=layout.device).repeat(tiles.first.shape[0])
-        tiles = Tiles(*(column.repeat_interleave(parts) for column in tiles))
-    is_real = tiles.length > 0
-    start, kept = (
-        torch.where(is_real, column.index_select(0, tiles.sample), 0)
-        for column in (cache_layout.offsets[:-1], cache_layout.lengths)
-    )
-    seen = _seen(mask, tiles, kept, cache_layout.num_contextual)
-    share = (kept + parts * block - 1) // (parts * block) * block
-    first, end = torch.minimum(part * share, kept), torch.minimum((part + 1) * share, kept)
-    whole = torch.where(part == parts - 1, kept + tiles.length, kept)
-    cached, new = (
-        _runs(
-            tiles,
-            _part(_hulls(seen), low.unsqueeze(1), high.unsqueeze(1)),
-            [_part(interval, low, high) for interval in _unmasked(seen)],
-            block,
-        )
-        for low, high in ((first, end), (kept, whole))
-    )
-    columns = [tiles.start, tiles.length, tiles.history_end + kept, tiles.first]
-    columns += [*cached.columns, *new.columns, start, kept, part, first, end - first]
-    return _sorted(columns, cached.work + new.work)
-
-
-def _seen(mask: AttentionMask, tiles: Tiles, before: Tensor | None, contextual: int) -> KeyIntervals:
-    """What the rows of each tile see that bound what all its rows see, [n, edges, 3]; `before`, int64 [n]:
-    tokens of the sample in front of those that the tiles count."""
-    # The ends of the intervals are constant or increasing over the rows of one kind: the first and the last
-    # row of each kind have the extremes. Rows of the prefix are a kind: they have no window of their own.
-    history_end, always = tiles.history_end, contextual + mask.prefix
-    edges: list[Tensor | int] = [contextual - 1, contextual, always - 1, always]
-    if before is not None:
-        edges = [edge - before for edge in edges]
-    position = _clamped([tiles.first, tiles.last, *edges, history_end - 1, history_end], tiles)
-    if before is not None:
-        position, history_end = position + before.unsqueeze(1), history_end + before
-    return row_intervals(mask, position, history_end.unsqueeze(1), contextual)
-
-
-def _hulls(seen: KeyIntervals) -> Interval:
-    """[n, 3]: contextual tokens and prefix, the window, the own group; what some row of a tile sees."""
-    return _union(seen.start, seen.end)
-
-
-def _unmasked(seen: KeyIntervals) -> list[Interval]:
-    """The keys that all rows of a tile see, by their first and by their second interval."""
-    first = Interval(torch.zeros_like(seen.end[:, 0, 0]), seen.end[..., 0].amin(1))
-    return [first, _intersection(seen.start[..., 1], seen.end[..., 1])]
-
-
-def _part(interval: Interval, low: Tensor, high: Tensor) -> Interval:
-    """What of an interval lies in [low, high), counted from `low`; [0, 0) for nothing."""
-    start, end = (torch.minimum(torch.maximum(edge, low), high) - low for edge in interval)
-    return Interval(torch.where(end > start, start, 0), torch.where(end > start, end, 0))
-
-
-def _key_work(
-    mask: AttentionMask,
-    layout: SequenceLayout,
-    tile: int,
-    block: int,
-    section: int | None,
-    tail: int | None = None,
-) -> Tensor:
-    if _has_kernel(layout):
-        return triton_support.load(_START).items_of(mask, layout, tile, block, section, tail, keys=True)
+    """Build the list that `work_list.key_work` describes."""
     tiles = tiles_of(layout, tile)
     contextual, always = layout.num_contextual, layout.num_contextual + mask.prefix
     outside = tiles.history_end - (mask.window or 0)  # the first key of the last target's window
@@ -273,9 +75,106 @@ def _key_work(
     return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
 
 
+def cached_work(
+    mask: AttentionMask,
+    layout: SequenceLayout,
+    cache_layout: SequenceLayout,
+    tile: int,
+    block: int,
+    parts: int = 1,
+) -> Tensor:
+    """Build the list that `work_list.cached_work` describes."""
+    tiles = tiles_of(layout, tile)
+    part = torch.zeros_like(tiles.first)
+    if parts > 1:
+        part = torch.arange(parts, device=layout.device).repeat(tiles.first.shape[0])
+        tiles = Tiles(*(column.repeat_interleave(parts) for column in tiles))
+    is_real = tiles.length > 0
+    start, kept = (
+        torch.where(is_real, column.index_select(0, tiles.sample), 0)
+        for column in (cache_layout.offsets[:-1], cache_layout.lengths)
+    )
+    seen = _seen(mask, tiles, kept, cache_layout.num_contextual)
+    share = (kept + parts * block - 1) // (parts * block) * block
+    first, end = torch.minimum(part * share, kept), torch.minimum((part + 1) * share, kept)
+    whole = torch.where(part == parts - 1, kept + tiles.length, kept)
+    cached, new = (
+        _runs(
+            tiles,
+            _clipped(_hulls(seen), low.unsqueeze(1), high.unsqueeze(1)),
+            [_clipped(interval, low, high) for interval in _unmasked(seen)],
+            block,
+        )
+        for low, high in ((first, end), (kept, whole))
+    )
+    columns = [tiles.start, tiles.length, tiles.history_end + kept, tiles.first]
+    columns += [*cached.columns, *new.columns, start, kept, part, first, end - first]
+    return _sorted(columns, cached.work + new.work)
+
+
+def _in_sections(
+    work: Tensor, layout: SequenceLayout, tiles: Tiles, block: int, section: int | None
+) -> Tensor:
+    """int64 [n]: the numbers to sort the tiles by, largest first, for sections of the samples."""
+    if section is None or layout.batch_size == 0:
+        return work
+    number = sections_of(layout.lengths, section).index_select(0, tiles.sample)
+    most = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits more blocks
+    return torch.where(tiles.length > 0, (layout.total_len - number) * most + work, 0)
+
+
+def sections_of(lengths: Tensor, section: int) -> Tensor:
+    """int64 [B]: the section of each sample; `section` tokens per section, the longest samples first.
+
+    The last two sections are joined: a short last section would leave only a few tiles, all long ones, for
+    the end.
+    """
+    order = torch.argsort(lengths, descending=True, stable=True)
+    ordered = lengths.index_select(0, order)
+    number = (ordered.cumsum(0) - ordered) // section
+    number = torch.minimum(number, (number.amax() - 1).clamp(min=0))
+    return torch.empty_like(number).scatter_(0, order, number)
+
+
+def _seen(mask: AttentionMask, tiles: Tiles, before: Tensor | None, contextual: int) -> KeyIntervals:
+    """Return what those rows of each tile see that bound what all of its rows see, [n, edges, 3].
+
+    Tiles count tokens behind the `before`, int64 [n], first ones of the sample.
+    """
+    # The ends of an interval are constant or increasing over the rows of one kind, so the first and the last
+    # row of each kind have the extremes. Rows of the prefix are a kind of their own: no window cuts them.
+    history_end, always = tiles.history_end, contextual + mask.prefix
+    edges: list[Tensor | int] = [contextual - 1, contextual, always - 1, always]
+    if before is not None:
+        edges = [edge - before for edge in edges]
+    position = _clamped([tiles.first, tiles.last, *edges, history_end - 1, history_end], tiles)
+    if before is not None:
+        position, history_end = position + before.unsqueeze(1), history_end + before
+    return row_intervals(mask, position, history_end.unsqueeze(1), contextual)
+
+
+def _hulls(seen: KeyIntervals) -> Interval:
+    """Return what some row of a tile sees, [n, 3]: contextual tokens and prefix, the window, its group."""
+    return _union(seen.start, seen.end)
+
+
+def _unmasked(seen: KeyIntervals) -> list[Interval]:
+    """Return the keys that all rows of a tile see, by their first and by their second interval."""
+    first = Interval(torch.zeros_like(seen.end[:, 0, 0]), seen.end[..., 0].amin(1))
+    return [first, _intersection(seen.start[..., 1], seen.end[..., 1])]
+
+
+def _clipped(interval: Interval, low: Tensor, high: Tensor) -> Interval:
+    """Return the part of an interval that lies in [low, high), counted from `low`; [0, 0) if it is empty."""
+    start, end = (torch.minimum(torch.maximum(edge, low), high) - low for edge in interval)
+    return Interval(torch.where(end > start, start, 0), torch.where(end > start, end, 0))
+
+
 def _without_older(kinds: Interval, first: Tensor) -> Tensor:
-    """The starts of what sees each tile of keys, of history from token `first` on; the last block of it stays
-    where nothing else sees the tile: a program that visits no block would write nothing."""
+    """Return the starts of the kinds of rows that see each tile of keys, with history from token `first` on.
+
+    The last history row stays if no others see the tile: a program that visits no block would write nothing.
+    """
     contextual, history, targets = kinds.start.unbind(1)
     newer = torch.maximum(history, first)
     alone = (kinds.end[:, 0] <= contextual) & (kinds.end[:, 2] <= targets)
@@ -284,7 +183,7 @@ def _without_older(kinds: Interval, first: Tensor) -> Tensor:
 
 
 def _clamped(edges: list[Tensor | int], tiles: Tiles) -> Tensor:
-    """int64 [n, edges]: tokens of each tile; an edge outside of it becomes its first or last one."""
+    """int64 [n, edges]: the edges, moved to the first or last token of each tile where they lie outside."""
     columns = [edge if isinstance(edge, Tensor) else torch.full_like(tiles.first, edge) for edge in edges]
     position = torch.stack(columns, dim=1)
     first = tiles.first.clamp(min=0).unsqueeze(1)
@@ -292,7 +191,7 @@ def _clamped(edges: list[Tensor | int], tiles: Tiles) -> Tensor:
 
 
 def _union(start: Tensor, end: Tensor) -> Interval:
-    """The hull of the intervals [n, edges, ...] that are not empty; [0, 0) if all are."""
+    """Return the hull of the intervals [n, edges, ...] that are not empty; [0, 0) if all are."""
     used = end > start
     low = torch.where(used, start, torch.iinfo(torch.int64).max).amin(1)
     high = torch.where(used, end, 0).amax(1)
@@ -303,9 +202,9 @@ def _intersection(start: Tensor, end: Tensor) -> Interval:
     return Interval(start.amax(1), end.amin(1))
 
 
-def _longer(one: Interval, other: Interval) -> Interval:
-    first = one.end - one.start >= other.end - other.start
-    return Interval(torch.where(first, one.start, other.start), torch.where(first, one.end, other.end))
+def _longer(a: Interval, b: Interval) -> Interval:
+    is_a = a.end - a.start >= b.end - b.start
+    return Interval(torch.where(is_a, a.start, b.start), torch.where(is_a, a.end, b.end))
 
 
 class Runs(NamedTuple):
@@ -316,13 +215,14 @@ class Runs(NamedTuple):
 
 
 def _runs(tiles: Tiles, parts: Interval, unmasked: Sequence[Interval], block: int) -> Runs:
-    """Intervals of tokens, [n, 3], as disjoint runs of blocks; the longest of `unmasked` needs no mask."""
+    """Turn intervals, [n, 3], into disjoint runs of blocks; the longest of `unmasked` needs no mask."""
     is_real = tiles.length > 0
     first, end = parts.start // block, (parts.end + block - 1) // block * is_real.unsqueeze(1)
     # A run begins where those before it have ended.
     ended = torch.where(end > first, end, 0)
-    one, two, _ = ended.unbind(1)
-    first = torch.maximum(first, torch.stack([torch.zeros_like(one), one, torch.maximum(one, two)], dim=1))
+    end_a, end_b, _ = ended.unbind(1)
+    taken = torch.stack([torch.zeros_like(end_a), end_a, torch.maximum(end_a, end_b)], dim=1)
+    first = torch.maximum(first, taken)
     count = (end - first).clamp(min=0)
     free = reduce(_longer, unmasked)
     full_start = (free.start + block - 1) // block
@@ -334,6 +234,84 @@ def _runs(tiles: Tiles, parts: Interval, unmasked: Sequence[Interval], block: in
 
 
 def _sorted(columns: list[Tensor], work: Tensor) -> Tensor:
-    """int64 [n, columns]: the tile with the most blocks first."""
+    """Return int64 [n, columns], the tile with the most blocks first."""
     order = torch.argsort(work, descending=True, stable=True)
     return torch.stack(columns, dim=1).index_select(0, order)
+
+
+class Tiles(NamedTuple):
+    """Tiles of consecutive tokens of one sample each; tiles of length 0 fill the list up."""
+
+    start: Tensor  # int64 [n], first row of the sample in [T]
+    length: Tensor  # int64 [n], tokens of the sample; 0 for a tile that fills up
+    history_end: Tensor  # int64 [n]
+    first: Tensor  # int64 [n], first token; below 0 for tiles counted from the sample's end
+    last: Tensor  # int64 [n], last token, inside the sample
+    sample: Tensor  # int64 [n], number of the sample; any for a tile that fills up
+
+
+def tiles_of(layout: SequenceLayout, tile: int, tail: int | None = None, strip: int | None = None) -> Tiles:
+    """Return `num_tiles_of` tiles, those of all samples first. `row_work` explains `tail` and `strip`."""
+    return layout.memo(("tiles", tile, tail, strip), lambda: _new_tiles(layout, tile, tail, strip))
+
+
+def num_tiles_of(layout: SequenceLayout, tile: int, tail: int | None = None, strip: int | None = None) -> int:
+    """Count the tiles of all samples; an upper bound if only the device knows the lengths."""
+    host = layout.host_copy
+    if host is None or torch.compiler.is_compiling():
+        return layout.total_len // tile + layout.batch_size
+    contextual = layout.num_contextual
+    return layout.memo(
+        ("num_tiles", tile, tail, strip), lambda: _counted(host, contextual, tile, tail, strip)
+    )
+
+
+def _counted(host: HostCopy, contextual: int, tile: int, tail: int | None, strip: int | None) -> int:
+    counts = (host.lengths + tile - 1) // tile
+    if tail is not None:
+        history_end, missing = host.lengths - host.num_targets, rows_missing(host.lengths, tile, strip)
+        counts = counts - tiles_left_out(history_end, contextual, tile, tail, missing).count
+    return int(counts.sum())
+
+
+class LeftOut(NamedTuple):
+    """The tiles that are left out in the middle of each sample, int64 [B]; 0 if there are none."""
+
+    first: Tensor | int
+    count: Tensor | int
+
+
+def rows_missing(lengths: Tensor, tile: int, strip: int | None) -> Tensor:
+    """Return how many rows before each sample its first tile begins, a multiple of `strip`."""
+    return torch.zeros_like(lengths) if strip is None else -(-lengths // strip) * -strip % tile
+
+
+def tiles_left_out(
+    history_end: Tensor, contextual: int, tile: int, tail: int | None, missing: Tensor | int = 0
+) -> LeftOut:
+    """Find the tiles of only history older than its newest `tail` tokens; `missing`: `rows_missing`."""
+    if tail is None:
+        return LeftOut(0, 0)
+    end = ((history_end - tail).clamp(min=contextual) + missing) // tile
+    behind = (contextual + missing + tile - 1) // tile if contextual else 0
+    first = torch.minimum(end, torch.zeros_like(end) + behind)
+    return LeftOut(first, end - first)
+
+
+def _new_tiles(layout: SequenceLayout, tile: int, tail: int | None, strip: int | None) -> Tiles:
+    num_tiles, missing = num_tiles_of(layout, tile, tail, strip), rows_missing(layout.lengths, tile, strip)
+    left_out = tiles_left_out(layout.history_end, layout.num_contextual, tile, tail, missing)
+    counts = (layout.lengths + tile - 1) // tile - left_out.count
+    ends = counts.cumsum(0)
+    number = torch.arange(num_tiles, device=layout.device)
+    sample = torch.searchsorted(ends, number, right=True)
+    is_real = sample < layout.batch_size
+    sample = sample.clamp(max=max(layout.batch_size - 1, 0))
+    of_sample = torch.stack([layout.offsets[:-1], layout.lengths, layout.history_end, ends - counts], dim=1)
+    start, length, history_end, before = (of_sample.index_select(0, sample) * is_real.unsqueeze(1)).unbind(1)
+    place = number - before
+    if tail is not None:
+        behind, skipped = (column.index_select(0, sample) for column in left_out)
+        place = place + torch.where(place >= behind, skipped, 0)
+    first = torch.where(is_real, place * tile - missing.index_select(0, sample), 0)
+    return Tiles(start, length, history_end, first, torch.minimum(first + tile, length) - 1, sample)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from recsys.ops import AttentionMask, SequenceLayout
-from recsys.ops.hstu_attention.work_list.reference import (
+from recsys.ops.hstu_attention.work_list import cached_work, key_work, reference, row_work
+from recsys.ops.hstu_attention.work_list.columns import (
     CACHE_LENGTH,
     CACHE_START,
     COUNT_A,
@@ -26,10 +27,6 @@ from recsys.ops.hstu_attention.work_list.reference import (
     UNMASKED_AT,
     UNMASKED_COUNT,
     UNMASKED_START,
-    cached_work,
-    key_work,
-    reference,
-    row_work,
 )
 from tests.ops.cases import MASKS, cut, layout_of, samples
 from tests.ops.oracle import sees

@@ -1,4 +1,4 @@
-"""The kernel that makes work lists against the operations of `work_list`: interpreted, compiled, on a GPU."""
+"""The kernels that make work lists against `reference`: interpreted, compiled, on a GPU."""
 
 import random
 
@@ -6,18 +6,14 @@ import pytest
 import torch
 
 from recsys.ops import AttentionMask, SequenceLayout
-from recsys.ops.hstu_attention.work_list.reference import (
-    NUM_CACHED_COLUMNS,
-    _cached_work,
-    _key_work,
-    _row_work,
-)
+from recsys.ops.hstu_attention.work_list import reference
+from recsys.ops.hstu_attention.work_list.columns import NUM_CACHED_COLUMNS, NUM_COLUMNS
 from tests.tools.assembled import assemble
 from tests.tools.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
 
 ORDERINGS = [
-    {"COLUMNS": columns, "PADDED": padded, "LANES": 32, "OTHERS": 256}
-    for columns, padded in ((12, 16), (NUM_CACHED_COLUMNS, 32))
+    {"COLUMNS": columns, "PADDED": padded, "LANES": 32, "COMPARED": 256}
+    for columns, padded in ((NUM_COLUMNS, 16), (NUM_CACHED_COLUMNS, 32))
 ]
 TILES = ((128, 64), (192, 64), (64, 128), (128, 128), (16, 32))
 FLAGS = [(keys, window, 128, 128) for keys in (True, False) for window in (True, False)]
@@ -27,11 +23,12 @@ FLAGS += [(False, window, tile, 64) for window in (True, False) for tile in (128
 @pytest.fixture
 def few_lanes(monkeypatch):
     """Several programs."""
-    from recsys.ops.hstu_attention.work_list import launch as work_list_launch
+    from recsys.ops.hstu_attention.work_list import device
 
     mend_interpreter(monkeypatch)
-    for name, value in (("LANES", 16), ("CACHED_LANES", 16), ("SAMPLES", 2), ("ORDERED", 8), ("OTHERS", 16)):
-        monkeypatch.setattr(work_list_launch, name, value)
+    few = {"LANES": 16, "CACHED_LANES": 16, "SAMPLES": 2, "ORDERED": 8, "COMPARED": 16}
+    for name, value in few.items():
+        monkeypatch.setattr(device, name, value)
 
 
 def random_case(chance: random.Random) -> tuple[SequenceLayout, AttentionMask]:
@@ -51,24 +48,24 @@ def random_case(chance: random.Random) -> tuple[SequenceLayout, AttentionMask]:
     return SequenceLayout(*numbers, contextual), mask
 
 
-def assert_equal_lists(seed: int, device: str = "cpu") -> None:
-    from recsys.ops.hstu_attention.work_list.launch import items_of
+def assert_equal_lists(seed: int, where: str = "cpu") -> None:
+    from recsys.ops.hstu_attention.work_list import device
 
     chance = random.Random(seed)
     layout, mask = random_case(chance)
     tile, block = chance.choice(TILES)
     section, tail = chance.choice([None, 500]), chance.choice([None, 0, 1, 64, 200])
-    for keys, expected in ((False, _row_work), (True, _key_work)):
-        strip = None if keys else chance.choice([None, 16, tile // 2])
-        strips = () if keys else (strip,)
-        wanted = expected(mask, layout, tile, block, section, tail, *strips)
-        found = items_of(mask, layout.to(device), tile, block, section, tail, strip, keys=keys)
-        assert torch.equal(found.cpu(), wanted), (mask, layout.lengths, layout.num_targets, keys, tail)
+    strip = chance.choice([None, 16, tile // 2])
+    for name, strips in (("row_work", (strip,)), ("key_work", ())):
+        options = (tile, block, section, tail, *strips)
+        expected = getattr(reference, name)(mask, layout, *options)
+        items = getattr(device, name)(mask, layout.to(where), *options)
+        assert torch.equal(items.cpu(), expected), (mask, layout.lengths, layout.num_targets, name, tail)
 
 
-def assert_equal_cached_lists(seed: int, device: str = "cpu") -> None:
+def assert_equal_cached_lists(seed: int, where: str = "cpu") -> None:
     """Of new tokens behind cached ones: history and targets, some samples without either."""
-    from recsys.ops.hstu_attention.work_list.launch import cached_items_of
+    from recsys.ops.hstu_attention.work_list import device
 
     chance = random.Random(seed)
     whole, mask = random_case(chance)
@@ -77,9 +74,9 @@ def assert_equal_cached_lists(seed: int, device: str = "cpu") -> None:
     cached = SequenceLayout(whole.lengths - whole.num_targets, None, whole.num_contextual)
     tile, block = chance.choice(TILES)
     parts = chance.choice([1, 1, 2, 8])
-    wanted = _cached_work(mask, layout, cached, tile, block, parts)
-    found = cached_items_of(mask, layout.to(device), cached.to(device), tile, block, parts)
-    assert torch.equal(found.cpu(), wanted), (mask, layout.lengths, layout.num_targets, cached.lengths, parts)
+    expected = reference.cached_work(mask, layout, cached, tile, block, parts)
+    items = device.cached_work(mask, layout.to(where), cached.to(where), tile, block, parts)
+    assert torch.equal(items.cpu(), expected), (mask, layout.lengths, cached.lengths, parts)
 
 
 @interpreted
@@ -97,19 +94,19 @@ def test_the_same_lists_with_a_cache(few_lanes, seed):
 @interpreted
 def test_tiles_that_are_none_come_last(few_lanes):
     """Where the lengths are on the device only, there may be fewer than there are items."""
-    from recsys.ops.hstu_attention.work_list.launch import items_of
+    from recsys.ops.hstu_attention.work_list import device
 
     layout = SequenceLayout(torch.tensor([30, 0, 70]), torch.tensor([5, 0, 0]), 0)
     numbers = (layout.lengths, layout.offsets, layout.num_targets)
     unknown = SequenceLayout.trusted(*numbers, 0, layout.total_len, 100, 5).to("cpu")
-    known = items_of(AttentionMask(), layout, 16, 32, None, keys=False)
-    assert torch.equal(items_of(AttentionMask(), unknown, 16, 32, None, keys=False)[: len(known)], known)
+    known = device.row_work(AttentionMask(), layout, 16, 32)
+    assert torch.equal(device.row_work(AttentionMask(), unknown, 16, 32)[: len(known)], known)
 
 
 @interpreted
 def test_tiles_that_are_none_of_candidates(few_lanes):
     """All columns, as the operations have them."""
-    from recsys.ops.hstu_attention.work_list.launch import cached_items_of
+    from recsys.ops.hstu_attention.work_list import device
 
     lengths = torch.tensor([30, 0, 70])
     layout = SequenceLayout.trusted(
@@ -117,17 +114,17 @@ def test_tiles_that_are_none_of_candidates(few_lanes):
     )
     cached = SequenceLayout(torch.tensor([5, 9, 0]), None, 0)
     cached = SequenceLayout.trusted(cached.lengths, cached.offsets, cached.num_targets, 0, 999, 999, 0)
-    found = cached_items_of(AttentionMask(), layout, cached, 16, 32, 2)
-    assert torch.equal(found, _cached_work(AttentionMask(), layout, cached, 16, 32, 2))
+    items = device.cached_work(AttentionMask(), layout, cached, 16, 32, 2)
+    assert torch.equal(items, reference.cached_work(AttentionMask(), layout, cached, 16, 32, 2))
 
 
 @interpreted
 def test_a_long_list_is_sorted(few_lanes, monkeypatch):
     """In the same order as the kernel's, which compares each tile with each."""
-    from recsys.ops.hstu_attention.work_list import launch as work_list_launch
+    from recsys.ops.hstu_attention.work_list import device
 
     for seed in range(5):
-        monkeypatch.setattr(work_list_launch, "MOST_COMPARED", 0)
+        monkeypatch.setattr(device, "MOST_COMPARED", 0)
         assert_equal_lists(seed)
 
 
@@ -140,7 +137,7 @@ def test_the_kernel_in_the_interpreter():
 @pytest.mark.parametrize(("keys", "window", "tile", "strip"), FLAGS)
 def test_it_fits_into_the_registers(keys, window, tile, strip, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-    from recsys.ops.hstu_attention.work_list.kernel import items_kernel, order_kernel
+    from recsys.ops.hstu_attention.work_list.device import items_kernel, order_kernel
 
     constants = {"KEYS": keys, "TILE": tile, "STRIP": strip, "BLOCK": 64, "WINDOWED": window}
     constants |= {
@@ -158,9 +155,9 @@ def test_it_fits_into_the_registers(keys, window, tile, strip, tmp_path):
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
 @pytest.mark.parametrize("window", [True, False])
-def test_that_of_candidates_fits_into_the_registers(window, tmp_path):
+def test_the_kernel_for_candidates_fits_into_the_registers(window, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-    from recsys.ops.hstu_attention.work_list.cached_kernel import cached_items_kernel
+    from recsys.ops.hstu_attention.work_list.device import cached_items_kernel
 
     constants = {"TILE": 128, "BLOCK": 64, "WINDOWED": window, "TARGET_WINDOW": window}
     constants |= {"CONTEXTUAL_READS": True, "LANES": 64, "SAMPLES": 32}
