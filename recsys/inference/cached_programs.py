@@ -19,7 +19,8 @@ from recsys.data.batch import Batch
 from recsys.inference.program import Program
 from recsys.models.cached import RankerCache
 from recsys.models.ranker import Ranker
-from recsys.models.scoring import CANDIDATES, LONGEST, ROWS, TensorSpec, flatten, scoring_signature
+from recsys.models.scoring import CANDIDATES, LONGEST, ROWS, flatten, scoring_signature
+from recsys.models.signature import TensorSpec
 from recsys.scoring.cached_scoring import (
     CachedGraph,
     CacheForm,

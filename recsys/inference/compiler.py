@@ -20,7 +20,7 @@ from torch.fx.experimental import _config as symbolic
 from recsys import environment
 from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
-from recsys.models.scoring import TensorSpec
+from recsys.models.signature import TensorSpec
 
 NATIVE = "native"
 """The instruction set of the machine that compiles."""

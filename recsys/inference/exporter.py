@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from recsys import config, files
 from recsys import protos as pb
+from recsys.config import features
+from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.data.schema.row_layout import RowOrder, dealt_out
@@ -34,9 +36,9 @@ from recsys.inference.compiler import compile_graph, instruction_set, require_co
 from recsys.inference.item_embeddings import write_vectors
 from recsys.models.base import Model, layout_rule
 from recsys.models.check_kernels import check_kernels
-from recsys.models.item_tower import ItemTower, example_items, first_items, flatten_items, item_signature
-from recsys.models.retriever import Retriever
-from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
+from recsys.models.item_tower import example_items, first_items, flatten_items, item_signature
+from recsys.models.scoring import ScoringGraph, flatten, scoring_signature
+from recsys.models.signature import TensorSpec
 
 GOLDEN_ROWS = 8
 """Rows of the golden batch that a package compares with at every load, and items."""
@@ -158,11 +160,12 @@ def _compile_programs(source: Source, graph: ScoringGraph, folder: Path) -> None
         compile_graph(graph, specs, inputs, folder / name, pipeline, weights)
 
     compile_to(graph, scoring_signature(pipeline), flatten(example), package.MODEL)
-    if isinstance(source.model, Retriever) and source.model.compare.encode is not None:
+    tower = source.model.item_tower()
+    if tower is not None:
         log.info("capturing and compiling the item tower")
         specs = item_signature(pipeline)
         items = example_items(flatten_items(source.batches[0], pipeline), specs)
-        compile_to(ItemTower(source.model).eval(), specs, items, package.ITEM_TOWER)
+        compile_to(tower.eval(), specs, items, package.ITEM_TOWER)
     if cached:
         log.info("capturing and compiling the programs that score with a cache")
         cached_programs.compile_programs(source.model, compile_to)
@@ -174,23 +177,18 @@ def _score(graph: ScoringGraph, batch: Batch) -> Tensor:
         return graph(*flatten(batch)).float().cpu()
 
 
-def catalogue(model: Retriever, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
+def catalogue(model: Model, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
     """float32 [V, E] on the host: the vector of each item, in the order of the vocabulary.
 
     Args:
-        model: in eval mode.
+        model: one that searches items, in eval mode.
         batch: any that was read for evaluation.
         pipeline: resolved.
     """
     with torch.no_grad():
         rows = model.item_vectors(batch).float().cpu()
-    order = RowOrder(len(rows), dealt_out(pipeline, _item(pipeline).id.table))
+    order = RowOrder(len(rows), dealt_out(pipeline, features.searched_item(pipeline).id.table))
     return rows[torch.from_numpy(order.rows(np.arange(len(rows))) - 1)]
-
-
-def _item(pipeline: pb.Pipeline) -> pb.Feature:
-    name = pipeline.model.retriever.item_feature
-    return next(feature for feature in pipeline.features if feature.name == name)
 
 
 def _example(batches: list[Batch]) -> Batch:
@@ -217,22 +215,22 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
                 (folder / name).write_bytes(file.read())
             feature.id.vocabulary.file = name
     (folder / config.FILE_NAME).write_text(config.to_text(stored), encoding="utf-8")
-    ranker, item_inputs = pipeline.model.HasField("ranker"), None
-    if isinstance(model, Retriever):
-        vocabulary = mappings(pipeline)[_item(pipeline).id.table]
+    declared, item_inputs = model_of(pipeline), None
+    if declared.item_feature is not None:
+        vocabulary = mappings(pipeline)[features.searched_item(pipeline).id.table]
         write_vectors(folder, vocabulary.ids, catalogue(model, source.batches[0], pipeline))
-        if model.compare.encode is not None:
-            item_inputs = [spec.to_json() for spec in item_signature(pipeline)]
-            package.write_tensors(folder / package.GOLDEN_ITEMS, _golden_items(model, source, GOLDEN_ROWS))
+    if model.item_tower() is not None:
+        item_inputs = [spec.to_json() for spec in item_signature(pipeline)]
+        package.write_tensors(folder / package.GOLDEN_ITEMS, _golden_items(model, source, GOLDEN_ROWS))
     device = next(model.parameters()).device.type
     target = package.architecture() if device == "cuda" else instruction_set(pipeline)
     description = package.Description(
-        kind="ranker" if ranker else "retriever",
+        kind=declared.kind,
         step=source.step,
         device=device,
         target=target,
         inputs=[spec.to_json() for spec in scoring_signature(pipeline)],
-        outputs=[task.name for task in pipeline.model.ranker.tasks] if ranker else ["query"],
+        outputs=declared.outputs,
         max_batch_size=pipeline.export.max_batch_size,
         tolerance=pipeline.export.parity_tolerance,
         item_inputs=item_inputs,
@@ -243,7 +241,7 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
     package.write_tensors(folder / package.GOLDEN, package.golden_tensors(flatten(source.batches[0]), golden))
 
 
-def _golden_items(model: Retriever, source: Source, most: int | None = None) -> dict[str, Tensor]:
+def _golden_items(model: Model, source: Source, most: int | None = None) -> dict[str, Tensor]:
     """The first items of the catalogue, or all, with the model's vectors of them."""
     batch = source.batches[0]
     with torch.no_grad():
@@ -272,7 +270,7 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
     for number, (batch, output) in enumerate(zip(source.batches, expected, strict=True)):
         tensors = package.golden_tensors(flatten(batch), output)
         package.write_tensors(trial / f"{number:04d}.safetensors", tensors)
-    if isinstance(source.model, Retriever) and source.model.compare.encode is not None:
+    if source.model.item_tower() is not None:
         package.write_tensors(folder / ITEM_TRIAL, _golden_items(source.model, source))
     command = [sys.executable, "-m", "recsys.inference.exporter", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -50,8 +50,7 @@ def new_items(pipeline: pb.Pipeline, table: pa.Table) -> tuple[Tensor, ...]:
     Raises:
         DataError: a column is missing, or holds what it must not.
     """
-    name, known = pipeline.model.retriever.item_feature, mappings(pipeline)
-    (item,) = (feature for feature in pipeline.features if feature.name == name)
+    item, known = features.searched_item(pipeline), mappings(pipeline)
     described = convert(pipeline, table, known, "items")
     found = [known[item.id.table].map(item_ids(table, item))]
     for column in features.columns(pipeline, pb.ITEM):

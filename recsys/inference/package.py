@@ -26,12 +26,14 @@ from torch import Tensor
 
 from recsys import config, environment, files
 from recsys import protos as pb
+from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.inference.cached_programs import WEIGHTS, CachedDescription, CachedPrograms
 from recsys.inference.item_embeddings import new_items, read_vectors
 from recsys.inference.program import PackageError, Program
 from recsys.models.cached import RankerCache
-from recsys.models.scoring import TensorSpec, flatten
+from recsys.models.scoring import flatten
+from recsys.models.signature import TensorSpec
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +48,11 @@ class Description:
     """`package.json`.
 
     Attributes:
-        kind: "ranker" or "retriever".
+        kind: the family of its model, as `pb.Model` names it.
         step: optimizer steps that the weights were trained for.
         device: "cpu" or "cuda"; `target` is the instruction set or GPU architecture it was compiled for.
         inputs: name, dtype and named dims of every input, in order.
-        outputs: names of the output's columns (ranker: the tasks).
+        outputs: names of the output's columns.
         max_batch_size: rows that one call may have.
         tolerance: largest allowed |a - b| / max(1, |b|) of golden rows.
         op_libraries: Python modules that register operators of the graph; imported before it is loaded.
@@ -103,7 +105,7 @@ class Package:
         self.description = _read_description(folder)
         _require_device(folder, self.description)
         self.pipeline = _read_config(folder)
-        self.items = read_vectors(folder) if self.description.kind == "retriever" else None
+        self.items = read_vectors(folder) if model_of(self.pipeline).item_feature is not None else None
         specs = [TensorSpec.from_json(entry) for entry in self.description.inputs]
         device, libraries = torch.device(self.description.device), self.description.op_libraries
         self.cached, weights = None, None

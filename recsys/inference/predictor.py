@@ -109,7 +109,7 @@ class Predictor:
         if package.items is None:
             self.scores = RowScores(package, self._batch, limits(self.pipeline, self.settings, package))
         else:
-            self.item = self.pipeline.model.retriever.item_feature
+            self.item = features.searched_item(self.pipeline).name
             self.vocabulary = self.converter.mappings[_table(self.pipeline, self.item)]
             device = torch.device(package.description.device)
             self.search = open_search(self.settings, package.items, device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._inductor import config as inductor
 
 from recsys.errors import RecsysError
-from recsys.models.scoring import TensorSpec
+from recsys.models.signature import TensorSpec
 
 
 class PackageError(RecsysError):

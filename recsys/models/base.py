@@ -1,10 +1,11 @@
-"""What training, evaluation and export know about a model: forward, objective, metrics, score.
+"""`Model`: what training, evaluation and export ask of every model, and `build_model`.
 
-A model is single-device code in float32 parameters. `training` wraps it for many devices and `inference`
-traces it; both call `build_model` and the methods below, and neither asks which model it is.
+A model is single-device code with float32 parameters. `training` wraps it for many devices and `inference`
+traces it. Both call `build_model` and the methods below and never ask which family a model belongs to. What
+is known of a family before a model is built stands in its declaration (`config.declarations`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +16,18 @@ from torchmetrics import Metric
 
 from recsys import protos as pb
 from recsys.config import registry
+from recsys.config.declarations import mixer_of
 from recsys.data.batch import Batch, LayoutRule
 from recsys.modules.embedding import EmbeddingGroup
+from recsys.modules.mixers.base import AttentionUse, Mixer
 
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """Sums over the targets of this rank, one entry a task; whoever holds all ranks divides.
+    """Sums over the targets of this rank, one entry per task; training adds up all ranks and divides.
 
     Attributes:
-        names: of the tasks.
+        names: names of the tasks.
         sums: float32 [tasks], sum of loss x sample weight.
         counts: float32 [tasks], sum of sample weights.
         weights: factor of each task in the total.
@@ -37,14 +40,16 @@ class Losses:
 
 
 MetricRows = Mapping[str, tuple[Tensor, ...]]
-"""By task ("" in a model without tasks) the columns that `update` of the task's metrics takes, all [N]."""
+"""The arguments of `update` of each task's metrics, all [N], by task ("" without tasks)."""
 
 
 class Model(nn.Module):
     """Base of all models.
 
+    A subclass names its parts as it likes, except that `mix` is its mixer.
+
     Attributes:
-        pipeline: the resolved config that it was built from.
+        pipeline: the resolved config that the model was built from.
         precision: pb.FP32 or pb.BF16, the same in training, evaluation and export. Parameters are float32 in
             both.
         embed: every embedding table; TorchRec shards the collections in it.
@@ -59,6 +64,26 @@ class Model(nn.Module):
         self.precision = pipeline.model.precision
         self.embed = EmbeddingGroup(pipeline)
 
+    @classmethod
+    def layout_rule(cls, config: Any, pipeline: pb.Pipeline) -> LayoutRule:
+        """How the reader lays out rows for the model of a resolved config: as its preprocessor says."""
+        preprocessor = registry.pick(config.preprocessor)
+        return preprocessor.cls.layout_rule(preprocessor.config, pipeline)
+
+    @classmethod
+    def kernels(cls, config: Any, pipeline: pb.Pipeline, device: str) -> Iterator[AttentionUse]:
+        """Every attention op that the model of a resolved config will call on a device, `cpu` or `cuda`."""
+        declared = mixer_of(pipeline)
+        if declared is None:
+            return iter(())
+        mixer = registry.lookup(type(declared.config))
+        return mixer.kernels(declared.config, declared.path, pipeline.model, device)
+
+    @property
+    def mixer(self) -> Mixer | None:
+        """The mixer, whose layers `--dry-run` draws; None for a model without one."""
+        return self._modules.get("mix")
+
     def forward(self, batch: Batch) -> Any:
         """The model's outputs, a dataclass that `objective` and `update_metrics` take."""
         raise NotImplementedError
@@ -68,18 +93,26 @@ class Model(nn.Module):
 
         Args:
             batch: as it was read.
-            before: outputs of an earlier batch; what is the same for all of them need not be computed again.
+            before: outputs of an earlier batch, from which results that all batches share can be taken.
         """
         return self(batch)
 
     def score(self, batch: Batch) -> Tensor:
-        """float32, the one tensor that an exported model returns."""
+        """float32, the tensor that an exported model returns; its declaration names the columns."""
         raise NotImplementedError
+
+    def item_vectors(self, batch: Batch) -> Tensor:
+        """float32 [V, E], the vectors of the batch's shared items, for a model that searches items."""
+        raise NotImplementedError
+
+    def item_tower(self) -> nn.Module | None:
+        """A graph from features of items to their vectors (`models.item_tower`); None if there is none."""
+        return None
 
     def flops(self, batch: Batch) -> int:
         """FLOP that a forward pass and the objective need for this batch; see `recsys.modules.flops`.
 
-        From sizes and host copies only: it waits for no device.
+        It reads sizes and host copies only and never waits for a device.
         """
         raise NotImplementedError
 
@@ -88,11 +121,11 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def metric_rows(self, outputs: Any, batch: Batch) -> MetricRows:
-        """What `metrics()` take of a batch; a row is a candidate of the batch, in its order."""
+        """What evaluation compares: the columns that `metrics()` take, a row for each candidate."""
         raise NotImplementedError
 
     def update_metrics(self, metrics: Mapping[str, Metric], outputs: Any, batch: Batch) -> None:
-        """Adds what the model said about a batch to `metrics()`."""
+        """Adds the model's outputs for a batch to `metrics()`."""
         add_rows(metrics, self.metric_rows(outputs, batch))
 
     @property
@@ -121,12 +154,12 @@ def build_model(pipeline: pb.Pipeline) -> Model:
 
 def layout_rule(pipeline: pb.Pipeline) -> LayoutRule:
     """How the reader lays out rows for the model of a resolved pipeline."""
-    preprocessor = registry.pick(registry.pick(pipeline.model).config.preprocessor)
-    return preprocessor.cls.layout_rule(preprocessor.config, pipeline)
+    model = registry.pick(pipeline.model)
+    return model.cls.layout_rule(model.config, pipeline)
 
 
 def build_postprocessor(config: Any, embedding_dim: int) -> nn.Module:
-    """The postprocessor of a model's message; without one vectors pass as they are."""
+    """Builds the postprocessor that a model's message chooses; without one, vectors pass unchanged."""
     if not config.HasField("postprocessor"):
         return Unchanged()
     chosen = registry.pick(config.postprocessor)
@@ -134,8 +167,8 @@ def build_postprocessor(config: Any, embedding_dim: int) -> nn.Module:
 
 
 class Unchanged(nn.Module):
-    """Stands where a postprocessor would."""
+    """Takes the place of a postprocessor and returns its input."""
 
     def forward(self, values: Tensor, timestamps: Tensor) -> Tensor:
-        """[n, E], as it is."""
+        """[n, E], unchanged."""
         return values

@@ -1,7 +1,9 @@
-"""A retriever's item tower as a function of flat tensors, beside `scoring`, which has its user tower.
+"""The item tower of a model that searches items, as a function of flat tensors; `scoring` has its user tower.
 
 `flatten_items` takes a batch's negatives apart in the order of `item_signature`; `ItemTower` encodes them.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +12,23 @@ from torchrec import KeyedJaggedTensor
 from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import Batch
-from recsys.models.retriever import Items, Retriever
-from recsys.models.scoring import TensorSpec
+from recsys.models.base import Model
+from recsys.models.signature import TensorSpec
 
 ITEMS = "items"
-"""Named size: how many."""
+"""Named size of inputs: the number of items."""
+
+
+class Items(NamedTuple):
+    """Items without rows, named and described as a batch's shared items are; for the item tower alone.
+
+    Attributes:
+        ids, value_counts, numbers: as in `Batch`, with nothing in the columns of rows.
+    """
+
+    ids: KeyedJaggedTensor
+    value_counts: dict[str, Tensor]
+    numbers: dict[str, Tensor]
 
 
 def item_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
@@ -78,7 +92,7 @@ class ItemTower(nn.Module):
         model: in evaluation mode.
     """
 
-    def __init__(self, model: Retriever):
+    def __init__(self, model: Model):
         super().__init__()
         self.model = model
         pipeline = model.pipeline

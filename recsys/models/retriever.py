@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import Metric
-from torchrec import KeyedJaggedTensor
 
 from recsys import protos as pb
 from recsys.config import checks, features
@@ -23,6 +22,7 @@ from recsys.config.registry import pick, register
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows, Model, build_postprocessor
 from recsys.models.halves import without_catalogue
+from recsys.models.item_tower import Items, ItemTower
 from recsys.models.ranking import rank_targets
 from recsys.modules.flops import linear_flops
 from recsys.modules.item_encoder import ItemEncoder
@@ -51,18 +51,6 @@ class RetrieverOutputs:
     queries: Tensor
     items: Tensor
     batch_items: Tensor
-
-
-class Items(NamedTuple):
-    """Items without rows, named and described as a batch's shared items are; for the item tower alone.
-
-    Attributes:
-        ids, value_counts, numbers: as in `Batch`, with nothing in the columns of rows.
-    """
-
-    ids: KeyedJaggedTensor
-    value_counts: dict[str, Tensor]
-    numbers: dict[str, Tensor]
 
 
 class SharedVectors(NamedTuple):
@@ -101,11 +89,10 @@ class Retriever(Model):
             l2_normalize=config.l2_normalize,
             trains_in=torch.bfloat16 if self.precision == pb.BF16 else None,
         )
-        (item,) = (one for one in pipeline.features if one.name == config.item_feature)
         self.objective = NextItemLoss(
             config.loss,
             self.history,
-            num_items=features.table_rows(item) - 1,
+            num_items=features.table_rows(features.searched_item(pipeline)) - 1,
             l2_normalize=config.l2_normalize,
         )
         self.metric_choices = list(config.metrics)
@@ -133,6 +120,10 @@ class Retriever(Model):
         """float32 [V, E] of the batch's negatives; of the whole catalogue row k is row k + 1 of the table."""
         with self.autocast():
             return self.compare.shared(self.embed(batch), batch).items
+
+    def item_tower(self) -> ItemTower | None:
+        """The item encoder as a graph; None where an item is its embedding."""
+        return None if self.compare.encode is None else ItemTower(self)
 
     def score(self, batch: Batch) -> Tensor:
         """`query`: an exported retriever answers with vectors, and a search finds the items."""

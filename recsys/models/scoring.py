@@ -5,7 +5,7 @@ inside the graph and scores it. All sizes follow from the shapes of the inputs, 
 depends on the values in them.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,8 +14,10 @@ from torchrec import KeyedJaggedTensor
 
 from recsys import protos as pb
 from recsys.config import features
+from recsys.config.declarations import model_of
 from recsys.data.batch import Batch, LayoutRule
 from recsys.models.base import Model, layout_rule
+from recsys.models.signature import TensorSpec
 from recsys.ops import SequenceLayout, offsets_from_lengths
 
 ROWS, EVENTS, CANDIDATES, LONGEST = "rows", "events", "candidates", "longest"
@@ -27,40 +29,16 @@ SHORTEST = 2
 _SIZE = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
 
 
-@dataclass(frozen=True)
-class TensorSpec:
-    """One input.
-
-    Attributes:
-        name: what it is.
-        dtype: its type.
-        dims: a name for each dimension, an identifier; equal names are equal sizes.
-    """
-
-    name: str
-    dtype: torch.dtype
-    dims: tuple[str, ...]
-
-    def to_json(self) -> dict[str, object]:
-        """Plain types, for a file."""
-        return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "dims": list(self.dims)}
-
-    @classmethod
-    def from_json(cls, entry: dict) -> "TensorSpec":
-        """The reverse of `to_json`."""
-        return cls(entry["name"], getattr(torch, entry["dtype"]), tuple(entry["dims"]))
-
-
 def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
     """Inputs of the scoring graph of a resolved pipeline, in order.
 
     Embedded columns in the config's order (`<column>`: rows of its table; behind a multi-valued one
     `<column>.counts`: its values of each row, event or candidate), plain numbers by name, times, actions,
     lengths, and `steps`: `arange(longest sequence in tokens - 2)`, of which only the shape is read. A
-    retriever takes no candidates.
+    model that does not read candidates to predict takes none.
     """
-    ranker = pipeline.model.HasField("ranker")
-    used = [c for c in features.columns(pipeline) if ranker or c.side != pb.CANDIDATE]
+    candidates = model_of(pipeline).reads_candidates("predict")
+    used = [c for c in features.columns(pipeline) if candidates or c.side != pb.CANDIDATE]
     found = []
     for number, column in enumerate(used):
         size = _SIZE[column.side]
@@ -83,7 +61,7 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
         events = f"channel_{number}_events"
         found.append(TensorSpec(f"channel.{channel.name}.events", torch.int64, (events,)))
         found.append(TensorSpec(f"channel.{channel.name}.lengths", torch.int64, (ROWS,)))
-    if ranker:
+    if candidates:
         found.append(TensorSpec("num_candidates", torch.int64, (ROWS,)))
         found.append(TensorSpec("candidate_timestamps", torch.int64, (CANDIDATES,)))
     return [*found, TensorSpec("steps", torch.int64, (LONGEST,))]
@@ -91,12 +69,12 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
 
 def flatten(batch: Batch) -> tuple[Tensor, ...]:
     """The inputs of the scoring graph for a batch, in the order of `scoring_signature`."""
-    retriever = features.NEGATIVES in batch.ids.keys()
+    searches_items = features.NEGATIVES in batch.ids.keys()
     of_items = (features.NEGATIVES, features.BATCH_ITEMS, features.LOG_WEIGHTS)
 
     def used(name: str) -> bool:
         prefixes = (features.PREFIX[pb.CANDIDATE], features.PREFIX[pb.ITEM])
-        return not (retriever and (name in of_items or name.startswith(prefixes)))
+        return not (searches_items and (name in of_items or name.startswith(prefixes)))
 
     found = []
     for name in filter(used, batch.ids.keys()):
@@ -115,7 +93,7 @@ def flatten(batch: Batch) -> tuple[Tensor, ...]:
     if batch.channel_layout is not None:
         for name, events in batch.channel_events.items():
             found += [events, batch.channel_lengths[name]]
-    if not retriever:
+    if not searches_items:
         found += [batch.num_candidates, batch.candidate_timestamps]
     return (*found, steps(batch.layout.max_len, batch.request_time.device))
 
@@ -126,7 +104,7 @@ def steps(longest: int, device: torch.device) -> Tensor:
 
 
 class ScoringGraph(nn.Module):
-    """`Model.score` from flat tensors: predictions [N, tasks] of a ranker, queries [B, E] of a retriever.
+    """`Model.score` from flat tensors: predictions [N, tasks] of candidates, or queries [B, E] of rows.
 
     Args:
         model: in evaluation mode.
@@ -154,7 +132,7 @@ class Assemble:
         self.columns = features.columns(pipeline)
         self.catalogue = features.columns(pipeline, pb.ITEM)
         self.rule = layout_rule(pipeline)
-        self.shared = features.shared_columns(pipeline) if pipeline.model.HasField("retriever") else []
+        self.shared = features.shared_columns(pipeline)
 
     def __call__(self, inputs: dict[str, Tensor]) -> Batch:
         """The batch; `inputs` are named as in `scoring_signature`."""

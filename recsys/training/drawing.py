@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from recsys.data.batch import Batch
-from recsys.modules.mixers import MixtureMixer
+from recsys.modules.mixers.base import Mixer
 from recsys.modules.mixers.rules import LayerRule
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.jagged.mask import key_intervals
@@ -31,7 +31,7 @@ class _Sequence(NamedTuple):
     layout: SequenceLayout
 
 
-def draw_stages(mixer: nn.Module, batch: Batch, row: int) -> str:
+def draw_stages(mixer: Mixer, batch: Batch, row: int) -> str:
     """Every stage of row `row`, in each channel.
 
     Args:
@@ -44,11 +44,12 @@ def draw_stages(mixer: nn.Module, batch: Batch, row: int) -> str:
     return "\n".join(lines)
 
 
-def _sequences(mixer: nn.Module, batch: Batch, row: int) -> Iterator[_Sequence]:
-    if not isinstance(mixer, MixtureMixer):
-        yield _Sequence("sequence", mixer, _sample(batch.sequences, row))
+def _sequences(mixer: Mixer, batch: Batch, row: int) -> Iterator[_Sequence]:
+    stacks, parts = mixer.channel_stacks(), batch.sequences.parts
+    if not parts:
+        yield _Sequence("sequence", stacks[0], _sample(batch.sequences, row))
         return
-    for name, stack, layout in zip(batch.channel_events, mixer.stacks, batch.sequences.parts, strict=True):
+    for name, stack, layout in zip(batch.channel_events, stacks, parts, strict=True):
         yield _Sequence(f"channel {name}", stack, _sample(layout, row))
 
 

@@ -37,8 +37,11 @@ def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
             print(f"the longest of the first {len(batch.uih_lengths)} rows:")
             row = int(batch.layout.lengths.argmax())
             print(as_table(describe_sample(batch, row, pipeline)))
-            print("\nits tokens through the layers: place now and at first, kind, and what the token sees")
-            print(draw_stages(session.model.mix, batch, row))
+            if session.model.mixer is not None:
+                print(
+                    "\nits tokens through the layers: place now and at first, kind, and what the token sees"
+                )
+                print(draw_stages(session.model.mixer, batch, row))
             kernels = describe_kernels(pipeline, processes.device.type)
             print("\n".join(["", *_sizes(session, batch), *kernels, f"loss of the first step: {loss:.4f}"]))
 

@@ -11,7 +11,7 @@ from torch import nn
 from recsys import protos as pb
 from recsys.errors import InstallationError, RecsysError
 from recsys.inference.compiler import compile_graph, instruction_set
-from recsys.models.scoring import TensorSpec
+from recsys.models.signature import TensorSpec
 
 
 @pytest.mark.parametrize(

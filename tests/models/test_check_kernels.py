@@ -7,7 +7,7 @@ from recsys import protos as pb
 from recsys.data.loader import Loader
 from recsys.errors import ConfigError
 from recsys.models import build_model, layout_rule
-from recsys.models.check_kernels import _attentions, check_kernels, describe_kernels
+from recsys.models.check_kernels import _uses, check_kernels, describe_kernels
 from recsys.ops.hstu_attention import OP as HSTU
 from recsys.ops.softmax_attention import OP as SOFTMAX
 from tests.config_texts import RANKER, RETRIEVER
@@ -42,7 +42,7 @@ def test_what_runs_passes(resolved, backend):
 
 def test_every_group_of_layers_with_its_own_mask_is_asked_about(resolved):
     groups = "[{num_layers: 2}, {num_layers: 1 mask {window: 4}}, {num_layers: 3}]"
-    found = list(_attentions(resolved(RANKER, f"{HSTU_PATH}.layer_groups={groups}"), "cpu"))
+    found = list(_uses(resolved(RANKER, f"{HSTU_PATH}.layer_groups={groups}"), "cpu"))
     assert [one.facts.mask.window for one in found] == [None, 4]
 
 
@@ -64,9 +64,9 @@ def test_the_facts_are_those_of_the_models_calls(file, op, precision, monkeypatc
     batch = next(Loader(pipeline, "train", layout_rule(pipeline)).epoch())
     asked = []
     monkeypatch.setattr(op, "select", lambda facts, backend: asked.append((facts, backend)) or reference)
-    reference = type(op).select(op, next(_attentions(pipeline, "cpu")).facts)
+    reference = type(op).select(op, next(_uses(pipeline, "cpu")).facts)
     model(batch)
-    expected = [(one.facts, one.backend) for one in _attentions(pipeline, "cpu")]
+    expected = [(one.facts, one.backend) for one in _uses(pipeline, "cpu")]
     assert asked and list(dict.fromkeys(asked)) == expected
 
 

@@ -1,7 +1,7 @@
 """`HstuMixer`: a stack of sequential transduction units (arXiv 2402.17152)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from recsys import protos as pb
 from recsys.config.registry import register
 from recsys.modules.cache import MixerCache
 from recsys.modules.mixers import cached_stack
+from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.batched_layers import finish, project, to_compute_dtype
 from recsys.modules.mixers.rules import LayerRule, layer_rules, stack_flops
 from recsys.modules.relative_bias import RelativeBiasTables
@@ -18,7 +19,8 @@ from recsys.modules.sequence import JaggedSequence, join
 from recsys.modules.stochastic_depth import StochasticDepth, linear_schedule
 from recsys.modules.stu import STUForm, STULayer
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention, hstu_attention_cached
-from recsys.ops.attention_args import is_deterministic
+from recsys.ops.attention_args import AttentionFacts, is_deterministic
+from recsys.ops.hstu_attention import OP as HSTU_ATTENTION
 from recsys.ops.hstu_attention import Problem, attend
 
 _ACTIVATION = {pb.HstuMixer.U: "u", pb.HstuMixer.UVQK: "uvqk"}
@@ -32,7 +34,7 @@ work and costs moves of rows. Where one begins to outweigh the other has not bee
 
 
 @register(pb.HstuMixer)
-class HstuMixer(nn.Module):
+class HstuMixer(Mixer):
     """Layers of equal form; each has its own mask and bias tables, and some cut the history in front of them.
 
     Args:
@@ -73,6 +75,24 @@ class HstuMixer(nn.Module):
         self.cached_attention = partial(
             hstu_attention_cached, scale_len=config.scale_len, backend=config.backend
         )
+
+    @classmethod
+    def kernels(cls, config: pb.HstuMixer, path: str, model: pb.Model, device: str) -> Iterator[AttentionUse]:
+        """`hstu_attention` with each mask of the layers."""
+        deterministic = config.deterministic if config.HasField("deterministic") else None
+        for mask in dict.fromkeys(rule.mask for rule in layer_rules(config)):
+            facts = AttentionFacts(
+                device=device,
+                dtype=torch.bfloat16 if model.precision == pb.BF16 else torch.float32,
+                num_heads=config.num_heads,
+                qk_dim=config.qk_dim,
+                v_dim=config.v_dim,
+                mask=mask,
+                has_bias=config.HasField("bias"),
+                needs_grad=True,
+                deterministic=is_deterministic(deterministic),
+            )
+            yield AttentionUse(HSTU_ATTENTION, path, config.backend, facts)
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """Tokens [T, E] in, mixed tokens out: fewer behind a truncation, but all contextual and targets."""

@@ -1,7 +1,7 @@
 """`MixtureMixer`: a stack for each channel of the history (mixture of transducers)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from recsys.config.registry import register
 from recsys.modules.cache import MixerCache
 from recsys.modules.flops import linear_flops
 from recsys.modules.mixers import cached_stack
+from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.batched_layers import parts_of
 from recsys.modules.mixers.hstu import HstuMixer, may_mix_as_one, mix_as_one
 from recsys.modules.sequence import JaggedSequence, join
@@ -18,7 +19,7 @@ from recsys.ops import SequenceLayout
 
 
 @register(pb.MixtureMixer)
-class MixtureMixer(nn.Module):
+class MixtureMixer(Mixer):
     """Each stack mixes its own channel; one linear layer joins the stacks' outputs for each candidate.
 
     Stacks with equal messages have their own weights but run as one batch, with one attention for all.
@@ -39,6 +40,18 @@ class MixtureMixer(nn.Module):
         self.stacks = nn.ModuleList(HstuMixer(hstu, embedding_dim=embedding_dim) for hstu in hstu_configs)
         self.together = _equal(hstu_configs)
         self.fuse = nn.Linear(len(self.stacks) * embedding_dim, embedding_dim)
+
+    @classmethod
+    def kernels(
+        cls, config: pb.MixtureMixer, path: str, model: pb.Model, device: str
+    ) -> Iterator[AttentionUse]:
+        """The ops of each stack."""
+        for index, stack in enumerate(config.stacks):
+            yield from HstuMixer.kernels(stack.hstu, f"{path}.stacks[{index}].hstu", model, device)
+
+    def channel_stacks(self) -> Sequence[nn.Module]:
+        """The stacks in the order of the channels."""
+        return list(self.stacks)
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """Mixes the channels and returns a sequence of nothing but each row's targets, [N, E].

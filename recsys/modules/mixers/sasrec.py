@@ -1,18 +1,24 @@
 """`SasRecMixer`: a causal transformer with softmax attention, the peer of HSTU (SASRec, arXiv 1808.09781)."""
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys import protos as pb
 from recsys.config.registry import register
+from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.rules import layer_rules, stack_flops
 from recsys.modules.norm import LayerNorm
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import AttentionMask, SequenceLayout, softmax_attention
+from recsys.ops.attention_args import AttentionFacts, is_deterministic
+from recsys.ops.softmax_attention import OP as SOFTMAX_ATTENTION
 
 
 @register(pb.SasRecMixer)
-class SasRecMixer(nn.Module):
+class SasRecMixer(Mixer):
     """Pre-norm transformer blocks, and a LayerNorm behind the last.
 
     Args:
@@ -42,6 +48,25 @@ class SasRecMixer(nn.Module):
             for _ in self.rules
         )
         self.norm = LayerNorm(embedding_dim)
+
+    @classmethod
+    def kernels(
+        cls, config: pb.SasRecMixer, path: str, model: pb.Model, device: str
+    ) -> Iterator[AttentionUse]:
+        """`softmax_attention` with each mask of the layers."""
+        width = model.embedding_dim // config.num_heads
+        for mask in dict.fromkeys(rule.mask for rule in layer_rules(config)):
+            facts = AttentionFacts(
+                device=device,
+                dtype=torch.bfloat16 if model.precision == pb.BF16 else torch.float32,
+                num_heads=config.num_heads,
+                qk_dim=width,
+                v_dim=width,
+                mask=mask,
+                needs_grad=True,
+                deterministic=is_deterministic(),
+            )
+            yield AttentionUse(SOFTMAX_ATTENTION, path, "auto", facts)
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
         """Tokens [T, E] in, mixed tokens out: fewer behind a truncation, but all contextual and targets."""
