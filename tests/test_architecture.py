@@ -1,11 +1,14 @@
 """The layers of the package: an import that points upward fails here, also one inside a function."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from recsys import protos as pb
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "recsys"
@@ -149,6 +152,66 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 @pytest.mark.xfail(reason="one circle is left: the launches of attention")
 def test_no_modules_import_each_other_in_a_circle():
     assert circles(import_graph()) == []
+
+
+# Words for a family or a mixer, as a part of an identifier or in a string; `hstu_attention` is an op.
+NAMES = re.compile(r"ranker|retriever|sasrec|mixture|hstu(?!_?attention)", re.IGNORECASE)
+NAMING_LAYERS = {"models", "modules", "protos", "ops"}
+NAMING_FILES = {
+    "prepare/starter_config.py": "it writes the text of a config that a user starts from",
+    "scoring/cached_scoring.py": "until scoring asks the model",
+    "inference/cached_programs.py": "until scoring asks the model",
+    "inference/package.py": "until scoring asks the model",
+}
+
+
+def names_of_models(source: str) -> set[str]:
+    """Identifiers and strings of a module that name a family or a mixer; docstrings and comments may."""
+    tree = ast.parse(source)
+    alone = [node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)]
+    prose = {id(node) for node in alone if isinstance(node, ast.Constant)}
+    found = set()
+    for node in ast.walk(tree):
+        for field in ("id", "attr", "name", "arg", "asname", "module", "value"):
+            word = getattr(node, field, None)
+            if isinstance(word, str) and id(node) not in prose and NAMES.search(word):
+                found.add(word)
+    return found
+
+
+def test_only_models_and_modules_name_a_family_or_a_mixer():
+    named = {}
+    for path in modules():
+        if layer_of(path) not in NAMING_LAYERS:
+            named[str(path.relative_to(PACKAGE))] = names_of_models(path.read_text(encoding="utf-8"))
+    assert {place: words for place, words in named.items() if words and place not in NAMING_FILES} == {}
+    assert all(named.get(place, True) for place in NAMING_FILES), "a file in NAMING_FILES names nothing"
+
+
+def test_every_family_and_mixer_has_a_name_that_is_looked_for():
+    for choice in (pb.Model, pb.Mixer):
+        (oneof,) = choice.DESCRIPTOR.oneofs
+        for field in oneof.fields:
+            assert NAMES.search(field.name) and NAMES.search(field.message_type.name)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from recsys.models.ranker import build",
+        'if pipeline.model.HasField("retriever"): pass',
+        "isinstance(mixer, pb.HstuMixer)",
+        "config.mixer.sasrec",
+        'raise ValueError(f"{name} keeps no cache; choose hstu or mixture")',
+        "def f(ranker): pass",
+    ],
+)
+def test_a_name_of_a_model_is_found(source):
+    assert names_of_models(source)
+
+
+def test_prose_and_the_op_are_no_names_of_models():
+    assert not names_of_models('"""What a ranker reads."""\nx = 1\n"""Of a retriever."""\nhstu_attention(x)')
 
 
 def test_a_circle_is_found():
