@@ -29,11 +29,11 @@ from recsys import environment  # noqa: E402
 environment.prefer_packaged_ptxas()
 from recsys.ops.linear_logp import reference  # noqa: E402
 from recsys.ops.linear_logp.recompute import (  # noqa: E402
-    Found,
     Gradients,
     Operands,
-    Upstream,
-    Wanted,
+    OutputGrads,
+    RequestedGrads,
+    RowOutputs,
 )
 from scripts.bench_ops import median_ms  # noqa: E402
 
@@ -143,7 +143,7 @@ def choices(widths: Sequence[int]) -> Iterator[Choice]:
             yield from (Choice(width, direction, number) for number in range(len(table[width])))
 
 
-def problem(rows: int, candidates: int, width: int) -> tuple[Operands, Found]:
+def problem(rows: int, candidates: int, width: int) -> tuple[Operands, RowOutputs]:
     """Unit vectors at temperature 0.05 and what the reference finds forward."""
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -157,10 +157,10 @@ def problem(rows: int, candidates: int, width: int) -> tuple[Operands, Found]:
     maximum, total, score = reference.forward(operands)
     log_total = total.log()
     rows_found = [maximum, total, score - maximum - log_total, maximum + log_total]
-    return operands, Found(*torch.stack(rows_found).unbind(0))
+    return operands, RowOutputs(*torch.stack(rows_found).unbind(0))
 
 
-def run(choice: Choice, operands: Operands, found: Found) -> Found | Gradients:
+def run(choice: Choice, operands: Operands, found: RowOutputs) -> RowOutputs | Gradients:
     """One pass with the chosen sizes; the gradient from above is -1 for each logp."""
     from recsys.ops.linear_logp import triton_ops
 
@@ -171,13 +171,13 @@ def run(choice: Choice, operands: Operands, found: Found) -> Found | Gradients:
     }
     tables[choice.direction][KIND][choice.width] = triton_ops.Blocks(*choice.sizes)
     if choice.direction == "forward":
-        return triton_ops.whole_forward(operands, -1)
+        return triton_ops.fused_forward(operands, -1)
     of_weight = choice.direction == "of weight"
-    wanted = Wanted(not of_weight, of_weight, False, False)
-    return triton_ops.whole_backward(operands, found, -torch.ones_like(found.logp), None, wanted)
+    wanted = RequestedGrads(not of_weight, of_weight, False, False)
+    return triton_ops.fused_backward(operands, found, -torch.ones_like(found.logp), None, wanted)
 
 
-def run_at(choice: Choice, operands: Operands, found: Found, _: int) -> None:
+def run_at(choice: Choice, operands: Operands, found: RowOutputs, _: int) -> None:
     """`run` as `median_ms` calls it."""
     run(choice, operands, found)
 
@@ -185,11 +185,11 @@ def run_at(choice: Choice, operands: Operands, found: Found, _: int) -> None:
 def check(choice: Choice) -> float:
     """Relative error against the reference."""
     operands, found = problem(*CHECKED, choice.width)
-    want: Found | Gradients = found
+    want: RowOutputs | Gradients = found
     if choice.direction != "forward":
         of_weight = choice.direction == "of weight"
-        upstream = Upstream(found.maximum, 1 / found.total, torch.expm1(found.logp))
-        want = reference.backward(operands, upstream, Wanted(not of_weight, of_weight, False, False))
+        upstream = OutputGrads(found.maximum, 1 / found.total, torch.expm1(found.logp))
+        want = reference.backward(operands, upstream, RequestedGrads(not of_weight, of_weight, False, False))
     worst = 0.0
     for got, right in zip(run(choice, operands, found), want, strict=True):
         if right is not None:

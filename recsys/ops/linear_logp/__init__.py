@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import check_number
-from recsys.ops.linear_logp.recompute import SHORTEST, Softmax, Whole, is_row
+from recsys.ops.linear_logp.recompute import SHORTEST, Softmax, WeightShard, is_row
 from recsys.ops.runtime.dispatch import Op
 
 __all__ = ["OP", "LinearLogp", "linear_logp", "linear_lse"]
 
 
 NOTHING = -(2**31)
-"""An `ignore_index` that nobody gives by mistake."""
+"""The internal `ignore_index` where the given one is a row of the weight."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,20 @@ class LogpFacts:
     device: str
     dtype: torch.dtype
     width: int
+    weight_size: int = 0
+    """Entries of the weight; 0 in a traced graph, where they may be open."""
     has_bias: bool = False
     has_ids: bool = False
     normalized: bool = False
 
 
 class LinearLogp(NamedTuple):
-    """Of each row, float32 (float64 for float64 inputs)."""
+    """Two numbers per row, float32 (float64 for float64 inputs)."""
 
     logp: Tensor
-    """[N], log of the probability of its target."""
+    """[N], the log-probability of the row's target."""
     lse: Tensor
-    """[N], log of the sum of the exponentials of its scores."""
+    """[N], the log of the sum of the exponentials of the row's scores."""
 
 
 def linear_logp(
@@ -59,28 +61,27 @@ def linear_logp(
 ) -> LinearLogp:
     """`log_softmax((hidden weight^T + bias) / temperature)[i, target[i]]` and the log-sum-exp of each row.
 
-    The scores are computed block by block, and again in backward, which keeps two numbers a row. With ids, a
-    row's sum leaves out the rows of the weight that have the id of its target (accidental hits among drawn
-    negatives), but never the target itself.
+    The scores are computed block by block, and again in backward, so only a few numbers per row are kept.
+    With ids, a row's sum leaves out the rows of the weight that have the id of its target (accidental hits
+    among sampled negatives), but never the target itself.
 
     Args:
         hidden: [N, D] floating point.
         weight: [V, D], dtype and device of `hidden`.
         target: [N] int64, rows of `weight`, or `ignore_index`.
-        bias: [V] floating point; for drawn candidates -log of their frequency (logQ correction). -inf leaves
-            a candidate out.
+        bias: [V] floating point; for sampled candidates -log of their frequency (logQ correction). -inf
+            leaves a candidate out.
         temperature: above 0; a tensor of one number may require a gradient.
         candidate_ids, target_ids: [V] and [N] int64, both or neither.
-        ignore_index: the target of rows that do not count: their logp is 0, and neither of their outputs has
-            a gradient.
-        l2_normalize: the rows of hidden and weight count as of unit length: divided by their norms, in
-            float32 at least, or by 1e-6 if that is more. Gradients are those of the rows as given.
+        ignore_index: the target of rows that do not count: their logp is 0, and no gradient comes from them.
+        l2_normalize: divides the rows of hidden and weight by their norms (at least 1e-6), in float32 at
+            least. Gradients are those of the rows as given.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        logp and lse, differentiable in hidden, weight, bias and temperature; all is bitwise repeatable.
-        Any other target outside [0, V) is an error where ids are on the host; on a device, where looking at
-        them would wait, its logp is NaN and it has no gradient.
+        logp and lse, differentiable in hidden, weight, bias and temperature; all are bitwise repeatable. Any
+        other target outside [0, V) is an error where targets are on the host. On a device, where a check
+        would have to wait, its logp is NaN and it has no gradient.
 
     Raises:
         TypeError, ValueError: naming the argument, and the row of a wrong target.
@@ -100,7 +101,7 @@ def linear_logp(
         l2_normalize=l2_normalize,
     )
     target, ignore_index = checked(target, weight.shape[0], ignore_index)
-    options = (OP.select(facts, backend).PIECES, Whole(ignore_index))
+    options = (OP.select(facts, backend).BACKEND, WeightShard(ignore_index))
     scale, norms = inverse_of(temperature, hidden), norms_of(hidden, weight) if l2_normalize else None
     return LinearLogp(
         *Softmax.apply(hidden, weight, bias, scale, target, candidate_ids, target_ids, *options, norms)
@@ -118,9 +119,11 @@ def linear_lse(
     l2_normalize: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """[N], the `lse` of `linear_logp` where no row has its target in `weight`: no accidental hit counts.
+    """The `lse` [N] of `linear_logp` for targets that are no rows of `weight`: every accidental hit is left
+    out.
 
-    -inf, without a gradient, where nothing remains. Arguments and errors as of `linear_logp`.
+    Rows for which nothing remains are -inf, without a gradient. Arguments and errors are those of
+    `linear_logp`.
     """
     facts = logp_facts(
         hidden,
@@ -132,17 +135,16 @@ def linear_lse(
         target_ids=target_ids,
         l2_normalize=l2_normalize,
     )
-    options = (OP.select(facts, backend).PIECES, Whole(None))
+    options = (OP.select(facts, backend).BACKEND, WeightShard(None))
     scale, norms = inverse_of(temperature, hidden), norms_of(hidden, weight) if l2_normalize else None
     return Softmax.apply(hidden, weight, bias, scale, None, candidate_ids, target_ids, *options, norms)[1]
 
 
 def checked(target: Tensor, num_rows: int, ignore_index: int) -> tuple[Tensor, int]:
-    """`target` and `ignore_index`, which is no row of the weight then.
+    """The targets with an `ignore_index` that is no row of the weight.
 
     Raises:
-        ValueError: a target that is no row of the weight and not `ignore_index`, where one can see it without
-            waiting for a device.
+        ValueError: a target that is neither a row of the weight nor `ignore_index`; checked on the host only.
     """
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         refused = ~is_row(target, num_rows) & (target != ignore_index)
@@ -158,7 +160,7 @@ def checked(target: Tensor, num_rows: int, ignore_index: int) -> tuple[Tensor, i
 
 
 def norms_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse norms of the rows of both, of the type that sums have."""
+    """Inverse norms of the rows of hidden and weight, in the type of the sums."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.no_grad():
         norms = (torch.linalg.vector_norm(rows, dim=1, dtype=wide) for rows in (hidden, weight))
@@ -167,7 +169,7 @@ def norms_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_of(temperature: float | Tensor, hidden: Tensor) -> Tensor:
-    """1 / temperature as a tensor [1] of the type that sums have."""
+    """1 / temperature as a tensor [1] in the type of the sums."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if isinstance(temperature, Tensor):
         return temperature.to(wide).reshape(1).reciprocal()
@@ -186,7 +188,7 @@ def logp_facts(
     ignore_index: int = -100,
     l2_normalize: bool = False,
 ) -> LogpFacts:
-    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    """Validates the arguments for all backends and returns their static facts."""
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         _check_float(name, tensor, hidden)
         if tensor.dim() != 2 or tensor.shape[1] == 0:
@@ -215,6 +217,7 @@ def logp_facts(
         device=hidden.device.type,
         dtype=hidden.dtype,
         width=int(hidden.shape[1]),
+        weight_size=0 if torch.compiler.is_compiling() else weight.numel(),
         has_bias=bias is not None,
         has_ids=candidate_ids is not None,
         normalized=l2_normalize,
@@ -251,8 +254,8 @@ def _check_temperature(temperature: float | Tensor, hidden: Tensor) -> None:
         raise ValueError(f"temperature must be above 0, got {temperature.item()}")
 
 
-def _kind(given: object) -> str:
-    return f"a tensor of {given.dtype}" if isinstance(given, Tensor) else type(given).__name__
+def _kind(value: object) -> str:
+    return f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
 
 
 OP = Op("linear_logp", __name__, backends=("sm90", "triton", "reference"), facts=logp_facts)

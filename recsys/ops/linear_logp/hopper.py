@@ -1,7 +1,7 @@
 """The Hopper backend of `linear_logp`: kernels scheduled by hand, for the loss over a catalogue.
 
-This module itself needs no Triton. The kernels are in `sm90_kernels`, their launches in `sm90_ops`. They are
-written in Gluon, a part of Triton that changes from one version to the next.
+This module itself needs no Triton. The kernels are in `hopper_kernels` and `hopper_wide`, their launches in
+`hopper_ops`. They are written in Gluon, a part of Triton that changes from version to version.
 """
 
 from __future__ import annotations
@@ -11,12 +11,29 @@ from torch import Tensor
 
 from recsys import environment
 from recsys.ops.linear_logp import LogpFacts, triton
-from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, Pieces, Upstream, Wanted
+from recsys.ops.linear_logp.recompute import (
+    Backend,
+    Gradients,
+    Operands,
+    OutputGrads,
+    RequestedGrads,
+    RowOutputs,
+    RowSums,
+)
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
 MAX_WIDTH = 512
-"""What there are sizes for in `sm90_ops`."""
+"""Columns for which `hopper_ops` has block sizes."""
+
+LEAST_WEIGHT = 1 << 24
+"""Entries of the weight (items x columns) from which on "auto" takes this backend.
+
+Forward and backward, unit vectors, one H200, time of Triton's backend divided by the time of this one by the
+clock: 0.82 to 0.91 with up to 100,000 x 64 entries, where the host's share of a call decides (on the GPU
+alone 1.27 to 1.36); 1.71 with 100,000 x 256, 1.86 with 100,000 x 512, 1.94 with 1,000,000 x 128. Vectors as
+they are: 1.06 to 1.19 (experiments/2026-11-23-fewer-forms).
+"""
 
 _OPS = f"{__name__.rpartition('.')[0]}.hopper_ops"
 
@@ -25,13 +42,13 @@ if (environment.installed_version("triton") or "").startswith(f"{triton_support.
 
 
 def supports(facts: LogpFacts) -> Support:
-    """Scores of 16 bits, nothing added to them, on a Hopper GPU.
+    """16-bit operands without bias and ids, on a Hopper GPU; "auto" asks for `LEAST_WEIGHT` too.
 
-    Rows that are to be normalised or end within 16 bytes are copied, in each pass anew. Normalised ones are
-    for those who name it: they are rounded once more than by Triton, and no training has been compared.
+    Rows that are to be normalized, or whose bytes are no multiple of 16, are copied in each pass; normalized
+    ones are rounded once more than by Triton's backend.
     """
     able = triton_support.support(facts.device, facts.dtype)
-    if facts.normalized:
+    if facts.weight_size < LEAST_WEIGHT:
         able = able._replace(auto=False)
     if not able.ok or facts.device != "cuda":
         return able._replace(ok=False, reason=able.reason or "it needs CUDA tensors", auto=False)
@@ -54,28 +71,32 @@ def _missing_from_the_call(facts: LogpFacts) -> str:
     return ""
 
 
-def forward(operands: Operands) -> Parts:
-    """Maximum, sum and the target's score of each row."""
+def forward(operands: Operands) -> RowSums:
+    """The maximum, the sum and the target's score of each row."""
     return triton_support.load(_OPS).forward(operands)
 
 
-def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradients:
-    """Products of the gradient of the scores; each tile of an output has one owner."""
-    return triton_support.load(_OPS).backward(operands, upstream, wanted)
+def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
+    """The products with the gradient of the scores; one program owns each tile of an output."""
+    return triton_support.load(_OPS).backward(operands, output_grads, requested)
 
 
-def whole_forward(operands: Operands, ignore_index: int | None) -> Found:
-    """`forward` and what is made of it, with few launches."""
-    return triton_support.load(_OPS).whole_forward(operands, ignore_index)
+def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
+    """The whole forward pass in few launches."""
+    return triton_support.load(_OPS).fused_forward(operands, ignore_index)
 
 
-def whole_backward(
-    operands: Operands, found: Found, grad_logp: Tensor | None, grad_lse: Tensor | None, wanted: Wanted
+def fused_backward(
+    operands: Operands,
+    outputs: RowOutputs,
+    grad_logp: Tensor | None,
+    grad_lse: Tensor | None,
+    requested: RequestedGrads,
 ) -> Gradients:
-    """`backward` and what goes before it, with few launches."""
-    return triton_support.load(_OPS).whole_backward(operands, found, grad_logp, grad_lse, wanted)
+    """The whole backward pass in few launches."""
+    return triton_support.load(_OPS).fused_backward(operands, outputs, grad_logp, grad_lse, requested)
 
 
-PIECES = Pieces(
-    forward, backward, triton.forward_op, triton.backward_op, whole_forward, whole_backward
-)  # in a traced graph Triton's kernels do it
+BACKEND = Backend(
+    forward, backward, triton.forward_op, triton.backward_op, fused_forward, fused_backward
+)  # traced graphs hold Triton's kernels

@@ -2,13 +2,13 @@
 
 A program takes units of work, one after the other: a tile of rows of its own operand, and a part of the
 blocks of rows of the other one. A tile is cut into strips of 64 rows, one a warp group. The loading warp runs
-ahead through tensor descriptors into `STAGES` buffers; barriers in shared memory say what is full and what is
-free. Products are summed in float32. In backward a warp group keeps the gradients of the scores in registers,
-as the left operand of the second product, and computes them for one block while the tensor cores work on the
-block before: a block of the other operand serves both products from one buffer.
+ahead through tensor descriptors into `STAGES` buffers; barriers in shared memory tell which buffers are full
+and which are free. Products are summed in float32. In backward a warp group keeps the gradients of the scores
+in registers, as the left operand of the second product, and computes them for one block while the tensor
+cores work on the block before: a block of the other operand serves both products from one buffer.
 
 `own` is hidden and `other` the weight, or the reverse (OF_WEIGHT). i counts rows of hidden, j rows of the
-weight. Descriptors are ragged (`sm90_start`): rows past the end are zeros.
+weight. Descriptors are ragged (`runtime.hopper_launch`): rows past the end are zeros.
 
 Numbers that belong together travel as tuples:
 
@@ -19,7 +19,7 @@ Numbers that belong together travel as tuples:
     SIZES     BLOCK_D, BLOCK_N, STAGES, STRIPS
     KIND      OF_WEIGHT, HAS_TARGET, WITH_SCALE
 
-What is in flight never crosses the end of a loop's body: ptxas (13.5) would put a wait behind every product.
+No product is in flight at the end of a loop's body: ptxas (13.5) would put a wait behind every product.
 """
 
 import math
@@ -40,14 +40,14 @@ STRIP = gl.constexpr(64)
 """Rows of a warp group: those of one matrix instruction."""
 
 RAGGED_ROWS = gl.constexpr(2**30)
-"""As in `sm90_start`."""
+"""As in `runtime.hopper_launch`."""
 
 LOG2E = gl.constexpr(math.log2(math.e))
 
 
 @gluon.jit
 def exp2(x):
-    """One instruction; results below 2^-126 are 0."""
+    """2^x in one instruction; results below 2^-126 are 0."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -55,7 +55,7 @@ def exp2(x):
 
 @gluon.jit
 def extent(unit, work, BLOCK_N: gl.constexpr):
-    """Of a unit: its tile, its part, its first block, the block behind its last."""
+    """A unit's tile, its part, its first block, and the block behind its last."""
     num_other, num_tiles, per_part = work[1], work[2], work[4]
     part = unit // num_tiles
     start = part * per_part
@@ -65,7 +65,7 @@ def extent(unit, work, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def load_rows(descriptor, first, count, full, buffer):
-    """Rows from `first` on of `count`, into `buffer`; `full` is told."""
+    """Loads rows from `first` on, of `count`, into `buffer` and announces them to the barrier `full`."""
     mbarrier.expect(full, descriptor.block_type.nbytes)
     rows = RAGGED_ROWS - count + first
     tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, count, rows, 0], full, buffer)
@@ -73,7 +73,7 @@ def load_rows(descriptor, first, count, full, buffer):
 
 @gluon.jit
 def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.constexpr):
-    """Loads what the units of this program need, in their order."""
+    """Loads the operands of this program's units in their order."""
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
@@ -99,7 +99,7 @@ def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.conste
 
 @gluon.jit
 def add_scores(best, sums, score, block, work, power):
-    """Maximum and sum of the scaled scores of some rows, with those of one more block."""
+    """Adds a block of scores to the maximum and the sum of the scaled scores of some rows."""
     BLOCK_N: gl.constexpr = score.shape[1]
     if block * BLOCK_N + BLOCK_N > work[1]:
         j = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, score.type.layout))
@@ -114,7 +114,7 @@ def add_scores(best, sums, score, block, work, power):
 def summing_group(
     strip: gl.constexpr, maximum, total, buffers, barriers, work, power, scale, SIZES: gl.constexpr
 ):
-    """Maximum and sum of the scaled scores of one strip, for each unit."""
+    """Computes the maximum and sum of the scaled scores of one strip, for each unit."""
     BLOCK_D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -156,7 +156,7 @@ def forward_kernel(
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """maximum, total [parts, num_own] float32, of the scaled scores of each part of the candidates.
+    """Writes maximum and total [parts, num_own] float32 of the scaled scores of each part of the candidates.
 
     scale [1] float32. A unit is a tile of hidden and a part of the weight; tiles fastest, so that programs at
     work share candidates.
@@ -178,7 +178,7 @@ def forward_kernel(
 
 @gluon.jit
 def prepared(own_desc, other_desc, SIZES: gl.constexpr, CHUNKS: gl.constexpr):
-    """Buffers for the operands, `CHUNKS` for a strip, and their barriers, initialised."""
+    """Buffers for the operands, `CHUNKS` per strip, and their initialized barriers."""
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
     own_buffer = gl.allocate_shared_memory(
@@ -203,18 +203,18 @@ def prepared(own_desc, other_desc, SIZES: gl.constexpr, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def fetch_vectors(block, vectors, BLOCK_N: gl.constexpr):
-    """`top` and `sign` of a block of rows of hidden, a number or so a thread."""
+    """Loads `top` and `sign` of a block of rows of hidden, about one number per thread."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     i = block * BLOCK_N + gl.arange(0, BLOCK_N, line)
     return gl.load(vectors[0] + i), gl.load(vectors[1] + i)
 
 
 @gluon.jit
-def slopes(
+def score_grads(
     score, strip: gl.constexpr, tile, block, mine, keep, place, vectors, work, power,
     SIZES: gl.constexpr, KIND: gl.constexpr, SPECIAL: gl.constexpr,
 ):  # fmt: skip
-    """dz of a block of scores, but for the sign of a row of hidden where such a row is its own.
+    """dz of a block of scores, without the row's sign where a program owns rows of hidden.
 
     `mine`: `top` of the strip's rows of hidden; `keep` has `top` and `sign` of the block's from `place` on.
     SPECIAL: with targets in it, or past the last candidate.
@@ -250,7 +250,7 @@ def slopes(
 
 @gluon.jit
 def is_special(own_marks, block, work, BLOCK_N: gl.constexpr, KIND: gl.constexpr):
-    """Whether a block needs a look at single scores: targets in it, or the last candidate before its end."""
+    """Nonzero if single scores of a block need care: it holds targets, or ends behind the last candidate."""
     special = (gl.to_tensor(0) != 0).to(gl.int32)
     if not KIND[0]:
         special = ((block + 1) * BLOCK_N > work[1]).to(gl.int32)
@@ -266,8 +266,8 @@ def advance(
     place, buffers, barriers, vectors, work, power, nothing,
     SIZES: gl.constexpr, KIND: gl.constexpr, SPECIAL: gl.constexpr,
 ):  # fmt: skip
-    """Adds the products of the block at `cursor`, whose `slope` is known, and finds that of `block`, which is
-    the one at `following`. `ahead`: what of `vectors` belongs to `block`; on return, to the one after it."""
+    """Adds the products of the block at `cursor`, given its `slope`, and computes the slope of `block`, the
+    one at `following`. `ahead` holds the vectors of `block`; on return, those of the block after it."""
     BLOCK_D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     sums: gl.constexpr = total.type.layout
@@ -283,7 +283,7 @@ def advance(
         blocks = (work[1] + BLOCK_N - 1) // BLOCK_N
         ahead = fetch_vectors(gl.minimum(block + 1, blocks - 1), vectors, BLOCK_N)
     score = warpgroup_mma_wait(1, deps=(score,))
-    wide = slopes(
+    wide = score_grads(
         score, strip, tile, block, mine, keep, place, vectors, work, power, SIZES, KIND, SPECIAL
     )  # fmt: skip
     if KIND[2]:
@@ -302,7 +302,7 @@ def adding_group(
     strip: gl.constexpr, grad, grad_scale, marks, buffers, barriers, keep, vectors, work, width, power, scale,
     SIZES: gl.constexpr, KIND: gl.constexpr,
 ):  # fmt: skip
-    """The gradient of one strip, for each unit."""
+    """Computes the gradient of one strip, for each unit."""
     BLOCK_D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -340,7 +340,7 @@ def adding_group(
         mbarrier.wait(full.index(cursor[0]), cursor[1])
         score = warpgroup_mma(own_rows, other, nothing, use_acc=False, is_async=True)
         score = warpgroup_mma_wait(0, deps=(score,))
-        wide = slopes(
+        wide = score_grads(
             score, strip, tile, start, mine, keep, 4 * strip, vectors, work, power, SIZES, KIND, True
         )
         if WITH_SCALE:
@@ -396,9 +396,9 @@ def gradient_kernel(
     OF_WEIGHT: gl.constexpr, HAS_TARGET: gl.constexpr, WITH_SCALE: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """grad [parts, num_own, width] of hidden, or of the weight if OF_WEIGHT; grad_scale [parts, num_own].
-    grad_scale has each row's share. scale [1] float32; top, sign, of_target, rows and marks as `triton_rows.
-    upstream_kernel` writes them. Where rows of hidden are its own, the sign is left to the end.
+    """Writes grad [parts, num_own, width] of hidden, or of the weight if OF_WEIGHT; grad_scale [parts,
+    num_own]. grad_scale has each row's share. scale [1] float32; top, sign, of_target, rows and marks as
+    `upstream_kernel` writes them. Where rows of hidden are its own, the sign is left to the end.
     """
     SIZES: gl.constexpr = (BLOCK_D, BLOCK_N, STAGES, STRIPS)
     KIND: gl.constexpr = (OF_WEIGHT, HAS_TARGET, WITH_SCALE)

@@ -1,5 +1,7 @@
-"""Launches of the Hopper kernels of `linear_logp`: sizes, parts. What is left for each row is Triton's, and
-so are the gradients of narrow rows."""
+"""Launches of the Hopper kernels of `linear_logp`, with their block sizes and splits into parts.
+
+Triton's kernels do the work per row, and the gradients of narrow rows.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,23 @@ from torch import Tensor
 
 from recsys.ops.linear_logp import launch, row_launch, triton_ops
 from recsys.ops.linear_logp.hopper_kernels import STRIP, forward_kernel, gradient_kernel
-from recsys.ops.linear_logp.hopper_wide import CHUNK, slopes_kernel, sums_kernel
-from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, Upstream, Wanted
+from recsys.ops.linear_logp.hopper_wide import CHUNK, row_sums_kernel, score_grads_kernel
+from recsys.ops.linear_logp.recompute import (
+    Gradients,
+    Operands,
+    OutputGrads,
+    RequestedGrads,
+    RowOutputs,
+    RowSums,
+)
 from recsys.ops.runtime.hopper_launch import Boxes, start, with_loadable_rows
 
 WARPS = 4
-"""Of a warp group."""
+"""Warps of a warp group."""
 
 
 class Sizes(NamedTuple):
-    """Of a kernel for one width."""
+    """Sizes of a kernel for one width."""
 
     others: int  # BLOCK_N
     stages: int
@@ -29,55 +38,56 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """Rows of a tile."""
         return STRIP.value * self.strips
 
 
 FORWARD = {64: Sizes(128, 6, 4, 120), 128: Sizes(128, 4, 4, 120), 256: Sizes(64, 4, 2, 240)}
-"""By width."""
+"""Sizes of the forward kernel, by width."""
 
 OF_HIDDEN = {128: Sizes(128, 4, 2, 240), 256: Sizes(64, 4, 2, 240)}
 
 OF_WEIGHT = dict(OF_HIDDEN)
 
 NARROW = 64
-"""Up to this width Triton's gradients are faster: what there is beside the products is most of the work, and
-plain programs, several a processor, share it out better."""
+"""Up to this width Triton's gradients are faster: most of the work is outside the products, and several plain
+programs on a processor overlap it better."""
 
 PIECE = 8
-"""Columns of 16 bytes."""
+"""Columns in 16 bytes, the unit of a tensor map."""
 
 WIDE_FROM = 257
-"""Columns from which on gradients of scores are written, a section of the candidates at a time."""
+"""Width from which on gradients of scores are written to memory, a section of the candidates at a time."""
 
 WIDE_SUMS = Sizes(128, 5, 2, 240)
-WIDE_SLOPES = Sizes(128, 3, 2, 240)
-"""Buffers for 64 columns of the weight each."""
+WIDE_SCORE_GRADS = Sizes(128, 3, 2, 240)
+"""Here a stage holds 64 columns of the weight."""
 
 SECTION_NUMBERS = 1 << 25
-"""Of the gradients of scores that are written at a time: 64 MiB."""
+"""Gradients of scores that are written at a time: 64 MiB."""
 
 LEAST_SECTION = 512
-"""Candidates."""
+"""The fewest candidates of a section."""
 
 
-def forward(operands: Operands) -> Parts:
-    """The arguments have been validated and are not empty; no bias, no ids."""
+def forward(operands: Operands) -> RowSums:
+    """The sums over all candidates; the operands have been validated, are not empty, and have no bias or
+    ids."""
     operands = launch.prepared(with_own_rows(operands))
-    return row_launch.parts_of_sums(operands, *launch_sums(operands))
+    return row_launch.row_sums_of(operands, *launch_sums(operands))
 
 
-def whole_forward(operands: Operands, ignore_index: int | None) -> Found:
-    """The same and what is made of it."""
+def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
+    """All outputs; the operands are as for `forward`."""
     operands = launch.prepared(with_own_rows(operands))
     return row_launch.finished(operands, *launch_sums(operands), ignore_index)
 
 
 def with_own_rows(operands: Operands) -> Operands:
-    """The operands with rows that a tensor map can describe, which are of unit length where they count so.
+    """The operands with rows that a tensor map can describe, normalized if asked for.
 
-    What is in the way is mended in copies, which live as long as a pass: rows of whole pieces of 16 bytes,
-    the rest zeros; multiplied by the inverse norms and rounded.
+    Where needed the rows are copies that live as long as a pass: padded with zeros to multiples of 16 bytes,
+    multiplied by the inverse norms and rounded.
     """
     hidden, weight, *_, hidden_norms, weight_norms = operands
     if hidden_norms is None and hidden.shape[1] % PIECE == 0:
@@ -98,7 +108,7 @@ def _copied(rows: Tensor, norms: Tensor | None) -> Tensor:
 
 
 def of_given_rows(made: Gradients, operands: Operands) -> Gradients:
-    """`made` for `with_own_rows(operands)`, as gradients of `operands`."""
+    """Gradients of `operands`, given those of `with_own_rows(operands)`."""
     return made._replace(
         hidden=_of_given(made.hidden, operands.hidden, operands.hidden_norms),
         weight=_of_given(made.weight, operands.weight, operands.weight_norms),
@@ -112,10 +122,10 @@ def _of_given(grad: Tensor | None, rows: Tensor, norms: Tensor | None) -> Tensor
 
 
 def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
-    """[parts, N] each: maximum and sum over parts of the candidates."""
+    """Maximum and sum of each row over each part of the candidates: [parts, N] each."""
     hidden, weight, _, scale, *_ = operands
     width = width_of(operands)
-    kernel, sizes = (forward_kernel, FORWARD[width]) if width < WIDE_FROM else (sums_kernel, WIDE_SUMS)
+    kernel, sizes = (forward_kernel, FORWARD[width]) if width < WIDE_FROM else (row_sums_kernel, WIDE_SUMS)
     cut = cut_for(hidden, weight, sizes, launch.MAX_PARTS)
     maxima, totals = (scale.new_empty(cut.parts, hidden.shape[0]) for _ in range(2))
     start(
@@ -130,55 +140,59 @@ def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
     return maxima, totals
 
 
-def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradients:
+def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
     """As `triton_ops.launch_backward`."""
     own = launch.prepared(with_own_rows(operands))
     if width_of(own) <= NARROW:
-        made = triton_ops.launch_backward(own, upstream, wanted)
+        made = triton_ops.launch_backward(own, output_grads, requested)
     else:
-        made = gradients(own, *row_launch.upstream_by_torch(own, upstream, sides(own)), wanted)
+        made = gradients(own, *row_launch.rows_by_torch(own, output_grads, sides(own)), requested)
     return of_given_rows(made, operands)
 
 
-def whole_backward(
-    operands: Operands, found: Found, grad_logp: Tensor | None, grad_lse: Tensor | None, wanted: Wanted
+def fused_backward(
+    operands: Operands,
+    outputs: RowOutputs,
+    grad_logp: Tensor | None,
+    grad_lse: Tensor | None,
+    requested: RequestedGrads,
 ) -> Gradients:
-    """As `triton_ops.whole_backward`."""
+    """As `triton_ops.fused_backward`."""
     own = launch.prepared(with_own_rows(operands))
     if width_of(own) <= NARROW:
-        made = triton_ops.whole_backward(own, found, grad_logp, grad_lse, wanted)
+        made = triton_ops.fused_backward(own, outputs, grad_logp, grad_lse, requested)
     else:
-        by_row = row_launch.upstream_of(own, found, (grad_logp, grad_lse), sides(own))
-        made = gradients(own, *by_row, wanted)
+        by_row = row_launch.rows_of(own, outputs, (grad_logp, grad_lse), sides(own))
+        made = gradients(own, *by_row, requested)
     return of_given_rows(made, operands)
 
 
 def sides(operands: Operands) -> tuple[row_launch.Side, row_launch.Side]:
-    """How the two gradient kernels are cut into tiles."""
+    """The tiles of the two gradient kernels."""
     width = width_of(operands)
     if is_wide(operands):
-        return row_launch.sides_of(operands, WIDE_SLOPES, WIDE_SLOPES)
+        return row_launch.sides_of(operands, WIDE_SCORE_GRADS, WIDE_SCORE_GRADS)
     return row_launch.sides_of(operands, OF_HIDDEN[width], OF_WEIGHT[width])
 
 
 def is_wide(operands: Operands) -> bool:
-    """Whether gradients of scores are to be written."""
+    """True if the gradients of scores are written to memory."""
     return width_of(operands) >= WIDE_FROM
 
 
 def gradients(
-    operands: Operands, vectors: Tensor, rows: Tensor, marks: row_launch.Marks, wanted: Wanted
+    operands: Operands, vectors: Tensor, rows: Tensor, marks: row_launch.Marks, requested: RequestedGrads
 ) -> Gradients:
-    """The operands `prepared`; the others as in `triton_rows.upstream_kernel`."""
+    """The requested gradients; the operands are `prepared`, the rest is as `upstream_kernel` writes it."""
     if is_wide(operands):
-        return wide_gradients(operands, vectors, rows, marks.hidden, wanted)
+        return wide_gradients(operands, vectors, rows, marks.hidden, requested)
     grad_hidden = grad_weight = grad_scale = None
-    if wanted.hidden or wanted.scale:
+    if requested.hidden or requested.scale:
         given = (operands, vectors, rows, marks.hidden)
-        grad_hidden, grad_scale = _launch_side(*given, of_weight=False, with_scale=wanted.scale)
-    if wanted.weight:
+        grad_hidden, grad_scale = _launch_side(*given, of_weight=False, with_scale=requested.scale)
+    if requested.weight:
         grad_weight, _ = _launch_side(operands, vectors, rows, marks.weight, of_weight=True)
-    return Gradients(grad_hidden if wanted.hidden else None, grad_weight, None, grad_scale)
+    return Gradients(grad_hidden if requested.hidden else None, grad_weight, None, grad_scale)
 
 
 def _launch_side(
@@ -190,7 +204,7 @@ def _launch_side(
     of_weight: bool,
     with_scale: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of hidden, float32, or of the weight, in its type; of the scale."""
+    """Gradients of hidden in float32, or of the weight in its own type; of the scale."""
     hidden, weight, _, scale, target, *_ = operands
     own, other = (weight, hidden) if of_weight else (hidden, weight)
     num_own, columns = own.shape
@@ -218,39 +232,42 @@ def _launch_side(
 
 
 def wide_gradients(
-    operands: Operands, vectors: Tensor, rows: Tensor, marks: Tensor, wanted: Wanted
+    operands: Operands, vectors: Tensor, rows: Tensor, marks: Tensor, requested: RequestedGrads
 ) -> Gradients:
-    """As `gradients`: those of the scores of a section of the candidates, then two library products."""
+    """As `gradients`, section by section of the candidates: gradients of scores, then two library
+    products."""
     hidden, weight, _, scale, *_ = operands
     num_candidates = weight.shape[0]
     size = section_of(*hidden.shape[:1])
     room = hidden.new_empty(hidden.shape[0], min(size, -(-num_candidates // 8) * 8))
-    grad_hidden = scale.new_zeros(hidden.shape) if wanted.hidden else None
-    grad_weight = torch.empty_like(weight) if wanted.weight else None
-    grad_scale = scale.new_zeros(1) if wanted.scale else None
+    grad_hidden = scale.new_zeros(hidden.shape) if requested.hidden else None
+    grad_weight = torch.empty_like(weight) if requested.weight else None
+    grad_scale = scale.new_zeros(1) if requested.scale else None
     for first in range(0, num_candidates, size):
         section = slice(first, min(first + size, num_candidates))
-        slopes = room[:, : section.stop - first]
-        share = _launch_slopes(operands, slopes, vectors, rows, marks, section, with_scale=wanted.scale)
+        score_grads = room[:, : section.stop - first]
+        share = _launch_score_grads(
+            operands, score_grads, vectors, rows, marks, section, with_scale=requested.scale
+        )
         if grad_hidden is not None:
-            grad_hidden += torch.mm(slopes, weight[section], out_dtype=scale.dtype)
+            grad_hidden += torch.mm(score_grads, weight[section], out_dtype=scale.dtype)
         if grad_weight is not None:
-            # Not rounded before it is summed, whatever PyTorch's settings allow the library to do.
-            grad_weight[section] = torch.mm(slopes.t(), hidden, out_dtype=scale.dtype)
+            # `out_dtype` keeps the library from summing in 16 bits, whatever PyTorch's settings allow.
+            grad_weight[section] = torch.mm(score_grads.t(), hidden, out_dtype=scale.dtype)
         if grad_scale is not None:
             grad_scale += share.sum()
     return Gradients(grad_hidden, grad_weight, None, grad_scale)
 
 
 def section_of(num_rows: int) -> int:
-    """How many candidates are looked at together: whole blocks."""
-    block = WIDE_SLOPES.others
+    """Candidates of a section: whole blocks."""
+    block = WIDE_SCORE_GRADS.others
     return max(LEAST_SECTION, SECTION_NUMBERS // num_rows // block * block)
 
 
-def _launch_slopes(
+def _launch_score_grads(
     operands: Operands,
-    slopes: Tensor,
+    score_grads: Tensor,
     vectors: Tensor,
     rows: Tensor,
     marks: Tensor,
@@ -258,19 +275,19 @@ def _launch_slopes(
     *,
     with_scale: bool,
 ) -> Tensor:
-    """Writes `slopes`; each row's share in the gradient of the scale, [parts, N], if that is wanted."""
+    """Writes `score_grads`; returns each row's share [parts, N] in the gradient of the scale if requested."""
     hidden, weight, _, scale, target, *_ = operands
-    sizes, others = WIDE_SLOPES, weight[section]
+    sizes, others = WIDE_SCORE_GRADS, weight[section]
     cut = cut_for(hidden, others, sizes, launch.MAX_PARTS)
     grad_scale = scale.new_empty(cut.parts, hidden.shape[0]) if with_scale else scale
     kind = {"HAS_TARGET": target is not None, "WITH_SCALE": with_scale}
     width = width_of(operands)
     block = sizes.others
     start(
-        slopes_kernel,
+        score_grads_kernel,
         (hidden.dtype, width, sizes, *kind.values()),
         cut.programs,
-        (*boxes(hidden, others, sizes, CHUNK.value), Boxes(slopes.unsqueeze(1), STRIP.value, block)),
+        (*boxes(hidden, others, sizes, CHUNK.value), Boxes(score_grads.unsqueeze(1), STRIP.value, block)),
         (scale, *vectors.unbind(0), rows, marks, grad_scale),
         (*cut.numbers, section.start // block, -(-weight.shape[0] // block)),
         lambda: constants_of(sizes, width) | kind,
@@ -279,7 +296,7 @@ def _launch_slopes(
 
 
 class Cut(NamedTuple):
-    """How a launch is cut into units."""
+    """The units of work of a launch."""
 
     numbers: tuple[int, int, int, int, int]  # `work` of the kernels
     parts: int
@@ -287,7 +304,7 @@ class Cut(NamedTuple):
 
 
 def cut_for(own: Tensor, other: Tensor, sizes: Sizes, most: int) -> Cut:
-    """One program a processor; as many parts as let them work to the end."""
+    """One program per processor, and the number of parts that keeps all of them busy to the end."""
     processors = launch.processors(own.device)
     tiles, blocks = -(-own.shape[0] // sizes.rows), -(-other.shape[0] // sizes.others)
     parts, per_part = launch.balanced(tiles, blocks, processors, min(most, blocks))
@@ -296,13 +313,13 @@ def cut_for(own: Tensor, other: Tensor, sizes: Sizes, most: int) -> Cut:
 
 
 def boxes(own: Tensor, other: Tensor, sizes: Sizes, width: int) -> tuple[Boxes, Boxes]:
-    """What the descriptors of two matrices show at a time."""
+    """The blocks that the descriptors of two matrices load."""
     own, other = (with_loadable_rows(matrix.unsqueeze(1)) for matrix in (own, other))
     return Boxes(own, STRIP.value, width), Boxes(other, sizes.others, width)
 
 
 def constants_of(sizes: Sizes, width: int) -> dict[str, Any]:
-    """What the kernels are compiled for, by the names of their parameters."""
+    """The compile-time constants of the kernels, by the names of their parameters."""
     columns = {"BLOCK_D": width} if width < WIDE_FROM else {"CHUNKS": width // CHUNK.value}
     return {
         **columns,
@@ -316,7 +333,7 @@ def constants_of(sizes: Sizes, width: int) -> dict[str, Any]:
 
 
 def width_of(operands: Operands) -> int:
-    """Of a block of whole rows."""
+    """Columns of a block that holds whole rows."""
     columns = operands.hidden.shape[1]
     if columns >= WIDE_FROM:
         return -(-columns // CHUNK.value) * CHUNK.value

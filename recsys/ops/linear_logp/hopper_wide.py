@@ -1,9 +1,9 @@
-"""The kernels of `linear_logp` for Hopper where rows are wide: all of a tile of hidden stays in shared
-memory, the weight passes by in pieces of 64 columns.
+"""The Hopper kernels of `linear_logp` for wide rows: a tile of hidden stays in shared memory, the weight
+passes through it in pieces of 64 columns.
 
-Nobody has registers for the gradient of a tile of wide rows. So the gradients of the scores themselves are
-written, a section of the candidates at a time, and library products make the rest of them. The schedule is
-that of `sm90_kernels`, whose names this uses; here hidden is `own`, and
+Registers do not suffice for the gradient of a tile of wide rows. So the gradients of the scores are written
+to memory, a section of the candidates at a time, and library products do the rest. The schedule and the names
+are those of `hopper_kernels`; here hidden is `own`, and
 
     SIZES     CHUNKS of 64 columns, BLOCK_N, STAGES, STRIPS
 """
@@ -30,19 +30,19 @@ from recsys.ops.linear_logp.hopper_kernels import (
 )
 
 CHUNK = gl.constexpr(64)
-"""Columns: 128 bytes, a line of shared memory as the tensor cores read it."""
+"""Columns of a piece: 128 bytes, a line of shared memory as the tensor cores read it."""
 
 
 @gluon.jit
 def copy_rows(descriptor, first, column, count, full, buffer):
-    """Rows from `first` on of `count`, some columns, into `buffer`; `full` expects them."""
+    """Loads columns of the rows from `first` on, of `count`, into `buffer`; `full` expects them."""
     rows = RAGGED_ROWS - count + first
     tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, count, rows, column], full, buffer)
 
 
 @gluon.jit
 def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.constexpr):
-    """Loads what the units of this program need, in their order."""
+    """Loads the operands of this program's units in their order."""
     CHUNKS: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -78,7 +78,7 @@ def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.conste
 
 @gluon.jit
 def scores_of(strip: gl.constexpr, cursor, buffers, barriers, nothing, SIZES: gl.constexpr):
-    """Of one block, and the cursor behind it."""
+    """The scores of one block, and the cursor behind it."""
     CHUNKS: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -105,7 +105,7 @@ def scores_of(strip: gl.constexpr, cursor, buffers, barriers, nothing, SIZES: gl
 def summing_group(
     strip: gl.constexpr, maximum, total, buffers, barriers, work, power, scale, SIZES: gl.constexpr
 ):
-    """Maximum and sum of the scaled scores of one strip, for each unit."""
+    """Computes the maximum and sum of the scaled scores of one strip, for each unit."""
     BLOCK_N: gl.constexpr = SIZES[1]
     STRIPS: gl.constexpr = SIZES[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -136,7 +136,7 @@ def writing_group(
     strip: gl.constexpr, out_desc, grad_scale, marks, buffers, barriers, vectors, work, section, power, scale,
     SIZES: gl.constexpr, HAS_TARGET: gl.constexpr, WITH_SCALE: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of the scores of one strip, for each unit."""
+    """Writes the gradients of the scores of one strip, for each unit."""
     BLOCK_N: gl.constexpr = SIZES[1]
     STRIPS: gl.constexpr = SIZES[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -187,12 +187,12 @@ def writing_group(
 
 
 @gluon.jit(do_not_specialize=["num_own", "num_other", "num_tiles", "num_units", "per_part"])
-def sums_kernel(
+def row_sums_kernel(
     own_desc, other_desc, scale, maximum, total, num_own, num_other, num_tiles, num_units, per_part,
     CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `sm90_kernels.forward_kernel`."""
+    """As `hopper_kernels.forward_kernel`."""
     SIZES: gl.constexpr = (CHUNKS, BLOCK_N, STAGES, STRIPS)
     buffers, barriers = prepared(own_desc, other_desc, SIZES, CHUNKS)
     work = (num_own, num_other, num_tiles, num_units, per_part)
@@ -212,15 +212,15 @@ def sums_kernel(
         "num_own", "num_other", "num_tiles", "num_units", "per_part", "first_block", "all_blocks"
     ]
 )  # fmt: skip
-def slopes_kernel(
+def score_grads_kernel(
     own_desc, other_desc, out_desc, scale, top, sign, of_target, rows, marks, grad_scale,
     num_own, num_other, num_tiles, num_units, per_part, first_block, all_blocks,
     CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     HAS_TARGET: gl.constexpr, WITH_SCALE: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dz times the scale, [num_own, num_other], of the section of candidates that starts with `first_block`
-    of `all_blocks`; grad_scale [parts, num_own] has each row's share. The rest as in `gradient_kernel`."""
+    """Writes dz times the scale, [num_own, num_other], of the section of candidates from `first_block` on, of
+    `all_blocks`; grad_scale [parts, num_own] gets each row's share. The rest is as in `gradient_kernel`."""
     SIZES: gl.constexpr = (CHUNKS, BLOCK_N, STAGES, STRIPS)
     operands, barriers = prepared(own_desc, other_desc, SIZES, CHUNKS)
     out_buffer = gl.allocate_shared_memory(out_desc.dtype, [STRIPS] + out_desc.block_shape, out_desc.layout)

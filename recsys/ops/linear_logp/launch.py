@@ -1,4 +1,4 @@
-"""What all launches of `linear_logp` share: ways to start a kernel, operands as kernels take them, parts."""
+"""Shared by the launches of `linear_logp`: eager and traced launches, padded operands, splits into parts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ except ImportError:  # another Triton
     _start = None
 
 Launch = Callable[..., None]
-"""`launch(kernel, key, programs, tensors, numbers, constants)`; `key` has all that the code depends on."""
+"""`launch(kernel, key, programs, tensors, numbers, constants)`; the compiled code depends on `key` alone."""
 
 LARGEST_BLOCK = 256
-"""At least as many rows as any tile has."""
+"""No tile has more rows."""
 
 MAX_PARTS = 64
+"""At most so many programs share the candidates of a tile of rows."""
 
 PART_NUMBERS = 1 << 24
-"""Most numbers in the gradients of all parts but one: 64 MiB of float32."""
+"""Limit for the partial gradients of all parts but one: 64 MiB of float32."""
 
 
-def launch_shortly(
+def launch_eager(
     kernel: Any,
     key: Hashable,
     programs: int,
@@ -38,7 +39,7 @@ def launch_shortly(
     numbers: tuple[int, ...],
     constants: dict[str, Any],
 ) -> None:
-    """As `Launch`: with little work on the host where that is known how."""
+    """A `Launch` for eager mode, with little work on the host where this Triton allows it."""
     if _start is None:
         kernel[(programs,)](*tensors, *numbers, **constants)
     else:
@@ -53,12 +54,12 @@ def launch_traced(
     numbers: tuple[int, ...],
     constants: dict[str, Any],
 ) -> None:
-    """As `Launch`: for graphs."""
+    """A `Launch` for traced graphs."""
     wrap_triton(kernel)[(programs,)](*tensors, *numbers, **constants)
 
 
 def prepared(operands: Operands) -> Operands:
-    """As the kernels take them: contiguous matrices; what is of rows or candidates up to whole tiles."""
+    """The operands as kernels take them: matrices contiguous, vectors padded to whole tiles."""
     hidden, weight, bias, scale, target, candidate_ids, target_ids, *norms = operands
     bias = None if bias is None else to_whole_tiles(bias.float())
     candidate_ids, target_ids, *norms = (
@@ -70,39 +71,40 @@ def prepared(operands: Operands) -> Operands:
 
 
 def to_whole_tiles(tensor: Tensor, fill: float = 0) -> Tensor:
-    """[n] -> its numbers and `fill` to the end of any tile with one of them: loads need no bounds."""
+    """A vector [n], padded with `fill` to the end of the last tile, so that loads need no bounds."""
     missing = -tensor.shape[0] % LARGEST_BLOCK + LARGEST_BLOCK
     return torch.nn.functional.pad(tensor, (0, missing), value=fill).contiguous()
 
 
 def tiles_of(size: int, block: int) -> int:
+    """Tiles of `block` that cover `size`."""
     return (size + block - 1) // block
 
 
 def or_else(instead: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Something to pass where there is no tensor."""
+    """The tensors, with `instead` as a placeholder for each None."""
     return tuple(instead if tensor is None else tensor for tensor in tensors)
 
 
 def padded_width(width: int) -> int:
-    """Of a block of whole rows."""
+    """Columns of a block that holds whole rows: a power of two, at least 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def precision() -> str:
-    """Of products of float32."""
+    """Triton's `input_precision` for products of float32, by PyTorch's setting."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
-    """Of the device."""
+    """Processors of the device, cached."""
     return triton_support.num_processors(device)
 
 
 @lru_cache(maxsize=1024)
 def balanced(own_tiles: int, tiles: int, slots: int, most: int) -> tuple[int, int]:
-    """Parts, `most` or fewer, and tiles a part, for which so many slots are done first."""
+    """RowSums, `most` or fewer, and tiles a part, for which so many slots are done first."""
 
     def rounds(parts: int) -> int:
         per_part = -(-tiles // parts)

@@ -1,4 +1,4 @@
-"""`linear_logp` with the rows of the weight spread over ranks, each of which keeps and trains its own.
+"""`linear_logp` with the rows of the weight sharded over ranks, each of which keeps and trains its own.
 
 Every rank computes the maximum, the sum and the target's score of each row over its candidates; reductions of
 [N] and [2, N] numbers make them those of the whole. Backward reduces the gradient of hidden, [N, D].
@@ -17,7 +17,7 @@ from recsys.ops.linear_logp import (
     logp_facts,
     norms_of,
 )
-from recsys.ops.linear_logp.recompute import Softmax, Whole
+from recsys.ops.linear_logp.recompute import Softmax, WeightShard
 
 
 def linear_logp_sharded(
@@ -46,11 +46,11 @@ def linear_logp_sharded(
         hidden: [N, D] floating point.
         weight: [V of this rank, D], perhaps without rows.
         target: [N] int64, rows of the whole weight, or `ignore_index`.
-        group: the ranks.
-        first_row: of this rank in the whole weight.
-        num_rows: of the whole weight.
+        group: process group of the ranks.
+        first_row: place of this rank's first row in the whole weight.
+        num_rows: rows of the whole weight.
         bias, candidate_ids: [V of this rank].
-        temperature, target_ids, ignore_index, l2_normalize, backend: as of `linear_logp`.
+        temperature, target_ids, ignore_index, l2_normalize, backend: as in `linear_logp`.
 
     Raises:
         TypeError, ValueError: as `linear_logp`, and for rows that are not within the whole weight.
@@ -72,7 +72,7 @@ def linear_logp_sharded(
             f"num_rows = {num_rows} of all ranks"
         )
     target, ignore_index = checked(target, num_rows, ignore_index)
-    options = (OP.select(facts, backend).PIECES, Whole(ignore_index, num_rows, first_row, group))
+    options = (OP.select(facts, backend).BACKEND, WeightShard(ignore_index, num_rows, first_row, group))
     scale, norms = inverse_of(temperature, hidden), norms_of(hidden, weight) if l2_normalize else None
     return LinearLogp(
         *Softmax.apply(hidden, weight, bias, scale, target, candidate_ids, target_ids, *options, norms)

@@ -1,6 +1,6 @@
-"""Blocks of rows in plain PyTorch: the definition of correct, on any device and in any type.
+"""The reference in plain PyTorch, a block of rows at a time, on any device and in any type.
 
-All scores of a block are held at once, in float32 at least; backward computes them again.
+It holds all scores of a block at once, in float32 at least; backward computes them again.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from recsys.ops.linear_logp.recompute import (
+    Backend,
     Gradients,
     Operands,
-    Parts,
-    Pieces,
-    Upstream,
-    Wanted,
+    OutputGrads,
+    RequestedGrads,
+    RowSums,
     fake_gradients,
     is_row,
     projected,
@@ -25,16 +25,16 @@ from recsys.ops.runtime.dispatch import SUPPORTED, Support
 from recsys.ops.runtime.registration import opaque
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
-"""Most scores held at once, by device: 2 MiB of float32 stay in a CPU's cache; a GPU wants large blocks."""
+"""Scores held at once, by device: 2 MiB of float32 stay in a CPU's cache; a GPU needs large blocks."""
 
 
 def supports(facts: object) -> Support:
-    """Everything."""
+    """Supports every call."""
     return SUPPORTED
 
 
-def forward(operands: Operands) -> Parts:
-    """Maximum, sum and the target's score of each row."""
+def forward(operands: Operands) -> RowSums:
+    """The maximum, the sum and the target's score of each row."""
     hidden, weight, bias = _wide(operands)
     maximum, total, score = (hidden.new_empty(hidden.shape[0]) for _ in range(3))
     with torch.autocast(hidden.device.type, enabled=False):
@@ -45,26 +45,31 @@ def forward(operands: Operands) -> Parts:
             best = torch.amax(scores, 1, out=maximum[block])
             finite = torch.where(best == -torch.inf, 0, best)
             torch.sum(scores.sub_(finite[:, None]).exp_(), 1, out=total[block])
-    return Parts(maximum, total, score)
+    return RowSums(maximum, total, score)
 
 
-def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradients:
-    """Products of the gradient of the scores."""
+def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
+    """The products with the gradient of the scores."""
     hidden, weight, bias = _wide(operands)
-    # z does not change when hidden, bias and temperature grow by the same factor: Euler's theorem has the
-    # gradient of the scale in those of hidden and bias.
-    of_hidden, of_bias = wanted.hidden or wanted.scale, bias is not None and (wanted.bias or wanted.scale)
+    # z does not change when hidden, bias and temperature grow by the same factor, so by Euler's theorem the
+    # gradient of the scale follows from those of hidden and bias.
+    of_hidden, of_bias = (
+        requested.hidden or requested.scale,
+        bias is not None and (requested.bias or requested.scale),
+    )
     grad_hidden = torch.empty_like(hidden) if of_hidden else None
-    grad_weight = torch.zeros_like(weight) if wanted.weight else None
+    grad_weight = torch.zeros_like(weight) if requested.weight else None
     grad_bias = weight.new_zeros(weight.shape[0]) if of_bias else None
     with torch.autocast(hidden.device.type, enabled=False):
         for block in _blocks(operands):
             scores = _scores(operands, block, hidden[block], weight, bias)
-            grad = scores.sub_(upstream.maximum[block, None]).exp_().mul_(upstream.factor[block, None])
+            grad = (
+                scores.sub_(output_grads.maximum[block, None]).exp_().mul_(output_grads.factor[block, None])
+            )
             if operands.target is not None:
                 places = _places(operands, block)
                 first = places.clamp(min=0)
-                of_target = upstream.of_target[block, None]
+                of_target = output_grads.of_target[block, None]
                 grad.scatter_(1, first, torch.where(places < 0, grad.gather(1, first), of_target))
             if grad_hidden is not None:
                 torch.mm(grad, weight, out=grad_hidden[block])
@@ -72,11 +77,11 @@ def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradient
                 grad_weight.addmm_(grad.T, hidden[block])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-    grad_scale = _of_scale(operands, hidden, grad_hidden, grad_bias) if wanted.scale else None
+    grad_scale = _of_scale(operands, hidden, grad_hidden, grad_bias) if requested.scale else None
     return Gradients(
-        _of_rows(grad_hidden, operands.hidden, operands.hidden_norms, operands) if wanted.hidden else None,
+        _of_rows(grad_hidden, operands.hidden, operands.hidden_norms, operands) if requested.hidden else None,
         _rounded(_of_weight(grad_weight, operands), operands.weight.dtype),
-        grad_bias * operands.scale if grad_bias is not None and wanted.bias else None,
+        grad_bias * operands.scale if grad_bias is not None and requested.bias else None,
         grad_scale,
     )
 
@@ -92,7 +97,7 @@ def _forward(
     hidden_norms: Tensor | None,
     weight_norms: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`forward` as one node of a traced graph, whatever the number of blocks."""
+    """`forward` as one node of a traced graph for any number of blocks."""
     operands = Operands(
         hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
     )
@@ -116,14 +121,14 @@ def _backward(
     maximum: Tensor,
     factor: Tensor,
     of_target: Tensor,
-    wanted: list[bool],
+    requested: list[bool],
 ) -> list[Tensor]:
-    """`backward` as one node: the gradients that are `wanted`."""
+    """`backward` as one node of a traced graph; returns the `requested` gradients in order."""
     operands = Operands(
         hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
     )
-    found = backward(operands, Upstream(maximum, factor, of_target), Wanted(*wanted))
-    return [gradient for gradient in found if gradient is not None]
+    grads = backward(operands, OutputGrads(maximum, factor, of_target), RequestedGrads(*requested))
+    return [gradient for gradient in grads if gradient is not None]
 
 
 def _fake_backward(hidden, weight, bias, scale, *rest):
@@ -133,11 +138,11 @@ def _fake_backward(hidden, weight, bias, scale, *rest):
 forward_op = opaque("linear_logp_forward", _forward, _fake)
 backward_op = opaque("linear_logp_backward", _backward, _fake_backward)
 
-PIECES = Pieces(forward, backward, forward_op, backward_op)
+BACKEND = Backend(forward, backward, forward_op, backward_op)
 
 
 def _wide(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
-    """hidden and bias, both times the scale, and weight, in the type of the scale; normalised rows."""
+    """Scaled hidden, weight and scaled bias in the type of the scale, with rows normalized if asked for."""
     hidden, weight, bias, scale = operands[:4]
     hidden, weight = hidden.to(scale.dtype), weight.to(scale.dtype)
     if operands.hidden_norms is not None and operands.weight_norms is not None:
@@ -155,7 +160,7 @@ def _blocks(operands: Operands) -> Iterator[slice]:
 
 
 def _scores(operands: Operands, block: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[rows of the block, V], -inf for accidental hits."""
+    """Scores [rows of the block, V], -inf for accidental hits."""
     scores = hidden @ weight.T
     if bias is not None:
         scores += bias
@@ -170,13 +175,13 @@ def _scores(operands: Operands, block: slice, hidden: Tensor, weight: Tensor, bi
 
 
 def _places(operands: Operands, block: slice) -> Tensor:
-    """[rows of the block, 1], -1 for no target."""
+    """Targets [rows of the block, 1], -1 for none."""
     target = operands.target[block, None]
     return torch.where(is_row(target, operands.weight.shape[0]), target, -1)
 
 
 def _of_scale(operands: Operands, hidden: Tensor, grad: Tensor, grad_bias: Tensor | None) -> Tensor:
-    """[1], sum over i, j of dz[i, j] z[i, j] / scale. `grad` [N, D] is before the scale, hidden behind it."""
+    """[1], the sum over i, j of dz[i, j] z[i, j] / scale. hidden is scaled, `grad` [N, D] is not."""
     total = (hidden * grad).sum()
     if operands.bias is not None and grad_bias is not None:
         # A bias of -inf has a gradient of 0.

@@ -1,4 +1,4 @@
-"""Launches of what is left for each row beside the loops over scores: of the kernels of `triton_rows`."""
+"""Launches of the kernels of `triton_rows`: the work per row before and after the loops over scores."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from recsys.ops.linear_logp.launch import (
     LARGEST_BLOCK,
     Launch,
-    launch_shortly,
+    launch_eager,
     or_else,
     padded_width,
     precision,
     tiles_of,
     to_whole_tiles,
 )
-from recsys.ops.linear_logp.recompute import Found, Operands, Parts, Upstream, is_row
+from recsys.ops.linear_logp.recompute import Operands, OutputGrads, RowOutputs, RowSums, is_row
 from recsys.ops.linear_logp.triton_rows import (
     finish_kernel,
     project_kernel,
@@ -29,42 +29,40 @@ from recsys.ops.linear_logp.triton_rows import (
 LOG2E = math.log2(math.e)
 
 ROWS = 64
-"""Of a program."""
+"""Rows per program."""
 
 FEW_ROWS = 16
-"""Of a program that only reads and writes them."""
+"""Rows per program where they are only read and written."""
 
 
-def parts_of_sums(
-    operands: Operands, maxima: Tensor, totals: Tensor, launch: Launch = launch_shortly
-) -> Parts:
-    """From [parts, N], the operands `prepared`."""
+def row_sums_of(operands: Operands, maxima: Tensor, totals: Tensor, launch: Launch = launch_eager) -> RowSums:
+    """Merges maxima and totals [parts, N] of the parts; the operands are `prepared`."""
     best = maxima.amax(0)
     finite = torch.where(best == -torch.inf, 0, best)
     total = (totals * (maxima - finite).exp()).sum(0)
-    return Parts(best, total, target_scores(operands, launch))
+    return RowSums(best, total, target_scores(operands, launch))
 
 
-def finished(operands: Operands, maxima: Tensor, totals: Tensor, ignore_index: int | None) -> Found:
-    """From [parts, N], the operands `prepared`."""
+def finished(operands: Operands, maxima: Tensor, totals: Tensor, ignore_index: int | None) -> RowOutputs:
+    """All outputs from maxima and totals [parts, N] in one launch; the operands are `prepared`."""
     hidden, weight, bias, scale, target, _, _, *norms = operands
     parts, num_rows = maxima.shape
-    found = scale.new_empty(4, num_rows)
+    outputs = scale.new_empty(4, num_rows)
     constants = row_constants(operands)
-    given = (hidden, weight, *or_else(hidden, bias), scale, *or_else(hidden, target, *norms))
-    launch_shortly(
+    inputs = (hidden, weight, *or_else(hidden, bias), scale, *or_else(hidden, target, *norms))
+    launch_eager(
         finish_kernel,
         (hidden.dtype, *constants.values()),
         tiles_of(num_rows, constants["BLOCK"]),
-        (*given, maxima, totals, found),
+        (*inputs, maxima, totals, outputs),
         (num_rows, weight.shape[0], parts, ignore_index or 0),
         constants | {"HAS_TARGET": target is not None},
     )
-    return Found(*found.unbind(0))
+    return RowOutputs(*outputs.unbind(0))
 
 
-def target_scores(operands: Operands, launch: Launch = launch_shortly) -> Tensor:
-    """[N], the operands `prepared`; any number without a target."""
+def target_scores(operands: Operands, launch: Launch = launch_eager) -> Tensor:
+    """[N] scores of the targets, arbitrary for rows without one; the operands are `prepared`."""
     hidden, weight, bias, scale, target, _, _, *norms = operands
     num_rows = hidden.shape[0]
     scores = scale.new_empty(num_rows)
@@ -83,13 +81,15 @@ def target_scores(operands: Operands, launch: Launch = launch_shortly) -> Tensor
 
 
 def project(grad: Tensor, rows: Tensor, norms: Tensor) -> Tensor:
-    """[n, D], the gradient of rows from that of their normalised forms, [n, D or more], which is overwritten
-    where there is no more."""
+    """The gradient [n, D] of rows, inputs that of their normalized forms, [n, D or more columns].
+
+    Without extra columns the result takes the memory of `grad`.
+    """
     count, width = rows.shape[0], int(rows.shape[1])
     stride = int(grad.shape[1])
     out = grad if stride == width else grad.new_empty(count, width)
     constants = {"D": width, "STRIDE": stride, "BLOCK": FEW_ROWS, "BLOCK_D": padded_width(width)}
-    launch_shortly(
+    launch_eager(
         project_kernel,
         (grad.dtype, rows.dtype, width, stride),
         tiles_of(count, FEW_ROWS),
@@ -101,24 +101,23 @@ def project(grad: Tensor, rows: Tensor, norms: Tensor) -> Tensor:
 
 
 class Side(NamedTuple):
-    """How a gradient kernel is cut into tiles: their rows, and how many there are, of the operand whose
-    gradient it finds and of the other one."""
+    """The tiles of a gradient kernel, over the operand whose gradient it computes and over the other one."""
 
-    rows: int
-    others: int
+    rows: int  # of a tile of the operand
+    others: int  # rows of a tile of the other operand
     tiles: int
     other_tiles: int
 
 
 class Marks(NamedTuple):
-    """For the kernels of the two gradients; of no use where there are no targets."""
+    """uint8 flags of the tiles with targets, for the two gradient kernels; unused without targets."""
 
     hidden: Tensor
     weight: Tensor
 
 
 def sides_of(operands: Operands, of_hidden: Any, of_weight: Any) -> tuple[Side, Side]:
-    """For kernels of such sizes, `rows` and `others`."""
+    """The sides of the two gradient kernels, whose sizes have `rows` and `others`."""
     rows, candidates = operands.hidden.shape[0], operands.weight.shape[0]
     return tuple(
         Side(sizes.rows, sizes.others, tiles_of(own, sizes.rows), tiles_of(other, sizes.others))
@@ -126,14 +125,17 @@ def sides_of(operands: Operands, of_hidden: Any, of_weight: Any) -> tuple[Side, 
     )
 
 
-def upstream_of(
-    operands: Operands, found: Found, grads: tuple[Tensor | None, Tensor | None], sides: tuple[Side, Side]
+def rows_of(
+    operands: Operands,
+    outputs: RowOutputs,
+    grads: tuple[Tensor | None, Tensor | None],
+    sides: tuple[Side, Side],
 ) -> tuple[Tensor, Tensor, Marks]:
-    """What `upstream_kernel` writes: vectors, rows and marks."""
+    """Launches `upstream_kernel`: vectors, rows and marks, as its docstring says."""
     target, num_rows = operands.target, operands.hidden.shape[0]
     padded = (tiles_of(num_rows, LARGEST_BLOCK) + 1) * LARGEST_BLOCK
-    vectors = found.total.new_empty(3, padded)
-    rows = found.total.new_empty(padded, dtype=torch.int32)
+    vectors = outputs.total.new_empty(3, padded)
+    rows = outputs.total.new_empty(padded, dtype=torch.int32)
     of_hidden, of_weight = sides
     first, marks = 0, rows
     if target is not None:
@@ -152,22 +154,22 @@ def upstream_of(
         "num_warps": 4,
     }
     strides = (0 if grad is None else grad.stride(0) for grad in grads)
-    launch_shortly(
+    launch_eager(
         upstream_kernel,
         tuple(constants.values()),
         padded // LARGEST_BLOCK,
-        (*or_else(vectors, *grads), found.maximum, *or_else(rows, target), vectors, rows, marks),
+        (*or_else(vectors, *grads), outputs.maximum, *or_else(rows, target), vectors, rows, marks),
         (num_rows, operands.weight.shape[0], *strides, of_hidden.other_tiles, of_weight.other_tiles, first),
         constants,
     )
     return vectors, rows, Marks(marks, marks[first:])
 
 
-def upstream_by_torch(
-    operands: Operands, upstream: Upstream, sides: tuple[Side, Side]
+def rows_by_torch(
+    operands: Operands, output_grads: OutputGrads, sides: tuple[Side, Side]
 ) -> tuple[Tensor, Tensor, Marks]:
-    """The same, of an upstream that is there already."""
-    maximum, factor, of_target = upstream
+    """As `rows_of`, from gradients that have already been combined, by PyTorch."""
+    maximum, factor, of_target = output_grads
     top = torch.where(factor == 0, torch.inf, maximum - factor.abs().log()) * LOG2E
     sign = torch.where(factor < 0, -1.0, 1.0)
     padded = (to_whole_tiles(top, torch.inf), to_whole_tiles(sign), to_whole_tiles(of_target))
@@ -181,7 +183,7 @@ def upstream_by_torch(
 
 
 def _marks(own: Tensor, other: Tensor, target: Tensor, side: Side) -> Tensor:
-    """Of one side; the last is of no tile. `target` -1 for none."""
+    """Flags of one side's tiles, and one more for rows without a target (-1)."""
     size = side.tiles * side.other_tiles
     place = own // side.rows * side.other_tiles + other // side.others
     place = torch.where(target < 0, size, place)
@@ -190,7 +192,7 @@ def _marks(own: Tensor, other: Tensor, target: Tensor, side: Side) -> Tensor:
 
 
 def row_constants(operands: Operands) -> dict[str, Any]:
-    """The same for kernels that look at single candidates."""
+    """Compile-time constants of the kernels that score single candidates."""
     width = int(operands.hidden.shape[1])
     return {
         "D": width,

@@ -8,15 +8,23 @@ from __future__ import annotations
 from torch import Tensor
 
 from recsys.ops.linear_logp import LogpFacts
-from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, Pieces, Upstream, Wanted
+from recsys.ops.linear_logp.recompute import (
+    Backend,
+    Gradients,
+    Operands,
+    OutputGrads,
+    RequestedGrads,
+    RowOutputs,
+    RowSums,
+)
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
 MAX_WIDTH = {2: 512, 4: 128}
-"""By bytes of a number."""
+"""Widest rows of hidden, by bytes of an entry."""
 
 LIBRARY_FROM = 64
-"""Columns of float32 beyond which products of the library are faster, forward and backward together."""
+"""Above this width in float32 the library's products are faster, forward and backward together."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
@@ -24,9 +32,9 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: LogpFacts) -> Support:
-    """What any Triton backend can do, up to some width: a program holds whole rows of its operand.
+    """As `triton_support.support`, up to `MAX_WIDTH`: a program holds whole rows of its operand.
 
-    Wide rows in float32 are for those who name it: there the products of the library are faster.
+    "auto" leaves wide rows in float32 to the reference, whose library products are faster.
     """
     able = triton_support.support(facts.device, facts.dtype)
     if facts.dtype.itemsize == 4 and facts.width > LIBRARY_FROM:
@@ -37,14 +45,14 @@ def supports(facts: LogpFacts) -> Support:
     return able._replace(ok=False, reason=reason)
 
 
-def forward(operands: Operands) -> Parts:
-    """Maximum, sum and the target's score of each row."""
+def forward(operands: Operands) -> RowSums:
+    """The maximum, the sum and the target's score of each row."""
     return triton_support.load(_OPS).launch_forward(operands)
 
 
-def backward(operands: Operands, upstream: Upstream, wanted: Wanted) -> Gradients:
-    """Products of the gradient of the scores; each tile of an output has one owner."""
-    return triton_support.load(_OPS).launch_backward(operands, upstream, wanted)
+def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
+    """The products with the gradient of the scores; one program owns each tile of an output."""
+    return triton_support.load(_OPS).launch_backward(operands, output_grads, requested)
 
 
 def forward_op(*arguments):
@@ -57,16 +65,20 @@ def backward_op(*arguments):
     return triton_support.load(_OPS).backward_op(*arguments)
 
 
-def whole_forward(operands: Operands, ignore_index: int | None) -> Found:
-    """`forward` and what is made of it, with few launches."""
-    return triton_support.load(_OPS).whole_forward(operands, ignore_index)
+def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
+    """The whole forward pass in two launches."""
+    return triton_support.load(_OPS).fused_forward(operands, ignore_index)
 
 
-def whole_backward(
-    operands: Operands, found: Found, grad_logp: Tensor | None, grad_lse: Tensor | None, wanted: Wanted
+def fused_backward(
+    operands: Operands,
+    outputs: RowOutputs,
+    grad_logp: Tensor | None,
+    grad_lse: Tensor | None,
+    requested: RequestedGrads,
 ) -> Gradients:
-    """`backward` and what goes before it, with few launches."""
-    return triton_support.load(_OPS).whole_backward(operands, found, grad_logp, grad_lse, wanted)
+    """The whole backward pass: one launch for all rows, then one for each gradient."""
+    return triton_support.load(_OPS).fused_backward(operands, outputs, grad_logp, grad_lse, requested)
 
 
-PIECES = Pieces(forward, backward, forward_op, backward_op, whole_forward, whole_backward)
+BACKEND = Backend(forward, backward, forward_op, backward_op, fused_forward, fused_backward)

@@ -1,10 +1,10 @@
 """Online log-sum-exp over tiles of scores, and the products of their gradient with either operand.
 
-Scores are raw inside of the kernels, hidden weight^T + bias, and are scaled inside of the exponential.
-Products are summed in float32; in backward the gradient of the scores is complete, the target's share in it,
-before it is rounded for the second product. With SPLIT, tiles that are whole have a loop of their own without
-bounds, which takes fewer instructions and more registers. i counts rows of hidden, j rows of the weight: the
-candidates. Matrices are contiguous. With NORMED their rows count as multiplied by their inverse norms.
+Inside the kernels scores are raw, hidden weight^T + bias; the exponential scales them. Products are summed in
+float32. In backward the gradient of a score includes the target's share before it is rounded for the second
+product. With SPLIT, whole tiles have a loop of their own without bounds, which takes fewer instructions and
+more registers. i counts rows of hidden, j rows of the weight (the candidates). Matrices are contiguous. With
+NORMED their rows are multiplied by their inverse norms.
 """
 
 import math
@@ -17,7 +17,7 @@ from recsys.ops.linear_logp.recompute import SHORTEST
 # What a kernel reads of module scope must be a constexpr.
 LOG2E = tl.constexpr(math.log2(math.e))
 LONGEST_INVERSE = tl.constexpr(1 / SHORTEST * (1 - 1e-6))
-"""Inverse norms from here on are those of rows that are not normalised but divided by a constant."""
+"""Larger inverse norms belong to rows that are divided by a constant, not by their norm."""
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def _load_rows(
     matrix, first, count,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK, BLOCK_D] from row `first`, zero behind column D. EDGE: behind the last row stands it again."""
+    """[BLOCK, BLOCK_D] from row `first` on, zero behind column D. EDGE: repeats the last row behind it."""
     row = first + tl.arange(0, BLOCK)
     if EDGE:
         row = tl.minimum(row, count - 1)
@@ -34,7 +34,7 @@ def _load_rows(
 
 @triton.jit
 def _load_these(matrix, row, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[len(row), BLOCK_D], zero behind column D."""
+    """The given rows, [len(row), BLOCK_D], zero behind column D."""
     column = tl.arange(0, BLOCK_D)
     pointers = matrix + row.to(tl.int64)[:, None] * D + column[None, :]
     if D == BLOCK_D:
@@ -45,7 +45,7 @@ def _load_these(matrix, row, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _row_or_none(target, num_candidates):
-    """int32, -1 for what is no row of the weight."""
+    """The target as int32, or -1 if it is no row of the weight."""
     return tl.where((target >= 0) & (target < num_candidates), target, -1).to(tl.int32)
 
 
@@ -65,7 +65,7 @@ def _sum_tile(
     BIASED: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_IDS: tl.constexpr, PRECISION: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
-    """`best` and `sums` [BLOCK_M] with one more tile of candidates. EDGE: not all of it is there."""
+    """Adds a tile of candidates to `best` and `sums` [BLOCK_M]. EDGE: the tile may be incomplete."""
     first = tile * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)
     w_block = _load_rows(weight, first, num_candidates, D, BLOCK_N, BLOCK_D, EDGE)
@@ -93,10 +93,10 @@ def forward_kernel(
     NORMED: tl.constexpr, BIASED: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_IDS: tl.constexpr,
     PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """maximum, total [parts, num_rows] float32: of the scaled scores of each part of the candidates.
+    """Writes maximum and total [parts, num_rows] float32 of the scaled scores of each part of the candidates.
 
-    A program for each BLOCK_M rows and each part; rows fastest, so that programs at work share candidates.
-    What is of candidates goes on to the end of a tile.
+    One program per BLOCK_M rows and part; rows fastest, so that concurrent programs share candidates. Vectors
+    of candidates are padded to the end of a tile.
     """
     num_tiles = tl.cdiv(num_rows, BLOCK_M)
     part = tl.program_id(0) // num_tiles
@@ -145,11 +145,10 @@ def _add_tile(
     NORMED: tl.constexpr, BIASED: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_IDS: tl.constexpr,
     WITH_BIAS: tl.constexpr, WITH_SCALE: tl.constexpr, PRECISION: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """`sums` [BLOCK_M, BLOCK_D], `bias_sums` and `scale_sums` [BLOCK_M] with one more tile of the other
-    operand.
+    """Adds a tile of the other operand to `sums` [BLOCK_M, BLOCK_D], `bias_sums` and `scale_sums` [BLOCK_M].
 
-    top, sign and wanted are of rows, added and known of candidates: one side is given, the other loaded.
-    Where rows are its own, the sign is left to the end.
+    top, sign and wanted belong to rows, added and known to candidates: the caller gives those of the operand
+    that the program owns, the others are loaded. A program that owns rows applies the sign at the end.
     """
     first = tile * BLOCK_N
     theirs = first + tl.arange(0, BLOCK_N)
@@ -176,27 +175,27 @@ def _add_tile(
         if HAS_TARGET:
             place = tl.load(rows + i)
         score = _without_hits(score, j, known, wanted, place, HAS_TARGET)
-    slopes = tl.exp2(score * power - top)
+    score_grads = tl.exp2(score * power - top)
     if OF_WEIGHT:
-        slopes *= sign
+        score_grads *= sign
     if HAS_TARGET:
-        # With loads in it this remains a branch, which most tiles do not take.
+        # The loads keep this a branch, which most tiles skip.
         if tl.load(own_marks + tile) != 0:
             right = tl.load(of_target + i)
             if not OF_WEIGHT:
                 right *= sign
-            slopes = tl.where(j == tl.load(rows + i), right, slopes)
+            score_grads = tl.where(j == tl.load(rows + i), right, score_grads)
     if EDGE:
         if not OF_WEIGHT:
-            slopes = tl.where(j < num_other, slopes, 0.0)
+            score_grads = tl.where(j < num_other, score_grads, 0.0)
     if WITH_BIAS:
-        bias_sums += tl.sum(slopes, 1)
+        bias_sums += tl.sum(score_grads, 1)
     if WITH_SCALE:
         # A score may be -inf.
-        scale_sums += tl.sum(tl.where(slopes == 0.0, 0.0, slopes * score), 1)
+        scale_sums += tl.sum(tl.where(score_grads == 0.0, 0.0, score_grads * score), 1)
     if NORMED:
-        slopes *= their_norms
-    added_up = tl.dot(slopes.to(block.dtype), block, sums, input_precision=PRECISION)
+        score_grads *= their_norms
+    added_up = tl.dot(score_grads.to(block.dtype), block, sums, input_precision=PRECISION)
     return added_up, bias_sums, scale_sums
 
 
@@ -210,12 +209,12 @@ def backward_kernel(
     HAS_IDS: tl.constexpr, WITH_BIAS: tl.constexpr, WITH_SCALE: tl.constexpr, PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """grad [parts, num_own, D] of hidden, or of the weight if OF_WEIGHT; grad_bias and grad_scale [parts,
-    num_own] float32, each row's share in the latter.
+    """Writes grad [parts, num_own, D] of hidden, or of the weight if OF_WEIGHT; grad_bias and grad_scale
+    [parts, num_own] float32, each row's share in the latter.
 
-    A program for each BLOCK_M rows of its own operand and each part of the other one's. rows, tops, signs and
-    of_target: see `triton_rows.upstream_kernel`; marks [own tiles, other tiles] uint8, not 0 where a tile of
-    scores holds some row's target. What is of rows or of candidates goes on to the end of a tile.
+    One program per BLOCK_M rows of the operand that it owns and part of the other one. rows, tops, signs and
+    of_target are as `triton_rows.upstream_kernel` writes them; marks [own tiles, other tiles] uint8 are not 0
+    where a tile of scores holds a row's target. Vectors are padded to the end of a tile.
     """
     num_tiles = tl.cdiv(num_own, BLOCK_M)
     own_tile = tl.program_id(0) % num_tiles

@@ -12,7 +12,7 @@ from recsys.ops.linear_logp.launch import (
     PART_NUMBERS,
     Launch,
     balanced,
-    launch_shortly,
+    launch_eager,
     launch_traced,
     or_else,
     padded_width,
@@ -21,15 +21,22 @@ from recsys.ops.linear_logp.launch import (
     processors,
     tiles_of,
 )
-from recsys.ops.linear_logp.recompute import Found, Gradients, Operands, Parts, Upstream, Wanted
+from recsys.ops.linear_logp.recompute import (
+    Gradients,
+    Operands,
+    OutputGrads,
+    RequestedGrads,
+    RowOutputs,
+    RowSums,
+)
 from recsys.ops.linear_logp.row_launch import (
     Marks,
     Side,
     finished,
-    parts_of_sums,
+    row_sums_of,
+    rows_by_torch,
+    rows_of,
     sides_of,
-    upstream_by_torch,
-    upstream_of,
 )
 from recsys.ops.linear_logp.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.registration import visible
@@ -38,12 +45,12 @@ from recsys.ops.runtime.registration import visible
 class Blocks(NamedTuple):
     """Sizes for a kernel."""
 
-    rows: int  # of a program's own operand, BLOCK_M
+    rows: int  # BLOCK_M, rows of the operand that a program owns
     others: int  # BLOCK_N
     num_warps: int
     num_stages: int
     programs: int = 1
-    """That run on a processor at a time."""
+    """Programs that run on a processor at a time."""
 
 
 FORWARD = {
@@ -61,7 +68,7 @@ FORWARD = {
     },
     "32 bits": {64: Blocks(128, 64, 8, 2), 128: Blocks(64, 32, 4, 2)},
 }
-"""By kind of call and width: ids of 64 bits take registers, and so do products of float32, three for one."""
+"""By kind of call and width: 64-bit ids take registers, and so does float32 (three products of TF32)."""
 
 OF_HIDDEN = {
     "16 bits": {
@@ -89,24 +96,24 @@ OF_WEIGHT = OF_HIDDEN | {
 }
 
 SPLIT_WIDTH = {2: 128, 4: 0}
-"""By bytes of a number: up to here registers suffice for a second loop."""
+"""Widest rows, by bytes of an entry, for which registers suffice for a second loop."""
 
 
-def launch_forward(operands: Operands, launch: Launch = launch_shortly) -> Parts:
-    """The arguments have been validated and are not empty."""
+def launch_forward(operands: Operands, launch: Launch = launch_eager) -> RowSums:
+    """The sums over all candidates; the operands have been validated and are not empty."""
     operands = prepared(operands)
-    return parts_of_sums(operands, *launch_sums(operands, launch), launch)
+    return row_sums_of(operands, *launch_sums(operands, launch), launch)
 
 
-def whole_forward(operands: Operands, ignore_index: int | None) -> Found:
-    """The same and what is made of it, in two launches."""
+def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
+    """All outputs in two launches; the operands have been validated and are not empty."""
     operands = prepared(operands)
-    maxima, totals = launch_sums(operands, launch_shortly)
+    maxima, totals = launch_sums(operands, launch_eager)
     return finished(operands, maxima, totals, ignore_index)
 
 
 def launch_sums(operands: Operands, launch: Launch) -> tuple[Tensor, Tensor]:
-    """[parts, N] each: maximum and sum over parts of the candidates."""
+    """Maximum and sum of each row over each part of the candidates: [parts, N] each."""
     hidden, weight, bias, scale, *rest = operands
     num_rows, num_candidates = hidden.shape[0], weight.shape[0]
     blocks = blocks_of(operands, FORWARD)
@@ -126,22 +133,26 @@ def launch_sums(operands: Operands, launch: Launch) -> tuple[Tensor, Tensor]:
 
 
 def launch_backward(
-    operands: Operands, upstream: Upstream, wanted: Wanted, launch: Launch = launch_shortly
+    operands: Operands, output_grads: OutputGrads, requested: RequestedGrads, launch: Launch = launch_eager
 ) -> Gradients:
-    """The arguments have been validated and are not empty."""
+    """The requested gradients; the operands have been validated and are not empty."""
     operands = prepared(operands)
     return launch_gradients(
-        operands, *upstream_by_torch(operands, upstream, _sides(operands)), wanted, launch
+        operands, *rows_by_torch(operands, output_grads, _sides(operands)), requested, launch
     )
 
 
-def whole_backward(
-    operands: Operands, found: Found, grad_logp: Tensor | None, grad_lse: Tensor | None, wanted: Wanted
+def fused_backward(
+    operands: Operands,
+    outputs: RowOutputs,
+    grad_logp: Tensor | None,
+    grad_lse: Tensor | None,
+    requested: RequestedGrads,
 ) -> Gradients:
-    """The same from the gradients of the outputs, with one launch before the large ones."""
+    """As `launch_backward`, from the gradients of the outputs, with one launch before the large ones."""
     operands = prepared(operands)
-    by_row = upstream_of(operands, found, (grad_logp, grad_lse), _sides(operands))
-    return launch_gradients(operands, *by_row, wanted, launch_shortly)
+    by_row = rows_of(operands, outputs, (grad_logp, grad_lse), _sides(operands))
+    return launch_gradients(operands, *by_row, requested, launch_eager)
 
 
 def _sides(operands: Operands) -> tuple[Side, Side]:
@@ -149,18 +160,21 @@ def _sides(operands: Operands) -> tuple[Side, Side]:
 
 
 def launch_gradients(
-    operands: Operands, vectors: Tensor, rows: Tensor, marks: Marks, wanted: Wanted, launch: Launch
+    operands: Operands, vectors: Tensor, rows: Tensor, marks: Marks, requested: RequestedGrads, launch: Launch
 ) -> Gradients:
-    """The operands `prepared`; the others as in `upstream_kernel`."""
+    """The requested gradients; the operands are `prepared`, the rest is as `upstream_kernel` writes it."""
     grad_hidden = grad_weight = grad_bias = grad_scale = None
-    if wanted.hidden or wanted.scale:
+    if requested.hidden or requested.scale:
         side = (operands, vectors, rows, marks.hidden, launch)
-        grad_hidden, _, grad_scale = launch_side(*side, of_weight=False, with_scale=wanted.scale)
-    if wanted.weight or wanted.bias:
+        grad_hidden, _, grad_scale = launch_side(*side, of_weight=False, with_scale=requested.scale)
+    if requested.weight or requested.bias:
         side = (operands, vectors, rows, marks.weight, launch)
-        grad_weight, grad_bias, _ = launch_side(*side, of_weight=True, with_bias=wanted.bias)
+        grad_weight, grad_bias, _ = launch_side(*side, of_weight=True, with_bias=requested.bias)
     return Gradients(
-        grad_hidden if wanted.hidden else None, grad_weight if wanted.weight else None, grad_bias, grad_scale
+        grad_hidden if requested.hidden else None,
+        grad_weight if requested.weight else None,
+        grad_bias,
+        grad_scale,
     )
 
 
@@ -175,7 +189,7 @@ def launch_side(
     with_bias: bool = False,
     with_scale: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of hidden, float32, or of the weight, in its type; of the bias; of the scale."""
+    """Gradients of hidden in float32, or of the weight in its own type; of the bias; of the scale."""
     hidden, weight, bias, scale, _, candidate_ids, target_ids, *norms = operands
     own, other = (weight, hidden) if of_weight else (hidden, weight)
     num_own, width = own.shape[0], int(own.shape[1])
@@ -214,14 +228,14 @@ def launch_side(
 
 
 def _is_split(parts: int) -> bool:
-    """False for one part. In a traced graph the number may be unknown: then it is taken to be several."""
+    """False for one part. A number that a traced graph leaves open counts as several."""
     return not isinstance(parts, int) or parts > 1
 
 
 def parts_of(own_tiles: int, tiles: int, blocks: Blocks, device: torch.device, most: int) -> tuple[int, int]:
-    """Into how many parts the other operand is cut, and how many tiles each has at most.
+    """The number of parts into which the other operand is cut, and the most tiles that a part has.
 
-    As many as let the processors work to the end; a traced graph, in which sizes are unknown, takes four.
+    The number keeps all processors busy to the end; a traced graph, which does not know sizes, takes four.
     """
     if isinstance(own_tiles, int) and isinstance(tiles, int) and isinstance(most, int):
         return balanced(own_tiles, tiles, processors(device) * blocks.programs, min(most, tiles))
@@ -230,7 +244,7 @@ def parts_of(own_tiles: int, tiles: int, blocks: Blocks, device: torch.device, m
 
 
 def blocks_of(operands: Operands, table: dict[str, dict[int, Blocks]]) -> Blocks:
-    """From `FORWARD`, `OF_HIDDEN` or `OF_WEIGHT`."""
+    """The entry for these operands of `FORWARD`, `OF_HIDDEN` or `OF_WEIGHT`."""
     kind = "16 bits"
     if operands.candidate_ids is not None or operands.hidden_norms is not None:
         kind = "16 bits, ids"
@@ -240,7 +254,7 @@ def blocks_of(operands: Operands, table: dict[str, dict[int, Blocks]]) -> Blocks
 
 
 def constants_of(operands: Operands, blocks: Blocks) -> dict[str, Any]:
-    """What the kernels are compiled for, by the names of their parameters."""
+    """The compile-time constants of the kernels, by the names of their parameters."""
     width = int(operands.hidden.shape[1])
     return {
         "D": width,
@@ -291,12 +305,12 @@ def backward_op(
     maximum: Tensor,
     factor: Tensor,
     of_target: Tensor,
-    wanted: list[bool],
+    requested: list[bool],
 ) -> list[Tensor]:
-    """`launch_backward` for traced graphs: the gradients that are `wanted`."""
+    """`launch_backward` for traced graphs; returns the `requested` gradients in order."""
     operands = Operands(
         hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
     )
-    upstream = Upstream(maximum, factor, of_target)
-    found = launch_backward(operands, upstream, Wanted(*wanted), launch_traced)
-    return [gradient for gradient in found if gradient is not None]
+    output_grads = OutputGrads(maximum, factor, of_target)
+    grads = launch_backward(operands, output_grads, RequestedGrads(*requested), launch_traced)
+    return [gradient for gradient in grads if gradient is not None]

@@ -1,4 +1,4 @@
-"""What is left to do for each row beside the loops over scores, in one kernel each way."""
+"""Kernels for the work per row: outputs from partial sums, gradients of scores from those of the outputs."""
 
 import math
 
@@ -16,10 +16,10 @@ def _target_scores(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     NORMED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK], scaled scores of rows from `first` on with the candidates `place`.
+    """Scaled scores [BLOCK] of the rows from `first` on with the candidates `place`.
 
-    The diagonal of a tile, and not a sum over a row's own products: it must have the very bits of the score
-    that `forward_kernel` sums, for the log-probability of a sure target is the difference of the two.
+    They are the diagonal of a tile, not sums of each row's products: they need the very bits of the scores in
+    `forward_kernel`, since the log-probability of a confident target is the difference of the two.
     """
     number = tl.arange(0, BLOCK)
     h_block = _load_rows(hidden, first, num_rows, D, BLOCK, BLOCK_D, True)
@@ -40,7 +40,7 @@ def target_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     NORMED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """scores [num_rows] float32, of each row's target, of candidate 0 where it has none."""
+    """Writes scores [num_rows] float32: of each row's target, or of candidate 0 where it has none."""
     first = tl.program_id(0) * BLOCK
     i = first + tl.arange(0, BLOCK)
     place = _row_or_none(tl.load(target + i, mask=i < num_rows, other=-1), num_candidates)
@@ -53,12 +53,13 @@ def target_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_candidates", "parts", "ignore_index"])
 def finish_kernel(
-    hidden, weight, bias, scale, target, hidden_norms, weight_norms, maxima, totals, found,
+    hidden, weight, bias, scale, target, hidden_norms, weight_norms, maxima, totals, outputs,
     num_rows, num_candidates, parts, ignore_index,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     NORMED: tl.constexpr, BIASED: tl.constexpr, HAS_TARGET: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """found [4, num_rows] float32, as `recompute.Found`, from maxima and totals [parts, num_rows]."""
+    """Writes outputs [4, num_rows] float32, the fields of `recompute.RowOutputs`, from maxima and totals
+    [parts, num_rows]."""
     first = tl.program_id(0) * BLOCK
     i = first + tl.arange(0, BLOCK)
     inside = i < num_rows
@@ -85,10 +86,10 @@ def finish_kernel(
         )  # fmt: skip
         instead = tl.where(target_of == ignore_index, 0.0, float("nan"))
         logp = tl.where(place >= 0, score - best - log_total, instead)
-    tl.store(found + i, best, mask=inside)
-    tl.store(found + num_rows + i, total, mask=inside)
-    tl.store(found + 2 * num_rows + i, logp, mask=inside)
-    tl.store(found + 3 * num_rows + i, best + log_total, mask=inside)
+    tl.store(outputs + i, best, mask=inside)
+    tl.store(outputs + num_rows + i, total, mask=inside)
+    tl.store(outputs + 2 * num_rows + i, logp, mask=inside)
+    tl.store(outputs + 3 * num_rows + i, best + log_total, mask=inside)
 
 
 @triton.jit(
@@ -98,13 +99,13 @@ def finish_kernel(
     ]
 )  # fmt: skip
 def upstream_kernel(
-    grad_logp, grad_lse, found, target, vectors, rows, marks,
+    grad_logp, grad_lse, outputs, target, vectors, rows, marks,
     num_rows, num_candidates, stride_logp, stride_lse, hidden_tiles, weight_tiles, weight_marks,
     HAS_LOGP: tl.constexpr, HAS_LSE: tl.constexpr, HAS_TARGET: tl.constexpr, BLOCK: tl.constexpr,
     HIDDEN_ROWS: tl.constexpr, HIDDEN_OTHERS: tl.constexpr,
     WEIGHT_ROWS: tl.constexpr, WEIGHT_OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """What the gradient kernels want to know of rows, up to a whole number of blocks:
+    """Writes what the gradient kernels read about rows, padded to a whole number of blocks:
 
         vectors     [3, blocks * BLOCK] float32: top, sign, of_target. With z the scaled scores in powers of
                     2, dz[i, j] = sign[i] 2^(z[i, j] - top[i]), but dz[i, rows[i]] = of_target[i]
@@ -112,7 +113,7 @@ def upstream_kernel(
         marks       uint8, 0 before: 1 for each tile of scores with a target in it, [tiles of hidden,
                     hidden_tiles] and from weight_marks on [tiles of the weight, weight_tiles]
 
-    A row that does not count has 2^-inf.
+    A row that does not count has top = inf.
     """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < num_rows
@@ -123,16 +124,16 @@ def upstream_kernel(
         of_logp = tl.load(grad_logp + i.to(tl.int64) * stride_logp, mask=inside, other=0.0)
     if HAS_LSE:
         of_lse = tl.load(grad_lse + i.to(tl.int64) * stride_lse, mask=inside, other=0.0)
-    best = tl.load(found + i, mask=inside, other=0.0)
-    total = tl.load(found + num_rows + i, mask=inside, other=0.0)
+    best = tl.load(outputs + i, mask=inside, other=0.0)
+    total = tl.load(outputs + num_rows + i, mask=inside, other=0.0)
     counts = inside & (total > 0.0)
     place = tl.full([BLOCK], -1, tl.int32)
     of_target = tl.zeros([BLOCK], tl.float32)
     if HAS_TARGET:
         place = _row_or_none(tl.load(target + i, mask=inside, other=-1), num_candidates)
         counts = counts & (place >= 0)
-        logp = tl.load(found + 2 * num_rows + i, mask=inside, other=0.0)
-        # 1 - exp(logp), with all its digits where logp is near 0.
+        logp = tl.load(outputs + 2 * num_rows + i, mask=inside, other=0.0)
+        # 1 - exp(logp), accurate also where logp is near 0.
         series = -logp * (1.0 + logp * (0.5 + logp * (1 / 6 + logp * (1 / 24 + logp * (1 / 120)))))
         rest = tl.where(logp > -0.1, series, 1.0 - tl.exp(logp))
         of_target = tl.where(place >= 0, of_lse * tl.exp(logp) + of_logp * rest, 0.0)
@@ -158,7 +159,7 @@ def project_kernel(
     grad, rows, norms, out, num_rows,
     D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out [num_rows, D], as `recompute.projected`, of grad [num_rows, STRIDE]; the two may be the same.
+    """Writes out [num_rows, D], `recompute.projected` of grad [num_rows, STRIDE]; both may be one tensor.
 
     norms [num_rows] float32, inverse ones.
     """

@@ -124,12 +124,12 @@ def _between(i, waits):
     return waits[0] < i < waits[1] or waits[2] < i < waits[3]
 
 
-@pytest.mark.parametrize("kernel", ["sums", "slopes"])
+@pytest.mark.parametrize("kernel", ["row_sums", "score_grads"])
 def test_wide_rows(kernel, tmp_path):
-    sizes = hopper_ops.WIDE_SUMS if kernel == "sums" else hopper_ops.WIDE_SLOPES
+    sizes = hopper_ops.WIDE_SUMS if kernel == "row_sums" else hopper_ops.WIDE_SCORE_GRADS
     boxes = {"own_desc": (64, 64), "other_desc": (sizes.others, 64), "out_desc": (64, sizes.others)}
     constants = hopper_ops.constants_of(sizes, 512)
-    if kernel == "slopes":
+    if kernel == "score_grads":
         constants |= {"HAS_TARGET": True, "WITH_SCALE": False}
     function = getattr(hopper_wide, f"{kernel}_kernel")
     shared, report, loops = assembled(function, constants, boxes, tmp_path)

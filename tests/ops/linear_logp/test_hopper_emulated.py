@@ -6,26 +6,26 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops.linear_logp import hopper_ops, launch, norms_of, reference, row_launch, triton_ops
-from recsys.ops.linear_logp.recompute import Operands, Parts, Upstream, Wanted, projected
+from recsys.ops.linear_logp.recompute import Operands, OutputGrads, RequestedGrads, RowSums, projected
 from tests.tools.gluon_emulator import Emulated
 
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch):
     """What is Triton's is left to PyTorch, the gradients of narrow rows with it."""
-    for kernel in ("forward_kernel", "gradient_kernel", "sums_kernel", "slopes_kernel"):
+    for kernel in ("forward_kernel", "gradient_kernel", "row_sums_kernel", "score_grads_kernel"):
         monkeypatch.setattr(hopper_ops, kernel, Emulated(getattr(hopper_ops, kernel)))
     monkeypatch.setattr(launch, "processors", lambda device: 3)
 
-    def parts_of_sums(operands, maxima, totals):
+    def row_sums_of(operands, maxima, totals):
         best = maxima.amax(0)
-        return Parts(best, (totals * (maxima - best).exp()).sum(0), best)
+        return RowSums(best, (totals * (maxima - best).exp()).sum(0), best)
 
     def project(grad, rows, norms):
         return projected(grad[:, : rows.shape[1]].float(), rows.float(), norms).to(grad.dtype)
 
     monkeypatch.setattr(triton_ops, "launch_backward", reference.backward)
-    monkeypatch.setattr(row_launch, "parts_of_sums", parts_of_sums)
+    monkeypatch.setattr(row_launch, "row_sums_of", row_sums_of)
     monkeypatch.setattr(row_launch, "project", project)
     mm = torch.mm
 
@@ -49,7 +49,7 @@ def problem(rows, candidates, width, *, targets=True, normalized=False, seed=0):
     parts = reference.forward(operands)
     factor = torch.randn(rows, generator=generator) / parts.total
     factor[0] = 0
-    upstream = Upstream(parts.maximum, factor, torch.randn(rows, generator=generator))
+    upstream = OutputGrads(parts.maximum, factor, torch.randn(rows, generator=generator))
     return operands, parts, upstream
 
 
@@ -85,7 +85,7 @@ def compare(operands, parts, upstream, *, exactly):
         torch.testing.assert_close(got.total, parts.total, rtol=1e-4, atol=1e-5)
     ours, theirs = (one.maximum + one.total.log() for one in (got, parts))
     torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=1e-5)
-    wanted = Wanted(True, True, False, True)
+    wanted = RequestedGrads(True, True, False, True)
     ours, theirs = (way.backward(operands, upstream, wanted) for way in (hopper_ops, reference))
     for name in ("hidden", "weight", "scale"):
         one, other = (getattr(found, name).float() for found in (ours, theirs))
@@ -117,9 +117,10 @@ def test_rows_past_the_last_are_of_no_account(candidates, wanted):
     operands = operands._replace(hidden=-9 * one.expand(70, 72), weight=one.expand(candidates, 72))
     parts = reference.forward(operands)
     assert (parts.maximum < -100).all()
-    upstream = Upstream(parts.maximum, 1 / parts.total, torch.ones(70))
+    upstream = OutputGrads(parts.maximum, 1 / parts.total, torch.ones(70))
     ours, theirs = (
-        way.backward(operands, upstream, Wanted(*wanted, False, False)) for way in (hopper_ops, reference)
+        way.backward(operands, upstream, RequestedGrads(*wanted, False, False))
+        for way in (hopper_ops, reference)
     )
     for got, want in zip(ours, theirs, strict=True):
         if want is not None:

@@ -1,5 +1,6 @@
 """`linear_logp` on a CPU against its formulas, one score after the other, and what it must refuse."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from recsys.ops import explain, last_backend, linear_logp, linear_lse
-from recsys.ops.linear_logp import reference
+from recsys.ops.linear_logp import hopper, logp_facts, reference
+from recsys.ops.runtime.dispatch import SUPPORTED
 from tests.ops.linear_logp.problems import IGNORED, by_hand, gradients, leaves_of, problem
 
 
@@ -330,3 +332,18 @@ def test_wrong_arguments_are_named(changes, error, message):
 
 def test_explain_answers_for_it():
     assert dict(explain("linear_logp", **arguments()).rows)["reference"].ok
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(
+    ("items", "width", "auto"), [(131_072, 128, True), (131_071, 128, False), (10**6, 16, False)]
+)
+def test_auto_leaves_small_catalogues_to_triton(items, width, auto, normalized, monkeypatch):
+    """Below 2^24 entries of the weight; who names the backend gets it."""
+    monkeypatch.setattr(hopper.triton_support, "missing_for_hopper", lambda: "")
+    monkeypatch.setattr(hopper.triton_support, "support", lambda device, dtype: SUPPORTED)
+    given = (torch.empty(7, width, device="meta"), torch.empty(items, width, device="meta"))
+    target = torch.empty(7, dtype=torch.int64, device="meta")
+    facts = logp_facts(*(one.bfloat16() for one in given), target, l2_normalize=normalized)
+    support = hopper.supports(dataclasses.replace(facts, device="cuda"))
+    assert (support.ok, support.auto) == (True, auto)

@@ -110,7 +110,7 @@ def test_a_traced_graph_holds_the_kernels():
 
     from recsys.ops.linear_logp import launch as launching
     from recsys.ops.linear_logp import triton_ops
-    from recsys.ops.linear_logp.recompute import Upstream, Wanted
+    from recsys.ops.linear_logp.recompute import OutputGrads, RequestedGrads
 
     def both(hidden, weight, scale, target):
         launch, given = (
@@ -118,7 +118,9 @@ def test_a_traced_graph_holds_the_kernels():
             Operands(hidden, weight, None, scale, target, None, None),
         )
         parts = triton_ops.launch_forward(given, launch)
-        found = triton_ops.launch_backward(given, Upstream(*parts), Wanted(True, True, False, True), launch)
+        found = triton_ops.launch_backward(
+            given, OutputGrads(*parts), RequestedGrads(True, True, False, True), launch
+        )
         return [*parts, found.hidden, found.weight]
 
     hidden, weight = torch.randn(33, 24), torch.randn(50, 24)

@@ -189,11 +189,14 @@ def test_auto_takes_the_fastest_that_can():
         linear_logp(**given, **options)
         return last_backend("linear_logp")
 
-    plain = on_device(problem(30, 40, 50, dtype=torch.bfloat16, bias=False, ids=False))
+    size = {"rows": 30, "candidates": 140_000, "width": 128, "dtype": torch.bfloat16}
+    plain = on_device(problem(**size, bias=False, ids=False))
     before = OP.fallbacks.copy()
-    assert taken(plain) == "sm90" and taken(plain, l2_normalize=True) == "triton"
+    assert taken(plain) == taken(plain, l2_normalize=True) == "sm90"
+    small = on_device(problem(**(size | {"candidates": 130_000}), bias=False, ids=False))
+    assert taken(small) == "triton"
     assert OP.fallbacks == before
-    biased = on_device(problem(30, 40, 50, dtype=torch.bfloat16, bias=True, ids=False))
+    biased = on_device(problem(**size, bias=True, ids=False))
     assert taken(biased) == "triton"
     assert OP.fallbacks - before == {("sm90", "it adds no bias"): 1}
     assert "it adds no bias" in str(explain("linear_logp", **biased))
