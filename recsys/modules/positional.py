@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from recsys import protos as pb
 from recsys.modules.cache import Prefix
 from recsys.ops import SequenceLayout, bucket_embedding
-from recsys.ops.jagged.layout_facts import STARTED_BY
 from recsys.ops.runtime import triton_support
 
 
@@ -92,7 +91,7 @@ class PositionalEncoder(nn.Module):
         self, layout: SequenceLayout, timestamps: Tensor, request_times: Tensor
     ) -> list[Tensor]:
         """`positions` and `time_buckets` at once."""
-        ops, scale = triton_support.load(STARTED_BY), None
+        ops, scale = triton_support.load("recsys.modules.token_kernels"), None
         if self.time is not None:
             scale = ops.TimeScale(self.num_time_buckets, int(self.time_unit), self.logarithmic)
         rows = self.position.num_embeddings

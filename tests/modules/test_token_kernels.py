@@ -10,7 +10,8 @@ from recsys import protos as pb
 from recsys.modules.positional import PositionalEncoder
 from recsys.modules.preprocessors.views import _times
 from recsys.ops import SequenceLayout
-from tests.tools.interpreter import interpreted, mend_interpreter, run_interpreted, starts_it
+from tests.tools.assembled import assemble
+from tests.tools.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
 
 SCALES = {"SQRT": pb.PositionalEncoder.SQRT, "LOG": pb.PositionalEncoder.LOG}
 
@@ -18,10 +19,10 @@ SCALES = {"SQRT": pb.PositionalEncoder.SQRT, "LOG": pb.PositionalEncoder.LOG}
 @pytest.fixture
 def few_lanes(monkeypatch):
     """Several programs."""
-    from recsys.ops.jagged import layout_launch
+    from recsys.modules import token_kernels
 
     mend_interpreter(monkeypatch)
-    monkeypatch.setattr(layout_launch, "LANES", 16)
+    monkeypatch.setattr(token_kernels, "LANES", 16)
 
 
 def random_batch(chance: random.Random, per_event: int) -> tuple[SequenceLayout, SimpleNamespace]:
@@ -45,7 +46,7 @@ def random_batch(chance: random.Random, per_event: int) -> tuple[SequenceLayout,
 
 
 def assert_equal_times(seed: int, device: str = "cpu") -> None:
-    from recsys.ops.jagged.layout_launch import times_of
+    from recsys.modules.token_kernels import times_of
 
     chance = random.Random(seed)
     for per_event in (1, 2):
@@ -58,7 +59,7 @@ def assert_equal_times(seed: int, device: str = "cpu") -> None:
 
 
 def assert_equal_buckets(seed: int, device: str = "cpu") -> None:
-    from recsys.ops.jagged.layout_launch import TimeScale, buckets_of
+    from recsys.modules.token_kernels import TimeScale, buckets_of
 
     chance = random.Random(seed)
     layout, batch = random_batch(chance, 1)
@@ -99,6 +100,23 @@ def test_the_same_times_and_buckets(few_lanes, seed):
 @starts_it
 def test_the_kernels_in_the_interpreter():
     run_interpreted(__file__)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
+@pytest.mark.parametrize(
+    ("name", "constants"),
+    [
+        ("times_kernel", {"PER_EVENT": 2}),
+        ("buckets_kernel", {"FROM_START": False, "TIMED": True, "LOGARITHMIC": False}),
+        ("buckets_kernel", {"FROM_START": True, "TIMED": True, "LOGARITHMIC": True}),
+    ],
+)
+def test_they_fit_into_the_registers(name, constants, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
+    from recsys.modules import token_kernels
+
+    kernel = getattr(token_kernels, name)
+    assert assemble(kernel, {}, {**constants, "LANES": 512}, tmp_path).spills == 0
 
 
 @pytest.mark.gpu

@@ -13,7 +13,6 @@ from torch import Tensor
 from recsys.data.batch import Batch
 from recsys.modules.sequence import following
 from recsys.ops import SequenceLayout
-from recsys.ops.jagged.layout_facts import STARTED_BY
 from recsys.ops.runtime import triton_support
 
 
@@ -87,8 +86,8 @@ def _times(
     """
     request = batch.request_time
     if triton_support.has_kernels(layout.device):
-        start = triton_support.load(STARTED_BY)
-        return start.times_of(layout, request, events, batch.candidate_timestamps, tokens_per_event)
+        kernels = triton_support.load("recsys.modules.token_kernels")
+        return kernels.times_of(layout, request, events, batch.candidate_timestamps, tokens_per_event)
     contextual = request[:, None].expand(-1, batch.layout.num_contextual).flatten()
     after = following(events, lengths, last=request)
     asked = torch.repeat_interleave(request, lengths, output_size=events.shape[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recsys.ops.jagged.layout_facts import (
     CONTEXTUAL,
-    STARTED_BY,
+    KERNELS,
     TARGET,
     UIH,
     HostCopy,
@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 _Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From lengths and num_targets, both [B], to those of a derived layout, wherever the tensors are."""
+"""A function from lengths and num_targets, both [B], to those of a derived layout, on any device."""
 
 
 class Selection(NamedTuple):
-    """Some tokens of a jagged tensor: their own layout, and the row of the source each of them comes from."""
+    """A selection of tokens: their layout, and the row of the source that each of them comes from."""
 
     layout: SequenceLayout
     index: Tensor  # int64 [layout.total_len]
@@ -69,7 +69,7 @@ class SequenceLayout(LayoutFacts):
 
     @classmethod
     def join(cls, parts: Sequence[SequenceLayout]) -> SequenceLayout:
-        """All samples of the first part, then all of the second, and so on: one batch for one kernel.
+        """Join all samples of the first part, then of the second, and so on, to one batch for one kernel.
 
         Raises:
             ValueError: no part, or parts with unlike `num_contextual`.
@@ -95,12 +95,12 @@ class SequenceLayout(LayoutFacts):
         return joined
 
     def truncate(self, tail_len: int) -> Selection:
-        """Keeps the contextual tokens, the newest `tail_len` history tokens and all targets of every sample.
+        """Keep the contextual tokens, the newest `tail_len` history tokens and all targets of every sample.
 
         The new sizes follow from the host copy of the lengths. A trusted layout has none and reads them off
-        the tensor: one synchronisation on a device, unbacked sizes in an exported graph. Parts of a joined
-        layout are read together, and one bound holds for all: a compiler cannot tell the larger of two
-        unbacked sizes.
+        the tensor: one synchronisation on a device, unbacked sizes in an exported graph. The sizes of all
+        parts of a joined layout are read together and share one bound, because a compiler cannot tell which
+        of two unbacked sizes is larger.
 
         Raises:
             ValueError: a negative `tail_len`.
@@ -129,14 +129,12 @@ class SequenceLayout(LayoutFacts):
         layout = self._derive(kept, self.num_contextual, total_len, self.total_targets, max_len)
         dropped, first = self.lengths - layout.lengths, torch.zeros_like(self.lengths)
         if triton_support.has_kernels(self.device):
-            return Selection(
-                layout, triton_support.load(STARTED_BY).source_rows(self, layout, first, dropped)
-            )
+            return Selection(layout, triton_support.load(KERNELS).source_rows(self, layout, first, dropped))
         index, behind = self._source_rows(layout, first), layout.positions() >= self.num_contextual
         return Selection(layout, index + torch.where(behind, layout._per_token(dropped), 0))
 
     def contextual_only(self) -> Selection:
-        """Only the contextual tokens."""
+        """Select the contextual tokens."""
         total_len = self.batch_size * self.num_contextual
         layout = self._derive(
             lambda lengths, num_targets: (
@@ -150,7 +148,7 @@ class SequenceLayout(LayoutFacts):
         return Selection(layout, self._source_rows(layout, torch.zeros_like(self.lengths)))
 
     def history_only(self) -> Selection:
-        """Only the history tokens, as samples without contextual and target tokens."""
+        """Select the history tokens, as samples without contextual and target tokens."""
         if self.parts:
             return self._of_parts(lambda part: part.history_only())
         total_len = self.total_len - self.total_targets - self.batch_size * self.num_contextual
@@ -168,7 +166,7 @@ class SequenceLayout(LayoutFacts):
         )
 
     def without_targets(self) -> Selection:
-        """Only the contextual and the history tokens."""
+        """Select the contextual and the history tokens."""
         if self.parts:
             return self._of_parts(lambda part: part.without_targets())
         layout = self._derive(
@@ -180,7 +178,7 @@ class SequenceLayout(LayoutFacts):
         return Selection(layout, self._source_rows(layout, torch.zeros_like(self.lengths)))
 
     def targets_only(self) -> Selection:
-        """Only the target tokens, as samples that consist of targets."""
+        """Select the target tokens, as samples that consist of targets."""
         return self.memo("targets_only", self._targets_only)
 
     def _targets_only(self) -> Selection:
@@ -195,23 +193,24 @@ class SequenceLayout(LayoutFacts):
         return Selection(layout, self._source_rows(layout, self.history_end))
 
     def targets_between(self, start: int, stop: int) -> Selection:
-        """Only targets number `start` to `stop - 1` of every sample, as far as it has them. Sizes as in
-        `truncate`.
+        """Select targets number `start` to `stop - 1` of every sample, as far as it has them.
+
+        Sizes are found as in `truncate`.
         """
         if self.parts:
             return self._of_parts(lambda part: part.targets_between(start, stop))
 
         def kept(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
-            some = (num_targets - start).clamp(0, stop - start)
-            return some, some
+            count = (num_targets - start).clamp(0, stop - start)
+            return count, count
 
         layout = self._derive(kept, num_contextual=0, total_len=None, total_targets=None)
         return Selection(layout, self._source_rows(layout, self.history_end + start))
 
     def select(self, samples: Sequence[int]) -> Selection:
-        """These samples in this order, each as often as it is named; of a joined layout, of every part.
+        """Select samples in the given order, each as often as it is named; in every part of a joined layout.
 
-        Sizes as in `truncate`.
+        Sizes are found as in `truncate`.
 
         Raises:
             IndexError: there is no such sample.
@@ -224,8 +223,8 @@ class SequenceLayout(LayoutFacts):
         place = host.to(self.device, non_blocking=True)
 
         def chosen(lengths: Tensor, num_targets: Tensor) -> tuple[Tensor, Tensor]:
-            own = place if lengths.device == place.device else host
-            return lengths.index_select(0, own), num_targets.index_select(0, own)
+            index = place if lengths.device == place.device else host
+            return lengths.index_select(0, index), num_targets.index_select(0, index)
 
         layout = self._derive(chosen, self.num_contextual, total_len=None, total_targets=None)
         shift = self.offsets.index_select(0, place) - layout.offsets[:-1]
@@ -261,18 +260,18 @@ class SequenceLayout(LayoutFacts):
         return self.memo("disassemble_index", build)
 
     def _source_rows(self, derived: SequenceLayout, first: Tensor) -> Tensor:
-        """Rows of self for the tokens of `derived`: one run a sample, from position `first` [B] on."""
+        """Return the row of each token of `derived`: one run per sample, from position `first` [B] on."""
         if triton_support.has_kernels(self.device):
-            return triton_support.load(STARTED_BY).source_rows(self, derived, first)
+            return triton_support.load(KERNELS).source_rows(self, derived, first)
         shift = self.offsets[:-1] + first - derived.offsets[:-1]
         return torch.arange(derived.total_len, device=self.device) + derived._per_token(shift)
 
     def _of_parts(self, select: Callable[[SequenceLayout], Selection]) -> Selection:
-        """Selections of all parts, joined."""
-        found = [select(part) for part in self.parts]
+        """Select from all parts and join the selections."""
+        selections = [select(part) for part in self.parts]
         before = accumulate((part.total_len for part in self.parts), initial=0)
-        index = [one.index + start for one, start in zip(found, before, strict=False)]
-        return Selection(SequenceLayout.join([one.layout for one in found]), torch.cat(index))
+        index = [selection.index + start for selection, start in zip(selections, before, strict=False)]
+        return Selection(SequenceLayout.join([part.layout for part in selections]), torch.cat(index))
 
     def _derive(
         self,
@@ -282,11 +281,11 @@ class SequenceLayout(LayoutFacts):
         total_targets: int | None,
         max_len: int | None = None,
     ) -> SequenceLayout:
-        """The layout with `rule(lengths, num_targets)`, applied on the device and to the host copy.
+        """Apply `rule(lengths, num_targets)` to the tensors and to the host copy.
 
         Args:
-            total_len, total_targets: None when it depends on the lengths themselves.
-            max_len: a bound that is known beside `total_len`; None: that of this layout.
+            total_len, total_targets: None if they depend on the lengths themselves.
+            max_len: a bound that is known beside `total_len`; None for this layout's own.
         """
         lengths, num_targets = rule(self.lengths, self.num_targets)
         host = None if self._host is None else HostCopy(*rule(*self._host))
@@ -313,9 +312,9 @@ class SequenceLayout(LayoutFacts):
 
 
 def _read_sizes(parts: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Sums of lengths that only a device or a traced graph knows, and a bound of all: waits for it, once.
+    """Read sums of lengths that only a device or a traced graph knows, and a bound for all: one wait.
 
-    The bound is the maximum, but at least 2: a compiler makes cases of their own of sizes 0 and 1.
+    The bound is the maximum, but at least 2: a compiler treats sizes 0 and 1 as special cases.
     """
     longest = torch.cat([*parts, parts[0].new_full((1,), 2)]).max()
     *totals, max_len = torch.stack([*(lengths.sum() for lengths in parts), longest]).cpu().unbind()

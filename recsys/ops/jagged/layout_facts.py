@@ -1,4 +1,4 @@
-"""The facts of a `SequenceLayout`: its constructors, what they prove, and what follows for every token.
+"""The facts of a `SequenceLayout`: its constructors, what they check, and what follows for every token.
 
 `layout` adds the layouts that are derived from one.
 """
@@ -15,14 +15,13 @@ from recsys.ops.jagged.layout_checks import check_samples, first_true, require_i
 from recsys.ops.runtime import triton_support
 
 if TYPE_CHECKING:
-    from recsys.ops.jagged.layout import SequenceLayout
-    from recsys.ops.jagged.layout_launch import Tokens
+    from typing_extensions import Self
 
 CONTEXTUAL, UIH, TARGET = 0, 1, 2
 """Values of `SequenceLayout.kinds()`."""
 
-STARTED_BY = "recsys.ops.jagged.layout_launch"
-"""What on a GPU takes the place of operations on a number a token."""
+KERNELS = "recsys.ops.jagged.layout_kernels"
+"""The module whose kernels replace operations on [T] on a GPU."""
 
 _T = TypeVar("_T")
 _Layout = TypeVar("_Layout", bound="LayoutFacts")
@@ -36,14 +35,23 @@ class PaddedIndex(NamedTuple):
 
 
 class HostCopy(NamedTuple):
-    """The lengths on the host: kept when a layout moves, so that totals of derived layouts cost no wait."""
+    """The lengths on the host, kept when a layout moves, so that totals of derived layouts cost no wait."""
 
     lengths: Tensor
     num_targets: Tensor
 
 
+class Tokens(NamedTuple):
+    """int64 [T] each, as the methods of `SequenceLayout` with these names return them."""
+
+    sample_ids: Tensor
+    positions: Tensor
+    assemble_index: Tensor
+    disassemble_index: Tensor
+
+
 class LayoutFacts:
-    """What `SequenceLayout` documents, without what can be derived."""
+    """The facts that `SequenceLayout` documents, without the layouts that are derived from one."""
 
     lengths: Tensor
     offsets: Tensor
@@ -52,12 +60,12 @@ class LayoutFacts:
     total_len: int
     max_len: int
     total_targets: int
-    parts: tuple[SequenceLayout, ...]
+    parts: tuple[Self, ...]
     _host: HostCopy | None
     _memo: dict[Hashable, Any]
 
     def __init__(self, lengths: Tensor, num_targets: Tensor | None = None, num_contextual: int = 0) -> None:
-        """Builds and validates a layout. Meant for host tensors; a device tensor costs one copy to the host.
+        """Build and validate a layout. Meant for host tensors; a device tensor costs one copy to the host.
 
         Args:
             lengths: int32 or int64 [B].
@@ -96,7 +104,7 @@ class LayoutFacts:
         *,
         total_len: int | None = None,
     ) -> _Layout:
-        """The validated layout of `offsets`, int32 or int64 [B + 1].
+        """Build and validate the layout of `offsets`, int32 or int64 [B + 1].
 
         Args:
             total_len: rows of the values that the offsets point into; checked against `offsets[-1]` when
@@ -130,7 +138,7 @@ class LayoutFacts:
         max_len: int,
         total_targets: int,
     ) -> _Layout:
-        """A layout whose totals were proven elsewhere: nothing is read from the tensors, nothing is checked.
+        """Make a layout whose totals are known: nothing is read from the tensors, nothing is checked.
 
         For code that is traced (`torch.export`, `torch.compile`): the lengths are graph inputs there, and the
         totals are sizes of other inputs, possibly symbolic. All tensors are int64; `max_len` may be any upper
@@ -156,7 +164,7 @@ class LayoutFacts:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.lengths.device
 
     @property
@@ -171,7 +179,7 @@ class LayoutFacts:
 
     @property
     def host_copy(self) -> HostCopy | None:
-        """The lengths on the host, when they can be had without waiting for a device; else None."""
+        """The lengths on the host if reading them waits for no device; else None."""
         if self._host is None and self.lengths.device.type == "cpu":
             return HostCopy(self.lengths, self.num_targets)
         return self._host
@@ -186,7 +194,7 @@ class LayoutFacts:
         return f"SequenceLayout({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
     def on_host(self: _Layout) -> _Layout:
-        """The same layout with its tensors on the host; no device is waited for.
+        """Return the same layout with its tensors on the host, without waiting for a device.
 
         Raises:
             ValueError: the lengths are on a device only.
@@ -206,21 +214,21 @@ class LayoutFacts:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the caching allocator that `stream` reads the tensors."""
+        """Tell the caching allocator that `stream` reads the tensors."""
         for layout in (self, *self.parts):
             for tensor in (layout.lengths, layout.offsets, layout.num_targets):
                 tensor.record_stream(stream)
 
     def memo(self, key: Hashable, build: Callable[[], _T]) -> _T:
-        """`build()`, kept for the next call with `key`: what ops derive from the layout and all layers share.
+        """Return `build()`, kept for the next call with `key`, so that all layers share what an op derives.
 
-        A traced graph keeps nothing: there the compiler drops what is computed twice.
+        A traced graph keeps nothing; its compiler drops what is computed twice.
         """
         if torch.compiler.is_compiling():
             return build()
         try:
             known = key in self._memo
-        except TypeError:  # a size in it that whoever traces has left open
+        except TypeError:  # the key has a symbolic size
             return build()
         if not known:
             self._memo[key] = build()
@@ -252,16 +260,16 @@ class LayoutFacts:
         return past_contextual + past_history
 
     def padded_index(self) -> PaddedIndex:
-        """Where each token of the padded tensor [B, max_len, ...] comes from."""
+        """Return the row that each token of the padded tensor [B, max_len, ...] comes from."""
         position = torch.arange(self.max_len, device=self.device)
         valid = position < self.lengths[:, None]
         return PaddedIndex(torch.where(valid, self.offsets[:-1, None] + position, -1), valid)
 
     def _tokens(self) -> Tokens:
-        return self.memo("tokens", lambda: triton_support.load(STARTED_BY).tokens_of(self))
+        return self.memo("tokens", lambda: triton_support.load(KERNELS).tokens_of(self))
 
     def _per_token(self, per_sample: Tensor) -> Tensor:
-        """[B] to [T]: each token gets the number of its sample."""
+        """Give each token its sample's number: [B] to [T]."""
         return per_sample.index_select(0, self.sample_ids())
 
     def _map(self: _Layout, move: Callable[[Tensor], Tensor]) -> _Layout:
@@ -285,5 +293,5 @@ def offsets_from_lengths(lengths: Tensor) -> Tensor:
 
 
 def max_or_zero(values: Tensor) -> int:
-    """The largest of some lengths; 0 of none."""
+    """Return the largest length, or 0 for an empty tensor."""
     return int(values.max()) if len(values) else 0

@@ -1,12 +1,72 @@
-"""What a layout says of each token, by kernels: a program has some tokens and looks up their samples."""
+"""What a layout on a GPU knows of each token, from two kernels that replace a dozen operations on [T] each.
 
+A program has some tokens and looks up their samples.
+"""
+
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from recsys.ops.jagged.layout_facts import LayoutFacts, Tokens
+from recsys.ops.runtime import launch
+
+LANES = 512
+"""Tokens per program."""
+
+
+def tokens_of(layout: LayoutFacts) -> Tokens:
+    """Return what a layout on a GPU knows of each token."""
+    total_len, batch_size = layout.total_len, layout.batch_size
+    memory = torch.empty(4, total_len + total_len % 2, dtype=torch.int64, device=layout.device)
+    tokens = Tokens(*memory[:, :total_len].unbind(0))  # at addresses that 16 divides
+    if total_len == 0:
+        return tokens
+    launch.start(
+        tokens_kernel,
+        -(-total_len // LANES),
+        (layout.offsets, layout.lengths, layout.num_targets, layout.num_targets.cumsum(0), *tokens),
+        (
+            total_len,
+            batch_size,
+            batch_size.bit_length(),
+            layout.num_contextual,
+            total_len - batch_size * layout.num_contextual - layout.total_targets,
+        ),
+        {"LANES": LANES, "num_warps": 4},
+    )
+    return tokens
+
+
+def source_rows(
+    layout: LayoutFacts, derived: LayoutFacts, first: Tensor, dropped: Tensor | None = None
+) -> Tensor:
+    """int64 [derived.total_len]: the row of `layout` that each token of `derived` comes from.
+
+    Args:
+        derived: has one run of each sample's tokens.
+        first: int64 [B], the position in its sample at which each run begins.
+        dropped: int64 [B], how many tokens behind the contextual ones each run leaves out; None for none.
+    """
+    total_len, batch_size = derived.total_len, derived.batch_size
+    index = torch.empty(total_len, dtype=torch.int64, device=layout.device)
+    if total_len == 0:
+        return index
+    launch.start(
+        source_kernel,
+        -(-total_len // LANES),
+        (derived.offsets, layout.offsets, first, first if dropped is None else dropped, index),
+        (total_len, batch_size, batch_size.bit_length(), layout.num_contextual),
+        {"DROPS": dropped is not None, "LANES": LANES, "num_warps": 4},
+    )
+    return index
 
 
 @triton.jit
 def _sample_of(offsets, token, inside, batch_size, steps):
-    """The sample of each token, B for one that is none; 2^steps > B."""
+    """Return the sample of each token, B behind the last one; 2^steps > B."""
     low, high = token * 0, token * 0 + batch_size
     for _ in range(steps):
         middle = (low + high) // 2
@@ -21,8 +81,10 @@ def tokens_kernel(
     total_len, batch_size, steps, contextual, history_rows,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Of each token its sample, its position, its row in [contextual | history | targets] of all samples, and
-    of each row its token. `targets_until` [B]: targets up to each sample's last; `history_rows`: of all."""
+    """Write each token's sample, position and row in [contextual | history | targets] of all samples, and the
+    token of each row. `targets_until` [B] is the running sum of `num_targets`; `history_rows` counts the
+    history tokens of all samples.
+    """
     token = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = token < total_len
     sample = _sample_of(offsets, token, inside, batch_size, steps)
@@ -48,8 +110,7 @@ def source_kernel(
     total_len, batch_size, steps, contextual,
     DROPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """index [total_len]: where each token of a derived layout comes from. It has one run of each sample, from
-    token `first` [B] on; behind the contextual tokens it leaves out `dropped` [B] more."""
+    """Write index [total_len] of `source_rows`."""
     token = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = token < total_len
     sample = _sample_of(offsets, token, inside, batch_size, steps)
@@ -61,76 +122,3 @@ def source_kernel(
         missing = tl.load(dropped + sample, mask=is_real & (position >= contextual), other=0)
         source += missing
     tl.store(index + token, source, mask=inside)
-
-
-@triton.jit(do_not_specialize=["total_len", "first_event", "first_candidate"])
-def times_kernel(
-    rows, sample_ids, positions, lengths, num_targets, request_times, events, candidates, times,
-    total_len, first_event, first_candidate,
-    PER_EVENT: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """times [total_len, 3]: a token's own time, that of the next one and that of its request. `rows`: as
-    `tokens_kernel` makes them; those from `first_event` on are of events, `PER_EVENT` each, those from
-    `first_candidate` on of candidates."""
-    token = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
-    inside = token < total_len
-    sample = tl.load(sample_ids + token, mask=inside, other=0)
-    row, position = (
-        tl.load(rows + token, mask=inside, other=0),
-        tl.load(positions + token, mask=inside, other=0),
-    )
-    history_end = tl.load(lengths + sample, mask=inside, other=0)
-    history_end -= tl.load(num_targets + sample, mask=inside, other=0)
-    asked = tl.load(request_times + sample, mask=inside, other=0)
-    is_event = inside & (row >= first_event) & (row < first_candidate)
-    is_candidate = inside & (row >= first_candidate)
-    event = (row - first_event) // PER_EVENT
-    own = tl.load(events + event, mask=is_event, other=0)
-    after = tl.load(events + event + 1, mask=is_event & (position + 1 < history_end), other=0)
-    after = tl.where(position + 1 < history_end, after, asked)
-    if PER_EVENT == 2:  # what comes after the content of an event is its action, at the same time
-        after = tl.where((row - first_event) % 2 == 0, own, after)
-    wanted = tl.load(candidates + row - first_candidate, mask=is_candidate, other=0)
-    place = times + token * 3
-    tl.store(place, tl.where(is_candidate, wanted, tl.where(is_event, own, asked)), mask=inside)
-    tl.store(place + 1, tl.where(is_candidate, wanted, tl.where(is_event, after, asked)), mask=inside)
-    tl.store(place + 2, tl.where(is_candidate, wanted, asked), mask=inside)
-
-
-@triton.jit(
-    do_not_specialize=[
-        "total_len",
-        "contextual",
-        "last_position",
-        "num_buckets",
-        "unit",
-        "stride",
-        "stride_of_requests",
-    ]
-)
-def buckets_kernel(
-    sample_ids, positions, lengths, num_targets, times, request_times, of_position, of_time,
-    total_len, contextual, last_position, num_buckets, unit, stride, stride_of_requests,
-    FROM_START: tl.constexpr, TIMED: tl.constexpr, LOGARITHMIC: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """of_position, of_time [total_len]: the rows of the tables of `recsys.modules.positional`."""
-    token = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
-    inside = token < total_len
-    sample = tl.load(sample_ids + token, mask=inside, other=0)
-    index = tl.load(positions + token, mask=inside, other=0)
-    history_end = tl.load(lengths + sample, mask=inside, other=0)
-    history_end -= tl.load(num_targets + sample, mask=inside, other=0)
-    position = tl.minimum(index, history_end)
-    if not FROM_START:
-        position = tl.where(index < contextual, index, contextual + history_end - position)
-    tl.store(of_position + token, tl.minimum(position, last_position), mask=inside)
-    if TIMED:
-        age = tl.load(request_times + token * stride_of_requests, mask=inside, other=0)
-        age -= tl.load(times + token * stride, mask=inside, other=0)
-        units = age.to(tl.float64) / (token * 0 + unit).to(tl.float64)
-        if LOGARITHMIC:
-            bucket = tl.log(tl.maximum(units, 1.0)).to(tl.int64)
-        else:
-            bucket = tl.sqrt(tl.maximum(units, 0.0)).to(tl.int64)
-        bucket = tl.where(index < contextual, num_buckets, tl.minimum(bucket, num_buckets - 1))
-        tl.store(of_time + token, bucket, mask=inside)

@@ -13,10 +13,10 @@ from tests.tools.interpreter import INTERPRETED, interpreted, mend_interpreter, 
 @pytest.fixture
 def few_lanes(monkeypatch):
     """Several programs."""
-    from recsys.ops.jagged import layout_launch
+    from recsys.ops.jagged import layout_kernels
 
     mend_interpreter(monkeypatch)
-    monkeypatch.setattr(layout_launch, "LANES", 16)
+    monkeypatch.setattr(layout_kernels, "LANES", 16)
 
 
 def random_layout(chance: random.Random) -> SequenceLayout:
@@ -29,7 +29,7 @@ def random_layout(chance: random.Random) -> SequenceLayout:
 
 
 def assert_equal_numbers(seed: int, device: str = "cpu") -> None:
-    from recsys.ops.jagged.layout_launch import source_rows, tokens_of
+    from recsys.ops.jagged.layout_kernels import source_rows, tokens_of
 
     chance = random.Random(seed)
     layout = random_layout(chance)
@@ -63,9 +63,6 @@ def test_the_kernels_in_the_interpreter():
     [
         ("tokens_kernel", {}),
         ("source_kernel", {"DROPS": True}),
-        ("times_kernel", {"PER_EVENT": 2}),
-        ("buckets_kernel", {"FROM_START": False, "TIMED": True, "LOGARITHMIC": False}),
-        ("buckets_kernel", {"FROM_START": True, "TIMED": True, "LOGARITHMIC": True}),
     ],
 )
 def test_they_fit_into_the_registers(name, constants, tmp_path):
