@@ -23,7 +23,7 @@ from recsys.config.checks.choices import loss_kind
 from recsys.config.checks.model import fits_preprocessor, metric_names
 from recsys.config.checks.sequence import num_contextual, tokens_per_event
 from recsys.config.checks.walk import Finding, children, join, lines
-from recsys.config.declarations import model_of
+from recsys.config.declarations import mixer_of, model_of
 
 __all__ = [
     "Finding",
@@ -56,7 +56,7 @@ def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Findi
     Args:
         derived: paths of fields that were filled in; they are judged where they come from.
     """
-    model_of(pipeline)  # its family's declaration may add ranges
+    mixer_of(pipeline)  # declarations of the model and its mixer may add ranges
     numbers = [finding for finding in values.numbers(pipeline) if finding.path not in derived]
     return numbers + [finding for rule in RULES for finding in rule(pipeline)]
 
