@@ -98,7 +98,7 @@ def bench_reader(folder: Path) -> Result:
     the median.
     """
     pipeline = _reader_file(folder)
-    loader = Loader(pipeline, "train", LayoutRule(num_contextual=2), shuffle=True)
+    loader = Loader.open(pipeline, "train", LayoutRule(num_contextual=2), shuffle=True)
     path, data = pipeline.data.train.parquet.paths[0], pipeline.data
     plain, ours = [], []
     with multiprocessing.get_context("spawn").Pool(1, _set_threads, [data.num_workers]) as pool:
@@ -179,7 +179,7 @@ def bench_step(
         AssertionError: they do not compute the same; then there is nothing to compare.
     """
     pipeline = config.prepare(ROOT / path, ["data.num_workers=0"]).pipeline
-    loader = Loader(pipeline, "train", layout_rule(pipeline), shuffle=True)
+    loader = Loader.open(pipeline, "train", layout_rule(pipeline), shuffle=True)
     batches = list(islice(loader.epoch(0), num_batches))
     filled = [pad(batch, pipeline) for batch in batches]
     torch.manual_seed(0)

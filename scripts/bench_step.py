@@ -82,7 +82,7 @@ class Record:
 
 def batches_of(pipeline: pb.Pipeline, device: torch.device) -> list[Batch]:
     """The batches that a training run would get."""
-    loader = Loader(pipeline, "train", layout_rule(pipeline))
+    loader = Loader.open(pipeline, "train", layout_rule(pipeline))
     return [batch.to(device) for batch in islice(loader.epoch(0), BATCHES)]
 
 

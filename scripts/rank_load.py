@@ -21,7 +21,7 @@ from recsys import config
 from recsys import protos as pb
 from recsys.config import features
 from recsys.data.loader import Loader
-from recsys.data.schema.row_layout import RowOrder
+from recsys.data.schema.row_layout import ShardedRowLayout
 from recsys.flags import Parser, positive
 from recsys.models import layout_rule
 from recsys.prepare.command import run
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
 def count_lookups(pipeline: pb.Pipeline) -> dict[str, np.ndarray]:
     """Table -> int64 [rows], how often each row is looked up in an epoch; a retriever's negatives aside."""
     found = {table.name: np.zeros(table.rows, np.int64) for table in features.tables(pipeline)}
-    for batch in Loader(pipeline, "train", layout_rule(pipeline)).epoch():
+    for batch in Loader.open(pipeline, "train", layout_rule(pipeline)).epoch():
         for column in features.columns(pipeline):
             if column.table:
                 rows = batch.ids[column.name].values().numpy()
@@ -88,8 +88,8 @@ def rank_load(lookups: dict[str, np.ndarray], vocabularies: set[str], ranks: int
     for name, counts in lookups.items():
         block = -(-len(counts) // ranks)
         listed += np.bincount(np.arange(len(counts)) // block, weights=counts, minlength=ranks)
-        order = RowOrder(len(counts) - 1, name if name in vocabularies else None)
-        rows = np.append(0, order.rows(np.arange(len(counts) - 1)))
+        order = ShardedRowLayout(len(counts) - 1, name if name in vocabularies else None)
+        rows = np.append(0, order.row_of(np.arange(len(counts) - 1)))
         dealt += np.bincount(rows // block, weights=counts, minlength=ranks)
     hottest = max(int(counts.max()) for counts in lookups.values())
     mean = max(listed.mean(), 1e-9)

@@ -30,7 +30,7 @@ class Scoring:
         self.model: Ranker = build_model(pipeline).eval()
         draw_weights(self.model)
         self.model.to(device)
-        loader = Loader(pipeline, "train", layout_rule(pipeline))
+        loader = Loader.open(pipeline, "train", layout_rule(pipeline))
         batch = next(iter(loader.epoch(0)))
         self.kept, self.microbatch, self.device = batch.to(device), microbatch, device
         starts = range(0, int(batch.num_candidates.max()), microbatch)

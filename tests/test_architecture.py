@@ -224,6 +224,45 @@ def test_the_rule_lets_downward_imports_pass():
     assert violations("data", imports_of("from recsys.ops import SequenceLayout", "recsys.data")) == []
 
 
+# Each stage of `data` may import itself and those before it.
+DATA_STAGES = (
+    {"arrow", "counts", "hashing", "lru"},
+    {"schema"},
+    {"sources"},
+    {"plan"},
+    {"convert"},
+    {"workers"},
+    {"batch", "collator", "negatives", "unknown_ids"},
+    {"inspect", "loader"},
+)
+DATA_LEVEL = {name: level for level, names in enumerate(DATA_STAGES) for name in names}
+
+
+def stage_violations(stage: str, imported: set[str]) -> list[str]:
+    stages = {name.split(".")[1] for name in imported if name.startswith("data.")}
+    return sorted(name for name in stages if DATA_LEVEL[name] > DATA_LEVEL[stage])
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "data").rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_stages_of_data_import_in_one_direction(path):
+    stage = path.relative_to(PACKAGE / "data").parts[0].removesuffix(".py")
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    imported = imports_of(path.read_text(encoding="utf-8"), package)
+    if stage == "__init__":
+        assert not imported
+    else:
+        assert stage_violations(stage, imported) == []
+
+
+def test_a_stage_that_imports_a_later_one_is_found():
+    imported = imports_of(
+        "from recsys.data.workers import pool\nfrom ..schema import contract", "recsys.data.plan"
+    )
+    assert stage_violations("plan", imported) == ["workers"]
+
+
 @pytest.mark.parametrize("name", ENTRY_POINTS)
 def test_entry_points_stay_short(name):
     path = PACKAGE / f"{name}.py"

@@ -1,5 +1,6 @@
-"""From event files to batches: sources, the order of an epoch, checks, vocabularies and reader processes.
+"""Reads event files and makes batches of their rows.
 
-`loader.Loader` is the way in. Reader processes run `sources` -> `columns` and send numpy arrays; `collate`
-makes the `batch.Batch` of them in the training process.
+`loader.Loader` is the way in. The stages import in this direction only: `schema` (columns and vocabularies),
+`sources` (files and row groups), `plan` (the order of an epoch), `convert` (checked numpy arrays), `workers`
+(reader processes), and then `collator`, which makes a `batch.Batch` of the arrays in the training process.
 """

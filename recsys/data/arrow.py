@@ -1,14 +1,16 @@
-"""Small things that every reader of arrow data needs."""
+"""Small helpers for arrow data: whole columns, types, integers, parquet files."""
 
 import fsspec
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys.errors import DataError
 
 
 def one_array(column: pa.ChunkedArray) -> pa.Array:
-    """A column as one array, dictionaries decoded."""
+    """Joins the chunks of a column into one array and decodes dictionaries."""
     array = (
         column.chunk(0)
         if column.num_chunks == 1
@@ -17,13 +19,20 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
     return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
 
 
-def is_text(given: pa.DataType) -> bool:
-    """Whether values are strings."""
-    return pa.types.is_string(given) or pa.types.is_large_string(given)
+def is_text(kind: pa.DataType) -> bool:
+    """True for both types of strings."""
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def integers(values: pa.Array) -> np.ndarray:
+    """Converts an integer array to int64; nulls become 0."""
+    if values.null_count:
+        values = pc.fill_null(values, pa.scalar(0, values.type))
+    return values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
 
 
 def open_parquet(path: str, remedy: str) -> pq.ParquetFile:
-    """A parquet file whose pages are checked against their checksums as they are read.
+    """Opens a parquet file; its pages are checked against their checksums as they are read.
 
     Args:
         path: local path or fsspec address.
@@ -43,5 +52,5 @@ def open_parquet(path: str, remedy: str) -> pq.ParquetFile:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the details below."""
+    """Returns the first line of an error's message, without the details below it."""
     return str(error).split("\n", 1)[0]

@@ -1,7 +1,7 @@
-"""A batch of rows as tensors: what the reader makes and every model takes.
+"""A batch of rows as tensors, which the reader makes and every model takes.
 
-Everything that a forward pass needs to know on the host (totals, maxima, the position in the data) was
-computed in the reader, so no module waits for the device. B rows, U history events, N candidates, T tokens.
+The reader computes all that a forward pass needs on the host (totals, maxima, the position in the data), so
+no module waits for the device. B rows, U history events, N candidates, T tokens.
 """
 
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -22,9 +22,10 @@ __all__ = ["Batch", "Channel", "LayoutRule", "Position", "Rows"]
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the data a step stands: `index` is the last batch of the epoch's plan that a rank holds in it.
+    """The place of a training step in the data: `index` is the last batch of the epoch's plan that any rank
+    holds.
 
-    All ranks carry the same position, and reading goes on at `index + 1`.
+    All ranks carry the same position, and reading continues at `index + 1`. Checkpoints store both numbers.
     """
 
     epoch: int = 0
@@ -33,13 +34,13 @@ class Position:
 
 @dataclass
 class Rows:
-    """Where rows came from; stays on the host.
+    """The origin of a batch's rows; stays on the host.
 
     Attributes:
         file: [B] int64 index into the source's list of files; -1 in a batch of nothing but filler rows.
         row: [B] int64 row within the file; -1 likewise.
         keys: the key columns as they stand in the file, B rows; None in training.
-        counts: how many of them were left out or cut.
+        counts: numbers of rows that were left out or cut.
     """
 
     file: Tensor
@@ -54,27 +55,28 @@ class Batch(Pipelineable):
 
     Attributes:
         layout: contextual, history and (for ranking) target tokens of each row.
-        channel_layout: the same of each channel's events, joined over channels, when the model has channels.
+        channel_layout: the same for the events of each channel, joined over channels; None without channels.
         channel_events: by channel, int64 places of its events among the U.
-        channel_lengths: by channel, [B] int64 events of each row in it.
-        uih_lengths: [B] int64 events of each row.
-        num_candidates: [B] int64 candidates of each row.
+        channel_lengths: by channel, [B] int64 number of its events in each row.
+        uih_lengths: [B] int64 number of events.
+        num_candidates: [B] int64 number of candidates.
         ids: every embedded column, keys by `features.columns`; values are rows of the tables, lengths count
-            ids of each row. A retriever's also has `features.shared_columns`, items that all rows share, and
-            the columns of side ITEM, what is known of these items, in that order; all lie in row 0.
-        value_counts: for multi-valued columns, int64 ids of each row / event / candidate / shared item.
-        numbers: for plain numeric columns, float32 one a row / event / candidate / shared item, transformed;
-            and perhaps `log_weights` of the shared items.
+            ids of each row. Behind them stand `features.shared_columns`, the negatives that all
+            rows share, and the columns of side ITEM, the features of these negatives; all of these lie in row
+            0.
+        value_counts: for multi-valued columns, int64 number of ids of each row, event, candidate or negative.
+        numbers: for plain numeric columns, float32, one per row, event, candidate or negative, transformed;
+            for sampled negatives with logQ also `log_weights`.
         request_time: [B] int64 seconds.
         uih_timestamps: [U] int64 seconds.
-        uih_actions: [U] int64 bitmask; zeros when no action encoder looks at it.
-        uih_watch_time: [U] float32 seconds; zeros when no action encoder looks at it.
+        uih_actions: [U] int64 bitmask; zeros if no action encoder reads it.
+        uih_watch_time: [U] float32 seconds; zeros if no action encoder reads it.
         candidate_timestamps: [N] int64 seconds, the request time of each candidate.
         labels: by task name, [N] float32.
         sample_weight: [B] float32; 0 marks a filler row that keeps ranks in step.
-        group: [B] int64 user of a row, for per-user metrics; 0 when the config names no key column.
-        position: where in the data the batch stands.
-        rows: where its rows came from.
+        group: [B] int64 hash of the row's user, for per-user metrics; 0 if the config names no key column.
+        position: the batch's place in the data.
+        rows: origin of its rows.
     """
 
     layout: SequenceLayout
@@ -99,15 +101,15 @@ class Batch(Pipelineable):
 
     @property
     def sequences(self) -> SequenceLayout:
-        """The tokens that layers mix: `channel_layout` when there are channels, else `layout`."""
+        """The layout of the tokens that layers mix: `channel_layout` if there are channels, else `layout`."""
         return self.layout if self.channel_layout is None else self.channel_layout
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        """A copy on `device`; `rows` stays on the host."""
+        """Copies the batch to `device`; `rows` stays on the host."""
         return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """A copy in page-locked memory, from which copies to a GPU do not block."""
+        """Copies the batch to page-locked memory, from which copies to a GPU do not block."""
         return self._map(lambda x: x.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:

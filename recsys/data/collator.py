@@ -1,5 +1,4 @@
-"""From arrays that a reader sent to a `Batch`, in the training process: tensors, layout, shared items,
-position."""
+"""Makes a `Batch` of the arrays that a reader sent, in the training process: tensors, layout, negatives."""
 
 import numpy as np
 import torch
@@ -9,35 +8,52 @@ from torchrec import KeyedJaggedTensor
 from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import Batch, LayoutRule, Position, Rows
+from recsys.data.convert.packer import BatchArrays
 from recsys.data.counts import Counts
-from recsys.data.negatives import SharedColumns, SharedItems
+from recsys.data.negatives import NegativeColumns, NegativesBuilder
 from recsys.data.schema.contract import Mode
-from recsys.data.workers.packer import Arrays
 from recsys.ops import SequenceLayout
 
 
 class Collator:
-    """Makes batches for one config."""
+    """Makes batches for one config.
 
-    def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule, mode: Mode) -> None:
+    Args:
+        pipeline: resolved.
+        rule: how rows become sequences.
+        negatives: makes the columns of negatives; None if the model searches no items.
+    """
+
+    def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule, negatives: NegativesBuilder | None) -> None:
         self._rule = rule
         self._keys = [column.name for column in features.columns(pipeline) if column.table]
-        self._shared = SharedItems(pipeline, mode) if features.shared_columns(pipeline) else None
+        self._negatives = negatives
 
-    def collate(self, arrays: Arrays, position: Position, index: int) -> Batch:
-        """The batch of some arrays.
+    @classmethod
+    def open(cls, pipeline: pb.Pipeline, rule: LayoutRule, mode: Mode) -> "Collator":
+        """Reads what negatives need: features and counts of items.
+
+        Raises:
+            DataError: a file that cannot be used.
+        """
+        negatives = NegativesBuilder.open(pipeline, mode) if features.shared_columns(pipeline) else None
+        return cls(pipeline, rule, negatives)
+
+    def collate(self, arrays: BatchArrays, position: Position, index: int) -> Batch:
+        """Makes the batch of some arrays.
 
         Args:
-            position: what the batch tells the trainer.
+            arrays: rows of the batch.
+            position: the batch's place in the data, for the trainer.
             index: number of the batch in the plan of `position.epoch`; decides its negatives.
         """
         candidates = torch.from_numpy(arrays.num_candidates)
         events = torch.from_numpy(arrays.uih_lengths)
         in_channels = _tensors(arrays.channel_lengths)
         channels = [self._layout(lengths, candidates) for lengths in in_channels.values()]
-        shared = SharedColumns({}, {}, {})
-        if self._shared is not None:
-            shared = self._shared.of(arrays, position.epoch, index)
+        negatives = NegativeColumns({}, {}, {})
+        if self._negatives is not None:
+            negatives = self._negatives.columns(arrays, position.epoch, index)
         return Batch(
             layout=self._layout(events, candidates),
             channel_layout=SequenceLayout.join(channels) if channels else None,
@@ -45,9 +61,9 @@ class Collator:
             channel_lengths=in_channels,
             uih_lengths=events,
             num_candidates=candidates,
-            ids=self._ids(arrays, shared.ids),
-            value_counts=_tensors(arrays.value_counts | shared.value_counts),
-            numbers=_tensors(arrays.numbers | shared.numbers),
+            ids=self._ids(arrays, negatives.ids),
+            value_counts=_tensors(arrays.value_counts | negatives.value_counts),
+            numbers=_tensors(arrays.numbers | negatives.numbers),
             request_time=torch.from_numpy(arrays.request_time),
             uih_timestamps=torch.from_numpy(arrays.uih_timestamps),
             uih_actions=torch.from_numpy(arrays.uih_actions),
@@ -71,21 +87,21 @@ class Collator:
         lengths = rule.num_contextual + rule.tokens_per_event * events + targets
         return SequenceLayout(lengths, targets, rule.num_contextual)
 
-    def _ids(self, arrays: Arrays, shared: dict[str, np.ndarray]) -> KeyedJaggedTensor:
+    def _ids(self, arrays: BatchArrays, negatives: dict[str, np.ndarray]) -> KeyedJaggedTensor:
+        """Joins the ids of the rows and those of the negatives, all of which are put into row 0."""
         num_rows = len(arrays.row)
-        keys, values, lengths = [*self._keys, *shared], arrays.id_values, arrays.id_lengths
-        if shared:
-            of_keys = np.zeros((len(shared), num_rows), np.int64)
-            # A row has to hold them.
-            of_keys[:, 0] = [len(own) for own in shared.values()]
-            values = np.concatenate([values, *shared.values()])
-            lengths = np.concatenate([lengths, of_keys.reshape(-1)])
+        keys, values, lengths = [*self._keys, *negatives], arrays.id_values, arrays.id_lengths
+        if negatives:
+            negative_lengths = np.zeros((len(negatives), num_rows), np.int64)
+            negative_lengths[:, 0] = [len(ids) for ids in negatives.values()]
+            values = np.concatenate([values, *negatives.values()])
+            lengths = np.concatenate([lengths, negative_lengths.reshape(-1)])
         return KeyedJaggedTensor(
             keys=keys,
             values=torch.from_numpy(values),
             lengths=torch.from_numpy(lengths),
             stride=num_rows,
-            # Known here, so that nobody has to ask the device.
+            # Computed here, so that no one waits for the device.
             length_per_key=lengths.reshape(len(keys), num_rows).sum(1).tolist(),
         )
 

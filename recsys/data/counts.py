@@ -1,6 +1,6 @@
-"""How many rows were left out of batches or cut; from the readers to the log.
+"""Counts of rows that were left out of batches or cut, from the readers to the log.
 
-Without imports of torch or TorchRec, which reader processes would have to load.
+Reader processes import this module, so it imports neither torch nor TorchRec.
 """
 
 import logging
@@ -25,26 +25,26 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, by_name: Mapping[str, int]) -> "Counts":
-        """From counts by reason: every name but those of truncation is a reason to leave a row out."""
+        """Sums up counts by reason: every reason but truncation means that the row was left out."""
         histories = by_name.get(TRUNCATED_HISTORY, 0)
         candidates = by_name.get(TRUNCATED_CANDIDATES, 0)
         return cls(sum(by_name.values()) - histories - candidates, histories, candidates)
 
     def plus(self, other: "Counts") -> "Counts":
-        """Of both."""
+        """Adds two counts field by field."""
         return Counts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
-class Account:
-    """Counts of the rows that one reader of a split has read, and what the log says of them.
+class RowCounter:
+    """Counts the rows of a split that one rank reads, and logs how many were left out or cut.
 
     Args:
-        name: of the split.
-        of_rank: what to say behind it where there are several ranks.
-        by_epoch: the rows are read for training, one epoch after the other.
+        name: name of the split.
+        of_rank: suffix that names the rank where there are several.
+        by_epoch: True if the rows are read for training, one epoch after the other.
 
     Attributes:
-        rows: that were read since `begin`, with those that were left out.
+        rows: rows that were read since `begin`, including those that were left out.
         by_name: rows left out by reason, and rows that were cut (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES).
     """
 
@@ -52,25 +52,25 @@ class Account:
         self.rows = 0
         self.by_name: Counter[str] = Counter()
         self._name, self._of_rank, self._by_epoch = name, of_rank, by_epoch
-        self._said: list[str] = []
+        self._logged: list[str] = []
 
     def begin(self) -> None:
-        """Counts anew."""
+        """Starts to count from 0."""
         self.rows = 0
         self.by_name = Counter()
 
     def add(self, rows: int, by_name: Mapping[str, int]) -> None:
-        """Counts a batch."""
+        """Adds the rows of a batch."""
         self.rows += rows
         self.by_name.update(by_name)
 
     @property
     def counts(self) -> Counts:
-        """The sums."""
+        """The sums since `begin`."""
         return Counts.of(self.by_name)
 
-    def say(self, epoch: int) -> None:
-        """Rows left out are a warning each time; what was cut is said once, as long as it stays the same."""
+    def log(self, epoch: int) -> None:
+        """Warns about rows that were left out; logs cut rows again only when their numbers change."""
         where = f"{self._name} rows{f' of epoch {epoch}' if self._by_epoch else ''}{self._of_rank}"
         left_out, histories, candidates = self.counts
         if left_out:
@@ -85,11 +85,11 @@ class Account:
             )
             if count
         ]
-        if parts and parts != self._said:
+        if parts and parts != self._logged:
             # A metric over a part of the candidates is another metric.
             level = logging.WARNING if candidates and not self._by_epoch else logging.INFO
             logger.log(level, "%s: %s", where, "; ".join(parts))
-            self._said = parts
+            self._logged = parts
 
     def _share(self, count: int) -> str:
         return f"{count:,} of {self.rows:,}"

@@ -11,7 +11,7 @@ import pyarrow as pa
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _WORD = 8
 AT_A_TIME = 16_384
-"""Values whose steps all happen in the processor's cache: what goes over larger arrays waits for memory."""
+"""Values hashed at a time, few enough to stay in the processor's cache; larger arrays wait for memory."""
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -41,8 +41,11 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def combine(*parts: int | np.ndarray) -> np.ndarray:
-    """One hash of several integers or arrays that broadcast against each other; their order counts. uint64,
-    at least 1-d."""
+    """Hashes several integers or arrays that broadcast against each other; their order counts.
+
+    Returns:
+        uint64, at least 1-d.
+    """
     state = np.zeros(1, np.uint64)
     for part in parts:
         state = mix(state ^ np.asarray(part, np.int64).astype(np.uint64))
@@ -50,12 +53,12 @@ def combine(*parts: int | np.ndarray) -> np.ndarray:
 
 
 def uniform(hashes: np.ndarray) -> np.ndarray:
-    """float64 in [0, 1) from the upper 53 bits of hashes."""
+    """Maps hashes to float64 in [0, 1), by their upper 53 bits."""
     return (hashes >> np.uint64(11)) * 2.0**-53
 
 
 def buckets(hashes: np.ndarray, count: int) -> np.ndarray:
-    """int64 in [0, count) from the upper 32 bits of hashes; count is at most 2^32.
+    """Maps hashes to int64 in [0, count), by their upper 32 bits; count is at most 2^32.
 
     Lemire: Fast random integer generation in an interval, 2019; a division would cost as much as the hash.
     """
@@ -63,7 +66,7 @@ def buckets(hashes: np.ndarray, count: int) -> np.ndarray:
 
 
 def draw_places(offsets: np.ndarray, rate: float, rows: np.ndarray) -> np.ndarray:
-    """Flat places of elements, each drawn with probability `rate` and by the hash of its row alone.
+    """Draws elements with probability `rate`, each by the hash of its row alone; returns their flat places.
 
     The gap to a row's next drawn element is geometric, so the work goes with the number of drawn elements.
 
@@ -86,7 +89,8 @@ def draw_places(offsets: np.ndarray, rate: float, rows: np.ndarray) -> np.ndarra
 
 
 def hash_text(values: pa.Array) -> np.ndarray:
-    """uint64 hash of each string's UTF-8 bytes: `combine` over its length and its little-endian 8-byte words.
+    """Hashes each string to uint64: `combine` over its length and the little-endian 8-byte words of its
+    UTF-8.
 
     Args:
         values: string or large_string without nulls.
@@ -103,8 +107,7 @@ def hash_text(values: pa.Array) -> np.ndarray:
 
 
 def _words(data: pa.Buffer, starts: np.ndarray, remaining: np.ndarray) -> np.ndarray:
-    # A word may begin at any byte, hence the view with a stride of one byte; the zeros stand behind the last
-    # string.
+    # A word may begin at any byte, so the view has a stride of one byte; zeros follow the last string.
     padded = np.concatenate([np.frombuffer(data, np.uint8), np.zeros(_WORD, np.uint8)])
     at_each_byte = np.ndarray((len(padded) - _WORD + 1,), "<u8", padded, strides=(1,))
     unused_bits = (_WORD - np.minimum(remaining, _WORD)).astype(np.uint64) * np.uint64(8)

@@ -1,5 +1,4 @@
-"""One row of a batch as a table of tokens, in the words of the data: for `--dry-run` and for looking
-around."""
+"""Shows one row of a batch as a table of tokens, with the original ids: for `--dry-run` and exploration."""
 
 from datetime import datetime, timezone
 from typing import NamedTuple
@@ -15,7 +14,7 @@ from recsys.data.schema.vocabulary import Buckets, HashBuckets, Vocabulary, mapp
 
 
 class Token(NamedTuple):
-    """One token of a sample. `position` is its place in the sequence; `-` for a candidate that is no
+    """One token of a sample; `position` is its place in the sequence, or `-` for a candidate that is no
     token."""
 
     position: str
@@ -26,14 +25,15 @@ class Token(NamedTuple):
 
 
 def describe_sample(batch: Batch, row: int, pipeline: pb.Pipeline) -> list[Token]:
-    """The tokens of row `row`, first to last: contextual, history, and candidates with their labels.
+    """Lists the tokens of row `row`, first to last: contextual, history, and candidates with their labels.
 
     Args:
-        batch: on the host.
+        batch: a batch on the host.
+        row: its row to describe.
         pipeline: resolved; its vocabularies turn table rows back into ids. A hashed id is shown as `#bucket`,
             an id that was not in the vocabulary as `unknown`.
     """
-    names = _Names(batch, row, pipeline)
+    names = _Names(batch, row, pipeline, mappings(pipeline))
     interleaved = checks.tokens_per_event(pipeline) == 2
     history = []
     for item, action, time in zip(
@@ -61,14 +61,14 @@ def describe_sample(batch: Batch, row: int, pipeline: pb.Pipeline) -> list[Token
 
 
 def _contextual(features_of_row: list[str], num_tokens: int) -> list[str]:
-    """What each contextual token is made of: one feature, or all of them."""
+    """Names the content of each contextual token: one feature, or all of them."""
     return (
         features_of_row if len(features_of_row) == num_tokens else ["; ".join(features_of_row)] * num_tokens
     )
 
 
 def as_table(tokens: list[Token]) -> str:
-    """Aligned text with a header line."""
+    """Aligns tokens as text with a header line."""
     lines = [Token._fields, *tokens]
     widths = [max(len(line[i]) for line in lines) for i in range(len(Token._fields))]
     return "\n".join(
@@ -78,17 +78,23 @@ def as_table(tokens: list[Token]) -> str:
 
 
 class _Names:
-    """Ids of one row as they stood in the file."""
+    """Turns the table rows of one sample back into original ids."""
 
-    def __init__(self, batch: Batch, row: int, pipeline: pb.Pipeline) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        row: int,
+        pipeline: pb.Pipeline,
+        table_mappings: dict[str, Vocabulary | HashBuckets | Buckets],
+    ) -> None:
         self._batch = batch
         self._row = row
         self._columns = features.columns(pipeline)
-        self._mappings = mappings(pipeline)
+        self._mappings = table_mappings
         self._item = _item_feature(pipeline)
 
     def of_items(self, side: int) -> list[str]:
-        """The item of each event or candidate."""
+        """Names the item of each event or candidate."""
         column = next((c for c in self._columns if c.side == side and c.feature.name == self._item), None)
         if column is None:
             return [""] * int(
@@ -97,8 +103,8 @@ class _Names:
         return self._of(column)
 
     def of_user(self) -> list[str]:
-        """`name=value` of each USER feature."""
-        found = []
+        """Words each USER feature as `name=value`."""
+        texts = []
         for column in self._columns:
             if column.side == pb.USER:
                 plain = column.table is None
@@ -107,8 +113,8 @@ class _Names:
                     if plain
                     else " ".join(self._of(column))
                 )
-                found.append(f"{column.name}={value}")
-        return found
+                texts.append(f"{column.name}={value}")
+        return texts
 
     def _of(self, column: features.Column) -> list[str]:
         ids = self._batch.ids[column.name]
@@ -120,12 +126,13 @@ class _Names:
                 "unknown" if value is None else str(value) for value in mapping.original(rows).to_pylist()
             ]
         return [
-            f"#{one}" if isinstance(mapping, HashBuckets) else _between(mapping, one) for one in rows.tolist()
+            f"#{bucket}" if isinstance(mapping, HashBuckets) else _between(mapping, bucket)
+            for bucket in rows.tolist()
         ]
 
 
 def _item_feature(pipeline: pb.Pipeline) -> str:
-    """The items that the model searches; else the first single-valued id feature of events and candidates."""
+    """Names the items that the model searches, else the first single-valued id of events and candidates."""
     searched = model_of(pipeline).item_feature
     if searched is not None:
         return searched
@@ -152,20 +159,20 @@ def _part(batch: Batch, row: int, side: int) -> slice:
 def _times(batch: Batch, row: int, side: int) -> list[str]:
     times = batch.uih_timestamps if side == pb.HISTORY else batch.candidate_timestamps
     seconds = times[_part(batch, row, side)].tolist()
-    return [datetime.fromtimestamp(one, timezone.utc).strftime("%Y-%m-%d %H:%M:%S") for one in seconds]
+    return [datetime.fromtimestamp(time, timezone.utc).strftime("%Y-%m-%d %H:%M:%S") for time in seconds]
 
 
 def _actions(batch: Batch, row: int, pipeline: pb.Pipeline) -> list[str]:
     encoder, part = action_encoder(pipeline), _part(batch, row, pb.HISTORY)
-    found = []
+    texts = []
     for mask, seconds in zip(
         batch.uih_actions[part].tolist(), batch.uih_watch_time[part].tolist(), strict=True
     ):
         names = [bit.name for bit in encoder.bits if mask >> bit.bit & 1]
         if encoder.watch_time_thresholds:
             names.append(f"{seconds:g}s")
-        found.append(" ".join(names))
-    return found
+        texts.append(" ".join(names))
+    return texts
 
 
 def _labels(batch: Batch, row: int) -> list[str]:
@@ -174,5 +181,7 @@ def _labels(batch: Batch, row: int) -> list[str]:
         [f"{name}={value:g}" for value in labels[part].tolist()] for name, labels in batch.labels.items()
     ]
     return (
-        [" ".join(one) for one in zip(*columns, strict=True)] if columns else [""] * (part.stop - part.start)
+        [" ".join(labels) for labels in zip(*columns, strict=True)]
+        if columns
+        else [""] * (part.stop - part.start)
     )

@@ -1,7 +1,7 @@
-"""Batches of one split for one rank, from reader processes or from this one.
+"""Loads batches of one split for one rank, from reader processes or in this process.
 
-The way into the data path: `Loader(pipeline, "train", rule).epoch(0)`. What is in batch k of an epoch is
-decided in `plan` and depends on neither ranks nor readers; a loader only decides who makes it.
+`Loader.open(pipeline, "train", rule).epoch(0)` is the way into the data path. `plan` decides the content of
+batch k of an epoch, which depends on neither ranks nor readers; a loader only decides who makes it.
 """
 
 from collections.abc import Generator, Iterable, Iterator
@@ -10,16 +10,16 @@ from contextlib import closing
 from recsys import protos as pb
 from recsys.data.batch import Batch, LayoutRule, Position
 from recsys.data.collator import Collator
-from recsys.data.convert.unknown_ids import UnknownIds
-from recsys.data.counts import Account
+from recsys.data.convert.packer import BatchArrays
+from recsys.data.counts import RowCounter
 from recsys.data.plan.duplicates import find_duplicates
-from recsys.data.plan.epoch import Order
-from recsys.data.plan.schedule import Places, indices
+from recsys.data.plan.epoch import PlanSettings
+from recsys.data.plan.schedule import BatchSchedule, batches_of_rank
 from recsys.data.schema.contract import Mode
 from recsys.data.sources import Source, open_source
-from recsys.data.workers.packer import Arrays
+from recsys.data.unknown_ids import UnknownIds
 from recsys.data.workers.pool import ReaderPool
-from recsys.data.workers.reader import Reader
+from recsys.data.workers.reader import CheckedSource, Reader
 from recsys.errors import DataError
 
 _IN_USE = 3
@@ -27,16 +27,50 @@ _IN_USE = 3
 
 
 class Loader:
-    """Reads one split.
+    """Loads the batches of one rank.
+
+    Args:
+        reader: makes the arrays of batches.
+        collator: makes batches of them.
+        counter: counts rows that were left out or cut.
+        unknown_ids: warns about vocabularies that do not fit.
+        rank: number of this rank; decides which batches are its own.
+        world_size: number of ranks.
+        num_workers: reader processes; 0 reads in this process.
+        prefetch: batches of each process that may wait to be taken.
 
     Attributes:
-        source: its files.
+        source: the files.
         batch_size: rows of a batch; the last ones of an epoch may have fewer.
-        account: rows of this rank that were left out or cut in the epoch so far.
+        counter: counts of this rank in the epoch so far.
     """
 
     def __init__(
         self,
+        reader: Reader,
+        collator: Collator,
+        counter: RowCounter,
+        unknown_ids: UnknownIds,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        prefetch: int = 1,
+    ) -> None:
+        self.source = reader.source
+        self.batch_size = reader.settings.batch_size
+        self.counter = counter
+        self._reader = reader
+        self._collator = collator
+        self._unknown_ids = unknown_ids
+        self._rank = rank
+        self._world_size = world_size
+        self._num_workers = num_workers
+        self._prefetch = prefetch
+
+    @classmethod
+    def open(
+        cls,
         pipeline: pb.Pipeline,
         split: str | pb.Source,
         rule: LayoutRule,
@@ -45,18 +79,15 @@ class Loader:
         world_size: int = 1,
         shuffle: bool = False,
         mode: Mode | None = None,
-    ) -> None:
+    ) -> "Loader":
         """Opens the source and checks every file's schema.
 
         Args:
-            pipeline: resolved.
-            split: "train", "validation", "test", or a source of its own.
-            rule: how rows become sequences; `models.layout_rule`.
-            rank: which of the world's batches are this loader's.
-            world_size: number of ranks.
-            shuffle: mix rows, differently in each epoch.
-            mode: what rows are read for; by default "train" for the split "train", else "evaluate". "predict"
-                wants no labels, cuts no candidates, and gives the rows in the order of the files.
+            pipeline: resolved. split: "train", "validation", "test", or another source. rule: how rows become
+            sequences; `models.layout_rule`. rank: number of this rank; decides which batches are its own.
+            world_size: number of ranks. shuffle: mix rows, differently in each epoch. mode: purpose of the
+            rows; by default "train" for the split "train", else "evaluate". "predict" reads no labels, cuts
+            no candidates, and gives the rows in the order of the files.
 
         Raises:
             DataError: files that are missing, broken, without rows, or that do not fit the config; rows that
@@ -66,51 +97,55 @@ class Loader:
             raise ValueError(f"rank is {rank}, world_size {world_size}; ranks are 0 to world_size - 1")
         data = pipeline.data
         mode = mode or ("train" if split == "train" else "evaluate")
-        self.source = _open(pipeline, split, may_be_empty=mode == "predict")
-        # Before rows are compared: without one of these columns other rows than meant would be the same.
-        self.source.check(pipeline, mode)
-        self.batch_size = data.batch_size if mode == "train" else data.eval_batch_size
+        source = _open(pipeline, split, may_be_empty=mode == "predict")
+        # Checked before rows are compared: without one of the key columns different rows would look the same.
+        columns = source.check(pipeline, mode)
         name = split if isinstance(split, str) else "predicted"
         rank_name = f", rank {rank}" if world_size > 1 else ""
-        self.account = Account(name, rank_name, by_epoch=mode == "train")
-        self._rank = rank
-        self._world_size = world_size
-        self._num_workers = data.num_workers
-        self._prefetch = data.prefetch_batches
-        self._collator = Collator(pipeline, rule, mode)
-        self._unknown_ids = UnknownIds(pipeline)
-        self._reader = Reader(
+        counter = RowCounter(name, rank_name, by_epoch=mode == "train")
+        collator = Collator.open(pipeline, rule, mode)
+        settings = PlanSettings(
+            batch_size=data.batch_size if mode == "train" else data.eval_batch_size,
+            num_lanes=1 if mode == "predict" else data.num_lanes,
+            shuffle_row_groups=data.shuffle_row_groups,
+            seed=pipeline.train.seed,
+            shuffle=shuffle,
+        )
+        reader = Reader(
             pipeline,
-            self.source,
-            Order(
-                batch_size=self.batch_size,
-                num_lanes=1 if mode == "predict" else data.num_lanes,
-                shuffle_row_groups=data.shuffle_row_groups,
-                seed=pipeline.train.seed,
-                shuffle=shuffle,
-            ),
+            CheckedSource(source, columns, find_duplicates(source, pipeline)),
+            settings,
             mode,
             rule=rule,
             num_readers=world_size * max(1, data.num_workers),
-            # One is being filled and some are in use beside those that wait.
+            # Besides the batches that wait, one is being filled and some are in use.
             num_slots=data.prefetch_batches + 1 + _IN_USE,
-            duplicates=find_duplicates(self.source, pipeline),
+        )
+        return cls(
+            reader,
+            collator,
+            counter,
+            UnknownIds(pipeline),
+            rank=rank,
+            world_size=world_size,
+            num_workers=data.num_workers,
+            prefetch=data.prefetch_batches,
         )
 
     def num_batches(self, epoch: int = 0) -> int:
-        """Batches of all ranks together in an epoch."""
+        """Number of batches of all ranks together in an epoch."""
         return self._reader.plan(epoch).num_batches
 
     def num_steps(self, epoch: int = 0, start: int = 0) -> int:
-        """Batches that `epoch` yields, on every rank the same number."""
+        """Number of batches that `epoch` yields, the same on every rank."""
         return -(-max(0, self.num_batches(epoch) - start) // self._world_size)
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """This rank's batches of an epoch, from batch `start` of the plan on.
+        """Yields this rank's batches of an epoch, from batch `start` of the plan on.
 
-        All ranks yield equally many: one that has run out yields filler batches (weight 0). `position.index`
-        is the last batch of the plan that any rank holds in this step, so `start = position.index + 1` goes
-        on behind it.
+        All ranks yield equally many: one that runs out of rows yields filler batches (weight 0).
+        `position.index` is the last batch of the plan that any rank holds in this step, so
+        `start = position.index + 1` continues after it.
 
         Raises:
             DataError: a bad row or file.
@@ -120,27 +155,28 @@ class Loader:
             yield from self._batches(epoch, start, stream)
 
     def epochs(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """The same for this epoch and all that follow, without end: readers begin the next epoch while the
-        last batches of this one are still waiting.
+        """Yields the batches of this epoch and all that follow, without end.
+
+        Readers begin the next epoch while the last batches of this one still wait to be taken.
 
         Raises: as `epoch`.
         """
         number = epoch
         while True:
-            rank = (self._rank, self._world_size)
-            with closing(self._stream(Places(self._reader, number, start, *rank))) as stream:
-                nothing = False
-                # The places end at an epoch that has nothing for this rank; a new stream begins behind it.
-                while not nothing:
-                    nothing = not self._indices(number, start)
+            schedule = BatchSchedule(self._reader.plan, number, start, self._rank, self._world_size)
+            with closing(self._stream(schedule)) as stream:
+                is_empty = False
+                # The schedule ends with an epoch without a batch for this rank; a new stream begins after it.
+                while not is_empty:
+                    is_empty = not self._indices(number, start)
                     yield from self._batches(number, start, stream)
                     number, start = number + 1, 0
 
     def _indices(self, epoch: int, start: int) -> range:
-        return indices(self._reader, epoch, start + self._rank, self._world_size)
+        return batches_of_rank(self._reader.plan(epoch), start, self._rank, self._world_size)
 
-    def _batches(self, epoch: int, start: int, stream: Iterator[Arrays]) -> Iterator[Batch]:
-        self.account.begin()
+    def _batches(self, epoch: int, start: int, stream: Iterator[BatchArrays]) -> Iterator[Batch]:
+        self.counter.begin()
         num_batches = self.num_batches(epoch)
         try:
             for step in range(self.num_steps(epoch, start)):
@@ -150,32 +186,32 @@ class Loader:
                 arrays = self._count(next(stream)) if index < num_batches else self._reader.filler()
                 yield self._collator.collate(arrays, position, index)
         finally:
-            self.account.say(epoch)
+            self.counter.log(epoch)
 
-    def _count(self, arrays: Arrays) -> Arrays:
-        self.account.add(int((arrays.row >= 0).sum()), arrays.counts)
+    def _count(self, arrays: BatchArrays) -> BatchArrays:
+        self.counter.add(int((arrays.row >= 0).sum()), arrays.counts)
         if self._rank == 0:
-            self._unknown_ids.look(arrays)
+            self._unknown_ids.observe(arrays)
         return arrays
 
-    def _stream(self, places: list[tuple[int, int]] | Places) -> Generator[Arrays]:
-        most = self._num_workers if isinstance(places, Places) else len(places)
+    def _stream(self, schedule: list[tuple[int, int]] | BatchSchedule) -> Generator[BatchArrays]:
+        most = self._num_workers if isinstance(schedule, BatchSchedule) else len(schedule)
         num_workers = min(self._num_workers, most)
         if num_workers == 0:
-            yield from self._here(places)
+            yield from self._read_here(schedule)
             return
-        pool = ReaderPool(self._reader, places, num_workers, ahead=self._prefetch)
+        pool = ReaderPool(self._reader, schedule, num_workers, ahead=self._prefetch)
         try:
             yield from pool
         finally:
-            # Also when the caller stops in the middle.
+            # The caller may stop in the middle.
             pool.close()
 
-    def _here(self, places: Iterable[tuple[int, int]]) -> Iterator[Arrays]:
-        for number, place in enumerate(places):
+    def _read_here(self, schedule: Iterable[tuple[int, int]]) -> Iterator[BatchArrays]:
+        for number, (epoch, index) in enumerate(schedule):
             if number == 0:
-                self._reader.begin(place[0])
-            yield self._reader.read(*place)
+                self._reader.begin(epoch)
+            yield self._reader.read(epoch, index)
 
 
 def _open(pipeline: pb.Pipeline, split: str | pb.Source, *, may_be_empty: bool) -> Source:

@@ -1,4 +1,4 @@
-"""A small cache of what was used last."""
+"""A small cache of the values that were used last."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -17,7 +17,7 @@ class Lru(Generic[Value]):
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
     def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value under `key`, made when it is not there."""
+        """Returns the value under `key`; makes it when it is not there."""
         if key not in self._values:
             value = make()
             while len(self._values) >= self._capacity:

@@ -1,8 +1,8 @@
-"""Adds to the batch of a model that searches items what belongs to no row: the items that all queries are
-compared with, and their features.
+"""The negatives of a batch: items that all queries are compared with, their features and logQ weights.
 
-In evaluation they are the whole catalogue. In training with sampled negatives they are drawn ones and the
-items of the batch's own histories, which every loss over samples needs: among them are all positives.
+In evaluation they are the whole catalogue. In training with sampled negatives they are drawn items (uniform,
+or by frequency) and the items of the batch's own histories (in-batch negatives), which every loss over
+samples needs: all positives are among them.
 """
 
 from collections.abc import Mapping
@@ -13,26 +13,26 @@ import numpy as np
 from recsys import protos as pb
 from recsys.config import features
 from recsys.config.declarations import model_of
-from recsys.data.convert.block import Flat
-from recsys.data.convert.item_catalogue import Catalogue, occurrences
+from recsys.data.convert.column_block import FlatColumn
+from recsys.data.convert.item_catalogue import ItemCatalogue, occurrences
+from recsys.data.convert.packer import BatchArrays
 from recsys.data.hashing import buckets, combine, uniform
 from recsys.data.schema.contract import Mode
 from recsys.data.schema.vocabulary import Vocabulary, mappings
-from recsys.data.workers.packer import Arrays
 
 _NEGATIVES = 4
-"""Stream of the hash that draws negatives; 1 to 3 are the plan's and the converter's."""
+"""Number that tells the hash that draws negatives apart; 1, 2, 3 and 5 are the plan's and the converter's."""
 
-_NOTHING = np.empty(0, np.int64)
+_NO_ROWS = np.empty(0, np.int64)
 
 
-class SharedColumns(NamedTuple):
-    """Columns of a batch that belong to no row, by name.
+class NegativeColumns(NamedTuple):
+    """The columns of a batch that belong to no row, by name.
 
     Attributes:
         ids: int64 rows of tables: the items, and then their features.
-        value_counts: of each multi-valued feature, int64 values of each item.
-        numbers: float32, one an item.
+        value_counts: int64 number of values of each item, for multi-valued features.
+        numbers: float32, one per item.
     """
 
     ids: dict[str, np.ndarray]
@@ -40,174 +40,224 @@ class SharedColumns(NamedTuple):
     numbers: dict[str, np.ndarray]
 
 
-class SharedItems:
-    """Makes these columns for one config."""
+class NegativesBuilder:
+    """Makes the columns of negatives for the batches of one config.
 
-    def __init__(self, pipeline: pb.Pipeline, mode: Mode) -> None:
-        self._negatives = Negatives(pipeline, mode)
+    Args:
+        pipeline: resolved.
+        sampler: draws negatives.
+        catalogue: features of items; None if the config has none or the mode needs none.
+        log_q: weights of the negatives; None for none.
+    """
+
+    def __init__(
+        self,
+        pipeline: pb.Pipeline,
+        sampler: "NegativeSampler",
+        catalogue: ItemCatalogue | None,
+        log_q: "InBatchLogQ | FrequencySampler | None",
+    ) -> None:
+        self._sampler = sampler
+        self._catalogue = catalogue
+        self._log_q = log_q
         self._columns = features.columns(pipeline, pb.ITEM)
-        self._shared = features.shared_columns(pipeline)
+        self._item_columns = features.shared_columns(pipeline)
         keys = [column.name for column in features.columns(pipeline) if column.table]
         self._num_keys = len(keys)
         self._history = keys.index(features.PREFIX[pb.HISTORY] + features.searched_item(pipeline).name)
-        self._samples = mode == "train" and features.samples_negatives(pipeline)
-        # A package predicts without the file: it has the vectors.
-        self._catalogue = Catalogue(pipeline) if self._columns and mode != "predict" else None
-        self._weights = _weights(pipeline) if self._samples else None
-        self._always: SharedColumns | None = None
+        self._whole_catalogue: NegativeColumns | None = None
 
-    def of(self, arrays: Arrays, epoch: int, index: int) -> SharedColumns:
-        """The columns of a batch, which is number `index` of the epoch's plan."""
-        if self._samples:
+    @classmethod
+    def open(cls, pipeline: pb.Pipeline, mode: Mode) -> "NegativesBuilder":
+        """Reads the features of items, and their counts in training if weights or draws need them.
+
+        Raises:
+            DataError: a file that cannot be used.
+        """
+        sampler = NegativeSampler.open(pipeline, mode)
+        # A package predicts without the file of items, since it has their vectors.
+        described = features.columns(pipeline, pb.ITEM) and mode != "predict"
+        catalogue = ItemCatalogue.open(pipeline) if described else None
+        return cls(pipeline, sampler, catalogue, _read_log_q(pipeline, sampler))
+
+    def columns(self, arrays: BatchArrays, epoch: int, index: int) -> NegativeColumns:
+        """Makes the columns of a batch, which is number `index` of the epoch's plan."""
+        if self._sampler.draws:
             events = self._events(arrays)
-            return self._describe(self._negatives.draw(epoch, index), np.unique(events), len(events))
-        if self._always is None:
-            self._always = self._describe(self._negatives.draw(epoch, index), _NOTHING, 0)
-        return self._always
+            return self._describe(self._sampler.draw(epoch, index), np.unique(events), len(events))
+        if self._whole_catalogue is None:
+            self._whole_catalogue = self._describe(self._sampler.draw(epoch, index), _NO_ROWS, 0)
+        return self._whole_catalogue
 
-    def _events(self, arrays: Arrays) -> np.ndarray:
-        """Known items of the batch's events, as rows of the item table."""
+    def _events(self, arrays: BatchArrays) -> np.ndarray:
+        """Lists the known items of the batch's events, as rows of the item table."""
         ends = np.cumsum(arrays.id_lengths.reshape(self._num_keys, -1).sum(axis=1))
         start = ends[self._history - 1] if self._history else 0
         events = arrays.id_values[start : ends[self._history]]
         return events[events > 0]
 
-    def _describe(self, negatives: np.ndarray, batch_items: np.ndarray, num_events: int) -> SharedColumns:
-        items = np.concatenate([negatives, batch_items])
-        ids = dict(zip(self._shared, (negatives, batch_items), strict=False))
-        known = self._catalogue.take(items) if self._catalogue else self._unknown()
+    def _describe(self, drawn: np.ndarray, in_batch: np.ndarray, num_events: int) -> NegativeColumns:
+        """Looks up features and weights of the drawn items and those of the batch."""
+        items = np.concatenate([drawn, in_batch])
+        ids = dict(zip(self._item_columns, (drawn, in_batch), strict=False))
+        item_features = self._catalogue.take(items) if self._catalogue else self._no_features()
         counts, numbers = {}, {}
         for column in self._columns:
-            flat = known[column.name]
+            flat = item_features[column.name]
             if column.table is None:
                 numbers[column.name] = flat.values
                 continue
             ids[column.name] = flat.values
             if flat.offsets is not None:
                 counts[column.name] = np.diff(flat.offsets)
-        if isinstance(self._weights, LogWeights):
-            numbers[features.LOG_WEIGHTS] = self._weights.of_items(items, num_events)
-        elif self._weights is not None:
-            numbers[features.LOG_WEIGHTS] = self._weights.log_weights(negatives)
-        return SharedColumns(ids, counts, numbers)
+        if isinstance(self._log_q, InBatchLogQ):
+            numbers[features.LOG_WEIGHTS] = self._log_q.log_weights(items, num_events)
+        elif self._log_q is not None:
+            numbers[features.LOG_WEIGHTS] = self._log_q.log_weights(drawn)
+        return NegativeColumns(ids, counts, numbers)
 
-    def _unknown(self) -> Mapping[str, Flat]:
+    def _no_features(self) -> Mapping[str, FlatColumn]:
         return {
-            column.name: Flat(
+            column.name: FlatColumn(
                 pb.ITEM,
-                _NOTHING if column.table else np.empty(0, np.float32),
+                _NO_ROWS if column.table else np.empty(0, np.float32),
                 np.zeros(1, np.int64) if column.multi_valued else None,
             )
             for column in self._columns
         }
 
 
-class Negatives:
-    """Item rows that a batch's queries are compared with; row 0 is no item, so negative k of the catalogue is
-    row k + 1."""
+class NegativeSampler:
+    """Draws negatives for batches of training, or gives the whole catalogue, as rows of the item table.
 
-    def __init__(self, pipeline: pb.Pipeline, mode: Mode) -> None:
-        self._rows = features.table_rows(features.searched_item(pipeline))
-        self._seed = pipeline.train.seed
-        drawn = mode == "train" and features.samples_negatives(pipeline)
-        softmax = model_of(pipeline).softmax
-        self._count = num_drawn(softmax) if drawn else None
-        self._catalogue = None if drawn else np.arange(1, self._rows)
-        self._frequencies = Frequencies.of(pipeline) if drawn and softmax.HasField("frequency") else None
+    Row 0 is no item, so item k of the catalogue is row k + 1.
+
+    Args:
+        num_rows: rows of the item table.
+        seed: seed of the draws.
+        num_drawn: negatives per batch; None gives the whole catalogue.
+        frequencies: draws by frequency; None draws uniformly.
+    """
+
+    def __init__(
+        self, num_rows: int, seed: int, num_drawn: int | None, frequencies: "FrequencySampler | None" = None
+    ) -> None:
+        self.draws = num_drawn is not None
+        self.frequencies = frequencies
+        self._rows = num_rows
+        self._seed = seed
+        self._count = num_drawn
+        self._catalogue = None if self.draws else np.arange(1, num_rows)
+
+    @classmethod
+    def open(cls, pipeline: pb.Pipeline, mode: Mode) -> "NegativeSampler":
+        """Reads the counts of items in training, if the config draws by them."""
+        num_rows = features.table_rows(features.searched_item(pipeline))
+        seed, softmax = pipeline.train.seed, model_of(pipeline).softmax
+        if mode != "train" or not features.samples_negatives(pipeline):
+            return cls(num_rows, seed, None)
+        frequencies = FrequencySampler.open(pipeline) if softmax.HasField("frequency") else None
+        return cls(num_rows, seed, num_drawn(softmax), frequencies)
 
     def draw(self, epoch: int, index: int) -> np.ndarray:
-        """The whole catalogue, or for training with sampled negatives a draw (with repetition), uniform or by
-        frequency, that depends on nothing else."""
+        """Draws the negatives of a batch with repetition; the draw depends on epoch, index and seed alone."""
         if self._catalogue is not None:
             return self._catalogue
         hashes = combine(self._seed, epoch, _NEGATIVES, index, np.arange(self._count))
-        if self._frequencies is not None:
-            return self._frequencies.draw(hashes)
+        if self.frequencies is not None:
+            return self.frequencies.draw(hashes)
         return buckets(hashes, self._rows - 1) + 1
 
 
-class Frequencies:
-    """Chances of items to be drawn: in proportion to their events in training to some power.
+class FrequencySampler:
+    """Draws items with probabilities in proportion to a power of their number of events in training.
 
     Args:
         counts: [rows of the item table], events of each item in training; row 0 is no item.
-        power: 0 makes all equal, 1 follows popularity.
-        num_drawn: how many are drawn for a batch.
+        power: 0 makes all equally likely, 1 follows popularity.
+        num_drawn: draws per batch.
     """
 
     def __init__(self, counts: np.ndarray, power: float, num_drawn: int) -> None:
-        # An item that training has not counted is drawn as one that was seen once.
+        # An item without events in training is drawn like one with a single event.
         chances = np.maximum(counts[1:], 1.0) ** power
         self._chances = chances / chances.sum()
         self._ends = np.cumsum(self._chances)
         self._drawn = num_drawn
 
     @classmethod
-    def of(cls, pipeline: pb.Pipeline) -> "Frequencies":
-        """By the counts in the vocabulary file of a resolved pipeline's items."""
+    def open(cls, pipeline: pb.Pipeline) -> "FrequencySampler":
+        """Reads the counts in the vocabulary file of a resolved pipeline's items."""
         chosen = model_of(pipeline).softmax.frequency
-        return cls(_counts(pipeline), chosen.power, chosen.num_negatives)
+        return cls(_read_counts(pipeline), chosen.power, chosen.num_negatives)
 
     def draw(self, hashes: np.ndarray) -> np.ndarray:
-        """int64 rows of the item table, one a hash."""
-        found = np.searchsorted(self._ends, uniform(hashes) * self._ends[-1], side="right")
-        return np.minimum(found, len(self._ends) - 1) + 1
+        """Maps each hash to an int64 row of the item table."""
+        places = np.searchsorted(self._ends, uniform(hashes) * self._ends[-1], side="right")
+        return np.minimum(places, len(self._ends) - 1) + 1
 
     def log_weights(self, rows: np.ndarray) -> np.ndarray:
-        """float32, -log of how often each of these rows of the item table is expected in a draw: then the
-        sum of weight x exp(score) over drawn items is expected to be that over the catalogue (Bengio and
-        Senecal 2008)."""
+        """Computes -log of the expected number of occurrences in a draw of rows of the item table: float32.
+
+        With these weights the sum of weight x exp(score) over drawn items estimates, without bias, the sum
+        over the catalogue (Bengio and Senecal 2008).
+        """
         return -np.log(self._drawn * self._chances[rows - 1]).astype(np.float32)
 
 
-class LogWeights:
-    """-log of how often an item is expected among the negatives of a batch of n events: (drawn / items of the
-    catalogue) + 1 - (1 - share of all training events)^n, as it is there once or not at all.
+class InBatchLogQ:
+    """Weights of in-batch and uniform negatives: -log of the expected number of occurrences of an item
+    (logQ).
 
-    Then the sum over negatives of weight x exp(score) is expected to be that over the catalogue (Bengio and
-    Senecal 2008; Yi et al. 2019 for negatives in the batch).
+    In a batch of n events that is (drawn / items of the catalogue) + 1 - (1 - share of all training
+    events)^n, as the batch's own items are there once or not at all. With these weights the sum of weight x
+    exp(score) over negatives estimates the sum over the catalogue (Bengio and Senecal 2008; Yi et al. 2019
+    for in-batch negatives).
 
     Args:
         counts: [rows of the item table], events of each item in training; row 0 is no item.
-        num_drawn: negatives drawn uniformly.
+        num_drawn: negatives that are drawn uniformly.
     """
 
     def __init__(self, counts: np.ndarray, num_drawn: int) -> None:
-        # An item that training has not counted may still be in a batch, and counts as seen once.
+        # An item without events in training may still be in a batch, and counts like one with a single event.
         self._share = np.clip(counts / max(counts.sum(), 1), 1 / max(counts.sum(), 1), 1)
         self._drawn = num_drawn / max(len(counts) - 1, 1)
 
     @classmethod
-    def of(cls, pipeline: pb.Pipeline) -> "LogWeights":
-        """By the counts in the vocabulary file of a resolved pipeline's items."""
-        return cls(_counts(pipeline), num_drawn(model_of(pipeline).softmax))
+    def open(cls, pipeline: pb.Pipeline) -> "InBatchLogQ":
+        """Reads the counts in the vocabulary file of a resolved pipeline's items."""
+        return cls(_read_counts(pipeline), num_drawn(model_of(pipeline).softmax))
 
-    def of_items(self, rows: np.ndarray, num_events: int) -> np.ndarray:
-        """float32, one for each row of the item table in `rows`."""
+    def log_weights(self, rows: np.ndarray, num_events: int) -> np.ndarray:
+        """Computes the weights of rows of the item table in a batch of `num_events` events: float32."""
         included = -np.expm1(num_events * np.log1p(-np.minimum(self._share[rows], 1 - 1e-12)))
         return -np.log(self._drawn + included).astype(np.float32)
 
 
 def num_drawn(softmax: pb.SoftmaxLoss) -> int:
-    """Negatives of a batch that are drawn."""
+    """Returns the number of negatives that are drawn for a batch."""
     if softmax.HasField("in_batch"):
         return softmax.in_batch.num_uniform
     return softmax.frequency.num_negatives if softmax.HasField("frequency") else softmax.uniform.num_negatives
 
 
-def _weights(pipeline: pb.Pipeline) -> LogWeights | Frequencies | None:
-    """What weighs the negatives of training, if the config wants it."""
+def _read_log_q(pipeline: pb.Pipeline, sampler: NegativeSampler) -> InBatchLogQ | FrequencySampler | None:
+    """Returns the weights of drawn negatives if the config wants weights, else None."""
     softmax = model_of(pipeline).softmax
-    # Only of the kind that is chosen: what is not set has defaults, too.
+    if not sampler.draws:
+        return None
+    # `log_q` has a default in both messages, so look only into the one that is set.
     if softmax.HasField("in_batch") and softmax.in_batch.log_q:
-        return LogWeights.of(pipeline)
+        return InBatchLogQ.open(pipeline)
     if softmax.HasField("frequency") and softmax.frequency.log_q:
-        return Frequencies.of(pipeline)
+        return sampler.frequencies
     return None
 
 
-def _counts(pipeline: pb.Pipeline) -> np.ndarray:
-    """Events of each row of the item table in training, from the vocabulary file of the searched item."""
+def _read_counts(pipeline: pb.Pipeline) -> np.ndarray:
+    """Reads the training events of each row of the item table from the vocabulary file of the
+    items."""
     item = features.searched_item(pipeline)
     vocabulary = mappings(pipeline)[item.id.table]
     if not isinstance(vocabulary, Vocabulary):

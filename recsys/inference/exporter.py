@@ -27,7 +27,7 @@ from recsys.config import features
 from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
-from recsys.data.schema.row_layout import RowOrder, dealt_out
+from recsys.data.schema.row_layout import ShardedRowLayout, sharded_name
 from recsys.data.schema.vocabulary import mappings
 from recsys.errors import RecsysError
 from recsys.inference import cached_programs, package
@@ -142,7 +142,7 @@ def comparison_rows(pipeline: pb.Pipeline) -> list[Batch]:
         settings.CopyFrom(pipeline)
         settings.data.eval_batch_size = batch_size
         settings.data.num_workers = 0
-        loader = Loader(settings, split, layout_rule(pipeline), shuffle=True, mode="evaluate")
+        loader = Loader.open(settings, split, layout_rule(pipeline), shuffle=True, mode="evaluate")
         for batch in loader.epoch():
             batches.append(batch)
             if sum(len(b.uih_lengths) for b in batches) >= wanted:
@@ -187,8 +187,8 @@ def catalogue(model: Model, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
     """
     with torch.no_grad():
         rows = model.item_vectors(batch).float().cpu()
-    order = RowOrder(len(rows), dealt_out(pipeline, features.searched_item(pipeline).id.table))
-    return rows[torch.from_numpy(order.rows(np.arange(len(rows))) - 1)]
+    order = ShardedRowLayout(len(rows), sharded_name(pipeline, features.searched_item(pipeline).id.table))
+    return rows[torch.from_numpy(order.row_of(np.arange(len(rows))) - 1)]
 
 
 def _example(batches: list[Batch]) -> Batch:

@@ -25,14 +25,13 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import Batch, Position
 from recsys.data.collator import Collator
-from recsys.data.convert.block import Block
+from recsys.data.convert.column_block import ColumnBlock
 from recsys.data.convert.converter import Converter, Origin
-from recsys.data.convert.unknown_ids import UnknownIds
+from recsys.data.convert.packer import Packer
 from recsys.data.plan.duplicates import MANY, Duplicates, count_repeated, find_duplicates
-from recsys.data.plan.epoch import RowGroup
 from recsys.data.schema.contract import check_schema
-from recsys.data.sources import Source
-from recsys.data.workers.packer import Packer
+from recsys.data.sources import RowGroup, Source
+from recsys.data.unknown_ids import UnknownIds
 from recsys.errors import RecsysError
 from recsys.inference.package import Package
 from recsys.inference.rows import (
@@ -100,9 +99,9 @@ class Predictor:
         # A row's candidates are cut into pieces here, so no row is too long.
         self.pipeline.data.ClearField("max_candidates")
         rule = layout_rule(self.pipeline)
-        self.converter = Converter(self.pipeline, replace(rule, targets=False), mode=MODE)
+        self.converter = Converter.open(self.pipeline, replace(rule, targets=False), mode=MODE)
         self.packer = Packer(self.pipeline, rule, MODE)
-        self.collator = Collator(self.pipeline, rule, MODE)
+        self.collator = Collator.open(self.pipeline, rule, MODE)
         self.unknown_ids = UnknownIds(self.pipeline)
         # The last schema that was looked at: callers have one.
         self._fits: pa.Schema | None = None
@@ -133,7 +132,7 @@ class Predictor:
             self._fits = table.schema
         return self.answer(table, self.converter.block(table, origin, duplicates))
 
-    def answer(self, table: pa.Table, block: Block) -> pa.Table:
+    def answer(self, table: pa.Table, block: ColumnBlock) -> pa.Table:
         """`table` of what has been converted to a block."""
         found = (self._rank if self.package.items is None else self._retrieve)(block, table)
         answer = table.select(list(self.pipeline.data.key_columns))
@@ -145,7 +144,7 @@ class Predictor:
         """How much an index found of what there was to find so far; None without one."""
         return None if self.package.items is None else self.search.recall()
 
-    def _rank(self, block: Block, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
+    def _rank(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         names = self.package.description.outputs
         flat = self.scores.of(block)
         lengths = _lengths(block.lengths[pb.CANDIDATE], block)
@@ -153,14 +152,14 @@ class Predictor:
         found = {item: table[item]} if item else {}
         return found | {name: _lists(pa.array(flat[:, i]), lengths) for i, name in enumerate(names)}
 
-    def _retrieve(self, block: Block, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
+    def _retrieve(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         k = self.settings.top_k
         items, scores = [np.zeros((0, k), np.int64)], [np.zeros((0, k), np.float32)]
         column = features.PREFIX[pb.HISTORY] + self.item
         seen = whole_histories(table, block, column, self.vocabulary)
         if not self.settings.remove_history:
             seen = Histories(seen.items[:0], np.zeros_like(seen.lengths))
-        seen = replace(seen, items=self.vocabulary.order.places(seen.items))
+        seen = replace(seen, items=self.vocabulary.layout.id_of(seen.items))
         for rows in runs(len(block.row), self.settings.batch_size):
             removed, removed_lengths = seen.of(rows)
             queries = self.package.run(self._batch(block.select(rows))).cpu()
@@ -176,9 +175,9 @@ class Predictor:
             features.SCORE: _lists(pa.array(np.concatenate(scores)[some]), lengths),
         }
 
-    def _batch(self, block: Block) -> Batch:
+    def _batch(self, block: ColumnBlock) -> Batch:
         arrays = self.packer.pack(block)
-        self.unknown_ids.look(arrays)
+        self.unknown_ids.observe(arrays)
         return self.collator.collate(arrays, Position(), 0)
 
 
@@ -222,7 +221,7 @@ def _predict(
         group: output / f"part-{group.file:05d}-{group.number:05d}.parquet" for group in source.row_groups
     }
 
-    def converted(group: RowGroup) -> tuple[pa.Table, Block]:
+    def converted(group: RowGroup) -> tuple[pa.Table, ColumnBlock]:
         table = source.read(group.file, group.number, columns)
         origin = Origin(group.file, group.first_row, source.files[group.file].path)
         return table, predictor.converter.block(table, origin, duplicates)
@@ -339,7 +338,7 @@ def _table(pipeline: pb.Pipeline, item: str) -> str:
     return next(feature.id.table for feature in pipeline.features if feature.name == item)
 
 
-def _lengths(lengths: np.ndarray, block: Block) -> pa.Array:
+def _lengths(lengths: np.ndarray, block: ColumnBlock) -> pa.Array:
     """List lengths of a column of the answer; null for a row that was left out."""
     return pa.array(lengths, mask=block.codes != 0)
 

@@ -14,7 +14,7 @@ import torch
 from recsys import protos as pb
 from recsys.config.checks.walk import descend
 from recsys.data.arrow import one_array
-from recsys.data.convert.block import Block
+from recsys.data.convert.column_block import ColumnBlock
 from recsys.data.convert.row_checks import Lists
 from recsys.data.schema.vocabulary import Vocabulary
 from recsys.errors import ConfigError
@@ -48,7 +48,7 @@ def group_size(pipeline: pb.Pipeline) -> int:
     return math.lcm(*(mask.target_group_size for mask in masks))
 
 
-def in_pieces(block: Block, most: int) -> Block:
+def in_pieces(block: ColumnBlock, most: int) -> ColumnBlock:
     """The rows of a block, one after the other, those with more than `most` candidates as several rows.
 
     A candidate's score depends on no candidate but those of its target group, so with a `piece_size` the
@@ -81,7 +81,7 @@ def cut_into_pieces(lengths: np.ndarray, most: int) -> Pieces:
     return Pieces(row, np.minimum(lengths[row] - skipped, most))
 
 
-def whole_histories(table: pa.Table, block: Block, column: str, vocabulary: Vocabulary) -> Histories:
+def whole_histories(table: pa.Table, block: ColumnBlock, column: str, vocabulary: Vocabulary) -> Histories:
     """All events of a table's rows, those beyond `data.max_history_len` too.
 
     Args:

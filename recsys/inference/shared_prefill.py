@@ -13,7 +13,7 @@ from torch import Tensor
 
 from recsys import protos as pb
 from recsys.data.batch import Batch
-from recsys.data.convert.block import Block, Flat
+from recsys.data.convert.column_block import ColumnBlock, FlatColumn
 from recsys.inference.package import Package
 from recsys.inference.rows import bounded_runs, cut_into_pieces, in_pieces, runs
 
@@ -47,10 +47,10 @@ class RowScores:
         limits: see there.
     """
 
-    def __init__(self, package: Package, to_batch: Callable[[Block], Batch], limits: Limits):
+    def __init__(self, package: Package, to_batch: Callable[[ColumnBlock], Batch], limits: Limits):
         self.package, self.to_batch, self.limits = package, to_batch, limits
 
-    def of(self, block: Block) -> np.ndarray:
+    def of(self, block: ColumnBlock) -> np.ndarray:
         """float32 [N, tasks], the scores of all candidates of a block, in its order."""
         merged = merge(block, self.limits.group_size)
         merged = merged.select(np.flatnonzero(merged.lengths[pb.CANDIDATE]))
@@ -61,12 +61,12 @@ class RowScores:
             return np.zeros((0, len(self.package.description.outputs)), np.float32)
         return torch.cat(found).cpu().numpy()
 
-    def _whole_rows(self, block: Block) -> Iterator[Tensor]:
+    def _whole_rows(self, block: ColumnBlock) -> Iterator[Tensor]:
         limits, pieces = self.limits, in_pieces(block, self.limits.piece)
         for rows in bounded_runs(pieces.lengths[pb.CANDIDATE].tolist(), limits.rows, limits.total):
             yield self.package.run(self.to_batch(pieces.select(rows)))
 
-    def _with_cache(self, block: Block, most: int) -> Iterator[Tensor]:
+    def _with_cache(self, block: ColumnBlock, most: int) -> Iterator[Tensor]:
         package = self.package
         for rows in runs(len(block.row), self.limits.rows):
             part = block.select(rows)
@@ -79,7 +79,7 @@ class RowScores:
                 yield package.score(self.to_batch(pieces.select(run)), own)
 
 
-def merge(block: Block, group_size: int) -> Block:
+def merge(block: ColumnBlock, group_size: int) -> ColumnBlock:
     """The rows of a block, runs of rows with the same user, request and history as one; candidates stay in
     their order.
 
@@ -97,7 +97,7 @@ def merge(block: Block, group_size: int) -> Block:
     return replace(merged, flat={**merged.flat, **candidates})
 
 
-def same_as_before(block: Block) -> np.ndarray:
+def same_as_before(block: ColumnBlock) -> np.ndarray:
     """bool [rows]: whether a row has the user, request and history of the row before it."""
     count, lengths = len(block.row), block.lengths[pb.HISTORY]
     users = [column for column in block.flat.values() if column.side == pb.USER]
@@ -120,10 +120,10 @@ def same_as_before(block: Block) -> np.ndarray:
     return same
 
 
-def without(block: Block, side: int) -> Block:
+def without(block: ColumnBlock, side: int) -> ColumnBlock:
     """The same rows with no events, or no candidates."""
     flat = {
-        name: column if column.side != side else Flat(side, column.values[:0], _nothing(column))
+        name: column if column.side != side else FlatColumn(side, column.values[:0], _nothing(column))
         for name, column in block.flat.items()
     }
     return replace(block, flat=flat, lengths={**block.lengths, side: np.zeros_like(block.lengths[side])})
@@ -147,11 +147,11 @@ def _runs_of_true(flags: np.ndarray) -> list[tuple[int, int]]:
     return [(int(first), int(stop)) for first, stop in changes.reshape(-1, 2)]
 
 
-def _all_repeat(columns: Sequence[Flat], first: int, stop: int, length: int) -> bool:
+def _all_repeat(columns: Sequence[FlatColumn], first: int, stop: int, length: int) -> bool:
     return all(_repeats(column, first, stop, length) for column in columns)
 
 
-def _repeats(column: Flat, first: int, stop: int, length: int) -> bool:
+def _repeats(column: FlatColumn, first: int, stop: int, length: int) -> bool:
     """Whether elements `first` to `stop` - 1 are those that lie `length` places in front of them."""
     if length == 0:
         return True
@@ -164,5 +164,5 @@ def _repeats(column: Flat, first: int, stop: int, length: int) -> bool:
     )
 
 
-def _nothing(column: Flat) -> np.ndarray | None:
+def _nothing(column: FlatColumn) -> np.ndarray | None:
     return None if column.offsets is None else column.offsets[:1]

@@ -87,7 +87,7 @@ def evaluate(
 def counted(loader: Loader) -> Counts:
     """Rows of all ranks that the last evaluation left out or cut. Collective."""
     found = Counts()
-    for counts in gather(loader.account.counts):
+    for counts in gather(loader.counter.counts):
         found = found.plus(counts)
     return found
 

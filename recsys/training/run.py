@@ -147,7 +147,7 @@ def evaluate(
     step = TrainStep(build_model(pipeline))
     wrapped = shard(step, pipeline, processes)
     checkpoint.load_evaluated(path, wrapped.state_dict())
-    loader = Loader(
+    loader = Loader.open(
         pipeline,
         split,
         layout_rule(pipeline),

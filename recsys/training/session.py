@@ -225,7 +225,7 @@ def _build(
     rule = layout_rule(pipeline)
 
     def loader(split: str, shuffle: bool) -> Loader:
-        return Loader(
+        return Loader.open(
             pipeline, split, rule, rank=processes.rank, world_size=processes.world_size, shuffle=shuffle
         )
 

@@ -12,7 +12,7 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import LayoutRule
 from recsys.data.loader import Loader
-from recsys.data.negatives import Negatives
+from recsys.data.negatives import NegativeSampler
 
 RULE = LayoutRule(num_contextual=0, targets=False)
 
@@ -28,7 +28,7 @@ def retriever(sample):
 
 def test_the_whole_catalogue_without_the_unknown_row(retriever):
     for mode in ("train", "evaluate", "predict"):
-        for batch in Loader(retriever.pipeline, "train", RULE, mode=mode).epoch(0):
+        for batch in Loader.open(retriever.pipeline, "train", RULE, mode=mode).epoch(0):
             negatives = batch.ids[features.NEGATIVES]
             assert negatives.values().tolist() == [1, 2, 3, 4, 5, 6]
             assert negatives.lengths().tolist() == [6] + [0] * (len(batch.request_time) - 1)
@@ -36,15 +36,15 @@ def test_the_whole_catalogue_without_the_unknown_row(retriever):
 
 
 def test_candidates_are_no_tokens(retriever):
-    batch = next(Loader(retriever.pipeline, "train", RULE, mode="evaluate").epoch(0))
+    batch = next(Loader.open(retriever.pipeline, "train", RULE, mode="evaluate").epoch(0))
     assert torch.equal(batch.layout.lengths, batch.uih_lengths) and batch.layout.total_targets == 0
     assert batch.num_candidates.sum() == len(batch.candidate_timestamps) > 0
 
 
-def uniform(pipeline, count: int, seed: int = 1) -> Negatives:
+def uniform(pipeline, count: int, seed: int = 1) -> NegativeSampler:
     pipeline.model.retriever.loss.softmax.uniform.num_negatives = count
     pipeline.train.seed = seed
-    return Negatives(pipeline, "train")
+    return NegativeSampler.open(pipeline, "train")
 
 
 def test_uniform_negatives_depend_on_seed_epoch_and_batch_only(retriever):
@@ -68,7 +68,7 @@ def test_uniform_negatives_are_uniform(retriever):
 def test_uniform_negatives_are_for_training(retriever):
     uniform(retriever.pipeline, 20)
     train, evaluate = (
-        next(Loader(retriever.pipeline, "train", RULE, mode=m).epoch(0)) for m in ("train", "evaluate")
+        next(Loader.open(retriever.pipeline, "train", RULE, mode=m).epoch(0)) for m in ("train", "evaluate")
     )
     assert train.ids[features.NEGATIVES].values().numel() == 20
     assert evaluate.ids[features.NEGATIVES].values().tolist() == [1, 2, 3, 4, 5, 6]
@@ -80,7 +80,7 @@ def test_an_embedding_collection_reads_the_ids(retriever):
         for t in features.tables(retriever.pipeline)
     ]
     collection = EmbeddingCollection(tables=tables)
-    batch = next(Loader(retriever.pipeline, "train", RULE, mode="evaluate").epoch(0))
+    batch = next(Loader.open(retriever.pipeline, "train", RULE, mode="evaluate").epoch(0))
     found = collection(batch.ids)
     weights = collection.embeddings["item"].weight
     assert torch.equal(found["uih_item_id"].values(), weights[batch.ids["uih_item_id"].values()])
@@ -88,7 +88,7 @@ def test_an_embedding_collection_reads_the_ids(retriever):
 
 
 def test_a_batch_moves_as_a_whole(retriever):
-    batch = next(Loader(retriever.pipeline, "train", RULE, mode="predict").epoch(0))
+    batch = next(Loader.open(retriever.pipeline, "train", RULE, mode="predict").epoch(0))
     moved = batch.to(torch.device("meta"))
     assert moved.uih_timestamps.is_meta and moved.ids.values().is_meta and moved.layout.lengths.is_meta
     assert moved.rows is batch.rows and moved.position == batch.position

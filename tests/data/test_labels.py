@@ -41,7 +41,7 @@ def write(sample, rows: list[dict], kind=None, path="train.parquet"):
 
 
 def load(sample, source="train", mode="evaluate"):
-    return list(Loader(sample.pipeline, source, RULE, mode=mode).epoch(0))
+    return list(Loader.open(sample.pipeline, source, RULE, mode=mode).epoch(0))
 
 
 def labels_of(batches, task: str) -> list[float]:

@@ -19,7 +19,7 @@ RULE = LayoutRule(num_contextual=2, targets=True)
 
 
 def loader(sample, **settings) -> Loader:
-    return Loader(sample.pipeline, "train", RULE, **{"shuffle": True, **settings})
+    return Loader.open(sample.pipeline, "train", RULE, **{"shuffle": True, **settings})
 
 
 def real_rows(batches) -> list[tuple[int, int]]:
@@ -157,7 +157,7 @@ def test_prediction_keeps_the_order_of_the_files(two_files):
     two_files.pipeline.data.eval_batch_size = 6
     two_files.pipeline.data.num_workers = 2
     source = pb.Source(parquet=pb.ParquetSource(paths=[str(two_files.folder / "train" / "*.parquet")]))
-    predict = Loader(two_files.pipeline, source, RULE, mode="predict")
+    predict = Loader.open(two_files.pipeline, source, RULE, mode="predict")
     batches = list(predict.epoch(0))
     assert real_rows(batches) == sorted(ALL)
     keys = [user for batch in batches for user in batch.rows.keys["user_id"].to_pylist()]
@@ -167,7 +167,7 @@ def test_prediction_keeps_the_order_of_the_files(two_files):
 
 def test_prediction_of_no_rows(sample):
     sample.write([])
-    assert list(Loader(sample.pipeline, "train", RULE, mode="predict").epoch(0)) == []
+    assert list(Loader.open(sample.pipeline, "train", RULE, mode="predict").epoch(0)) == []
     with pytest.raises(DataError, match=r"train.parquet: there are no rows"):
         loader(sample)
 
@@ -175,7 +175,7 @@ def test_prediction_of_no_rows(sample):
 def test_evaluation_has_its_own_batch_size(two_files):
     two_files.pipeline.data.validation.CopyFrom(two_files.pipeline.data.train)
     two_files.pipeline.data.eval_batch_size = 7
-    batches = list(Loader(two_files.pipeline, "validation", RULE).epoch(0))
+    batches = list(Loader.open(two_files.pipeline, "validation", RULE).epoch(0))
     assert Counter(real_rows(batches)) == ALL and max(len(batch.request_time) for batch in batches) == 7
 
 
@@ -202,10 +202,10 @@ def test_bad_rows_left_out_are_counted_once(sample, num_workers, caplog):
     for epoch in (0, 1):
         batches = list(reading.epoch(epoch))
         assert Counter(real_rows(batches)) == Counter((0, i) for i in range(40) if i not in (3, 20, 31))
-        assert reading.account.by_name == {"null": 2, "negative": 1}
+        assert reading.counter.by_name == {"null": 2, "negative": 1}
         said = f"train rows of epoch {epoch}: 3 of 40 were left out (null 2, negative 1)"
         assert caplog.messages[-1] == said
-        assert sum(batch.rows.counts.left_out for batch in batches) == reading.account.counts.left_out == 3
+        assert sum(batch.rows.counts.left_out for batch in batches) == reading.counter.counts.left_out == 3
 
 
 def test_rows_left_out_are_said_when_reading_ends_early(sample, caplog):
@@ -244,7 +244,7 @@ def test_cut_histories_are_counted_and_said_once(sample, caplog):
     reading = loader(sample)
     for epoch in (0, 1):
         batches = list(reading.epoch(epoch))
-        assert reading.account.by_name == {"truncated_history": 6}
+        assert reading.counter.by_name == {"truncated_history": 6}
         assert sum(batch.rows.counts.cut_histories for batch in batches) == 6
     (record,) = caplog.records
     assert record.levelname == "INFO"
@@ -258,10 +258,10 @@ def test_cut_candidates_are_a_warning_where_they_are_evaluated(sample, caplog):
     sample.pipeline.data.validation.CopyFrom(sample.pipeline.data.train)
     sample.write([sample.row(i, events=1, candidates=i) for i in range(1, 5)])
     list(loader(sample).epoch(0))
-    reading = Loader(sample.pipeline, "validation", RULE)
+    reading = Loader.open(sample.pipeline, "validation", RULE)
     for _ in range(2):
         list(reading.epoch(0))
-    assert reading.account.counts == (0, 0, 2)
+    assert reading.counter.counts == (0, 0, 2)
     training, evaluating = caplog.records
     assert [training.levelname, evaluating.levelname] == ["INFO", "WARNING"]
     what = "2 of 4 had more candidates than data.max_candidates, the first were read"
@@ -340,7 +340,7 @@ def test_every_file_has_a_mark_of_its_content(two_files):
 
 def test_a_split_that_is_not_set(sample):
     with pytest.raises(DataError, match="data.test is not set. Give it a source"):
-        Loader(sample.pipeline, "test", RULE)
+        Loader.open(sample.pipeline, "test", RULE)
 
 
 def test_looking_ahead_does_not_disturb_an_epoch(two_files):

@@ -16,7 +16,7 @@ from recsys.data.batch import LayoutRule
 from recsys.data.convert.item_catalogue import convert
 from recsys.data.hashing import combine
 from recsys.data.loader import Loader
-from recsys.data.negatives import Frequencies, LogWeights, Negatives
+from recsys.data.negatives import FrequencySampler, InBatchLogQ, NegativeSampler
 from recsys.data.schema.vocabulary import mappings
 from recsys.errors import DataError
 from recsys.models.retriever import NextItemLoss, RetrieverOutputs
@@ -94,7 +94,7 @@ def found(batch):
 
 
 def test_a_training_batch_has_drawn_items_then_its_own_and_what_is_known_of_both(retriever):
-    for batch in Loader(retriever.pipeline, "train", RULE, mode="train").epoch(0):
+    for batch in Loader.open(retriever.pipeline, "train", RULE, mode="train").epoch(0):
         events = batch.ids["uih_item_id"].values()
         own = batch.ids[features.BATCH_ITEMS].values().tolist()
         assert own == sorted(set(events.tolist()) - {0})
@@ -107,7 +107,7 @@ def test_a_training_batch_has_drawn_items_then_its_own_and_what_is_known_of_both
 
 
 def test_evaluation_has_the_whole_catalogue_and_no_weights(retriever):
-    batch = next(Loader(retriever.pipeline, "train", RULE, mode="evaluate").epoch(0))
+    batch = next(Loader.open(retriever.pipeline, "train", RULE, mode="evaluate").epoch(0))
     assert batch.ids[features.NEGATIVES].values().tolist() == [1, 2, 3, 4, 5, 6]
     assert batch.ids[features.BATCH_ITEMS].values().tolist() == []
     assert expected(retriever, range(1, 7)) == found(batch)
@@ -116,15 +116,15 @@ def test_evaluation_has_the_whole_catalogue_and_no_weights(retriever):
 
 def test_prediction_needs_no_file(retriever):
     (retriever.folder / "items.parquet").unlink()
-    batch = next(Loader(retriever.pipeline, "train", RULE, mode="predict").epoch(0))
+    batch = next(Loader.open(retriever.pipeline, "train", RULE, mode="predict").epoch(0))
     assert batch.ids["catalogue_labels"].values().tolist() == []
     with pytest.raises(DataError, match=r"items.parquet: no such file \(data.item_file\)"):
-        Loader(retriever.pipeline, "train", RULE, mode="train")
+        Loader.open(retriever.pipeline, "train", RULE, mode="train")
 
 
 def test_log_weights_are_the_expected_number_of_an_item_among_the_negatives(retriever):
     counts = [6, 5, 4, 3, 2, 1]  # of the vocabulary file
-    for batch in Loader(retriever.pipeline, "train", RULE, mode="train").epoch(0):
+    for batch in Loader.open(retriever.pipeline, "train", RULE, mode="train").epoch(0):
         items = [
             *batch.ids[features.NEGATIVES].values().tolist(),
             *batch.ids[features.BATCH_ITEMS].values().tolist(),
@@ -138,18 +138,18 @@ def test_weighted_negatives_add_up_to_the_catalogue():
     """Over many batches the sum of weights x value is that of all items: the correction is unbiased."""
     random = np.random.default_rng(0)
     counts, values = np.array([0, 400, 50, 10, 1, 0]), random.uniform(0.5, 2, 5)
-    weights = LogWeights(counts, num_drawn=3)
+    weights = InBatchLogQ(counts, num_drawn=3)
     share = np.maximum(counts[1:], 1) / counts.sum()
     sums = []
     for _ in range(20_000):
         seen = np.unique(random.choice(5, size=30, p=share / share.sum()))
         rows = np.concatenate([random.integers(0, 5, 3), seen]) + 1
-        sums.append((np.exp(weights.of_items(rows, 30)) * values[rows - 1]).sum())
+        sums.append((np.exp(weights.log_weights(rows, 30)) * values[rows - 1]).sum())
     assert np.mean(sums) == pytest.approx(values.sum(), rel=0.01)
 
 
 def test_no_item_is_weighted_as_impossible():
-    assert np.isfinite(LogWeights(np.array([0, 0, 5]), num_drawn=0).of_items(np.array([1, 2]), 1)).all()
+    assert np.isfinite(InBatchLogQ(np.array([0, 0, 5]), num_drawn=0).log_weights(np.array([1, 2]), 1)).all()
 
 
 def choose(sample, negatives: str) -> None:
@@ -161,20 +161,22 @@ def choose(sample, negatives: str) -> None:
 def test_frequent_items_are_drawn_in_proportion_to_a_power_of_their_events(retriever):
     for power in (1.0, 0.5, 0.0):
         choose(retriever, f"frequency {{ num_negatives: 600 power: {power} }}")
-        drawn = Negatives(retriever.pipeline, "train")
+        drawn = NegativeSampler.open(retriever.pipeline, "train")
         rows = np.concatenate([drawn.draw(0, batch) for batch in range(100)])
         # 60,000 draws; the counts of the vocabulary file are 6 to 1.
         weights = np.arange(6, 0, -1.0) ** power
         expected = 60_000 * weights / weights.sum()
         assert (abs(np.bincount(rows, minlength=7)[1:] - expected) < 5 * np.sqrt(expected)).all()
         assert rows.min() == 1 and rows.max() == 6
-    assert drawn.draw(3, 17).tolist() == Negatives(retriever.pipeline, "train").draw(3, 17).tolist()
+    assert (
+        drawn.draw(3, 17).tolist() == NegativeSampler.open(retriever.pipeline, "train").draw(3, 17).tolist()
+    )
 
 
 def test_frequent_negatives_are_weighed_by_their_expected_number(retriever):
     choose(retriever, "frequency { num_negatives: 5 power: 2 }")
     squares = {row: (7 - row) ** 2 for row in range(1, 7)}
-    for batch in Loader(retriever.pipeline, "train", RULE, mode="train").epoch(0):
+    for batch in Loader.open(retriever.pipeline, "train", RULE, mode="train").epoch(0):
         rows = batch.ids[features.NEGATIVES].values().tolist()
         wanted = [-math.log(5 * squares[row] / sum(squares.values())) for row in rows]
         assert batch.numbers[features.LOG_WEIGHTS].tolist() == pytest.approx(wanted, rel=1e-5)
@@ -182,7 +184,7 @@ def test_frequent_negatives_are_weighed_by_their_expected_number(retriever):
 
 def test_drawn_and_weighed_frequent_items_add_up_to_the_catalogue():
     values = np.random.default_rng(0).uniform(0.5, 2, 5)
-    frequencies = Frequencies(np.array([0, 400, 50, 10, 1, 0]), power=0.75, num_drawn=10**6)
+    frequencies = FrequencySampler(np.array([0, 400, 50, 10, 1, 0]), power=0.75, num_drawn=10**6)
     rows = frequencies.draw(combine(0, np.arange(10**6)))
     total = (np.exp(frequencies.log_weights(rows)) * values[rows - 1]).sum()
     assert total == pytest.approx(values.sum(), rel=0.015)
@@ -206,7 +208,7 @@ def test_batches_of_all_kinds_of_negatives_fit_the_loss(retriever, negatives):
     text_format.Parse(negatives, loss.softmax)
     torch.manual_seed(0)
     seen = 0
-    for batch in Loader(retriever.pipeline, "train", RULE, mode="train").epoch(0):
+    for batch in Loader.open(retriever.pipeline, "train", RULE, mode="train").epoch(0):
         num_events = len(batch.uih_timestamps)
         shared = [batch.ids[name].values() for name in features.shared_columns(retriever.pipeline)]
         vectors = [torch.randn(n, 4) for n in (num_events, len(shared[0]), *(len(one) for one in shared[1:]))]
@@ -241,7 +243,7 @@ def test_batches_of_all_kinds_of_negatives_fit_the_loss(retriever, negatives):
 def test_a_file_that_does_not_describe_the_catalogue_is_refused(retriever, change, message):
     write(retriever, change(retriever.items))
     with pytest.raises(DataError, match=message) as error:
-        Loader(retriever.pipeline, "train", RULE, mode="train")
+        Loader.open(retriever.pipeline, "train", RULE, mode="train")
     assert "SKIP" not in str(error.value)
 
 
@@ -249,7 +251,7 @@ def test_a_missing_column_is_named(retriever):
     table = pq.read_table(retriever.folder / "items.parquet")
     pq.write_table(table.drop(["shop"]), retriever.folder / "items.parquet")
     with pytest.raises(DataError, match="items.parquet: no column shop; it has item_id, labels, price, year"):
-        Loader(retriever.pipeline, "train", RULE, mode="train")
+        Loader.open(retriever.pipeline, "train", RULE, mode="train")
     with pytest.raises(DataError, match="items: no column shop"):
         convert(retriever.pipeline, table.drop(["shop"]), mappings(retriever.pipeline), "items")
 
@@ -260,7 +262,7 @@ def test_weights_need_counts(retriever):
     for chosen in ("in_batch {}", "frequency { log_q: false }"):
         choose(retriever, chosen)
         with pytest.raises(DataError, match="item.parquet: no column count; it has id. Negatives are"):
-            Loader(retriever.pipeline, "train", RULE, mode="train")
+            Loader.open(retriever.pipeline, "train", RULE, mode="train")
     for chosen in ("in_batch { log_q: false }", "uniform {}"):
         choose(retriever, chosen)
-        Loader(retriever.pipeline, "train", RULE, mode="train")
+        Loader.open(retriever.pipeline, "train", RULE, mode="train")

@@ -45,7 +45,7 @@ def trained_model(run: Path, pipeline: pb.Pipeline) -> Model:
 
 def evaluated_batches(pipeline: pb.Pipeline) -> list[Batch]:
     """The rows of `data.test` as evaluation reads them."""
-    return list(Loader(pipeline, "test", layout_rule(pipeline), mode="evaluate").epoch(0))
+    return list(Loader.open(pipeline, "test", layout_rule(pipeline), mode="evaluate").epoch(0))
 
 
 def captured(model: Model, batch: Batch) -> Callable[..., Tensor]:

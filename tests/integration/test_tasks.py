@@ -93,7 +93,7 @@ def test_the_captured_graph_predicts_with_the_evaluated_quality(trained):
     pipeline = config.prepare(CONFIG, trained.overrides).pipeline
     model = build_model(pipeline).eval()
     checkpoint.load_weights(checkpoint.find(trained.run / "checkpoints", "best"), model)
-    loader = Loader(pipeline, "validation", layout_rule(pipeline), mode="predict")
+    loader = Loader.open(pipeline, "validation", layout_rule(pipeline), mode="predict")
     batches = list(loader.epoch())
     program = parity.captured(model, batches[0])
     scores = torch.cat([program(*flatten(batch)) for batch in batches]).detach().numpy()

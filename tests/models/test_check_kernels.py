@@ -61,7 +61,7 @@ def test_the_facts_are_those_of_the_models_calls(file, op, precision, monkeypatc
     overrides = [f"model.precision={precision}", *(() if "tiny" in file else movielens)]
     pipeline = config.prepare(file, overrides).pipeline
     model = build_model(pipeline)
-    batch = next(Loader(pipeline, "train", layout_rule(pipeline)).epoch())
+    batch = next(Loader.open(pipeline, "train", layout_rule(pipeline)).epoch())
     asked = []
     monkeypatch.setattr(op, "select", lambda facts, backend: asked.append((facts, backend)) or reference)
     reference = type(op).select(op, next(_uses(pipeline, "cpu")).facts)

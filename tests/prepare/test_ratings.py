@@ -223,7 +223,7 @@ def test_the_starter_config_reads_what_was_made(tmp_path, source):
     assert prepare(original, tmp_path / "made", "--min-count", "1") == 0
     pipeline = config.prepare(tmp_path / "made" / "starter.config", ["data.num_workers=0"]).pipeline
     for split in SPLITS:
-        batches = list(Loader(pipeline, split, layout_rule(pipeline)).epoch(0))
+        batches = list(Loader.open(pipeline, split, layout_rule(pipeline)).epoch(0))
         wanted = rows(tmp_path / "made", split)
         assert sum(len(batch.request_time) for batch in batches) == len(wanted)
         liked = sum(float(batch.labels["is_liked"].sum()) for batch in batches)

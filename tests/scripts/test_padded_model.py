@@ -20,7 +20,7 @@ def setting(path, overrides=(), rows=16):
     pipeline = config.prepare(
         ROOT / path, ["data.num_workers=0", f"data.batch_size={rows}", *overrides]
     ).pipeline
-    loader = Loader(pipeline, "train", layout_rule(pipeline), shuffle=True)
+    loader = Loader.open(pipeline, "train", layout_rule(pipeline), shuffle=True)
     return pipeline, next(islice(loader.epoch(0), 1))
 
 

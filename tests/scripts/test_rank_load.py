@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from recsys.data.schema.row_layout import RowOrder
+from recsys.data.schema.row_layout import ShardedRowLayout
 from scripts import rank_load
 
 KUAIRAND = "configs/quickstart.config"
@@ -25,7 +25,7 @@ def test_loads(ranks):
     lookups = {"a": np.sort(draw.zipf(1.5, 50))[::-1], "b": draw.integers(1, 9, 21), "c": np.array([4, 1, 0])}
     moved = {name: counts.tolist() for name, counts in lookups.items()}
     for name in ("a", "c"):
-        rows = RowOrder(len(lookups[name]) - 1, name).rows(np.arange(len(lookups[name]) - 1))
+        rows = ShardedRowLayout(len(lookups[name]) - 1, name).row_of(np.arange(len(lookups[name]) - 1))
         for place, row in enumerate(rows.tolist()):
             moved[name][row] = int(lookups[name][1 + place])
     found = rank_load.rank_load(lookups, {"a", "c"}, ranks)

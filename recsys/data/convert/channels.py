@@ -1,10 +1,11 @@
-"""Which events of a batch belong to a channel. Runs in the reader processes: numpy, no loop over rows."""
+"""Selects the events of a batch that belong to a channel. Runs in the reader processes, without a loop over
+rows."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from recsys.data.convert.block import offsets_of
+from recsys.data.convert.column_block import offsets_of
 from recsys.data.schema.layout_rule import Channel
 
 
@@ -23,9 +24,10 @@ class ChannelEvents(NamedTuple):
 def select(
     channel: Channel, actions: np.ndarray, watch_time: np.ndarray, lengths: np.ndarray
 ) -> ChannelEvents:
-    """The newest events of each row that belong to a channel.
+    """Selects the newest events of each row that belong to a channel.
 
     Args:
+        channel: the rule.
         actions: int64 [events], bitmask.
         watch_time: float32 [events], seconds.
         lengths: int64 [rows], events of each row, oldest first.

@@ -1,7 +1,7 @@
 """Features of the items that a model searches, by row of the item table, read from `data.item_file`.
 
-The collator takes from it what the item encoder wants of a batch's negatives; a package converts new items
-the same way.
+The collator takes the features of a batch's negatives from it, for the item encoder; a package converts new
+items the same way.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from recsys import files
 from recsys import protos as pb
 from recsys.config import features
 from recsys.data.arrow import first_line, one_array, open_parquet
-from recsys.data.convert.block import Flat, pick
+from recsys.data.convert.column_block import FlatColumn, pick
 from recsys.data.convert.converter import cells_of, to_flat
-from recsys.data.convert.row_checks import Findings, check_nulls, check_values
-from recsys.data.schema.contract import Field, Kind, check_fields
+from recsys.data.convert.row_checks import RowFindings, check_nulls, check_values
+from recsys.data.schema.contract import FileColumn, Kind, check_columns
 from recsys.data.schema.vocabulary import Vocabulary, mappings
 from recsys.errors import DataError
 
@@ -30,38 +30,42 @@ _COUNT_REMEDY = (
 )
 
 
-class Catalogue:
-    """Features of all items.
+class ItemCatalogue:
+    """The features of all items.
 
     Args:
-        pipeline: resolved, with a model that searches items.
-
-    Raises:
-        DataError: a file that is missing, broken, or lacks a column or an item.
+        columns: each feature's values in the order of the item table's rows, by batch column.
     """
 
-    def __init__(self, pipeline: pb.Pipeline) -> None:
-        self.columns = features.columns(pipeline, pb.ITEM)
-        self._flat: dict[str, Flat] = {}
-        if not self.columns:
-            return
-        path, known = pipeline.data.item_file, mappings(pipeline)
-        item = features.searched_item(pipeline)
-        table = _read(path, [item.name, *(column.feature.name for column in self.columns)])
-        rows = _rows_of(table, item, known[item.id.table], path)
-        of_file = convert(pipeline, table, known, path)
-        # Row 0 of the item table stands for unknown items, of which nothing is known; no batch asks for it.
-        place = np.zeros(len(known[item.id.table]) + 1, np.int64)
-        place[rows] = np.arange(len(rows))
-        self._flat = {name: pick(column, place) for name, column in of_file.items()}
+    def __init__(self, columns: dict[str, FlatColumn]) -> None:
+        self._columns = columns
 
-    def take(self, rows: np.ndarray) -> dict[str, Flat]:
-        """By batch column what is known of some items, given as rows >= 1 of the item table."""
-        return {name: pick(column, rows) for name, column in self._flat.items()}
+    @classmethod
+    def open(cls, pipeline: pb.Pipeline) -> "ItemCatalogue":
+        """Reads `data.item_file` of a resolved pipeline whose model searches items and has features of them.
+
+        Raises:
+            DataError: a file that is missing, broken, or lacks a column or an item.
+        """
+        path, table_mappings = pipeline.data.item_file, mappings(pipeline)
+        item = features.searched_item(pipeline)
+        item_features = [column.feature.name for column in features.columns(pipeline, pb.ITEM)]
+        table = _read(path, [item.name, *item_features])
+        vocabulary = table_mappings[item.id.table]
+        rows = _rows_of(table, item, vocabulary, path)
+        columns = convert(pipeline, table, table_mappings, path)
+        # Row 0 of the item table stands for unknown items, which have no features; no batch asks for it.
+        place = np.zeros(len(vocabulary) + 1, np.int64)
+        place[rows] = np.arange(len(rows))
+        return cls({name: pick(column, place) for name, column in columns.items()})
+
+    def take(self, rows: np.ndarray) -> dict[str, FlatColumn]:
+        """Returns the features of items, by batch column; `rows` >= 1 are rows of the item table."""
+        return {name: pick(column, rows) for name, column in self._columns.items()}
 
 
 def fingerprint(pipeline: pb.Pipeline) -> str | None:
-    """SHA-256 of the file that describes the items; None of a model that reads none.
+    """Returns the SHA-256 of the file that describes the items; None if the model reads none.
 
     Raises:
         DataError: it cannot be read.
@@ -76,30 +80,34 @@ def fingerprint(pipeline: pb.Pipeline) -> str | None:
         raise DataError(f"{path}: cannot be read ({first_line(error)}). {_REMEDY}") from error
 
 
-def convert(pipeline: pb.Pipeline, table: pa.Table, known: Mapping[str, Any], path: str) -> dict[str, Flat]:
-    """By batch column the features of side ITEM of some items, in the order of the table.
+def convert(
+    pipeline: pb.Pipeline, table: pa.Table, table_mappings: Mapping[str, Any], path: str
+) -> dict[str, FlatColumn]:
+    """Converts the features of side ITEM of a table of items: a column in its order, by batch column.
 
     Args:
         pipeline: resolved.
-        table: a column under the name of each such feature.
-        known: `mappings` of the pipeline.
+        table: has a column under the name of each such feature.
+        table_mappings: the mapping of each table, as `vocabulary.mappings` reads them.
         path: what errors call the table.
 
     Raises:
         DataError: a column that is missing or of a wrong type, or a value that breaks the contract of rows.
     """
     columns = features.columns(pipeline, pb.ITEM)
-    fields = [_field(column) for column in columns]
-    check_fields(table.schema, fields, path)
-    findings, found = Findings(len(table)), {}
-    for column, field in zip(columns, fields, strict=True):
-        cells = cells_of(table, field)
-        check_nulls(findings, cells, one_array(table[field.column]))
-        check_values(findings, cells)
-        found[column.name] = cells, column.table
+    in_file = [_file_column(column) for column in columns]
+    check_columns(table.schema, in_file, path)
+    findings = RowFindings(len(table))
+    cells = [cells_of(table, column) for column in in_file]
+    for values in cells:
+        check_nulls(findings, values, one_array(table[values.column.name]))
+        check_values(findings, values)
     findings.raise_first(path, 0, skippable=False)
-    flat = {name: to_flat(cells, known.get(table_name)) for name, (cells, table_name) in found.items()}
-    return {name: Flat(pb.ITEM, _tensor_type(one.values), one.offsets) for name, one in flat.items()}
+    converted = {}
+    for column, values in zip(columns, cells, strict=True):
+        flat = to_flat(values, table_mappings.get(column.table))
+        converted[column.name] = FlatColumn(pb.ITEM, _tensor_type(flat.values), flat.offsets)
+    return converted
 
 
 def _tensor_type(values: np.ndarray) -> np.ndarray:
@@ -108,30 +116,30 @@ def _tensor_type(values: np.ndarray) -> np.ndarray:
 
 
 def occurrences(vocabulary: Vocabulary, path: str) -> np.ndarray:
-    """float64 [rows]: how often each id of a vocabulary occurs in training, by row of its table; 0 for row 0.
+    """Reads how often each id of a vocabulary occurs in training: float64 [rows of its table], 0 for row 0.
 
     Raises:
         DataError: the file has no column `count`.
     """
     counts = _read(path, ["count"], "the item's vocabulary", _COUNT_REMEDY)["count"].to_numpy()
-    found = np.zeros(vocabulary.rows)
-    found[vocabulary.order.rows(np.arange(len(counts)))] = counts
-    return found
+    by_row = np.zeros(vocabulary.rows)
+    by_row[vocabulary.layout.row_of(np.arange(len(counts)))] = counts
+    return by_row
 
 
-def _field(column: features.Column) -> Field:
+def _file_column(column: features.Column) -> FileColumn:
+    """Describes the column of the item file that holds a feature."""
     kind = Kind.ID if column.feature.HasField("id") else Kind.NUMBER
-    # A value an item, as USER columns have a value a row.
+    # The file has one value per item, as USER columns have one value per row.
     name, multi_valued = column.feature.name, column.multi_valued
-    return Field(name, pb.USER, kind, multi_valued=multi_valued, feature=column.feature)
+    return FileColumn(name, pb.USER, kind, multi_valued=multi_valued, feature=column.feature)
 
 
 def _read(path: str, wanted: list[str], what: str = "data.item_file", remedy: str = _REMEDY) -> pa.Table:
     try:
         with open_parquet(path, remedy) as file:
-            there = [name for name in wanted if name in file.schema_arrow.names]
-            if there != wanted:
-                missing = ", ".join(name for name in wanted if name not in there)
+            missing = ", ".join(name for name in wanted if name not in file.schema_arrow.names)
+            if missing:
                 names = ", ".join(file.schema_arrow.names)
                 raise DataError(f"{path}: no column {missing}; it has {names}. {remedy}")
             return file.read(columns=wanted)
@@ -142,17 +150,17 @@ def _read(path: str, wanted: list[str], what: str = "data.item_file", remedy: st
 
 
 def item_ids(table: pa.Table, item: pb.Feature, path: str = "items") -> pa.Array:
-    """Original ids of the items of a table.
+    """Takes the original ids of the items of a table.
 
     Args:
-        table: with a column under the name of the feature.
+        table: has a column under the name of the feature.
         item: the feature that the items are.
         path: what errors call the table.
 
     Raises:
         DataError: no such column, one of another type, or nulls in it.
     """
-    check_fields(table.schema, [Field(item.name, pb.USER, Kind.ID, feature=item)], path)
+    check_columns(table.schema, [FileColumn(item.name, pb.USER, Kind.ID, feature=item)], path)
     ids = one_array(table[item.name])
     if ids.null_count:
         row = pc.index(ids.is_null(), True).as_py()
@@ -162,10 +170,10 @@ def item_ids(table: pa.Table, item: pb.Feature, path: str = "items") -> pa.Array
 
 
 def _rows_of(table: pa.Table, item: pb.Feature, vocabulary: Vocabulary, path: str) -> np.ndarray:
-    """Rows of the item table that the rows of the file are about; 0 for items that are not in the catalogue.
+    """Finds the row of the item table for each row of the file; 0 for items that are not in the catalogue.
 
     Raises:
-        DataError: an item of the catalogue is not there, or twice.
+        DataError: an item of the catalogue is missing or there twice.
     """
     rows = vocabulary.map(item_ids(table, item, path))
     times = np.bincount(rows, minlength=vocabulary.rows)[1:]

@@ -1,21 +1,21 @@
-"""The contract of a row, checked over all rows of a table at once.
+"""Checks of the contract of a row, over all rows of a table at once.
 
-Each check adds the rows that break it to `Findings`, with a reason (they are counted by it) and a sentence
-that is only made for the first one. What a whole file can have wrong (columns, types) is in `contract`.
+Each check adds the rows that break it to `RowFindings`, with a reason, by which they are counted, and a
+sentence, which is only made for the first one. `schema.contract` checks the columns and types of a whole
+file.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.config.checks import loss_kind
-from recsys.data.arrow import is_text, one_array
-from recsys.data.hashing import combine, hash_text
-from recsys.data.schema.contract import Field, Kind
+from recsys.data.arrow import integers, is_text, one_array
+from recsys.data.schema.contract import FileColumn, Kind
+from recsys.data.schema.row_keys import hash_keys, same_key
 from recsys.errors import DataError
 
 REASONS = (
@@ -35,11 +35,11 @@ REASONS = (
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 _LATEST_TIME = 100_000_000_000
-"""Seconds; year 5138. Milliseconds of any day since 1973 are larger."""
+"""Seconds since 1970 (year 5138). Milliseconds of any day since 1973 are larger."""
 
 
-class Findings:
-    """Bad rows of one table, each under the first reason that was found for it."""
+class RowFindings:
+    """The bad rows of one table, each with the first reason that was found for it."""
 
     def __init__(self, num_rows: int) -> None:
         self.codes = np.zeros(num_rows, np.int8)
@@ -62,9 +62,12 @@ class Findings:
             self._first = (int(rows[0]), sentence(0))
 
     def raise_first(self, file: str, first_row: int, *, skippable: bool = True) -> None:
-        """Raises DataError for the first bad row, if there is one. Rows count from 0 within the file.
+        """Raises a DataError about the first bad row, if there is one.
 
-        `skippable`: `data.bad_rows` could leave it out.
+        Args:
+            file: what the error calls the file.
+            first_row: the file's row that the table begins with, counted from 0.
+            skippable: True if `data.bad_rows` could leave such rows out.
         """
         if self._first is None:
             return
@@ -85,7 +88,8 @@ class Lists:
 
     @classmethod
     def of(cls, column: pa.Array) -> "Lists":
-        """Without copying; a null list counts as empty (`check_nulls` has reported it)."""
+        """Takes a list array apart without copying; a null list, which `check_nulls` reports, becomes
+        empty."""
         if pa.types.is_fixed_size_list(column.type):
             column = column.cast(pa.large_list(column.type.value_type))
         if column.null_count:
@@ -95,45 +99,47 @@ class Lists:
 
     @property
     def lengths(self) -> np.ndarray:
+        """int64 [rows], number of values of each row."""
         return np.diff(self.offsets)
 
     def rows_of(self, places: np.ndarray) -> np.ndarray:
-        """Rows in which the values at flat `places` stand."""
+        """Finds the rows of the values at flat `places`."""
         return np.searchsorted(self.offsets, places, side="right") - 1
 
 
 class Cells:
-    """One column's values with the row that each belongs to, for checks and their sentences."""
+    """The values of one column with the row of each, for checks and their sentences."""
 
-    def __init__(self, field: Field, lists: tuple[Lists, ...], values: pa.Array) -> None:
-        self.field = field
+    def __init__(self, column: FileColumn, lists: tuple[Lists, ...], values: pa.Array) -> None:
+        self.column = column
         self.lists = lists
         self.values = values
 
     def rows(self, places: np.ndarray) -> np.ndarray:
-        """Row of the table for flat places of the innermost values."""
+        """Finds the rows of the table for flat places of the innermost values."""
         for level in reversed(self.lists):
             places = level.rows_of(places)
         return places
 
     def row_offsets(self, num_rows: int) -> np.ndarray:
-        """Where each row's innermost values begin, and the end of the last; int64 [num_rows + 1]."""
+        """Returns the index of each row's first innermost value, and the end of the last: int64 [num_rows +
+        1]."""
         offsets = np.arange(num_rows + 1)
         for level in self.lists:
             offsets = level.offsets[offsets]
         return offsets
 
     def name(self, place: int) -> str:
-        """`uih_item_id[3]`: the column and where in the row's lists."""
+        """Names a value by its column and its place in the row's lists: `uih_item_id[3]`."""
         index = ""
         for level in reversed(self.lists):
             row = int(level.rows_of(np.asarray([place]))[0])
             index = f"[{place - int(level.offsets[row])}]{index}"
             place = row
-        return self.field.column + index
+        return self.column.name + index
 
-    def report(self, findings: Findings, reason: str, places: np.ndarray, what: str) -> None:
-        """Adds rows for flat `places`; `what` may use {value}."""
+    def report(self, findings: RowFindings, reason: str, places: np.ndarray, what: str) -> None:
+        """Adds the rows of flat `places` to the findings; the sentence `what` may contain {value}."""
 
         def sentence(i: int) -> str:
             place = int(places[i])
@@ -143,43 +149,43 @@ class Cells:
             findings.add(reason, self.rows(places), sentence)
 
 
-def check_nulls(findings: Findings, cells: Cells, column: pa.Array) -> None:
-    """Nulls where a whole list (or a plain value with nothing to put in its place) should be."""
-    field = cells.field
-    if column.null_count and (field.depth or not has_fill(field)):
-        hint = ". An empty list is written [], not null" if field.depth else _instead_of_null(field)
-        findings.add("null", _true(pc.is_null(column)), lambda i: f"{field.column} is null{hint}.")
-    if field.depth == 2 and cells.lists[0].values.null_count:
+def check_nulls(findings: RowFindings, cells: Cells, array: pa.Array) -> None:
+    """Reports nulls in place of a whole list, or of a plain value without a `fill`."""
+    column = cells.column
+    if array.null_count and (column.depth or not has_fill(column)):
+        hint = ". An empty list is written [], not null" if column.depth else _instead_of_null(column)
+        findings.add("null", _true(pc.is_null(array)), lambda i: f"{column.name} is null{hint}.")
+    if column.depth == 2 and cells.lists[0].values.null_count:
         outer = cells.lists[0]
         rows = outer.rows_of(_true(pc.is_null(outer.values)))
         findings.add(
-            "null", rows, lambda i: f"{field.column} has a null list in it. An empty list is written []."
+            "null", rows, lambda i: f"{column.name} has a null list in it. An empty list is written []."
         )
 
 
-def _instead_of_null(field: Field) -> str:
-    """How a value that nobody knows is given to the model; the end of a sentence."""
-    if field.kind is Kind.ID:
+def _instead_of_null(column: FileColumn) -> str:
+    """Words how a missing value is written instead of a null; the end of a sentence."""
+    if column.kind is Kind.ID:
         return "; what is not known is an id that the vocabulary has not, such as an empty text"
-    return "; numeric.fill of the feature gives nulls a value" if field.kind is Kind.NUMBER else ""
+    return "; numeric.fill of the feature gives nulls a value" if column.kind is Kind.NUMBER else ""
 
 
-def check_values(findings: Findings, cells: Cells) -> None:
-    """Nulls inside lists, signs, ranges and NaN, as the column's kind wants them."""
-    values, field = cells.values, cells.field
-    if values.null_count and cells.lists and not has_fill(field):
-        cells.report(findings, "null", _true(pc.is_null(values)), f"is null{_instead_of_null(field)}")
+def check_values(findings: RowFindings, cells: Cells) -> None:
+    """Reports nulls inside lists, wrong signs, values out of range and NaN, by the column's kind."""
+    values, column = cells.values, cells.column
+    if values.null_count and cells.lists and not has_fill(column):
+        cells.report(findings, "null", _true(pc.is_null(values)), f"is null{_instead_of_null(column)}")
     if pa.types.is_floating(values.type):
         _check_floats(findings, cells)
-    if field.kind is Kind.LABEL:
+    if column.kind is Kind.LABEL:
         check_label(findings, cells)
-    elif field.kind is not Kind.NUMBER and not is_text(values.type):
+    elif column.kind is not Kind.NUMBER and not is_text(values.type):
         _check_range(findings, cells)
 
 
-def check_label(findings: Findings, cells: Cells) -> None:
-    """Labels that the loss of their task cannot take."""
-    loss, numbers = cells.field.task.loss, floats(cells.values)
+def check_label(findings: RowFindings, cells: Cells) -> None:
+    """Reports labels that the loss of their task cannot take."""
+    loss, numbers = cells.column.task.loss, floats(cells.values)
     if loss_kind(loss) == "binary":
         bad = np.flatnonzero((numbers != 0) & (numbers != 1) & np.isfinite(numbers))
         cells.report(findings, "label", bad, "is {value}; a binary task has labels 0 and 1")
@@ -188,23 +194,22 @@ def check_label(findings: Findings, cells: Cells) -> None:
         cells.report(findings, "label", bad, "is {value}; log(1 + label) wants labels of 0 or more")
 
 
-def check_ragged(findings: Findings, cells: Cells, other: Cells) -> None:
-    """Lists of one row that describe the same events (or candidates) have the same length."""
-    if np.array_equal(cells.lists[0].offsets, other.lists[0].offsets):
+def check_ragged(findings: RowFindings, cells: Cells, first: Cells) -> None:
+    """Reports rows whose lists of events, or of candidates, differ in length."""
+    if np.array_equal(cells.lists[0].offsets, first.lists[0].offsets):
         return
-    lengths, expected = cells.lists[0].lengths, other.lists[0].lengths
+    lengths, expected = cells.lists[0].lengths, first.lists[0].lengths
     rows = np.flatnonzero(lengths != expected)
 
     def sentence(i: int) -> str:
         row = rows[i]
-        return f"{cells.field.column} has {lengths[row]} items, {other.field.column} has {expected[row]}."
+        return f"{cells.column.name} has {lengths[row]} items, {first.column.name} has {expected[row]}."
 
     findings.add("ragged", rows, sentence)
 
 
-def check_order(findings: Findings, events: Lists, request_time: np.ndarray) -> None:
-    """Timestamps of a history ascend (equal ones may follow each other) and none is later than the
-    request."""
+def check_order(findings: RowFindings, events: Lists, request_time: np.ndarray) -> None:
+    """Reports histories that are not sorted by time (equal times are fine) or end after the request."""
     times = integers(events.values)
     down = np.flatnonzero(times[1:] < times[:-1]) + 1
     rows = events.rows_of(down)
@@ -221,7 +226,7 @@ def check_order(findings: Findings, events: Lists, request_time: np.ndarray) -> 
     findings.add("unsorted", rows, unsorted)
     filled = np.flatnonzero(events.offsets[1:] > events.offsets[:-1])
     if len(down) == 0 and (times[events.offsets[1:][filled] - 1] <= request_time[filled]).all():
-        # Sorted ones are as late as their last.
+        # Histories are sorted, so their last event is their latest.
         return
     late_place = np.flatnonzero(times > np.repeat(request_time, events.lengths))
     late = events.rows_of(late_place)
@@ -236,8 +241,8 @@ def check_order(findings: Findings, events: Lists, request_time: np.ndarray) -> 
     findings.add("future_event", late, future)
 
 
-def check_candidate_times(findings: Findings, candidates: Lists, events: Lists) -> None:
-    """No candidate was shown before the newest event of the history that it is scored with."""
+def check_candidate_times(findings: RowFindings, candidates: Lists, events: Lists) -> None:
+    """Reports candidates that were shown before the newest event of their row's history."""
     times, history = integers(candidates.values), integers(events.values)
     filled = events.lengths > 0
     newest = np.full(len(filled), np.iinfo(np.int64).min)
@@ -255,17 +260,19 @@ def check_candidate_times(findings: Findings, candidates: Lists, events: Lists) 
     findings.add("future_event", rows, sentence)
 
 
-def check_keys(findings: Findings, keys: pa.Table) -> None:
-    """Key columns have no nulls."""
+def check_keys(findings: RowFindings, keys: pa.Table) -> None:
+    """Reports nulls in key columns."""
     for name in keys.column_names:
         if keys[name].null_count:
             rows = _true(pc.is_null(one_array(keys[name])))
             findings.add("null", rows, lambda i, name=name: f"key column {name} is null.")
 
 
-def check_repeats(findings: Findings, keys: pa.Table) -> None:
-    """No two rows of a table of key columns and request times are the same; `duplicates` finds those that
-    stand in different tables."""
+def check_repeats(findings: RowFindings, keys: pa.Table) -> None:
+    """Reports equal rows in a table of key columns and request times.
+
+    `plan.duplicates` finds those that are in different tables.
+    """
     hashes, known = hash_keys(keys)
     _, first, place = np.unique(hashes[known], return_index=True, return_inverse=True)
     again = np.flatnonzero(first[place] != np.arange(len(known)))
@@ -278,42 +285,12 @@ def check_repeats(findings: Findings, keys: pa.Table) -> None:
     findings.add("duplicate_key", rows, sentence)
 
 
-def hash_keys(keys: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    """uint64 hash of each row of some key columns; int64 rows without a null, which others report."""
-    columns = [one_array(column) for column in keys.columns]
-    known = np.ones(len(keys), bool)
-    for column in columns:
-        if column.null_count:
-            known &= column.is_valid().to_numpy(zero_copy_only=False)
-    return combine(*(key_hash(column) for column in columns)), np.flatnonzero(known)
+def has_fill(column: FileColumn) -> bool:
+    """True if nulls of this column are replaced by a value."""
+    return column.kind is Kind.NUMBER and column.feature.numeric.HasField("fill")
 
 
-def same_key(key: dict[str, Any]) -> str:
-    """`has the same user_id = 3 and request_time = 1030`: what is said of a row that repeats another."""
-    return "has the same " + " and ".join(f"{name} = {value!r}" for name, value in key.items())
-
-
-def key_hash(values: pa.Array) -> np.ndarray:
-    """int64 of each value of a key column: the value itself when it is an integer, else a hash of its
-    text."""
-    if pa.types.is_integer(values.type):
-        return integers(values)
-    return hash_text(pc.fill_null(values.cast(pa.large_string()), "")).view(np.int64)
-
-
-def has_fill(field: Field) -> bool:
-    """Whether a null of this column has a value to take."""
-    return field.kind is Kind.NUMBER and field.feature.numeric.HasField("fill")
-
-
-def integers(values: pa.Array) -> np.ndarray:
-    """int64 of an integer array; nulls give 0 (they have been reported)."""
-    if values.null_count:
-        values = pc.fill_null(values, pa.scalar(0, values.type))
-    return values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
-
-
-def _check_range(findings: Findings, cells: Cells) -> None:
+def _check_range(findings: RowFindings, cells: Cells) -> None:
     values = cells.values
     if pa.types.is_floating(values.type):
         numbers = floats(values)
@@ -326,9 +303,9 @@ def _check_range(findings: Findings, cells: Cells) -> None:
             values = pc.min_element_wise(values, limit)
         numbers = integers(values)
     if len(numbers) and numbers.min() < 0:
-        what = f"is {{value}}; {_MEANING[cells.field.kind]} are 0 or larger"
+        what = f"is {{value}}; {_MEANING[cells.column.kind]} are 0 or larger"
         cells.report(findings, "negative", np.flatnonzero(numbers < 0), what)
-    if cells.field.kind is Kind.TIME and len(numbers) and numbers.max() > _LATEST_TIME:
+    if cells.column.kind is Kind.TIME and len(numbers) and numbers.max() > _LATEST_TIME:
         what = "is {value}, which looks like milliseconds; times are seconds"
         cells.report(findings, "too_large", np.flatnonzero(numbers > _LATEST_TIME), what)
 
@@ -343,21 +320,21 @@ _MEANING = {
 
 
 def floats(values: pa.Array) -> np.ndarray:
-    """float32 as it is, else float64, of a number or boolean array; nulls give NaN."""
+    """Converts a number or boolean array to float64, unless it is float32; nulls become NaN."""
     if not pa.types.is_float32(values.type):
         values = values.cast(pa.float64(), safe=False)
     return values.to_numpy(zero_copy_only=False)
 
 
-def _check_floats(findings: Findings, cells: Cells) -> None:
-    """NaN, infinities, and what would become one in float32."""
-    values, limit = cells.values, _largest(cells.field)
+def _check_floats(findings: RowFindings, cells: Cells) -> None:
+    """Reports NaN, infinities, and numbers that are too large for float32."""
+    values, limit = cells.values, _largest(cells.column)
     if len(values) and not values.null_count:
         numbers = floats(values)
-        # Both are NaN where one value is.
+        # Minimum and maximum are NaN if a value is.
         if float(numbers.min()) >= -limit and float(numbers.max()) <= limit:
             return
-    # A null is not a NaN: it was reported, or has a value to take.
+    # Nulls are not reported as NaN: they have been reported, or will be replaced.
     places = _true(pc.invert(pc.is_finite(values)))
     cells.report(findings, "not_finite", places, "is {value}; NaN and infinities have no meaning here")
     numbers = floats(values).astype(np.float64, copy=False)
@@ -365,9 +342,9 @@ def _check_floats(findings: Findings, cells: Cells) -> None:
     cells.report(findings, "too_large", places, "is {value}, more than the model's float32 holds")
 
 
-def _largest(field: Field) -> float:
-    """The largest number of a column that the model can be given."""
-    numeric = field.feature.numeric if field.kind is Kind.NUMBER and field.feature else None
+def _largest(column: FileColumn) -> float:
+    """Returns the largest number that a column may hold."""
+    numeric = column.feature.numeric if column.kind is Kind.NUMBER and column.feature else None
     if numeric is None:
         return _LARGEST_FLOAT32
     if numeric.HasField("bucketize") or numeric.normalize.log1p:
@@ -376,4 +353,5 @@ def _largest(field: Field) -> float:
 
 
 def _true(mask: pa.Array) -> np.ndarray:
+    """Lists the places that are True; nulls count as False."""
     return np.flatnonzero(pc.fill_null(mask, False).to_numpy(zero_copy_only=False))

@@ -1,8 +1,8 @@
-"""Stochastic length: long histories are thinned out in training, for attention costs the square of a length.
+"""Stochastic length: subsamples long histories in training, as the cost of attention grows with their square.
 
-Of a history of n events, with N = `data.max_history_len` and L = floor(N^(alpha / 2)): n <= L is kept whole;
-a longer one is kept whole with probability N^alpha / n^2, and else L of its events are kept. Attention over
-all of them then costs some N^alpha instead of N^2. Evaluation and prediction read all events.
+Let N = `data.max_history_len` and L = floor(N^(alpha / 2)). A history of n <= L events is kept whole. A
+longer one is kept whole with probability N^alpha / n^2; else L of its events are kept. Attention then costs
+about N^alpha per history instead of N^2. Evaluation and prediction read all events.
 
 Source: Zhai et al., arXiv 2402.17152, section 3.2 and the appendix on subsequence selection.
 """
@@ -12,19 +12,19 @@ from typing import NamedTuple
 import numpy as np
 
 from recsys import protos as pb
-from recsys.data.convert.block import offsets_of
+from recsys.data.convert.column_block import offsets_of
 from recsys.data.hashing import combine, uniform
 
 _SMALLEST_WEIGHT = 1e-300
-"""An event with weight 0 is the last to be drawn, not impossible to draw."""
+"""Replaces weights of 0: such an event is the last to be drawn, not impossible to draw."""
 
 
-class Kept(NamedTuple):
-    """What is left of histories that lie end to end.
+class KeptEvents(NamedTuple):
+    """The events that are left of histories.
 
     Attributes:
-        places: int64, ascending, the events that are kept.
-        lengths: int64 [rows], events of each row among them.
+        places: int64, ascending, indices of these events among all.
+        lengths: int64 [rows], number of these events in each row.
     """
 
     places: np.ndarray
@@ -32,43 +32,44 @@ class Kept(NamedTuple):
 
 
 def limit(config: pb.StochasticLength, max_history_len: int) -> int:
-    """L, the events that a thinned history keeps."""
+    """Computes L, the number of events that a subsampled history keeps."""
     return max(1, int(max_history_len ** (config.alpha / 2)))
 
 
-def thin_out(
+def subsample(
     config: pb.StochasticLength,
     max_history_len: int,
     lengths: np.ndarray,
     timestamps: np.ndarray,
     rows: np.ndarray,
-) -> Kept:
-    """Draws which events stay.
+) -> KeptEvents:
+    """Draws the events that are kept.
 
     Args:
+        config: alpha, and how events are selected.
         max_history_len: N; no history is longer.
         lengths: int64 [rows], events of each row.
         timestamps: int64 [sum of lengths], seconds, oldest first in each row.
-        rows: uint64 [rows], a hash of each row (and the epoch): all randomness comes from it.
+        rows: uint64 [rows], a hash of each row and the epoch, from which all randomness comes.
     """
     most = limit(config, max_history_len)
     whole = max_history_len**config.alpha / np.maximum(lengths, 1).astype(np.float64) ** 2
-    thinned = np.flatnonzero((lengths > most) & (uniform(combine(rows.view(np.int64), 0)) >= whole))
+    subsampled = np.flatnonzero((lengths > most) & (uniform(combine(rows.view(np.int64), 0)) >= whole))
     keep = np.ones(len(timestamps), bool)
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    counts = lengths[thinned]
-    # Events of the thinned rows, one row after the other: the row, its place in it, and where it lies.
-    row = np.repeat(np.arange(len(thinned)), counts)
+    counts = lengths[subsampled]
+    # For each event of the subsampled rows: its row, its place in the row, and its index among all events.
+    row = np.repeat(np.arange(len(subsampled)), counts)
     place = np.arange(len(row)) - np.repeat(offsets_of(counts)[:-1], counts)
-    event = starts[thinned][row] + place
-    keys = _keys(config, row, place, timestamps[event], rows[thinned], counts)
+    event = starts[subsampled][row] + place
+    keys = _keys(config, row, place, timestamps[event], rows[subsampled], counts)
     # Ranked within each row by key, the largest first.
     order = np.lexsort((-keys, row))
     keep[event[order]] = place < most
     left = lengths.copy()
-    left[thinned] = most
-    return Kept(np.flatnonzero(keep), left)
+    left[subsampled] = most
+    return KeptEvents(np.flatnonzero(keep), left)
 
 
 def _keys(
@@ -79,10 +80,10 @@ def _keys(
     hashes: np.ndarray,
     counts: np.ndarray,
 ) -> np.ndarray:
-    """float64, one an event: the largest of a row are kept.
+    """Draws a float64 key for each event; the events with the largest keys of a row are kept.
 
-    Draws without replacement and with weights w are the largest of log(u) / w, u uniform (Efraimidis and
-    Spirakis, Weighted random sampling with a reservoir, 2006).
+    The events with the largest log(u) / w, u uniform, are a draw without replacement with weights w
+    (Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006).
     """
     if config.selection == pb.StochasticLength.NEWEST:
         return place.astype(np.float64)

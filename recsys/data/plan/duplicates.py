@@ -1,8 +1,8 @@
-"""Rows of a split that repeat the key and request time of an earlier one, in whichever row groups and files
-they are: found once, when the split is opened, from these columns alone.
+"""Finds rows of a split that repeat the key and request time of an earlier row, in any row group or file.
 
-Rows are compared by a 64-bit hash. Only those whose hash comes twice, which are few, are compared by value.
-Rows count through all files of the source, in their order.
+The search runs once, when the split is opened, and reads only these columns. Rows are compared by a 64-bit
+hash; only the few whose hash occurs twice are compared by value. Rows are numbered through all files of the
+source.
 """
 
 import copy
@@ -14,33 +14,32 @@ import pyarrow as pa
 
 from recsys import protos as pb
 from recsys.config import features
-from recsys.data.convert.row_checks import hash_keys, same_key
 from recsys.data.hashing import buckets
 from recsys.data.lru import Lru
-from recsys.data.plan.epoch import RowGroup
-from recsys.data.sources import Source
+from recsys.data.schema.row_keys import hash_keys, same_key
+from recsys.data.sources import RowGroup, Source
 from recsys.errors import DataError
 
 _HASHES = 1 << 25
-"""Most hashes that are held at a time, 256 MiB; a source of more rows is read several times."""
+"""Most hashes in memory at a time, 256 MiB; a source of more rows is read several times."""
 
 _TABLES = 16
 """Row groups whose keys are kept for comparisons."""
 
 MANY = 1000
-"""Rows that repeat others, beyond which nobody counts on."""
+"""Stop counting duplicates here."""
 
-_NOBODY = -1
+_NO_ROW = -1
 
 
 class Duplicates(NamedTuple):
-    """Repeating rows of a source.
+    """The repeated rows of a source.
 
     Attributes:
-        rows: int64 [n], ascending, through all files.
+        rows: int64 [n], ascending, numbered through all files.
         firsts: int64 [n], the row that each of them repeats.
-        ends: int64 [files], rows up to the end of each file.
-        paths: of the files.
+        ends: int64 [files], number of rows up to the end of each file.
+        paths: addresses of the files.
     """
 
     rows: np.ndarray
@@ -49,29 +48,35 @@ class Duplicates(NamedTuple):
     paths: list[str]
 
     def of_table(self, file: int, first_row: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of a table that repeat others, and their places in `rows`; the table is `num_rows` rows of a
-        file from row `first_row` on."""
+        """Finds the repeated rows in a table of `num_rows` rows of a file, from row `first_row` on.
+
+        Returns:
+            int64 [n] twice: rows of the table, and their places in `rows`.
+        """
         start = first_row + (int(self.ends[file - 1]) if file else 0)
         low, high = np.searchsorted(self.rows, [start, start + num_rows])
         return self.rows[low:high] - start, np.arange(low, high)
 
     def first(self, place: int) -> str:
-        """`FILE, row ROW` of what rows[place] repeats."""
+        """Names the row that rows[place] repeats: `FILE, row ROW`."""
         return self.name(int(self.firsts[place]))
 
     def name(self, row: int) -> str:
-        """`FILE, row ROW` of a row through all files."""
+        """Names a row that is numbered through all files: `FILE, row ROW`."""
         file = int(np.searchsorted(self.ends, row, side="right"))
         return f"{self.paths[file]}, row {row - (int(self.ends[file - 1]) if file else 0)}"
 
 
 def find_duplicates(source: Source, pipeline: pb.Pipeline) -> Duplicates | None:
-    """The rows that repeat another one's key columns and request time; None where nobody has to look (the
-    config names no key, rows are made up, or `data.find_duplicates` is off).
+    """Finds the rows that repeat the key columns and request time of another one.
+
+    Returns:
+        None if there is nothing to search: the config names no key, rows are synthetic, or
+        `data.find_duplicates` is off.
 
     Raises:
-        DataError: there is one, and it is not to be left out; there are more than may be left out; or a file
-            is broken.
+        DataError: there is one and bad rows may not be left out, there are more than may be left out, or a
+            file is broken.
     """
     data = pipeline.data
     if not data.key_columns or not data.find_duplicates or source.unique_keys:
@@ -79,10 +84,10 @@ def find_duplicates(source: Source, pipeline: pb.Pipeline) -> Duplicates | None:
     skip = data.bad_rows.policy == pb.BadRows.SKIP
     names = list(dict.fromkeys([*data.key_columns, features.REQUEST_TIME]))
     search = _Search(source, names, most=data.bad_rows.limit + 1 if skip else 1)
-    found = search.run()
-    if len(found.rows) == search.most:
-        row = int(found.rows[0])
-        what = f"{found.name(row)}: {same_key(search.key(row))} as {found.first(0)}."
+    duplicates = search.run()
+    if len(duplicates.rows) == search.most:
+        row = int(duplicates.rows[0])
+        what = f"{duplicates.name(row)}: {same_key(search.key(row))} as {duplicates.first(0)}."
         if not skip:
             raise DataError(
                 f"{what} Correct the files, or leave such rows out and count them: "
@@ -92,11 +97,11 @@ def find_duplicates(source: Source, pipeline: pb.Pipeline) -> Duplicates | None:
             f"{what} More than data.bad_rows.limit = {data.bad_rows.limit} rows repeat another one. Correct "
             "the files, raise the limit, or name all columns that identify a row in data.key_columns."
         )
-    return found
+    return duplicates
 
 
 def count_repeated(source: Source, names: list[str]) -> int:
-    """Rows with the values of an earlier one in some columns; it stops at MANY.
+    """Counts the rows that repeat an earlier one's values in some columns; stops at MANY.
 
     Raises:
         DataError: a file is broken.
@@ -105,11 +110,11 @@ def count_repeated(source: Source, names: list[str]) -> int:
 
 
 class _Search:
-    """Finds the first `most` repeating rows of a source, for some columns."""
+    """Finds the first `most` repeated rows of a source, by some columns."""
 
     def __init__(self, source: Source, names: list[str], most: int) -> None:
         self.most = most
-        # A copy has opened nothing yet, and what it opens is closed with it.
+        # The files that a copy opens are closed when it goes.
         self._source = copy.copy(source)
         self._names = names
         self._groups = source.row_groups
@@ -117,50 +122,51 @@ class _Search:
         self._tables: Lru[pa.Table] = Lru(_TABLES)
 
     def run(self) -> Duplicates:
+        """Searches the hashes part by part, so that those of a part fit into memory."""
         num_parts = -(-int(self._starts[-1]) // _HASHES)
-        pairs = sorted(pair for part in range(num_parts) for pair in self._of_part(part, num_parts))
+        pairs = sorted(pair for part in range(num_parts) for pair in self._search_part(part, num_parts))
         pairs = np.asarray(pairs[: self.most], np.int64).reshape(-1, 2)
         ends = np.cumsum([sum(file.rows) for file in self._source.files], dtype=np.int64)
         return Duplicates(pairs[:, 0], pairs[:, 1], ends, [file.path for file in self._source.files])
 
     def key(self, row: int) -> dict:
-        """The values of a row."""
+        """Reads the key of a row: column -> value."""
         group = int(np.searchsorted(self._starts, row, side="right")) - 1
         table = self._tables.get(group, lambda: self._read(self._groups[group]))
         return table.slice(row - int(self._starts[group]), 1).to_pylist()[0]
 
-    def _of_part(self, part: int, num_parts: int) -> list[tuple[int, int]]:
-        """(row, row that it repeats) of the first rows in one part of all hashes."""
+    def _search_part(self, part: int, num_parts: int) -> list[tuple[int, int]]:
+        """Finds the first repeated rows in one part of all hashes, as pairs (row, row that it repeats)."""
         twice = self._hashes_that_come_twice(part, num_parts)
-        first = np.full(len(twice), _NOBODY)
-        others: dict[int, list[int]] = {}
-        found: list[tuple[int, int]] = []
+        first = np.full(len(twice), _NO_ROW)
+        further_firsts: dict[int, list[int]] = {}
+        pairs: list[tuple[int, int]] = []
         if not len(twice):
-            return found
+            return pairs
         for rows, hashes in self._rows(part, num_parts):
             places = np.minimum(np.searchsorted(twice, hashes), len(twice) - 1)
             known = twice[places] == hashes
             rows, places = rows[known], places[known]
-            new = first[places] == _NOBODY
+            new = first[places] == _NO_ROW
             fresh, at = np.unique(places[new], return_index=True)
             first[fresh] = rows[new][at]
             again = first[places] != rows
             for row, place in zip(rows[again].tolist(), places[again].tolist(), strict=True):
                 # Different keys with the same hash each have a first row.
-                firsts = [int(first[place]), *others.get(place, ())]
+                firsts = [int(first[place]), *further_firsts.get(place, ())]
                 key = self.key(row)
-                repeated = next((one for one in firsts if self.key(one) == key), None)
+                repeated = next((candidate for candidate in firsts if self.key(candidate) == key), None)
                 if repeated is None:
-                    others.setdefault(place, []).append(row)
+                    further_firsts.setdefault(place, []).append(row)
                     continue
-                found.append((row, repeated))
-                if len(found) == self.most:
-                    return found
-        return found
+                pairs.append((row, repeated))
+                if len(pairs) == self.most:
+                    return pairs
+        return pairs
 
     def _hashes_that_come_twice(self, part: int, num_parts: int) -> np.ndarray:
-        """uint64, ascending."""
-        # Parts are nearly equal. If not, a few keys stand in very many rows, and these fold up.
+        """Returns the hashes of one part that occur more than once: uint64, ascending."""
+        # Parts are nearly equal, unless a few keys fill very many rows, and these fold into one hash each.
         expected = int(1.02 * self._starts[-1] / num_parts) + 1
         held, filled = np.empty(expected, np.uint64), 0
         twice = np.empty(0, np.uint64)
@@ -168,14 +174,14 @@ class _Search:
             if filled + len(hashes) > len(held):
                 once, again = _fold(held[:filled])
                 twice, filled = np.union1d(twice, again), len(once)
-                room = max(expected, int(1.2 * filled)) + len(hashes)
-                held = np.concatenate([once, np.empty(room - filled, np.uint64)])
+                capacity = max(expected, int(1.2 * filled)) + len(hashes)
+                held = np.concatenate([once, np.empty(capacity - filled, np.uint64)])
             held[filled : filled + len(hashes)] = hashes
             filled += len(hashes)
         return np.union1d(twice, _fold(held[:filled])[1])
 
     def _rows(self, part: int, num_parts: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Of each row group the rows whose hash is in one part of all, and these hashes."""
+        """Yields for each row group the rows whose hash is in one part of all hashes, and these hashes."""
         for group, start in zip(self._groups, self._starts.tolist(), strict=False):
             hashes, rows = hash_keys(self._read(group))
             if num_parts > 1:
@@ -187,7 +193,7 @@ class _Search:
 
 
 def _fold(hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Each hash once, and those that come twice; both ascending. Sorts the array that is given."""
+    """Returns each hash once, and those that occur more often; both ascending. Sorts `hashes` in place."""
     hashes.sort()
     new = np.ones(len(hashes), bool)
     new[1:] = hashes[1:] != hashes[:-1]

@@ -1,17 +1,27 @@
-"""Which batches are a rank's, epoch after epoch. It travels to reader processes, so it knows no torch."""
+"""The batches that a rank reads, epoch after epoch. It travels to reader processes, so nothing here imports
+torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from recsys.data.workers.reader import Reader
+from recsys.data.plan.epoch import EpochPlan
 
 
 @dataclass(frozen=True)
-class Places:
-    """(epoch, index) of a rank's batches from batch `start` of an epoch on, until an epoch has none."""
+class BatchSchedule:
+    """Yields (epoch, index) of a rank's batches, from batch `start` of `epoch` on, until an epoch has none
+    for it.
 
-    reader: Reader
+    Attributes:
+        plan: gives the plan of an epoch.
+        epoch: the first epoch.
+        start: the first batch in it, over all ranks.
+        rank: number of this rank.
+        world_size: number of ranks.
+    """
+
+    plan: Callable[[int], EpochPlan]
     epoch: int
     start: int
     rank: int
@@ -20,13 +30,13 @@ class Places:
     def __iter__(self) -> Iterator[tuple[int, int]]:
         start = self.start
         for epoch in count(self.epoch):
-            found = indices(self.reader, epoch, start + self.rank, self.world_size)
-            if not found:
+            indices = batches_of_rank(self.plan(epoch), start, self.rank, self.world_size)
+            if not indices:
                 return
-            yield from ((epoch, index) for index in found)
+            yield from ((epoch, index) for index in indices)
             start = 0
 
 
-def indices(reader: Reader, epoch: int, first: int, step: int) -> range:
-    """Batches of an epoch, every `step`th from `first` on."""
-    return range(first, reader.plan(epoch).num_batches, step)
+def batches_of_rank(plan: EpochPlan, start: int, rank: int, world_size: int) -> range:
+    """Lists a rank's batches of an epoch: every world_size-th one, from `start` + `rank` on."""
+    return range(start + rank, plan.num_batches, world_size)

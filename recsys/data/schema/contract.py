@@ -1,10 +1,11 @@
 """The columns that a config reads from its event files, and the check of a file's schema against them.
 
-One list of `Field`s drives everything that knows about columns: which are read, what type they may have,
-which checks their values pass, where they go in a batch.
+One list of `FileColumn`s drives everything that knows about columns: which are read, what types they may
+have, which checks their values pass, where they go in a batch.
 """
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -20,11 +21,11 @@ from recsys.data.schema.vocabulary import id_type
 from recsys.errors import DataError
 
 Mode = Literal["train", "evaluate", "predict"]
-"""What rows are read for. Training and evaluation want labels; prediction does not look at them."""
+"""The purpose of reading. Training and evaluation need labels; prediction does not read them."""
 
 
 class Kind(Enum):
-    """What the values of a column mean; it decides their type and their checks."""
+    """The meaning of a column's values, which decides their type and their checks."""
 
     ID = "id"
     NUMBER = "number"
@@ -36,20 +37,20 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Field:
+class FileColumn:
     """One column that is read.
 
     Attributes:
-        column: its name in the file.
-        side: pb.USER (a value a row), pb.HISTORY or pb.CANDIDATE (a list a row).
-        kind: what its values mean.
+        name: its name in the file.
+        side: pb.USER (one value per row), pb.HISTORY or pb.CANDIDATE (one list per row).
+        kind: meaning of its values.
         required: a file without it is refused.
-        multi_valued: a list where others have one value.
+        multi_valued: each element is a list of values.
         feature: the feature that it belongs to, if any.
         task: the task whose label it is, if any.
     """
 
-    column: str
+    name: str
     side: int
     kind: Kind
     required: bool = True
@@ -59,53 +60,56 @@ class Field:
 
     @property
     def depth(self) -> int:
-        """Lists around a value: 0, 1 or 2."""
+        """Number of lists around a value: 0, 1 or 2."""
         return (self.side != pb.USER) + self.multi_valued
 
 
-def fields(pipeline: pb.Pipeline, mode: Mode) -> list[Field]:
-    """The columns of a resolved config, key columns aside; its model says whether it reads candidates."""
+def file_columns(pipeline: pb.Pipeline, mode: Mode) -> list[FileColumn]:
+    """Lists the columns that a resolved config reads, without key columns; its model says if it reads
+    candidates."""
     model = model_of(pipeline)
     candidates = model.reads_candidates(mode)
     uih, candidate = features.PREFIX[pb.HISTORY], features.PREFIX[pb.CANDIDATE]
-    found = [Field(features.REQUEST_TIME, pb.USER, Kind.TIME)]
+    wanted = [FileColumn(features.REQUEST_TIME, pb.USER, Kind.TIME)]
     # Features first: what is said about lists of unequal length then compares with the items.
     for column in features.columns(pipeline):
         if column.side != pb.CANDIDATE or candidates:
             kind = Kind.ID if column.feature.HasField("id") else Kind.NUMBER
             multi_valued, feature = column.multi_valued, column.feature
-            found.append(Field(column.name, column.side, kind, multi_valued=multi_valued, feature=feature))
-    found.append(Field(uih + features.TIMESTAMPS, pb.HISTORY, Kind.TIME))
+            wanted.append(
+                FileColumn(column.name, column.side, kind, multi_valued=multi_valued, feature=feature)
+            )
+    wanted.append(FileColumn(uih + features.TIMESTAMPS, pb.HISTORY, Kind.TIME))
     action = action_encoder(pipeline)
     channels = getattr(model.preprocessor, "channels", ())
     if action.bits or any(channel.bits for channel in channels):
-        found.append(Field(uih + features.ACTIONS, pb.HISTORY, Kind.ACTIONS))
+        wanted.append(FileColumn(uih + features.ACTIONS, pb.HISTORY, Kind.ACTIONS))
     if action.watch_time_thresholds or any(channel.HasField("min_watch_time") for channel in channels):
-        found.append(Field(uih + features.WATCH_TIME, pb.HISTORY, Kind.WATCH_TIME))
+        wanted.append(FileColumn(uih + features.WATCH_TIME, pb.HISTORY, Kind.WATCH_TIME))
     if candidates:
-        found.append(Field(candidate + features.TIMESTAMPS, pb.CANDIDATE, Kind.TIME, required=False))
+        wanted.append(FileColumn(candidate + features.TIMESTAMPS, pb.CANDIDATE, Kind.TIME, required=False))
     if mode != "predict":
         for task in model.tasks:
             kind = Kind.LABEL_BITS if task.label_bits else Kind.LABEL
-            found.append(Field(task.label, pb.CANDIDATE, kind, task=task))
-    return found
+            wanted.append(FileColumn(task.label, pb.CANDIDATE, kind, task=task))
+    return wanted
 
 
 def key_columns(pipeline: pb.Pipeline) -> list[str]:
-    """Columns that identify a row and group rows, read as they stand."""
+    """Lists the columns that identify a row and group rows; they are read unchanged."""
     group = group_column(pipeline)
     return list(dict.fromkeys([*pipeline.data.key_columns, *([group] if group else [])]))
 
 
 def group_column(pipeline: pb.Pipeline) -> str | None:
-    """Column that groups rows for per-user metrics; None when the config names no key at all."""
+    """Returns the column that groups rows for per-user metrics; None when the config names no key at all."""
     return pipeline.data.group_column or None
 
 
 def needed_columns(pipeline: pb.Pipeline, mode: Mode, schema: pa.Schema) -> list[str]:
-    """Names of the columns to read from files of this schema."""
+    """Lists the names of the columns to read from files of this schema."""
     present = set(schema.names)
-    wanted = [field.column for field in fields(pipeline, mode)] + key_columns(pipeline)
+    wanted = [column.name for column in file_columns(pipeline, mode)] + key_columns(pipeline)
     return [name for name in dict.fromkeys(wanted) if name in present]
 
 
@@ -118,21 +122,21 @@ def check_schema(schema: pa.Schema, pipeline: pb.Pipeline, mode: Mode, path: str
     findings = []
     for name in key_columns(pipeline):
         findings += _presence(schema, name, required=True) or _key_type(schema.field(name).type, name)
-    _raise(findings + _findings(schema, fields(pipeline, mode)), schema, path)
+    _raise(findings + _findings(schema, file_columns(pipeline, mode)), schema, path)
 
 
-def check_fields(schema: pa.Schema, wanted: list[Field], path: str) -> None:
-    """`check_schema` of a file with other columns than events have."""
+def check_columns(schema: pa.Schema, wanted: list[FileColumn], path: str) -> None:
+    """Does what `check_schema` does, for a file with other columns than events have."""
     _raise(_findings(schema, wanted), schema, path)
 
 
-def _findings(schema: pa.Schema, wanted: list[Field]) -> list[str]:
+def _findings(schema: pa.Schema, wanted: list[FileColumn]) -> list[str]:
     findings = []
-    for field in wanted:
-        problems = _presence(schema, field.column, field.required)
+    for column in wanted:
+        problems = _presence(schema, column.name, column.required)
         findings += problems
-        if not problems and field.column in schema.names:
-            findings += _type(schema.field(field.column).type, field)
+        if not problems and column.name in schema.names:
+            findings += _type(schema.field(column.name).type, column)
     return findings
 
 
@@ -145,7 +149,7 @@ def _raise(findings: list[str], schema: pa.Schema, path: str) -> None:
 def check_same_schema(
     schema: pa.Schema, path: str, first: pa.Schema, first_path: str, columns: list[str]
 ) -> None:
-    """All files of a source have the same types; pyarrow would cast or drop in silence.
+    """Checks that a file has the types of the first one; pyarrow would cast or drop silently.
 
     Raises:
         DataError: a column that differs from the first file's.
@@ -164,7 +168,7 @@ def check_same_schema(
 
 
 def action_encoder(pipeline: pb.Pipeline) -> pb.ActionEncoder:
-    """The message that says which actions the model's preprocessor reads; empty if it reads none."""
+    """Returns the message that says which actions the model's preprocessor reads; empty if it reads none."""
     preprocessor = model_of(pipeline).preprocessor
     action = None if preprocessor is None else choices.part(preprocessor, "action")
     return action or pb.ActionEncoder()
@@ -181,38 +185,38 @@ def _presence(schema: pa.Schema, name: str, required: bool) -> list[str]:
     return []
 
 
-def _type(given: pa.DataType, field: Field) -> list[str]:
-    inner, depth = given, 0
+def _type(kind: pa.DataType, column: FileColumn) -> list[str]:
+    inner, depth = kind, 0
     while _is_list(inner):
         inner, depth = inner.value_type, depth + 1
     if pa.types.is_dictionary(inner):
         inner = inner.value_type
-    allowed, fits = _allowed(field)
-    if depth == field.depth and (fits(inner) or pa.types.is_null(inner)):
+    allowed, fits = _allowed(column)
+    if depth == column.depth and (fits(inner) or pa.types.is_null(inner)):
         return []
-    wanted = "list of " * field.depth + allowed
-    return [f"column {field.column} is {given}; it must be {wanted}. Write the column with that type."]
+    wanted = "list of " * column.depth + allowed
+    return [f"column {column.name} is {kind}; it must be {wanted}. Write the column with that type."]
 
 
-def _key_type(given: pa.DataType, name: str) -> list[str]:
-    inner = given.value_type if pa.types.is_dictionary(given) else given
+def _key_type(kind: pa.DataType, name: str) -> list[str]:
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not pa.types.is_nested(inner):
         return []
-    what = f"column {name} is {given}; a key column has one number or text a row."
+    what = f"column {name} is {kind}; a key column has one number or text a row."
     return [f"{what} Name another one in data.key_columns and data.group_column."]
 
 
-def _is_list(given: pa.DataType) -> bool:
-    return pa.types.is_list(given) or pa.types.is_large_list(given) or pa.types.is_fixed_size_list(given)
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _allowed(field: Field):
-    """The words for, and the test of, the types that a field's values may have."""
-    if field.kind in (Kind.TIME, Kind.ACTIONS, Kind.LABEL_BITS):
-        return ("int64 seconds" if field.kind is Kind.TIME else "int64"), pa.types.is_integer
-    if field.kind is not Kind.ID:
+def _allowed(column: FileColumn) -> tuple[str, Callable[[pa.DataType], bool]]:
+    """Returns words for the types that a column's values may have, and a test of them."""
+    if column.kind in (Kind.TIME, Kind.ACTIONS, Kind.LABEL_BITS):
+        return ("int64 seconds" if column.kind is Kind.TIME else "int64"), pa.types.is_integer
+    if column.kind is not Kind.ID:
         return "number", _is_number
-    mapping = field.feature.id
+    mapping = column.feature.id
     if mapping.HasField("hash"):
         return "int64 or string", lambda t: pa.types.is_integer(t) or is_text(t)
     if is_text(id_type(mapping.vocabulary.file)):
@@ -220,5 +224,5 @@ def _allowed(field: Field):
     return f"int64, as the ids in {mapping.vocabulary.file} are", pa.types.is_integer
 
 
-def _is_number(given: pa.DataType) -> bool:
-    return pa.types.is_integer(given) or pa.types.is_floating(given) or pa.types.is_boolean(given)
+def _is_number(kind: pa.DataType) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)

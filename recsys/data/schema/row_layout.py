@@ -1,9 +1,9 @@
-"""Where the ids of a vocabulary lie in their embedding table.
+"""The layout of a vocabulary's ids in the rows of their embedding table.
 
 A vocabulary lists the most frequent ids first, and a table that is sharded row-wise is cut into blocks of
 rows: in the vocabulary's order the first rank would answer nearly all lookups of all ranks. So the ids of a
-sharded table are dealt out over its rows, by a bijection that follows from the table's name and the number of
-ids alone: the same for every world size, and for training, evaluation and packages.
+sharded table are spread over its rows by a bijection that depends only on the table's name and the number of
+ids. It is the same for every world size, and for training, evaluation and packages.
 """
 
 import math
@@ -15,28 +15,29 @@ from recsys import protos as pb
 from recsys.data.hashing import hash_text
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_MOST = 3_000_000_000
-"""Ids, so that no product of two such numbers overflows."""
+_MAX_IDS = 3_000_000_000
+"""Most ids of a table: the product of two such numbers fits into int64."""
 
 
-class RowOrder:
-    """Table rows of the ids 0, 1, ... count - 1 of a vocabulary; row 0 stands for ids that are not in it.
+class ShardedRowLayout:
+    """Maps the ids 0, 1, ... count - 1 of a vocabulary to table rows; row 0 stands for ids that are not in
+    it.
 
-    Dealt out, id i lies in row 1 + (start + i * step) mod count. Step is next to the golden section of count:
-    the first k ids then lie evenly, for every k (Knuth, The Art of Computer Programming 3, 6.4, theorem S).
-    Start is a hash of the table's name: one rank is not to have the most frequent id of every table.
+    In a sharded table id i has row 1 + (start + i * step) mod count. Step is next to the golden section of
+    count: the first k ids are then spread evenly, for every k (Knuth, The Art of Computer Programming 3, 6.4,
+    theorem S). Start is a hash of the table's name, so that no rank has the most frequent id of every table.
 
     Args:
         count: number of ids.
-        table: name of the table if its ids are dealt out; None if id i lies in row i + 1.
+        table: name of a sharded table; None if id i has row i + 1.
 
     Raises:
         ValueError: more ids than int64 can multiply.
     """
 
     def __init__(self, count: int, table: str | None):
-        if count > _MOST:
-            raise ValueError(f"count is {count}; a vocabulary has at most {_MOST} ids")
+        if count > _MAX_IDS:
+            raise ValueError(f"count is {count}; a vocabulary has at most {_MAX_IDS} ids")
         self.count = max(count, 1)
         self.step, self.start = 1, 0
         if table is not None:
@@ -44,18 +45,19 @@ class RowOrder:
             self.start = int(hash_text(pa.array([table]))[0]) % self.count
         self._back = pow(self.step, -1, self.count)
 
-    def rows(self, places: np.ndarray) -> np.ndarray:
-        """int64 table rows of ids by their places in the vocabulary, counted from 0."""
-        return 1 + (self.start + np.asarray(places, np.int64) * self.step) % self.count
+    def row_of(self, ids: np.ndarray) -> np.ndarray:
+        """Returns the int64 table row of each id."""
+        return 1 + (self.start + np.asarray(ids, np.int64) * self.step) % self.count
 
-    def places(self, rows: np.ndarray) -> np.ndarray:
-        """int64 places in the vocabulary of table rows; -1 for row 0."""
+    def id_of(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the int64 id of each table row; -1 for row 0."""
         rows = np.asarray(rows, np.int64)
         return np.where(rows == 0, -1, (rows - 1 - self.start) % self.count * self._back % self.count)
 
 
-def dealt_out(pipeline: pb.Pipeline, table: str) -> str | None:
-    """What `RowOrder` wants to know of a table: ids of sharded ones are dealt out."""
+def sharded_name(pipeline: pb.Pipeline, table: str) -> str | None:
+    """Returns the `table` argument of `ShardedRowLayout`: the table's name if its rows are sharded, else
+    None."""
     return table if pipeline.model.embedding.placement == pb.Embedding.SHARDED else None
 
 

@@ -1,7 +1,8 @@
-"""From original values to rows of embedding tables, and back.
+"""Maps original values to rows of embedding tables, and back.
 
-Three mappings, one a table: `Vocabulary` (ids counted in advance), `HashBuckets` and `Buckets` (numbers cut
-by limits). `mappings` builds them for a resolved config. All work on whole arrays.
+Each table has one of three mappings: `Vocabulary` (ids counted in advance), `HashBuckets` (ids by their hash)
+or `Buckets` (numbers between boundaries). `mappings` reads them for a resolved config. All work on whole
+arrays.
 """
 
 from typing import NamedTuple
@@ -17,17 +18,24 @@ from recsys import files
 from recsys import protos as pb
 from recsys.data.arrow import is_text, one_array, open_parquet
 from recsys.data.hashing import AT_A_TIME, buckets, hash_text, mix
-from recsys.data.schema.row_layout import RowOrder, dealt_out
+from recsys.data.schema.row_layout import ShardedRowLayout, sharded_name
 from recsys.errors import DataError
 
 _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
-"""Texts that are an int64 in its shortest form."""
+"""Matches texts that are an int64 in its shortest form."""
 
 _REMEDY = "Make it with the preparation tool that made the event files."
 
 
 class Vocabulary:
-    """Ids of one table: row 0 stands for every id that is not in it, `order` says where the others lie."""
+    """The ids of one table and their rows; row 0 stands for every id that is not in it.
+
+    Attributes:
+        name: what errors call it, usually its file.
+        ids: int64 or large_string, the most frequent first.
+        is_text: ids are strings.
+        layout: maps indices into `ids` to table rows.
+    """
 
     def __init__(self, ids: pa.Array, *, name: str, table: str | None = None) -> None:
         """Prepares the search.
@@ -35,7 +43,7 @@ class Vocabulary:
         Args:
             ids: integers or strings, each once, no nulls.
             name: what errors call it, usually its file.
-            table: the table over whose rows they are dealt out; None if id i is row i + 1.
+            table: name of the table if its rows are sharded; None if id i has row i + 1.
 
         Raises:
             DataError: nulls, duplicates, or ids of another type.
@@ -54,10 +62,10 @@ class Vocabulary:
         self.name = name
         self.ids = ids
         self.is_text = pa.types.is_large_string(ids.type)
-        self.order = RowOrder(len(ids), table)
+        self.layout = ShardedRowLayout(len(ids), table)
         places = np.arange(len(ids))
-        # Of a text the place is found first, as the text there has to be compared.
-        self._rows = np.append(0, self.order.rows(places)).astype(row_type(self.rows))
+        # The search for a text gives its place in `ids`, since the text there has to be compared.
+        self._rows = np.append(0, self.layout.row_of(places)).astype(row_type(self.rows))
         if self.is_text:
             self._search = _search(hash_text(ids).view(np.int64), ids, name, np.append(0, 1 + places))
         else:
@@ -70,7 +78,7 @@ class Vocabulary:
         Args:
             path: local path or fsspec address.
             size: number of ids that the config expects; None takes any.
-            table: as the constructor's.
+            table: as for the constructor.
 
         Raises:
             DataError: a file that is missing, broken, or of another size.
@@ -88,38 +96,41 @@ class Vocabulary:
 
     @property
     def rows(self) -> int:
-        """Rows of the embedding table."""
+        """Number of rows of the embedding table."""
         return len(self.ids) + 1
 
     def map(self, values: pa.Array, dtype: npt.DTypeLike = np.int64) -> np.ndarray:
-        """Rows of the table of original ids; 0 for an id that is not in the vocabulary.
+        """Maps original ids to table rows; 0 for an id that is not in the vocabulary.
 
         Args:
-            values: integers or strings, as the vocabulary's, without nulls.
-            dtype: of the rows, as `row_type` or larger.
+            values: integers or strings, as in the vocabulary, without nulls.
+            dtype: type of the rows, as large as `row_type` or larger.
         """
         if self.is_text:
             return self._rows[self._find_text(values)].astype(dtype, copy=False)
         return self._search.find(_int64(values), dtype)
 
     def original(self, rows: np.ndarray) -> pa.Array:
-        """Original ids of table rows; null for row 0."""
-        places = self.order.places(rows)
+        """Maps table rows to original ids; null for row 0."""
+        places = self.layout.id_of(rows)
         return self.ids.take(pa.array(places, mask=places < 0))
 
     def _find_text(self, values: pa.Array) -> np.ndarray:
-        """1 + the place of each id in the vocabulary, 0 for an id that is not in it."""
+        """Returns 1 + the place of each id in `ids`, 0 for an id that is not there."""
         unique, inverse = _unique_text(values)
-        found = self._search.find(hash_text(unique).view(np.int64), np.int64)
+        places = self._search.find(hash_text(unique).view(np.int64), np.int64)
         if len(self.ids):
             # Another text may have the same hash as one in the vocabulary.
-            same = pc.equal(self.ids.take(pa.array(np.maximum(found - 1, 0))), unique)
-            found = np.where(same.to_numpy(zero_copy_only=False), found, 0)
-        return found[inverse]
+            same = pc.equal(self.ids.take(pa.array(np.maximum(places - 1, 0))), unique)
+            places = np.where(same.to_numpy(zero_copy_only=False), places, 0)
+        return places[inverse]
 
 
 class HashBuckets:
-    """Rows by a fixed hash of the id; two ids may share one. 7 and "7" are one id: CSV files have texts."""
+    """Maps ids to rows by a fixed hash; two ids may share a row.
+
+    7 and "7" are the same id, since CSV files have only texts.
+    """
 
     def __init__(self, rows: int) -> None:
         if not 1 <= rows <= 2**32:
@@ -127,14 +138,14 @@ class HashBuckets:
         self.rows = rows
 
     def map(self, values: pa.Array, dtype: npt.DTypeLike = np.int64) -> np.ndarray:
-        """Rows of the table, of type `dtype`, of integers or strings without nulls."""
+        """Maps integers or strings without nulls to table rows of type `dtype`."""
         if pa.types.is_integer(values.type):
             numbers = _int64(values)
-            found = np.empty(len(numbers), dtype)
+            rows = np.empty(len(numbers), dtype)
             for start in range(0, len(numbers), AT_A_TIME):
                 piece = slice(start, start + AT_A_TIME)
-                found[piece] = buckets(mix(numbers[piece]), self.rows)
-            return found
+                rows[piece] = buckets(mix(numbers[piece]), self.rows)
+            return rows
         unique, inverse = _unique_text(values)
         hashes = hash_text(unique)
         numbers = np.flatnonzero(pc.match_substring_regex(unique, _INTEGER).to_numpy(zero_copy_only=False))
@@ -143,25 +154,26 @@ class HashBuckets:
 
 
 class Buckets:
-    """Row i of a number x with boundaries[i-1] <= x < boundaries[i]."""
+    """Maps a number x to the row i with boundaries[i-1] <= x < boundaries[i]."""
 
     def __init__(self, boundaries: list[float]) -> None:
         self.boundaries = np.asarray(boundaries, np.float64)
         self.rows = len(boundaries) + 1
 
     def map(self, values: np.ndarray, dtype: npt.DTypeLike = np.int64) -> np.ndarray:
-        """Rows of the table, of type `dtype`, of finite numbers."""
+        """Maps finite numbers to table rows of type `dtype`."""
         return np.searchsorted(self.boundaries, values, side="right").astype(dtype, copy=False)
 
 
 def row_type(rows: int) -> type[np.integer]:
-    """The smaller of int32 and int64 that holds the rows of a table: rows are moved many times."""
+    """Returns the smaller of int32 and int64 that holds the rows of a table, as rows are copied many
+    times."""
     return np.int32 if rows <= 2**31 else np.int64
 
 
 def normalize(values: np.ndarray, config: pb.Normalize) -> np.ndarray:
-    """(f(x) - mean) / std in float64, given back as float32; f is the identity or sign(x) log(1 + |x|)."""
-    found = np.empty(len(values), np.float32)
+    """Computes (f(x) - mean) / std in float64, returns float32; f is the identity or sign(x) log(1 + |x|)."""
+    scaled = np.empty(len(values), np.float32)
     for start in range(0, len(values), AT_A_TIME):
         piece = slice(start, start + AT_A_TIME)
         numbers = values[piece].astype(np.float64)
@@ -169,35 +181,34 @@ def normalize(values: np.ndarray, config: pb.Normalize) -> np.ndarray:
             np.copysign(np.log1p(np.abs(numbers)), numbers, out=numbers)
         numbers -= config.mean
         numbers /= config.std
-        found[piece] = numbers
-    return found
+        scaled[piece] = numbers
+    return scaled
 
 
 def mappings(pipeline: pb.Pipeline) -> dict[str, Vocabulary | HashBuckets | Buckets]:
-    """The mapping of every table of a resolved config; vocabulary files are read here.
+    """Builds the mapping of every table of a resolved config; reads the vocabulary files.
 
     Raises:
         DataError: a vocabulary that cannot be used.
     """
-    found: dict[str, Vocabulary | HashBuckets | Buckets] = {}
+    by_table: dict[str, Vocabulary | HashBuckets | Buckets] = {}
     for feature in pipeline.features:
         table = feature.id.table if feature.HasField("id") else feature.name
-        if table in found:
+        if table in by_table:
             continue
         if feature.HasField("id") and feature.id.HasField("vocabulary"):
             vocabulary = feature.id.vocabulary
-            order = dealt_out(pipeline, table)
-            found[table] = Vocabulary.read(vocabulary.file, vocabulary.size, table=order)
+            name = sharded_name(pipeline, table)
+            by_table[table] = Vocabulary.read(vocabulary.file, vocabulary.size, table=name)
         elif feature.HasField("id"):
-            found[table] = HashBuckets(feature.id.hash.num_buckets)
+            by_table[table] = HashBuckets(feature.id.hash.num_buckets)
         elif feature.numeric.HasField("bucketize"):
-            found[feature.name] = Buckets(list(feature.numeric.bucketize.boundaries))
-    return found
+            by_table[feature.name] = Buckets(list(feature.numeric.bucketize.boundaries))
+    return by_table
 
 
 def id_type(path: str) -> pa.DataType:
-    """Integer or string: the type of a vocabulary file's ids, from its footer; that of its values where they
-    are dictionary-encoded.
+    """Reads the type of a vocabulary file's ids from its footer: an integer or string type.
 
     Raises:
         DataError: as `Vocabulary.read`.
@@ -207,31 +218,33 @@ def id_type(path: str) -> pa.DataType:
 
 
 def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
-    """Of each table the SHA-256 of its vocabulary file and how its ids lie in it: with other ids, or in
-    another order, weights mean nothing.
+    """Returns the SHA-256 of each table's vocabulary file, and whether its ids are spread over sharded rows.
+
+    Weights that were trained with other ids, or with ids in other rows, mean nothing.
 
     Raises:
         DataError: a file that cannot be read.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for feature in pipeline.features:
-        if feature.HasField("id") and feature.id.HasField("vocabulary") and feature.id.table not in found:
+        if feature.HasField("id") and feature.id.HasField("vocabulary") and feature.id.table not in digests:
             path = feature.id.vocabulary.file
             try:
                 with fsspec.open(path, "rb") as file:
                     digest = files.sha256(file)
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
-            order = "dealt out " if dealt_out(pipeline, feature.id.table) else ""
-            found[feature.id.table] = order + digest
-    return found
+            # Runs store these texts; "dealt out" is what older versions called the layout of sharded rows.
+            layout = "dealt out " if sharded_name(pipeline, feature.id.table) else ""
+            digests[feature.id.table] = layout + digest
+    return digests
 
 
 class _Sorted:
-    """Binary search over all keys, with tables in front that know nearly every key at one look.
+    """Binary search over all keys, behind two hash tables that answer nearly every query with one lookup.
 
-    Keys come most frequent first, and queries repeat them as often: few need the second table, which has the
-    keys for which the first had no room, and the search is left with ids that are not there.
+    Keys come most frequent first. Few queries need the second table, which has the keys that rows no place in
+    the first, and the search is left with ids that are not there.
     """
 
     def __init__(self, keys: np.ndarray, order: np.ndarray, rows: np.ndarray) -> None:
@@ -246,38 +259,38 @@ class _Sorted:
                 left = left[front.look(keys[left])[:, 0] != keys[left]]
 
     def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
-        """The row of each query, 0 for those that are no key."""
-        found = np.zeros(len(queries), dtype)
+        """Returns the row of each query, 0 for those that are no key."""
+        rows = np.zeros(len(queries), dtype)
         rest = []
         for start in range(0, len(queries), AT_A_TIME):
-            missed = self._look(queries[start : start + AT_A_TIME], found[start : start + AT_A_TIME])
+            missed = self._look(queries[start : start + AT_A_TIME], rows[start : start + AT_A_TIME])
             rest.append(missed + start)
         rest = np.concatenate([*rest, np.empty(0, np.int64)])
         if len(rest) and len(self._sorted):
-            # Sorted queries walk through the keys once, instead of jumping about in a large array.
+            # Sorted queries walk through the keys once instead of jumping about in a large array.
             unique, inverse = np.unique(queries[rest], return_inverse=True)
             place = np.minimum(np.searchsorted(self._sorted, unique), len(self._sorted) - 1)
-            found[rest] = np.where(self._sorted[place] == unique, self._rows[place], 0)[inverse]
-        return found
+            rows[rest] = np.where(self._sorted[place] == unique, self._rows[place], 0)[inverse]
+        return rows
 
-    def _look(self, queries: np.ndarray, found: np.ndarray) -> np.ndarray:
-        """Looks into the tables; places of the queries that are in none."""
+    def _look(self, queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Fills in the rows of queries that are in a table; returns the places of the others."""
         if not self._fronts:
             return np.empty(0, np.int64)
         first = self._fronts[0].look(queries)
-        found[:] = first[:, 1]
+        rows[:] = first[:, 1]
         rest = np.flatnonzero(first[:, 0] != queries)
         for front in self._fronts[1:]:
             second = front.look(queries[rest])
-            found[rest] = second[:, 1]
+            rows[rest] = second[:, 1]
             rest = rest[second[:, 0] != queries[rest]]
         return rest
 
 
 class _Front(NamedTuple):
-    """Keys with their rows by a hash; of keys that share a hash it has the first.
+    """A hash table of keys and their rows; the first of the keys that share a hash stays.
 
-    A key and its row lie beside each other: a look waits for memory once.
+    A key and its row are adjacent, so that a lookup waits for memory once.
     """
 
     product: np.uint64
@@ -286,17 +299,18 @@ class _Front(NamedTuple):
 
     @classmethod
     def of(cls, keys: np.ndarray, rows: np.ndarray, product: np.uint64) -> "_Front":
-        """The table of some keys, at least one, the more frequent first."""
+        """Builds the table of at least one key, the more frequent first."""
         bits = min(_FRONT_BITS, int(2 * len(keys)).bit_length())
         front = cls(product, np.uint64(64 - bits), np.empty((1 << bits, 2), np.int64))
-        # In an empty place lies a key that is looked for elsewhere.
+        # Empty places hold a key whose lookups go elsewhere.
         front.entries[:] = keys[0], rows[0]
-        # Written backwards: the more frequent key stays.
+        # Written backwards, so that the more frequent key stays.
         front.entries[front._places(keys[::-1])] = np.stack([keys, rows], 1)[::-1]
         return front
 
     def look(self, queries: np.ndarray) -> np.ndarray:
-        """int64 [n, 2], the key at the place of each query, to be compared with it, and that key's row."""
+        """Returns int64 [n, 2]: the key at the place of each query, to be compared with it, and that key's
+        row."""
         return self.entries.take(self._places(queries), axis=0, mode="clip")
 
     def _places(self, keys: np.ndarray) -> np.ndarray:
@@ -311,17 +325,17 @@ _OTHER_PRODUCT = np.uint64(0xD1342543DE82EF95)
 """Steele, Vigna: Computationally easy, spectrally good multipliers, 2021."""
 
 _FRONT_BITS = 21
-"""Most places of a table in front, as a power of 2: 32 MiB."""
+"""Log2 of the most places of a hash table: 32 MiB."""
 
 
 class _Dense(NamedTuple):
-    """Rows by id - lowest; for ids that are numbered nearly without gaps."""
+    """Rows in an array indexed by id - lowest, for ids that are numbered nearly without gaps."""
 
     lowest: int
     rows: np.ndarray
 
     def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
-        """As `_Sorted.find`."""
+        """Does what `_Sorted.find` does."""
         inside = (queries >= self.lowest) & (queries < self.lowest + len(self.rows))
         return (self.rows[np.where(inside, queries - self.lowest, 0)] * inside).astype(dtype, copy=False)
 
@@ -330,7 +344,17 @@ _DENSE_FACTOR = 4
 
 
 def _search(keys: np.ndarray, ids: pa.Array, name: str, rows: np.ndarray) -> _Sorted | _Dense:
-    """How the row rows[1 + i] of keys[i] is found; `ids` are what the keys stand for."""
+    """Builds the search that finds the row rows[1 + i] of keys[i].
+
+    Args:
+        keys: int64, the ids or their hashes.
+        ids: the ids themselves.
+        name: what errors call the vocabulary.
+        rows: [1 + len(keys)], with the row of unknown ids first.
+
+    Raises:
+        DataError: two keys are equal.
+    """
     if len(keys) and pa.types.is_integer(ids.type):
         lowest, highest = int(keys.min()), int(keys.max())
         if highest - lowest < _DENSE_FACTOR * len(keys):

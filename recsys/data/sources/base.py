@@ -1,24 +1,24 @@
-"""What a source of rows is: a list of files, each cut into row groups that can be read on their own."""
+"""The interface of a source of rows: a list of files, each cut into row groups that are read one by one."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import fsspec
 import pyarrow as pa
 
 from recsys import protos as pb
 from recsys.config.registry import pick
-from recsys.data.plan.epoch import RowGroup
 from recsys.data.schema.contract import Mode, check_same_schema, check_schema, needed_columns
 from recsys.errors import DataError
 
 
 @dataclass(frozen=True)
 class FileMark:
-    """What is remembered of a file, to see whether it is the same one.
+    """Identifies the content of a file, so that a resumed run notices another one.
 
     Attributes:
-        path: as errors name it.
+        path: its address, as errors name it.
         size: bytes.
         fingerprint: hash that changes when the file's rows or layout do.
     """
@@ -34,31 +34,57 @@ class File(FileMark):
 
     Attributes:
         rows: number of rows of each row group.
-        schema: of all its columns.
+        schema: schema of all its columns.
     """
 
     rows: tuple[int, ...]
     schema: pa.Schema
 
 
-class Source(ABC):
-    """Rows in files. Small enough to be sent to reader processes; `read` opens files where it runs.
+class RowGroup(NamedTuple):
+    """A run of rows of a file that is read at once.
 
-    A subclass is registered under its message and takes `(config, *, pipeline)`.
+    Attributes:
+        file: index of the file in its source.
+        number: number of the row group within the file.
+        first_row: the file's row that it begins with.
+        num_rows: number of rows.
+    """
+
+    file: int
+    number: int
+    first_row: int
+    num_rows: int
+
+
+class Source(ABC):
+    """Rows in files. It is small enough to be sent to reader processes; `read` opens files where it runs.
+
+    A subclass is registered under its message and has a class method `open(config, *, pipeline)`; its
+    constructor opens nothing.
     """
 
     files: list[File]
     unique_keys = False
-    """Whether no two rows can have the same key."""
+    """True if no two rows can have the same key."""
+
+    @classmethod
+    def open(cls, config: Any, *, pipeline: pb.Pipeline) -> "Source":
+        """Lists the files that a message names and reads their schemas.
+
+        Raises:
+            DataError: no file, or one that cannot be read.
+        """
+        raise NotImplementedError(f"{cls.__name__} is not made from a config")
 
     @abstractmethod
     def read(self, file: int, row_group: int, columns: list[str]) -> pa.Table:
-        """The rows of one row group.
+        """Reads the rows of one row group.
 
         Args:
             file: index into `files`.
             row_group: number within the file.
-            columns: names of the columns to read, all present.
+            columns: names of the columns to read, all of them present.
 
         Raises:
             DataError: the file is broken, gone or no longer the one that was listed.
@@ -66,26 +92,26 @@ class Source(ABC):
 
     @property
     def row_groups(self) -> list[RowGroup]:
-        """Row groups of all files, in order."""
-        found = []
+        """Lists the row groups of all files, in order."""
+        groups = []
         for number, file in enumerate(self.files):
             first = 0
             for group, rows in enumerate(file.rows):
-                found.append(RowGroup(number, group, first, rows))
+                groups.append(RowGroup(number, group, first, rows))
                 first += rows
-        return found
+        return groups
 
     @property
     def num_rows(self) -> int:
-        """Rows of all files."""
+        """Number of rows of all files."""
         return sum(sum(file.rows) for file in self.files)
 
     def marks(self) -> list[FileMark]:
-        """What a checkpoint stores to see whether a run goes on with the same files."""
+        """Returns the marks that a checkpoint stores, by which a resumed run recognizes its files."""
         return [FileMark(file.path, file.size, file.fingerprint) for file in self.files]
 
     def check(self, pipeline: pb.Pipeline, mode: Mode) -> list[str]:
-        """Checks the columns of every file and gives the names of those to read.
+        """Checks the columns of every file and returns the names of those to read.
 
         Raises:
             DataError: a file that does not fit the config, or differs from the first one.
@@ -102,7 +128,7 @@ class Source(ABC):
 
 
 def open_source(source: pb.Source, pipeline: pb.Pipeline) -> Source:
-    """The source that a message describes.
+    """Opens the source that a message describes.
 
     Raises:
         DataError: nothing is set in it, or its files cannot be read.
@@ -112,25 +138,25 @@ def open_source(source: pb.Source, pipeline: pb.Pipeline) -> Source:
             "a source of rows is empty. Set one of parquet, csv, synthetic, e.g. data.train.parquet.paths."
         )
     component = pick(source)
-    return component.cls(component.config, pipeline=pipeline)
+    return component.cls.open(component.config, pipeline=pipeline)
 
 
 def find_files(patterns: list[str], suffix: str) -> list[str]:
-    """Files of paths, folders and glob patterns, in the given order and sorted within each pattern.
+    """Finds the files of paths, folders and glob patterns, in this order and sorted within each pattern.
 
     Args:
         patterns: local paths or fsspec addresses; a folder stands for all files in and below it that end in
             `suffix` and have no part that starts with `.` or `_`.
 
     Raises:
-        DataError: a pattern without a file, or a file found twice.
+        DataError: a pattern without a file, or a file files twice.
     """
     if not patterns:
         raise DataError(f"no {suffix} files are given. Set `paths`, e.g. paths: 'data/train'.")
-    found: list[str] = []
+    files: list[str] = []
     for pattern in patterns:
         fs, path = fsspec.core.url_to_fs(pattern)
-        # A name may have the characters of a pattern in it, and then it is meant.
+        # A file whose name has the characters of a pattern is taken literally.
         if any(character in path for character in "*?[") and not fs.exists(path):
             names = [name for name in fs.glob(path) if fs.isfile(name)]
         elif fs.isdir(path):
@@ -143,11 +169,11 @@ def find_files(patterns: list[str], suffix: str) -> list[str]:
                 "Relative paths count from the folder in which the command runs."
             )
         local = fs.protocol in ("file", "local") or "file" in fs.protocol
-        found += [name if local else fs.unstrip_protocol(name) for name in sorted(names)]
-    twice = [name for name in dict.fromkeys(found) if found.count(name) > 1]
+        files += [name if local else fs.unstrip_protocol(name) for name in sorted(names)]
+    twice = [name for name in dict.fromkeys(files) if files.count(name) > 1]
     if twice:
         raise DataError(f"{twice[0]}: `paths` names it twice; its rows would count twice. Name it once.")
-    return found
+    return files
 
 
 def _hidden(name: str, folder: str) -> bool:

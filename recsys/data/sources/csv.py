@@ -1,11 +1,12 @@
-"""CSV files with lists written as delimited text: for small logs and for looking at rows in an editor.
+"""Reads CSV files with lists as delimited text: for small logs and for looking at rows in an editor.
 
 A CSV file has no row groups and no types, so each reader process parses a file as a whole. Types come from
-the config: ids of a vocabulary are what the vocabulary holds, ids of a hash feature are text, times and
+the config: ids of a vocabulary have the type of the vocabulary, ids of a hash feature are text, times and
 actions are integers.
 """
 
 import hashlib
+from collections.abc import Callable
 
 import fsspec
 import pyarrow as pa
@@ -15,39 +16,54 @@ import pyarrow.csv as pacsv
 from recsys import protos as pb
 from recsys.config.registry import register
 from recsys.data.lru import Lru
-from recsys.data.schema.contract import Field, Kind, fields, key_columns
+from recsys.data.schema.contract import FileColumn, Kind, file_columns, key_columns
 from recsys.data.schema.vocabulary import id_type
 from recsys.data.sources.base import File, Source, find_files
 from recsys.errors import DataError
 
 _ROWS = 1024
-"""Rows that are taken as one row group."""
+"""Rows per row group."""
 
 _PARSED_FILES = 4
+"""Parsed files that a process keeps."""
 
 
 @register(pb.CsvSource)
 class CsvSource(Source):
-    """Runs of 1024 rows stand for row groups. An empty field is an empty list in a list column, an empty text
-    in one of texts, which no vocabulary knows, else a null. A key is never an empty text."""
+    """Each run of 1024 rows is a row group.
 
-    def __init__(self, config: pb.CsvSource, *, pipeline: pb.Pipeline) -> None:
+    An empty field is an empty list in a column of lists, an empty text (which no vocabulary has) in a column
+    of texts, else a null. A key is never an empty text.
+
+    Args:
+        config: delimiters.
+        types: types of the columns that the config may read, by name.
+        keys: names of the key columns.
+    """
+
+    def __init__(self, config: pb.CsvSource, types: dict[str, pa.DataType], keys: list[str]) -> None:
+        self.files = []
+        self._config = config
+        self._types = types
+        self._keys = keys
+        self._parsed: Lru[pa.Table] = Lru(_PARSED_FILES)
+
+    @classmethod
+    def open(cls, config: pb.CsvSource, *, pipeline: pb.Pipeline) -> "CsvSource":
         """Parses every file once.
 
         Raises:
             DataError: no file, or one that cannot be parsed.
         """
-        self._config = config
-        self._types = _types(pipeline)
-        self._keys = key_columns(pipeline)
-        self._parsed: Lru[pa.Table] = Lru(_PARSED_FILES)
-        self.files = [self._describe(path) for path in find_files(list(config.paths), ".csv")]
+        source = cls(config, _types(pipeline), key_columns(pipeline))
+        source.files = [source._describe(path) for path in find_files(list(config.paths), ".csv")]
+        return source
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_parsed": Lru(_PARSED_FILES)}
 
     def read(self, file: int, row_group: int, columns: list[str]) -> pa.Table:
-        """See `Source.read`."""
+        """Reads a row group; see `Source.read`."""
         listed = self.files[file]
         return (
             self._parsed.get(file, lambda: self._reparse(listed))
@@ -106,33 +122,33 @@ class CsvSource(Source):
 
 
 def _types(pipeline: pb.Pipeline) -> dict[str, pa.DataType]:
-    """Type of every column that the config may read; key columns are left to pyarrow's own guess."""
-    found = {}
+    """Returns the type of every column that the config may read; pyarrow guesses those of key columns."""
+    types = {}
     for mode in ("evaluate", "train"):
-        for field in fields(pipeline, mode):
-            if field.depth > 1:
+        for column in file_columns(pipeline, mode):
+            if column.depth > 1:
                 raise DataError(
-                    f"column {field.column} has lists in lists, which a CSV file cannot hold. Use parquet."
+                    f"column {column.name} has lists in lists, which a CSV file cannot hold. Use parquet."
                 )
-            value = _value_type(field)
-            found[field.column] = pa.list_(value) if field.depth else value
-    # A key that is no feature is whatever its texts look like.
+            value = _value_type(column)
+            types[column.name] = pa.list_(value) if column.depth else value
+    # A key that is no feature has the type that its texts look like.
     return {
-        name: kind for name, kind in found.items() if name not in key_columns(pipeline) or kind == pa.string()
+        name: kind for name, kind in types.items() if name not in key_columns(pipeline) or kind == pa.string()
     }
 
 
-def _value_type(field: Field) -> pa.DataType:
-    if field.kind in (Kind.TIME, Kind.ACTIONS, Kind.LABEL_BITS):
+def _value_type(column: FileColumn) -> pa.DataType:
+    if column.kind in (Kind.TIME, Kind.ACTIONS, Kind.LABEL_BITS):
         return pa.int64()
-    if field.kind is not Kind.ID:
+    if column.kind is not Kind.ID:
         return pa.float64()
-    if field.feature.id.HasField("hash"):
+    if column.feature.id.HasField("hash"):
         return pa.string()
-    return pa.int64() if pa.types.is_integer(id_type(field.feature.id.vocabulary.file)) else pa.string()
+    return pa.int64() if pa.types.is_integer(id_type(column.feature.id.vocabulary.file)) else pa.string()
 
 
-def _cast(values: pa.Array, wanted: pa.DataType, where) -> pa.Array:
+def _cast(values: pa.Array, wanted: pa.DataType, where: Callable[[int], str]) -> pa.Array:
     try:
         return values.cast(wanted)
     except pa.ArrowInvalid:

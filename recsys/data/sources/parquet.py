@@ -1,4 +1,4 @@
-"""Parquet files, local or behind fsspec; pages are checked against their checksums when they have them."""
+"""Reads parquet files, local or behind fsspec; pages are checked against their checksums if they have any."""
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +18,19 @@ from recsys.errors import DataError
 _OPEN_FILES = 32
 _FOOTER_THREADS = 8
 _TAIL = 8
-"""Bytes behind the footer: its length and the mark PAR1."""
+"""Bytes after the footer: its length and the magic number PAR1."""
 
 
 @register(pb.ParquetSource)
 class ParquetSource(Source):
     """One row group of the source is one row group of a file."""
 
-    def __init__(self, config: pb.ParquetSource, *, pipeline: pb.Pipeline) -> None:
+    def __init__(self, files: list[File]) -> None:
+        self.files = files
+        self._open_files: Lru[pq.ParquetFile] = Lru(_OPEN_FILES)
+
+    @classmethod
+    def open(cls, config: pb.ParquetSource, *, pipeline: pb.Pipeline) -> "ParquetSource":
         """Reads the footer of every file.
 
         Raises:
@@ -33,19 +38,18 @@ class ParquetSource(Source):
         """
         paths = find_files(list(config.paths), ".parquet")
         with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
-            self.files = list(pool.map(_describe, paths))
-        self._open: Lru[pq.ParquetFile] = Lru(_OPEN_FILES)
+            return cls(list(pool.map(_describe, paths)))
 
     def __getstate__(self) -> dict:
-        # An open file does not travel; the other process opens its own.
-        return {**self.__dict__, "_open": Lru(_OPEN_FILES)}
+        # Open files cannot be pickled; the other process opens its own.
+        return {**self.__dict__, "_open_files": Lru(_OPEN_FILES)}
 
     def read(self, file: int, row_group: int, columns: list[str]) -> pa.Table:
-        """See `Source.read`."""
+        """Reads a row group; see `Source.read`."""
         path = self.files[file].path
-        opened = self._open.get(file, lambda: self._reopen(self.files[file]))
+        opened = self._open_files.get(file, lambda: self._reopen(self.files[file]))
         try:
-            # One thread: there is a reader process for each core already.
+            # One thread, as each core has a reader process already.
             return opened.read_row_group(row_group, columns=columns, use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise DataError(

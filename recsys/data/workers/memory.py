@@ -1,7 +1,7 @@
-"""Memory of a reader process: kept for the next row group, instead of given back and taken anew.
+"""Lets a reader process keep freed memory for the next row group, instead of returning it to the system.
 
-A reader allocates and frees the same megabytes all the time. The system clears each page that it gives, and
-on a virtual machine that costs more than what is then written there.
+A reader allocates and frees the same megabytes all the time. The system clears each page that it hands out,
+and on a virtual machine that costs more than filling it.
 """
 
 import ctypes
@@ -14,17 +14,17 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _KEPT = 1 << 30
 _GROWTH = 1 << 26
 _LARGEST = 1 << 25
-"""Bytes: of free memory that is kept, of a step by which it grows, and of the largest piece that is taken out
-of it (glibc allows no more than 32 MiB)."""
+"""mallopt thresholds in bytes: free memory to retain; heap growth step; largest allocation served from the
+heap (glibc allows at most 32 MiB)."""
 
 
-def keep() -> None:
-    """From now on this process keeps the memory that it frees, up to 1 GiB. Without glibc it does nothing."""
+def keep_freed_memory() -> None:
+    """Makes this process keep up to 1 GiB of the memory that it frees. Does nothing without glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return
     mallopt(_MMAP_THRESHOLD, _LARGEST)
     mallopt(_TRIM_THRESHOLD, _KEPT)
     mallopt(_TOP_PAD, _GROWTH)
-    # Arrow's own pools give back what was not used for some milliseconds, about as long as a row group takes.
+    # Arrow's own pools return memory that is unused for some milliseconds, and a row group takes as long.
     pa.set_memory_pool(pa.system_memory_pool())

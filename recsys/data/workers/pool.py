@@ -1,10 +1,10 @@
-"""Reader processes at work: each reads its share of some batches and hands them over in shared memory.
+"""A pool of reader processes: each reads its share of a schedule of batches and passes them in shared memory.
 
-Which batches is a list, or a rule for them that each process follows by itself, perhaps without end. Batch i
-goes to process i mod n, and the batches come back in their order. Nobody tells a process what to read next:
-it knows from the start, and reads on until `ahead` of its batches have not been taken. So a batch costs one
-small message each way. (torch's DataLoader does the same with queues, their threads and an import of torch in
-each process; here that was a third of the throughput.)
+The schedule is a list, or a rule without end that each process follows by itself. Process i mod n reads batch
+i, and the batches come back in their order. No process is told what to read next: it knows the schedule from
+the start and reads on until `ahead` of its batches wait to be taken. So a batch costs one small message each
+way. (torch's DataLoader does the same with queues, their threads and an import of torch in each process; here
+that cost a third of the throughput.)
 """
 
 import signal
@@ -12,51 +12,50 @@ from collections.abc import Iterable, Iterator, Sized
 from itertools import count, islice
 from multiprocessing.connection import Connection
 
+from recsys.data.convert.packer import BatchArrays
 from recsys.data.workers import processes
-from recsys.data.workers.packer import Arrays
 from recsys.data.workers.reader import Reader
-from recsys.data.workers.slots import SlotReader
+from recsys.data.workers.slots import Slot, SlotReader
 from recsys.errors import RecsysError
 
 _PATIENCE = 10.0
-"""Seconds that a process has to end by itself, having heard that nobody wants more."""
+"""Seconds that a process has to end by itself after its connection is closed."""
 _TAKEN = b""
-"""What the training process answers to a batch."""
+"""The training process's answer to a batch."""
 
 
 class ReaderPool:
     """The processes of one pass; iterate over it once, and close it.
 
     Args:
-        reader: travels to each process.
-        places: (epoch, index) of each batch; travels to each process. What has no length is taken from as far
-            as there is something in it.
+        reader: is sent to each process. schedule: (epoch, index) of each batch; is sent to each process. One
+        without a length may go on forever.
         num_processes: at least 1.
         ahead: batches of each process that may wait to be taken.
     """
 
     def __init__(
-        self, reader: Reader, places: Iterable[tuple[int, int]], num_processes: int, ahead: int
+        self, reader: Reader, schedule: Iterable[tuple[int, int]], num_processes: int, ahead: int
     ) -> None:
         context = processes.context()
-        self._numbers = range(len(places)) if isinstance(places, Sized) else count()
+        self._numbers = range(len(schedule)) if isinstance(schedule, Sized) else count()
         self._processes, self._connections = [], []
         for first in range(num_processes):
             ours, theirs = context.Pipe()
-            share = (places, first, num_processes)
+            share = (schedule, first, num_processes)
             process = context.Process(target=_serve, args=(reader, share, theirs, ahead), daemon=True)
             process.start()
-            # The only other end lies in the process: when it dies, we hear of it.
+            # The process has the only other end, so its death closes the connection.
             theirs.close()
             self._processes.append(process)
             self._connections.append(ours)
         self._slots = SlotReader()
 
-    def __iter__(self) -> Iterator[Arrays]:
-        """The batches in the order of `places`.
+    def __iter__(self) -> Iterator[BatchArrays]:
+        """Yields the batches in the order of the schedule.
 
         Raises:
-            RecsysError: what a process met, or that it died.
+            RecsysError: an error in a process, or its death.
         """
         for number in self._numbers:
             turn = number % len(self._connections)
@@ -65,7 +64,9 @@ class ReaderPool:
                 received = connection.recv()
                 if isinstance(received, RecsysError):
                     raise received
-                arrays = received.arrays(self._slots)
+                if isinstance(received.buffer, Slot):
+                    received = received._replace(buffer=self._slots.take(received.buffer))
+                arrays = received.arrays()
                 connection.send_bytes(_TAKEN)
             except (EOFError, ConnectionError):
                 raise self._died(turn) from None
@@ -96,14 +97,14 @@ def _serve(
     reader: Reader, share: tuple[Iterable[tuple[int, int]], int, int], connection: Connection, ahead: int
 ) -> None:
     """Runs in a reader process until all batches are taken or the other end is closed."""
-    # Ctrl-C reaches every process of a terminal; whoever takes the batches decides when the reading ends.
+    # Ctrl-C reaches every process of a terminal; the training process decides when reading ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     processes.leave_group()
     waiting = 0
     try:
-        places, first, step = share
-        for place in islice(places, first, None, step):
-            packed = reader[place]
+        schedule, first, step = share
+        for epoch_and_index in islice(schedule, first, None, step):
+            packed = reader[epoch_and_index]
             if waiting == ahead:
                 connection.recv_bytes()
                 waiting -= 1

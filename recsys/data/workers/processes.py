@@ -1,7 +1,7 @@
-"""Where reader processes come from: forks of a server that has done their imports.
+"""Starts reader processes as forks of a server that has already done their imports.
 
-A reader wants pyarrow and `data.reader`, but neither torch nor models. Nothing here imports any of it, so
-that a command can start the server first and do its own imports beside it.
+A reader needs pyarrow and `workers.reader`, but neither torch nor models. This module imports none of them,
+so that a command can start the server first and do its own imports at the same time.
 """
 
 import multiprocessing
@@ -14,7 +14,8 @@ _IMPORTS = ["recsys.data.workers.pool"]
 
 
 def context() -> BaseContext:
-    """How they are started. A fork of this process could hang in a lock that one of its threads held."""
+    """Returns the way in which they are started: a fork of this process could hang in a lock held by a
+    thread."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     chosen = multiprocessing.get_context("forkserver")
@@ -23,12 +24,14 @@ def context() -> BaseContext:
 
 
 def start_server() -> None:
-    """Starts the server, which else the first batch starts and waits for; call it before slow imports.
+    """Starts the server, which the first batch would otherwise start and wait for; call it before slow
+    imports.
 
-    It inherits that SIGINT and SIGTERM are blocked: what stops a run is not for it and what it forks.
+    The server inherits that SIGINT and SIGTERM are blocked: signals that stop a run are not for it and its
+    forks.
     """
     if context().get_start_method() == "forkserver":
-        # The tracker unblocks the signal when it starts, so it comes first.
+        # The resource tracker unblocks signals when it starts, so it comes first.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
@@ -38,12 +41,12 @@ def start_server() -> None:
 
 
 def leave_group() -> None:
-    """For a reader's start: from here on SIGTERM ends it when it is sent to it alone.
+    """Leaves the process group of the run, so that SIGTERM ends a reader only when it is sent to it alone.
 
-    `timeout` and torchrun send it to the whole group of a run, whose training process then has a step to end
-    and a state to save, for which it wants batches.
+    `timeout` and torchrun send SIGTERM to the whole group of a run, whose training process then needs batches
+    to finish its step and save its state.
     """
     os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # forgets one that came meanwhile
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # drops a signal that came meanwhile
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

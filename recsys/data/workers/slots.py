@@ -1,10 +1,10 @@
-"""Shared memory between a reader process and the training process: slots that are made once and used again.
+"""Shared memory between a reader process and the training process: slots that are allocated once and reused.
 
-A batch is some 100 KB. Through a pipe it would go in pieces of 64 KB, and each piece waits until both
-processes have had their turn; as new shared memory it would pay for every page anew. So a reader process
-writes into slots of a segment that it keeps, sends only where (`Slot`), and the training process works on the
-bytes where they are; the slot is free when nothing refers to them any more. A batch for which there is no
-slot travels through the pipe: slower, never wrong.
+A batch has some 100 KB. A pipe passes it in pieces of 64 KB, and each piece waits until both processes were
+scheduled; new shared memory pays for every page again. So a reader process writes into slots of a segment
+that it keeps and sends only the address (`Slot`), and the training process works on the bytes in place; the
+slot becomes free when nothing refers to them any more. A batch that finds no free slot goes through the pipe,
+which is slower.
 """
 
 import mmap
@@ -20,18 +20,18 @@ import numpy as np
 _FREE, _USED = 0, 1
 _PAGE = 4096
 _SHARED_MEMORY = "/dev/shm/"
-_ROOM = 1.5
-"""A segment has slots of this many times the batch that it was made for: others are a little longer."""
+_SPARE = 1.5
+"""Size of a slot relative to the batch that it was allocated for, as other batches are a little larger."""
 
 
 class Slot(NamedTuple):
-    """Where the bytes of one batch are.
+    """The address of one batch's bytes.
 
     Attributes:
         segment: name of the shared memory.
-        number: of the slot; its state is byte `number` of the segment.
+        number: number of the slot; its state is byte `number` of the segment.
         start: first byte.
-        size: bytes.
+        size: number of bytes.
     """
 
     segment: str
@@ -40,7 +40,7 @@ class Slot(NamedTuple):
     size: int
 
 
-class Reserved(NamedTuple):
+class ReservedSlot(NamedTuple):
     """A slot and its memory, uint8 [size]."""
 
     slot: Slot
@@ -51,7 +51,7 @@ class SlotWriter:
     """The end in the reader process.
 
     Args:
-        num_slots: batches that may be on their way at a time.
+        num_slots: most batches that are on their way at a time.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -61,8 +61,8 @@ class SlotWriter:
         self._segment: SharedMemory | None = None
         self._possible = True
 
-    def reserve(self, nbytes: int) -> "Reserved | None":
-        """A free slot of so many bytes, to be filled and sent; None when there is none."""
+    def reserve(self, nbytes: int) -> "ReservedSlot | None":
+        """Returns a free slot of `nbytes` bytes, to be filled and sent; None if there is none."""
         if nbytes > self._slot_size:
             self._grow(nbytes)
         if self._segment is None:
@@ -74,20 +74,20 @@ class SlotWriter:
         number = int(free[0])
         held[number] = _USED
         start = self._header + number * self._slot_size
-        return Reserved(Slot(self._segment.name, number, start, nbytes), held[start : start + nbytes])
+        return ReservedSlot(Slot(self._segment.name, number, start, nbytes), held[start : start + nbytes])
 
     def _grow(self, nbytes: int) -> None:
-        """A new segment; the other process holds the old one for as long as it needs it."""
+        """Allocates a larger segment; the other process holds the old one for as long as it needs it."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
         if not self._possible:
             return
-        self._slot_size = -(-int(_ROOM * nbytes) // _PAGE) * _PAGE
+        self._slot_size = -(-int(_SPARE * nbytes) // _PAGE) * _PAGE
         self._segment = _allocate(self._header + self._num_slots * self._slot_size)
         self._possible = self._segment is not None
         if self._segment is not None:
-            # Of a batch that nobody took, the name is left. A process of multiprocessing has no `atexit`.
+            # A segment keeps its name if its batches were never taken. Here `atexit` would not run.
             Finalize(None, _remove, args=(self._segment,), exitpriority=0)
 
 
@@ -98,24 +98,27 @@ class SlotReader:
         self._segments: dict[str, mmap.mmap] = {}
 
     def take(self, slot: Slot) -> np.ndarray:
-        """The bytes in a slot, uint8 [size]. The slot is free when the array and all views of it are gone."""
+        """Returns the bytes in a slot, uint8 [size]. The slot is free when the array and all its views are
+        gone."""
         held = self._segments.get(slot.segment)
         if held is None:
             held = self._segments[slot.segment] = _attach(slot.segment)
-        # An array that is nobody's view: views of it, and tensors on them, keep it alive.
+        # The array is no view itself, so that views of it, and tensors on them, keep it alive.
         taken = np.frombuffer(held, np.uint8, slot.size, slot.start)
         weakref.finalize(taken, _free, held, slot.number).atexit = False
         return taken
 
     def close(self) -> None:
-        """Lets go of the memory; what was taken stays as long as it is needed."""
+        """Releases the memory; arrays that were taken keep theirs."""
         self._segments.clear()
 
 
 def _attach(name: str) -> mmap.mmap:
-    """All bytes of a segment, whose name goes now and its memory with the last process that has it open:
-    nothing is left behind by a reader process that is killed."""
-    # Not SharedMemory's own mapping, which has to be closed, and cannot be while an array lies in it.
+    """Maps a segment and removes its name, so that its memory goes with the last process that has it open.
+
+    A reader process that is killed leaves nothing behind.
+    """
+    # SharedMemory's own mapping would have to be closed, which is impossible while an array refers to it.
     with open(_SHARED_MEMORY + name, "r+b") as file:
         mapping = mmap.mmap(file.fileno(), 0)
     segment = SharedMemory(name)
@@ -129,8 +132,10 @@ def _free(held: mmap.mmap, number: int) -> None:
 
 
 def _allocate(size: int) -> SharedMemory | None:
-    """Shared memory that is really there, or None: writing to more than the system has would kill the
-    process (a container often has 64 MB)."""
+    """Allocates shared memory that really exists, or returns None.
+
+    Writing to more than the system has would kill the process; a container often has 64 MB.
+    """
     segment = None
     try:
         segment = SharedMemory(create=True, size=size)
@@ -150,5 +155,5 @@ def _remove(segment: SharedMemory) -> None:
 
 
 def _bytes(memory: memoryview | mmap.mmap) -> np.ndarray:
-    """uint8 view of memory, which cannot be closed while the view lives."""
+    """Views memory as uint8; the memory cannot be closed while the view exists."""
     return np.frombuffer(memory, np.uint8)

@@ -18,7 +18,7 @@ from torchrec.distributed.types import ShardedTensor
 from recsys import protos as pb
 from recsys.config import features
 from recsys.config.declarations import model_of
-from recsys.data.schema.row_layout import RowOrder, dealt_out
+from recsys.data.schema.row_layout import ShardedRowLayout, sharded_name
 
 MOST = 1000
 """Items that are shown; the projector's pictures become slow with many more."""
@@ -65,7 +65,7 @@ def frequent_items(
         return None
     (name,) = (name for name in weights if name.endswith(f".{item.id.table}_table.weight"))
     count = item.id.vocabulary.size
-    rows = RowOrder(count, dealt_out(pipeline, item.id.table)).rows(np.arange(min(most, count)))
+    rows = ShardedRowLayout(count, sharded_name(pipeline, item.id.table)).row_of(np.arange(min(most, count)))
     part = _part(weights[name])
     if part is None:
         return None

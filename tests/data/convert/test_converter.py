@@ -9,13 +9,13 @@ import pytest
 
 from recsys import protos as pb
 from recsys.data.convert.converter import Converter, Origin
+from recsys.data.convert.packer import Packer
 from recsys.data.schema.layout_rule import LayoutRule
 from recsys.data.schema.vocabulary import HashBuckets
-from recsys.data.workers.packer import Packer
 
 
 def convert(pipeline, table, mode="train", origin=Origin(), rows=None):  # noqa: B008 - a constant
-    block = Converter(pipeline, LayoutRule(2, True), mode=mode).block(table, origin)
+    block = Converter.open(pipeline, LayoutRule(2, True), mode=mode).block(table, origin)
     if rows is not None:
         block = block.select(np.asarray(rows))
     return Packer(pipeline, LayoutRule(), mode).pack(block)
@@ -122,7 +122,7 @@ def test_of_a_long_history_the_newest_events_are_kept_and_it_is_counted(sample, 
 
 def test_arrays_arrive_as_they_were_sent(sample, rows):
     arrays = convert(sample.pipeline, sample.table(rows), mode="evaluate")
-    block = Converter(sample.pipeline, LayoutRule(2, True), mode="evaluate").block(
+    block = Converter.open(sample.pipeline, LayoutRule(2, True), mode="evaluate").block(
         sample.table(rows), Origin()
     )
     packed = Packer(sample.pipeline, LayoutRule(), "evaluate").packed(block)

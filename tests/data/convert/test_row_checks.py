@@ -10,8 +10,8 @@ from google.protobuf import text_format
 
 from recsys import protos as pb
 from recsys.data.convert.converter import Converter, Origin
+from recsys.data.convert.packer import Packer
 from recsys.data.schema.layout_rule import LayoutRule
-from recsys.data.workers.packer import Packer
 from recsys.errors import DataError
 
 ORIGIN = Origin(file=0, first_row=100, path="part-3.parquet")
@@ -223,7 +223,7 @@ def broken_table(sample, case: str) -> pa.Table:
 @pytest.fixture
 def converter(sample):
     sample.pipeline.model.max_seq_len = 10
-    return lambda: Converter(sample.pipeline, LayoutRule(2, True), mode="train")
+    return lambda: Converter.open(sample.pipeline, LayoutRule(2, True), mode="train")
 
 
 @pytest.mark.parametrize("case", CASES)

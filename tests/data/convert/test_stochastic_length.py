@@ -7,7 +7,7 @@ import pytest
 from recsys import protos as pb
 from recsys.config import resolve
 from recsys.data.convert.converter import Converter, Origin
-from recsys.data.convert.stochastic_length import limit, thin_out
+from recsys.data.convert.stochastic_length import limit, subsample
 from recsys.data.hashing import combine
 from recsys.data.schema.layout_rule import LayoutRule
 
@@ -33,7 +33,7 @@ def test_each_row_keeps_all_or_the_limit(selection: str) -> None:
     message = config(alpha=1.6, selection=selection)
     assert limit(message, N) == 39  # 100 ** 0.8 = 39.8
     timestamps = histories(lengths.tolist())
-    kept = thin_out(message, N, lengths, timestamps, rows(len(lengths)))
+    kept = subsample(message, N, lengths, timestamps, rows(len(lengths)))
     thinned = 0
     start = taken = 0
     for length, left in zip(lengths, kept.lengths, strict=True):
@@ -53,7 +53,7 @@ def test_each_row_keeps_all_or_the_limit(selection: str) -> None:
 
 def test_long_histories_are_kept_as_often_as_the_paper_says() -> None:
     lengths = np.repeat([50, 80, 100], 20_000)
-    kept = thin_out(config(alpha=1.6), N, lengths, histories(lengths.tolist()), rows(len(lengths)))
+    kept = subsample(config(alpha=1.6), N, lengths, histories(lengths.tolist()), rows(len(lengths)))
     for length in (50, 80, 100):
         share = (kept.lengths[lengths == length] == length).mean()
         assert share == pytest.approx(min(1, N**1.6 / length**2), abs=0.012)
@@ -66,7 +66,7 @@ def test_draws_follow_the_weights() -> None:
     timestamps = np.tile([0, 2, 3], count)
     message = config(alpha=1.28)  # 3 ** 0.64 = 2.02
     assert limit(message, 3) == 2
-    kept = thin_out(message, 3, lengths, timestamps, rows(count))
+    kept = subsample(message, 3, lengths, timestamps, rows(count))
     present = np.zeros((count, 3), bool)
     present.reshape(-1)[kept.places] = True
     present = present[kept.lengths == 2]
@@ -80,7 +80,7 @@ def test_draws_follow_the_weights() -> None:
 
 def test_uniform_draws_are_uniform() -> None:
     count = 30_000
-    kept = thin_out(
+    kept = subsample(
         config(alpha=1.28, selection="UNIFORM"), 3, np.full(count, 3), np.tile([0, 2, 3], count), rows(count)
     )
     present = np.zeros((count, 3), bool)
@@ -89,9 +89,9 @@ def test_uniform_draws_are_uniform() -> None:
 
 
 def test_equal_times_and_no_rows() -> None:
-    kept = thin_out(config(alpha=1.1), 16, np.full(50, 16), np.full(800, 5), rows(50))
+    kept = subsample(config(alpha=1.1), 16, np.full(50, 16), np.full(800, 5), rows(50))
     assert (kept.lengths[kept.lengths < 16] == limit(config(alpha=1.1), 16)).all()
-    nothing = thin_out(config(), 16, np.zeros(0, np.int64), np.zeros(0, np.int64), rows(0))
+    nothing = subsample(config(), 16, np.zeros(0, np.int64), np.zeros(0, np.int64), rows(0))
     assert len(nothing.places) == len(nothing.lengths) == 0
 
 
@@ -126,7 +126,7 @@ def table(count: int) -> pa.Table:
 
 def converted(mode: str, epoch: int = 0, first_row: int = 0, rows_of: slice = slice(None)):
     given = table(60)[rows_of]
-    return Converter(pipeline(), LayoutRule(0, True), mode=mode).block(
+    return Converter.open(pipeline(), LayoutRule(0, True), mode=mode).block(
         given, Origin(first_row=first_row, epoch=epoch)
     )
 

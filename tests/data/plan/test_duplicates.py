@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from recsys import protos as pb
 from recsys.data.batch import LayoutRule
-from recsys.data.convert import row_checks
 from recsys.data.loader import Loader
 from recsys.data.plan import duplicates
 from recsys.data.plan.duplicates import count_repeated, find_duplicates
+from recsys.data.schema import row_keys
 from recsys.data.sources import File, Source, open_source
 from recsys.errors import DataError
 
@@ -71,7 +71,7 @@ def test_all_repeats_are_found(files, bits, held):
     for i, row in enumerate(rows):
         if None not in row and row in rows[:i]:
             expected[i] = rows.index(row)
-    hash_keys = row_checks.hash_keys
+    hash_keys = row_keys.hash_keys
 
     def few_hashes(keys: pa.Table):
         # Different keys fall together.
@@ -124,7 +124,7 @@ def test_a_key_in_two_files_is_an_error_before_the_first_batch(repeating, world_
     folder = repeating.folder / "train"
     for rank in range(world_size):
         with pytest.raises(DataError) as error:
-            Loader(repeating.pipeline, "train", RULE, rank=rank, world_size=world_size, shuffle=True)
+            Loader.open(repeating.pipeline, "train", RULE, rank=rank, world_size=world_size, shuffle=True)
         assert str(error.value) == (
             f"{folder}/part-1.parquet, row 9: has the same user_id = 2 and request_time = 1020 as "
             f"{folder}/part-0.parquet, row 2. Correct the files, or leave such rows out and count them: "
@@ -141,10 +141,10 @@ def test_a_file_without_what_identifies_a_row_is_said_to_be_one(sample, gone):
     pq.write_table(whole.drop([gone]), sample.folder / "train" / "part-1.parquet")
     sample.pipeline.data.train.parquet.paths[:] = [str(sample.folder / "train")]
     with pytest.raises(DataError, match=rf"part-1.parquet: no column {gone}\."):
-        Loader(sample.pipeline, "train", RULE)
+        Loader.open(sample.pipeline, "train", RULE)
     pq.write_table(pa.table({"id": [1]}), sample.folder / "train" / "part-1.parquet")
     with pytest.raises(DataError, match=r"part-1.parquet: no column user_id\."):
-        Loader(sample.pipeline, "train", RULE)
+        Loader.open(sample.pipeline, "train", RULE)
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -157,14 +157,14 @@ def test_later_ones_are_left_out_and_counted(repeating, world_size, num_workers,
     data.bad_rows.policy = pb.BadRows.SKIP
     kept, left_out = [], 0
     for rank in range(world_size):
-        loader = Loader(
+        loader = Loader.open(
             repeating.pipeline, split, RULE, rank=rank, world_size=world_size, shuffle=split == "train"
         )
         for batch in loader.epoch(1):
             rows = zip(batch.rows.file.tolist(), batch.rows.row.tolist(), batch.sample_weight, strict=True)
             kept += [(file, row) for file, row, weight in rows if weight]
-        left_out += loader.account.counts.left_out
-        assert set(loader.account.by_name) <= {"duplicate_key", "truncated_history"}
+        left_out += loader.counter.counts.left_out
+        assert set(loader.counter.by_name) <= {"duplicate_key", "truncated_history"}
     assert sorted(kept) == [(0, i) for i in range(23)] + [(1, i) for i in range(17) if i not in (9, 15)]
     assert left_out == 2
 
@@ -172,12 +172,12 @@ def test_later_ones_are_left_out_and_counted(repeating, world_size, num_workers,
 def test_more_than_may_be_left_out_is_an_error(repeating):
     repeating.pipeline.data.bad_rows.policy = pb.BadRows.SKIP
     repeating.pipeline.data.bad_rows.limit = 2
-    Loader(repeating.pipeline, "train", RULE)
+    Loader.open(repeating.pipeline, "train", RULE)
     repeating.pipeline.data.bad_rows.limit = 1
     with pytest.raises(
         DataError, match=r"row 9: has the same .* More than data.bad_rows.limit = 1 rows repeat"
     ):
-        Loader(repeating.pipeline, "train", RULE)
+        Loader.open(repeating.pipeline, "train", RULE)
 
 
 def test_another_key_column_tells_rows_apart(repeating):
@@ -185,7 +185,7 @@ def test_another_key_column_tells_rows_apart(repeating):
     with pytest.raises(
         DataError, match=r"row 9: has the same user_id = 2 and age = 12.0 and request_time = 1020"
     ):
-        Loader(repeating.pipeline, "train", RULE)
+        Loader.open(repeating.pipeline, "train", RULE)
     for number, name in enumerate(("part-0", "part-1")):
         path = repeating.folder / "train" / f"{name}.parquet"
         table = pq.read_table(path)
@@ -201,18 +201,18 @@ def test_another_key_column_tells_rows_apart(repeating):
         )
         == 0
     )
-    Loader(repeating.pipeline, "train", RULE)
+    Loader.open(repeating.pipeline, "train", RULE)
 
 
 def test_who_does_not_look_finds_those_of_a_row_group(repeating, sample):
     repeating.pipeline.data.find_duplicates = False
-    assert len(list(Loader(repeating.pipeline, "train", RULE).epoch())) > 0
+    assert len(list(Loader.open(repeating.pipeline, "train", RULE).epoch())) > 0
     rows = [sample.row(i) for i in range(10)]
     rows[8] = rows[6]
     sample.write(rows, "other/part.parquet")
     sample.pipeline.data.train.parquet.paths[:] = [str(sample.folder / "other")]
     with pytest.raises(DataError, match=r"row 8: has the same user_id = 6 .* as another row, 2 before it"):
-        list(Loader(sample.pipeline, "train", RULE).epoch())
+        list(Loader.open(sample.pipeline, "train", RULE).epoch())
 
 
 def test_nobody_looks_where_keys_are_unknown_or_made_up(repeating):
@@ -224,7 +224,7 @@ def test_nobody_looks_where_keys_are_unknown_or_made_up(repeating):
     repeating.set_keys("user_id")
     made_up = pb.Source(synthetic=pb.SyntheticSource(num_rows=3000))
     assert find_duplicates(open_source(made_up, repeating.pipeline), repeating.pipeline) is None
-    loader = Loader(repeating.pipeline, made_up, RULE)
+    loader = Loader.open(repeating.pipeline, made_up, RULE)
     assert len(list(islice(loader.epoch(), 3))) == 3
 
 

@@ -6,11 +6,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recsys.data.plan.epoch import EpochPlan, Order, RowGroup, resident_blocks
+from recsys.data.plan.epoch import EpochPlan, PlanSettings, resident_blocks
+from recsys.data.sources import RowGroup
 
 FILES = st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=0, max_size=5)
 ORDERS = st.builds(
-    Order,
+    PlanSettings,
     batch_size=st.integers(1, 7),
     num_lanes=st.integers(1, 8),
     shuffle_row_groups=st.integers(1, 4),
@@ -75,7 +76,7 @@ def test_a_batch_can_be_asked_for_alone_and_again(files, order):
 
 def test_unshuffled_rows_of_one_lane_keep_the_order_of_the_files():
     files = [[3, 4], [], [0, 5]]
-    plan = EpochPlan(row_groups(files), Order(batch_size=5), 0)
+    plan = EpochPlan(row_groups(files), PlanSettings(batch_size=5), 0)
     rows = [row for k in range(plan.num_batches) for row in rows_of(plan, k)]
     assert rows == [(0, i) for i in range(7)] + [(2, i) for i in range(5)]
 
@@ -84,7 +85,7 @@ def test_epochs_and_seeds_differ_and_mix_rows_of_several_row_groups():
     groups = row_groups([[16] * 16])
 
     def batches(seed: int, epoch: int) -> list:
-        order = Order(batch_size=16, num_lanes=2, shuffle_row_groups=4, seed=seed, shuffle=True)
+        order = PlanSettings(batch_size=16, num_lanes=2, shuffle_row_groups=4, seed=seed, shuffle=True)
         plan = EpochPlan(groups, order, epoch)
         return [rows_of(plan, k) for k in range(plan.num_batches)]
 
@@ -101,7 +102,7 @@ def test_the_order_is_uniform():
     places = np.zeros((8, 8))
     epochs = 4000
     for epoch in range(epochs):
-        plan = EpochPlan(row_groups([[4, 4]]), Order(8, shuffle_row_groups=2, shuffle=True), epoch)
+        plan = EpochPlan(row_groups([[4, 4]]), PlanSettings(8, shuffle_row_groups=2, shuffle=True), epoch)
         for place, (_, row) in enumerate(rows_of(plan, 0)):
             places[place, row] += 1
     expected, deviation = epochs / 8, (epochs / 8 * 7 / 8) ** 0.5
@@ -109,7 +110,9 @@ def test_the_order_is_uniform():
 
 
 def test_lanes_take_turns_and_meet_their_own_row_groups_only():
-    plan = EpochPlan(row_groups([[10] * 32]), Order(5, num_lanes=4, shuffle_row_groups=2, shuffle=True), 0)
+    plan = EpochPlan(
+        row_groups([[10] * 32]), PlanSettings(5, num_lanes=4, shuffle_row_groups=2, shuffle=True), 0
+    )
     seen = [
         {row // 10 for k in range(lane, plan.num_batches, 4) for _, row in rows_of(plan, k)}
         for lane in range(4)
@@ -120,14 +123,14 @@ def test_lanes_take_turns_and_meet_their_own_row_groups_only():
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=40), st.integers(1, 8))
 def test_lanes_of_unequal_row_groups_end_at_nearly_the_same_time(sizes, num_lanes):
-    plan = EpochPlan(row_groups([sizes]), Order(batch_size=1, num_lanes=num_lanes), 0)
+    plan = EpochPlan(row_groups([sizes]), PlanSettings(batch_size=1, num_lanes=num_lanes), 0)
     rows = [int(lane.starts[-1]) for lane in plan._lanes]
     assert sum(rows) == sum(sizes) and max(rows) - min(rows) <= max(sizes)
 
 
 def test_few_row_groups_use_fewer_lanes_a_divisor_of_the_setting():
     def lanes(groups: int, num_lanes: int, mixed: int) -> int:
-        order = Order(4, num_lanes=num_lanes, shuffle_row_groups=mixed, shuffle=True)
+        order = PlanSettings(4, num_lanes=num_lanes, shuffle_row_groups=mixed, shuffle=True)
         return EpochPlan(row_groups([[8] * groups]), order, 0).num_lanes
 
     assert [lanes(n, 16, 4) for n in (1, 4, 8, 12, 30, 63, 64, 1000)] == [1, 1, 2, 2, 4, 8, 16, 16]
@@ -135,10 +138,12 @@ def test_few_row_groups_use_fewer_lanes_a_divisor_of_the_setting():
 
 
 def test_blocks_that_a_reader_works_on():
-    plan = EpochPlan(row_groups([[8] * 64]), Order(4, num_lanes=16, shuffle_row_groups=4, shuffle=True), 0)
+    plan = EpochPlan(
+        row_groups([[8] * 64]), PlanSettings(4, num_lanes=16, shuffle_row_groups=4, shuffle=True), 0
+    )
     assert [resident_blocks(plan, readers) for readers in (1, 2, 8, 16, 32, 3)] == [17, 9, 3, 2, 2, 17]
 
 
 def test_nothing_to_read():
-    assert EpochPlan([], Order(4), 0).num_batches == 0
-    assert EpochPlan(row_groups([[0, 0]]), Order(4, num_lanes=3), 0).num_batches == 0
+    assert EpochPlan([], PlanSettings(4), 0).num_batches == 0
+    assert EpochPlan(row_groups([[0, 0]]), PlanSettings(4, num_lanes=3), 0).num_batches == 0

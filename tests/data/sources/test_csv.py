@@ -44,7 +44,7 @@ def test_the_same_batches_as_from_parquet(plain, delimiter, between):
     path = write_csv(plain.folder / "rows.csv", plain.plain_rows, delimiter, between)
     source = csv(path, delimiter=delimiter, list_delimiter=between)
     (one, two) = (
-        list(Loader(plain.pipeline, split, RULE, mode="evaluate").epoch(0))
+        list(Loader.open(plain.pipeline, split, RULE, mode="evaluate").epoch(0))
         for split in (plain.pipeline.data.train, source)
     )
     rows = [{}, {}]

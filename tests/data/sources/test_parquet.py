@@ -5,8 +5,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys import protos as pb
-from recsys.data.plan.epoch import RowGroup
-from recsys.data.sources import open_source
+from recsys.data.sources import RowGroup, open_source
 from recsys.errors import DataError
 
 

@@ -23,7 +23,7 @@ def test_every_row_passes_the_checks(sample, mode):
     sample.pipeline.data.max_history_len = 12
     rows = [
         row
-        for b in Loader(sample.pipeline, source(), RULE, mode=mode).epoch(0)
+        for b in Loader.open(sample.pipeline, source(), RULE, mode=mode).epoch(0)
         for row in b.rows.row.tolist()
     ]
     assert sorted(rows) == list(range(1500))

@@ -11,9 +11,9 @@ PROGRAM = f"""
 import resource
 import numpy as np
 import pyarrow as pa
-from recsys.data import memory
+from recsys.data.workers import memory
 
-memory.keep()
+memory.keep_freed_memory()
 for i in range({PASSES}):
     if i == {SETTLED}:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -34,4 +34,4 @@ def page_faults(program: str) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be told")
 def test_memory_that_was_freed_is_used_again():
     # The system may move pages now and then, which counts as well.
-    assert page_faults(PROGRAM) < page_faults(PROGRAM.replace("memory.keep()", "")) / 4
+    assert page_faults(PROGRAM) < page_faults(PROGRAM.replace("memory.keep_freed_memory()", "")) / 4

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recsys.data.workers.packer import Arrays
+from recsys.data.convert.packer import BatchArrays
 from recsys.data.workers.pool import ReaderPool
 from recsys.errors import DataError, RecsysError
 
@@ -18,9 +18,9 @@ class Answer:
     """Stands for a batch on its way."""
 
     def __init__(self, value: object):
-        self.value = value
+        self.value = self.buffer = value
 
-    def arrays(self, slots: object) -> object:
+    def arrays(self) -> object:
         return self.value
 
 
@@ -45,7 +45,7 @@ def pool_of(reader: Squares, count: int, num_processes: int, ahead: int = 2) -> 
     return ReaderPool(reader, [(0, index) for index in range(count)], num_processes, ahead)  # type: ignore
 
 
-def taken(pool: ReaderPool) -> list[Arrays]:
+def taken(pool: ReaderPool) -> list[BatchArrays]:
     try:
         return list(pool)
     finally:

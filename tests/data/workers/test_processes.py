@@ -11,12 +11,12 @@ from recsys.data.schema.layout_rule import LayoutRule
 
 PROGRAM = """
 import sys
-from recsys.data import reader_processes
+from recsys.data.workers import processes
 
-reader_processes.start_server()
+processes.start_server()
 print([name for name in ("torch", "pyarrow") if name in sys.modules])
 names = ["recsys.data.workers.pool", "torch", "torchrec", "recsys.models"]
-with reader_processes.context().Pool(1, initializer=reader_processes.leave_group) as pool:
+with processes.context().Pool(1, initializer=processes.leave_group) as pool:
     print(pool.apply(eval, (f"[name for name in {names} if name in __import__('sys').modules]",)))
 """
 
@@ -40,7 +40,7 @@ def test_what_is_sent_to_them_brings_no_torch(sample, monkeypatch, pass_of):
         raise SentError(pickle.dumps((args, kwargs)))
 
     monkeypatch.setattr(loader, "ReaderPool", sent)
-    batches = loader.Loader(sample.pipeline, "train", LayoutRule(num_contextual=2))
+    batches = loader.Loader.open(sample.pipeline, "train", LayoutRule(num_contextual=2))
     with pytest.raises(SentError) as caught:
         next(getattr(batches, pass_of)())
     program = "import pickle, sys; pickle.load(sys.stdin.buffer); print('torch' in sys.modules)"
@@ -51,12 +51,12 @@ def test_what_is_sent_to_them_brings_no_torch(sample, monkeypatch, pass_of):
 IMPORTING = """
 import os, time
 from multiprocessing import forkserver
-from recsys.data import reader_processes
+from recsys.data.workers import processes
 
-reader_processes.start_server()
+processes.start_server()
 time.sleep(0.4)
 os.kill(forkserver._forkserver._forkserver_pid, 2)
-with reader_processes.context().Pool(1, initializer=reader_processes.leave_group) as pool:
+with processes.context().Pool(1, initializer=processes.leave_group) as pool:
     print(pool.apply(abs, (-7,)))
 try:
     os.kill(os.getpid(), 2)

@@ -4,8 +4,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.data import unknown_ids
 from recsys.data.batch import LayoutRule
-from recsys.data.convert import unknown_ids
 from recsys.data.loader import Loader
 
 RULE = LayoutRule(num_contextual=2, targets=True)
@@ -19,7 +19,7 @@ def warnings(sample, caplog):
         pq.write_table(pa.table({"id": ids}), sample.folder / "vocabulary" / "item.parquet")
         sample.pipeline.features[1].id.vocabulary.size = len(ids)
         sample.write([sample.row(i) for i in range(120)], row_group_size=50)
-        loader = Loader(sample.pipeline, "train", RULE, shuffle=True)
+        loader = Loader.open(sample.pipeline, "train", RULE, shuffle=True)
         for epoch in range(2):
             for _ in loader.epoch(epoch):
                 pass

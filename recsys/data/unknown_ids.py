@@ -1,6 +1,6 @@
-"""A warning where nearly all ids of a column are unknown: a vocabulary of other data, or a wrong column.
+"""Warns if nearly all ids of a column are unknown: the vocabulary of other data, or a wrong column.
 
-Nothing else would show it: a model trains and scores on unknown ids without an error.
+Nothing else would show it, since a model trains and scores on unknown ids without an error.
 """
 
 import logging
@@ -9,19 +9,19 @@ import numpy as np
 
 from recsys import protos as pb
 from recsys.config import features
-from recsys.data.workers.packer import Arrays
+from recsys.data.convert.packer import BatchArrays
 
 ENOUGH = 200
-"""Ids of a column that are looked at before it is judged; a column with fewer is not."""
+"""Ids of a column that are counted before it is judged; a column with fewer is not judged."""
 
 MOST = 0.9
-"""Share of unknown ids from which on there is a warning."""
+"""Largest share of unknown ids without a warning."""
 
 logger = logging.getLogger(__name__)
 
 
 class UnknownIds:
-    """Looks at the first ids of every column with a vocabulary, then no more."""
+    """Counts unknown ids among the first ids of every column with a vocabulary."""
 
     def __init__(self, pipeline: pb.Pipeline) -> None:
         columns = [column for column in features.columns(pipeline) if column.table]
@@ -34,7 +34,7 @@ class UnknownIds:
         self._seen = dict.fromkeys(self._files, 0)
         self._unknown = dict.fromkeys(self._files, 0)
 
-    def look(self, arrays: Arrays) -> None:
+    def observe(self, arrays: BatchArrays) -> None:
         """Counts the ids of a batch while some column has not been judged."""
         if not self._files or not len(arrays.row):
             return

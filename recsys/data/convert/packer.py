@@ -1,11 +1,12 @@
-"""From a block of converted rows to the arrays of one batch, which a reader process sends.
+"""Makes the arrays of one batch from a block of converted rows.
 
-Runs in the reader processes; `collate` makes a `Batch` of the arrays in the training process. A row that was
-left out stays in its batch as a filler row (no events, no candidates, weight 0), so a batch has the rows of
+Runs in the reader processes; `collator` makes a `Batch` of the arrays in the training process. A row that was
+left out stays in its batch as a filler row (no events, no candidates, weight 0), so a batch has all rows of
 its plan.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,8 +15,8 @@ import pyarrow as pa
 
 from recsys import protos as pb
 from recsys.config import features
-from recsys.data.convert.block import Block, Flat, offsets_of
 from recsys.data.convert.channels import select
+from recsys.data.convert.column_block import ColumnBlock, FlatColumn, offsets_of
 from recsys.data.convert.converter import (
     CANDIDATE_TIMESTAMPS,
     REQUEST_TIME,
@@ -25,18 +26,18 @@ from recsys.data.convert.converter import (
 )
 from recsys.data.convert.row_checks import REASONS
 from recsys.data.counts import TRUNCATED_CANDIDATES, TRUNCATED_HISTORY
-from recsys.data.schema.contract import Field, Kind, Mode, fields
+from recsys.data.schema.contract import FileColumn, Kind, Mode, file_columns
 from recsys.data.schema.layout_rule import LayoutRule
-from recsys.data.workers.slots import Slot, SlotReader, SlotWriter
 
 
 @dataclass
-class Arrays:
+class BatchArrays:
     """One batch as numpy arrays; fields as in `Batch`.
 
-    `id_values` and `id_lengths` go column by column, in the order of `features.columns`. `counts` holds the
-    rows left out by reason (checks.REASONS) and those that were cut (TRUNCATED_HISTORY,
-    TRUNCATED_CANDIDATES). `channel_lengths` are int64 [rows], events of each row in a channel.
+    `id_values` and `id_lengths` go column by column, in the order of `features.columns`. `counts` are the
+    numbers of rows that were left out, by reason (row_checks.REASONS), and of rows that were cut
+    (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES). `channel_lengths` are int64 [rows], events of each row in a
+    channel.
     """
 
     uih_lengths: np.ndarray
@@ -63,57 +64,57 @@ class Arrays:
 
 _ALIGNMENT = 64
 _SENT_AS = {np.dtype(np.int32): np.dtype(np.int64)}
-"""Tensors of integers are int64."""
+"""Types that change on the way: integer tensors are int64."""
 
 
 class Packed(NamedTuple):
-    """`Arrays` on their way between processes, in one buffer: a pipe is slow with many small objects.
+    """`BatchArrays` in one buffer, as a pipe between processes is slow with many small objects.
 
     Attributes:
-        buffer: all arrays, or where they are.
-        places: of each array its field, its key when that is a dict, type, first byte, and bytes.
+        buffer: uint8, all arrays one after the other; on its way, whatever leads the receiver to that memory.
+        layout: field, key (if the field is a dict), dtype, first byte and number of bytes of each array.
         others: the fields without arrays.
     """
 
-    buffer: np.ndarray | Slot
-    places: list[tuple[str, str | None, str, int, int]]
+    buffer: Any
+    layout: list[tuple[str, str | None, str, int, int]]
     others: dict[str, Any]
 
-    def arrays(self, slots: SlotReader | None = None) -> Arrays:
-        """The arrays again, as views of one buffer; `slots` is where a slot is looked up."""
-        buffer = self.buffer
-        if isinstance(buffer, Slot):
-            if slots is None:
-                raise ValueError("the batch lies in shared memory: a SlotReader is needed to take it out")
-            buffer = slots.take(buffer)
-        found = {name: {} if type(value) is dict else value for name, value in self.others.items()}
-        for field, key, dtype, start, size in self.places:
-            value = buffer[start : start + size].view(dtype)
+    def arrays(self) -> BatchArrays:
+        """Returns the arrays as views of the buffer."""
+        fields = {name: {} if type(value) is dict else value for name, value in self.others.items()}
+        for field, key, dtype, start, size in self.layout:
+            value = self.buffer[start : start + size].view(dtype)
             if key is None:
-                found[field] = value
+                fields[field] = value
             else:
-                found[field][key] = value
-        return Arrays(**found)
+                fields[field][key] = value
+        return BatchArrays(**fields)
+
+
+def _allocate(num_bytes: int) -> np.ndarray:
+    return np.empty(num_bytes, np.uint8)
 
 
 class Packer:
-    """Makes arrays for one config."""
+    """Makes the arrays of batches for one config."""
 
     def __init__(self, pipeline: pb.Pipeline, rule: LayoutRule, mode: Mode) -> None:
         self._columns = features.columns(pipeline)
         self._channels = rule.channels
-        self._fields = fields(pipeline, mode)
+        self._in_file = file_columns(pipeline, mode)
 
-    def pack(self, block: Block) -> Arrays:
-        """The arrays of a batch of all rows of a block, in memory of their own."""
+    def pack(self, block: ColumnBlock) -> BatchArrays:
+        """Makes the arrays of a batch of all rows of a block, in new memory."""
         return self.packed(block).arrays()
 
-    def packed(self, block: Block, slots: SlotWriter | None = None) -> Packed:
-        """The same in a form that travels between processes cheaply, in one of `slots` if one is free."""
-        return _packed(self._pieces(block), slots)
+    def packed(self, block: ColumnBlock, allocate: Callable[[int], np.ndarray] = _allocate) -> Packed:
+        """Makes the same arrays in one buffer, a uint8 array that `allocate` gives for a number of bytes."""
+        return _packed(self._pieces(block), allocate)
 
-    def _pieces(self, block: Block) -> dict[str, Any]:
-        """The fields of `Arrays`: integers may be int32 here, and what a list has goes end to end."""
+    def _pieces(self, block: ColumnBlock) -> dict[str, Any]:
+        """Makes the fields of `BatchArrays`; integers may still be int32, and lists of arrays are to be
+        joined."""
         num_rows, flat = len(block.row), block.flat
         lengths = {pb.USER: np.ones(num_rows, np.int64), **block.lengths}
         ids = [_ids(column, flat, lengths[column.side]) for column in self._columns if column.table]
@@ -122,7 +123,10 @@ class Packer:
         actions = _events(flat, UIH_ACTIONS, np.int64)
         watch_time = _events(flat, UIH_WATCH_TIME, np.float32)
         masks = actions.astype(np.int64, copy=False)
-        channels = {one.name: select(one, masks, watch_time, lengths[pb.HISTORY]) for one in self._channels}
+        channels = {
+            channel.name: select(channel, masks, watch_time, lengths[pb.HISTORY])
+            for channel in self._channels
+        }
         return {
             "uih_lengths": lengths[pb.HISTORY],
             "num_candidates": lengths[pb.CANDIDATE],
@@ -139,39 +143,40 @@ class Packer:
             "candidate_timestamps": (
                 candidate_times.values if candidate_times else np.repeat(request_time, lengths[pb.CANDIDATE])
             ),
-            "channel_events": {name: one.events for name, one in channels.items()},
-            "channel_lengths": {name: one.lengths for name, one in channels.items()},
+            "channel_events": {name: channel.events for name, channel in channels.items()},
+            "channel_lengths": {name: channel.lengths for name, channel in channels.items()},
             "labels": {
-                field.task.name: _labels(field.task, flat[field.column].values)
-                for field in self._fields
-                if field.task is not None
+                column.task.name: _labels(column.task, flat[column.name].values)
+                for column in self._in_file
+                if column.task is not None
             },
             "sample_weight": ((block.codes == 0) & (block.row >= 0)).astype(np.float32),
             "group": block.group,
             "file": block.file,
             "row": block.row,
-            # A slice would be sent to the other process with all of its table.
+            # A slice would be sent to the other process with its whole table.
             "keys": block.keys.take(pa.array(np.arange(num_rows))) if block.keys is not None else None,
             "counts": _count(block),
         }
 
-    def filler(self, num_rows: int) -> Arrays:
-        """A batch of `num_rows` filler rows, for a rank that has run out of rows before the others."""
+    def filler(self, num_rows: int) -> BatchArrays:
+        """Makes a batch of filler rows, for a rank that runs out of rows before the others."""
         zeros, nowhere = np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64)
         return self.pack(
-            Block(
+            ColumnBlock(
                 file=nowhere,
                 row=nowhere,
                 codes=zeros.astype(np.int8),
                 group=zeros,
                 lengths={pb.HISTORY: zeros, pb.CANDIDATE: zeros},
                 cut={pb.HISTORY: zeros > 0, pb.CANDIDATE: zeros > 0},
-                flat={field.column: _nothing(field, num_rows) for field in self._fields},
+                flat={column.name: _empty_column(column, num_rows) for column in self._in_file},
             )
         )
 
 
-def _packed(pieces: dict[str, Any], slots: SlotWriter | None) -> Packed:
+def _packed(pieces: dict[str, Any], allocate: Callable[[int], np.ndarray]) -> Packed:
+    """Copies all arrays into one buffer."""
     parts, others = [], {}
     for name, value in pieces.items():
         if isinstance(value, np.ndarray):
@@ -179,54 +184,59 @@ def _packed(pieces: dict[str, Any], slots: SlotWriter | None) -> Packed:
         elif isinstance(value, list):
             parts.append((name, None, value or [np.empty(0, np.int64)]))
         elif type(value) is dict:
-            parts += [(name, key, [one]) for key, one in value.items()]
+            parts += [(name, key, [array]) for key, array in value.items()]
             others[name] = {}
         else:
             others[name] = value
-    places, end = [], 0
+    layout, end = [], 0
     for name, key, values in parts:
         dtype = _SENT_AS.get(values[0].dtype, values[0].dtype)
         size = sum(map(len, values)) * dtype.itemsize
-        places.append((name, key, dtype.str, end, size))
+        layout.append((name, key, dtype.str, end, size))
         end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    reserved = slots.reserve(end) if slots else None
-    buffer = reserved.memory if reserved else np.empty(end, np.uint8)
-    for (_, _, dtype, start, size), (_, _, values) in zip(places, parts, strict=True):
-        # This is the one copy between a block and the training process.
+    buffer = allocate(end)
+    for (_, _, dtype, start, size), (_, _, values) in zip(layout, parts, strict=True):
+        # This is the only copy between a block and the training process.
         np.concatenate(values, out=buffer[start : start + size].view(dtype))
-    return Packed(reserved.slot if reserved else buffer, places, others)
+    return Packed(buffer, layout, others)
 
 
-def _events(flat: dict[str, Flat], name: str, dtype: type) -> np.ndarray:
-    """A column of events; zeros when nobody looks at it."""
+def _events(flat: dict[str, FlatColumn], name: str, dtype: type) -> np.ndarray:
+    """Returns a column of events; zeros if the config does not read it."""
     return flat[name].values if name in flat else np.zeros(len(flat[UIH_TIMESTAMPS].values), dtype)
 
 
 def _ids(
-    column: features.Column, flat: dict[str, Flat], elements: np.ndarray
+    column: features.Column, flat: dict[str, FlatColumn], elements: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Table rows of one column, and how many of them each row of the batch has; `elements` is lists'
-    lengths."""
+    """Returns the table rows of one column, and how many of them each row of the batch has.
+
+    Args:
+        column: an embedded column.
+        flat: the columns that were read.
+        elements: int64 [rows], events or candidates of each row; 1 for side USER.
+    """
     if column.name not in flat:
         return np.empty(0, np.int64), np.zeros(len(elements), np.int64)
     _, values, offsets = flat[column.name]
     return values, elements if offsets is None else np.diff(offsets[offsets_of(elements)])
 
 
-def _get(flat: dict[str, Flat], column: features.Column, dtype: type) -> Flat:
+def _get(flat: dict[str, FlatColumn], column: features.Column, dtype: type) -> FlatColumn:
     # A model may read candidates for evaluation only.
-    return flat.get(column.name, Flat(column.side, np.empty(0, dtype), np.zeros(1, np.int64)))
+    return flat.get(column.name, FlatColumn(column.side, np.empty(0, dtype), np.zeros(1, np.int64)))
 
 
 def _labels(task: pb.Task, values: np.ndarray) -> np.ndarray:
-    """float32 labels of a task, from its column."""
+    """Takes the float32 labels of a task from its column, which may be a bit mask."""
     if not task.label_bits:
         return values
     mask = sum(1 << bit for bit in set(task.label_bits))
     return ((values.astype(np.int64, copy=False) & mask) != 0).astype(np.float32)
 
 
-def _count(block: Block) -> Counter[str]:
+def _count(block: ColumnBlock) -> Counter[str]:
+    """Counts the rows that were left out or cut, by reason."""
     by_code = np.bincount(block.codes, minlength=len(REASONS) + 1)[1:].tolist()
     counts = Counter(dict(zip(REASONS, by_code, strict=True)))
     counts[TRUNCATED_HISTORY] = int(block.cut[pb.HISTORY].sum())
@@ -234,10 +244,11 @@ def _count(block: Block) -> Counter[str]:
     return +counts
 
 
-def _nothing(field: Field, num_rows: int) -> Flat:
-    real = field.kind in (Kind.LABEL, Kind.WATCH_TIME)
-    if field.kind is Kind.NUMBER:
-        real = not field.feature.numeric.HasField("bucketize")
-    elements = num_rows if field.side == pb.USER else 0
-    values = np.zeros(0 if field.multi_valued else elements, np.float32 if real else np.int64)
-    return Flat(field.side, values, np.zeros(elements + 1, np.int64) if field.multi_valued else None)
+def _empty_column(column: FileColumn, num_rows: int) -> FlatColumn:
+    """Makes a column of rows without events and candidates; zeros for side USER."""
+    real = column.kind in (Kind.LABEL, Kind.WATCH_TIME)
+    if column.kind is Kind.NUMBER:
+        real = not column.feature.numeric.HasField("bucketize")
+    elements = num_rows if column.side == pb.USER else 0
+    values = np.zeros(0 if column.multi_valued else elements, np.float32 if real else np.int64)
+    return FlatColumn(column.side, values, np.zeros(elements + 1, np.int64) if column.multi_valued else None)
