@@ -12,8 +12,8 @@ from torch.library import wrap_triton
 
 from recsys.ops.bucket_embedding.triton_kernels import embed_kernel
 from recsys.ops.jagged.triton_ops import blocks_of, dense_rows, step_of
-from recsys.ops.runtime.launch import start
-from recsys.ops.runtime.registration import visible
+from recsys.ops.runtime.launch import launch
+from recsys.ops.runtime.registration import traceable_op
 from recsys.ops.segment_sum.triton_ops import Segments, launch_sums
 
 MAX_TABLES = 2
@@ -82,7 +82,7 @@ def launch_embed(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor],
     rows, first, last = (dense_rows(one, width) for one in (x, now[0], now[-1]))
     blocks = blocks_of(width, dtype.itemsize)
     strides = (rows.stride(0), first.stride(0), last.stride(0))
-    start(
+    launch(
         embed_kernel,
         blocks.programs(num_rows, width),
         (rows, first, last, buckets[0].contiguous(), buckets[len(now) - 1].contiguous(), out),
@@ -108,7 +108,7 @@ def sorted_by_bucket(buckets: Tensor, num_buckets: int) -> Segments:
     return Segments(keys, torch.searchsorted(keys, numbers), order)
 
 
-@visible("sum_by_bucket_triton")
+@traceable_op("sum_by_bucket_triton")
 def sum_by_bucket_triton(values: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
     """float32 [num_buckets, E], the sum of the rows of values [T, E] in each bucket, for traced graphs."""
     return launch_sums(values, sorted_by_bucket(buckets, num_buckets), torch.float32, wrap_triton)

@@ -12,8 +12,8 @@ from recsys.ops.gated_norm import counter
 from recsys.ops.gated_norm.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.column_sums import sum_of_parts
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
-from recsys.ops.runtime.launch import Wrap, start
-from recsys.ops.runtime.registration import differentiable, saving, visible
+from recsys.ops.runtime.launch import Wrap, launch
+from recsys.ops.runtime.registration import differentiable, saving, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
 ENTRIES = 2048
@@ -88,7 +88,7 @@ def launch_forward(
         return out
     attended, u = map(_with_dense_rows, (attended, u))
     blocks = blocks_of(width // options.num_groups, ENTRIES_PER_WARP)
-    start(
+    launch(
         forward_kernel,
         (num_rows + blocks.rows - 1) // blocks.rows * options.num_groups,
         (attended, u, weight.contiguous(), bias.contiguous(), attended if seed is None else seed, out),
@@ -141,7 +141,7 @@ def launch_backward(
         bias.contiguous(),
         attended if seed is None else seed,
     )
-    start(
+    launch(
         backward_kernel,
         workers * options.num_groups,
         (*given, grad_a, grad_u, sums),
@@ -181,7 +181,7 @@ def _constants(width: int, options: Options, blocks: Blocks) -> dict[str, Any]:
     }
 
 
-@visible("gated_norm_triton")
+@traceable_op("gated_norm_triton")
 def gated_norm_triton(
     attended: Tensor,
     u: Tensor,
@@ -199,7 +199,7 @@ def gated_norm_triton(
     return launch_forward(attended, u, weight, bias, seed, options, wrap_triton)
 
 
-@visible("gated_norm_triton_backward")
+@traceable_op("gated_norm_triton_backward")
 def gated_norm_triton_backward(
     grad_out: Tensor,
     attended: Tensor,

@@ -14,8 +14,8 @@ from torch.library import wrap_triton
 
 from recsys.ops.jagged.reference import invert_each
 from recsys.ops.jagged.triton_kernels import gather_kernel, invert_kernel, sum_kernel
-from recsys.ops.runtime.launch import Wrap, start
-from recsys.ops.runtime.registration import differentiable, visible
+from recsys.ops.runtime.launch import Wrap, launch
+from recsys.ops.runtime.registration import differentiable, traceable_op
 
 MAX_SOURCES = 4
 """Of the kernel: more of them are concatenated up to this number."""
@@ -89,7 +89,7 @@ def launch_gather(values: Sequence[Tensor], index: Tensor, wrap: Wrap | None = N
     plan = _plan(width, first.element_size(), tuple([int(one.stride(0)) for one in rows]))
     missing = MAX_SOURCES - len(rows)
     ends = accumulate([one.shape[0] for one in rows])
-    start(
+    launch(
         gather_kernel,
         plan.programs(num_out),
         (index.contiguous(), *rows, *[rows[0]] * missing, _movable(out, width)),
@@ -110,7 +110,7 @@ def launch_sum(given: Tensor, places: Tensor, num_rows: int, wrap: Wrap | None =
         return out
     rows = dense_rows(given, width)
     blocks, step = blocks_of(width, 4), step_of([int(rows.stride(0))])
-    start(
+    launch(
         sum_kernel,
         blocks.programs(num_rows, width),
         (places.contiguous(), rows, out),
@@ -127,7 +127,7 @@ def launch_invert(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
     index, before = index.contiguous(), 0
     for number, size in enumerate(sizes):
         if size:
-            start(
+            launch(
                 invert_kernel,
                 -(-size // INVERTED),
                 (index, out),
@@ -207,7 +207,7 @@ def is_zero(number: int) -> bool:
     return isinstance(number, int) and number == 0
 
 
-@visible("gather_rows_triton")
+@traceable_op("gather_rows_triton")
 def gather_rows_triton(
     values: list[Tensor], index: Tensor, inverse: Tensor | None, sizes: list[int]
 ) -> Tensor:
@@ -215,7 +215,7 @@ def gather_rows_triton(
     return launch_gather(values, index, wrap_triton)
 
 
-@visible("gather_rows_triton_backward")
+@traceable_op("gather_rows_triton_backward")
 def gather_rows_triton_backward(grad_out: Tensor, places: Tensor, num_rows: int) -> Tensor:
     """Gradients of all `values`, one after the other."""
     return launch_sum(grad_out, places, num_rows, wrap_triton)

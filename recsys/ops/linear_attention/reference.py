@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.runtime.dispatch import SUPPORTED, Support
-from recsys.ops.runtime.registration import differentiable, opaque, saving
+from recsys.ops.runtime.registration import differentiable, opaque_op, saving
 
 CHUNK = 16
 """Tokens of a sample at a time: [B, CHUNK, CHUNK, H, D] numbers are held."""
@@ -165,8 +165,8 @@ def _fake_backward(grad_out: Tensor, grad_final: Tensor, *rest: Any) -> tuple[Te
     return tuple(one.new_empty(one.shape) for one in rest[:5])
 
 
-linear_attention_op = opaque("linear_attention", _forward, _fake)
-linear_attention_backward_op = opaque("linear_attention_backward", _backward_op, _fake_backward)
+linear_attention_op = opaque_op("linear_attention", _forward, _fake)
+linear_attention_backward_op = opaque_op("linear_attention_backward", _backward_op, _fake_backward)
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:

@@ -34,13 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.hopper.forward import next_stage
-
-STRIP = gl.constexpr(64)
-"""Rows of a warp group: those of one matrix instruction."""
-
-RAGGED_ROWS = gl.constexpr(2**30)
-"""As in `runtime.hopper_launch`."""
+from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, next_stage
 
 LOG2E = gl.constexpr(math.log2(math.e))
 

@@ -21,7 +21,8 @@ from recsys.ops.linear_logp.recompute import (
     RowOutputs,
     RowSums,
 )
-from recsys.ops.runtime.hopper_launch import Boxes, start, with_loadable_rows
+from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
+from recsys.ops.runtime.hopper_launch import launch as launch_kernel
 
 WARPS = 4
 """Warps of a warp group."""
@@ -128,7 +129,7 @@ def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
     kernel, sizes = (forward_kernel, FORWARD[width]) if width < WIDE_FROM else (row_sums_kernel, WIDE_SUMS)
     cut = cut_for(hidden, weight, sizes, launch.MAX_PARTS)
     maxima, totals = (scale.new_empty(cut.parts, hidden.shape[0]) for _ in range(2))
-    start(
+    launch_kernel(
         kernel,
         (hidden.dtype, width, sizes),
         cut.programs,
@@ -216,7 +217,7 @@ def _launch_side(
     grad = own.new_empty(cut.parts, num_own, columns, dtype=dtype)
     grad_scale = scale.new_empty(cut.parts, num_own) if with_scale else scale
     kind = {"OF_WEIGHT": of_weight, "HAS_TARGET": target is not None, "WITH_SCALE": with_scale}
-    start(
+    launch_kernel(
         gradient_kernel,
         (hidden.dtype, width, sizes, dtype, *kind.values()),
         cut.programs,
@@ -283,7 +284,7 @@ def _launch_score_grads(
     kind = {"HAS_TARGET": target is not None, "WITH_SCALE": with_scale}
     width = width_of(operands)
     block = sizes.others
-    start(
+    launch_kernel(
         score_grads_kernel,
         (hidden.dtype, width, sizes, *kind.values()),
         cut.programs,

@@ -14,9 +14,9 @@ from recsys.ops.linear_logp.recompute import Operands
 from recsys.ops.runtime import triton_support
 
 try:
-    from recsys.ops.runtime.hopper_launch import start as _start
+    from recsys.ops.runtime.hopper_launch import launch as _launch
 except ImportError:  # another Triton
-    _start = None
+    _launch = None
 
 Launch = Callable[..., None]
 """`launch(kernel, key, programs, tensors, numbers, constants)`; the compiled code depends on `key` alone."""
@@ -40,10 +40,10 @@ def launch_eager(
     constants: dict[str, Any],
 ) -> None:
     """A `Launch` for eager mode, with little work on the host where this Triton allows it."""
-    if _start is None:
+    if _launch is None:
         kernel[(programs,)](*tensors, *numbers, **constants)
     else:
-        _start(kernel, key, programs, (), tensors, numbers, lambda: constants)
+        _launch(kernel, key, programs, (), tensors, numbers, lambda: constants)
 
 
 def launch_traced(

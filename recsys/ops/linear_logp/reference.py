@@ -22,7 +22,7 @@ from recsys.ops.linear_logp.recompute import (
     projected,
 )
 from recsys.ops.runtime.dispatch import SUPPORTED, Support
-from recsys.ops.runtime.registration import opaque
+from recsys.ops.runtime.registration import opaque_op
 
 BLOCK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Scores held at once, by device: 2 MiB of float32 stay in a CPU's cache; a GPU needs large blocks."""
@@ -135,8 +135,8 @@ def _fake_backward(hidden, weight, bias, scale, *rest):
     return fake_gradients(hidden, weight, scale, rest[-1])
 
 
-forward_op = opaque("linear_logp_forward", _forward, _fake)
-backward_op = opaque("linear_logp_backward", _backward, _fake_backward)
+forward_op = opaque_op("linear_logp_forward", _forward, _fake)
+backward_op = opaque_op("linear_logp_backward", _backward, _fake_backward)
 
 BACKEND = Backend(forward, backward, forward_op, backward_op)
 

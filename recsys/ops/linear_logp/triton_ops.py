@@ -39,7 +39,7 @@ from recsys.ops.linear_logp.row_launch import (
     sides_of,
 )
 from recsys.ops.linear_logp.triton_kernels import backward_kernel, forward_kernel
-from recsys.ops.runtime.registration import visible
+from recsys.ops.runtime.registration import traceable_op
 
 
 class Blocks(NamedTuple):
@@ -272,7 +272,7 @@ def constants_of(operands: Operands, blocks: Blocks) -> dict[str, Any]:
     }
 
 
-@visible("linear_logp_triton")
+@traceable_op("linear_logp_triton")
 def forward_op(
     hidden: Tensor,
     weight: Tensor,
@@ -291,7 +291,7 @@ def forward_op(
     return tuple(launch_forward(operands, launch_traced))
 
 
-@visible("linear_logp_triton_backward")
+@traceable_op("linear_logp_triton_backward")
 def backward_op(
     hidden: Tensor,
     weight: Tensor,

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.hopper.forward import RAGGED_ROWS, STRIP, next_stage
+from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, next_stage
 
 STRIPS = gl.constexpr(2)
 """Of a tile."""

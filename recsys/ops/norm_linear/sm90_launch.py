@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from recsys.ops.norm_linear.sm90_kernel import STRIP, STRIPS, projection_kernel
-from recsys.ops.runtime.hopper_launch import Boxes, programs_for, start, with_loadable_rows
+from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
+from recsys.ops.runtime.hopper_launch import launch, programs_for
 
 COLUMNS, DEPTH, STAGES, WARPS = 256, 64, 3, 4
 """Of a tile, of a step; buffers; of a warp group."""
@@ -53,7 +54,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor) -> Activated:
     across = -(-num_columns // COLUMNS)
     num_tiles = -(-num_rows // ROWS) * across
     rows = [with_loadable_rows(one.unsqueeze(1)) for one in (x, weight)]
-    start(
+    launch(
         projection_kernel,
         (x.dtype,),
         programs_for(x.device, num_tiles),

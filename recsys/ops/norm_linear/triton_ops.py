@@ -14,7 +14,7 @@ from torch import Tensor
 from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.column_sums import column_sums, linear, sum_of_parts, weight_gradient
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
-from recsys.ops.runtime.launch import start
+from recsys.ops.runtime.launch import launch
 from recsys.ops.runtime.triton_support import missing_for_hopper, num_processors
 
 FORWARD_ENTRIES = 4096
@@ -123,7 +123,7 @@ def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torc
     if num_rows == 0:
         return out
     x, blocks = _with_dense_rows(x), forward_blocks(width)
-    start(
+    launch(
         forward_kernel,
         (num_rows + blocks.rows - 1) // blocks.rows,
         (x, weight.contiguous(), bias.contiguous(), out),
@@ -144,7 +144,7 @@ def launch_norm_backward(
     x, residual, blocks = _with_dense_rows(x), _with_dense_rows(residual), backward_blocks(width)
     workers = max(1, WORKERS_PER_PROCESSOR * num_processors(x.device))
     sums = torch.empty(workers, 2, width, dtype=torch.float32, device=x.device)
-    start(
+    launch(
         backward_kernel,
         workers,
         (grad_normed.contiguous(), x, residual, weight.contiguous(), grad_x, sums),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from recsys.ops.runtime.launch import start
+from recsys.ops.runtime.launch import launch
 from recsys.ops.runtime.triton_support import num_processors
 
 COLUMNS = 128
@@ -55,7 +55,7 @@ def column_sums(given: Tensor) -> Tensor:
     blocks = -(-width // constants["BLOCK"])
     workers = max(1, PROGRAMS_PER_PROCESSOR * num_processors(given.device) // blocks)
     out = torch.empty(workers, width, dtype=torch.float32, device=given.device)
-    start(sums_kernel, workers * blocks, (given, out), (num_rows, workers), constants)
+    launch(sums_kernel, workers * blocks, (given, out), (num_rows, workers), constants)
     return sum_of_parts(out)
 
 
@@ -64,7 +64,7 @@ def sum_of_parts(parts: Tensor) -> Tensor:
     shape, width = parts.shape[1:], parts[0].numel()
     out = torch.empty(*shape, dtype=torch.float32, device=parts.device)
     constants = {"STRIDE": width, "W": width, "BLOCK_M": PARTS, "BLOCK": 16, "num_warps": 8}
-    start(sums_kernel, -(-width // 16), (parts, out), (parts.shape[0], 1), constants)
+    launch(sums_kernel, -(-width // 16), (parts, out), (parts.shape[0], 1), constants)
     return out
 
 

@@ -21,25 +21,12 @@ import triton
 from torch import Tensor
 from triton import knobs
 from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST, CudaLauncher
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
-from recsys.ops.hstu_attention.hopper.forward import RAGGED_ROWS
-from recsys.ops.runtime.launch import Boxes
+from recsys.ops.runtime.descriptors import ALIGNMENT, Boxes, gluon_descriptor, shape_of
 
 LAUNCHED_BY = "3.6."
-"""The Triton whose launchers take the arguments that `_start_again` gives them."""
-
-ANY_ROWS = 0x7FFF0000
-"""More than any coordinate, and a size that a tensor map may have."""
-
-_ROWS = RAGGED_ROWS.value
-_BACK = 2**34
-"""Elements: so far, 2^30 times, is no way at all, modulo 2^64 bytes."""
-
-ALIGNMENT = 16
-"""Bytes: of addresses that Triton compiles special code for."""
+"""The Triton whose launchers take the arguments that `_relaunch` gives them."""
 
 
 class _Encoding(NamedTuple):
@@ -63,14 +50,14 @@ class _Compiled(NamedTuple):
     constants: tuple[None, ...]  # in their places, unread
 
 
-_FOUND: dict[Hashable, _Compiled] = {}
+_COMPILED: dict[Hashable, _Compiled] = {}
 
 STOCK = 256
 _COUNTERS: dict[tuple[int, int], list[Tensor]] = {}
 """By device and stream."""
 
 
-def start(
+def launch(
     kernel: Any,
     key: Hashable,
     programs: int,
@@ -89,17 +76,17 @@ def start(
         TypeError: a kernel that Triton would specialise on one of `numbers`.
     """
     device = pointers[0].device
-    found = _FOUND.get((id(kernel), device.index, key))
-    if found is not None and _start_again(found, device, programs, (*boxes, *pointers, *numbers)):
+    found = _COMPILED.get((id(kernel), device.index, key))
+    if found is not None and _relaunch(found, device, programs, (*boxes, *pointers, *numbers)):
         return
     require_one_code(kernel, len(boxes) + len(pointers), numbers)
-    descriptors = [ragged_descriptor(*box) for box in boxes]
+    descriptors = [gluon_descriptor(box) for box in boxes]
     made = kernel[(programs,)](*descriptors, *pointers, *numbers, **constants())
     if found is None:
-        _remember(kernel, key, made, device, pointers)
+        _keep(kernel, key, made, device, pointers)
 
 
-def start_specialised(
+def launch_specialized(
     kernel: Any,
     programs: int,
     arguments: Sequence[Boxes | Tensor | int | float],
@@ -113,15 +100,15 @@ def start_specialised(
     """
     tensors = [given for given in arguments if isinstance(given, Tensor)]
     device = tensors[0].device
-    kinds = [_kind(arguments[place]) for place in _specialised(kernel, len(arguments))]
+    kinds = [_kind(arguments[place]) for place in _specialized_parameters(kernel, len(arguments))]
     key = (*constants.values(), *kinds)
-    found = _FOUND.get((id(kernel), device.index, key))
-    if found is not None and _start_again(found, device, programs, arguments):
+    found = _COMPILED.get((id(kernel), device.index, key))
+    if found is not None and _relaunch(found, device, programs, arguments):
         return
     given = [describe(one) if isinstance(one, Boxes) else one for one in arguments]
     made = kernel[(programs,)](*given, **constants)
     if found is None:
-        _remember(kernel, key, made, device, tensors)
+        _keep(kernel, key, made, device, tensors)
 
 
 def _kind(argument: Boxes | Tensor | float) -> Hashable:
@@ -136,7 +123,7 @@ def _kind(argument: Boxes | Tensor | float) -> Hashable:
 _PLACES: dict[tuple[int, int], tuple[int, ...]] = {}
 
 
-def _specialised(kernel: Any, number: int) -> tuple[int, ...]:
+def _specialized_parameters(kernel: Any, number: int) -> tuple[int, ...]:
     """The places, of the first `number` parameters, of those that the code depends on."""
     place = (id(kernel), number)
     if place not in _PLACES:
@@ -145,12 +132,12 @@ def _specialised(kernel: Any, number: int) -> tuple[int, ...]:
     return _PLACES[place]
 
 
-def _remember(kernel: Any, key: Hashable, made: Any, device: torch.device, tensors: Sequence[Tensor]) -> None:
+def _keep(kernel: Any, key: Hashable, made: Any, device: torch.device, tensors: Sequence[Tensor]) -> None:
     """Keeps a kernel that has just been started, if it can be started the short way."""
     if isinstance(kernel, triton.JITFunction) and _aligned(tensors):
         found = _compiled(kernel, made, device)
         if found is not None:
-            _FOUND[(id(kernel), device.index, key)] = found
+            _COMPILED[(id(kernel), device.index, key)] = found
 
 
 def require_one_code(kernel: Any, first: int, numbers: tuple[int | float, ...]) -> None:
@@ -199,7 +186,7 @@ def zero_counter(device: torch.device) -> Tensor:
             _COUNTERS[place] = list(zeros.unbind(0))
 
 
-def _start_again(
+def _relaunch(
     found: _Compiled, device: torch.device, programs: int, given: Sequence[Boxes | Tensor | int | float]
 ) -> bool:
     """Whether the short way could be taken; if so, the kernel has been started."""
@@ -219,9 +206,7 @@ def _start_again(
             arguments.append(address)
         elif isinstance(one, Boxes):
             tensor, encoding = one.tensor, next(encodings)
-            shape, strides, both, _ = _ragged(
-                tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size()
-            )
+            shape, strides, both, _ = shape_of(tensor)
             arguments.append(found.encode(tensor.data_ptr(), *encoding, shape, strides, 0))
             arguments += both
         else:
@@ -254,7 +239,7 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
 
 
 def _compiled(kernel: Any, made: Any, device: torch.device) -> _Compiled | None:
-    """What `_start_again` needs, if this is a kernel and a Triton that it knows how to start."""
+    """What `_relaunch` needs, if this is a kernel and a Triton that it knows how to start."""
     if not triton.__version__.startswith(LAUNCHED_BY) or torch.cuda.current_device() != device.index:
         return None
     launcher = getattr(made, "run", None)
@@ -282,43 +267,3 @@ def _compiled(kernel: Any, made: Any, device: torch.device) -> _Compiled | None:
         encode=driver.active.utils.fill_tma_descriptor,
         constants=(None,) * len(kernel.constexprs),
     )
-
-
-def with_loadable_rows(tensor: Tensor) -> Tensor:
-    """[T, H, D] as a tensor map can describe it: 16-byte steps, heads side by side within a row."""
-    described = _ragged(tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size())
-    if described.loadable and tensor.data_ptr() % ALIGNMENT == 0:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)  # contiguous() would keep a crooked address
-
-
-class _Ragged(NamedTuple):
-    """Shape and strides of the descriptor that `ragged_descriptor` documents."""
-
-    shape: tuple[int, int, int, int]
-    strides: tuple[int, int, int, int]
-    both: tuple[int, ...]  # one after the other
-    loadable: bool
-
-
-@lru_cache(maxsize=1024)
-def _ragged(stride: tuple[int, int, int], num_heads: int, dim: int, size: int) -> _Ragged:
-    """Of tensors [T, num_heads, dim], elements of `size` bytes: the same for all batches."""
-    row, head, last = stride
-    width = (num_heads - 1) * head + dim
-    aligned = row * size % ALIGNMENT == 0 and head * size % ALIGNMENT == 0
-    shape, strides = (ANY_ROWS, ANY_ROWS, _ROWS, width), (_BACK - row, row, row, 1)
-    return _Ragged(shape, strides, shape + strides, last == 1 and aligned and head >= 0 and width <= row)
-
-
-def ragged_descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Boxes of `rows` rows and `columns` columns of [T, H, D], cut off at the end of a sample.
-
-    A box at (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of the sample
-    from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read as
-    zeros, not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows,
-    modulo 2^64 bytes. Source: `triton.tools.ragged_tma`.
-    """
-    shape, strides, _, _ = _ragged(tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size())
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * tensor.element_size(), rank=4)
-    return TensorDescriptor(tensor, list(shape), list(strides), [1, 1, rows, columns], layout)

@@ -10,19 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
+from recsys.ops.runtime.descriptors import Boxes
+
 Wrap = Callable[[Any], Any]
-
-
-class Boxes(NamedTuple):
-    """What a ragged descriptor of a tensor [T, H, D] shows at a time."""
-
-    tensor: Tensor
-    rows: int
-    columns: int
 
 
 def unwrapped(kernel: Any) -> Any:
@@ -30,7 +24,7 @@ def unwrapped(kernel: Any) -> Any:
     return kernel
 
 
-def start(
+def launch(
     kernel: Any,
     programs: int,
     pointers: tuple[Tensor, ...],
@@ -51,10 +45,10 @@ def start(
         kernel[(programs,)](*pointers, *numbers, **constants)
         return
     key = (*constants.values(), *[tensor.dtype for tensor in pointers])
-    short.start(kernel, key, programs, (), pointers, numbers, lambda: constants)
+    short.launch(kernel, key, programs, (), pointers, numbers, lambda: constants)
 
 
-def start_specialised(
+def launch_specialized(
     kernel: Any,
     programs: int,
     arguments: Sequence[Boxes | Tensor | int | float],
@@ -66,7 +60,7 @@ def start_specialised(
     For kernels that Triton compiles anew for some of their numbers, of which there must be few in all.
     """
     if (short := _short_way()) is not None:
-        short.start_specialised(kernel, programs, arguments, constants, describe)
+        short.launch_specialized(kernel, programs, arguments, constants, describe)
         return
     given = [describe(one) if isinstance(one, Boxes) else one for one in arguments]
     kernel[(programs,)](*given, **constants)

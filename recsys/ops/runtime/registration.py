@@ -21,7 +21,7 @@ SetupContext = Callable[[Any, tuple[Any, ...], Any], None]
 Backward = Callable[..., Any]
 
 
-def visible(name: str) -> Callable[[Callable[..., Any]], Any]:
+def traceable_op(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorates a function of tensors and plain values, with annotations, as the op `recsys::<name>`.
 
     Where it is traced, every call of a kernel in it must go through `torch.library.wrap_triton`.
@@ -29,7 +29,7 @@ def visible(name: str) -> Callable[[Callable[..., Any]], Any]:
     return torch.library.triton_op(f"recsys::{name}", mutates_args=())
 
 
-def opaque(
+def opaque_op(
     name: str,
     run: Callable[..., Any],
     fake: Callable[..., Any],

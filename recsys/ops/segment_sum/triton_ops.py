@@ -10,8 +10,8 @@ from torch.library import wrap_triton
 
 from recsys.ops.jagged.layout import offsets_from_lengths
 from recsys.ops.jagged.triton_ops import dense_rows, is_zero, launch_gather, step_of, width_of
-from recsys.ops.runtime.launch import Wrap, start
-from recsys.ops.runtime.registration import differentiable, visible
+from recsys.ops.runtime.launch import Wrap, launch
+from recsys.ops.runtime.registration import differentiable, traceable_op
 from recsys.ops.segment_sum.reference import segment_ids
 from recsys.ops.segment_sum.triton_kernels import pieces_kernel, shares_kernel
 
@@ -92,7 +92,7 @@ def launch_sums(values: Tensor, segments: Segments, dtype: torch.dtype, wrap: Wr
     partial = values.new_empty((2 * (whole + 1), width), dtype=torch.float32)
     groups = (num_segments + cuts.together - 1) // cuts.together
     order = segments.ids if segments.order is None else segments.order
-    start(
+    launch(
         pieces_kernel,
         (groups + whole) * -(-width // block),
         (rows, order, segments.ids, segments.bounds, out, partial),
@@ -111,7 +111,7 @@ def launch_sums(values: Tensor, segments: Segments, dtype: torch.dtype, wrap: Wr
     if is_zero(whole):
         return out
     block = min(block, SHARE_COLUMNS)
-    start(
+    launch(
         shares_kernel,
         whole * -(-width // block),
         (segments.ids, segments.bounds, out, partial),
@@ -140,13 +140,13 @@ def cuts_of(num_rows: int, num_segments: int, block: int, *, ordered: bool) -> C
     return Cuts(max(SMALLEST_PIECE, piece), 1)
 
 
-@visible("segment_sum_triton")
+@traceable_op("segment_sum_triton")
 def segment_sum_triton(values: Tensor, lengths: Tensor) -> Tensor:
     """`segment_sum` for traced graphs."""
     return launch_sums(values, consecutive(lengths, values.shape[0]), values.dtype, wrap_triton)
 
 
-@visible("segment_sum_triton_backward")
+@traceable_op("segment_sum_triton_backward")
 def segment_sum_triton_backward(grad_out: Tensor, lengths: Tensor, num_rows: int) -> Tensor:
     """The gradient of `values`."""
     return launch_gather([grad_out], segment_ids(lengths, num_rows), wrap_triton)

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.hopper.forward import next_stage
+from recsys.ops.runtime.gluon_pieces import next_stage
 
 STRIP = gl.constexpr(64)
 """Queries of a warp group: the rows of one matrix instruction."""

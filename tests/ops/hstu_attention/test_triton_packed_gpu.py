@@ -108,7 +108,7 @@ def artefacts(kernels):
     """How many of each kernel that ran: Triton's, and those that are started the short way."""
     from recsys.ops.runtime import hopper_launch as runtime_hopper_launch
 
-    short = [found.kernel for found in runtime_hopper_launch._FOUND.values()]
+    short = [found.kernel for found in runtime_hopper_launch._COMPILED.values()]
     made = [
         (one.__name__, sum(len(cache[0]) for cache in one.device_caches.values()), short.count(one))
         for one in kernels
@@ -128,7 +128,7 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
     kernels = {one for module in modules for one in vars(module).values() if isinstance(one, JITFunction)}
     for kernel in kernels:  # those that other tests have left
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
-    monkeypatch.setattr(runtime_hopper_launch, "_FOUND", {})
+    monkeypatch.setattr(runtime_hopper_launch, "_COMPILED", {})
     monkeypatch.setattr(hopper_launch, "CACHED_BYTES", 2**20)
     several = [(70, 0), (999, 9), (63, 0), (0, 0), (900, 16)]
     for number, shapes in enumerate([*([(n, 0)] for n in (1, 7, 512, 2048, 4097)), several, [(16, 0)]]):

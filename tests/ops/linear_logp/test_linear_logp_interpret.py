@@ -235,7 +235,7 @@ def test_the_library_ops(ids, monkeypatch):
     from recsys.ops.linear_logp import launch, triton_ops
 
     monkeypatch.setattr(launch, "wrap_triton", WithNumbersOnly)
-    monkeypatch.setattr(launch, "_start", None)
+    monkeypatch.setattr(launch, "_launch", None)
     given = problem(40, 50, 9, dtype=torch.float32, ids=ids, bias=ids)
     given["target"].clamp_(min=-1)
     names = ("hidden", "weight", "bias", "temperature", "target", "candidate_ids", "target_ids")

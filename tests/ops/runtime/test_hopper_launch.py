@@ -19,14 +19,9 @@ from recsys.ops.hstu_attention.hopper.forward import forward_kernel
 from recsys.ops.hstu_attention.hopper.rounding import round_kernel
 from recsys.ops.hstu_attention.problem import Problem
 from recsys.ops.runtime import hopper_launch
-from recsys.ops.runtime.hopper_launch import (
-    Boxes,
-    ragged_descriptor,
-    require_one_code,
-    start,
-    start_specialised,
-    with_loadable_rows,
-)
+from recsys.ops.runtime.descriptors import Boxes, gluon_descriptor, with_loadable_rows
+from recsys.ops.runtime.hopper_launch import launch as launch_kernel
+from recsys.ops.runtime.hopper_launch import launch_specialized, require_one_code
 from tests.ops.cases import layout_of, samples
 
 
@@ -53,7 +48,7 @@ def kernel(monkeypatch):
         encode = lambda address, *rest: ("map", address, rest)  # noqa: E731
         return hopper_launch._Compiled(kernel, kernel.launch, 7, (4, 1, 0), (encoding,), encode, (None, None))
 
-    monkeypatch.setattr(hopper_launch, "_FOUND", {})
+    monkeypatch.setattr(hopper_launch, "_COMPILED", {})
     monkeypatch.setattr(hopper_launch, "_compiled", compiled)
     monkeypatch.setattr(hopper_launch.triton, "JITFunction", Kernel)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
@@ -68,7 +63,7 @@ def rows(total_len=8, dtype=torch.bfloat16):
 def call(kernel, key="key", tensor=None, pointer=None, number=5):
     tensor = rows() if tensor is None else tensor
     pointer = torch.zeros(4, dtype=torch.int32) if pointer is None else pointer
-    start(kernel, key, 3, (Boxes(tensor, 64, 64),), (pointer,), (number, 0.5), lambda: {"D": 64})
+    launch_kernel(kernel, key, 3, (Boxes(tensor, 64, 64),), (pointer,), (number, 0.5), lambda: {"D": 64})
     return tensor, pointer
 
 
@@ -79,7 +74,7 @@ def test_the_first_launch_is_tritons_and_the_next_goes_straight(kernel):
     grid, arguments, constants = kernel.slow[0]
     assert grid == (3,) and arguments[2:] == (5, 0.5) and constants == {"D": 64}
     found = kernel.launched[0]
-    descriptor = ragged_descriptor(tensor, 64, 64)
+    descriptor = gluon_descriptor(Boxes(tensor, 64, 64))
     assert found[:6] == (3, 1, 1, 11, 7, False) and found[9] == (4, 1, 0)
     assert found[13][1] == tensor.data_ptr() and found[13][2][-3:-1] == (
         tuple(descriptor.shape),
@@ -127,7 +122,7 @@ def test_keys_tell_apart_all_that_the_code_depends_on(monkeypatch):
     """Type, width, kind of mask and sizes; not the batch."""
     keys = []
     for module in (launch, two_pass):
-        monkeypatch.setattr(module, "start", lambda kernel, key, *rest: keys.append((kernel.__name__, key)))
+        monkeypatch.setattr(module, "launch", lambda kernel, key, *rest: keys.append((kernel.__name__, key)))
     monkeypatch.setattr(launch, "round_to", lambda *rest, **more: None)
     layouts = [layout_of(samples(0, shapes)) for shapes in ([(70, 3)], [(5, 0)] * 9)]
     kinds = [
@@ -169,19 +164,19 @@ def some_kernel(x, boxes, varying, stride, factor, WIDTH: triton.language.conste
     pass
 
 
-class Specialised(Kernel):
+class Specialized(Kernel):
     """With the parameters of `some_kernel`."""
 
     params = some_kernel.params
 
 
 def test_numbers_that_triton_compiles_for_are_part_of_the_key(kernel):
-    kernel = Specialised()
+    kernel = Specialized()
     x, tensor = torch.zeros(4), rows()
 
     def call(x=x, tensor=tensor, varying=5, stride=64, factor=0.5, constants=None):
         arguments = [x, Boxes(tensor, 64, 64), varying, stride, factor]
-        start_specialised(
+        launch_specialized(
             kernel, 3, arguments, constants or {"WIDTH": 64}, lambda boxes: ("described", boxes)
         )
         return len(kernel.slow)

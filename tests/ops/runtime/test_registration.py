@@ -44,12 +44,12 @@ def made(op, backward_op):
 
 OPS = {
     "visible": made(
-        registration.visible("made_up_visible")(scaled),
-        registration.visible("made_up_visible_backward")(scaled_backward),
+        registration.traceable_op("made_up_visible")(scaled),
+        registration.traceable_op("made_up_visible_backward")(scaled_backward),
     ),
     "opaque": made(
-        registration.opaque("made_up_opaque", scaled, fake, devices=("cpu",)),
-        registration.opaque(
+        registration.opaque_op("made_up_opaque", scaled, fake, devices=("cpu",)),
+        registration.opaque_op(
             "made_up_opaque_backward",
             scaled_backward,
             fake_backward,

@@ -26,16 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from recsys.ops.hstu_attention.bias import packed
-from recsys.ops.hstu_attention.hopper.backward import async_add_to_global, load_runs, load_tile
-from recsys.ops.hstu_attention.hopper.forward import (
-    NUM_COLUMNS,
-    RAGGED_ROWS,
-    STRIP,
-    tanh,
-    visible,
-)
+from recsys.ops.hstu_attention.hopper.backward import load_runs, load_tile
+from recsys.ops.hstu_attention.hopper.forward import NUM_COLUMNS, visible
 from recsys.ops.hstu_attention.triton import tile as triton_tile
 from recsys.ops.hstu_attention.work_list import item as work_item
+from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, async_add_to_global, tanh
 
 UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
 THREADS = gl.constexpr(128)

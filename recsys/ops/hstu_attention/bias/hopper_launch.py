@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from recsys.ops.hstu_attention.bias.hopper_kernel import biased_kernel
 from recsys.ops.hstu_attention.bias.packed_launch import (
     bias_constants,
     finished,
-    start_with_own_memory,
+    launch_with_declared_memory,
     tables_constants,
     zero_sums,
 )
-from recsys.ops.hstu_attention.hopper.forward import STRIP
 from recsys.ops.hstu_attention.hopper.launch import WARPS, round_to, rules, section_of
 from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks
@@ -26,8 +24,9 @@ from recsys.ops.hstu_attention.triton.launch import (
 )
 from recsys.ops.hstu_attention.work_list import key_work
 from recsys.ops.relative_bias import RelativeBias
-from recsys.ops.runtime.hopper_launch import ragged_descriptor
-from recsys.ops.runtime.launch import Boxes, unwrapped
+from recsys.ops.runtime.descriptors import gluon_descriptor
+from recsys.ops.runtime.gluon_pieces import STRIP
+from recsys.ops.runtime.launch import unwrapped
 
 BLOCKS = Blocks(rows=STRIP.value, keys=STRIP.value, num_warps=WARPS, num_stages=2)
 
@@ -71,11 +70,8 @@ def backward(
             *sums,
             sums.by_bucket.shape[0],
         ]
-        start_with_own_memory(biased_kernel, part.shape[0] * num_heads, arguments, compiled_for, _described)
+        programs = part.shape[0] * num_heads
+        launch_with_declared_memory(biased_kernel, programs, arguments, compiled_for, gluon_descriptor)
     round_to(out.q, rows, 0.5 * problem.alpha / problem.scale_len)
     position_table, time_table = finished(sums, problem.scale_len, bias)
     return out._replace(position_table=position_table, time_table=time_table)
-
-
-def _described(boxes: Boxes) -> TensorDescriptor:
-    return ragged_descriptor(*boxes)

@@ -21,7 +21,7 @@ from recsys.ops.hstu_attention.bias.packed import (
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
-from recsys.ops.runtime.launch import Wrap, start, unwrapped
+from recsys.ops.runtime.launch import Wrap, launch, unwrapped
 
 MAX_EDGE = 2**62
 """No difference of two times in seconds comes near it."""
@@ -123,7 +123,7 @@ def packed_tables(bias: RelativeBias, layout: SequenceLayout) -> PackedTables:
     lookup = torch.empty(num_heads, num_words, dtype=torch.int32, device=device)
     strides = [int(table.shape[-1]) if table.dim() == 2 else 0 for table in tables]
     parts = -(-max(num_distances, num_words) // TABLE_BLOCK)
-    start(
+    launch(
         tables_kernel,
         parts * num_heads,
         (*tables, *numbers, distances, lookup),

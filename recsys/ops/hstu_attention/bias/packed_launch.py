@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from recsys.ops.hstu_attention.bias import launch
+from recsys.ops.hstu_attention.bias import launch as bias_launch
 from recsys.ops.hstu_attention.bias import ptx as ptx
 from recsys.ops.hstu_attention.bias.packed import finish_kernel
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks, can_pack
 from recsys.ops.relative_bias import RelativeBias
-from recsys.ops.runtime.launch import Boxes, start, start_specialised
+from recsys.ops.runtime.descriptors import Boxes
+from recsys.ops.runtime.launch import launch, launch_specialized
 
 PACKED = True
 """Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be; for tests."""
@@ -42,7 +43,7 @@ def is_packed(kernel: str, q: Tensor, v: Tensor, bias: RelativeBias | None) -> b
     if bias is None or not PACKED or not _is_hopper(q.device):
         return False
     known = can_pack(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]))
-    return known and launch.can_pack(bias)
+    return known and bias_launch.can_pack(bias)
 
 
 @lru_cache(maxsize=16)
@@ -50,7 +51,7 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def start_with_own_memory(
+def launch_with_declared_memory(
     kernel: Any,
     programs: int,
     arguments: Sequence[Boxes | Tensor | int | float],
@@ -63,7 +64,7 @@ def start_with_own_memory(
     """
 
     def again() -> None:
-        start_specialised(kernel, programs, arguments, compiled_for, describe)
+        launch_specialized(kernel, programs, arguments, compiled_for, describe)
 
     try:
         again()
@@ -80,7 +81,7 @@ def start_with_own_memory(
 
 def zero_sums(q: Tensor, longest: int, bias: RelativeBias) -> Sums:
     """For samples of at most `longest` tokens."""
-    sizes = 2 * (longest + launch.LARGEST_BLOCK) + 1, int(bias.time_table.shape[-1])
+    sizes = 2 * (longest + bias_launch.LARGEST_BLOCK) + 1, int(bias.time_table.shape[-1])
     rows = COPIES * int(q.shape[1])
     both = q.new_zeros(rows * sum(sizes), dtype=torch.float32)
     by_distance, by_bucket = both.split([rows * size for size in sizes])
@@ -98,7 +99,7 @@ def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, 
     numbers = *sizes, sums.by_distance.shape[2] // 2, num_heads, parts, 0.5 / scale_len
     compiled_for = {"SHARED_POSITIONS": shared[0], "SHARED_TIMES": shared[1]}
     compiled_for |= {"COPIES": COPIES, "BLOCK": block}
-    start(finish_kernel, parts * (1 if all(shared) else num_heads), (*sums, *grads), numbers, compiled_for)
+    launch(finish_kernel, parts * (1 if all(shared) else num_heads), (*sums, *grads), numbers, compiled_for)
     return grads[0], grads[1]
 
 

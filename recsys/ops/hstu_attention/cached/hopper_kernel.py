@@ -19,18 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.hopper.forward import (
-    RAGGED_ROWS,
-    STRIP,
-    hear,
-    load_rows,
-    next_stage,
-    settle,
-    skip_blocks,
-    step,
-    tell,
-    weigh,
-)
+from recsys.ops.hstu_attention.hopper.forward import hear, settle, skip_blocks, step, tell, weigh
 from recsys.ops.hstu_attention.work_list.item import (
     CACHE_LENGTH,
     CACHE_START,
@@ -39,6 +28,7 @@ from recsys.ops.hstu_attention.work_list.item import (
     NUM_CACHED_COLUMNS,
     START,
 )
+from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, load_rows, next_stage
 
 
 @gluon.jit

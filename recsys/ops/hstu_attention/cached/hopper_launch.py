@@ -8,17 +8,11 @@ import torch
 from torch import Tensor
 
 from recsys.ops.hstu_attention.cached.hopper_kernel import candidates_kernel
-from recsys.ops.hstu_attention.hopper.forward import STRIP
 from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.hstu_attention.work_list import cached_work
-from recsys.ops.runtime.hopper_launch import (
-    Boxes,
-    num_processors,
-    programs_for,
-    start,
-    with_loadable_rows,
-    zero_counter,
-)
+from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
+from recsys.ops.runtime.gluon_pieces import STRIP
+from recsys.ops.runtime.hopper_launch import launch, num_processors, programs_for, zero_counter
 
 WARPS = 4
 """Of a strip."""
@@ -78,7 +72,7 @@ def forward(
     mask = problem.mask
     items = cached_work(mask, problem.layout, problem.cache_layout, STRIP.value * sizes.strips, sizes.keys)
     grouped = mask.target_group_size > 1
-    start(
+    launch(
         candidates_kernel,
         (q.dtype, dim, sizes, grouped),
         programs_for(q.device, items.shape[0] * num_heads),

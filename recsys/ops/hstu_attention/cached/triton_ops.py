@@ -23,7 +23,7 @@ from recsys.ops.hstu_attention.work_list import cached_work, row_work
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 from recsys.ops.relative_bias import CachedRelativeBias
-from recsys.ops.runtime.registration import visible
+from recsys.ops.runtime.registration import traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
 PROGRAMS_PER_PROCESSOR = 4
@@ -129,7 +129,7 @@ def call_op(
     )
 
 
-@visible("hstu_attention_cached_triton")
+@traceable_op("hstu_attention_cached_triton")
 def hstu_attention_cached_triton(
     q: Tensor,
     k: Tensor,

@@ -19,10 +19,8 @@ Its narrowest place is shared memory: of 128 columns a block takes 1472 cycles o
 tensor cores, and 64 less where half of the keys' columns are in registers.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -33,21 +31,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from recsys.ops.hstu_attention.hopper.forward import (
     NUM_COLUMNS,
-    RAGGED_ROWS,
-    STRIP,
     UNMASKED_START,
     block_at,
     hear,
-    load_rows,
-    next_stage,
     num_blocks,
     num_masked,
-    tanh,
     tell,
-    unknown,
 )
 from recsys.ops.hstu_attention.triton import tile as triton_tile
 from recsys.ops.hstu_attention.work_list import item as work_item
+from recsys.ops.runtime.gluon_pieces import (
+    RAGGED_ROWS,
+    STRIP,
+    async_add_to_global,
+    load_rows,
+    next_stage,
+    opaque,
+    tanh,
+)
 
 NO_ROW = gl.constexpr(0x7FFFFFFF)
 """Behind all rows."""
@@ -75,15 +76,6 @@ def fetch(items, place, num_heads):
     item = items + (place // num_heads).to(gl.int64) * NUM_COLUMNS
     unmasked = gl.load(item + UNMASKED_START).to(gl.int32)
     return load_tile(item), load_runs(item), unmasked, place % num_heads
-
-
-@builtin
-def async_add_to_global(tensor_desc, coord, src, _semantic=None):
-    """What `tma` lacks: adds a box in shared memory to one of a descriptor; `tma.store_wait` waits for it."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(
-        ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
-    )
 
 
 @gluon.jit
@@ -239,7 +231,7 @@ def start_part(block, slot, buffers, strip: gl.constexpr, SIZES: gl.constexpr):
     STRIPS: gl.constexpr = SIZES[3]
     PART: gl.constexpr = D // STRIPS
     parts: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-    keys = buffers[2].index(unknown(slot)).reshape([STRIPS * STRIP, D]).slice(strip * PART, PART, 1)
+    keys = buffers[2].index(opaque(slot)).reshape([STRIPS * STRIP, D]).slice(strip * PART, PART, 1)
     ds = buffers[4].index(block & 1).permute((1, 0))
     nothing = gl.zeros([BLOCK_M, PART], gl.float32, parts)
     await_signal(FULL, block, strip)
@@ -259,7 +251,7 @@ def store_part(part, block, row, place, dq_desc, buffers, strip: gl.constexpr, t
     signal(FREE, block, 1 - strip)
     part = part.reshape([ROWS, COLUMNS // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([ROWS, COLUMNS])
     tma.store_wait(0)  # what was in the buffer has left it
-    buffer = buffers[5].index(unknown(strip))
+    buffer = buffers[5].index(opaque(strip))
     buffer.reshape([ROWS, COLUMNS]).store(part)
     fence_async_shared()
     end = place[0] + tile[1]
@@ -287,8 +279,8 @@ def add_rows(
     stage, parity = cursor
     q = buffers[0].index(stage).reshape([BLOCK_M, D])
     g = buffers[1].index(stage).reshape([BLOCK_M, D])
-    k = buffers[2].index(unknown(slots[0])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
-    v = buffers[3].index(unknown(slots[1])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    k = buffers[2].index(opaque(slots[0])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    v = buffers[3].index(opaque(slots[1])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
     dtype: gl.constexpr = q.dtype
 
     mbarrier.wait(q_full.index(stage), parity)
@@ -444,7 +436,7 @@ def computing_group(
         done, done_head = tile, head
         tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
         await_signal(DONE, 0, strip)  # the buffer of the keys is free
-        keys = buffers[2].index(unknown(slots[0]))
+        keys = buffers[2].index(opaque(slots[0]))
         keys = keys._reinterpret(dv_desc.dtype, [STRIPS] + dv_desc.block_shape, dv_desc.layout)
         store_strip(
             grad_v * inverse_scale, dv_desc, keys.index(strip), done, strip, done_head * D, D,

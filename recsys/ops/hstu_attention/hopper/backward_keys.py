@@ -26,16 +26,8 @@ from recsys.ops.hstu_attention.hopper.backward import (
     store_strip,
     weight_and_slope,
 )
-from recsys.ops.hstu_attention.hopper.forward import (
-    STRIP,
-    block_at,
-    hear,
-    masked_block,
-    next_stage,
-    num_blocks,
-    num_masked,
-    unknown,
-)
+from recsys.ops.hstu_attention.hopper.forward import block_at, hear, masked_block, num_blocks, num_masked
+from recsys.ops.runtime.gluon_pieces import STRIP, next_stage, opaque
 
 
 @gluon.jit
@@ -55,8 +47,8 @@ def add_rows(
     stage, parity = cursor
     q = buffers[0].index(stage).reshape([BLOCK_M, D])
     g = buffers[1].index(stage).reshape([BLOCK_M, D])
-    k = buffers[2].index(unknown(slots[0])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
-    v = buffers[3].index(unknown(slots[1])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    k = buffers[2].index(opaque(slots[0])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
+    v = buffers[3].index(opaque(slots[1])).reshape([STRIPS * STRIP, D]).slice(strip * STRIP, STRIP, 0)
     dtype: gl.constexpr = q.dtype
     nothing = gl.zeros([STRIP, BLOCK_M], gl.float32, scores)
 

@@ -24,20 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from recsys.ops.hstu_attention.hopper.backward import fetch
 from recsys.ops.hstu_attention.hopper.forward import (
-    RAGGED_ROWS,
-    STRIP,
     block_at,
     blocks_past,
     hear,
-    load_rows,
-    next_stage,
     num_blocks,
     num_masked,
-    tanh,
     tell,
-    unknown,
     visible,
 )
+from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, load_rows, next_stage, opaque, tanh
 
 STRIPS = gl.constexpr(2)
 """Of a tile."""
@@ -99,11 +94,11 @@ def add_block(
     BLOCK_N: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, total.type.layout, 2)
-    place = unknown(strip)
+    place = opaque(strip)
     q = buffers[0].index(place).reshape([STRIP, D])
     g = buffers[1].index(place).reshape([STRIP, D])
     k = buffers[2].index(k_cursor[0]).reshape([BLOCK_N, D])
-    v = buffers[3].index(unknown(v_cursor[0])).reshape([BLOCK_N, D])
+    v = buffers[3].index(opaque(v_cursor[0])).reshape([BLOCK_N, D])
     dtype: gl.constexpr = q.dtype
     nothing = gl.zeros([STRIP, BLOCK_N], gl.float32, scores)
 

@@ -30,28 +30,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from recsys.ops.hstu_attention.hopper.backward import UNSEEN, seen_by, weight_and_slope
 from recsys.ops.hstu_attention.hopper.forward import (
     ITEM,
-    RAGGED_ROWS,
-    STRIP,
     block_at,
     hear_item,
-    load_rows,
-    next_stage,
     num_blocks,
     num_masked,
     read_item,
     take,
 )
+from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, load_rows, next_stage, previous_stage
 
 AHEAD = gl.constexpr(3)
 """Blocks: see `look_ahead`."""
-
-
-@gluon.jit
-def stage_before(cursor, STAGES: gl.constexpr):
-    """What `next_stage` came from. (A loop would not carry a name for it that starts as the same value.)"""
-    stage, parity = cursor
-    first = stage == 0
-    return gl.where(first, STAGES - 1, stage - 1), gl.where(first, parity ^ 1, parity)
 
 
 @gluon.jit
@@ -227,7 +216,7 @@ def value_group(
                 SIZES, RULE, False,
             )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
-        stage, parity = stage_before(cursor, STAGES)
+        stage, parity = previous_stage(cursor, STAGES)
         mbarrier.wait(barriers[9].index(stage), parity)
         buffer, free = buffers[1].index(stage), barriers[3].index(stage)
         store_tile(grad_v * inverse_scale, dv_desc, buffer, tile, head * D, free, D)
@@ -257,7 +246,7 @@ def key_group(
             grad_k = add_sloped_rows(grad_k, cursor, number == count - 1, buffers, barriers, SIZES)
             cursor = next_stage(cursor, STAGES)
         grad_k = grad_k * (half_alpha * inverse_scale)
-        stage, _parity = stage_before(cursor, STAGES)
+        stage, _parity = previous_stage(cursor, STAGES)
         buffer, free = buffers[0].index(stage), barriers[1].index(stage)
         store_tile(grad_k, dk_desc, buffer, tile, head * D, free, D)
         turn += 1

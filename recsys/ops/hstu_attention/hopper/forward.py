@@ -49,12 +49,7 @@ from recsys.ops.hstu_attention.work_list.item import (
     UNMASKED_COUNT,
     UNMASKED_START,
 )
-
-STRIP = gl.constexpr(64)
-"""Rows of a warp group: those of one matrix instruction."""
-
-RAGGED_ROWS = gl.constexpr(2**30)
-"""Rows that a ragged descriptor claims to have: see `sm90_launch.ragged_descriptor`."""
+from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, load_rows, next_stage, opaque, tanh
 
 ITEM = gl.constexpr(16)
 """Numbers of an item in shared memory: the columns of the work list, the head and the place in the list."""
@@ -69,31 +64,6 @@ PLACE = gl.constexpr(NUM_COLUMNS.value + 1)
 num_masked = gluon.jit(work_item.num_masked.fn)
 masked_block = gluon.jit(work_item.masked_block.fn)
 visible = gluon.jit(mask_forms.visible.fn)
-
-
-@gluon.jit
-def tanh(x):
-    """One instruction, to about 11 bits: enough for weights of 16 bits."""
-    return gl.inline_asm_elementwise(
-        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def unknown(number):
-    """The number, but the compiler does not know it: of buffers that are the same in all blocks it would
-    compute the descriptors of all instructions before the loop, more than there are registers for."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def next_stage(cursor, STAGES: gl.constexpr):
-    """The buffer after this one, and the parity that its barriers have then."""
-    stage, parity = cursor
-    last = stage == STAGES - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
 
 
 @gluon.jit
@@ -198,16 +168,6 @@ def num_masked_for(strip: gl.constexpr, tile, runs, BLOCK_N: gl.constexpr, RULE:
         return masked
     seen = gl.minimum(tile[3] + strip * STRIP, tile[2]) // BLOCK_N
     return masked - gl.minimum(gl.maximum(gl.minimum(seen, runs[0]) - runs[6], 0), masked)
-
-
-@gluon.jit
-def load_rows(descriptor, tile, first, column, full, buffer):
-    """Tokens from `first` on of the tile's sample, into `buffer`; `full` is told."""
-    start, length = tile[0], tile[1]
-    mbarrier.expect(full, descriptor.block_type.nbytes)
-    rows = RAGGED_ROWS - length + first
-    end = start.to(gl.int32) + length
-    tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, end, rows, column], full, buffer)
 
 
 @gluon.jit
@@ -394,7 +354,7 @@ def attend(
         score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
         first = masked_block(num_masked(runs) - 1 - number, runs) * BLOCK_N
         if STRIPS == 3:  # few registers: what each row sees must not be kept from block to block
-            row = unknown(row)
+            row = opaque(row)
         new = weigh(hide(score, row, first, tile, rule, RULE), half_alpha)
         new = gl.convert_layout(new.to(dtype), operand)
         total, weight = settle(total, new, following, cursor, barriers)

@@ -8,19 +8,14 @@ import torch
 from torch import Tensor
 
 from recsys.ops.hstu_attention.hopper.backward import backward_kernel
-from recsys.ops.hstu_attention.hopper.forward import STRIP, forward_kernel
+from recsys.ops.hstu_attention.hopper.forward import forward_kernel
 from recsys.ops.hstu_attention.hopper.rounding import LINE, round_kernel
 from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.jagged.mask import AttentionMask
-from recsys.ops.runtime.hopper_launch import (
-    Boxes,
-    programs_for,
-    ragged_descriptor,  # noqa: F401 - for the kernels that take two passes
-    start,
-    with_loadable_rows,
-    zero_counter,
-)
+from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
+from recsys.ops.runtime.gluon_pieces import STRIP
+from recsys.ops.runtime.hopper_launch import launch, programs_for, zero_counter
 
 WARPS = 4
 """Of a warp group."""
@@ -110,7 +105,7 @@ def forward(
     section = section_of(num_heads * dim * 8, mask)  # q and the output pass through the cache too
     items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail, STRIP.value)
     num_items = items.shape[0]
-    start(
+    launch(
         forward_kernel,
         (q.dtype, dim, mask, sizes),
         programs_for(q.device, num_items * num_heads),
@@ -160,7 +155,7 @@ def backward(
     q, k, v, grad_out = map(with_loadable_rows, (q, k, v, grad_out))
     items = key_work(mask, layout, keys, sizes.rows, section_of(num_heads * dim * 8, mask), problem.tail)
     sums = torch.zeros(total_len, num_heads, dim, dtype=torch.float32, device=device)
-    start(
+    launch(
         backward_kernel,
         (q.dtype, dim, mask, sizes),
         programs_for(device, items.shape[0] * num_heads),
@@ -233,7 +228,7 @@ def round_to(rounded: Tensor, sums: Tensor, factor: float, *, even_first: bool =
         torch.mul(sums, factor, out=rounded)
         return
     num_lines, in_row = sums.numel() // LINE, sums[0].numel() // LINE
-    start(
+    launch(
         round_kernel,
         (rounded.dtype, in_row, rounded.stride(0), even_first),
         -(-num_lines // ROUNDED_LINES),

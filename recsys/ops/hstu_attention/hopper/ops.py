@@ -17,7 +17,7 @@ from recsys.ops.hstu_attention.problem import (
     flattened,
     rebuilt,
 )
-from recsys.ops.runtime.registration import differentiable, opaque, saving
+from recsys.ops.runtime.registration import differentiable, opaque_op, saving
 
 SEEN_BY_A_ROW = {64: (240, 120), 128: (512, 400)}
 """By width of the heads: keys of a row, as `launch.seen_by_a_row` estimates them, above which gradients
@@ -105,8 +105,8 @@ def _fake_backward(
     return grad_q, grad_k, grad_v
 
 
-hstu_attention_sm90 = opaque("hstu_attention_sm90", _run, _fake, devices=("cuda",))
-hstu_attention_sm90_backward = opaque(
+hstu_attention_sm90 = opaque_op("hstu_attention_sm90", _run, _fake, devices=("cuda",))
+hstu_attention_sm90_backward = opaque_op(
     "hstu_attention_sm90_backward", _run_backward, _fake_backward, devices=("cuda",)
 )
 

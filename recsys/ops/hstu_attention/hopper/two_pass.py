@@ -13,11 +13,12 @@ from torch import Tensor
 from recsys.ops.hstu_attention.hopper.backward_keys import keys_kernel
 from recsys.ops.hstu_attention.hopper.backward_rows import STRIPS, rows_kernel
 from recsys.ops.hstu_attention.hopper.backward_wide import wide_keys_kernel
-from recsys.ops.hstu_attention.hopper.forward import STRIP
 from recsys.ops.hstu_attention.hopper.launch import WARPS, counter_for, rules, scalars, section_of
 from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.work_list import key_work, row_work
-from recsys.ops.runtime.hopper_launch import Boxes, programs_for, start, with_loadable_rows
+from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
+from recsys.ops.runtime.gluon_pieces import STRIP
+from recsys.ops.runtime.hopper_launch import launch, programs_for
 
 
 class Sizes(NamedTuple):
@@ -74,7 +75,7 @@ def start_keys(
     section = _section(q, problem)
     items = key_work(problem.mask, problem.layout, tile, sizes.rows, section, problem.tail)
     buffers = {"V_STAGES": sizes.v_tiles} if sizes.v_tiles else {}
-    start(
+    launch(
         keys_kernel if sizes.v_tiles else wide_keys_kernel,
         (q.dtype, dim, problem.mask, sizes),
         programs_for(q.device, items.shape[0] * num_heads),
@@ -106,7 +107,7 @@ def start_rows(
     strip, section = STRIP.value, _section(q, problem)
     tile = STRIPS.value * strip
     items = row_work(problem.mask, problem.layout, tile, sizes.keys, section, problem.tail)
-    start(
+    launch(
         rows_kernel,
         (q.dtype, dim, problem.mask, sizes),
         programs_for(q.device, items.shape[0] * num_heads),

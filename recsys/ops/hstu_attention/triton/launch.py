@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from recsys.ops.hstu_attention.bias import packed_launch
 from recsys.ops.hstu_attention.bias.diagonal_work import diagonal_work
@@ -27,7 +26,7 @@ from recsys.ops.hstu_attention.bias.packed_launch import (
     Sums,
     bias_constants,
     finished,
-    start_with_own_memory,
+    launch_with_declared_memory,
     tables_constants,
     zero_sums,
 )
@@ -36,14 +35,11 @@ from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.triton.backward import keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.triton.block_sizes import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim
 from recsys.ops.hstu_attention.triton.forward import forward_kernel
-from recsys.ops.hstu_attention.triton.tile import RAGGED_ROWS
 from recsys.ops.hstu_attention.work_list import key_work, row_work
 from recsys.ops.relative_bias import RelativeBias
-from recsys.ops.runtime.launch import Boxes, Wrap, start_specialised, unwrapped
+from recsys.ops.runtime.descriptors import Boxes, is_loadable, ragged_descriptor
+from recsys.ops.runtime.launch import Wrap, launch_specialized, unwrapped
 from recsys.ops.runtime.triton_support import load, missing_for_hopper, num_processors
-
-ANY_ROWS = 0x7FFF0000
-"""More than any coordinate, and a size that a descriptor may have."""
 
 TABLES = ("tables",)
 """Where `PackedTables` are among what a problem has `shared`."""
@@ -87,7 +83,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwr
             *scalars(problem),
             *of_bias,
         ]
-        _start(forward_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
+        _launch(forward_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
     return out
 
 
@@ -170,7 +166,7 @@ def _launch_keys(
             *of_bias,
             *((items, items, 1) if sums is None else (*sums, sums.by_bucket.shape[0])),
         ]
-        _start(keys_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
+        _launch(keys_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
 
 
 def _launch_rows(
@@ -206,10 +202,10 @@ def _launch_rows(
             *scalars(problem),
             *of_bias,
         ]
-        _start(rows_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
+        _launch(rows_kernel, part.shape[0] * num_heads, arguments, compiled_for, wrap)
 
 
-def _start(
+def _launch(
     kernel: Any,
     programs: int,
     arguments: list[Boxes | Tensor | int | float],
@@ -221,9 +217,9 @@ def _start(
     With a bias that is not packed Triton's own way: the short one has not been run with these kernels.
     """
     if compiled_for["BIAS_TEXT"] != "":
-        start_with_own_memory(kernel, programs, arguments, compiled_for, described_boxes)
+        launch_with_declared_memory(kernel, programs, arguments, compiled_for, ragged_descriptor)
     elif wrap is unwrapped and not compiled_for["BIASED"]:
-        start_specialised(kernel, programs, arguments, compiled_for, described_boxes)
+        launch_specialized(kernel, programs, arguments, compiled_for, ragged_descriptor)
     else:
         wrap(kernel)[(programs,)](*arguments, **compiled_for)
 
@@ -367,40 +363,14 @@ def can_describe(wrap: Wrap, *tensors: Tensor) -> bool:
 
 
 def _is_describable(tensor: Tensor) -> bool:
-    row, head, _ = tensor.stride()
-    _, num_heads, dim = tensor.shape
-    step = 16 // tensor.element_size()
-    aligned = row % step == 0 and head % step == 0 and tensor.data_ptr() % 16 == 0
-    whole = dim == max(64, padded_dim(dim)) and tensor.element_size() == 2
-    return aligned and whole and 0 <= head and (num_heads - 1) * head + dim <= row
+    dim = tensor.shape[2]
+    has_all_columns = dim == max(64, padded_dim(dim)) and tensor.element_size() == 2
+    return has_all_columns and is_loadable(tensor)
 
 
 def operands(described: bool, *tensors: tuple[Tensor, int]) -> list[Tensor | Boxes]:
     """Tensors as they are, or the boxes of so many rows that descriptors show of them."""
     return [Boxes(tensor, rows, tensor.shape[2]) if described else tensor for tensor, rows in tensors]
-
-
-def described_boxes(boxes: Boxes) -> TensorDescriptor:
-    """The descriptor, for Triton."""
-    return ragged_descriptor(boxes.tensor, boxes.rows)
-
-
-def ragged_descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Blocks of `rows` rows of one head of [T, H, D], cut off at the end of a sample.
-
-    A block at (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of the
-    sample from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: read
-    as zeros, not written. The first one is a way back: 2^30 steps of 2^34 - stride elements are -2^30 rows,
-    modulo 2^64 bytes. Source: `triton.tools.ragged_tma`.
-    """
-    row, head, _ = tensor.stride()
-    _, num_heads, dim = tensor.shape
-    return TensorDescriptor(
-        tensor,
-        shape=[ANY_ROWS, ANY_ROWS, RAGGED_ROWS.value, (num_heads - 1) * head + dim],
-        strides=[2**34 - row, row, row, 1],
-        block_shape=[1, 1, rows, dim],
-    )
 
 
 def strides(*tensors: Tensor) -> list[int]:

@@ -21,7 +21,7 @@ from recsys.ops.hstu_attention.problem import (
     rebuilt,
 )
 from recsys.ops.hstu_attention.triton import launch
-from recsys.ops.runtime.registration import differentiable, saving, visible
+from recsys.ops.runtime.registration import differentiable, saving, traceable_op
 
 
 class HstuAttention(torch.autograd.Function):
@@ -55,14 +55,14 @@ def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
     return hstu_attention_triton(q, k, v, *flattened(problem))
 
 
-@visible("hstu_attention_triton")
+@traceable_op("hstu_attention_triton")
 @flat_signature("q", "k", "v", returns=Tensor)
 def hstu_attention_triton(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Tensor:
     """`hstu_attention` of a flattened problem."""
     return launch.forward(q, k, v, rebuilt(q.shape[0], *flat), wrap_triton)
 
 
-@visible("hstu_attention_triton_backward")
+@traceable_op("hstu_attention_triton_backward")
 @flat_signature("grad_out", "q", "k", "v", returns=list[Tensor])
 def hstu_attention_triton_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *flat: Any

@@ -14,12 +14,13 @@ FAST says what only GPUs have: 0 nothing, 1 inline PTX, 2 also a sigmoid of 11 b
 import triton
 import triton.language as tl
 
+from recsys.ops.runtime import descriptors
+
 VARYING = ("num_items", "num_contextual", "window", "prefix", "group_size", "num_buckets")
 VARYING += ("position_stride", "time_stride", "reach")
 """Parameters that differ from batch to batch or model to model: kernels are not compiled anew for them."""
 
-RAGGED_ROWS = tl.constexpr(2**30)
-"""No batch has as many tokens."""
+RAGGED_ROWS = tl.constexpr(descriptors.RAGGED_ROWS)
 
 UNSEEN = tl.constexpr(-(2.0**20))
 """A score so low that its sigmoid, SiLU and its slope are exactly 0: of pairs that do not count."""

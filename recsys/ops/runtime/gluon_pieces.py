@@ -1,0 +1,109 @@
+"""Pieces of Gluon kernels for Hopper that several ops share: barriers, boxes of rows, cursors, instructions.
+
+A kernel has one warp that loads and warp groups that compute. Operands pass through rings of buffers in
+shared memory. Each buffer has two barriers: `full`, at which the copy engine or a warp says that the buffer
+has arrived, and `free`, at which its readers say that they have read it. A cursor is a buffer's number in the
+ring and the parity of its barriers in this round; a wait for the parity before the first returns at once.
+
+All of it is inlined. This module needs Gluon.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from recsys.ops.runtime import descriptors
+
+STRIP = gl.constexpr(64)
+"""Rows of a warp group: those of one matrix instruction."""
+
+RAGGED_ROWS = gl.constexpr(descriptors.RAGGED_ROWS)
+
+
+@gluon.jit
+def new_buffers(desc, COUNT: gl.constexpr):
+    """Shared memory for `COUNT` boxes of a descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr):
+    """`COUNT` barriers in shared memory, not yet initialized."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def init_barriers(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Initializes `COUNT` barriers, each for so many arrivals a round."""
+    for number in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(number), count=ARRIVALS)
+
+
+@gluon.jit
+def init_rings(rings, STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Initializes the barriers of rings of `STAGES` buffers: (full, free) of each ring. A buffer is full
+    after one arrival, and free after one arrival of each reader."""
+    for stage in gl.static_range(STAGES):
+        for ring in gl.static_range(len(rings)):
+            mbarrier.init(rings[ring][0].index(stage), count=1)
+            mbarrier.init(rings[ring][1].index(stage), count=READERS)
+
+
+@gluon.jit
+def next_stage(cursor, STAGES: gl.constexpr):
+    """The cursor of the next buffer of a ring."""
+    stage, parity = cursor
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
+
+
+@gluon.jit
+def previous_stage(cursor, STAGES: gl.constexpr):
+    """The cursor that `next_stage` came from. (A loop would not carry a name for it that starts equal.)"""
+    stage, parity = cursor
+    first = stage == 0
+    return gl.where(first, STAGES - 1, stage - 1), gl.where(first, parity ^ 1, parity)
+
+
+@gluon.jit
+def load_rows(descriptor, sample, first, column, full, buffer):
+    """Starts a copy of a box into `buffer`: rows from `first` on of a sample, columns from `column` on.
+
+    Args:
+        sample: its first row in [T] and its length; more may follow.
+        full: the barrier that expects the box.
+    """
+    start, length = sample[0], sample[1]
+    mbarrier.expect(full, descriptor.block_type.nbytes)
+    rows = RAGGED_ROWS - length + first
+    end = start.to(gl.int32) + length
+    tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, end, rows, column], full, buffer)
+
+
+@gluon.jit
+def tanh(x):
+    """tanh in one instruction, to about 11 bits: enough for weights of 16 bits."""
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def opaque(number):
+    """The number, hidden from the compiler, which would otherwise compute the descriptors of all instructions
+    before the loop where buffers are the same in all blocks: more than there are registers for."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@builtin
+def async_add_to_global(tensor_desc, coord, src, _semantic=None):
+    """Starts to add a box in shared memory to one of a descriptor; `tma.store_wait` waits for it. `tma` of
+    Gluon 3.6 lacks this."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle
+    )
