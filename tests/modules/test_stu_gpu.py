@@ -9,7 +9,6 @@ from recsys.modules.stu import STUForm, STULayer
 from recsys.ops import AttentionMask, GradientBuffer, SequenceLayout, last_backend
 from recsys.ops.hstu_attention import Problem
 from recsys.ops.hstu_attention import attend as hstu_attend
-from recsys.ops.runtime import triton_support
 
 pytestmark = pytest.mark.gpu
 
@@ -38,17 +37,6 @@ def results(layer, x, backend, fused, bf16=True):
     return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], cotangent)]
 
 
-@pytest.fixture(params=[True, False])
-def hopper_kernel(request, monkeypatch):
-    """Whether it makes projections that go through SiLU, of few rows, too."""
-    if not triton_support.missing_for_hopper():
-        from recsys.ops.norm_linear import sm90_launch
-
-        monkeypatch.setattr(sm90_launch, "LEAST_DEPTH", 1)
-        monkeypatch.setattr(sm90_launch, "LEAST_ROWS", 1 if request.param else 2**31)
-
-
-@pytest.mark.usefixtures("hopper_kernel")
 @pytest.mark.parametrize("gate", ["ugn", "concat"])
 @pytest.mark.parametrize("tokens", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("activation", ["u", "uvqk"])

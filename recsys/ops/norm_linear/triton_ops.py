@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import lru_cache
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +12,7 @@ from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kerne
 from recsys.ops.runtime.column_sums import column_sums, linear, sum_of_parts, weight_gradient
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 from recsys.ops.runtime.launch import launch
-from recsys.ops.runtime.triton_support import missing_for_hopper, num_processors
+from recsys.ops.runtime.triton_support import num_processors
 
 FORWARD_ENTRIES = 4096
 """Of a program's block: rows x columns, unless one row has more."""
@@ -74,11 +71,9 @@ class NormLinear(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         normed = launch_norm(x, norm_weight, norm_bias, eps, dtype)
         rounded = weight.to(dtype)
-        rounded_bias, before = bias.to(dtype), None
+        joined, before = F.linear(normed, rounded, bias.to(dtype)), None
         if silu:
-            before, joined = projected_and_silu(normed, rounded, rounded_bias)
-        else:
-            joined = F.linear(normed, rounded, rounded_bias)
+            before, joined = joined, F.silu(joined)
         ctx.save_for_backward(x, normed if keep_normed else None, norm_weight, norm_bias, rounded, before)
         ctx.grad_buffer, ctx.eps, ctx.parameter_dtype = grad_buffer, eps, weight.dtype
         return (x, *joined.split(grad_buffer.widths, dim=1))
@@ -98,22 +93,6 @@ class NormLinear(torch.autograd.Function):
         grad_bias = column_sums(grad).to(ctx.parameter_dtype) if needed[4] else None
         grad_x, both = launch_norm_backward(grad @ weight, x, grad_x, norm_weight, ctx.eps)
         return (grad_x, *both.unbind(0), grad_weight, grad_bias, None, None, None, None, None)
-
-
-def projected_and_silu(normed: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """`normed @ weight^T + bias` of tensors of one type, and what it is behind SiLU."""
-    kernel = _hopper_kernel()
-    if kernel is not None and kernel.takes(normed, weight):
-        return kernel.project(normed, weight, bias)
-    joined = F.linear(normed, weight, bias)
-    return joined, F.silu(joined)
-
-
-@lru_cache(maxsize=1)
-def _hopper_kernel() -> ModuleType | None:
-    if not torch.cuda.is_available() or missing_for_hopper():
-        return None
-    return importlib.import_module("recsys.ops.norm_linear.sm90_launch")
 
 
 def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:

@@ -14,12 +14,12 @@ __all__ = ["OP", "TopK", "top_k"]
 ITEM_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 MOST_ITEMS = 2**32
-"""There must be fewer."""
+"""A catalogue has fewer items, so that 32 bits hold an index."""
 
 
 @dataclass
 class TopK:
-    """Best items of each query, best first.
+    """The best items of each query, best first.
 
     Attributes:
         scores: [B, k] float32; -inf where a query has fewer than k items left.
@@ -36,7 +36,7 @@ class TopKFacts:
 
     device: str
     dtype: torch.dtype
-    """Of the items."""
+    """Type of the items."""
     width: int
     k: int
 
@@ -52,21 +52,21 @@ def top_k(
 ) -> TopK:
     """Exact top-k by inner product, equal scores in order of the item's index.
 
-    A score is the inner product of float32 vectors, summed in float32 in an order of the backend's own; the
-    result is the top-k of those scores, whatever way leads there. Memory beyond the inputs is bounded at any
-    size of catalogue, and nothing waits for the device.
+    A score is the inner product of float32 vectors, summed in float32 in an order that the backend chooses;
+    the result is the exact top-k of those scores. Memory beyond the inputs is bounded for any size of
+    catalogue, and no call waits for the device.
 
     Args:
         queries: [B, E] float32, on any device.
         items: [V, E] float32, bfloat16 or float16, on the same device; fewer than 2^32.
-        k: items wanted of each query, at least 1.
-        removed: [R] int64 on the host, indices of items that must not be found, query after query; others
-            than 0..V-1 are passed over.
+        k: items to find for each query, at least 1.
+        removed: [R] int64 on the host, indices of items that must not be found, query after query; indices
+            outside of 0..V-1 are ignored.
         removed_lengths: [B] int64 on the host, how many of `removed` belong to each query.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        On the device of the queries. What scores -inf is not found; scores must not be NaN.
+        Tensors on the device of the queries. Items that score -inf are not found; scores must not be NaN.
 
     Raises:
         TypeError, ValueError: shapes, types or devices that do not fit, or k < 1.
@@ -78,7 +78,7 @@ def top_k(
 def top_k_facts(
     queries: Tensor, items: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor
 ) -> TopKFacts:
-    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    """Validates the arguments for all backends and returns their static facts."""
     if k < 1:
         raise ValueError(f"k is {k}; at least 1 item must be asked for")
     if queries.dim() != 2 or items.dim() != 2 or queries.shape[1] != items.shape[1]:
@@ -105,4 +105,4 @@ def top_k_facts(
     return TopKFacts(queries.device.type, items.dtype, int(queries.shape[1]), k)
 
 
-OP = Op("top_k", __name__, backends=("sm90", "triton", "reference"), facts=top_k_facts)
+OP = Op("top_k", __name__, backends=("triton", "reference"), facts=top_k_facts)

@@ -1,7 +1,7 @@
-"""Blocks of items in plain PyTorch, on any device.
+"""The reference in plain PyTorch, a block of items at a time, on any device.
 
-A block of items is scored and removed items are struck out; the best groups of the block, by their best item,
-hold its best items, so only those are sorted and merged with the best so far. Memory is B x (block + 64 k).
+A block is scored without removed items. Its best items are in its best groups, by their best item, so only
+those groups are sorted and merged with the best so far. Memory is B x (block + 64 k).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ BLOCK = 65_536
 """Items scored together; 65,536 x 256 queries of float32 are 64 MiB."""
 
 GROUP = 64
-"""Neighbouring items that are first looked at as one."""
+"""Neighboring items that are first compared by their maximum."""
 
 
 def supports(facts: object) -> Support:
-    """Everything."""
+    """Supports every call."""
     return SUPPORTED
 
 
@@ -33,8 +33,8 @@ def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths
     """`top_k`; the arguments have been validated."""
     best = keys_of(queries.new_full((len(queries), k), -torch.inf), queries.new_zeros(k, dtype=torch.int64))
     nothing = queries.new_full((), -torch.inf)
-    gone = _by_block(removed, removed_lengths, len(items), queries.device)
-    for start, struck in zip(range(0, len(items), BLOCK), gone, strict=True):
+    removed_by_block = _by_block(removed, removed_lengths, len(items), queries.device)
+    for start, struck in zip(range(0, len(items), BLOCK), removed_by_block, strict=True):
         part = queries @ items[start : start + BLOCK].float().T
         part.index_put_((struck.query, struck.item), nothing)
         found = _best_of_block(part, start, k)
@@ -44,7 +44,7 @@ def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths
 
 
 class _Struck(NamedTuple):
-    """int64 [n] each: what must not be found in a block, as row of the queries and place in the block."""
+    """Removed items of a block, int64 [n] each: row of the queries and place in the block."""
 
     query: Tensor
     item: Tensor
@@ -53,7 +53,7 @@ class _Struck(NamedTuple):
 def _by_block(
     removed: Tensor, removed_lengths: Tensor, num_items: int, device: torch.device
 ) -> Iterator[_Struck]:
-    """For each block what must not be found there, sorted out on the host and sent in one piece."""
+    """The removed items of each block, sorted on the host and sent to the device in one copy."""
     item, order = removed.sort()
     query = torch.repeat_interleave(removed_lengths)[order]
     starts = list(range(0, num_items, BLOCK))
@@ -64,7 +64,7 @@ def _by_block(
 
 
 def _best_of_block(part: Tensor, start: int, k: int) -> Tensor:
-    """Keys [B, up to k] of the best of some scores [B, n] of the items from `start` on.
+    """Keys [B, up to k] of the best scores of a block [B, n], whose items begin with `start`.
 
     A group that is not among the k best ones, by its best score and then by place, has k items of other
     groups before each of its own.

@@ -1,6 +1,6 @@
-"""The Triton backend: rounded scores rule out nearly all items, exact ones decide.
+"""The Triton backend of `top_k`: rounded scores rule out nearly all items, exact scores decide.
 
-The modules of kernels are imported when one of them runs, so that this one can be asked without Triton.
+This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_launch`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ triton_support.preload(_LAUNCH)
 
 
 def supports(facts: TopKFacts) -> Support:
-    """What any Triton backend can do, for rows that a program can hold and answers of some hundred items."""
+    """As `triton_support.support`, for rows that fit a program and up to `MAX_K` items per query."""
     able = triton_support.support(facts.device, facts.dtype)
     if not able.ok:
         return able

@@ -1,19 +1,19 @@
-"""Top-k in a few kernels: how far rounded scores can be off, the best one of each group, the answer.
+"""Exact top-k in four kernels: rounding, bounds for rounded scores, the best score of each group, the answer.
 
-The items are cut into groups. Rounded vectors are multiplied on the tensor cores, and of each group only the
-largest score remains. The exact scores of a group are at most as far above it, and its best one at most as
-far below it, as the roundings of vectors and sums can be. So all groups but a few are out of question, and
-the scores of those few are computed again, from the vectors as they are.
+The items are cut into groups. Tensor cores multiply rounded vectors, and only the largest score of each group
+is kept. Bounds on the rounding errors of vectors and sums limit how far a group's exact scores can be above
+it and its best score below it. This rules out nearly all groups; the scores of the others are computed again
+from the vectors as given.
 
 Bounds, for a query q rounded to p and an item x rounded to y, of E numbers:
 
     |q x - p y| <= |q| |x - y| + |q - p| |y|                    (Cauchy and Schwarz)
     |p y - its sum| + |q x - its sum| <= E 2^-21 |q| |x|        (see `SUM_ERROR` of `triton_launch`)
 
-What is not finite, or so large that sums may overflow, is out of bounds: such groups are always looked at.
+Groups that are not finite, or so large that sums may overflow, have no bound and are always scored again.
 
-The score of a group is kept as the bits of a float32, the last of them 0; it is set for groups that have a
-removed item, which may be the one with the score. It does not count, within the bounds.
+The score of a group is stored as the bits of a float32 with a last bit of 0, which is within the bounds. The
+bit is set for groups with a removed item, since that item may be the one with the score.
 """
 
 import triton
@@ -28,21 +28,21 @@ HUGE = tl.constexpr(2.0**100)
 """A bound is at least 2^-21 of the product of two lengths: below, no sum of products overflows."""
 
 UPWARD = tl.constexpr(1 + 2.0**-12)
-"""More than what rounding takes off a length or a bound."""
+"""A factor that exceeds the rounding error of a length or a bound."""
 
 SMALLEST = tl.constexpr(2.0**-62)
-"""Numbers below may have squares that are zero: so much for each may be missing in a length."""
+"""Smaller numbers may have squares of zero; a length may lack this much for each of them."""
 
 ALMOST_ZERO = tl.constexpr(2.0**-120)
-"""More than a product that is rounded to zero."""
+"""Larger than any product that is rounded to zero."""
 
 TURNS = tl.constexpr(24)
-"""Of a search for a number of 32 bits: the last 8 bits do not matter."""
+"""Steps of a binary search for a number of 32 bits, whose last 8 bits do not matter."""
 
 
 @triton.jit
 def _rising(score):
-    """int32 in the order of float32 scores; both zeros are equal."""
+    """int32 numbers in the order of float32 scores; both zeros are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -58,8 +58,8 @@ def round_kernel(
     queries, rows, facts, share, stride_queries, stride_rows, sum_error,
     D: tl.constexpr, BLOCK_D: tl.constexpr, MOST_BITS: tl.constexpr,
 ):  # fmt: skip
-    """rows [queries, stride_rows], queries rounded to 16 bits after a multiplication with a power of 2 that
-    makes their greatest number about 1; zero behind column D. A program for each.
+    """Writes rows [queries, stride_rows]: queries times a power of 2 that makes their greatest number about
+    1, rounded to 16 bits; zero behind column D. One program per query.
 
     facts [queries, 3] float32: the power of 2 by which to multiply rounded scores; by what to multiply
     widths, and what to add, for a bound. share [1]: what the roundings of any of these queries, and of sums,
@@ -91,10 +91,10 @@ def measure_kernel(
     items, copy, widths, share, num_items, stride, stride_copy,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """widths [groups] float32: the bound for a query of length 1, the greatest of the group's items. With
-    COPIED also copy [items, stride_copy], the rounded items, zero behind column D.
+    """Writes widths [groups] float32: the bound for a query of length 1, the largest of the group's items.
+    With COPIED also copy [items, stride_copy], the rounded items, zero behind column D.
 
-    share: what the roundings of queries and of sums come to, relative to an item's length.
+    share: the error from rounding queries and sums, relative to an item's length.
     """
     group = tl.program_id(0)
     row = group * GROUP + tl.arange(0, GROUP)
@@ -125,11 +125,11 @@ def coarse_kernel(
     query_rows, item_rows, maxima, num_queries, num_groups, groups_per_part, stride_maxima,
     BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """maxima [queries, stride_maxima] int32, the largest rounded score of each group. Rows behind the last
-    item count as items of zeros.
+    """Writes maxima [queries, stride_maxima] int32, the largest rounded score of each group. Rows behind the
+    last item count as items of zeros.
 
-    A program for each BLOCK_M queries and each part of the groups; queries fastest, so that programs at work
-    share items.
+    One program per BLOCK_M queries and part of the groups; queries fastest, so that concurrent programs share
+    items.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     part = tl.program_id(0) // num_tiles
@@ -206,14 +206,14 @@ def _mark_removed(
     maxima, removed, removed_start, removed_end, first, num_items,
     GROUP: tl.constexpr, REMOVED: tl.constexpr,
 ):  # fmt: skip
-    """Sets the last bit of groups with a removed item. Several may set it at a time: it is set."""
+    """Sets the last bit of groups with a removed item. Threads that set the same bit do not conflict."""
     for start in range(removed_start, removed_end, REMOVED):
         place = start + tl.arange(0, REMOVED)
         item = tl.load(removed + place, mask=place < removed_end, other=-1)
         here = (item >= first) & (item < first + num_items)
         pointer = maxima + tl.where(here, item - first, 0) // GROUP
         tl.store(pointer, tl.load(pointer, mask=here, other=0) | 1, mask=here)
-    tl.debug_barrier()  # other threads of the program are about to read them
+    tl.debug_barrier()  # the program's other threads read them next
 
 
 @triton.jit
@@ -239,10 +239,10 @@ def choose_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
     K: tl.constexpr, CLASSES: tl.constexpr, REMOVED: tl.constexpr,
 ):  # fmt: skip
-    """best [queries, K] int64, keys of the k best of all items up to these, in any order; the items are those
-    from `first` on, and what came before is in `best`. A program for each query.
+    """Updates best [queries, K] int64, the keys of the k best items in any order, with the items of a chunk,
+    which begin with `first`. One program per query.
 
-    facts as of `round_kernel`; removed [R] int64, removed_offsets [queries + 1] int64.
+    facts are those of `round_kernel`; removed [R] int64, removed_offsets [queries + 1] int64.
     """
     one = tl.program_id(0).to(tl.int64)
     maxima += one * stride_maxima
@@ -256,7 +256,7 @@ def choose_kernel(
     whole_groups = num_items // GROUP
     least = _threshold(maxima, widths, whole_groups, scale, reach, slack, k, CLASSES)
     slot = tl.arange(0, K)
-    # Nothing is kept yet: keys that are distinct, so that one at a time is replaced.
+    # At first the keys are empty but distinct, so that only one at a time is replaced.
     empty = _key(tl.full([K], NOTHING, tl.float32), slot.to(tl.int64))
     kept = tl.load(best + one * K + slot, mask=(slot < K) & (first > 0), other=0)
     kept = tl.where(first > 0, kept, empty)

@@ -1,8 +1,7 @@
-"""Launches of the kernels of `top_k`: bounds of queries, sizes of chunks and blocks."""
+"""Launches of the kernels of `top_k`, chunk by chunk of the queries and of the catalogue."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,10 +16,10 @@ from recsys.ops.top_k.triton_kernels import choose_kernel, coarse_kernel, measur
 
 
 class Blocks(NamedTuple):
-    """Sizes of the kernel that multiplies."""
+    """Sizes of `coarse_kernel`."""
 
-    queries: int  # of a program
-    group: int  # items of which only the largest score is kept
+    queries: int  # per program
+    group: int  # items of a group, of which only the largest score is kept
     num_warps: int
     num_stages: int
 
@@ -31,52 +30,44 @@ BLOCKS = {
     256: Blocks(128, 64, 8, 3),
     512: Blocks(64, 64, 4, 2),
 }
-"""By padded width."""
+"""Sizes by padded width."""
 
 CHUNK_QUERIES = 4096
-"""Queries at a time."""
+"""Queries that are searched for at a time."""
 
 CHUNK_BYTES = 512 * 2**20
-"""Of the largest scores of groups, and again of the rounded items, of a chunk of the catalogue."""
+"""Limit for the largest scores of the groups of a chunk, and again for its rounded items."""
 
 CHUNK_ITEMS = 2**30
-"""At most, so that 32 bits number the rows of a chunk."""
+"""The most items of a chunk, so that 32 bits number its rows."""
 
 PART = 64
-"""Groups of a program, so that queries are loaded rarely, and the last programs end together."""
+"""Groups per program: many, so that queries are loaded rarely, but few enough for programs to end
+together."""
 
 CLASSES = 1024
-"""Groups that a program looks at together."""
+"""Groups whose bounds a program compares at a time."""
 
 STEP = 32
-"""Columns of a group that are summed together."""
+"""Columns of a group that are summed at a time."""
 
 WARPS = 4
-"""Of a program that measures or chooses."""
+"""Warps of a program of `measure_kernel` or `choose_kernel`."""
 
 REMOVED = 256
-"""Removed items that are looked at together."""
+"""Removed items that are compared at a time."""
 
 SUM_ERROR = 2.0**-21
-"""Of a sum of n products, each and every one, relative to the sum of their magnitudes: n 2^-22 is twice what
-was seen of tensor cores, which cut off instead of rounding (Fasi et al., Numerical behavior of NVIDIA tensor
-cores, PeerJ CS 2021); sums of float32 in any order stay below n 2^-23."""
+"""Error bound per product of a sum of n products, relative to the sum of their magnitudes. n 2^-22 is twice
+what was measured on tensor cores, which truncate instead of rounding (Fasi et al., Numerical behavior of
+NVIDIA tensor cores, PeerJ CS 2021); sums of float32 in any order stay below n 2^-23."""
 
 MOST_BITS = 120
-"""Queries are multiplied by powers of 2 up to this one, and down to its inverse."""
-
-
-class Product(NamedTuple):
-    """A way to the largest rounded scores of groups."""
-
-    launch: Callable[[Tensor, Tensor, Tensor, int], None]
-    """Takes rounded queries, rounded items, where to write the scores, how many groups there are."""
-    group: int
-    """Items of a group."""
+"""Queries are scaled by powers of 2 from 2^-MOST_BITS to 2^MOST_BITS."""
 
 
 class Rounded(NamedTuple):
-    """Queries as they are multiplied: see `round_kernel`."""
+    """The 16-bit queries and the facts for bounds that `round_kernel` writes."""
 
     rows: Tensor
     """[B, E'] of 16 bits; E' is a multiple of 8."""
@@ -86,37 +77,28 @@ class Rounded(NamedTuple):
     """[1] float32."""
 
 
-def run(
-    queries: Tensor,
-    items: Tensor,
-    k: int,
-    removed: Tensor,
-    removed_lengths: Tensor,
-    product: Product | None = None,
-) -> TopK:
-    """`top_k`; the arguments have been validated. `product` if not that of `BLOCKS`."""
+def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths: Tensor) -> TopK:
+    """`top_k`; the arguments have been validated."""
     if not len(queries) or not len(items):
         scores = torch.full((len(queries), k), -torch.inf, device=queries.device)
         return TopK(scores, torch.full_like(scores, -1, dtype=torch.int64))
-    width = int(queries.shape[1])
-    queries, items = (one if one.stride(1) == 1 else one.contiguous() for one in (queries, items))
-    product = product or product_of(BLOCKS[padded_width(width)])
+    queries, items = (rows if rows.stride(1) == 1 else rows.contiguous() for rows in (queries, items))
     rounded = round_queries(queries, torch.bfloat16 if items.dtype == torch.bfloat16 else torch.float16)
     best = torch.empty(
         len(queries), max(16, 1 << (k - 1).bit_length()), dtype=torch.int64, device=queries.device
     )
-    gone = Removed(removed, removed_lengths, queries.device)
+    on_device = Removed(removed, removed_lengths, queries.device)
     for start in range(0, len(queries), CHUNK_QUERIES):
-        some = slice(start, start + CHUNK_QUERIES)
-        part = Rounded(rounded.rows[some], rounded.facts[some], rounded.share)
-        _search(_Search(queries[some], items, k, part, gone, start, best[some]), product)
+        chunk = slice(start, start + CHUNK_QUERIES)
+        part = Rounded(rounded.rows[chunk], rounded.facts[chunk], rounded.share)
+        _search(_Search(queries[chunk], items, k, part, on_device, start, best[chunk]))
     best = best[:, :k].sort(dim=1, descending=True).values
     scores = scores_of(best)
     return TopK(scores, items_of(best).masked_fill(scores == -torch.inf, -1))
 
 
 class Removed:
-    """Removed items on the device, sent when they are first asked for: the device has begun by then."""
+    """Removed items on the device, copied at first use, when the device is already at work."""
 
     def __init__(self, items: Tensor, lengths: Tensor, device: torch.device) -> None:
         self._items, self._lengths, self._device = items, lengths, device
@@ -125,9 +107,9 @@ class Removed:
     def _sent(self) -> Tensor:
         """int64 [E + R], E = B + 1, one more if that is odd: the items begin at a multiple of 16 bytes.
 
-        Pinned, else the copy would wait for all that the device was told to do. Filled by NumPy: what PyTorch
-        copies from 32,768 numbers on, it deals out to its threads, which took 10 ms and more on a host whose
-        cores were shared.
+        The memory is pinned: a copy from pageable memory would wait for all work queued on the device. NumPy
+        fills it: from 32,768 numbers on PyTorch copies with several threads, which took 10 ms and more on a
+        host with shared cores.
         """
         first = _up(len(self._lengths) + 1, 2)
         pinned = self._device.type == "cuda"
@@ -159,37 +141,33 @@ class _Search(NamedTuple):
     best: Tensor
 
 
-def product_of(blocks: Blocks) -> Product:
-    """The product of `coarse_kernel`."""
-
-    def launch(rows: Tensor, items: Tensor, maxima: Tensor, num_groups: int) -> None:
-        launch_coarse(rows, items, maxima, num_groups, blocks)
-
-    return Product(launch, blocks.group)
-
-
-def _search(search: _Search, product: Product) -> None:
-    """Adds what is best of all items to `best`, chunk by chunk."""
+def _search(search: _Search) -> None:
+    """Merges the best of all items into `best`, chunk by chunk."""
     items, device = search.items, search.items.device
     copied = not _is_ready(items)
     columns = search.rounded.rows.shape[1]
-    chunk = chunk_of(len(search.queries), 2 * columns if copied else 0, len(items), product.group)
-    groups = _up(chunk, product.group) // product.group
+    blocks = BLOCKS[padded_width(int(items.shape[1]))]
+    chunk = chunk_of(len(search.queries), 2 * columns if copied else 0, len(items), blocks.group)
+    groups = _up(chunk, blocks.group) // blocks.group
     maxima = torch.empty(len(search.queries) * _up(groups, 16), dtype=torch.int32, device=device)
     widths = torch.empty(groups, dtype=torch.float32, device=device)
-    room = torch.empty(chunk if copied else 0, columns, dtype=search.rounded.rows.dtype, device=device)
+    copies = torch.empty(chunk if copied else 0, columns, dtype=search.rounded.rows.dtype, device=device)
     for first in range(0, len(items), chunk):
         part = items[first : first + chunk]
-        groups = _up(len(part), product.group) // product.group
-        rows = room[: len(part)] if copied else part
-        measure(part, rows, widths, search.rounded.share, product.group)
+        groups = _up(len(part), blocks.group) // blocks.group
+        rows = copies[: len(part)] if copied else part
+        measure(part, rows, widths, search.rounded.share, blocks.group)
         scores = maxima[: len(search.queries) * _up(groups, 16)].view(len(search.queries), -1)
-        product.launch(search.rounded.rows, rows, scores, groups)
-        choose(search, scores, widths, first, len(part), product.group)
+        launch_coarse(search.rounded.rows, rows, scores, groups, blocks)
+        choose(search, scores, widths, first, len(part), blocks.group)
 
 
 def chunk_of(num_queries: int, item_bytes: int, num_items: int, group: int) -> int:
-    """Items of a chunk: whole groups, alike for all chunks. `item_bytes`: of an item that is copied, or 0."""
+    """Items of a chunk: whole groups, about as many in each chunk.
+
+    Args:
+        item_bytes: bytes of an item's rounded copy; 0 without copies.
+    """
     most = min(CHUNK_BYTES // (4 * num_queries) * group, CHUNK_ITEMS)
     if item_bytes:
         most = min(most, CHUNK_BYTES // item_bytes)
@@ -199,7 +177,7 @@ def chunk_of(num_queries: int, item_bytes: int, num_items: int, group: int) -> i
 
 
 def round_queries(queries: Tensor, dtype: torch.dtype) -> Rounded:
-    """See `round_kernel`."""
+    """Launches `round_kernel`."""
     width = int(queries.shape[1])
     rows = queries.new_empty(len(queries), _up(width, 8), dtype=dtype)
     rounded = Rounded(rows, queries.new_empty(len(queries), 3), queries.new_zeros(1))
@@ -218,7 +196,7 @@ def round_queries(queries: Tensor, dtype: torch.dtype) -> Rounded:
 
 
 def measure(items: Tensor, rows: Tensor, widths: Tensor, share: Tensor, group: int) -> None:
-    """Bounds of groups, and, if `rows` are not the items themselves, the rounded items."""
+    """Writes the bounds of groups to `widths`, and rounded items to `rows` if these are not the items."""
     width = int(items.shape[1])
     measure_kernel[(_up(len(items), group) // group,)](
         items,
@@ -238,7 +216,7 @@ def measure(items: Tensor, rows: Tensor, widths: Tensor, share: Tensor, group: i
 
 
 def launch_coarse(rows: Tensor, items: Tensor, maxima: Tensor, num_groups: int, blocks: Blocks) -> None:
-    """`coarse_kernel`."""
+    """Launches `coarse_kernel`, which writes the largest score of each group to `maxima`."""
     columns = padded_width(rows.shape[1])
     tiles = -(-len(rows) // blocks.queries)
     per_part = part_of(tiles, num_groups, items.device)
@@ -258,13 +236,13 @@ def launch_coarse(rows: Tensor, items: Tensor, maxima: Tensor, num_groups: int, 
 
 
 def part_of(tiles: int, num_groups: int, device: torch.device) -> int:
-    """Groups of a program: fewer than `PART` where there would not be programs enough."""
+    """Groups per program: fewer than `PART` where there would be too few programs."""
     programs = 8 * num_processors(device)
     return max(1, min(PART, tiles * num_groups // programs))
 
 
 def choose(search: _Search, maxima: Tensor, widths: Tensor, first: int, num_items: int, group: int) -> None:
-    """Looks into the groups of a chunk that may have one of the best items."""
+    """Scores the groups of a chunk that may hold one of the best items, and updates `best`."""
     width, items = int(search.items.shape[1]), search.items[first : first + num_items]
     choose_kernel[(len(search.queries),)](
         maxima,
@@ -294,12 +272,12 @@ def choose(search: _Search, maxima: Tensor, widths: Tensor, first: int, num_item
 
 
 def padded_width(width: int) -> int:
-    """Of a block of whole rows."""
+    """Columns of a block that holds whole rows."""
     return max(64, 1 << (width - 1).bit_length())
 
 
 def _is_ready(items: Tensor) -> bool:
-    """Whether the items can be multiplied as they lie there: 16 bits, in steps of 16 bytes."""
+    """True if items can be multiplied without a copy: 16 bits, rows at multiples of 16 bytes."""
     aligned = items.data_ptr() % 16 == 0 and items.stride(0) * items.element_size() % 16 == 0
     return items.dtype.itemsize == 2 and aligned
 
