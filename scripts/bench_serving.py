@@ -220,7 +220,7 @@ def record_of(
         ratio_of_pieces=ratio("pieces"),
         ratio_alone=ratio("cached", ""),
         candidates_per_second=1e3 * total / middle["cached" + IN_A_ROW] if times else None,
-        cache_mb=scoring.model.prefill(scoring.batch).num_bytes / 2**20 if scoring else None,
+        cache_mb=scoring.cached_model.prefill(scoring.batch).num_bytes / 2**20 if scoring else None,
         difference=difference,
         ok=scoring is not None,
         commit=commit,

@@ -14,8 +14,9 @@ from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.errors import ConfigError
 from recsys.models import Ranker, build_model, layout_rule
-from recsys.models.cached import RankerCache
 from recsys.ops import SequenceLayout
+from recsys.scoring.cache import UserCache
+from recsys.scoring.prefill import CachedModel
 
 
 class Scoring:
@@ -35,7 +36,8 @@ class Scoring:
         self.kept, self.microbatch, self.device = batch.to(device), microbatch, device
         starts = range(0, int(batch.num_candidates.max()), microbatch)
         self.slices = [piece(pipeline, batch, start, start + microbatch).to(device) for start in starts]
-        self.cache: RankerCache | None = None
+        self.cached_model = CachedModel(self.model)
+        self.cache: UserCache | None = None
 
     @property
     def batch(self) -> Batch:
@@ -44,9 +46,7 @@ class Scoring:
 
     def uncached(self) -> Tensor:
         """[N, tasks], history after history."""
-        new = (one.to(self.device) for one in self.slices)
-        rows = [self.model.score(one).unflatten(0, (self.rows, -1)) for one in new]
-        return torch.cat(rows, dim=1).flatten(0, 1)
+        return self._join([self.model.score(piece.to(self.device)) for piece in self.slices])
 
     def one_pass(self) -> Tensor:
         """[N, tasks]."""
@@ -54,21 +54,22 @@ class Scoring:
 
     def prefill(self) -> object:
         """The cache."""
-        return self.model.prefill(self.batch)
+        return self.cached_model.prefill(self.batch)
 
     def cached(self) -> Tensor:
         """[N, tasks]."""
-        batch = self.batch
-        self.cache = self.model.prefill(batch)
-        return self.model.score_in_microbatches(batch, self.cache, self.microbatch)
+        self.cache = self.cached_model.prefill(self.batch)
+        return self.pieces()
 
     def pieces(self) -> Tensor:
         """[N, tasks], against the cache of `cached`."""
-        return self.model.score_in_microbatches(self.batch, self.cache, self.microbatch)
+        new = (piece.to(self.device) for piece in self.slices)
+        return self._join([self.cached_model.score(piece, self.cache) for piece in new])
 
-    @property
-    def rows(self) -> int:
-        return self.kept.num_candidates.shape[0]
+    def _join(self, scores: list[Tensor]) -> Tensor:
+        """Joins the scores of the pieces, which hold the same rows, row by row."""
+        rows = self.kept.num_candidates.shape[0]
+        return torch.cat([piece.unflatten(0, (rows, -1)) for piece in scores], dim=1).flatten(0, 1)
 
 
 def draw_weights(model: Ranker) -> None:

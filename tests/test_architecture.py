@@ -158,9 +158,6 @@ NAMES = re.compile(r"ranker|retriever|sasrec|mixture|hstu(?!_?attention)", re.IG
 NAMING_LAYERS = {"models", "modules", "protos", "ops"}
 NAMING_FILES = {
     "prepare/starter_config.py": "it writes the text of a config that a user starts from",
-    "scoring/cached_scoring.py": "until scoring asks the model",
-    "inference/cached_programs.py": "until scoring asks the model",
-    "inference/package.py": "until scoring asks the model",
 }
 
 

@@ -4,7 +4,7 @@
     cached.pt2           candidates and such tensors to scores
     weights.safetensors  of all programs of the package, the whole model's too: held once, in files and memory
 
-Between two calls a cache is a `RankerCache`, which can be cut into users and moved.
+Between two calls a cache is a `UserCache`, whose users can be selected and which can be moved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,40 +17,39 @@ from torch import Tensor
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.inference.program import Program
-from recsys.models.cached import RankerCache
-from recsys.models.ranker import Ranker
-from recsys.models.scoring import CANDIDATES, LONGEST, ROWS, flatten, scoring_signature
+from recsys.models.base import Model
 from recsys.models.signature import TensorSpec
-from recsys.scoring.cached_scoring import (
+from recsys.scoring.cache import UserCache
+from recsys.scoring.cached_signature import (
     CachedGraph,
-    CacheForm,
+    CacheSpec,
     PrefillGraph,
     cached_inputs,
     cached_signature,
     prefill_signature,
 )
+from recsys.scoring.signature import CANDIDATES, LONGEST, ROWS, flatten, scoring_signature
 
 PREFILL, CACHED, WEIGHTS = "prefill.pt2", "cached.pt2", "weights.safetensors"
 
 Compile = Callable[[torch.nn.Module, list[TensorSpec], tuple[Tensor, ...], str], None]
 """Compiles a graph, given its inputs and an example of them, to a file of this name."""
 
-
 _USUAL, _MANY = {ROWS: 40, CANDIDATES: 1000, LONGEST: 200}, 4000
-"""Sizes by which a compiler judges what is worth running on several threads."""
+"""Typical sizes of named dims and of all others: the compiler decides by them what to run in threads."""
 
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-"""A program."""
+"""A compiled program: flat inputs to flat outputs."""
 
 
 @dataclass
 class CachedDescription:
-    """What `package.json` says of them.
+    """The entry of `package.json` about these programs.
 
     Attributes:
         prefill: name, dtype and named dims of every input of `prefill.pt2`, in order.
-        cached: those of `cached.pt2`.
-        form: of the cache, `CacheForm.to_json`.
+        cached: the same for `cached.pt2`.
+        form: the tensors of a cache, `CacheSpec.to_json`.
     """
 
     prefill: list[dict]
@@ -58,13 +57,13 @@ class CachedDescription:
     form: dict
 
     @classmethod
-    def of(cls, model: Ranker) -> "CachedDescription":
-        """That of a model's programs."""
-        form = CacheForm.of(model)
+    def of(cls, model: Model) -> "CachedDescription":
+        """Describes the programs of a model."""
+        cache = CacheSpec.of(model)
         return cls(
             prefill=[spec.to_json() for spec in prefill_signature(model.pipeline)],
-            cached=[spec.to_json() for spec in cached_signature(model.pipeline, form)],
-            form=form.to_json(),
+            cached=[spec.to_json() for spec in cached_signature(model.pipeline, cache)],
+            form=cache.to_json(),
         )
 
 
@@ -73,12 +72,12 @@ class CachedPrograms:
 
     Args:
         pipeline: resolved config of the package.
-        form: of the cache.
+        cache_spec: the tensors of a cache.
         prefill, cached: the programs, from flat inputs to flat outputs.
     """
 
-    def __init__(self, pipeline: pb.Pipeline, form: CacheForm, prefill: Run, cached: Run):
-        self._pipeline, self._form = pipeline, form
+    def __init__(self, pipeline: pb.Pipeline, cache_spec: CacheSpec, prefill: Run, cached: Run):
+        self._pipeline, self._cache_spec = pipeline, cache_spec
         self._run_prefill, self._run_cached = prefill, cached
         self._names = [spec.name for spec in scoring_signature(pipeline)]
         self._prefill_names = [spec.name for spec in prefill_signature(pipeline)]
@@ -93,69 +92,69 @@ class CachedPrograms:
         op_libraries: Sequence[str],
         weights: Mapping[str, Tensor],
     ) -> "CachedPrograms":
-        """Those of a package.
+        """Loads the programs of a package.
 
         Args:
-            description: its entry in `package.json`.
-            device: that it was compiled for.
+            description: the entry in `package.json`.
+            device: the device that the package was compiled for.
             op_libraries: modules that register operators.
-            weights: of all programs.
+            weights: the weights of all programs.
         """
 
         def program(name: str, entries: list[dict]) -> Program:
             specs = [TensorSpec.from_json(entry) for entry in entries]
             return Program(folder / name, specs, device, op_libraries, weights)
 
-        form = CacheForm.from_json(description.form)
+        cache_spec = CacheSpec.from_json(description.form)
         programs = program(PREFILL, description.prefill), program(CACHED, description.cached)
-        return cls(pipeline, form, *programs)
+        return cls(pipeline, cache_spec, *programs)
 
-    def prefill(self, batch: Batch) -> RankerCache:
-        """What candidates look at of each row, on the package's device; candidates of the batch are left
-        alone.
-        """
+    def prefill(self, batch: Batch) -> UserCache:
+        """Encodes users and histories on the package's device; candidates of the batch are ignored."""
         return self._fill(self._named(batch))
 
-    def score(self, batch: Batch, cache: RankerCache) -> Tensor:
-        """float32 [N, tasks] on the package's device, perhaps still being computed: row b has candidates of
-        user b of the cache; nothing else of the batch is looked at.
+    def score(self, batch: Batch, cache: UserCache) -> Tensor:
+        """Scores candidates: float32 [N, tasks] on the package's device, perhaps still being computed.
+
+        Args:
+            batch: row b has candidates of user b of the cache; users and events are ignored.
         """
         return self._score(self._named(batch), cache)
 
     def run_flat(self, inputs: Sequence[Tensor]) -> Tensor:
-        """One after the other, from the inputs of the whole model's program."""
+        """Runs both programs on the inputs of the whole model's program."""
         named = dict(zip(self._names, inputs, strict=True))
         return self._score(named, self._fill(named)).cpu()
 
     def _named(self, batch: Batch) -> dict[str, Tensor]:
         return dict(zip(self._names, flatten(batch), strict=True))
 
-    def _fill(self, named: Mapping[str, Tensor]) -> RankerCache:
+    def _fill(self, named: Mapping[str, Tensor]) -> UserCache:
         tensors = self._run_prefill([named[name] for name in self._prefill_names])
-        specs = self._form.specs()
-        return self._form.cache({spec.name: one for spec, one in zip(specs, tensors, strict=True)})
+        names = [spec.name for spec in self._cache_spec.specs()]
+        return self._cache_spec.cache(dict(zip(names, tensors, strict=True)))
 
-    def _score(self, named: Mapping[str, Tensor], cache: RankerCache) -> Tensor:
-        (output,) = self._run_cached(cached_inputs(self._pipeline, self._form, named, cache))
+    def _score(self, named: Mapping[str, Tensor], cache: UserCache) -> Tensor:
+        (output,) = self._run_cached(cached_inputs(self._pipeline, self._cache_spec, named, cache))
         return output.float()
 
 
-def compile_programs(model: Ranker, compile_to: Compile) -> None:
+def compile_programs(model: Model, compile_to: Compile) -> None:
     """Compiles both programs of a model in evaluation mode, for the device that it is on."""
-    pipeline, form = model.pipeline, CacheForm.of(model)
+    pipeline, cache = model.pipeline, CacheSpec.of(model)
     device = next(model.parameters()).device
     for graph, specs, name in (
         (PrefillGraph(model), prefill_signature(pipeline), PREFILL),
-        (CachedGraph(model), cached_signature(pipeline, form), CACHED),
+        (CachedGraph(model), cached_signature(pipeline, cache), CACHED),
     ):
         compile_to(graph, specs, example_inputs(specs, device), name)
 
 
 def example_inputs(specs: Sequence[TensorSpec], device: torch.device) -> tuple[Tensor, ...]:
-    """Tensors of zeros, of which a capture sees the sizes only: a usual one for each dim, no two alike.
+    """Returns tensors of zeros with a typical size for each named dim, no two of them equal.
 
-    Real rows could have an empty list or a channel without events, and a compiler would take their size for
-    the only one.
+    A capture reads only their sizes. Real rows could have an empty list or a channel without events, and a
+    compiler would take their size for the only one.
     """
     names = sorted({name for spec in specs for name in spec.dims if not name.isdigit()})
     sizes = {name: _USUAL.get(name, _MANY) + place for place, name in enumerate(names)}

@@ -37,8 +37,8 @@ from recsys.inference.item_embeddings import write_vectors
 from recsys.models.base import Model, layout_rule
 from recsys.models.check_kernels import check_kernels
 from recsys.models.item_tower import example_items, first_items, flatten_items, item_signature
-from recsys.models.scoring import ScoringGraph, flatten, scoring_signature
 from recsys.models.signature import TensorSpec
+from recsys.scoring.signature import ScoringGraph, flatten, scoring_signature
 
 GOLDEN_ROWS = 8
 """Rows of the golden batch that a package compares with at every load, and items."""

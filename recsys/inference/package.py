@@ -31,9 +31,9 @@ from recsys.data.batch import Batch
 from recsys.inference.cached_programs import WEIGHTS, CachedDescription, CachedPrograms
 from recsys.inference.item_embeddings import new_items, read_vectors
 from recsys.inference.program import PackageError, Program
-from recsys.models.cached import RankerCache
-from recsys.models.scoring import flatten
 from recsys.models.signature import TensorSpec
+from recsys.scoring.cache import UserCache
+from recsys.scoring.signature import flatten
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class Package:
         (output,) = self._program(flatten(batch))
         return output.float()
 
-    def prefill(self, batch: Batch) -> RankerCache:
+    def prefill(self, batch: Batch) -> UserCache:
         """What candidates look at of each row's user and history; see `CachedPrograms`.
 
         Raises:
@@ -141,7 +141,7 @@ class Package:
         self._check_rows(batch)
         return self._cached_programs().prefill(batch)
 
-    def score(self, batch: Batch, cache: RankerCache) -> Tensor:
+    def score(self, batch: Batch, cache: UserCache) -> Tensor:
         """As `run`, of the candidates of a batch whose users are those of the cache; see
         `CachedPrograms.score`.
 
@@ -191,7 +191,7 @@ class Package:
             )
 
     def run_flat(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """As `run`, from the flat inputs of `models.scoring`, in the order of `description.inputs`; on the
+        """As `run`, from the flat inputs of `scoring.signature`, in the order of `description.inputs`; on the
         host.
         """
         (output,) = self._program(inputs)

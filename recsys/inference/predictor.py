@@ -34,16 +34,12 @@ from recsys.data.sources import RowGroup, Source
 from recsys.data.unknown_ids import UnknownIds
 from recsys.errors import RecsysError
 from recsys.inference.package import Package
-from recsys.inference.rows import (
-    Histories,
-    group_size,
-    piece_size,
-    runs,
-    whole_histories,
-)
+from recsys.inference.rows import Histories, runs, whole_histories
 from recsys.inference.search import Recall, open_search
-from recsys.inference.shared_prefill import Limits, RowScores
+from recsys.inference.shared_rows import BlockScores, Limits, PackageProgram
 from recsys.models.base import layout_rule
+from recsys.scoring.pieces import group_size, piece_size
+from recsys.scoring.scorer import Scorer
 
 JOB, SUCCESS, INDEX, LOCK = "_job.json", "_SUCCESS", "_index.json", ".lock"
 
@@ -58,9 +54,9 @@ JOB_PARTS = {
 LEFT_OUT = "left_out"
 """Entry of a part's schema metadata: how many of its rows were bad and have null scores."""
 
-PIECE = {"cpu": 512, "cuda": 8192}
-"""By device: candidates of a row that run through the model with its whole history, at least. On a CPU time
-and memory grow with the square of it; kernels on a GPU leave out what does not see each other.
+LONGEST_ROW = {"cpu": 512, "cuda": 8192}
+"""Candidates of a row, by device, that run through the model with its whole history in one pass. On a CPU
+time and memory grow with their square; kernels on a GPU skip pairs of tokens that do not see each other.
 """
 
 MODE, ORIGIN = "predict", Origin()
@@ -105,8 +101,11 @@ class Predictor:
         self.unknown_ids = UnknownIds(self.pipeline)
         # The last schema that was looked at: callers have one.
         self._fits: pa.Schema | None = None
+        microbatch = self.settings.candidates_per_microbatch
+        self.scorer = Scorer(PackageProgram(package), self.pipeline, microbatch)
         if package.items is None:
-            self.scores = RowScores(package, self._batch, limits(self.pipeline, self.settings, package))
+            bounds, outputs = limits(self.pipeline, self.settings, package), package.description.outputs
+            self.scores = BlockScores(self.scorer, self._batch, bounds, len(outputs))
         else:
             self.item = features.searched_item(self.pipeline).name
             self.vocabulary = self.converter.mappings[_table(self.pipeline, self.item)]
@@ -162,7 +161,7 @@ class Predictor:
         seen = replace(seen, items=self.vocabulary.layout.id_of(seen.items))
         for rows in runs(len(block.row), self.settings.batch_size):
             removed, removed_lengths = seen.of(rows)
-            queries = self.package.run(self._batch(block.select(rows))).cpu()
+            queries = self.scorer.score(self._batch(block.select(rows))).cpu()
             # An unknown item is at place -1, which is passed over.
             best = self.search.best(queries, k, removed=removed, removed_lengths=removed_lengths)
             items.append(best.items.numpy())
@@ -182,15 +181,12 @@ class Predictor:
 
 
 def limits(pipeline: pb.Pipeline, settings: pb.Predict, package: Package) -> Limits:
-    """How much of a table a package scores at a time, by what `predict` says and by its device."""
+    """Bounds the batches of a package, by the message `predict` and by the package's device."""
     device, longest = package.description.device, package.pipeline.data.max_candidates
-    # A GPU is faster at a history and thousands of candidates in one pass than at both in pieces.
-    cached = package.cached is not None and device == "cpu"
     return Limits(
         rows=settings.batch_size,
-        piece=piece_size(pipeline, max(longest, PIECE[device])),
-        total=settings.batch_size * max(longest, PIECE["cpu"]),
-        cached_piece=piece_size(pipeline, settings.candidates_per_microbatch) if cached else None,
+        candidates=settings.batch_size * max(longest, LONGEST_ROW["cpu"]),
+        longest=piece_size(pipeline, max(longest, LONGEST_ROW[device])),
         group_size=group_size(pipeline),
     )
 

@@ -2,7 +2,6 @@
 beside.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -12,7 +11,6 @@ import pyarrow as pa
 import torch
 
 from recsys import protos as pb
-from recsys.config.checks.walk import descend
 from recsys.data.arrow import one_array
 from recsys.data.convert.column_block import ColumnBlock
 from recsys.data.convert.row_checks import Lists
@@ -34,18 +32,6 @@ class Histories:
         """Events of a run of rows and their numbers."""
         start, stop = self.lengths[: rows.start].sum(), self.lengths[: rows.stop].sum()
         return torch.from_numpy(self.items[start:stop]), torch.from_numpy(self.lengths[rows])
-
-
-def piece_size(pipeline: pb.Pipeline, least: int) -> int:
-    """Candidates of a piece: `least`, or the next number that cuts no target group of any layer."""
-    group = group_size(pipeline)
-    return -(-least // group) * group
-
-
-def group_size(pipeline: pb.Pipeline) -> int:
-    """Candidates that are scored together or not at all, by the target groups of all layers."""
-    masks = (message for message, _ in descend(pipeline.model) if isinstance(message, pb.AttentionMask))
-    return math.lcm(*(mask.target_group_size for mask in masks))
 
 
 def in_pieces(block: ColumnBlock, most: int) -> ColumnBlock:

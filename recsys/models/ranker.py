@@ -15,13 +15,8 @@ from recsys import protos as pb
 from recsys.config.registry import pick, register
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows, Model, build_postprocessor, layout_rule
-from recsys.models.cached import RankerCache, microbatches
-from recsys.models.halves import Halves
-from recsys.modules.cache import CachingMixer, MixerCache
 from recsys.modules.flops import linear_flops
 from recsys.modules.losses import RankingLoss
-from recsys.modules.preprocessors import Preprocessed
-from recsys.modules.sequence import JaggedSequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +30,19 @@ class RankerOutputs:
 
     logits: Tensor
     predictions: dict[str, Tensor]
+
+    def scores(self) -> Tensor:
+        """Returns the predictions as float32 [N, tasks], in the config's order of tasks."""
+        return torch.stack(list(self.predictions.values()), dim=1)
+
+    @staticmethod
+    def joined(parts: "Sequence[RankerOutputs]") -> "RankerOutputs":
+        """Joins the outputs of consecutive candidates."""
+        predictions = [part.predictions for part in parts]
+        return RankerOutputs(
+            torch.cat([part.logits for part in parts]),
+            {name: torch.cat([by_task[name] for by_task in predictions]) for name in predictions[0]},
+        )
 
 
 @register(pb.Ranker)
@@ -69,7 +77,6 @@ class Ranker(Model):
         head = pick(config.head)
         num_outputs = [loss.num_logits for loss in self.objective.losses]
         self.head = head.cls(head.config, embedding_dim=width, num_outputs=num_outputs)
-        self.halves = Halves(pipeline)
         self.predict = TaskPredictions([task.name for task in self.tasks], self.objective.losses)
 
     def forward(self, batch: Batch) -> RankerOutputs:
@@ -83,101 +90,7 @@ class Ranker(Model):
 
     def score(self, batch: Batch) -> Tensor:
         """float32 [N, tasks], predictions in the config's order of tasks."""
-        return self._stack(self(batch))
-
-    def prefill(self, batch: Batch) -> RankerCache:
-        """What candidates look at of each row's user and history; candidates of the batch are left alone.
-
-        For `score_cached`, in evaluation mode under `torch.no_grad()`.
-
-        Raises:
-            ValueError: the mixer keeps no cache. RuntimeError: the model is in training.
-        """
-        mixer = self.caching_mixer()
-        with self.autocast():
-            users = self.halves.users(batch)
-            sequence, prefix = self.preprocess.prefix(self.embed(users), users)
-            return RankerCache(prefix, mixer.prefill(sequence))
-
-    def score_cached(self, batch: Batch, cache: RankerCache) -> Tensor:
-        """`score` of a batch whose users and histories are in the cache; only candidates are looked at.
-
-        Args:
-            batch: row b has the candidates of user b of the cache, any number.
-
-        Raises:
-            TypeError, ValueError: another number of rows, dtype or device. RuntimeError: the model is in
-                training, or gradients are asked for.
-        """
-        with self.autocast():
-            prepared = self.encode_candidates(batch, cache)
-            return self.score_encoded(prepared.sequence, prepared.candidates, cache.mixer)
-
-    def score_in_microbatches(self, batch: Batch, cache: RankerCache, size: int) -> Tensor:
-        """`score_cached` with bounded memory: at most `size` candidates of each row at a time.
-
-        Target groups stay whole: `size` is rounded down to some of them, at least one.
-        """
-        with self.autocast():
-            prepared, mixer = self.encode_candidates(batch, cache), cache.mixer
-            scores, places, rows = [], [], list(range(cache.batch_size))
-            group_size = self.caching_mixer().target_group_size
-            for part in microbatches(prepared.sequence.layout, size, group_size):
-                if part.rows != rows:
-                    number = {row: number for number, row in enumerate(rows)}
-                    mixer, rows = mixer.select([number[row] for row in part.rows]), part.rows
-                own = prepared.candidates.index_select(0, part.places)
-                scores.append(self.score_encoded(prepared.sequence.take(part.targets), own, mixer))
-                places.append(part.places)
-            if not scores:
-                return self.score_encoded(prepared.sequence, prepared.candidates, mixer)
-            found = torch.cat(scores)
-            return torch.empty_like(found).index_copy_(0, torch.cat(places), found)
-
-    def extend(self, batch: Batch, cache: RankerCache) -> RankerCache:
-        """The cache of users who have done more since; the given one stays as it is.
-
-        Equal to `prefill` of the whole histories, with the USER features of before. How many events a row or
-        a channel may have is the reader's matter and not asked here.
-
-        Args:
-            batch: row b has the new events of user b of the cache, any number, oldest first.
-
-        Raises:
-            ValueError: new events would change what is kept of old tokens; naming the setting.
-        """
-        mixer, batch = self.caching_mixer(), self.halves.events(batch)
-        with self.autocast():
-            sequence = self.preprocess.events(self.embed(batch), batch, cache.prefix)
-            return RankerCache(cache.prefix.append(batch.sequences), mixer.extend(sequence, cache.mixer))
-
-    def encode_candidates(self, batch: Batch, cache: RankerCache) -> Preprocessed:
-        """The first half of `score_cached`: target tokens, and candidates for the head. Within `autocast`."""
-        batch = self.halves.candidates(batch)
-        rows = batch.num_candidates.shape[0]
-        if rows != cache.batch_size:
-            raise ValueError(f"the batch has {rows} rows, the cache {cache.batch_size}: select rows of it")
-        return self.preprocess.candidates(self.embed(batch), batch, cache.prefix)
-
-    def score_encoded(self, sequence: JaggedSequence, candidates: Tensor, cache: MixerCache) -> Tensor:
-        """The second half of `score_cached`, of some candidates: [n, tasks]. Within `autocast`."""
-        mixed = self.caching_mixer().score(sequence, cache)
-        targets = self.postprocess(mixed.values, mixed.next_timestamps)
-        return self._stack(self.predict(self.head(targets, candidates)))
-
-    def _stack(self, outputs: RankerOutputs) -> Tensor:
-        return torch.stack([outputs.predictions[task.name] for task in self.tasks], dim=1)
-
-    def caching_mixer(self) -> CachingMixer:
-        """The mixer.
-
-        Raises:
-            ValueError: it keeps no cache.
-        """
-        if not isinstance(self.mix, CachingMixer):
-            name = type(self.mix).__name__
-            raise ValueError(f"{name} keeps no cache; score whole rows, or train with HstuMixer")
-        return self.mix
+        return self(batch).scores()
 
     def flops(self, batch: Batch) -> int:
         """Preprocessor, mixer, postprocessor and head."""

@@ -21,7 +21,7 @@ from recsys.config import checks, features
 from recsys.config.registry import pick, register
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows, Model, build_postprocessor
-from recsys.models.halves import without_catalogue
+from recsys.models.columns import without_catalogue
 from recsys.models.item_tower import Items, ItemTower
 from recsys.models.ranking import rank_targets
 from recsys.modules.flops import linear_flops

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from recsys.modules.sequence import JaggedSequence
 from recsys.ops import Selection, SequenceLayout, gather_rows
@@ -106,6 +106,31 @@ class CacheStage:
         return (*times, *self.keys, *self.values)
 
 
+@dataclass(frozen=True)
+class StageSpec:
+    """The shape of a `CacheStage`, as packages describe it.
+
+    Attributes:
+        name: identifier.
+        stack: number of the stage's stack.
+        channels: numbers of the channels whose tokens it holds.
+        num_layers: number of layers.
+        tail_len: history tokens that a truncation left; None for all.
+        has_times: whether a bias reads timestamps.
+        num_heads, qk_dim, v_dim: shape of a token's keys and values.
+    """
+
+    name: str
+    stack: int
+    channels: list[int]
+    num_layers: int
+    tail_len: int | None
+    has_times: bool
+    num_heads: int
+    qk_dim: int
+    v_dim: int
+
+
 @dataclass(frozen=True, eq=False)
 class MixerCache:
     """The keys and values that a mixer keeps for B samples.
@@ -153,6 +178,22 @@ class CachingMixer(Protocol):
     def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
         """Returns the cache of histories that have these tokens at their end."""
         ...
+
+    def cache_stages(self) -> list[StageSpec]:
+        """Describes the stages of the mixer's caches, those of all stacks in order."""
+        ...
+
+
+def require_caching(mixer: nn.Module) -> CachingMixer:
+    """Returns the mixer.
+
+    Raises:
+        ValueError: it keeps no cache.
+    """
+    if not isinstance(mixer, CachingMixer):
+        name = type(mixer).__name__
+        raise ValueError(f"{name} keeps no cache; score whole rows, or train with HstuMixer")
+    return mixer
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from recsys.data.counts import Counts
 from recsys.data.loader import Loader
 from recsys.models.base import Losses, Model, add_rows
 from recsys.modules.metrics.base import compute_all
+from recsys.scoring.scorer import EagerModel, Scorer
 from recsys.training.diagnostics import Diagnostics
 from recsys.training.distributed import gather
 from recsys.training.state import Best, capture_rng, restore_rng
@@ -69,13 +70,13 @@ def evaluate(
     with _aside(model, device):
         metrics = {name: metric.to(device) for name, metric in model.metrics().items()}
         totals: Losses | None = None
-        first = None
+        # Ranks that look up sharded tables must make equally many calls, and diagnostics watch whole rows.
+        alone = not (dist.is_initialized() and dist.get_world_size() > 1)
+        scorer = Scorer(EagerModel(model, may_cache=alone and diagnostics is None), model.pipeline)
         for batch in islice(loader.epoch(0), max_batches):
             batch = batch.to(device)
             with diagnostics.watching(batch) if diagnostics else nullcontext():
-                # Items that are the same for all batches are encoded once.
-                outputs = model(batch) if first is None else model.forward_again(batch, first)
-            first = outputs if first is None else first
+                outputs = scorer.score(batch)
             rows = model.metric_rows(outputs, batch)
             add_rows(metrics, rows)
             if diagnostics:

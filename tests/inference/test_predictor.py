@@ -53,6 +53,7 @@ def retriever(request, tmp_path):
         items=catalogue(model, batch_of(pipeline, [random_row(pipeline, 2, 1)]), pipeline),
         description=SimpleNamespace(outputs=["query"], device="cpu"),
         run=run,
+        cached=None,
     )
     unit = vectors / vectors.norm(dim=1, keepdim=True)
     return SimpleNamespace(package=package, vectors=unit.double().numpy(), queries=queries)

@@ -12,28 +12,14 @@ from recsys import config
 from recsys import protos as pb
 from recsys.inference import predictor
 from recsys.inference.predictor import Predictor
-from recsys.inference.rows import piece_size
 from recsys.models import build_model
-from recsys.models.scoring import ScoringGraph, flatten
+from recsys.scoring.signature import ScoringGraph, flatten
 
 HSTU = "model.ranker.mixer.hstu"
-GROUPS = "[{mask {target_group_size: 6}}, {mask {target_group_size: 4}}]"
 
 
 def pipeline(*overrides: str) -> pb.Pipeline:
     return config.prepare("tests/integration/tiny.config", overrides).pipeline
-
-
-@pytest.mark.parametrize(
-    ("overrides", "size"),
-    [
-        ((), 512),
-        ((f"{HSTU}.mask.target_group_size=3",), 513),
-        ((f"{HSTU}.num_layers=", f"{HSTU}.mask=", f"{HSTU}.layer_groups={GROUPS}"), 516),
-    ],
-)
-def test_a_piece_holds_whole_groups(overrides, size):
-    assert piece_size(pipeline(*overrides), 512) == size
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -58,9 +44,9 @@ def test_a_row_in_pieces_has_the_scores_of_the_whole_row(group, monkeypatch):
     row |= {name: [value for other in pool for value in other[name]][:40] for name in lists}
     row["candidate_timestamps"] = [row["request_time"]] * 40
     long = pa.Table.from_pylist([row], table.schema)
-    monkeypatch.setitem(predictor.PIECE, "cpu", 16)
+    monkeypatch.setitem(predictor.LONGEST_ROW, "cpu", 16)
     found = Predictor(package).table(long).column("is_click").to_pylist()[0]
     assert sizes == [[16, 16, 8] if group == 1 else [18, 18, 4]] and len(set(found)) > 5
-    monkeypatch.setitem(predictor.PIECE, "cpu", 1000)
+    monkeypatch.setitem(predictor.LONGEST_ROW, "cpu", 1000)
     whole = Predictor(package).table(long).column("is_click").to_pylist()[0]
     np.testing.assert_allclose(found, whole, atol=1e-6)

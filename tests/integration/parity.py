@@ -22,8 +22,9 @@ from recsys.data.schema.vocabulary import mappings
 from recsys.inference import exporter
 from recsys.inference.cached_programs import CachedPrograms, compile_programs
 from recsys.models import Model, Ranker, build_model, layout_rule
-from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
-from recsys.scoring.cached_scoring import CacheForm
+from recsys.models.signature import TensorSpec
+from recsys.scoring.cached_signature import CacheSpec
+from recsys.scoring.signature import ScoringGraph, flatten, scoring_signature
 from recsys.training import checkpoint
 from recsys.training.session import CHECKPOINTS
 
@@ -72,7 +73,7 @@ def with_captured_cache(package: SimpleNamespace, model: Ranker) -> SimpleNamesp
         runs.append(lambda inputs: as_tuple(program(*inputs)))
 
     compile_programs(model, compile_to)
-    cached = CachedPrograms(model.pipeline, CacheForm.of(model), *runs)
+    cached = CachedPrograms(model.pipeline, CacheSpec.of(model), *runs)
     return SimpleNamespace(**{**vars(package), "cached": cached}, prefill=cached.prefill, score=cached.score)
 
 

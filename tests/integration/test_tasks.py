@@ -16,7 +16,7 @@ from recsys import export as export_command
 from recsys import predict as predict_command
 from recsys.data.loader import Loader
 from recsys.models import build_model, layout_rule
-from recsys.models.scoring import flatten
+from recsys.scoring.signature import flatten
 from recsys.training import checkpoint
 from tests.integration import parity
 from tests.integration.runs import CONFIG, evaluate, train

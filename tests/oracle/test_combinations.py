@@ -14,6 +14,8 @@ from torch import Tensor
 from recsys import protos as pb
 from recsys.config import checks
 from recsys.models import Model
+from recsys.scoring.prefill import CachedModel
+from recsys.scoring.scorer import EagerModel, Scorer
 from tests.modules.pipelines import RANKERS, Row, random_rows
 from tests.oracle import models
 from tests.oracle.combinations import AXES, SIZES, Combination, covering, name, pipeline, product
@@ -30,14 +32,15 @@ def whole(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
 
 def cached(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
     """Contextual tokens and history first, then all candidates."""
-    batch = models.batch(written, rows)
-    return model.score_cached(batch, model.prefill(batch))
+    batch, cached_model = models.batch(written, rows), CachedModel(model)
+    return cached_model.score(batch, cached_model.prefill(batch))
 
 
 def in_microbatches(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
     """The same with two candidates of a row at a time, which is a target group."""
-    batch = models.batch(written, rows)
-    return model.score_in_microbatches(batch, model.prefill(batch), 2)
+    batch, program = models.batch(written, rows), EagerModel(model)
+    scorer = Scorer(program, model.pipeline, cached_piece=2)
+    return scorer.score_cached(batch, program.prefill(batch)).scores()
 
 
 def extended(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
@@ -46,9 +49,10 @@ def extended(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
     before = [row.with_events(range(n)) for row, n in zip(rows, middle, strict=True)]
     before = [row.changed(request_time=row.request_time - 700) for row in before]
     since = [row.with_events(range(n, len(row.uih_timestamps))) for row, n in zip(rows, middle, strict=True)]
-    cache = model.prefill(models.batch(written, before))
-    cache = model.extend(models.batch(written, since), cache)
-    return model.score_cached(models.batch(written, rows), cache)
+    cached_model = CachedModel(model)
+    cache = cached_model.prefill(models.batch(written, before))
+    cache = cached_model.extend(models.batch(written, since), cache)
+    return cached_model.score(models.batch(written, rows), cache)
 
 
 Form = Callable[[Model, pb.Pipeline, list[Row]], Tensor]

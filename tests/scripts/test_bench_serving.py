@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recsys import config
-from recsys.models import Ranker
+from recsys.scoring.prefill import CachedModel
 from scripts import bench_serving
 from scripts.bench_serving import Scoring
 from scripts.step_variants import VARIANTS, Shape, variant_of
@@ -78,8 +78,8 @@ def test_variants_become_records(tmp_path, capsys):
 
 
 def test_a_wrong_cache_is_not_timed(monkeypatch, tmp_path, capsys):
-    right = Ranker.score_in_microbatches
-    monkeypatch.setattr(Ranker, "score_in_microbatches", lambda *inputs: right(*inputs) + 1e-3)
+    right = CachedModel.score
+    monkeypatch.setattr(CachedModel, "score", lambda *inputs: right(*inputs) + 1e-3)
     record = tmp_path / "r.json"
     assert bench_serving.main([*FLAGS, "--variant", "full", "--record", str(record)]) == 1
     (wrong,) = json.loads(record.read_text())

@@ -37,6 +37,7 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
+        self.pipeline = pb.Pipeline()
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, batch):

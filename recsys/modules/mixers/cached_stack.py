@@ -8,12 +8,13 @@ Words, arXiv 2402.17152.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
 
-from recsys.modules.cache import CacheStage, copied
+from recsys.modules.cache import CacheStage, StageSpec, copied
 from recsys.modules.mixers.batched_layers import (
     Projections,
     finish,
@@ -35,6 +36,9 @@ class Stack(Protocol):
     biases: nn.ModuleList
     rules: Sequence[LayerRule]
     reads_times: bool
+    num_heads: int
+    qk_dim: int
+    v_dim: int
     attention: Callable[..., Tensor]
     cached_attention: Callable[..., Tensor]
 
@@ -174,6 +178,31 @@ def require_extendable(mixer: Stack, stages: Sequence[CacheStage], new: Sequence
                 f"{int(grown.max())} tokens of a history would reach layer {number}, whose tail_len is "
                 f"{rule.tail_len}; {instead}"
             )
+
+
+def stage_specs(number: int, channels: Sequence[int], stack: Stack) -> list[StageSpec]:
+    """Describes the cache stages of one stack, or of stacks that run as one batch.
+
+    Args:
+        number: position of the stack among those of the mixer.
+        channels: numbers of the channels of the history that run through it.
+        stack: the stack, or one of those that run as one batch.
+    """
+    starts = [layer for layer, rule in enumerate(stack.rules) if layer == 0 or rule.tail_len is not None]
+    return [
+        StageSpec(
+            name=f"stack_{number}_stage_{stage}",
+            stack=number,
+            channels=list(channels),
+            num_layers=end - start,
+            tail_len=stack.rules[start].tail_len,
+            has_times=len(stack.biases) > 0,
+            num_heads=stack.num_heads,
+            qk_dim=stack.qk_dim,
+            v_dim=stack.v_dim,
+        )
+        for stage, (start, end) in enumerate(itertools.pairwise([*starts, len(stack.rules)]))
+    ]
 
 
 def _layers(stages: Sequence[CacheStage]) -> Iterator[tuple[CacheStage, int]]:

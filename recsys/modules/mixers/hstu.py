@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.config.registry import register
-from recsys.modules.cache import MixerCache
+from recsys.modules.cache import MixerCache, StageSpec
 from recsys.modules.mixers import cached_stack
 from recsys.modules.mixers.base import AttentionUse, Mixer
 from recsys.modules.mixers.batched_layers import finish, project, to_compute_dtype
@@ -156,6 +156,10 @@ class HstuMixer(Mixer):
             ValueError: it would be another one than that of `prefill`; see `cached_stack.require_extendable`.
         """
         return MixerCache((cached_stack.extend([self], sequence, *cache.stacks),))
+
+    def cache_stages(self) -> list[StageSpec]:
+        """Describes the stages of the mixer's caches."""
+        return cached_stack.stage_specs(0, [0], self)
 
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from recsys import protos as pb
 from recsys.config.registry import register
-from recsys.modules.cache import MixerCache
+from recsys.modules.cache import MixerCache, StageSpec
 from recsys.modules.flops import linear_flops
 from recsys.modules.mixers import cached_stack
 from recsys.modules.mixers.base import AttentionUse, Mixer
@@ -98,6 +98,13 @@ class MixtureMixer(Mixer):
                 for (stacks, channels), stages in batches
             )
         )
+
+    def cache_stages(self) -> list[StageSpec]:
+        """Describes the stages of the mixer's caches, those of all stacks in order."""
+        specs = []
+        for number, members in enumerate(self.together):
+            specs += cached_stack.stage_specs(number, members, self.stacks[members[0]])
+        return specs
 
     def flops(self, layout: SequenceLayout) -> int:
         """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""

@@ -9,17 +9,18 @@ from torch.fx.experimental import _config as symbolic
 from recsys import protos as pb
 from recsys.inference.cached_programs import example_inputs
 from recsys.models import build_model
-from recsys.models.scoring import flatten, scoring_signature
-from recsys.scoring.cached_scoring import (
+from recsys.scoring.cached_signature import (
     CachedGraph,
-    CacheForm,
+    CacheSpec,
     PrefillGraph,
     cached_inputs,
     cached_signature,
     prefill_signature,
 )
-from tests.models.test_scoring import BF16, SIZES, TRUNCATED
+from recsys.scoring.prefill import CachedModel
+from recsys.scoring.signature import flatten, scoring_signature
 from tests.modules.pipelines import RANKER, RANKERS, batch_of, pipeline_of, random_rows
+from tests.scoring.test_signature import BF16, SIZES, TRUNCATED
 
 MODELS = {
     "hstu": (RANKER,),
@@ -67,7 +68,7 @@ def captured(graph, specs, example):
 
 
 def programs(model):
-    form = CacheForm.of(model)
+    form = CacheSpec.of(model)
     signatures = prefill_signature(model.pipeline), cached_signature(model.pipeline, form)
     return [
         captured(graph(model), specs, example_inputs(specs, torch.device("cpu")))
@@ -80,7 +81,7 @@ def batches(pipeline):
 
 
 def check(pipeline, model, prefill, score):
-    form = CacheForm.of(model)
+    form = CacheSpec.of(model)
     close = (
         {"rtol": 0.02, "atol": 0.01} if pipeline.model.precision == pb.BF16 else {"rtol": 1e-5, "atol": 1e-5}
     )
@@ -97,11 +98,11 @@ def test_the_graphs_score_as_the_model(pipeline, model):
 
 
 def test_tensors_are_those_of_the_signatures(pipeline, model):
-    form = CacheForm.of(model)
-    assert CacheForm.from_json(json.loads(json.dumps(form.to_json()))) == form
+    form = CacheSpec.of(model)
+    assert CacheSpec.from_json(json.loads(json.dumps(form.to_json()))) == form
     for batch in batches(pipeline):
         with torch.no_grad():
-            cache = model.prefill(batch)
+            cache = CachedModel(model).prefill(batch)
         signature = cached_signature(pipeline, form)
         sizes = {}
         for spec, tensor in zip(

@@ -1,4 +1,4 @@
-"""Rankers with a cache against the same rankers without one, over every form of sequence."""
+"""Models with a cache against the same models without one, over every form of sequence."""
 
 import dataclasses
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from recsys import protos as pb
-from recsys.models import build_model
-from recsys.models.cached import microbatches
-from recsys.models.halves import Halves
-from recsys.ops import SequenceLayout
+from recsys.models.components import build_model
+from recsys.scoring.prefill import CachedModel, keeps_cache
+from recsys.scoring.scorer import EagerModel, Scorer
+from recsys.scoring.user_candidate_split import UserCandidateSplit
 from tests.modules.pipelines import (
     CHANNELS,
     RANKER,
@@ -68,6 +68,11 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+def in_pieces(model, batch, cache, size):
+    scorer = Scorer(EagerModel(model), model.pipeline, cached_piece=size)
+    return scorer.score_cached(batch, cache).scores()
+
+
 def test_no_user_features_are_none():
     pipeline = pipeline_of(*FORMS["no user features"])
     assert not any(pb.USER in feature.sides for feature in pipeline.features)
@@ -76,10 +81,10 @@ def test_no_user_features_are_none():
 @torch.no_grad()
 def test_scores_are_those_of_whole_rows(model, pipeline):
     batch = batch_of(pipeline, random_rows(pipeline, SIZES))
-    cache = model.prefill(batch)
+    cache = CachedModel(model).prefill(batch)
     expected = model.score(batch)
     assert cache.batch_size == len(SIZES) and expected.shape == (17, len(model.tasks))
-    close(model.score_cached(batch, cache), expected)
+    close(CachedModel(model).score(batch, cache), expected)
 
 
 @torch.no_grad()
@@ -100,34 +105,37 @@ def test_users_alone_and_candidates_alone_are_enough(model, pipeline):
     labels = {task.name: torch.zeros(17) for task in model.tasks}
     for row in asked:
         row.labels = {name: [0.0] * len(row.candidate_timestamps) for name in labels}
-    close(model.score_cached(batch_of(pipeline, asked), model.prefill(no_candidates)), expected)
+    close(
+        CachedModel(model).score(batch_of(pipeline, asked), CachedModel(model).prefill(no_candidates)),
+        expected,
+    )
 
 
 @torch.no_grad()
 def test_microbatches(model, pipeline):
     batch = batch_of(pipeline, random_rows(pipeline, SIZES))
-    cache, expected = model.prefill(batch), model.score(batch)
+    cache, expected = CachedModel(model).prefill(batch), model.score(batch)
     for size in (1, 2, 3, 5, 100):
-        close(model.score_in_microbatches(batch, cache, size), expected)
+        close(in_pieces(model, batch, cache, size), expected)
 
 
 @torch.no_grad()
 def test_odd_batches(model, pipeline):
     for sizes in ([(0, 0)], [(4, 0), (0, 0)], [(0, 1)], [(1, 1)], [(0, 3), (0, 2)]):
         batch = batch_of(pipeline, random_rows(pipeline, sizes))
-        cache, expected = model.prefill(batch), model.score(batch)
-        close(model.score_cached(batch, cache), expected)
-        close(model.score_in_microbatches(batch, cache, 2), expected)
+        cache, expected = CachedModel(model).prefill(batch), model.score(batch)
+        close(CachedModel(model).score(batch, cache), expected)
+        close(in_pieces(model, batch, cache, 2), expected)
 
 
 @torch.no_grad()
 def test_selected_users(model, pipeline):
     rows, chosen = random_rows(pipeline, SIZES), [5, 2, 0, 2]
-    cache = model.prefill(batch_of(pipeline, rows)).select(chosen).to("cpu")
+    cache = CachedModel(model).prefill(batch_of(pipeline, rows)).select(chosen).to("cpu")
     batch = batch_of(pipeline, [rows[row] for row in chosen])
-    close(model.score_cached(batch, cache), model.score(batch))
+    close(CachedModel(model).score(batch, cache), model.score(batch))
     with pytest.raises(ValueError, match="the batch has 4 rows, the cache 2: select rows of it"):
-        model.score_cached(batch, cache.select([1, 0]))
+        CachedModel(model).score(batch, cache.select([1, 0]))
 
 
 @torch.no_grad()
@@ -139,9 +147,9 @@ def test_no_module_keeps_anything(model, pipeline):
         for name, module in model.named_modules()
         for key, value in vars(module).items()
     }
-    caches = [model.prefill(batch) for batch in batches]
+    caches = [CachedModel(model).prefill(batch) for batch in batches]
     for number in (1, 0, 1):
-        close(model.score_cached(batches[number], caches[number]), expected[number])
+        close(CachedModel(model).score(batches[number], caches[number]), expected[number])
     assert state == {
         (name, key): id(value)
         for name, module in model.named_modules()
@@ -157,9 +165,9 @@ def test_bfloat16_is_as_far_off_as_without_a_cache():
     rows = random_rows(exact, SIZES)
     want = build(exact).score(batch_of(exact, rows))
     model, batch = build(rounded), batch_of(rounded, rows)
-    plain, cache = model.score(batch), model.prefill(batch)
+    plain, cache = model.score(batch), CachedModel(model).prefill(batch)
     assert cache.mixer.stacks[0][0].keys[0].dtype == torch.bfloat16
-    found = model.score_cached(batch, cache)
+    found = CachedModel(model).score(batch, cache)
     assert (found - want).norm() <= 1.5 * (plain - want).norm() + 1e-3 * want.norm()
 
 
@@ -167,46 +175,20 @@ def test_bfloat16_is_as_far_off_as_without_a_cache():
 def test_what_cannot_be_cached_says_so():
     pipeline = pipeline_of(RANKER, "model { ranker { mixer { sasrec { num_heads: 2 } } } }")
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
+    assert not keeps_cache(model)
     with pytest.raises(ValueError, match="SasRecMixer keeps no cache; score whole rows"):
-        model.prefill(batch)
+        CachedModel(model)
     pipeline = pipeline_of(RANKER)
     model = build(pipeline).train()
     with pytest.raises(RuntimeError, match="evaluation mode"):
-        model.prefill(batch)
+        CachedModel(model).prefill(batch)
 
 
 def test_gradients_are_refused():
     pipeline = pipeline_of(RANKER)
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
     with pytest.raises(RuntimeError, match=r"call it under torch.no_grad\(\)"):
-        model.score_cached(batch, model.prefill(batch))
-
-
-def test_slices_of_candidates():
-    counts = [2, 0, 7, 3]
-    layout = SequenceLayout(torch.tensor(counts), torch.tensor(counts))
-    for joined in (layout, SequenceLayout.join([layout, layout])):
-        for size, group_size, step in ((3, 1, 3), (1, 1, 1), (5, 2, 4), (1, 3, 3), (9, 1, 9)):
-            seen = []
-            for number, part in enumerate(microbatches(joined, size, group_size)):
-                left = [min(max(n - number * step, 0), step) for n in counts]
-                assert part.rows == [row for row, n in enumerate(left) if n]
-                channels = part.targets.layout.parts or (part.targets.layout,)
-                assert [one.lengths.tolist() for one in channels] == [[n for n in left if n]] * len(channels)
-                assert part.targets.index[: len(part.places)].tolist() == part.places.tolist()
-                seen += part.places.tolist()
-            assert sorted(seen) == list(range(12))
-    with pytest.raises(ValueError, match="size must be >= 1, got 0"):
-        list(microbatches(layout, 0, 1))
-
-
-def test_slices_of_equal_sizes_share_what_layers_work_out():
-    counts = torch.tensor([6, 6])
-    slices = list(microbatches(SequenceLayout(counts, counts), 2, 1))
-    assert len({id(part.targets.layout) for part in slices}) == 1
-    counts = torch.tensor([6, 5])
-    slices = list(microbatches(SequenceLayout(counts, counts), 2, 1))
-    assert len({id(part.targets.layout) for part in slices}) == 2
+        CachedModel(model).score(batch, CachedModel(model).prefill(batch))
 
 
 # What lets a cache grow: positions from the start, no ages, and a stack that allows it.
@@ -240,10 +222,10 @@ def test_a_cache_grows_with_the_history(form):
         old.append(row.with_events(events[:split]).changed(request_time=row.request_time - 10**6))
         new.append(row.with_events(events[split:]))
     whole = batch_of(pipeline, rows)
-    before = model.prefill(batch_of(pipeline, old))
-    cache = model.extend(batch_of(pipeline, new), before)
-    assert cache.prefix.lengths.tolist() == model.prefill(whole).prefix.lengths.tolist()
-    close(model.score_cached(whole, cache), model.score(whole))
+    before = CachedModel(model).prefill(batch_of(pipeline, old))
+    cache = CachedModel(model).extend(batch_of(pipeline, new), before)
+    assert cache.prefix.lengths.tolist() == CachedModel(model).prefill(whole).prefix.lengths.tolist()
+    close(CachedModel(model).score(whole, cache), model.score(whole))
     assert cache.num_bytes > before.num_bytes
 
 
@@ -261,24 +243,24 @@ def test_what_would_change_old_tokens_is_named(changes, message):
     pipeline = pipeline_of(RANKER, *changes)
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, SIZES))
     with pytest.raises(ValueError, match=message):
-        model.extend(batch, model.prefill(batch))
+        CachedModel(model).extend(batch, CachedModel(model).prefill(batch))
 
 
 @torch.no_grad()
-def test_a_half_looks_up_nothing_of_the_other():
+def test_a_side_looks_up_nothing_of_the_other():
     pipeline = pipeline_of(*RANKERS["channels"])
-    model, halves = build(pipeline), Halves(pipeline)
+    model, split = build(pipeline), UserCandidateSplit(pipeline)
     batch = batch_of(pipeline, random_rows(pipeline, SIZES))
     counts = {name: len(found) for name, found in model.embed(batch).items()}
-    for half, kept in (
-        (halves.users(batch), lambda name: not name.startswith("candidate_")),
-        (halves.candidates(batch), lambda name: name.startswith("candidate_")),
-        (halves.events(batch), lambda name: name.startswith("uih_")),
+    for side, kept in (
+        (split.users(batch), lambda name: not name.startswith("candidate_")),
+        (split.candidates(batch), lambda name: name.startswith("candidate_")),
+        (split.events(batch), lambda name: name.startswith("uih_")),
     ):
-        found = {name: len(vectors) for name, vectors in model.embed(half).items()}
+        found = {name: len(vectors) for name, vectors in model.embed(side).items()}
         assert found == {name: count if kept(name) else 0 for name, count in counts.items()}
-        assert half.ids.stride() == len(SIZES)
-    # Half of a half is itself.
-    again = halves.users(halves.users(batch))
-    assert again.layout.lengths.tolist() == halves.users(batch).layout.lengths.tolist()
+        assert side.ids.stride() == len(SIZES)
+    # Splitting again changes nothing.
+    again = split.users(split.users(batch))
+    assert again.layout.lengths.tolist() == split.users(batch).layout.lengths.tolist()
     assert dataclasses.replace(again).channel_layout.total_targets == 0

@@ -8,7 +8,8 @@ from torch.fx.experimental import _config as symbolic
 
 from recsys import protos as pb
 from recsys.models import build_model
-from recsys.models.scoring import ScoringGraph, TensorSpec, flatten, scoring_signature
+from recsys.models.signature import TensorSpec
+from recsys.scoring.signature import ScoringGraph, flatten, scoring_signature
 from tests.modules.pipelines import RANKER, RANKERS, RETRIEVER, batch_of, pipeline_of, random_rows
 
 RANKER_SASREC = "model { ranker { mixer { sasrec { num_heads: 2 } } } }"

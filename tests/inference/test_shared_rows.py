@@ -1,4 +1,4 @@
-"""Rows of one user, request and history share a prefill: the scores of whole rows, in the same order."""
+"""Rows of one user, request and history share a run of it: the scores of whole rows, in the same order."""
 
 from types import SimpleNamespace
 
@@ -14,8 +14,10 @@ from recsys.data.convert.converter import Origin
 from recsys.inference import predictor
 from recsys.inference.predictor import Predictor
 from recsys.inference.rows import bounded_runs, cut_into_pieces
-from recsys.inference.shared_prefill import merge, packed, same_as_before, without
+from recsys.inference.shared_rows import merge, same_as_before, without
 from recsys.models import build_model
+from recsys.scoring import scorer
+from recsys.scoring.prefill import CachedModel
 
 HSTU = "model.ranker.mixer.hstu"
 TABLE = pq.read_table("tests/data/kuairand/test.parquet")
@@ -41,25 +43,27 @@ class Watched(SimpleNamespace):
             items=None,
             description=SimpleNamespace(outputs=outputs, device="cpu"),
             cached=self if cached else None,
+            ran=[],
             prefilled=[],
             scored=[],
         )
 
     @torch.no_grad()
     def run(self, batch):
+        self.ran.append(batch.num_candidates.tolist())
         return self.model.score(batch)
 
     @torch.no_grad()
     def prefill(self, batch):
         assert batch.layout.total_targets == len(batch.candidate_timestamps) == 0
         self.prefilled.append(len(batch.uih_lengths))
-        return self.model.prefill(batch)
+        return CachedModel(self.model).prefill(batch)
 
     @torch.no_grad()
     def score(self, batch, cache):
         assert len(batch.uih_timestamps) == 0
         self.scored.append(batch.num_candidates.tolist())
-        return self.model.score_cached(batch, cache)
+        return CachedModel(self.model).score(batch, cache)
 
 
 def split(row: dict, *counts: int) -> list[dict]:
@@ -104,7 +108,8 @@ def rows_with_much_in_common() -> pa.Table:
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(("users", "most"), [(256, 1024), (2, 9), (3, 1)])
-def test_scores_are_those_of_whole_rows(group, users, most):
+def test_scores_are_those_of_whole_rows(group, users, most, monkeypatch):
+    monkeypatch.setattr(scorer, "ONE_PASS", 0)
     pipeline = pipeline_of(
         f"{HSTU}.mask.target_group_size={group}",
         f"predict.batch_size={users}",
@@ -196,18 +201,28 @@ def test_merged_rows_keep_all_candidates():
     assert len(merged.flat["uih_tag"].values) > 0
 
 
-def test_pieces_are_packed_by_their_padded_size():
+def test_rows_are_cut_into_pieces():
     assert cut_into_pieces(np.array([5, 0, 4, 9]), 4).row.tolist() == [0, 0, 1, 2, 3, 3, 3]
     assert cut_into_pieces(np.array([5, 0, 4, 9]), 4).lengths.tolist() == [4, 1, 0, 4, 4, 4, 1]
-    assert list(packed([], 4)) == []
-    assert list(packed([1, 1, 1, 1, 1], 4)) == [slice(0, 4), slice(4, 5)]
-    # 2 x 2, since 3 x 2 are too many; 3 alone; 1, 1.
-    assert list(packed([1, 2, 2, 3, 1, 1], 4)) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 6)]
-    assert list(packed([9, 1], 4)) == [slice(0, 1), slice(1, 2)]
+
+
+def test_batches_with_few_candidates_take_one_pass(monkeypatch):
+    """The programs with a cache run for the batch with a longer row only; scores are those of one pass."""
+    monkeypatch.setattr(scorer, "ONE_PASS", 11)
+    table, package = rows_with_much_in_common(), Watched(pipeline_of("predict.batch_size=3"), cached=True)
+    found = Predictor(package).table(table)
+    expected = Predictor(Watched(pipeline_of(), cached=False)).table(table)
+    for name in package.description.outputs:
+        one, two = (side[name].combine_chunks().flatten().to_numpy() for side in (found, expected))
+        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+    # Rows of 30, 4, 11 candidates; 11, 3, 3; 6, 30, by three: the first and the last batch have a long row.
+    assert [len(counts) for counts in package.ran] == [3] and max(package.ran[0]) <= 11
+    assert sum(package.prefilled) == 5
 
 
 def test_on_a_gpu_rows_run_whole_and_share_histories(monkeypatch):
-    monkeypatch.setitem(predictor.PIECE, "cuda", 11)
+    monkeypatch.setitem(predictor.LONGEST_ROW, "cuda", 11)
+    monkeypatch.setattr(scorer, "ONE_PASS", 0)
     package = Watched(pipeline_of(), cached=True)
     package.description.device, batches, run = "cuda", [], package.run
     package.run = lambda batch: batches.append(batch) or run(batch)

@@ -1,0 +1,183 @@
+"""Scores of a block's rows: neighboring rows with the same user, request and history share a run of it.
+
+Such rows become one row with all their candidates before batches are made of them, so that the history is
+packed and encoded once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.data.convert.column_block import ColumnBlock, FlatColumn
+from recsys.inference.package import Package
+from recsys.inference.rows import bounded_runs, in_pieces
+from recsys.scoring.cache import UserCache
+from recsys.scoring.scorer import Scorer
+
+
+class PackageProgram:
+    """The programs of a package, for a `Scorer`."""
+
+    def __init__(self, package: Package):
+        self.package = package
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the package was compiled for."""
+        return torch.device(self.package.description.device)
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether the package was exported with the programs that score with a cache."""
+        return self.package.cached is not None
+
+    def run(self, batch: Batch) -> Tensor:
+        """Scores a batch in one pass."""
+        return self.package.run(batch)
+
+    def prefill(self, batch: Batch) -> UserCache:
+        """Encodes users and histories."""
+        return self.package.prefill(batch)
+
+    def score(self, batch: Batch, cache: UserCache) -> Tensor:
+        """Scores candidates of the users of a cache."""
+        return self.package.score(batch, cache)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Joins the scores of consecutive candidates."""
+        return torch.cat(list(parts))
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of a batch.
+
+    Attributes:
+        rows: rows of a batch.
+        candidates: candidates of a batch, unless a single row has more.
+        longest: candidates of a row if rows run whole; longer rows are cut and repeat their history.
+        group_size: number of neighboring candidates that can only be scored together.
+    """
+
+    rows: int
+    candidates: int
+    longest: int
+    group_size: int
+
+
+class BlockScores:
+    """Scores the candidates of blocks.
+
+    Args:
+        scorer: chooses how each batch is scored.
+        to_batch: makes a batch of rows.
+        limits: how large a batch may be.
+        num_outputs: number of tasks.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer[Tensor],
+        to_batch: Callable[[ColumnBlock], Batch],
+        limits: Limits,
+        num_outputs: int,
+    ):
+        self.scorer, self.to_batch, self.limits, self.num_outputs = scorer, to_batch, limits, num_outputs
+
+    def of(self, block: ColumnBlock) -> np.ndarray:
+        """Returns the scores of all candidates of a block in its order, float32 [N, tasks]."""
+        merged = merge(block, self.limits.group_size)
+        merged = merged.select(np.flatnonzero(merged.lengths[pb.CANDIDATE]))
+        # Scores stay on the device until all are computed: the next batch is put together meanwhile.
+        scores = list(self._scores(merged))
+        if not scores:
+            return np.zeros((0, self.num_outputs), np.float32)
+        return torch.cat(scores).cpu().numpy()
+
+    def _scores(self, block: ColumnBlock) -> Iterator[Tensor]:
+        limits = self.limits
+        rows = block if self.scorer.may_cache else in_pieces(block, limits.longest)
+        for run in bounded_runs(rows.lengths[pb.CANDIDATE].tolist(), limits.rows, limits.candidates):
+            yield self.scorer.score(self.to_batch(rows.select(run)))
+
+
+def merge(block: ColumnBlock, group_size: int) -> ColumnBlock:
+    """Joins neighboring rows with the same user, request and history into one row each; candidates stay in
+    their order.
+
+    A row whose last target group is incomplete is not joined with the next one, because groups would move.
+    """
+    lengths = block.lengths[pb.CANDIDATE]
+    together = same_as_before(block)
+    together[1:] &= lengths[:-1] % group_size == 0
+    first = np.flatnonzero(~together)
+    if len(first) == len(lengths):
+        return block
+    candidates = {name: column for name, column in block.flat.items() if column.side == pb.CANDIDATE}
+    merged = without(block, pb.CANDIDATE).select(first)
+    merged.lengths[pb.CANDIDATE] = np.add.reduceat(lengths, first)
+    return replace(merged, flat={**merged.flat, **candidates})
+
+
+def same_as_before(block: ColumnBlock) -> np.ndarray:
+    """Compares each row with the one before it: bool [rows], true for the same user, request and history."""
+    count, lengths = len(block.row), block.lengths[pb.HISTORY]
+    users = [column for column in block.flat.values() if column.side == pb.USER]
+    events = [column for column in block.flat.values() if column.side == pb.HISTORY]
+    same = np.arange(count) > 0
+    for column in users:
+        if column.offsets is None:
+            same[1:] &= column.values[1:] == column.values[:-1]
+    same[1:] &= lengths[1:] == lengths[:-1]
+    for row in np.flatnonzero(same):
+        same[row] = all(_repeats(column, row, row + 1, 1) for column in users if column.offsets is not None)
+    # Long columns are compared last, and only within runs of rows that are alike so far, mostly one a user.
+    ends = np.cumsum(lengths)
+    for first, stop in _runs_of_true(same):
+        length = int(lengths[first])
+        if _all_repeat(events, ends[first] - length, ends[stop - 1], length):
+            continue
+        for row in range(first, stop):
+            same[row] = _all_repeat(events, ends[row] - length, ends[row], length)
+    return same
+
+
+def without(block: ColumnBlock, side: int) -> ColumnBlock:
+    """Returns the same rows without events, or without candidates."""
+    flat = {
+        name: column if column.side != side else FlatColumn(side, column.values[:0], _nothing(column))
+        for name, column in block.flat.items()
+    }
+    return replace(block, flat=flat, lengths={**block.lengths, side: np.zeros_like(block.lengths[side])})
+
+
+def _runs_of_true(flags: np.ndarray) -> list[tuple[int, int]]:
+    """Returns the first place of each run and the place behind its last one."""
+    changes = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    return [(int(first), int(stop)) for first, stop in changes.reshape(-1, 2)]
+
+
+def _all_repeat(columns: Sequence[FlatColumn], first: int, stop: int, length: int) -> bool:
+    return all(_repeats(column, first, stop, length) for column in columns)
+
+
+def _repeats(column: FlatColumn, first: int, stop: int, length: int) -> bool:
+    """Whether elements `first` to `stop` - 1 equal those that lie `length` places in front of them."""
+    if length == 0:
+        return True
+    if column.offsets is None:
+        return np.array_equal(column.values[first:stop], column.values[first - length : stop - length])
+    offsets = column.offsets[first - length : stop + 1]
+    counts, shift = np.diff(offsets), offsets[length] - offsets[0]
+    return np.array_equal(counts[length:], counts[:-length]) and np.array_equal(
+        column.values[offsets[length] : offsets[-1]], column.values[offsets[0] : offsets[-1] - shift]
+    )
+
+
+def _nothing(column: FlatColumn) -> np.ndarray | None:
+    return None if column.offsets is None else column.offsets[:1]

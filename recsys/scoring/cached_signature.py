@@ -1,0 +1,224 @@
+"""Scoring with a cache as two functions of flat tensors, which a package compiles beside the whole model.
+
+`PrefillGraph` encodes users and events, `CachedGraph` scores candidates. The cache passes from one to the
+other as plain tensors; `CacheSpec` describes them and builds a `UserCache` of them.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+
+from recsys import protos as pb
+from recsys.config import features
+from recsys.models.base import Model, layout_rule
+from recsys.models.signature import TensorSpec
+from recsys.modules.cache import CacheStage, MixerCache, Prefix, StageSpec
+from recsys.ops import SequenceLayout, offsets_from_lengths
+from recsys.scoring.cache import UserCache
+from recsys.scoring.prefill import CachedModel
+from recsys.scoring.signature import ROWS, SHORTEST, Assemble, scoring_signature, steps
+
+LENGTHS, USERS, STEPS = "prefix.lengths", "prefix.users", "steps"
+"""Names of tensors: lengths and USER features of a `Prefix`; one whose shape tells the longest sample."""
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """The tensors of a `UserCache`.
+
+    Attributes:
+        num_channels: sequences of a row.
+        num_contextual: contextual tokens of each sequence.
+        user_width: C, width of the cached USER features; 0 if encoders do not need them.
+        dtype: dtype of keys and values, by its name in torch.
+        stages: the stages of all stacks, in order.
+    """
+
+    num_channels: int
+    num_contextual: int
+    user_width: int
+    dtype: str
+    stages: list[StageSpec]
+
+    @classmethod
+    def of(cls, model: Model) -> "CacheSpec":
+        """Describes the caches that `model` produces.
+
+        Raises:
+            ValueError: the mixer keeps none.
+        """
+        pipeline, cached = model.pipeline, CachedModel(model)
+        stages = cached.mixer.cache_stages()
+        users = features.columns(pipeline, pb.USER)
+        return cls(
+            num_channels=len({channel for stage in stages for channel in stage.channels}),
+            num_contextual=layout_rule(pipeline).num_contextual,
+            user_width=sum(column.width for column in users) if cached.keeps_users else 0,
+            dtype="bfloat16" if model.precision == pb.BF16 else "float32",
+            stages=stages,
+        )
+
+    @classmethod
+    def from_json(cls, entry: dict) -> "CacheSpec":
+        """Reverses `to_json`."""
+        return cls(**{**entry, "stages": [StageSpec(**stage) for stage in entry["stages"]]})
+
+    def to_json(self) -> dict[str, object]:
+        """Returns plain types for a file."""
+        return asdict(self)
+
+    def specs(self) -> list[TensorSpec]:
+        """Describes the tensors in the order of `flatten`."""
+        specs = [TensorSpec(LENGTHS, torch.int64, (str(self.num_channels), ROWS))]
+        if self.user_width:
+            specs.append(TensorSpec(USERS, torch.float32, (ROWS, str(self.user_width))))
+        dtype = getattr(torch, self.dtype)
+        return specs + [spec for stage in self.stages for spec in stage_tensors(stage, dtype)]
+
+    def flatten(self, cache: UserCache) -> list[Tensor]:
+        """Returns the cache's tensors in the order of `specs`."""
+        tensors = [cache.prefix.lengths]
+        if cache.prefix.users is not None:
+            tensors.append(cache.prefix.users)
+        return tensors + [tensor for stage in _all_stages(cache) for tensor in stage.tensors]
+
+    def cache(self, inputs: Mapping[str, Tensor]) -> UserCache:
+        """Builds the cache of named tensors.
+
+        In a graph, whose inputs include `<stage>.steps`, lengths are trusted; otherwise they are checked,
+        which costs a copy to the host.
+        """
+        lengths = inputs[LENGTHS]
+        prefix = Prefix(lengths, self.num_contextual, inputs.get(USERS))
+        dtype = getattr(torch, self.dtype)
+        stacks = []
+        for _, stages in itertools.groupby(self.stages, key=lambda stage: stage.stack):
+            stack = []
+            for stage in stages:
+                tensors = [inputs[spec.name] for spec in stage_tensors(stage, dtype)]
+                times = tensors.pop(0) if stage.has_times else None
+                keys, values = tensors[: stage.num_layers], tensors[stage.num_layers :]
+                layout = self._layout(stage, lengths, keys[0], inputs.get(steps_of(stage).name))
+                stack.append(CacheStage(layout, times, tuple(keys), tuple(values)))
+            stacks.append(tuple(stack))
+        return UserCache(prefix, MixerCache(tuple(stacks)))
+
+    def _layout(
+        self, stage: StageSpec, lengths: Tensor, keys: Tensor, bound: Tensor | None
+    ) -> SequenceLayout:
+        by_channel = [lengths[channel] for channel in stage.channels]
+        if stage.tail_len is not None:
+            by_channel = [n.clamp(max=self.num_contextual + stage.tail_len) for n in by_channel]
+        if bound is None:
+            parts = [SequenceLayout(n, None, self.num_contextual) for n in by_channel]
+            return SequenceLayout.join(parts) if len(parts) > 1 else parts[0]
+        joined = torch.cat(by_channel)
+        return SequenceLayout.trusted(
+            joined,
+            offsets_from_lengths(joined),
+            torch.zeros_like(joined),
+            self.num_contextual,
+            total_len=keys.shape[0],
+            max_len=bound.shape[0] + SHORTEST,
+            total_targets=0,
+        )
+
+
+def stage_tensors(stage: StageSpec, dtype: torch.dtype) -> list[TensorSpec]:
+    """Describes a stage's tensors: timestamps if there are any, keys of each layer, values of each layer."""
+    tokens, heads = f"{stage.name}_tokens", str(stage.num_heads)
+    specs = [TensorSpec(f"{stage.name}.timestamps", torch.int64, (tokens,))] if stage.has_times else []
+    for kind, width in (("keys", stage.qk_dim), ("values", stage.v_dim)):
+        for layer in range(stage.num_layers):
+            specs.append(TensorSpec(f"{stage.name}.{kind}_{layer}", dtype, (tokens, heads, str(width))))
+    return specs
+
+
+def steps_of(stage: StageSpec) -> TensorSpec:
+    """Describes the tensor whose shape tells a stage's longest sample, as `steps` of the scoring graph."""
+    return TensorSpec(f"{stage.name}.{STEPS}", torch.int64, (f"{stage.name}_longest",))
+
+
+def prefill_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
+    """Describes the inputs of `PrefillGraph`: those of the scoring graph without the candidates."""
+    candidates = _candidate_inputs(pipeline)
+    return [spec for spec in scoring_signature(pipeline) if spec.name not in candidates]
+
+
+def cached_signature(pipeline: pb.Pipeline, cache: CacheSpec) -> list[TensorSpec]:
+    """Describes the inputs of `CachedGraph`: candidates, the longest list of them, the cache, its longest
+    samples.
+    """
+    names = _candidate_inputs(pipeline)
+    candidates = [spec for spec in scoring_signature(pipeline) if spec.name in names or spec.name == STEPS]
+    return [*candidates, *cache.specs(), *(steps_of(stage) for stage in cache.stages)]
+
+
+def cached_inputs(
+    pipeline: pb.Pipeline, spec: CacheSpec, inputs: Mapping[str, Tensor], cache: UserCache
+) -> tuple[Tensor, ...]:
+    """Returns the inputs of `CachedGraph`.
+
+    Args:
+        inputs: those of the scoring graph, by name; only those of candidates are taken.
+    """
+    longest = max(inputs["num_candidates"].tolist(), default=0)
+    named = dict(inputs) | {STEPS: steps(longest, cache.prefix.lengths.device)}
+    named |= {tensor.name: value for tensor, value in zip(spec.specs(), spec.flatten(cache), strict=True)}
+    for stage, tensors in zip(spec.stages, _all_stages(cache), strict=True):
+        named[steps_of(stage).name] = steps(tensors.layout.max_len, tensors.layout.device)
+    return tuple(named[tensor.name] for tensor in cached_signature(pipeline, spec))
+
+
+class PrefillGraph(nn.Module):
+    """`CachedModel.prefill` from and to flat tensors.
+
+    Args:
+        model: in evaluation mode.
+    """
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model, self.cached = model, CachedModel(model)
+        self.spec = CacheSpec.of(model)
+        self.names = [spec.name for spec in prefill_signature(model.pipeline)]
+        self.assemble = Assemble(model.pipeline)
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Maps tensors in the order of `prefill_signature` to those of `CacheSpec.specs`."""
+        batch = self.assemble(dict(zip(self.names, tensors, strict=True)))
+        return tuple(self.spec.flatten(self.cached.prefill(batch)))
+
+
+class CachedGraph(nn.Module):
+    """`CachedModel.score` from flat tensors: predictions [N, tasks].
+
+    Args:
+        model: in evaluation mode.
+    """
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model, self.cached = model, CachedModel(model)
+        self.spec = CacheSpec.of(model)
+        self.names = [spec.name for spec in cached_signature(model.pipeline, self.spec)]
+        self.assemble = Assemble(model.pipeline)
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """Takes tensors in the order of `cached_signature`."""
+        inputs = dict(zip(self.names, tensors, strict=True))
+        return self.cached.score(self.assemble(inputs), self.spec.cache(inputs))
+
+
+def _candidate_inputs(pipeline: pb.Pipeline) -> set[str]:
+    names = {"num_candidates", "candidate_timestamps"}
+    for column in features.columns(pipeline, pb.CANDIDATE):
+        names |= {column.name, f"{column.name}.counts"}
+    return names
+
+
+def _all_stages(cache: UserCache) -> list[CacheStage]:
+    return [stage for stack in cache.mixer.stacks for stage in stack]

@@ -1,0 +1,48 @@
+"""Candidates of rows cut into pieces that are scored together: how many at a time, and which."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from recsys import protos as pb
+from recsys.config.checks.walk import descend
+
+
+class Piece(NamedTuple):
+    """Consecutive candidates of one row."""
+
+    row: int
+    count: int
+
+
+def group_size(pipeline: pb.Pipeline) -> int:
+    """Number of neighboring candidates that can only be scored together, given the groups of all layers."""
+    masks = (message for message, _ in descend(pipeline.model) if isinstance(message, pb.AttentionMask))
+    return math.lcm(*(mask.target_group_size for mask in masks))
+
+
+def piece_size(pipeline: pb.Pipeline, least: int) -> int:
+    """Rounds a number of candidates up so that no target group of any layer is cut."""
+    group = group_size(pipeline)
+    return -(-least // group) * group
+
+
+def cut(counts: Sequence[int], size: int) -> list[Piece]:
+    """Cuts rows with `counts` candidates into pieces of at most `size`; a row without candidates has none."""
+    return [
+        Piece(row, min(count - start, size))
+        for row, count in enumerate(counts)
+        for start in range(0, count, size)
+    ]
+
+
+def packed(pieces: Sequence[Piece], size: int) -> Iterator[list[Piece]]:
+    """Joins consecutive pieces as long as they fit into `size` candidates when padded to the longest one."""
+    run: list[Piece] = []
+    for piece in pieces:
+        if run and (len(run) + 1) * max(piece.count, *(other.count for other in run)) > size:
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run

@@ -1,0 +1,168 @@
+"""`Scorer`: the one way to score a batch. It chooses between one pass and a cache.
+
+In one pass the users, histories and all candidates of the rows go through the model together. With a cache
+each history runs once, and the candidates are scored against its keys and values, some at a time.
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from recsys import protos as pb
+from recsys.data.batch import Batch
+from recsys.models.base import Model
+from recsys.scoring.cache import UserCache
+from recsys.scoring.pieces import cut, packed, piece_size
+from recsys.scoring.prefill import CachedModel, keeps_cache
+from recsys.scoring.user_candidate_split import UserCandidateSplit
+
+ONE_PASS = 100
+"""Candidates of a row up to which a CPU takes one pass though there is a cache. The time of a pass grows with
+their square; experiments/2026-11-23-fewer-forms/ways.md has the times."""
+
+CACHED_PIECE = 1024
+"""Candidates that are scored together against caches by default, padding included."""
+
+Scores = TypeVar("Scores")
+
+
+class Way(Enum):
+    """How a batch is scored."""
+
+    ONE_PASS = "one pass"
+    CACHE = "cache"
+
+
+class Program(Protocol[Scores]):
+    """The computation of scores: a model in eager mode, or the compiled programs of a package."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which it computes."""
+        ...
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether `prefill` and `score` can be called."""
+        ...
+
+    def run(self, batch: Batch) -> Scores:
+        """Scores a batch in one pass."""
+        ...
+
+    def prefill(self, batch: Batch) -> UserCache:
+        """Encodes users and histories, which is all that the batch has."""
+        ...
+
+    def score(self, batch: Batch, cache: UserCache) -> Scores:
+        """Scores candidates, which is all that the batch has, of the users of the cache."""
+        ...
+
+    def join(self, parts: Sequence[Scores]) -> Scores:
+        """Joins the scores of consecutive candidates; there is at least one part."""
+        ...
+
+
+class Scorer(Generic[Scores]):
+    """Scores batches with a program, each in the way that is faster.
+
+    A GPU always takes one pass: it is as fast as a cache where all candidates are there
+    (experiments/2026-11-23-fewer-forms/graphs.md). A CPU takes a cache for rows with many candidates.
+
+    Args:
+        program: the model or the package.
+        pipeline: its resolved config.
+        cached_piece: candidates that are scored together against caches, padding included; rounded up to
+            whole target groups.
+    """
+
+    def __init__(self, program: Program[Scores], pipeline: pb.Pipeline, cached_piece: int = CACHED_PIECE):
+        self.program = program
+        self.cached_piece = piece_size(pipeline, cached_piece)
+        self._split = UserCandidateSplit(pipeline)
+
+    @property
+    def may_cache(self) -> bool:
+        """Whether some batches are scored with a cache."""
+        return self.program.keeps_cache and self.program.device.type == "cpu"
+
+    def way(self, batch: Batch) -> Way:
+        """Chooses how to score a batch, by its longest list of candidates."""
+        if not self.may_cache or not len(batch.num_candidates):
+            return Way.ONE_PASS
+        return Way.CACHE if int(batch.num_candidates.max()) > ONE_PASS else Way.ONE_PASS
+
+    def score(self, batch: Batch) -> Scores:
+        """Scores all candidates of a batch, in its order; call it under `torch.no_grad()`."""
+        if self.way(batch) is Way.ONE_PASS:
+            return self.program.run(batch)
+        return self.score_cached(batch, self.program.prefill(self._split.users(batch)))
+
+    def score_cached(self, batch: Batch, cache: UserCache) -> Scores:
+        """Scores all candidates of a batch against a cache of its rows, in pieces.
+
+        Args:
+            batch: on the host; row b has the candidates of user b of the cache.
+        """
+        pieces = cut(batch.num_candidates.tolist(), self.cached_piece)
+        parts, start, all_rows = [], 0, list(range(cache.batch_size))
+        for run in packed(pieces, self.cached_piece):
+            rows, counts = [piece.row for piece in run], [piece.count for piece in run]
+            candidates = self._split.candidate_range(batch, start, counts)
+            users = cache if rows == all_rows else cache.select(rows)
+            parts.append(self.program.score(candidates, users))
+            start += sum(counts)
+        if not parts:
+            return self.program.score(self._split.candidates(batch), cache)
+        return self.program.join(parts)
+
+
+class EagerModel:
+    """A model in evaluation mode as a `Program`; its scores are the outputs that objective and metrics take.
+
+    Args:
+        model: as built, or with its tables sharded in place.
+        may_cache: False where each batch must be one call of the model: ranks that look up sharded tables
+            together must make equally many calls, and diagnostics watch whole rows.
+    """
+
+    def __init__(self, model: Model, *, may_cache: bool = True):
+        self.model = model
+        self._cached = CachedModel(model) if may_cache and keeps_cache(model) else None
+        self._first: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model's parameters."""
+        return next(self.model.parameters()).device
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether histories can be encoded apart from candidates."""
+        return self._cached is not None
+
+    def run(self, batch: Batch) -> Any:
+        """Returns the model's outputs; what all batches share, such as encoded items, is computed once."""
+        if self._first is None:
+            self._first = self.model(batch)
+            return self._first
+        return self.model.forward_again(batch, self._first)
+
+    def prefill(self, batch: Batch) -> UserCache:
+        """Encodes users and histories."""
+        return self._with_cache().prefill(batch)
+
+    def score(self, batch: Batch, cache: UserCache) -> Any:
+        """Returns the model's outputs for candidates of the users of a cache."""
+        return self._with_cache().outputs(batch, cache)
+
+    def join(self, parts: Sequence[Any]) -> Any:
+        """Joins the outputs of consecutive candidates."""
+        return type(parts[0]).joined(parts)
+
+    def _with_cache(self) -> CachedModel:
+        if self._cached is None:
+            raise ValueError(f"{type(self.model).__name__} scores without a cache here")
+        return self._cached
