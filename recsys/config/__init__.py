@@ -1,7 +1,7 @@
-"""A `.config` from its file to a resolved, checked `pb.Pipeline`: load, override, check, resolve, print.
+"""Turns a `.config` file into a resolved, checked `pb.Pipeline`: load, override, check, resolve, print.
 
-The way of a command: `prepare` = `load` + `check` + `resolve`, with all findings in one ConfigError. Below
-everything that reads a config; builds no modules and imports no torch.
+Commands call `prepare`, which is `load` + `check` + `resolve` with all findings in one ConfigError. The
+package stands below everything that reads a config; it builds no modules and imports no torch.
 
     ready = config.prepare("configs/quickstart.config", ["train.num_steps=100"])
     ready.pipeline.model.max_seq_len
@@ -33,7 +33,7 @@ __all__ = [
 
 
 FILE_NAME = "config.resolved"
-"""Name of the resolved config in a run folder and in a package."""
+"""File name of the resolved config in a run folder and in a package."""
 
 
 class Loaded(NamedTuple):
@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         pipeline: the message.
-        locations: by field path, e.g. `model.ranker.tasks[0].loss`: `<file>:<line>`, or its `--set`.
+        locations: `<file>:<line>` or the `--set` of each field, by a path such as `data.train.parquet.paths`.
     """
 
     pipeline: pb.Pipeline
@@ -52,9 +52,9 @@ class Ready(NamedTuple):
     """A config to build from.
 
     Attributes:
-        pipeline: resolved and checked.
-        origins: by field path, where a value that the file does not give came from.
-        warnings: what is allowed but without effect or surprising, one line each.
+        pipeline: the resolved and checked message.
+        origins: where each value that the file does not give came from, by field path.
+        warnings: one line for each setting that is allowed but has no effect or a surprising one.
     """
 
     pipeline: pb.Pipeline
@@ -63,7 +63,7 @@ class Ready(NamedTuple):
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> pb.Pipeline:
-    """The config in a file, with overrides such as `train.num_steps=100`; neither resolved nor checked.
+    """Reads the config in a file, with overrides such as `train.num_steps=100`; neither resolved nor checked.
 
     Raises:
         ConfigError: with every mistake in the file and the overrides.
@@ -72,7 +72,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> pb.Pipeline:
 
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
-    """As `load`, with the place of every field."""
+    """Like `load`, and also returns the place of every field."""
     loaded, mistakes = _read(path, overrides)
     if mistakes:
         raise ConfigError(mistakes)
@@ -80,21 +80,23 @@ def read(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool = True) -> Ready:
-    """Load, check and resolve a config.
+    """Loads, checks and resolves a config.
 
     Args:
         read_files: also read the sizes of vocabularies from their files.
 
     Raises:
-        ConfigError: with every finding. Behind mistakes in the text come those about what was read of it;
-            what seems to be missing may be what could not.
+        ConfigError: with every finding. After mistakes in the text come findings about the part that could be
+            read, without those about missing fields, because the unreadable part may hold them.
     """
     loaded, mistakes = _read(path, overrides)
     resolved = resolve(loaded.pipeline, read_files=False)
     findings = checks.findings(resolved.pipeline, resolved.origins)
     if mistakes:
-        sure = [one for one in findings if one.path in loaded.locations and not one.missing]
-        raise ConfigError(mistakes + checks.lines(sure, loaded.locations))
+        certain = [
+            finding for finding in findings if finding.path in loaded.locations and not finding.missing
+        ]
+        raise ConfigError(mistakes + checks.lines(certain, loaded.locations))
     shown = checks.lines(findings, loaded.locations)
     try:
         resolved = resolve(loaded.pipeline, read_files=read_files, locations=loaded.locations)
@@ -107,18 +109,18 @@ def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool
 
 
 def check(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:
-    """What is wrong with a config, one line a finding: `<file>:<line>: <field path>: <what, and what to do>`.
+    """Lists the faults of a config, one per line: `<file>:<line>: <field path>: <the fault, and what to do>`.
 
     Args:
         pipeline: resolved or not.
-        locations: of `read`; without it findings start with the field path.
+        locations: from `read`; without it, findings start with the field path.
     """
     resolved = resolve(pipeline, read_files=False)
     return checks.lines(checks.findings(resolved.pipeline, resolved.origins), locations or {})
 
 
 def check_device(pipeline: pb.Pipeline, device: str) -> None:
-    """Refuse a resolved config that asks for what a device, `cpu` or `cuda`, cannot do.
+    """Refuses a resolved config that asks for something that a device, `cpu` or `cuda`, cannot do.
 
     Raises:
         ConfigError: with every finding.
@@ -129,17 +131,17 @@ def check_device(pipeline: pb.Pipeline, device: str) -> None:
 
 
 def warnings(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:
-    """What is allowed but has no effect or surprises, in the form of `check`."""
+    """Lists settings that are allowed but have no effect or a surprising one, in the form of `check`."""
     return checks.lines(checks.warnings(pipeline), locations or {})
 
 
 def to_text(pipeline: pb.Pipeline, origins: dict[str, str] | None = None) -> str:
-    """A config as text that `load` reads back as the same message; origins become comments."""
+    """Writes a config as text that `load` reads back as the same message; origins become comments."""
     return textproto.write(pipeline, origins)
 
 
 def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[str]]:
-    """What could be read, and the mistakes in the rest."""
+    """Returns the readable part of a config and the mistakes in the rest."""
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -159,7 +161,7 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[str]
 
 
 def _replaced(overrides: Sequence[str]) -> list[str]:
-    """Overrides that a later one makes void; whoever repeats a flag for a list may think that it grows."""
+    """Warns of overrides that a later one replaces; a user may repeat a flag and expect a list to grow."""
     paths = [assignment.partition("=")[0].strip() for assignment in overrides]
     return [
         f"--set {assignment}: a later --set {path} replaces it; a list is given as a whole, {path}=['a', 'b']"
@@ -169,7 +171,7 @@ def _replaced(overrides: Sequence[str]) -> list[str]:
 
 
 def _neighbours(file: Path) -> str:
-    """A hint at .config files with a name like that of a missing one."""
+    """Suggests .config files whose name resembles that of a missing one."""
     folder = file.parent
     if file.exists() or not folder.is_dir():
         return ""

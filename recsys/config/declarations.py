@@ -1,4 +1,4 @@
-"""What a family of models and a mixer say of themselves before anything is built, and how to ask them.
+"""Declarations: the facts that families of models and mixers state before anything is built.
 
 A config is checked without torch, so what it must know of a model stands in a class of its own, the family's
 declaration, registered under the family's message with `registry.declare`. Configs, readers, commands and
@@ -73,10 +73,10 @@ class ModelDeclaration:
     """
 
     has_targets: ClassVar[bool] = True
-    """Whether candidates are tokens of the sequence, behind the history."""
+    """True if candidates are tokens of the sequence, behind the history."""
 
     keeps_cache: ClassVar[bool] = False
-    """Whether the model can score candidates against a cache of their row's history; its mixer must too."""
+    """True if the model can score candidates against a cache of their row's history; its mixer must too."""
 
     may_change: ClassVar[tuple[str, ...]] = (
         "tasks.label",
@@ -94,7 +94,7 @@ class ModelDeclaration:
 
     @property
     def tasks(self) -> Sequence[pb.Task]:
-        """What is predicted for each candidate; empty for a model without tasks."""
+        """The predictions for each candidate; empty for a model without tasks."""
         return getattr(self.config, "tasks", ())
 
     @property
@@ -121,7 +121,7 @@ class ModelDeclaration:
         return [task.name for task in self.tasks]
 
     def reads_candidates(self, mode: str) -> bool:
-        """Whether batches need candidates when they are read to `train`, `evaluate` or `predict`."""
+        """Returns whether batches need candidates when they are read to `train`, `evaluate` or `predict`."""
         return True
 
     def choices(self) -> Iterator[Choice]:
@@ -163,7 +163,7 @@ class MixerDeclaration:
     """
 
     keeps_cache: ClassVar[bool] = False
-    """Whether the mixer can score candidates against keys and values that it kept of a history."""
+    """True if the mixer can score candidates against keys and values that it kept of a history."""
 
     def __init__(self, config: Message, path: str, model: pb.Model):
         self.config = config
@@ -180,7 +180,7 @@ class MixerDeclaration:
 
 
 def model_of(pipeline: pb.Pipeline) -> ModelDeclaration:
-    """What the model of a config declares; the defaults, without tasks, if the config chooses none."""
+    """The declaration of a config's model; the defaults, without tasks, if the config chooses none."""
     kind = pipeline.model.WhichOneof("model")
     if kind is None:
         return ModelDeclaration(pipeline, pb.Model(), "")
@@ -190,7 +190,7 @@ def model_of(pipeline: pb.Pipeline) -> ModelDeclaration:
 
 
 def mixer_of(pipeline: pb.Pipeline) -> MixerDeclaration | None:
-    """What the mixer of a config's model declares; None if the model has none or chooses none."""
+    """The declaration of the mixer of a config's model; None if the model has or chooses none."""
     model = model_of(pipeline)
     config = _chosen_part(model.config, "mixer")
     if config is None:

@@ -1,7 +1,7 @@
 """Features of a config as columns and tables: the names that files, batches and models agree on.
 
-Sits beside `config` and `registry`: data reads by it, modules build embeddings by it. It wants a resolved
-Pipeline (tables, widths and vocabulary sizes filled in).
+The reader finds its columns here, and models their embedding tables. All functions need a resolved Pipeline,
+with tables, widths and vocabulary sizes filled in.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from recsys import protos as pb
 from recsys.config.declarations import model_of
 
 PREFIX = {pb.USER: "", pb.HISTORY: "uih_", pb.CANDIDATE: "candidate_", pb.ITEM: "catalogue_"}
-"""What stands before a feature's name in the column of each side. Columns of ITEM are those of a batch; in
-`data.item_file` they have the feature's name."""
+"""Prefix of a feature's column on each side. Columns of side ITEM have it in batches only, and bear the
+feature's name in `data.item_file`."""
 
 TIMESTAMPS = "timestamps"
 ACTIONS = "actions"
@@ -21,14 +21,14 @@ SCORE = "score"
 """Column of predictions that holds the scores of found items."""
 
 NEGATIVES = "negatives"
-"""Items of a batch, as rows of the item table, that queries are compared with."""
+"""Key of the items that a batch's queries are compared with, as rows of the item table."""
 
 BATCH_ITEMS = "batch_items"
-"""The distinct items of a batch's histories, ascending, when its negatives are sampled."""
+"""Key of the distinct items of a batch's histories, ascending; only if negatives are sampled."""
 
 LOG_WEIGHTS = "log_weights"
-"""What is added to the scores of `NEGATIVES` and, behind them, `BATCH_ITEMS`: the correction for how often an
-item is drawn."""
+"""Key of the numbers that are added to the scores of `NEGATIVES` and, behind them, `BATCH_ITEMS`: the
+correction for how often an item is drawn."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Column:
     Attributes:
         name: column in the file and key in the batch, e.g. `uih_item_id`.
         side: pb.USER, pb.HISTORY, pb.CANDIDATE or pb.ITEM.
-        feature: its message.
-        table: embedding table, or None for a number that is used as it is.
-        width: columns of its embedding, 1 for a number.
-        multi_valued: a list of ids a row, event or candidate.
+        feature: the feature's message.
+        table: embedding table, or None for a number that is used without one.
+        width: columns of its embedding; 1 for a number.
+        multi_valued: whether each row, event or candidate has a list of ids.
     """
 
     name: str
@@ -63,17 +63,17 @@ class Table:
 
 
 def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
-    """Columns of the event files in the config's order of features, then USER, HISTORY, CANDIDATE.
+    """Columns of the event files in the config's order of features, each on USER, HISTORY, CANDIDATE in turn.
 
     Args:
         pipeline: resolved.
-        side: columns of this side only; pb.ITEM for those of the catalogue, which are in no event file.
+        side: return columns of this side only; pb.ITEM selects the catalogue's, which no event file has.
     """
     found = []
     for feature in pipeline.features:
-        for one in sorted(set(feature.sides)):
-            if one == side or (side is None and one != pb.ITEM):
-                found.append(_column(feature, one))
+        for feature_side in sorted(set(feature.sides)):
+            if feature_side == side or (side is None and feature_side != pb.ITEM):
+                found.append(_column(feature, feature_side))
     return found
 
 
@@ -89,7 +89,7 @@ def candidate_item(pipeline: pb.Pipeline) -> str | None:
 
 
 def item_columns(pipeline: pb.Pipeline) -> list[Column]:
-    """What an item is made of: one column of each feature of events or candidates, in the config's order."""
+    """One column of each feature of events or candidates, in the config's order: the content of an item."""
     found: dict[str, Column] = {}
     for column in columns(pipeline):
         if column.side != pb.USER:
@@ -159,7 +159,7 @@ def _item_table(pipeline: pb.Pipeline, name: str) -> str:
 
 
 def table_rows(feature: pb.Feature) -> int:
-    """Rows of the embedding table of a feature."""
+    """Number of rows of a feature's embedding table."""
     if feature.HasField("numeric"):
         return len(feature.numeric.bucketize.boundaries) + 1
     if feature.id.HasField("hash"):

@@ -39,7 +39,7 @@ _IMPLIED = {
     pb.PairwiseLoss: ("binary_cross_entropy",),
     pb.SoftmaxLoss: ("full",),
 }
-"""Messages that mean the same when they are absent as when they are empty."""
+"""Fields whose message means the same when it is absent as when it is empty."""
 
 _LARGEST_INT32 = 2**31 - 1
 _NO_FILE = "no file"
@@ -49,8 +49,8 @@ class Resolved(NamedTuple):
     """A config with nothing left open.
 
     Attributes:
-        pipeline: a message of its own.
-        origins: by path of each field that was filled in: where its value came from, or `default`.
+        pipeline: a new message.
+        origins: the origin of each value that was filled in, or `default`, by the field's path.
     """
 
     pipeline: pb.Pipeline
@@ -60,12 +60,12 @@ class Resolved(NamedTuple):
 def resolve(
     pipeline: pb.Pipeline, *, read_files: bool = True, locations: dict[str, str] | None = None
 ) -> Resolved:
-    """Fill in what is absent; what is there stays, so resolving twice changes nothing.
+    """Fills in absent values and keeps present ones, so resolving twice changes nothing.
 
     Args:
         pipeline: as loaded; it is not changed.
         read_files: also fill in `vocabulary.size` from the vocabularies' files.
-        locations: by field path, what findings begin with (`config.read`).
+        locations: the prefix of findings by field path, from `config.read`.
 
     Raises:
         ConfigError: a vocabulary file is missing, is no vocabulary, or has another size than the config says.
@@ -99,7 +99,7 @@ def _fill(choice: Choice, origins: dict[str, str]) -> None:
 
 
 def _imply(message: Message, path: str, origins: dict[str, str]) -> None:
-    """Create the messages of `_IMPLIED`, here and below."""
+    """Creates the messages of `_IMPLIED` in `message` and in all messages inside it."""
     _imply_fields(message, path, _IMPLIED.get(type(message), ()), origins)
     for inner, place in checks.children(message, path):
         _imply(inner, place, origins)
@@ -116,7 +116,10 @@ def _imply_fields(message: Message, path: str, names: tuple[str, ...], origins: 
 
 
 def _defaults(message: Message, path: str, origins: dict[str, str]) -> None:
-    """Write down the proto's defaults, here and below: a changed default shows in a resolved config."""
+    """Writes the proto's defaults into `message` and all messages inside it.
+
+    A default that changes then shows as a difference between resolved configs.
+    """
     for field in message.DESCRIPTOR.fields:
         if field.has_default_value and not message.HasField(field.name):
             setattr(message, field.name, field.default_value)
@@ -176,7 +179,7 @@ def _model(pipeline: pb.Pipeline) -> Iterator[Choice]:
 
 
 def _layers(pipeline: pb.Pipeline, origins: dict[str, str]) -> None:
-    """The simple form of each stack when it has no groups; and all lengths in tokens."""
+    """Completes the simple form of each stack without layer groups, and turns all lengths into tokens."""
     factor = checks.tokens_per_event(pipeline)
     for message, path in descend(pipeline.model, "model"):
         if "layer_groups" in message.DESCRIPTOR.fields_by_name and not message.layer_groups:
@@ -191,7 +194,7 @@ def _layers(pipeline: pb.Pipeline, origins: dict[str, str]) -> None:
 def _to_tokens(
     message: Message, path: str, unit: str, fields: tuple[str, ...], factor: int, origins: dict[str, str]
 ) -> None:
-    """Multiply lengths that are given in events; one that makes no sense stays, for `checks` to name it."""
+    """Turns lengths in events into tokens; an impossible length stays, so that `checks` can name it."""
     if getattr(message, unit) != pb.EVENTS:
         return
     setattr(message, unit, pb.TOKENS)
@@ -228,7 +231,7 @@ def _export(pipeline: pb.Pipeline) -> Iterator[Choice]:
 
 
 def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Finding]:
-    """Fill in the sizes of vocabularies; returns what is wrong with their files."""
+    """Fills in the sizes of vocabularies and returns the faults of their files."""
     findings: list[Finding] = []
     sizes: dict[str, int | str] = {}
     for index, feature in enumerate(pipeline.features):
@@ -252,7 +255,7 @@ def _vocabulary_sizes(pipeline: pb.Pipeline, origins: dict[str, str]) -> list[Fi
 
 
 def _together(findings: list[Finding], vocabularies: int, folder: str) -> list[Finding]:
-    """One finding instead of one a feature when there is no vocabulary at all: the data is not prepared."""
+    """Replaces the findings by a single one if no vocabulary exists: then the data is not prepared."""
     missing = {finding.text for finding in findings if finding.text.startswith(_NO_FILE)}
     if not folder or len(missing) < max(vocabularies, 2):
         return findings
@@ -262,13 +265,13 @@ def _together(findings: list[Finding], vocabularies: int, folder: str) -> list[F
 
 
 def _from_here(path: str) -> str:
-    """What a relative path counts from, which may be the fault."""
+    """Says what a relative path counts from, because that may be the fault."""
     return "" if "://" in path or Path(path).is_absolute() else f". Relative paths count from {Path.cwd()}"
 
 
 def _count_ids(file: str) -> int | str:
-    """Ids of a vocabulary by its footer, or what is wrong with the file."""
-    # Imported here: a config can be read and checked without them.
+    """The number of ids of a vocabulary, from its footer, or the fault of the file."""
+    # Imported here, so that a config can be read and checked without these libraries.
     import fsspec
     import pyarrow as pa
     import pyarrow.parquet as pq

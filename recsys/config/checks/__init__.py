@@ -51,7 +51,7 @@ RULES = (
 
 
 def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Finding]:
-    """Says what is wrong with a resolved config; empty if it can be built.
+    """The faults of a resolved config; empty if it can be built.
 
     Args:
         derived: paths of fields that were filled in; they are judged where they come from.
@@ -62,15 +62,15 @@ def findings(pipeline: pb.Pipeline, derived: Collection[str] = ()) -> list[Findi
 
 
 def family_findings(pipeline: pb.Pipeline) -> list[Finding]:
-    """Why the model of a resolved config cannot be built, for models that are built without a command."""
+    """The faults that keep a model from being built, for models that are built without a command."""
     return [*fits_preprocessor(pipeline), *model_of(pipeline).findings()]
 
 
 def warnings(pipeline: pb.Pipeline) -> list[Finding]:
-    """What a config as written (not resolved) says without effect, or with one that surprises."""
+    """Settings of a config as written, not resolved, that have no effect or a surprising one."""
     return [finding for rule in effects.RULES for finding in rule(pipeline)]
 
 
 def device_findings(pipeline: pb.Pipeline, device: str) -> list[Finding]:
-    """What a resolved config asks for and a device, `cpu` or `cuda`, cannot do."""
+    """Settings of a resolved config that a device, `cpu` or `cuda`, cannot carry out."""
     return list(train.device(pipeline, device))

@@ -1,6 +1,6 @@
-"""What the schema says of a choice, such as which labels a loss wants: the options of `protos/options.proto`.
+"""Reads what the schema says about a choice, such as the labels that a loss needs: `protos/options.proto`.
 
-So a component that is added to a oneof needs no table anywhere else.
+Because the schema says it, a component that is added to a oneof needs no table anywhere else.
 """
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -10,29 +10,29 @@ from recsys import protos as pb
 
 
 def chosen(choice: Message) -> FieldDescriptor | None:
-    """The field that is set in a message with a single oneof, such as `pb.Loss`; None when none is."""
+    """The field that is set in a message with a single oneof, such as `pb.Loss`; None if none is."""
     (oneof,) = choice.DESCRIPTOR.oneofs
     name = choice.WhichOneof(oneof.name)
     return choice.DESCRIPTOR.fields_by_name[name] if name else None
 
 
 def labels(field: FieldDescriptor) -> list[str]:
-    """Kinds of labels that a choice of loss or metric is for; empty when the schema does not say."""
+    """Kinds of labels that a choice of loss or metric is for; empty if the schema does not say."""
     return list(field.GetOptions().Extensions[pb.labels])
 
 
 def models(field: FieldDescriptor) -> list[str]:
-    """Models that take the sequences of a choice of preprocessor; empty when the schema does not say."""
+    """Families that take the sequences of a choice of preprocessor; empty if the schema does not say."""
     return list(field.GetOptions().Extensions[pb.models])
 
 
 def directed(field: FieldDescriptor) -> bool:
-    """Whether more of a metric is better, or less is; False when the best value lies in between."""
+    """Returns whether higher or lower values of a metric are better; False if the best lies in between."""
     return not field.GetOptions().Extensions[pb.undirected]
 
 
 def part(message: Message, name: str) -> Message | None:
-    """The message in a field that is set; None when it is not, or when there is no such field."""
+    """The message in a field; None if the field is not set or does not exist."""
     known = name in message.DESCRIPTOR.fields_by_name
     return getattr(message, name) if known and message.HasField(name) else None
 

@@ -46,7 +46,7 @@ def _names(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _columns(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Columns that two features, or a feature and the contract, would share."""
+    """Two features, or a feature and a fixed column, must not share a column."""
     owners: dict[str, str] = {}
     for index, feature in enumerate(pipeline.features):
         for side in sorted(set(feature.sides)):
@@ -62,7 +62,7 @@ def _columns(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Labels that are also inputs, or the label of another task."""
+    """A label must be neither an input nor a reserved column."""
     inputs = {
         f.PREFIX.get(side, "") + feature.name for feature in pipeline.features for side in feature.sides
     }
@@ -81,7 +81,7 @@ def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Labels that are bits of a column."""
+    """Labels that are bits of a column must agree with the other users of that column and with their loss."""
     model = model_of(pipeline)
     tasks = model.tasks
     first: dict[str, int] = {}
@@ -100,7 +100,7 @@ def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _predictions(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Columns of predictions that would bear one name."""
+    """Columns of predictions must have different names."""
     keys, model = list(pipeline.data.key_columns), model_of(pipeline)
     for name in dict.fromkeys(key for key in keys if keys.count(key) > 1):
         yield Finding("data.key_columns", f"{name!r} is named twice; name each once")

@@ -1,4 +1,4 @@
-"""Settings that are allowed, but do nothing, or something else than one may think."""
+"""Warnings about settings that are allowed but have no effect, or a surprising one."""
 
 from collections.abc import Iterator
 
@@ -31,7 +31,7 @@ def _warmup(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def warmup_too_long(train: pb.Train, steps: int) -> str:
-    """What to say when a run of `steps` ends before the learning rate has reached its peak."""
+    """The warning for a run of `steps` that ends before the learning rate has reached its peak."""
     return (
         f"{train.schedule.warmup_steps} is given and the run has {steps} steps, so it ends while the "
         "learning rate still grows; give fewer"
@@ -45,7 +45,7 @@ def _averaging(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def never_averaged(train: pb.Train, steps: int) -> str | None:
-    """What to say when a run of `steps` ends before any weights were averaged."""
+    """The warning for a run of `steps` that ends before any weights are averaged; None if it does not."""
     averaging = train.weight_averaging
     swa = averaging.HasField("swa")
     first = averaging.swa.start_step if swa else averaging.ema.every_steps
@@ -90,12 +90,12 @@ def _untrained_row(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """What the family of the model says itself."""
+    """Warnings that the family of the model declares."""
     yield from model_of(pipeline).warnings()
 
 
 def _row_losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Losses that compare the candidates of a row."""
+    """Losses that compare the candidates of a row need several candidates and a pointwise part."""
     for message, path in descend(pipeline.model, "model"):
         if not isinstance(message, (pb.JrcLoss, pb.PairwiseLoss)):
             continue

@@ -15,12 +15,12 @@ from recsys.config.declarations import MetricList, mixer_of, model_of
 
 
 class MetricName(NamedTuple):
-    """A metric as logs call it, e.g. `is_click/auc` or `ndcg@10`.
+    """A metric and its name in logs, e.g. `is_click/auc` or `ndcg@10`.
 
     Attributes:
         name: with its task in front, if the model has tasks.
-        path: of its message.
-        directed: more is better, or less is; False when the best value lies in between.
+        path: path of the metric's message.
+        directed: whether higher or lower values are better; False if the best value lies in between.
     """
 
     name: str
@@ -29,7 +29,7 @@ class MetricName(NamedTuple):
 
 
 def metric_names(pipeline: pb.Pipeline) -> list[MetricName]:
-    """Metrics of the model in the config's order; metrics of which nothing is chosen are left out."""
+    """Metrics of the model in the config's order, without messages in which no metric is chosen."""
     return [name for metrics in model_of(pipeline).metrics() for name in _named(metrics)]
 
 
@@ -44,7 +44,7 @@ def _named(listed: MetricList) -> Iterator[MetricName]:
 
 
 def fits_preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Whether the model can take the sequences that its preprocessor makes."""
+    """The model must be able to take the sequences of its preprocessor."""
     model = model_of(pipeline)
     given = choices.part(model.config, "preprocessor")
     field = choices.chosen(given) if given is not None else None
@@ -55,7 +55,7 @@ def fits_preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """What the family of the model finds itself."""
+    """Rules that the family of the model declares."""
     yield from model_of(pipeline).findings()
 
 
@@ -121,7 +121,7 @@ def _groups(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 
 def _mixer(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """What the mixer finds itself."""
+    """Rules that the mixer declares."""
     mixer = mixer_of(pipeline)
     if mixer is not None:
         yield from mixer.findings()

@@ -36,7 +36,7 @@ def _width(feature: pb.Feature) -> int:
 
 
 def _user_features(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Parts that are made of USER features."""
+    """Parts that are made of USER features need such a feature."""
     if any(pb.USER in feature.sides for feature in pipeline.features):
         return
     for message, path in descend(pipeline.model, "model"):

@@ -1,4 +1,4 @@
-"""Rules of the training run, and of the device it runs on."""
+"""Rules of the training run and of its device."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,14 @@ from recsys.config.textproto import did_you_mean
 
 
 def device(pipeline: pb.Pipeline, kind: str) -> Iterator[Finding]:
-    """What a device, `cpu` or `cuda`, cannot do."""
+    """Settings that a device, `cpu` or `cuda`, cannot carry out."""
     if kind == "cpu" and sharded(pipeline) and pipeline.train.sparse_optimizer.HasField("adam"):
         what = "FBGEMM has it on CUDA only; on a CPU use row_wise_adagrad"
         yield Finding("train.sparse_optimizer.adam", what)
 
 
 def sharded(pipeline: pb.Pipeline) -> bool:
-    """Whether embedding tables are trained by the sparse optimizer."""
+    """Returns whether the sparse optimizer trains the embedding tables."""
     return pipeline.model.embedding.placement == pb.Embedding.SHARDED
 
 

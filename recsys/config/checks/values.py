@@ -1,4 +1,4 @@
-"""What a single field may hold: ranges of numbers, fields that must be set, choices that must be made."""
+"""Rules of single fields: ranges of numbers, fields that must be set, choices that must be made."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from recsys.config.textproto import enum_names
 
 
 class Range(NamedTuple):
-    """Allowed numbers, and how a finding words them."""
+    """A test for allowed numbers, and the words for them in a finding."""
 
     holds: Callable[[float], bool]
     words: str
@@ -132,8 +132,8 @@ RANGES: dict[type[Message], dict[str, Range]] = {
         "keep": Range(lambda x: x >= 2, "2 or more: the newest may be damaged when it is needed"),
     },
 }
-"""By message, the allowed values of each number in it (of each element of a list); a test finds gaps. `limit`
-adds those of families and mixers, when they are declared."""
+"""Allowed values of each number, or of each element of a list, by message and field; a test finds gaps.
+`limit` adds those of families and mixers when they are declared."""
 
 REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.Pipeline: ("features",),
@@ -149,13 +149,13 @@ REQUIRED: dict[type[Message], tuple[str, ...]] = {
     pb.Swa: ("start_step",),
     pb.FaissIndex: ("factory",),
 }
-"""Fields that must be set, and not to an empty string or list; `limit` adds to them too."""
+"""Fields that must be set, and not to an empty string or list, by message; `limit` adds to them too."""
 
 
 def limit(
     message: type[Message], ranges: Mapping[str, Range] | None = None, *, required: Sequence[str] = ()
 ) -> None:
-    """Adds the ranges of a message's numbers and the fields that it needs; where a component is declared."""
+    """Adds a message to `RANGES` and `REQUIRED`; a component calls it where it is declared."""
     if ranges:
         RANGES[message] = dict(ranges)
     if required:
@@ -163,7 +163,7 @@ def limit(
 
 
 def numbers(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Numbers outside their range."""
+    """Numbers must be in their range."""
     for message, path in descend(pipeline):
         ranges = RANGES.get(type(message), {})
         for field, value in message.ListFields():

@@ -1,4 +1,4 @@
-"""Findings with the path of their field, and a walk over a message that keeps paths."""
+"""`Finding`, a fault with the path of its field, and a walk over a message that keeps track of paths."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -7,12 +7,12 @@ from google.protobuf.message import Message
 
 
 class Finding(NamedTuple):
-    """One thing that is wrong.
+    """One fault of a config.
 
     Attributes:
-        path: of the field, e.g. `model.ranker.tasks[0].loss`.
-        text: what was given, what is allowed, what to do.
-        missing: it is about something that is not there, perhaps since the text has a mistake.
+        path: path of the field, e.g. `features[0].id.table`.
+        text: the given value, the allowed ones, and what to do.
+        missing: whether something is missing, perhaps because the text has a mistake.
     """
 
     path: str
@@ -21,19 +21,19 @@ class Finding(NamedTuple):
 
 
 class Child(NamedTuple):
-    """A message inside another one."""
+    """A message inside another one, with its path."""
 
     message: Message
     path: str
 
 
 def join(path: str, name: str) -> str:
-    """Path of a field inside the message at `path`; the root's path is empty."""
+    """Joins the path of a message and the name of a field in it; the root's path is empty."""
     return f"{path}.{name}" if path else name
 
 
 def children(message: Message, path: str) -> Iterator[Child]:
-    """Messages directly inside `message` that are set, with their paths."""
+    """Yields the messages that are set directly inside `message`, with their paths."""
     for field, value in message.ListFields():
         if field.message_type is None:
             continue
@@ -45,14 +45,14 @@ def children(message: Message, path: str) -> Iterator[Child]:
 
 
 def descend(message: Message, path: str = "") -> Iterator[Child]:
-    """`message` and every message inside it, in the order of the schema."""
+    """Yields `message` and every message inside it, in the order of the schema."""
     yield Child(message, path)
     for inner, place in children(message, path):
         yield from descend(inner, place)
 
 
 def lines(findings: Iterable[Finding], locations: Mapping[str, str]) -> list[str]:
-    """Findings as text, each beginning with the place of its field or of the nearest message around it."""
+    """Writes findings as text, each behind the place of its field or of the nearest message around it."""
     found = []
     for path, text, _ in findings:
         place = path

@@ -1,9 +1,9 @@
-"""Protobuf text format: read so that one pass finds every mistake, written with a remark behind any line.
+"""Reads protobuf text format and finds every mistake in one pass; writes it with a remark behind any line.
 
-Stands below `config`. Protobuf's own parser stops at the first mistake and knows neither paths nor lines;
-`parser` walks the text along the descriptors, leaves out what it cannot use and goes on. What it accepts has
-the meaning that protobuf's parser gives it (a test compares them). It takes less: decimal numbers only, names
-and no numbers for enum values, no extensions, no `nan` and `inf`, no `\\x` escapes in strings.
+Protobuf's own parser stops at the first mistake and knows neither paths nor lines. `parser` walks the text
+along the descriptors, skips the parts that it cannot use and goes on. Text that it accepts has the meaning
+that protobuf's parser gives it (a test compares them). It accepts less: decimal numbers only, names and no
+numbers for enum values, no extensions, no `nan` and `inf`, no `\\x` escapes in strings.
 """
 
 from recsys.config.textproto.overrides import override

@@ -1,4 +1,4 @@
-"""Command-line overrides such as `train.num_steps=100` or `features[0].id.embedding_dim=32`."""
+"""Applies command-line overrides such as `train.num_steps=100` or `features[0].id.embedding_dim=32`."""
 
 import re
 from collections.abc import MutableMapping
@@ -14,16 +14,16 @@ _STEP = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([0-9]{1,9})\])?\Z")
 
 
 def override(message: Message, assignment: str, locations: MutableMapping[str, str]) -> list[str]:
-    """Set one field of a message, in place.
+    """Sets one field of a message in place.
 
     Args:
         assignment: `path=value` with the value in text format: a number, a name, a string with or without
             quotes, `[a, b]` for a whole repeated field, `{...}` for a message. `path=` clears the field.
-            Spaces around the value are no part of it, unless they are in quotes.
-        locations: by field path, where it was set; brought up to date.
+            Spaces around the value are ignored, unless they are in quotes.
+        locations: where each field was set, by its path; updated.
 
     Returns:
-        Findings, each beginning with `--set <assignment>`; with findings the message is not to be used.
+        Findings, each beginning with `--set <assignment>`. If there are any, do not use the message.
     """
     where = f"--set {assignment}"
     path, equals, value = assignment.partition("=")
@@ -49,11 +49,11 @@ class _Place(NamedTuple):
 
 
 class _BadPath(Exception):
-    """A path that leads nowhere; the text says at which step and what is there instead."""
+    """A path that leads nowhere; the text names the step and the fields that exist there."""
 
 
 def _find(message: Message, path: str) -> _Place:
-    """The field at the end of a path; messages on the way come into being when they are absent."""
+    """Returns the field at the end of a path and creates absent messages on the way."""
     steps = path.split(".")
     for depth, step in enumerate(steps, 1):
         here, last = ".".join(steps[:depth]), depth == len(steps)
@@ -76,7 +76,7 @@ def _find(message: Message, path: str) -> _Place:
 
 
 def _step(message: Message, field: FieldDescriptor, index: str | None, here: str) -> Message:
-    """The message inside `field`."""
+    """Returns the message inside `field`."""
     inner = getattr(message, field.name)
     if field.is_repeated:
         if index is None:

@@ -1,7 +1,7 @@
-"""From text to a message, with every mistake and the line of every field.
+"""Parses text into a message and reports every mistake and the line of every field.
 
-Recursive descent over tokens, guided by the message's descriptor. Nesting cannot exhaust the stack: a block
-of an unknown field is skipped in a loop, and known ones are as deep as the schema.
+The parser descends recursively over tokens, guided by the message's descriptor. Nesting cannot exhaust the
+stack: the block of an unknown field is skipped in a loop, and known blocks are as deep as the schema.
 """
 
 import re
@@ -25,11 +25,11 @@ _CLOSING = {"{": "}", "<": ">", "[": "]"}
 
 
 class Parsed(NamedTuple):
-    """What a text said besides filling the message.
+    """The results of parsing a text, apart from the message that it fills.
 
     Attributes:
-        findings: every mistake as `<where>: <what>`, in the order of the text.
-        locations: by path of a field that could be set, e.g. `features[0].id.table`: its `<file>:<line>`.
+        findings: every mistake as `<place>: <mistake>`, in the order of the text.
+        locations: `<file>:<line>` of each field that could be set, by a path such as `features[0].id.table`.
     """
 
     findings: list[str]
@@ -37,7 +37,7 @@ class Parsed(NamedTuple):
 
 
 def parse(text: str, message: Message, file: str) -> Parsed:
-    """Fill an empty `message` from `text`, which findings call `file`. Fields with a mistake are left out."""
+    """Fills an empty `message` from `text`, which findings call `file`; fields with a mistake stay unset."""
     parser = _Parser(text, file, numbered=True)
     if parser.balanced():
         parser.message(message, "")
@@ -46,9 +46,9 @@ def parse(text: str, message: Message, file: str) -> Parsed:
 
 
 def assign(text: str, message: Message, field: FieldDescriptor, path: str, where: str) -> Parsed:
-    """Set one field of `message`, replacing what was there, from a value in text format.
+    """Replaces one field of `message` by a value in text format.
 
-    A string without quotes is taken as it is, an empty text clears the field. `where` begins each finding.
+    Quotes around a string are optional, and an empty text clears the field. `where` begins each finding.
     """
     message.ClearField(field.name)
     if not text.strip():
@@ -63,7 +63,7 @@ def assign(text: str, message: Message, field: FieldDescriptor, path: str, where
 
 
 class _Parser:
-    """Goes over the tokens of one text; `numbered` texts have lines worth naming."""
+    """Walks the tokens of one text; findings name lines only if the text is `numbered`."""
 
     def __init__(self, text: str, name: str, numbered: bool):
         self.name, self.numbered = name, numbered
@@ -96,7 +96,7 @@ class _Parser:
         return [text for _, _, text in sorted(self._found)]
 
     def balanced(self) -> bool:
-        """Whether brackets match. If not, a finding names the first that does not; the rest is not read."""
+        """Returns whether brackets match; if not, adds a finding about the first one that does not."""
         unclosed: list[Token] = []
         for token in self.tokens:
             if token.kind != "mark":
@@ -116,7 +116,7 @@ class _Parser:
         return not unclosed
 
     def message(self, message: Message, path: str) -> None:
-        """Fields up to the closing bracket or the end of the text."""
+        """Reads fields up to the closing bracket or the end of the text."""
         seen: dict[str, Token] = {}
         while not self._closing() and self._peek().kind != "end":
             name = self._peek()
@@ -155,7 +155,7 @@ class _Parser:
         self.value(message, field, path)
 
     def value(self, message: Message, field: FieldDescriptor, path: str) -> None:
-        """One value, or for a repeated field also a list in brackets."""
+        """Reads one value, or for a repeated field also a list in brackets."""
         if not (field.is_repeated and self._peek().text == "["):
             self._one(message, field, path)
             return
@@ -175,7 +175,7 @@ class _Parser:
         self._next()
 
     def _one(self, message: Message, field: FieldDescriptor, path: str) -> bool:
-        """One value that is set or appended; False when the token at hand cannot start one."""
+        """Reads one value and sets or appends it; False if the current token cannot start a value."""
         if field.is_repeated:
             path = f"{path}[{len(getattr(message, field.name))}]"
         first = self._peek()
@@ -207,7 +207,7 @@ class _Parser:
         return True
 
     def _scalar_tokens(self) -> list[Token]:
-        """Tokens of one scalar: `-` and a number or word, a word, or neighbouring strings."""
+        """Takes the tokens of one scalar: `-` and a number or word, a word, or adjacent strings."""
         start = self.index
         if self._peek().text == "-":
             self._next()
@@ -219,7 +219,7 @@ class _Parser:
         return self.tokens[start : self.index]
 
     def end(self) -> None:
-        """A finding when tokens are left."""
+        """Adds a finding if tokens are left."""
         if self._peek().kind != "end":
             self._syntax(self._peek(), f"unexpected {self._peek().text!r}")
 
@@ -237,7 +237,7 @@ class _Parser:
         return token.kind == "mark" and token.text in _CLOSING.values()
 
     def _skip_value(self, name: Token) -> None:
-        """Past the value of a field that cannot be used."""
+        """Skips the value of a field that cannot be used."""
         if self._peek().text == ":":
             self._next()
         if self._peek().text in _CLOSING:
@@ -250,7 +250,7 @@ class _Parser:
             self._next()
 
     def _skip_block(self) -> None:
-        """Past an opening bracket and everything up to the one that closes it."""
+        """Skips an opening bracket and everything up to the one that closes it."""
         depth = 0
         while True:
             token = self._next()
@@ -288,7 +288,7 @@ class _Parser:
 
 
 def _clash(field: FieldDescriptor, seen: dict[str, Token]) -> str:
-    """Why a field may not come now: it was there before, or another choice of its oneof was."""
+    """Says why a field may not stand here: it, or another choice of its oneof, stands earlier in the text."""
     if field.is_repeated:
         return ""
     if field.name in seen:

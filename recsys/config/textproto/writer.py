@@ -1,4 +1,4 @@
-"""From a message to text that `parser` reads back as the same message, with a remark behind any field."""
+"""Writes a message as text that `parser` reads back as the same message, with a remark behind any field."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,10 +12,10 @@ _WIDTH = 100
 
 
 def write(message: Message, remarks: Mapping[str, str] | None = None) -> str:
-    """Text of every field that is set, one a line.
+    """Writes every field that is set, one per line.
 
     Args:
-        remarks: by path, e.g. `features[0].id.table`: what stands as a comment behind the field.
+        remarks: comments behind fields, by a path such as `features[0].id.table`.
     """
     return "".join(f"{line}\n" for line in _lines(message, "", "", remarks or {}))
 
