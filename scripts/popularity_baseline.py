@@ -1,4 +1,4 @@
-"""The peer that needs no model: what knowing each item's popularity alone is worth on prepared data.
+"""Measures a baseline without a model on prepared data: ranking items by their popularity alone.
 
     python scripts/popularity_baseline.py --data data/kuairand
     python scripts/popularity_baseline.py --data data/ml-1m
@@ -10,7 +10,7 @@ over all candidates, GAUC within users weighted by their candidates, ties count 
 Retrieval: an item's score is its number of training events; the whole catalogue is ranked, items of the
 newest --max-history events removed, ties against the target.
 
-It reads the parquet files with polars and numpy and uses no line of the package: no error is shared.
+It reads the parquet files with polars and numpy and shares no code, hence no error, with the package.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTHS = (1, 10, 50, 200)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints a line a figure, or all of them as JSON."""
+    """Prints one line per figure, or all of them as JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def ranking_baseline(folder: Path, schema: dict, split: str) -> dict[str, float]:
-    """`<label>/<metric>` -> value on the candidates of `split`."""
+    """Computes figures on the candidates of `split`: `<label>/<metric>` -> value."""
     labels = [f"candidate_{name}" for name in schema["labels"]]
     train, validation, judged = (
         _read(folder, schema, part, ["user_id", "candidate_item_id", *labels]).explode(
@@ -70,12 +70,12 @@ def ranking_baseline(folder: Path, schema: dict, split: str) -> dict[str, float]
     figures: dict[str, float] = {}
     for name, kind in schema["labels"].items():
         label = f"candidate_{name}"
-        found = {k: item_means(train, validation, label, k) for k in STRENGTHS}
+        scores = {k: item_means(train, validation, label, k) for k in STRENGTHS}
         truth = validation[label].to_numpy()
         if kind == "binary":
-            strength = max(STRENGTHS, key=lambda k: np.nan_to_num(auc(found[k], truth)))
+            strength = max(STRENGTHS, key=lambda k: np.nan_to_num(auc(scores[k], truth)))
         else:
-            strength = min(STRENGTHS, key=lambda k: np.mean((found[k] - truth) ** 2))
+            strength = min(STRENGTHS, key=lambda k: np.mean((scores[k] - truth) ** 2))
         score, truth = item_means(train, judged, label, strength), judged[label].to_numpy()
         base = float(train[label].mean())
         if kind == "binary":
@@ -99,7 +99,7 @@ def ranking_baseline(folder: Path, schema: dict, split: str) -> dict[str, float]
 
 
 def retrieval_baseline(folder: Path, schema: dict, split: str, max_history: int) -> dict[str, float]:
-    """Metric -> value on the held-out items of `split`."""
+    """Computes figures on the held-out items of `split`: metric -> value."""
     train = _read(folder, schema, "train", ["uih_item_id"])
     judged = _read(folder, schema, split, ["uih_item_id", "candidate_item_id"])
     catalogue = pl.read_parquet(folder / "vocabulary" / "item_id.parquet").select(item="id")
@@ -111,14 +111,14 @@ def retrieval_baseline(folder: Path, schema: dict, split: str, max_history: int)
     for history, candidates in judged.iter_rows():
         target = candidates[0]
         limit = score.get(target, -1)
-        others = len(ordered) - np.searchsorted(ordered, limit, side="left") - (target in score)
+        as_good = len(ordered) - np.searchsorted(ordered, limit, side="left") - (target in score)
         seen = set(history[-max_history:]) - {target}
-        ranks.append(1 + others - sum(score[item] >= limit for item in seen if item in score))
+        ranks.append(1 + as_good - sum(score[item] >= limit for item in seen if item in score))
     return retrieval_metrics(np.array(ranks))
 
 
 def retrieval_metrics(ranks: np.ndarray) -> dict[str, float]:
-    """HR@k, NDCG@k and MRR of the ranks (1 is best) of one target a row."""
+    """Computes HR@k, NDCG@k and MRR of the ranks (1 is best) of one target per row."""
     gain = 1 / np.log2(1 + ranks)
     figures = {f"hit_rate@{k}": float((ranks <= k).mean()) for k in LENGTHS}
     figures |= {f"ndcg@{k}": float(np.where(ranks <= k, gain, 0).mean()) for k in LENGTHS[1:]}
@@ -126,25 +126,25 @@ def retrieval_metrics(ranks: np.ndarray) -> dict[str, float]:
 
 
 def item_means(train: pl.DataFrame, judged: pl.DataFrame, label: str, strength: float) -> np.ndarray:
-    """Smoothed training mean of the label of each judged candidate's item; the overall mean for new items."""
+    """Scores judged candidates by the smoothed training mean of their item's label; new items by the mean."""
     base = train[label].mean()
-    known = train.group_by("candidate_item_id").agg(total=pl.col(label).sum(), count=pl.len())
-    known = known.select(
+    means = train.group_by("candidate_item_id").agg(total=pl.col(label).sum(), count=pl.len())
+    means = means.select(
         "candidate_item_id", score=(pl.col("total") + strength * base) / (pl.col("count") + strength)
     )
-    joined = judged.join(known, on="candidate_item_id", how="left", maintain_order="left")
+    joined = judged.join(means, on="candidate_item_id", how="left", maintain_order="left")
     return joined["score"].fill_null(base).to_numpy()
 
 
 def item_counts(train: pl.DataFrame, judged: pl.DataFrame) -> np.ndarray:
-    """Training candidates of each judged candidate's item."""
-    known = train.group_by("candidate_item_id").agg(score=pl.len().cast(pl.Float64))
-    joined = judged.join(known, on="candidate_item_id", how="left", maintain_order="left")
+    """Scores judged candidates by the number of their item's training candidates."""
+    counts = train.group_by("candidate_item_id").agg(score=pl.len().cast(pl.Float64))
+    joined = judged.join(counts, on="candidate_item_id", how="left", maintain_order="left")
     return joined["score"].fill_null(0).to_numpy()
 
 
 def auc(score: np.ndarray, truth: np.ndarray) -> float:
-    """Probability that a positive scores above a negative, ties half; NaN with one class only."""
+    """Computes the probability that a positive outscores a negative, ties half; NaN with one class only."""
     value, place = np.unique(score, return_inverse=True)
     positives = np.bincount(place, weights=truth > 0, minlength=len(value))
     negatives = np.bincount(place, weights=truth <= 0, minlength=len(value))
@@ -154,27 +154,27 @@ def auc(score: np.ndarray, truth: np.ndarray) -> float:
 
 
 def gauc(score: np.ndarray, truth: np.ndarray, user: np.ndarray) -> float:
-    """Mean AUC of the users that have both classes, weighted by their number of candidates."""
+    """Averages the AUC of users with both classes, weighted by their number of candidates."""
     order = np.argsort(user, kind="stable")
     sorted_users = user[order]
     bounds = np.flatnonzero(sorted_users[1:] != sorted_users[:-1]) + 1
     total = weight = 0.0
     for index in np.split(order, bounds):
-        one = auc(score[index], truth[index])
-        if not np.isnan(one):
-            total += one * len(index)
+        of_user = auc(score[index], truth[index])
+        if not np.isnan(of_user):
+            total += of_user * len(index)
             weight += len(index)
     return total / weight if weight else float("nan")
 
 
 def log_loss(probability: np.ndarray, truth: np.ndarray) -> float:
-    """Mean binary cross-entropy."""
+    """Computes the mean binary cross-entropy."""
     p = np.clip(probability, 1e-7, 1 - 1e-7)
     return float(-np.where(truth > 0, np.log(p), np.log1p(-p)).mean())
 
 
 def entropy(rate: float) -> float:
-    """Entropy of a constant base rate, in nats."""
+    """Computes the entropy of a constant base rate, in nats."""
     return -(rate * np.log(rate) + (1 - rate) * np.log(1 - rate)) if 0 < rate < 1 else float("nan")
 
 

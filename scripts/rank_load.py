@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How evenly row-wise sharding spreads the lookups of a config's training rows over ranks.
+"""Measures how evenly row-wise sharding spreads the lookups of a config's training rows over ranks.
 
     .venv/bin/python scripts/rank_load.py --config configs/kuairand_ranking.config
     .venv/bin/python scripts/rank_load.py --config configs/ml_1m_hstu.config --ranks 2 16
 
-Reads one epoch and counts how often each table row is looked up. A figure is the busiest rank's lookups over
-the mean of all ranks, for ids in the order of their vocabularies and for ids dealt out over the rows, as
-`schema.row_layout` does with sharded tables. `limit`: what the most frequent row alone is worth; no order
-of rows comes below it.
+Reads one epoch and counts how often each table row is looked up. Each figure is the busiest rank's lookups
+over the mean of all ranks: `listed` for ids in the order of their vocabularies, `dealt` for ids spread over
+the rows by `schema.row_layout`, as in sharded tables. `limit` is the figure that the most frequent row alone
+causes; no order of rows comes below it.
 """
 
 import sys
@@ -28,7 +28,7 @@ from recsys.prepare.command import run
 
 
 class Load(NamedTuple):
-    """Lookups of the busiest rank over the mean of all ranks."""
+    """Lookups of the busiest rank over the mean of all ranks; see the head of this file."""
 
     listed: float
     dealt: float
@@ -36,13 +36,13 @@ class Load(NamedTuple):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints a line for each number of ranks and table, and one for all tables together."""
+    """Prints one line per number of ranks and table, and one for all tables together."""
     parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="FILE")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE")
     parser.add_argument("--ranks", type=positive, nargs="+", default=[8, 64])
     flags = parser.parse_args(arguments)
-    # Vocabularies are read in their own order, and dealt out below.
+    # Count by rows in the order of vocabularies; `rank_load` spreads them.
     replicated = "model.embedding.placement=REPLICATED"
     pipeline = config.prepare(flags.config, [*flags.set, replicated]).pipeline
     lookups = count_lookups(pipeline)
@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
         for name, counts in [*lookups.items(), ("all tables", None)]:
             chosen = lookups if counts is None else {name: counts}
             load = rank_load(chosen, dealt_tables(pipeline), ranks)
-            rows, total = (sum(int(f(one)) for one in chosen.values()) for f in (len, np.sum))
+            rows = sum(len(counts) for counts in chosen.values())
+            total = sum(int(counts.sum()) for counts in chosen.values())
             print(
                 f"{ranks:5}  {name:{width}}  {rows:8,}  {total:10,}  {load.listed:6.2f}  {load.dealt:6.2f}  "
                 f"{load.limit:6.2f}"
@@ -60,28 +61,28 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def count_lookups(pipeline: pb.Pipeline) -> dict[str, np.ndarray]:
-    """Table -> int64 [rows], how often each row is looked up in an epoch; a retriever's negatives aside."""
-    found = {table.name: np.zeros(table.rows, np.int64) for table in features.tables(pipeline)}
+    """Counts the lookups of each row in an epoch, without negatives: table -> int64 [rows]."""
+    lookups = {table.name: np.zeros(table.rows, np.int64) for table in features.tables(pipeline)}
     for batch in Loader.open(pipeline, "train", layout_rule(pipeline)).epoch():
         for column in features.columns(pipeline):
             if column.table:
                 rows = batch.ids[column.name].values().numpy()
-                found[column.table] += np.bincount(rows, minlength=len(found[column.table]))
-    return found
+                lookups[column.table] += np.bincount(rows, minlength=len(lookups[column.table]))
+    return lookups
 
 
 def dealt_tables(pipeline: pb.Pipeline) -> set[str]:
-    """Tables whose ids have a vocabulary; rows that a hash or limits number stay where they are."""
+    """Names the tables whose ids have a vocabulary; rows of hashes and buckets stay where they are."""
     ids = [feature.id for feature in pipeline.features if feature.HasField("id")]
-    return {one.table for one in ids if one.HasField("vocabulary")}
+    return {id.table for id in ids if id.HasField("vocabulary")}
 
 
 def rank_load(lookups: dict[str, np.ndarray], vocabularies: set[str], ranks: int) -> Load:
-    """The load of some tables together, each cut into blocks of ceil(rows / ranks) rows, as TorchRec does.
+    """Computes the load of tables together, each cut into blocks of ceil(rows / ranks) rows, as in TorchRec.
 
     Args:
         lookups: table -> lookups of each row, ids in the order of their vocabulary.
-        vocabularies: tables that have one.
+        vocabularies: tables that have a vocabulary.
         ranks: number of ranks.
     """
     listed, dealt = np.zeros(ranks), np.zeros(ranks)

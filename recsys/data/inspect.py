@@ -14,8 +14,7 @@ from recsys.data.schema.vocabulary import Buckets, HashBuckets, Vocabulary, mapp
 
 
 class Token(NamedTuple):
-    """One token of a sample; `position` is its place in the sequence, or `-` for a candidate that is no
-    token."""
+    """One token of a sample; `position` in the sequence is `-` for a candidate that is no token."""
 
     position: str
     kind: str

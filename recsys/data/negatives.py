@@ -21,7 +21,7 @@ from recsys.data.schema.contract import Mode
 from recsys.data.schema.vocabulary import Vocabulary, mappings
 
 _NEGATIVES = 4
-"""Number that tells the hash that draws negatives apart; 1, 2, 3 and 5 are the plan's and the converter's."""
+"""Hash stream that draws negatives; 1 and 2 are the plan's, 3 and 5 the converter's."""
 
 _NO_ROWS = np.empty(0, np.int64)
 
@@ -256,8 +256,7 @@ def _read_log_q(pipeline: pb.Pipeline, sampler: NegativeSampler) -> InBatchLogQ 
 
 
 def _read_counts(pipeline: pb.Pipeline) -> np.ndarray:
-    """Reads the training events of each row of the item table from the vocabulary file of the
-    items."""
+    """Reads the training events of each row of the item table from the items' vocabulary file."""
     item = features.searched_item(pipeline)
     vocabulary = mappings(pipeline)[item.id.table]
     if not isinstance(vocabulary, Vocabulary):

@@ -51,8 +51,7 @@ def count_before(events: pl.DataFrame, *, key: str, column: str, labels: Sequenc
 
 
 def _totals_before(events: pl.DataFrame, keys: list[str], labels: Sequence[str]) -> pl.DataFrame:
-    """Sums `count` and each label over earlier events with equal `keys`; one row per event, in their
-    order."""
+    """Sums `count` and labels over earlier events with equal `keys`; one row per event, in order."""
     sums = [pl.col(f"label_{label}").cast(pl.Float64).sum().alias(label) for label in labels]
     totals = events.group_by(*keys, "period").agg(pl.len().cast(pl.Float64).alias("count"), *sums)
     totals = totals.sort("period")

@@ -135,8 +135,7 @@ class Moments:
 
 
 class DatasetWriter:
-    """Writes the files of one data set into `folder` and gathers statistics for vocabularies and
-    schema.json."""
+    """Writes the files of one data set, and gathers statistics for vocabularies and schema.json."""
 
     def __init__(self, folder: Path, contents: Contents, *, rows_per_group: int):
         self.folder = folder
@@ -230,8 +229,7 @@ class DatasetWriter:
         return schema
 
     def _event_columns(self, with_candidates: bool) -> dict[str, tuple[str, str]]:
-        """Maps each list column of the files to the column of the events that it is cut from, and its
-        side."""
+        """Maps each list column of the files to the column of events that it is cut from, and its side."""
         columns = {}
         sides = ("HISTORY", "CANDIDATE") if with_candidates else ("HISTORY",)
         for side in sides:

@@ -134,8 +134,7 @@ class Log:
         return frame
 
     def time_quantiles(self, *shares: float) -> list[int]:
-        """Finds the times (microseconds) before which these shares of events lie, to a millionth of the
-        span."""
+        """Finds the times (us) before which these shares of events lie, to a millionth of the span."""
         width = (self.last_time - self.first_time) // HISTOGRAM_BINS + 1
         counts = np.zeros(HISTOGRAM_BINS + 1, dtype=np.int64)
         for path in (path for part in self.parts for path in part):

@@ -171,8 +171,7 @@ def _write_ranking(
 def _write_retrieval(
     writer: DatasetWriter, events: pl.DataFrame, number: int, now: int, max_history: int
 ) -> None:
-    """Writes the leave-one-out rows of one part, in the order of users, and whole histories as of `now`
-    (s)."""
+    """Writes the leave-one-out rows of one part, ordered by user, and histories as of `now` (seconds)."""
     user = events["user_id"].rle_id().to_numpy()
     table = plain_table(events)
     for split, held_out in (

@@ -34,7 +34,7 @@ def real_rows(batches) -> list[tuple[int, int]]:
 
 
 def same(a, b) -> bool:
-    """Whether two batches hold the same numbers."""
+    """True if two batches hold the same numbers."""
     plain = (
         "uih_lengths",
         "num_candidates",

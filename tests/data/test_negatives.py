@@ -1,4 +1,4 @@
-"""Items that a retriever's batch shares, what is known of them, and the file that says it."""
+"""The negatives of a retriever's batch, their features and weights, and the file that describes them."""
 
 import math
 
@@ -68,7 +68,7 @@ def write(sample, items=None) -> None:
 
 
 def expected(sample, rows):
-    """What the columns hold for some rows of the item table, from the file by hand."""
+    """Computes the columns of rows of the item table from the file, by hand."""
     by_id = {one["item_id"]: one for one in sample.items}
     known = [by_id[sample.vocabulary[row - 1]] for row in rows]
     labels = mappings(sample.pipeline)["labels"]

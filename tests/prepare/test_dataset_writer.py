@@ -1,4 +1,4 @@
-"""What the writer of data sets counts, and what it puts on disk."""
+"""The writer of data sets: its counts and the files it makes."""
 
 import numpy as np
 import polars as pl

@@ -32,7 +32,7 @@ def test_the_quickstart_from_training_to_predictions(tmp_path):
     named = re.search(r"^Done in \d+ s\.\n\n(.*?)\n\n", done.stdout, re.MULTILINE | re.DOTALL).group(1)
     places = re.findall(r"runs/quickstart[\w./]*", named)
     assert len(places) == 7 and all((tmp_path / place).exists() for place in places)
-    # What it says to type next is right too.
+    # The commands that it suggests next are right too.
     after = done.stdout.split("What to type next:")[1]
     for line in re.findall(r"^  (python .*)", after, re.MULTILINE):
         stops_by_itself = "--help" in line or "--print-config" in line

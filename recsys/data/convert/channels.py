@@ -1,5 +1,4 @@
-"""Selects the events of a batch that belong to a channel. Runs in the reader processes, without a loop over
-rows."""
+"""Selects the events of a batch that belong to a channel, in the reader processes."""
 
 from typing import NamedTuple
 

@@ -35,8 +35,7 @@ Mapping = Vocabulary | HashBuckets | Buckets
 """Maps original values to rows of a table."""
 
 _UNKNOWN, _LENGTH = 3, 5
-"""Numbers that tell the hashes apart which draw unknown ids and subsampled events; the plan has 1 and 2, the
-negatives 4."""
+"""Hash streams that draw unknown ids and subsampled events; 1 and 2 are the plan's, 4 the negatives'."""
 
 _INT32 = np.iinfo(np.int32)
 
@@ -336,8 +335,7 @@ def _spread_user(column: FlatColumn, good: np.ndarray) -> FlatColumn:
 
 
 def _plain(values: pa.Array) -> pa.Array:
-    """Casts types that numpy does not take: dictionaries, half floats, and the null type of an empty
-    column."""
+    """Casts types that numpy does not take: dictionaries, half floats, nulls of an empty column."""
     if pa.types.is_dictionary(values.type):
         return values.dictionary_decode()
     if pa.types.is_float16(values.type):

@@ -113,8 +113,7 @@ class Packer:
         return _packed(self._pieces(block), allocate)
 
     def _pieces(self, block: ColumnBlock) -> dict[str, Any]:
-        """Makes the fields of `BatchArrays`; integers may still be int32, and lists of arrays are to be
-        joined."""
+        """Makes the fields of `BatchArrays`, with integers as they are and lists of arrays to be joined."""
         num_rows, flat = len(block.row), block.flat
         lengths = {pb.USER: np.ones(num_rows, np.int64), **block.lengths}
         ids = [_ids(column, flat, lengths[column.side]) for column in self._columns if column.table]

@@ -88,8 +88,7 @@ class Lists:
 
     @classmethod
     def of(cls, column: pa.Array) -> "Lists":
-        """Takes a list array apart without copying; a null list, which `check_nulls` reports, becomes
-        empty."""
+        """Takes a list array apart without copying; a null list (see `check_nulls`) becomes empty."""
         if pa.types.is_fixed_size_list(column.type):
             column = column.cast(pa.large_list(column.type.value_type))
         if column.null_count:
@@ -122,8 +121,7 @@ class Cells:
         return places
 
     def row_offsets(self, num_rows: int) -> np.ndarray:
-        """Returns the index of each row's first innermost value, and the end of the last: int64 [num_rows +
-        1]."""
+        """Returns where each row's innermost values begin, and the end of the last: int64 [num_rows + 1]."""
         offsets = np.arange(num_rows + 1)
         for level in self.lists:
             offsets = level.offsets[offsets]

@@ -1,5 +1,4 @@
-"""The order of an epoch: which rows make up batch k, as a pure function of (seed, epoch, row groups, three
-settings).
+"""The order of an epoch: the rows of batch k as a function of seed, epoch, row groups and three settings.
 
 It does not depend on ranks or reader processes, so a run that is resumed with other numbers of them goes on
 with the same batches. Row groups are dealt to lanes; the rows of a few row groups of a lane are mixed; lanes
@@ -18,7 +17,7 @@ from recsys.data.hashing import combine
 from recsys.data.sources import RowGroup
 
 _GROUPS, _ROWS = 1, 2
-"""Numbers that tell the hashes apart which order row groups and rows."""
+"""Hash streams that order row groups and rows."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,7 @@ class EpochPlan:
         return PlanBlock(members, np.argsort(hashes, kind="stable"))
 
     def _deal(self) -> list["_Lane"]:
-        """Deals row groups to lanes, and within each lane to blocks, in the order in which the lane reads
-        them."""
+        """Deals row groups to lanes, and to blocks in the order in which each lane reads them."""
         numbers = np.asarray([i for i, group in enumerate(self.groups) if group.num_rows], np.int64)
         if self._settings.shuffle:
             order = np.argsort(combine(self._settings.seed, self._epoch, _GROUPS, numbers), kind="stable")
@@ -171,8 +169,7 @@ def _take_turns(batches: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def resident_blocks(plan: EpochPlan, num_readers: int) -> int:
-    """Counts the blocks that one of `num_readers` readers, taking every num_readers-th batch, needs at a
-    time."""
+    """Counts the blocks in use at a time by a reader that takes every num_readers-th batch."""
     lanes = plan.num_lanes // max(1, math.gcd(plan.num_lanes, num_readers))
     # A batch on the border of two blocks needs both.
     return lanes + 1

@@ -1,5 +1,4 @@
-"""The batches that a rank reads, epoch after epoch. It travels to reader processes, so nothing here imports
-torch."""
+"""The batches that a rank reads, epoch after epoch; reader processes follow it without importing torch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

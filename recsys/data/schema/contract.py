@@ -65,8 +65,7 @@ class FileColumn:
 
 
 def file_columns(pipeline: pb.Pipeline, mode: Mode) -> list[FileColumn]:
-    """Lists the columns that a resolved config reads, without key columns; its model says if it reads
-    candidates."""
+    """Lists the columns that a config and its model read for `mode`, without key columns."""
     model = model_of(pipeline)
     candidates = model.reads_candidates(mode)
     uih, candidate = features.PREFIX[pb.HISTORY], features.PREFIX[pb.CANDIDATE]

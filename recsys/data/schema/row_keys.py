@@ -25,8 +25,7 @@ def hash_keys(keys: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 
 
 def key_hash(values: pa.Array) -> np.ndarray:
-    """Maps values of a key column to int64: integers stay what they are, others become a hash of their
-    text."""
+    """Maps values of a key column to int64: integers stay, others become a hash of their text."""
     if pa.types.is_integer(values.type):
         return integers(values)
     return hash_text(pc.fill_null(values.cast(pa.large_string()), "")).view(np.int64)

@@ -56,8 +56,7 @@ class ShardedRowLayout:
 
 
 def sharded_name(pipeline: pb.Pipeline, table: str) -> str | None:
-    """Returns the `table` argument of `ShardedRowLayout`: the table's name if its rows are sharded, else
-    None."""
+    """Returns the `table` argument of `ShardedRowLayout`: the name of a sharded table, else None."""
     return table if pipeline.model.embedding.placement == pb.Embedding.SHARDED else None
 
 

@@ -166,8 +166,7 @@ class Buckets:
 
 
 def row_type(rows: int) -> type[np.integer]:
-    """Returns the smaller of int32 and int64 that holds the rows of a table, as rows are copied many
-    times."""
+    """Returns the smaller of int32 and int64 that holds a table's rows, which are copied many times."""
     return np.int32 if rows <= 2**31 else np.int64
 
 
@@ -309,8 +308,7 @@ class _Front(NamedTuple):
         return front
 
     def look(self, queries: np.ndarray) -> np.ndarray:
-        """Returns int64 [n, 2]: the key at the place of each query, to be compared with it, and that key's
-        row."""
+        """Returns int64 [n, 2]: the key at the place of each query, which may differ from it, and its row."""
         return self.entries.take(self._places(queries), axis=0, mode="clip")
 
     def _places(self, keys: np.ndarray) -> np.ndarray:

@@ -28,8 +28,7 @@ _MOST_VALUES = 3
 
 @register(pb.SyntheticSource)
 class SyntheticSource(Source):
-    """One pseudo-file with the columns that the config reads; row group i is drawn with the seed (seed,
-    i)."""
+    """One pseudo-file with all columns that the config reads; row group i has the seed (seed, i)."""
 
     unique_keys = True
 

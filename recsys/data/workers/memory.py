@@ -14,8 +14,8 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3
 _KEPT = 1 << 30
 _GROWTH = 1 << 26
 _LARGEST = 1 << 25
-"""mallopt thresholds in bytes: free memory to retain; heap growth step; largest allocation served from the
-heap (glibc allows at most 32 MiB)."""
+"""mallopt thresholds in bytes: free memory to retain; heap growth step; largest allocation served from
+the heap (at most 32 MiB in glibc)."""
 
 
 def keep_freed_memory() -> None:

@@ -14,8 +14,7 @@ _IMPORTS = ["recsys.data.workers.pool"]
 
 
 def context() -> BaseContext:
-    """Returns the way in which they are started: a fork of this process could hang in a lock held by a
-    thread."""
+    """Returns the way to start processes; a fork of this one could hang in a lock held by a thread."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     chosen = multiprocessing.get_context("forkserver")

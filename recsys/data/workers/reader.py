@@ -107,8 +107,7 @@ class Reader:
         return self._plan if known else EpochPlan(self.source.row_groups, self.settings, epoch)
 
     def begin(self, epoch: int) -> None:
-        """Starts to read an epoch: counts from 0, with nothing in memory. `read` does so when the epoch
-        changes."""
+        """Starts an epoch: counts from 0, with nothing in memory. `read` does so when the epoch changes."""
         self._plan = self.plan(epoch)
         self._epoch = epoch
         self._skipped: Counter[str] = Counter()

@@ -98,8 +98,7 @@ class SlotReader:
         self._segments: dict[str, mmap.mmap] = {}
 
     def take(self, slot: Slot) -> np.ndarray:
-        """Returns the bytes in a slot, uint8 [size]. The slot is free when the array and all its views are
-        gone."""
+        """Returns the bytes in a slot, uint8 [size]; the slot is free when all views of them are gone."""
         held = self._segments.get(slot.segment)
         if held is None:
             held = self._segments[slot.segment] = _attach(slot.segment)

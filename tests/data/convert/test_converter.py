@@ -26,7 +26,7 @@ def bucket(value: int, buckets: int) -> int:
 
 
 def expected(rows: list[dict], vocabulary: list[int], max_history_len: int) -> dict:
-    """What the arrays must hold, said row by row."""
+    """Computes the expected arrays row by row."""
     item = {value: i + 1 for i, value in enumerate(vocabulary)}
     columns = {
         "user_id": [],

@@ -47,7 +47,7 @@ def same_key(rows: list[dict]) -> None:
 
 
 CASES = {
-    # What is broken: (change, reason, message, types that differ from the usual ones).
+    # Each broken row: (change, reason, message, types that differ from the usual ones).
     "null id": (change("user_id", None), "null", "user_id is null; what is not known is an id that", {}),
     "null time": (change("request_time", None), "null", r"request_time is null\.", {}),
     "null number": (change("age", None), "null", "age is null; numeric.fill of the feature gives", {}),

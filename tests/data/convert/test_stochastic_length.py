@@ -60,7 +60,7 @@ def test_long_histories_are_kept_as_often_as_the_paper_says() -> None:
 
 
 def test_draws_follow_the_weights() -> None:
-    # Of three events, two are drawn: weights 1 - age / sum of ages are 1/4, 3/4 and 1 for ages 3, 1 and 0.
+    # Two of three events are drawn: weights 1 - age / sum of ages are 1/4, 3/4 and 1 for ages 3, 1 and 0.
     count = 40_000
     lengths = np.full(count, 3)
     timestamps = np.tile([0, 2, 3], count)

@@ -43,17 +43,17 @@ def test_large_counts_do_not_wrap_around():
 @pytest.mark.parametrize("ranks", [2, 8, 64])
 @pytest.mark.parametrize("count", [3883, 9125, 50_000, 1_000_003])
 def test_every_block_of_rows_has_its_share_of_the_first_ids(count, ranks):
-    """As TorchRec cuts a table row-wise: blocks of ceil(rows / ranks)."""
+    """TorchRec cuts a table row-wise into blocks of ceil(rows / ranks)."""
     rows = ShardedRowLayout(count, "t").row_of(np.arange(count))
     block = -(-(count + 1) // ranks)
     for first in (4 * ranks, 16 * ranks, count // 4):
-        # Dealt out at random, blocks would have 4, 16, ... ids with deviations of 2, 4, ... from that.
+        # With ids spread at random, blocks would have 4, 16, ... ids with deviations of 2, 4, ... from that.
         assert np.bincount(rows[:first] // block).max() <= 1.02 * first / ranks + 3, first
         assert np.bincount((1 + np.arange(first)) // block).max() > 1.9 * first / ranks
 
 
 @pytest.mark.parametrize("ids", [[5, 7, 9, 11, 13], [10**15, 3, 77, 5 * 10**17], ["a", "b", "", "dd"]])
-def test_a_vocabulary_with_its_ids_dealt_out(ids):
+def test_a_vocabulary_of_a_sharded_table(ids):
     text = isinstance(ids[0], str)
     kind, stranger = (pa.string(), "zz") if text else (pa.int64(), 8)
     vocabulary = Vocabulary(pa.array(ids, kind), name="v", table="t")
@@ -66,7 +66,7 @@ def test_a_vocabulary_with_its_ids_dealt_out(ids):
     assert vocabulary.original(rows).to_pylist() == [None if q == stranger else q for q in queries]
 
 
-def test_only_sharded_tables_are_dealt_out(sample):
+def test_only_sharded_tables_are_spread(sample):
     pipeline = sample.pipeline
     listed = mappings(pipeline)["item"].map(pa.array(sample.vocabulary)).tolist()
     assert listed == list(range(1, 7))

@@ -62,7 +62,7 @@ def test_processes_go_ahead_by_so_much_and_no_more(tmp_path):
     batches = iter(pool)
     try:
         assert [next(batches), next(batches)] == [0, 1]
-        # Of each process one is taken, three wait, and one is read that cannot be sent yet.
+        # Each process has one batch taken, three that wait, and one read that cannot be sent yet.
         expected = set(range(2 * (1 + 3 + 1)))
         deadline = time.monotonic() + 10
         while {int(name) for name in os.listdir(tmp_path)} != expected and time.monotonic() < deadline:

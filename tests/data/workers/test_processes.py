@@ -27,7 +27,7 @@ def test_the_command_imports_nothing_for_it_and_readers_neither_torch_nor_models
 
 
 class SentError(Exception):
-    """What would have gone to the reader processes."""
+    """Carries the bytes that would have gone to the reader processes."""
 
 
 @pytest.mark.parametrize("pass_of", ["epoch", "epochs"])
