@@ -1,4 +1,4 @@
-"""The command line that all commands share: flags, logging, errors to exit codes.
+"""The command line that all commands share: flags, logging, exit codes of errors.
 
 An entry point is a function of a `Call` and one line, `raise SystemExit(cli.main("train", run))`. Exit codes:
 0 done, 1 run time, 2 usage or config, 3 data, 4 non-finite loss, 5 environment, 130 and 143 after a signal,
@@ -28,18 +28,18 @@ LOG_VARIABLE = "RECSYS_LOG"
 """Environment variable with the level of the log when `--log-level` does not give one."""
 
 VARIABLES = (LOG_VARIABLE, "RECSYS_BACKEND")
-"""Environment variables that something is read from; a run says which of them are set."""
+"""Environment variables that the package reads; a run logs those that are set."""
 
 MOST_FINDINGS = 30
-"""Findings that are printed; who gave a wrong file needs no more to see it."""
+"""Print at most this many findings; more do not help someone who gave the wrong file."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What a command was asked for.
+    """The request of a command line.
 
     Attributes:
-        ready: resolved config with origins; None when a command that can do without got none.
+        ready: resolved config with origins; None if the command needs no config and got none.
         run_dir: folder of the run; not created yet.
         dry_run: do one step, save nothing.
         flags: all flags, the command's own among them.
@@ -96,18 +96,18 @@ def main(
 
 
 def _share_cores() -> None:
-    """Has OpenMP's threads sleep, not spin, while they wait for each other.
+    """Makes OpenMP's threads sleep instead of spin while they wait for each other.
 
-    Where reader processes or other programs want the same cores, spinning threads keep those that they wait
-    for from running: 60 small steps took 91 s so on two busy cores, and 4 s with sleeping threads
-    (experiments/2026-11-22-small-figures). OpenMP reads it when torch is imported, which is later; what the
-    user has set stays.
+    If reader processes or other programs need the same cores, spinning threads block the threads that they
+    wait for: 60 small steps took 91 s on two busy cores, and 4 s with sleeping threads
+    (experiments/2026-11-22-small-figures). OpenMP reads the setting when torch is imported, which is later. A
+    setting of the user stays.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def add_checkpoint(flags: argparse._ActionsContainer) -> None:
-    """The flag of the commands that take a trained state out of a run folder."""
+    """Adds the flag of commands that load a trained state from a run folder."""
     flags.add_argument(
         "--checkpoint",
         default="best",
@@ -117,9 +117,9 @@ def add_checkpoint(flags: argparse._ActionsContainer) -> None:
 
 
 def _recorded(action: Callable[[], int | None]) -> Callable[[], int | None]:
-    """An action whose errors torchrun, if it has started this process, names as the cause of the end of all.
+    """Wraps an action so that torchrun reports this process's exception as the root cause.
 
-    Of a process that only ends with a code it says that there is no traceback.
+    Without it torchrun only reports an exit code and a missing traceback.
     """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return action
@@ -129,7 +129,7 @@ def _recorded(action: Callable[[], int | None]) -> Callable[[], int | None]:
 
 
 def _guard(action: Callable[[], int | None]) -> int:
-    """The exit code of an action: its own, or that of an error for users, shown without a traceback."""
+    """Runs an action and returns its exit code; errors for users are shown without a traceback."""
     try:
         code = action() or 0
         sys.stdout.flush()
@@ -147,17 +147,17 @@ def _guard(action: Callable[[], int | None]) -> int:
         logger.debug("it happened here", exc_info=True)
         return error.exit_code
     except ImportError as error:
-        # Commands import the libraries when they run, and nothing of a config decides whether they can.
+        # Commands import the libraries when they run, so a broken one shows up here, whatever the config is.
         logger.error("%s: %s", error, environment.REPAIR)
         logger.debug("it happened here", exc_info=True)
         return InstallationError.exit_code
     except BrokenPipeError:
-        # `| head` has read enough. What is still in the buffer goes nowhere, or Python complains at its end.
+        # `| head` has read enough. Drop the rest of the buffer, or Python complains when it exits.
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        # A full disk, a folder that may not be written: the system's word for it is what can be acted on.
+        # A full disk, a folder that is read-only: the system's message says what to do.
         logger.error("%s", error)
         logger.debug("it happened here", exc_info=True)
         return RecsysError.exit_code
@@ -181,14 +181,14 @@ def _prepare_and_run(
         ready = config.prepare(config_file(flags), flags.set, read_files=False)
         folder = flags.run_dir
     if ready is not None:
-        # Those of the config in a run folder were shown when the run began.
+        # Warnings about the config of a run folder were shown when the run began.
         for warning in ready.warnings if flags.config is not None and _is_first_process() else ():
             logger.warning("%s", warning)
         if flags.validate or flags.print_config:
             print("ok" if flags.validate else config.to_text(ready.pipeline, ready.origins).rstrip())
             return 0
     call = Call(ready, Path(folder or "."), flags.dry_run, flags)
-    # Training begins a run folder; the others use one, perhaps another person's. A misspelt name makes none.
+    # Only training creates a run folder. A misspelt path must not create a folder.
     to_file = command == "train" or os.access(call.run_dir, os.W_OK)
     if flags.dry_run or folder is None or not to_file:
         return _guard(_recorded(lambda: _run(run, call)))
@@ -226,7 +226,7 @@ def _parser(
     parser = Parser(f"python -m recsys.{command}", description=description, allow_abbrev=False)
     shared = parser.add_argument_group("shared flags")
     wanted = "needed, unless --run-dir is the folder of a run" if needs_config else "optional"
-    # Of a command that finds its config itself the flag is known, to say so where it is given.
+    # Commands that find their config themselves know the flag too, to say so when it is given.
     about = argparse.SUPPRESS if own_config else f"the .config file; {wanted}"
     shared.add_argument("--config", metavar="FILE", help=about)
     shared.add_argument(
@@ -263,7 +263,7 @@ def _level_of_variable(parser: argparse.ArgumentParser) -> str:
 
 
 class _Version(argparse.Action):
-    """Prints versions; the libraries are not imported for it."""
+    """Prints versions without importing the libraries."""
 
     def __init__(self, option_strings, dest, help=None):
         super().__init__(
@@ -276,14 +276,14 @@ class _Version(argparse.Action):
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to the sys.stderr of the moment: a progress bar puts its own there, and stays below the log."""
+    """Writes to the current sys.stderr, which a progress bar replaces so that it stays below the log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)
 
 
 class _FileHandler(logging.FileHandler):
-    """`log.txt`. From the first line on that cannot be written, on a full disk, the log is stderr's alone."""
+    """Writes `log.txt`. If a line cannot be written (full disk), later lines go to stderr only."""
 
     def __init__(self, path: Path):
         super().__init__(path, encoding="utf-8")
@@ -300,7 +300,7 @@ class _FileHandler(logging.FileHandler):
             super().handleError(record)
             return
         self._failed = True
-        # A line of the log about it would come back here.
+        # A log line about this would come back here.
         print(f"{self._path} ends here, it cannot be written: {error}", file=sys.stderr)
 
     def close(self) -> None:
@@ -310,7 +310,7 @@ class _FileHandler(logging.FileHandler):
 
 @contextmanager
 def _log_to_stderr(level: str) -> Iterator[None]:
-    """The log of this process on stderr; of several processes the first one's, and warnings of the others."""
+    """Sends the log to stderr: all of the first process's, and the warnings of other processes."""
     handler = _StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     chosen = level.upper() if _is_first_process() else "WARNING"
@@ -322,7 +322,7 @@ def _log_to_stderr(level: str) -> Iterator[None]:
 
 @contextmanager
 def _log_to_file(run_dir: Path) -> Iterator[None]:
-    """The log of the first process in `run_dir/log.txt`, behind what earlier runs left there.
+    """Appends the log of the first process to `run_dir/log.txt`.
 
     Raises:
         RecsysError: the folder cannot be written.
@@ -342,7 +342,7 @@ def _log_to_file(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _handler(handler: logging.Handler, level: str | None) -> Iterator[None]:
-    # The level is this package's: the libraries log what they do at the level info, and keep to warnings.
+    # The level applies to this package; libraries log much at level info, so only their warnings show.
     root, package = logging.getLogger(), logging.getLogger("recsys")
     before = package.level
     root.addHandler(handler)
@@ -357,5 +357,5 @@ def _handler(handler: logging.Handler, level: str | None) -> Iterator[None]:
 
 
 def _is_first_process() -> bool:
-    # torchrun tells a process its rank this way only, until there is a process group.
+    # Until there is a process group, this is the only way to learn the rank from torchrun.
     return os.environ.get("RANK", "0") == "0"

@@ -1,4 +1,4 @@
-"""`python -m recsys.doctor`: is this installation fit to train, and if not, what to type.
+"""`python -m recsys.doctor`: checks whether this installation can train, and says what to type if not.
 
 Exit code 0, or 5 when something is broken. Warnings (no compiler for export, an old ptxas) do not count as
 broken.
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def render(finding: Finding) -> str:
-    """One finding as text: state, name, detail, and the remedy on a line of its own."""
+    """One finding as text: state, name, detail, and the remedy on a separate line."""
     indent = "\n" + " " * 10
     text = f"{finding.state:<9} {finding.name}: " + finding.detail.replace("\n", indent)
     return text + (f"{indent}-> {finding.remedy}" if finding.remedy else "")

@@ -1,6 +1,6 @@
-"""The checks of `recsys.doctor`: from the versions to a tiny model that trains and a tiny package that runs.
+"""The checks of `recsys.doctor`: from versions to a tiny model that trains and a tiny package that runs.
 
-Each check imports what it is about when it runs, since the import may be what is broken.
+Each check imports its libraries when it runs, since an import may be what is broken.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Finding(NamedTuple):
 
 
 class WrongResult(RuntimeError):
-    """A check ran and computed something else than it must."""
+    """A check ran and computed a wrong result."""
 
 
 def diagnose(*, quick: bool = False) -> Iterator[Finding]:
-    """Run every check, cheap ones first, each finding as soon as it is known.
+    """Run every check, cheap ones first, and yield each finding as soon as it is known.
 
     Args:
         quick: leave out compiling and loading a package (about half a minute).
@@ -74,18 +74,18 @@ def diagnose(*, quick: bool = False) -> Iterator[Finding]:
 
 
 def attempt(name: str, check: Callable[[], str], remedy: str) -> Finding:
-    """Run a check that returns its detail; what it raises becomes an error with `remedy`."""
+    """Run a check that returns its detail; an exception becomes an error with `remedy`."""
     try:
         return Finding("ok", name, check())
     except FAILURES as failure:
-        # What an InstallationError advises is to run the doctor.
+        # An InstallationError advises to run the doctor, which is under way.
         error = failure.__cause__ if isinstance(failure, InstallationError) else failure
         first_line = next(iter(str(error).strip().splitlines()), "")
         return Finding("error", name, f"{type(error).__name__}: {first_line}", remedy)
 
 
 def check_versions(versions: dict[str, str]) -> Iterator[Finding]:
-    """Installed torch, fbgemm and torchrec against the rows that were tested together."""
+    """Compare the installed torch, fbgemm and torchrec with the rows that were tested together."""
     torch = versions.get("torch")
     if torch is None:
         yield Finding("error", "torch", "not installed", REINSTALL)
@@ -104,14 +104,14 @@ def check_versions(versions: dict[str, str]) -> Iterator[Finding]:
 
 
 def compare_protos() -> str:
-    """Whether the config language is the one of the `.proto` files beside it."""
+    """Check that the config language was compiled from the `.proto` files beside it."""
     if environment.protos_differ():
         raise WrongResult("recsys/protos was not compiled from what protos/ is now")
     return "compiled"
 
 
 def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[Finding]:
-    """Whether FBGEMM's build fits the machine: the CUDA build needs a driver, the CPU build ignores a GPU."""
+    """Check that FBGEMM's build fits: the CUDA build needs a driver, the CPU build ignores a GPU."""
     fbgemm = versions.get("fbgemm-gpu")
     if fbgemm is None:
         return
@@ -131,7 +131,7 @@ def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[Findi
 
 
 def check_compiler(cxx: str | None) -> Finding:
-    """`recsys.export` compiles C++."""
+    """Check that there is a C++ compiler, which `recsys.export` needs."""
     if cxx is None:
         detail = "no C++ compiler ($CXX, g++, clang++): recsys.export cannot work"
         return Finding("warning", "C++ compiler", detail, "apt install g++")
@@ -139,7 +139,7 @@ def check_compiler(cxx: str | None) -> Finding:
 
 
 def check_ptxas() -> Iterator[Finding]:
-    """Triton 3.6 and 3.7 bring an assembler that miscompiles some Hopper code; 13.3 does not."""
+    """Check the assembler: that of Triton 3.6 and 3.7 miscompiles some Hopper code; 13.3 does not."""
     environment.prefer_packaged_ptxas()
     path = environment.find_ptxas()
     if environment.driver_version() is None:
@@ -181,7 +181,7 @@ def run_fbgemm() -> str:
 
 
 def explain_ops() -> str:
-    """Which backends each op has here, for a small batch in float32 and in bfloat16."""
+    """List the backends of each op on this machine, for a small batch in float32 and in bfloat16."""
     import torch
 
     from recsys import ops
@@ -212,7 +212,7 @@ def explain_ops() -> str:
 
 
 def train_a_step() -> str:
-    """FBGEMM embeddings through attention to a loss and back: the gradient is finite and not zero."""
+    """Train FBGEMM embeddings through attention to a loss: the gradient must be finite and not zero."""
     import torch
 
     from recsys import ops

@@ -1,4 +1,4 @@
-"""What this machine has: versions, driver, compilers.
+"""Describes this machine: versions of libraries, driver, compilers.
 
 `scripts/install.py` reads the table of tested rows (so nothing here imports torch at the top), checkpoints
 and packages record `versions()`, the exporter asks for `find_cxx()`, and `recsys.doctor` reports all of it.
@@ -43,23 +43,23 @@ TESTED = (
 )
 
 FOR_GPUS = TESTED[0]
-"""What has been run and timed on GPUs. Its torch brings Triton 3.6, in whose Gluon the kernels for Hopper are
-written; later ones bring another, with which they are not used."""
+"""The row that was run and timed on GPUs. Its torch includes Triton 3.6, whose Gluon the Hopper kernels use;
+with the Triton of later ones they are not used."""
 
 MINIMAL_PTXAS = (13, 3)
 """Earlier assemblers miscompile some products of Triton's on Hopper."""
 
 PACKAGED_PTXAS = "nvidia-cuda-nvcc>=13.3"
-"""A distribution that has one which does not."""
+"""A distribution with an assembler that is new enough."""
 
 REPAIR = "type `python scripts/install.py`; `python -m recsys.doctor` says what is wrong"
-"""What to do about an installation that does not work, for the end of a sentence."""
+"""Advice about an installation that does not work, for the end of a sentence."""
 
 COMPILE_PROTOS = "python scripts/compile_protos.py"
-"""What to type where `protos_differ`."""
+"""The command to type if `protos_differ`."""
 
 _BROKEN = (ImportError, OSError, RuntimeError, AttributeError)
-"""What importing a library raises when a part of it is missing or was built for another one."""
+"""Errors of importing a library of which a part is missing or was built for another version."""
 
 _RECORDED = ("torch", "torchrec", "torchmetrics", "tensordict", "numpy", "pyarrow", "protobuf", "triton")
 
@@ -73,7 +73,7 @@ _WARNINGS_ON_CUDA = (
     "Multiple backends are registered with this ProcessGroup",
     "TBE B200 optimization",
 )
-"""Beginnings, as regular expressions, of what TorchRec 1.6 and FBGEMM 1.6 warn of on every GPU."""
+"""Regular expressions of warnings (their beginnings) that TorchRec 1.6 and FBGEMM 1.6 give on every GPU."""
 
 
 def tested_row(torch_version: str) -> Row | None:
@@ -83,7 +83,7 @@ def tested_row(torch_version: str) -> Row | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions that can change a result: of Python, of this package and of each library that is installed.
+    """Versions that can change a result: Python, this package and each installed library.
 
     `fbgemm-gpu` ends in `+cpu` when the build for machines without a GPU is installed.
     """
@@ -101,8 +101,9 @@ def versions() -> dict[str, str]:
 
 
 def protos_differ(root: Path | None = None) -> bool:
-    """Whether this is a clone whose `protos/` is not what `recsys/protos` was compiled from, as it may be
-    after an edit or a pull: then fields that the reference lists do not exist.
+    """True in a clone whose `protos/` changed after `recsys/protos` was compiled, for example by a pull.
+
+    Then fields that the reference lists may not exist.
 
     Args:
         root: of the clone; the folder around this package by default.
@@ -183,9 +184,9 @@ def find_ptxas() -> str | None:
 
 
 def newer_ptxas() -> str:
-    """The line to type for an assembler that is fit for Hopper, when the one at hand is not."""
+    """The command that installs an assembler fit for Hopper, if the present one is not."""
     install = f"pip install '{PACKAGED_PTXAS}'"
-    # The one that the user named is taken before any that is installed.
+    # An assembler that the user named comes before any that is installed.
     return f"unset TRITON_PTXAS_PATH; {install}" if os.environ.get("TRITON_PTXAS_PATH") else install
 
 
@@ -195,7 +196,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 
 def tool_version(path: str) -> str:
-    """The version that a compiler or assembler prints of itself, such as `13.5` or `12.2.0`; else empty."""
+    """The version that a compiler or assembler prints, such as `13.5` or `12.2.0`; else empty."""
     done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=30)
     shown = done.stdout
     match = re.search(r"release (\d+\.\d+)", shown) or re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", shown)
@@ -203,7 +204,7 @@ def tool_version(path: str) -> str:
 
 
 def import_torchrec_quietly() -> ModuleType:
-    """Import torchrec, which loads FBGEMM, without what the two log for no reason; dropped by its text.
+    """Import torchrec, which loads FBGEMM, without their needless log lines, which are filtered by text.
 
     - FBGEMM's own table of torch versions lacks releases that work (1.6.0 among them); it then warns that it
       cannot determine compatibility. `TESTED` is what counts.
@@ -211,8 +212,8 @@ def import_torchrec_quietly() -> ModuleType:
       whole process.
     - torch.fx warns about its own API at the first KeyedJaggedTensor that TorchRec makes.
     - DistributedDataParallel warns on every rank, see `quiet_torch`.
-    - On CUDA, TorchRec asks torch for the device of a process group with two backends, by a function that
-      warns of itself and of the two; FBGEMM warns that this GPU is none of the next kind.
+    - On CUDA, TorchRec asks torch for the device of a process group with two backends, through a deprecated
+      function that also warns about the two; FBGEMM warns that this GPU is not of the next generation.
 
     Raises:
         InstallationError: it cannot be imported.
@@ -232,15 +233,15 @@ def import_torchrec_quietly() -> ModuleType:
 def quiet_torch() -> None:
     """Call before torch is imported, which reads the level of its C++ logs once.
 
-    DistributedDataParallel warns there, on every rank, of the time that its search for unused parameters
-    takes, which `training.distributed` wants for another reason. What the user has set stays.
+    There, DistributedDataParallel warns on every rank about the time that its search for unused parameters
+    takes; `training.distributed` needs that search for another reason. A setting of the user stays.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """torch.export and AOTInductor without two messages about themselves, which say nothing to a user."""
+    """Run torch.export and AOTInductor without two messages about themselves that do not help users."""
 
     def wanted(record: logging.LogRecord) -> bool:
         return "torch.export KJT to_dict" not in record.getMessage()

@@ -1,7 +1,7 @@
-"""Errors that end a command, each with the exit code that its kind of user error has.
+"""Errors that end a command, each with the exit code of its kind.
 
-Sits below everything else. A message says where (file:line, field path, row), what was given, what is allowed
-and what to do; `recsys.cli.main` prints it without a traceback.
+This module imports nothing of the package. A message says where (file:line, field path, row), what was given,
+what is allowed and what to do; `recsys.cli.main` prints it without a traceback.
 """
 
 
@@ -41,7 +41,7 @@ class NonFiniteLossError(RecsysError):
 
 
 class Terminated(RecsysError):
-    """A signal ended the run, in order: what could be saved is saved. Exit code 128 + the signal's number.
+    """A signal ended the run in an orderly way, with its state saved. Exit code: 128 + the signal's number.
 
     Args:
         message: what was saved and how to go on.

@@ -42,9 +42,9 @@ def _report(result: "Evaluation", call: cli.Call) -> None:
     if not call.dry_run:
         path = call.run_dir / f"{call.flags.split}_metrics.json"
         defined = {name: value if value == value else None for name, value in metrics.items()}
-        found = {"checkpoint": checkpoint, "metrics": defined, **result.counts._asdict()}
+        record = {"checkpoint": checkpoint, "metrics": defined, **result.counts._asdict()}
         with files.naming_full_disk(call.run_dir):
-            files.write_text(path, json.dumps(found, indent=1))
+            files.write_text(path, json.dumps(record, indent=1))
         logger.info("%s on %s rows: %s", checkpoint, call.flags.split, path)
 
 

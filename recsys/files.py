@@ -1,7 +1,7 @@
-"""Folders that are whole or not there, manifests that prove it, and a lock for the one process that writes.
+"""Writes folders atomically, with manifests that prove them whole and a lock for the writing process.
 
-Checkpoints, packages and predictions are written beside their place, hashed, synced and renamed: whoever
-finds one finds all of it, after a crash too.
+Checkpoints, packages and predictions are written beside their place, hashed, synced and renamed. A reader
+never finds a part of one, even after a crash.
 """
 
 import errno
@@ -21,7 +21,7 @@ MANIFEST = "manifest.json"
 
 
 def sha256(file: Path | BinaryIO) -> str:
-    """Hex SHA-256 of the bytes of a file, or of what is left of an open one."""
+    """Hex SHA-256 of the bytes of a file, or of the rest of an open one."""
     if isinstance(file, Path):
         with file.open("rb") as opened:
             return sha256(opened)
@@ -32,7 +32,7 @@ def sha256(file: Path | BinaryIO) -> str:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file's bytes, or a folder's entries, are on the disk."""
+    """Waits until the bytes of a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,8 +65,8 @@ def publish(aside: Path, path: Path) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill beside `path`; it takes the name `path` when the block ends without an error, else it
-    is removed.
+    """Gives a folder to fill beside `path`. It is renamed to `path` if the block ends without an error, else
+    removed.
 
     Raises:
         RecsysError: a living process is filling that folder.
@@ -85,8 +85,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _own_folder(path: Path) -> Iterator[bool]:
-    """Holds a lock on a folder for the block, without what a dead process has left in it; yields False when a
-    living one holds it, or has just given it another name."""
+    """Locks a folder for the block and removes what a dead process left in it. Yields False if a living
+    process holds it or has just renamed it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -103,8 +103,8 @@ def _own_folder(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def naming_full_disk(folder: Path) -> Iterator[None]:
-    """In the block, a disk or quota that is full is an error that says where: of a file that was open already
-    the system gives no name.
+    """In the block, turns a full disk or quota into an error that says where; the system does not name files
+    that were already open.
 
     Args:
         folder: what is written to, or would be made.
@@ -127,9 +127,9 @@ def naming_full_disk(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Holds a lock file for the block; yields False when a living process holds it already.
+    """Holds a lock file for the block; yields False if a living process holds it already.
 
-    The system takes the lock from a process that ends, however it ends; the file stays and means nothing.
+    The system releases the lock of a process that ends, however it ends. The file stays, which is harmless.
     """
     with path.open("a") as file:
         try:
@@ -148,7 +148,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def manifest_faults(folder: Path) -> list[str]:
-    """What differs between a folder and its manifest, one line a fault; empty when the folder is whole."""
+    """Differences between a folder and its manifest, one line each; empty if the folder is whole."""
     try:
         files = _listed(folder)
     except FileNotFoundError:
@@ -166,9 +166,7 @@ def manifest_faults(folder: Path) -> list[str]:
 
 
 def not_in_manifest(folder: Path) -> list[Path]:
-    """Files in a folder that its manifest does not name, sorted: somebody else's. All of them where there is
-    no manifest.
-    """
+    """Files in a folder that its manifest does not name, sorted; all files if there is no manifest."""
     try:
         known = {folder / name for name in [MANIFEST, *_listed(folder)]}
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""Command-line flags whose mistakes are one line that says what was meant, not a page of usage.
+"""An argument parser that answers a mistake with one line that says what was meant.
 
-Below `cli`, `doctor` and the tools of `scripts/`. Python and argparse only.
+Used by `cli`, `doctor` and the tools of `scripts/`. Needs only Python's standard library.
 """
 
 import argparse
@@ -10,7 +10,7 @@ from typing import NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that names the nearest flag it has instead of an unknown one."""
+    """An ArgumentParser that suggests the nearest flag for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""

@@ -8,7 +8,7 @@ from recsys import cli, config
 from recsys.errors import ConfigError
 
 MAY_CHANGE = ("predict", "data.bad_rows", "data.key_columns", "data.test")
-"""What `--set` may change of a package's config; the rest was compiled in."""
+"""Fields of a package's config that `--set` may change; the rest was compiled in."""
 
 log = logging.getLogger("recsys.predict")
 

@@ -1,4 +1,4 @@
-"""What all benchmarks do with their records: dataclasses whose field `direction` is `pass` in JSON."""
+"""Reads and writes records of benchmarks: dataclasses whose field `direction` is `pass` in JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def current_commit() -> str:
-    """Of the checkout; `unknown` where there is no git."""
+    """The commit of the checkout; `unknown` without git."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -26,7 +26,7 @@ def as_json(record: Any) -> dict[str, object]:
 
 
 def write(path: Path | None, records: Sequence[Any], *, grow: bool = False) -> None:
-    """Writes the list of records; with `grow` behind those that the file has.
+    """Writes the list of records; with `grow` it appends to those in the file.
 
     Args:
         path: None to write nothing; folders that are missing are made.

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""One list of what the GPU benchmarks wrote into a folder, in one form.
+"""Merges the results of the GPU benchmarks in a folder into one list.
 
     python scripts/gpu_records.py FOLDER
 
 Reads ops.json, stu.json, logp.json, topk.json, jagged.json, step.json and serving.json, as far as they are
 there, and writes record.json: a list of `{op, backend, shape, pass, ms, tflops, peak_mb, ok, commit}`. `pass`
-is `fwd`, `bwd` or `fwd+bwd`; `peak_mb` is in MiB, beyond what the call was given, of a training step all
-that it holds; null is what a benchmark does not measure. What it measures besides (bytes a second, the host's
-time, recall, ratios) stays in its own file. Exit code 1 when one of them is wrong, or there is nothing.
+is `fwd`, `bwd` or `fwd+bwd`; `peak_mb` is the memory in MiB beyond the arguments of the call, or all memory
+of a training step; null is what a benchmark does not measure. Other measurements (bytes a second, the host's
+time, recall, ratios) stay in the benchmark's file. Exit code 1 if a result is wrong or there is none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Entry = dict[str, Any]
 FIELDS = ("op", "backend", "shape", "pass", "ms", "tflops", "peak_mb", "ok", "commit")
 
 WAYS = ("uncached", "one_pass", "prefill", "eager", "cached", "pieces")
-"""Of scoring, each waited for alone, as `bench_serving.py` explains them."""
+"""Ways of scoring, each timed alone; `bench_serving.py` explains them."""
 
 
 def _as_it_is(entry: Entry) -> list[Entry]:
@@ -46,7 +46,7 @@ def _top_k(entry: Entry) -> list[Entry]:
             "ms": entry["milliseconds"],
             "tflops": flop / entry["milliseconds"] / 1e9,
             "peak_mb": entry["extra_mib"],
-            # A wrong answer is not recorded at all.
+            # Wrong answers are not recorded.
             "ok": True,
         }
     ]
@@ -77,7 +77,7 @@ FORMS: dict[str, Callable[[Entry], list[Entry]]] = {
 
 
 def records(folder: Path) -> list[Entry]:
-    """What record.json holds for the files of a folder."""
+    """The contents of record.json for the files of a folder."""
     found = []
     for name, form in FORMS.items():
         path = folder / f"{name}.json"

@@ -48,13 +48,13 @@ from recsys.environment import (  # noqa: E402
 
 
 class Plan(NamedTuple):
-    """What to run, in order.
+    """The commands to run, in order.
 
     Attributes:
         uninstall: distributions in the way: both builds of FBGEMM own the same files.
         alias: where to write the stand-in for fbgemm-gpu, or None on a machine with a driver.
         install: arguments of the one `pip install`.
-        reasons: a line a choice, for the user.
+        reasons: one line per choice, for the user.
     """
 
     uninstall: list[str]

@@ -66,7 +66,7 @@ class Run:
 
 @dataclass
 class Outcome:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
         variant, seed: of the run. error: what went wrong, or "".
@@ -106,7 +106,7 @@ class Follower:
         self.evaluations: list[tuple[float, dict]] = []
 
     def look(self) -> None:
-        """Takes in the lines that have come since."""
+        """Reads the lines that have come since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as stream:

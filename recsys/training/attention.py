@@ -1,4 +1,4 @@
-"""How the tokens of a few samples look at each other, taken from a forward pass that runs anyway.
+"""Records the attention weights of a few samples during a forward pass that runs anyway.
 
 While the block of `AttentionRecorder.watching` runs, queries and keys of some samples are copied out of the
 first and the last call of an attention op. The weights are then computed from the formulas of `recsys.ops`,
@@ -26,7 +26,7 @@ from recsys.ops.softmax_attention import OP as SOFTMAX_ATTENTION
 log = logging.getLogger(__name__)
 
 MOST_TOKENS = 256
-"""Tokens of a sample that a picture shows."""
+"""A picture shows at most this many tokens of a sample."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +74,7 @@ class AttentionCall:
     bias: RelativeBias | None = None
 
     def sample(self, number: int) -> "AttentionCall":
-        """The same of one sample, in float32 on the host."""
+        """The call restricted to one sample, in float32 on the host."""
         layout = self.layout.on_host()
         rows = slice(int(layout.offsets[number]), int(layout.offsets[number + 1]))
         one = slice(number, number + 1)
@@ -103,12 +103,12 @@ class AttentionRecorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a forward pass over the batch."""
+        """Records attention calls in this block, which holds one forward pass over the batch."""
         with HSTU_ATTENTION.watched(self._see), SOFTMAX_ATTENTION.watched(self._see):
             yield
 
     def pictures(self) -> list[AttentionPicture]:
-        """Of the first and the last layer; none, and a line in the log, when nothing could be seen."""
+        """Pictures of the first and the last layer. Logs a line and returns none if no call was recorded."""
         if not self._rows:
             log.info("no pictures of attention: the first evaluated batch has no row with a history")
         elif not self._calls:
@@ -128,7 +128,7 @@ class AttentionRecorder:
 
 
 def attention_weights(call: AttentionCall, rows: Tensor) -> Tensor:
-    """[H, n, L], how the tokens `rows` (int64 [n]) of a call of one sample weigh its L tokens.
+    """Weights [H, n, L] that the tokens `rows` (int64 [n]) of a one-sample call give to its L tokens.
 
     The formulas are those of `hstu_attention` and `softmax_attention`.
     """
@@ -145,7 +145,7 @@ def attention_weights(call: AttentionCall, rows: Tensor) -> Tensor:
 
 
 def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
-    """bool [n, L], whether the tokens `rows` of a call of one sample see its tokens."""
+    """Whether the tokens `rows` of a one-sample call see each of its L tokens, bool [n, L]."""
     layout = call.layout
     intervals = row_intervals(call.mask, rows, layout.history_end, layout.num_contextual)
     return intervals.contain(layout.positions())
@@ -181,7 +181,7 @@ def _picture(call: AttentionCall, name: str, layer: int, num_layers: int) -> Att
 
 
 def _choose(batch: Batch, most: int) -> list[int]:
-    """Rows of different users, from those with a few events to the one with the most."""
+    """Picks rows of different users, from users with few events to the one with the most."""
     lengths, groups, weights = (x.tolist() for x in (batch.uih_lengths, batch.group, batch.sample_weight))
     users: dict[int, int] = {}
     for row, (length, group, weight) in enumerate(zip(lengths, groups, weights, strict=True)):

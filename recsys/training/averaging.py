@@ -20,7 +20,7 @@ from recsys import protos as pb
 from recsys.training.checkpoint import AVERAGE, MODEL, Tensors, local_parts
 
 _CHUNK = 2**24
-"""Numbers that are exchanged at a time: 64 MiB of float32 are needed beside both copies."""
+"""Numbers swapped at a time, which takes 64 MiB of float32 beside both copies."""
 
 
 class WeightAverage:
@@ -47,11 +47,11 @@ class WeightAverage:
         self._first = config.swa.start_step if config.HasField("swa") else self._every
 
     def updates(self, step: int) -> int:
-        """How often the average has moved when `step` steps are done."""
+        """Number of times the average has been updated when `step` steps are done."""
         return 0 if step < self._first else (step - self._first) // self._every + 1
 
     def update(self, step: int) -> None:
-        """Takes in the weights after `step` steps, if they count; call it after every step."""
+        """Adds the weights after `step` steps to the average if they count. Call it after every step."""
         number = self.updates(step)
         if number == self.updates(step - 1) or not self._live:
             return
@@ -62,7 +62,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self, step: int) -> Iterator[None]:
-        """The model has the average for weights meanwhile; those before an average's first update remain."""
+        """Swaps the average into the model for this block; before the first update the weights stay."""
         if not self.updates(step):
             yield
             return
@@ -73,12 +73,12 @@ class WeightAverage:
             self._exchange()
 
     def take_over(self, step: int) -> None:
-        """The model has the average for weights from here on; it must not be trained or saved any more."""
+        """Puts the average into the model for good. The model must not be trained or saved afterwards."""
         if self.updates(step):
             self._exchange()
 
     def tensors(self, step: int) -> dict[str, Tensor | ShardedTensor]:
-        """What a checkpoint of this step holds behind `AVERAGE`: what is evaluated of it, at any step."""
+        """Tensors that a checkpoint stores under `AVERAGE`; evaluation uses them at any step."""
         if not self.updates(step):
             for average, weight in zip(self._average, self._live, strict=True):
                 average.copy_(weight)
@@ -103,7 +103,7 @@ def ema_decay(config: pb.Ema, number: int) -> float:
 
 
 def describe(config: pb.WeightAveraging) -> str:
-    """A resolved config in words."""
+    """Describes a resolved config in words."""
     if config.HasField("swa"):
         swa = config.swa
         return f"mean of the weights after every {swa.every_steps} step(s) from step {swa.start_step} on"

@@ -1,9 +1,9 @@
-"""Saved states of a run: written aside, hashed, renamed; found again, proven whole, loaded.
+"""Writes, finds, verifies and loads the saved states of a run.
 
 `checkpoints/step-00001000/` holds the tensors as torch.distributed.checkpoint writes them, `state.json` with
-everything that is not a tensor, and `manifest.json` with a hash of every file. A folder without a manifest
-that holds does not count, so a run that is killed while it saves falls back to the state before. Nothing in
-it is executed when it is read.
+everything that is not a tensor, and `manifest.json` with a hash of every file. A state is written to a folder
+beside its place and renamed when it is complete. A folder whose manifest is missing or does not match is
+ignored, so a run that is killed while it saves falls back to the previous state. Reading executes nothing.
 """
 
 import json
@@ -29,7 +29,7 @@ from recsys.training.state import Best, SavedState
 
 STATE = "state.json"
 MODEL = "model."
-"""Prefix of the weights among the tensors; the rest of a name is the one in `Model.state_dict()`."""
+"""Prefix of the weights among the tensors; the rest of the name is that of `Model.state_dict()`."""
 
 AVERAGE = "average."
 """Prefix of averages of the weights (`averaging`), otherwise named like the weights."""
@@ -56,7 +56,7 @@ class Checkpoints:
         self._damaged: set[Path] = set()
 
     def steps(self) -> list[Path]:
-        """Saved states from old to new, whole or not; this rank's own view."""
+        """Saved states from old to new, whole or not, as this rank sees them."""
         return sorted(
             path for path in self.folder.glob("step-*") if path.name.removeprefix("step-").isdigit()
         )
@@ -126,7 +126,7 @@ class Checkpoints:
 
 
 def read_state(path: Path) -> SavedState:
-    """What `Checkpoints.save` was given as `state`.
+    """Reads the `state` that was passed to `Checkpoints.save`.
 
     Raises:
         RecsysError: it cannot be read.
@@ -211,12 +211,12 @@ def local_bytes(tensors: Tensors) -> int:
 
 
 def local_parts(tensors: Tensors) -> list[Tensor]:
-    """What this rank holds: plain tensors, and its shards of the others."""
-    found: list[Tensor] = []
+    """The tensors that this rank holds: plain ones, and its shards of the others."""
+    parts: list[Tensor] = []
     for tensor in tensors.values():
         sharded = isinstance(tensor, ShardedTensor)
-        found += [shard.tensor for shard in tensor.local_shards()] if sharded else [tensor]
-    return found
+        parts += [shard.tensor for shard in tensor.local_shards()] if sharded else [tensor]
+    return parts
 
 
 def _load_evaluated(path: Path, weights: Tensors, alone: bool) -> None:
@@ -253,7 +253,7 @@ def _name(step: int) -> str:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Without torch's warnings about TorchRec's ShardedTensor and about a single process: both are meant."""
+    """Silences torch's warnings about ShardedTensor and about a single process; both are intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use DTensor", FutureWarning)
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit", UserWarning)
@@ -286,12 +286,12 @@ def _prepare(aside: Path, needed: int) -> None:
 
 
 def _explain(error: Exception, path: Path, needed: int) -> RecsysError:
-    """An error of the writer in words; a full disk reaches it as a failed seek within an archive."""
+    """Explains an error of the writer; it reports a full disk as a failed seek within an archive."""
     free = shutil.disk_usage(path.parent).free
     written = sum(x.stat().st_size for x in path.glob("*")) if path.is_dir() else 0
     if "No space left" in str(error) or free < max(needed - written, 1 << 20):
         return _no_space(path.parent, needed, free)
-    # Of an error on some ranks: what each said, without the stacks.
+    # An error on some ranks: keep the message of each, without the stacks.
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     what = "; ".join(dict.fromkeys(str(failure) for failure, _ in failures)) or error
     return RecsysError(f"{path}: the checkpoint could not be written: {what}")

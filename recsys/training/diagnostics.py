@@ -1,8 +1,7 @@
-"""What the evaluation of a finished model looks at besides its metrics: slices by length of history,
-calibration, and how tokens attend to each other.
+"""Diagnoses a trained model beyond its metrics: slices by history length, calibration, attention pictures.
 
-It costs more than an evaluation during training should, so only the last evaluation and that of the best
-state have it. Ranks hold sums, and for metrics of order the rows that those keep; `findings` joins them.
+This costs more than an evaluation during training should, so only the last evaluation and that of the best
+state include it. Each rank accumulates sums (ranking metrics also keep their rows); `results` joins them.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from recsys.modules.metrics.reliability import Reliability, ReliabilityBin
 from recsys.training.attention import AttentionPicture, AttentionRecorder
 
 _ENDS = (10, 50, 200, 1000, 5000, 20_000, 100_000)
-"""Longest histories of the slices, as far as data.max_history_len goes."""
+"""Longest history of each slice, in events; `data.max_history_len` cuts the list."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,11 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What `Diagnostics` found, over all ranks.
+class DiagnosticResults:
+    """Results of `Diagnostics` over all ranks.
 
     Attributes:
-        slices: by length of history, short to long; together all rows.
+        slices: by history length, short to long; together they cover all rows.
         calibration: by task with a binary loss, bins by rising prediction.
         pictures: attention of a few samples; on the ranks that were asked for some.
     """
@@ -55,23 +54,23 @@ class Findings:
     pictures: list[AttentionPicture] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain types, pictures left out."""
+        """The results as plain JSON types, without the pictures."""
         return {
             "slices": [
                 {
-                    "history": [one.shortest, one.longest],
-                    "rows": one.rows,
-                    "candidates": one.candidates,
-                    "metrics": one.metrics,
+                    "history": [part.shortest, part.longest],
+                    "rows": part.rows,
+                    "candidates": part.candidates,
+                    "metrics": part.metrics,
                 }
-                for one in self.slices
+                for part in self.slices
             ],
-            "calibration": {task: [one._asdict() for one in bins] for task, bins in self.calibration.items()},
+            "calibration": {task: [bin._asdict() for bin in bins] for task, bins in self.calibration.items()},
         }
 
 
 class Diagnostics:
-    """Looks at one evaluation: `watching` around each forward pass, `update` behind it, then `findings`.
+    """Looks at one evaluation: `watching` around each forward pass, `update` behind it, then `results`.
 
     Args:
         model: in evaluation.
@@ -92,7 +91,7 @@ class Diagnostics:
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
-        """Around the model's forward pass over a batch."""
+        """Wraps the model's forward pass over one batch."""
         if self._recorder is not None or not self._num_pictures:
             yield
             return
@@ -101,7 +100,7 @@ class Diagnostics:
             yield
 
     def update(self, rows: MetricRows, batch: Batch) -> None:
-        """Takes in a batch.
+        """Adds a batch.
 
         Args:
             rows: `Model.metric_rows` of it.
@@ -118,8 +117,8 @@ class Diagnostics:
         for task, reliability in self._reliability.items():
             reliability.update(*rows[task])
 
-    def findings(self) -> Findings:
-        """What all ranks saw. Collective."""
+    def results(self) -> DiagnosticResults:
+        """The results over all ranks. Collective."""
         counts = self._counts.clone()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(counts)
@@ -132,7 +131,7 @@ class Diagnostics:
         ]
         calibration = {task: reliability.bins() for task, reliability in self._reliability.items()}
         pictures = self._recorder.pictures() if self._recorder is not None else []
-        return Findings(slices, calibration, pictures)
+        return DiagnosticResults(slices, calibration, pictures)
 
 
 def slice_ends(longest: int) -> list[int]:

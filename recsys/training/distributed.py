@@ -1,4 +1,4 @@
-"""One or many processes: the process group, agreement between ranks, and tables cut over ranks.
+"""Sets up the process group of a run, lets ranks agree, and shards tables over ranks.
 
 A run started by `torchrun` has one process a device; any other run is a group of one, with no port and no
 file. Model code knows nothing of it: `shard` wraps a finished model, whose weights every rank has built from
@@ -30,7 +30,7 @@ from recsys.training.optimizers import fused_params
 from recsys.training.rendezvous import fresh_store
 
 _TIMEOUT = timedelta(seconds=90)
-"""How long a collective waits for a rank before the run stops; longer than any pause between two of them."""
+"""Timeout of a collective; longer than any pause between two collectives of a run."""
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Processes:
-    """Which process of the run this is, and the device it computes on."""
+    """This process's place among the processes of the run, and its device."""
 
     rank: int
     world_size: int
@@ -47,7 +47,7 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the logs."""
+        """True on rank 0, which writes the logs."""
         return self.rank == 0
 
 

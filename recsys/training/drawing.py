@@ -1,8 +1,8 @@
-"""The sequence of one sample through every stage of a model, as text: what `--dry-run` draws.
+"""Draws the sequence of one sample at every stage of a model as text, for `--dry-run`.
 
 A stage is a run of layers with one mask over the tokens that are left. Each token is a line: its place now
 and in the whole sequence, its kind, and marks: one for each token that it may see (`#`) or not (`.`).
-Of long histories the middle is left out, in lines and marks alike.
+The middle of a long history is left out, in lines and marks alike.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,12 +19,12 @@ from recsys.ops.jagged.mask import key_intervals
 
 _KINDS = ("contextual", "history", "target")
 _AT_EACH_END = 8
-"""Tokens of a kind that are drawn from its beginning and from its end."""
+"""Draw this many tokens from the beginning and from the end of each kind."""
 _LEFT_OUT = -1
 
 
 class _Sequence(NamedTuple):
-    """What one stack of layers gets of a sample."""
+    """The tokens of a sample that one stack of layers gets."""
 
     name: str
     stack: nn.Module
@@ -32,7 +32,7 @@ class _Sequence(NamedTuple):
 
 
 def draw_stages(mixer: Mixer, batch: Batch, row: int) -> str:
-    """Every stage of row `row`, in each channel.
+    """Draws every stage of row `row` in each channel.
 
     Args:
         mixer: of a model.

@@ -1,4 +1,4 @@
-"""`--dry-run`: one batch and one step, to see what a run would do before it does it. Nothing is kept."""
+"""`--dry-run`: trains one step on one batch and shows what a run would do. Nothing is kept."""
 
 import tempfile
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""What moves the weights: AdamW for everything dense, FBGEMM's fused optimizers for sharded tables.
+"""Optimizers of a run: AdamW for all dense weights, FBGEMM's fused optimizers for sharded tables.
 
 A fused optimizer updates the looked-up rows inside the backward pass; all that is left to do outside is to
 tell it the learning rate. `ScheduledOptimizer` puts both behind the two calls that TorchRec's pipelines
@@ -50,7 +50,7 @@ class ScheduledOptimizer:
         if self.fused is not None:
             kind = train.sparse_optimizer.WhichOneof("optimizer")
             if kind is None:
-                # FBGEMM would train by SGD with a rate of its own.
+                # Otherwise FBGEMM would train by SGD with its own learning rate.
                 raise ValueError("tables are sharded, but train.sparse_optimizer is not set")
             self.peaks["sparse"] = getattr(train.sparse_optimizer, kind).lr
         self.schedule = train.schedule
@@ -62,12 +62,12 @@ class ScheduledOptimizer:
         self.last_grad_norm: Tensor | None = None
 
     def learning_rates(self) -> dict[str, float]:
-        """Of the step that is next or under way: `dense`, and `sparse` when there are sharded tables."""
+        """Learning rates of the next or current step: `dense`, and `sparse` if there are sharded tables."""
         now = factor(self.steps, self.schedule, self.total_steps)
         return {name: peak * now for name, peak in self.peaks.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Call before the forward pass of each batch: the backward pass behind it moves sharded tables."""
+        """Call before the forward pass of each batch, whose backward pass updates sharded tables."""
         if self.accumulated:
             return
         rates = self.learning_rates()
@@ -75,10 +75,11 @@ class ScheduledOptimizer:
         _set_rate(self.dense, rates["dense"])
         if self.fused is not None:
             _set_rate(self.fused, rates["sparse"])
-            self.fused.zero_grad()  # hands the rate to the kernels; there are no gradients to clear
+            # This hands the learning rate to the kernels; there are no gradients to clear.
+            self.fused.zero_grad()
 
     def step(self) -> None:
-        """Call after the backward pass of each batch: the last one of a step moves the dense weights."""
+        """Call after the backward pass of each batch; the last batch of a step updates the dense weights."""
         self.accumulated += 1
         if self.accumulated < self.accumulate_batches:
             return
@@ -96,15 +97,15 @@ class ScheduledOptimizer:
 
     def tensors(self) -> dict[str, Tensor | ShardedTensor]:
         """The whole state, by name; loading in place into these tensors and calling `resume` restores it."""
-        found = {}
+        tensors = {}
         for optimizer in (self.dense, self.fused):
             if optimizer is not None:
                 for parameter, state in optimizer.state_dict()["state"].items():
-                    found |= {f"{parameter}.{name}": value for name, value in state.items()}
-        return found
+                    tensors |= {f"{parameter}.{name}": value for name, value in state.items()}
+        return tensors
 
     def resume(self, steps: int) -> None:
-        """Goes on behind `steps` steps; call it before the first batch."""
+        """Resumes after `steps` steps. Call it before the first batch."""
         self.steps = steps
         if self.fused is not None:
             # Adam's bias correction counts batches in the kernel, which does not save its count.
@@ -142,14 +143,14 @@ def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimiz
 
 
 def fused_optimizer(model: nn.Module) -> KeyedOptimizer | None:
-    """The optimizer of the sharded tables, None without any."""
+    """The optimizer of the sharded tables; None if there are none."""
     if isinstance(model, DistributedModelParallel) and model.fused_optimizer.params:
         return model.fused_optimizer
     return None
 
 
 def fused_params(config: pb.SparseOptimizer) -> dict[str, Any]:
-    """What a TorchRec sharder takes so that FBGEMM trains tables as configured; {} when nothing is set.
+    """Arguments of a TorchRec sharder that make FBGEMM train tables as configured; {} if nothing is set.
 
     An id outside its table stops the run; by default FBGEMM would warn once and train row 0.
     """

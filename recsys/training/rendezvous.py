@@ -13,14 +13,14 @@ from torch.distributed import PrefixStore, Store
 from recsys.errors import RecsysError
 
 _PAUSE = 0.01
-"""Seconds between two looks of rank 0 into the store."""
+"""Rank 0 polls the store at this interval, in seconds."""
 
 
 def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> PrefixStore:
-    """The store behind a word that the ranks of this attempt, and only they, agree on. Collective.
+    """Returns the store under a prefix that only the ranks of this attempt agree on. Collective.
 
-    Each rank leaves a word of its own, which nobody can have answered before; rank 0 answers with the common
-    one. What a dead attempt left is answered too, and read by nobody.
+    Each rank posts a random word, which nobody can have answered before; rank 0 answers with the common
+    prefix. Words that a dead attempt left are answered too, and nobody reads those answers.
 
     Args:
         store: kept over attempts; its `get` waits.

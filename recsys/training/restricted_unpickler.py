@@ -37,7 +37,7 @@ _DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinst
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
 _DAMAGED = (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError)
-"""What unpickling damaged bytes raises."""
+"""Errors that unpickling damaged bytes can raise."""
 
 
 class SafeReader(FileSystemReader):
@@ -92,5 +92,5 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _path_text(*parts: str) -> str:
-    """Stands in for the path classes: where the checkpoint was written says nothing about where it is now."""
+    """Replaces the path classes, since the checkpoint may have moved since it was written."""
     return "/".join(parts)

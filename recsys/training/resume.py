@@ -1,8 +1,8 @@
-"""Whether a config fits what lies in a run's folder, to go on with it or to use its weights.
+"""Checks that a config fits the state in a run folder, to resume training or to use its weights.
 
-A run goes on by itself when its folder holds a state, the config is the same in every field that the state
-depends on, and the training files are the same. Lengths, logging and evaluation may change between two
-starts. Evaluation and export want the same features and model.
+A run resumes by itself when its folder holds a state, the config agrees in every field that the state depends
+on, and the training files are the same. Lengths, logging and evaluation may change between two starts.
+Evaluation and export need the same features and model.
 """
 
 import re
@@ -43,9 +43,9 @@ MAY_CHANGE = (
     "export",
     "predict",
 )
-"""Fields that a resumed run may set to something else. Nothing that was read so far depends on them, and of
-what was learned only the learning rate of a schedule that ends with the run, see `changed_schedule`. Files
-may move: what is in them is compared, `require_same_inputs`.
+"""Fields that a resumed run may change. No batch that was read depends on them, and no update that was made,
+except through a learning-rate schedule that ends with the run (see `changed_schedule`). Files may move:
+`require_same_inputs` compares their contents.
 """
 
 MODEL_MAY_CHANGE = (
@@ -53,22 +53,22 @@ MODEL_MAY_CHANGE = (
     "features.id.vocabulary.unknown_rate",
     "model.precision",
 )
-"""Fields of `features` and `model` that evaluation and export may set to something else, whatever the model:
-where files lie and how exactly scores are computed. Each family declares more of them, such as metrics.
+"""Fields of `features` and `model` that evaluation and export may change for any model: locations of files,
+and how exactly scores are computed. Each family declares more of them, such as metrics.
 """
 
 KERNELS = ("backend", "compile", "deterministic", "recompute")
-"""Names of fields, in any mixer, of which the same holds."""
+"""Names of fields that evaluation and export may change in any mixer."""
 
 
 def model_may_change() -> tuple[str, ...]:
-    """Fields that evaluation and export may set to something else; they do not change what weights mean."""
+    """Fields that evaluation and export may change, because they do not change what weights mean."""
     (families,) = pb.Model.DESCRIPTOR.oneofs
-    found = list(MODEL_MAY_CHANGE)
+    fields = list(MODEL_MAY_CHANGE)
     for family in families.fields:
         declared = registry.declaration(family.message_type._concrete_class) or ModelDeclaration
-        found += [f"model.{family.name}.{field}" for field in declared.may_change]
-    return tuple(found)
+        fields += [f"model.{family.name}.{field}" for field in declared.may_change]
+    return tuple(fields)
 
 
 def saved_config(state: SavedState, path: Path) -> pb.Pipeline:
@@ -85,9 +85,9 @@ def saved_config(state: SavedState, path: Path) -> pb.Pipeline:
 
 
 def require_same_model(state: SavedState, now: pb.Pipeline, path: Path) -> None:
-    """Compares what a state was trained with and a resolved config that its weights are to be used with.
+    """Compares the config that a state was trained with to the resolved config that will use its weights.
 
-    Many changes fit the shapes of all weights and make other scores of them, which nothing else would notice.
+    Many changes keep all shapes and still change the scores; nothing else would notice them.
 
     Args:
         path: of the state, for errors.
@@ -128,13 +128,13 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
 
 
 def require_same_inputs(saved: Inputs, now: Inputs) -> None:
-    """Compares training files, vocabularies and what is known of items. Files may have moved.
+    """Compares training files, vocabularies and the item catalogue. Files may have moved.
 
     Raises:
         DataError: with each file that is new, gone or changed; their order counts.
     """
     require_same_vocabularies(saved, now.vocabularies)
-    # A state without the one of its items is older than this comparison.
+    # A state without a fingerprint of its items is older than this comparison.
     if saved.items is not None and saved.items != now.items:
         raise DataError(
             "data.item_file changed since the run was saved, so the run would go on with other items. Bring "
@@ -172,10 +172,10 @@ def require_same_vocabularies(saved: Inputs, now: dict[str, str]) -> None:
 
 
 def differences(saved: SavedState, versions: dict[str, str], world_size: int) -> list[str]:
-    """What a run may go on with, but not to the same curve bit for bit; one sentence each."""
-    found = []
+    """Changes that allow a resume but not the same curve bit for bit, one sentence each."""
+    changes = []
     if saved.world_size != world_size:
-        found.append(
+        changes.append(
             f"it was saved by {saved.world_size} processes and goes on with {world_size}; a step has as many "
             "batches as processes"
         )
@@ -185,15 +185,15 @@ def differences(saved: SavedState, versions: dict[str, str], world_size: int) ->
         if saved.versions.get(name) != versions.get(name)
     ]
     if changed:
-        found.append(
+        changes.append(
             f"it was saved with other versions ({'; '.join(changed)}); losses may differ in their last "
             "digits from those of a run that was never stopped"
         )
-    return found
+    return changes
 
 
 def changed_schedule(schedule: pb.Schedule, step: int, before: int, now: int) -> str | None:
-    """A sentence when the learning rate would jump, since the run has another length than when it was saved.
+    """A sentence if the learning rate would jump because the run's length has changed, else an empty text.
 
     Args:
         schedule: resolved.
@@ -212,7 +212,7 @@ def changed_schedule(schedule: pb.Schedule, step: int, before: int, now: int) ->
 def _changed(
     saved: pb.Pipeline, now: pb.Pipeline, folder: str, may_change: Callable[[str], bool]
 ) -> list[str]:
-    """Of each field that differs and must not, both values."""
+    """Both values of each field that differs and must not."""
     before, after = _leaves(saved), _leaves(now)
     return [
         f"{path}: {_show(before, path)} in {folder}, {_show(after, path)} now"
@@ -223,18 +223,18 @@ def _changed(
 
 def _leaves(message: Message, prefix: str = "") -> dict[str, Any]:
     """Every number and text of a message by path such as `features[0].id.table`; defaults count as given."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value, path = getattr(message, field.name), prefix + field.name
         if field.enum_type is not None:
             names = field.enum_type.values_by_number
             value = [names[v].name for v in value] if field.is_repeated else names[value].name
         if field.is_repeated:
-            for index, one in enumerate(value):
-                found |= _leaf(one, f"{path}[{index}]")
+            for index, item in enumerate(value):
+                leaves |= _leaf(item, f"{path}[{index}]")
         elif message.HasField(field.name) or field.has_default_value:
-            found |= _leaf(value, path)
-    return found
+            leaves |= _leaf(value, path)
+    return leaves
 
 
 def _leaf(value: Any, path: str) -> dict[str, Any]:

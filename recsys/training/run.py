@@ -1,4 +1,4 @@
-"""A run from config to last line: opens the session, puts the hooks around it, trains."""
+"""Runs training from config to last log line: opens the session, attaches the hooks, trains."""
 
 import logging
 from contextlib import ExitStack
@@ -30,7 +30,7 @@ from recsys.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of a saved state, by name, and how many rows they leave out or know a part of."""
+    """Metrics of a saved state by name, and counts of rows that were left out or cut."""
 
     checkpoint: Path
     metrics: dict[str, float]
@@ -93,7 +93,7 @@ def _hooks(session: Session) -> list[Hook]:
 
 
 def describe(session: Session) -> Run:
-    """What hooks are told when training starts."""
+    """Facts that hooks get when training starts."""
     processes, train = session.processes, session.pipeline.train
     averaged = {"evaluated": averaging.describe(train.weight_averaging)} if session.average else {}
     return Run(

@@ -1,5 +1,4 @@
-"""Everything that a run is made of, built from its config and, when its folder holds a state, filled from
-there.
+"""Builds all parts of a run from its config, and restores them if the run folder holds a state.
 
 `open_session` is the one place where model, tables over ranks, optimizers, readers and saved state come
 together; `trainer` then only moves them.
@@ -97,7 +96,7 @@ class Session:
             yield from batches
 
     def advance(self, position: Position) -> None:
-        """Moves the place in the data behind a batch that was trained on."""
+        """Moves the position in the data past a batch that was trained on."""
         self.progress.epoch, self.progress.next_batch = position.epoch, position.index + 1
         if self.progress.next_batch >= self.train.num_batches(position.epoch):
             self.progress.epoch, self.progress.next_batch = position.epoch + 1, 0
@@ -108,7 +107,7 @@ class Session:
         return max(1, -(-batches // self.accumulate))
 
     def finish_reason(self) -> str:
-        """Why there is no next step: a sentence's middle, or "" when there is one."""
+        """Reason why there is no next step, to go into a sentence; "" if there is one."""
         patience = self.pipeline.train.evaluation.patience
         if self.progress.step >= self.total_steps:
             return f"all {self.progress.step} steps are done"
@@ -145,17 +144,17 @@ class Session:
             self.average.update(self.progress.step)
 
     def as_evaluated(self) -> AbstractContextManager[None]:
-        """Meanwhile the model has the weights that are evaluated: the average, where there is one."""
+        """Gives the model the weights to evaluate for this block: their average, if there is one."""
         return nullcontext() if self.average is None else self.average.in_place(self.progress.step)
 
     def end(self) -> None:
-        """From here on the model has the weights that are evaluated, and is neither trained nor saved."""
+        """Gives the model the weights to evaluate for good; it is neither trained nor saved afterwards."""
         if self.average is not None:
             self.average.take_over(self.progress.step)
             self.average = None
 
     def load_weights(self, step: int) -> None:
-        """Fills the model with what is evaluated of the saved state of a step; optimizers and progress stay.
+        """Loads the weights to evaluate from the saved state of a step; optimizers and progress stay.
         Collective.
 
         Raises:
@@ -265,7 +264,7 @@ def _average(wrapped: DistributedModelParallel, train: pb.Train) -> WeightAverag
 
 
 def _seed(pipeline: pb.Pipeline, rank: int, step: int) -> int:
-    """A seed for what a rank draws from `step` on; ranks must not drop out the same units."""
+    """Seed of a rank's random numbers from `step` on; ranks must not drop out the same units."""
     return (pipeline.train.seed * 1_000_003 + step) * 65_537 + rank + 1
 
 

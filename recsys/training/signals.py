@@ -1,4 +1,4 @@
-"""A signal asks a run to stop; the run stops between two steps."""
+"""Catches signals that ask a run to stop; the run stops between two steps."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def catching_signals(received: dict[int, int], *, announce: bool = False) -> Iterator[None]:
-    """Counts SIGINT and SIGTERM in `received`; a second one of a kind acts as it would without us.
+    """Counts SIGINT and SIGTERM in `received`; a second one of a kind has its default effect.
 
-    With `announce`, stderr hears at once that the signal was noted: an evaluation may be under way.
+    With `announce`, a note on stderr acknowledges the signal at once: an evaluation may be under way.
     """
     before = {number: signal.getsignal(number) for number in HANDLED}
 

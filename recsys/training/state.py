@@ -1,7 +1,7 @@
-"""Where a run stands: the part of its state that is not a tensor, as JSON.
+"""The part of a run's state that is not tensors, as JSON.
 
-`SavedState` is `state.json` of a checkpoint. Of it `Progress` moves with every step; the random number
-generators of each rank travel beside it.
+`SavedState` is `state.json` of a checkpoint. Its `Progress` changes with every step; the states of the random
+number generators of each rank are stored beside it.
 """
 
 import base64
@@ -18,7 +18,7 @@ from recsys.data.sources.base import FileMark
 
 @dataclass
 class Best:
-    """The best evaluation so far: the metric that decides, its value, and the step that it was reached at."""
+    """The best evaluation so far: the deciding metric, its value, and the step that reached it."""
 
     metric: str
     value: float
@@ -42,7 +42,7 @@ class Window:
     counts: Counts = Counts()
 
     def add(self, loss: float, losses: dict[str, float], counts: Counts) -> None:
-        """Takes in one batch."""
+        """Adds one batch."""
         self.batches += 1
         self.counts = self.counts.plus(counts)
         self.loss += loss
@@ -50,20 +50,20 @@ class Window:
             self.losses[name] = self.losses.get(name, 0.0) + value
 
     def means(self) -> "Window":
-        """The same, losses divided by the number of batches."""
+        """The window with losses divided by the number of batches."""
         n = self.batches
         losses = {name: value / n for name, value in self.losses.items()}
         return Window(n, self.loss / n, losses, self.counts)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Window":
-        """The window that `Progress.to_json` described."""
+        """Reads a window that `Progress.to_json` wrote."""
         return cls(**{**value, "counts": Counts(*value.get("counts", ()))})
 
 
 @dataclass
 class Progress:
-    """How far the run has come.
+    """Progress of a run.
 
     Attributes:
         step: optimizer steps done.
@@ -88,15 +88,15 @@ class Progress:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Progress":
-        """The progress that `to_json` described."""
+        """Reads progress that `to_json` wrote."""
         best = Best(**value["best"]) if value["best"] else None
         return cls(**{**value, "best": best, "window": Window.from_json(value["window"])})
 
 
 @dataclass
 class Inputs:
-    """What a run reads: its training files in their order, of each table what `vocabulary.fingerprints` says,
-    and what `catalogue.fingerprint` says of the items.
+    """Fingerprints of the inputs of a run: its training files in order, the vocabulary of each table (see
+    `vocabulary.fingerprints`), and the items (see `catalogue.fingerprint`).
     """
 
     files: list[FileMark]
@@ -109,9 +109,9 @@ class SavedState:
     """Everything in a checkpoint but its tensors. How tables were cut follows from config and world size.
 
     Attributes:
-        progress: how far the run had come.
-        rng: of each rank, what `capture_rng` saw.
-        inputs: what it read.
+        progress: of the run.
+        rng: state of each rank's generators, see `capture_rng`.
+        inputs: fingerprints of the files that the run read.
         config: text of the resolved config.
         versions: `environment.versions` of the process that saved.
         world_size: number of ranks.
@@ -130,7 +130,7 @@ class SavedState:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "SavedState":
-        """The state that `to_json` described.
+        """Reads a state that `to_json` wrote.
 
         Raises:
             KeyError, TypeError: other JSON.
@@ -167,7 +167,7 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:
-    """Sets the generators to what `capture_rng` saw; one that was not captured is left alone."""
+    """Restores generators from `capture_rng`; those that were not captured stay as they are."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     keys, position, has_gauss, cached = state["numpy"]

@@ -1,4 +1,4 @@
-"""How fast a run is, how much of the device it uses, and how long it waits for data."""
+"""Measures the speed of a run, its use of the device, and its waiting for data."""
 
 import resource
 import sys
@@ -47,7 +47,7 @@ class Rates:
 
 
 class Meter:
-    """Counts work and clocks it.
+    """Counts work and measures its time.
 
     Args:
         peak_flop_per_s: of one device, None where it is not known.
@@ -61,7 +61,7 @@ class Meter:
         self._began = time.perf_counter()
 
     def watch(self, items: Iterator[Item]) -> Iterator[Item]:
-        """`items`, with the time it takes to get each of them counted as waiting."""
+        """Yields `items` and counts the time to get each of them as waiting."""
         while True:
             began = time.perf_counter()
             try:
@@ -72,7 +72,7 @@ class Meter:
             yield item
 
     def add(self, samples: int, tokens: int, flop: float) -> None:
-        """Counts a batch that is done."""
+        """Counts a finished batch."""
         self._samples += samples
         self._tokens += tokens
         self._flop += flop
@@ -80,7 +80,7 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in this block is not training."""
+        """Excludes the time in this block from training."""
         began = time.perf_counter()
         try:
             yield

@@ -1,4 +1,4 @@
-"""One batch to one loss, the same on any number of ranks.
+"""Computes one loss from one batch, the same on any number of ranks.
 
 `TrainStep` is what TorchRec's pipeline traces and runs: model, objective, and a single sum over ranks that
 carries the losses of all tasks, the counts for the log, and whether a rank was asked to stop. A loss that is
@@ -22,7 +22,7 @@ from recsys.training.signals import HANDLED
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the host learns from one batch of every rank; the same on all ranks.
+    """Results of one step over the batches of all ranks; the same on all ranks.
 
     Attributes:
         losses: by task, the mean over targets of all ranks.
@@ -62,7 +62,7 @@ class TrainStep(nn.Module):
 
 
 class SumOverRanks(nn.Module):
-    """The one collective of a step. A module of its own, since the pipeline traces what is around it.
+    """The only collective of a step. It is a separate module because the pipeline traces the code around it.
 
     Args:
         count_flops: of a forward pass; `Model.flops`.
@@ -77,10 +77,10 @@ class SumOverRanks(nn.Module):
         self.received = dict.fromkeys((int(number) for number in HANDLED), 0)
 
     def forward(self, losses: Losses, batch: Batch) -> tuple[Tensor, StepResult]:
-        """The loss of this rank, scaled such that the mean of its gradients over ranks is the gradient of the
-        whole.
+        """This rank's loss, scaled so that the mean of its gradients over ranks is the gradient of the total
+        loss.
         """
-        # For each product of the forward pass the backward pass has two, one for either factor's gradient.
+        # The backward pass has two products for each one of the forward pass: a gradient for either factor.
         flop = 3 * self.count_flops(batch)
         counts = batch.rows.counts if batch.rows else Counts()
         numbers = [batch.sequences.total_len, flop, *counts, *self.received.values()]

@@ -1,7 +1,7 @@
 """The training loop: next batch, step, maybe log, maybe evaluate, maybe save.
 
-Everything around it is elsewhere: `train_step` turns a batch into a loss, `optimizers` move weights,
-`session` builds and saves, hooks show what happens. All ranks run the same loop; what one of them alone
+The parts are elsewhere: `train_step` turns a batch into a loss, `optimizers` update weights, `session` builds
+and saves, hooks show what happens. All ranks run the same loop; what one of them alone
 learns (a signal, a loss that is not finite) travels in the one sum of each step.
 """
 
@@ -21,7 +21,7 @@ from torchrec.distributed.types import ShardedModule
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.errors import NonFiniteLossError, RecsysError
-from recsys.training.diagnostics import Diagnostics, Findings
+from recsys.training.diagnostics import DiagnosticResults, Diagnostics
 from recsys.training.evaluator import Goal, counted, evaluate
 from recsys.training.hooks import Diagnosed, Evaluated, Hook, Outcome, Trained
 from recsys.training.session import Session
@@ -31,7 +31,7 @@ from recsys.training.throughput import Meter, peak_flop_per_s, peak_memory
 from recsys.training.train_step import StepResult
 
 NUM_PICTURES = 4
-"""Samples whose attention is shown."""
+"""Show the attention of this many samples."""
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Trainer:
 
     Args:
         session: what to train.
-        hooks: who watches; empty on every rank but 0.
+        hooks: observers; empty on every rank but 0.
 
     Raises:
         ConfigError: `train.evaluation.best_metric` is none of the model's metrics.
@@ -77,14 +77,14 @@ class Trainer:
                 evaluated = self._maybe_evaluate()
                 self._maybe_save(evaluated)
             self._session.end()
-            self._maybe_look_at_best()
+            self._maybe_diagnose_best()
         return self._outcome()
 
     def _train(self, stream: Iterator[Batch]) -> StepResult:
-        """One step: the batches of it, forward and backward, and the optimizers' move after the last one."""
+        """Trains one step: forward and backward on each of its batches, then the update of the weights."""
         session, progress = self._session, self._session.progress
         if self._batches is None:
-            # The pipeline reads ahead. It gets no more than the batches up to the next evaluation, so that it
+            # The pipeline reads ahead. It gets only the batches up to the next evaluation, so that it
             # is empty by then and the model can be called without it.
             self._evaluate_at = self._next_evaluation()
             self._pipeline.reset()
@@ -153,7 +153,7 @@ class Trainer:
             if isinstance(self._pipeline, TrainPipelineSparseDist):
                 self._pipeline.detach()
             with session.as_evaluated():
-                metrics, findings = self._evaluate(session.validation, closely=self._is_last_evaluation())
+                metrics, results = self._evaluate(session.validation, closely=self._is_last_evaluation())
         value = metrics[self._goal.metric]
         best = self._goal.reached(value, progress.best)
         progress.evaluations_without_gain = 0 if best else progress.evaluations_without_gain + 1
@@ -163,33 +163,33 @@ class Trainer:
         record = Evaluated(progress.step, metrics, best, time.perf_counter() - began, counts)
         for hook in self._hooks:
             hook.evaluated(record)
-        self._tell(findings, progress.step)
+        self._report(results, progress.step)
         return True
 
     def _is_last_evaluation(self) -> bool:
-        """Whether nothing may come behind it; with little patience left a better value can prove it wrong."""
+        """True if this may be the last evaluation; if patience runs out, a better value extends the run."""
         progress, patience = self._session.progress, self._session.pipeline.train.evaluation.patience
         at_end = progress.step == self._session.total_steps
         return at_end or bool(patience and progress.evaluations_without_gain + 1 >= patience)
 
-    def _evaluate(self, rows: Loader, *, closely: bool) -> tuple[dict[str, float], Findings | None]:
+    def _evaluate(self, rows: Loader, *, closely: bool) -> tuple[dict[str, float], DiagnosticResults | None]:
         model, processes = self._session.model, self._session.processes
         limit = self._session.pipeline.train.evaluation.max_batches or None
         pictures = NUM_PICTURES if processes.is_main else 0
         diagnostics = Diagnostics(model, processes.device, pictures) if closely else None
         metrics = evaluate(model, rows, processes.device, limit, diagnostics)
-        return metrics, None if diagnostics is None else diagnostics.findings()
+        return metrics, None if diagnostics is None else diagnostics.results()
 
-    def _tell(self, findings: Findings | None, step: int) -> None:
-        if findings is not None:
+    def _report(self, results: DiagnosticResults | None, step: int) -> None:
+        if results is not None:
             self._diagnosed.add(step)
             for hook in self._hooks:
-                hook.diagnosed(Diagnosed(step, findings))
+                hook.diagnosed(Diagnosed(step, results))
 
-    def _maybe_look_at_best(self) -> None:
-        """Of a finished run, at the best state: it is loaded and evaluated once more, if it was not the last.
+    def _maybe_diagnose_best(self) -> None:
+        """When a run finishes, loads the best state and evaluates it again, unless it was the last evaluated.
 
-        From here on the model is that state, which is also the one that is exported.
+        Afterwards the model holds that state, which is also the one that is exported.
         """
         session, best = self._session, self._session.progress.best
         if self._signal or session.validation is None or best is None or best.step in self._diagnosed:
@@ -200,8 +200,8 @@ class Trainer:
             log.warning("the report tells of the last state only; the best cannot be loaded: %s", error)
             return
         log.info("looking once more at the best state, step %d, for the report", best.step)
-        _, findings = self._evaluate(session.validation, closely=True)
-        self._tell(findings, best.step)
+        _, results = self._evaluate(session.validation, closely=True)
+        self._report(results, best.step)
 
     def _maybe_save(self, evaluated: bool) -> None:
         session, progress = self._session, self._session.progress
@@ -217,7 +217,9 @@ class Trainer:
             hook.saved(self._checkpoint)
 
     def _grad_norm(self) -> float:
-        """Of the last step. A finite loss may have a gradient that is not: nothing is saved after one."""
+        """The gradient norm of the last step. It may be infinite though the loss was not; no state is saved
+        then.
+        """
         norm = self._session.optimizer.last_grad_norm
         value = 0.0 if norm is None else float(norm)
         if not math.isfinite(value):
@@ -240,8 +242,8 @@ class Trainer:
 
 
 def _pipeline(session: Session) -> TrainPipelineBase | TrainPipelineSparseDist:
-    """Copies the next batch to the device meanwhile; with sharded tables it also sends its ids to their
-    ranks.
+    """A pipeline that copies the next batch to the device during a step, and sends its ids to the ranks of
+    sharded tables.
     """
     sharded = any(isinstance(module, ShardedModule) for module in session.wrapped.modules())
     kind = TrainPipelineSparseDist if sharded else TrainPipelineBase

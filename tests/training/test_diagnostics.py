@@ -54,15 +54,15 @@ def loader_of(pipeline, *parts):
 def look(pipeline, model, *parts, pictures=0):
     diagnostics = Diagnostics(model, CPU, pictures)
     metrics = evaluate(model, loader_of(pipeline, *parts), CPU, diagnostics=diagnostics)
-    return metrics, diagnostics.findings()
+    return metrics, diagnostics.results()
 
 
 def test_slices_of_a_ranker_are_metrics_over_their_rows():
     pipeline, model, rows = a_ranker()
-    _, findings = look(pipeline, model, rows[:4], rows[4:])
+    _, results = look(pipeline, model, rows[:4], rows[4:])
     ranges = [(0, 0), (1, 10), (11, 40)]
-    assert [(one.shortest, one.longest) for one in findings.slices] == ranges
-    for one, (first, last) in zip(findings.slices, ranges, strict=True):
+    assert [(one.shortest, one.longest) for one in results.slices] == ranges
+    for one, (first, last) in zip(results.slices, ranges, strict=True):
         mine = [row for row in rows if first <= len(row.uih_timestamps) <= last and row.weight]
         assert one.rows == len(mine)
         assert one.candidates == sum(len(row.candidate_timestamps) for row in mine)
@@ -89,14 +89,14 @@ def test_slices_of_a_ranker_are_metrics_over_their_rows():
 
 def test_calibration_is_of_the_binary_tasks_and_all_candidates():
     pipeline, model, rows = a_ranker()
-    _, findings = look(pipeline, model, rows)
-    assert list(findings.calibration) == ["click"]
+    _, results = look(pipeline, model, rows)
+    assert list(results.calibration) == ["click"]
     with torch.no_grad():
         predictions = model(batch_of(pipeline, rows)).predictions["click"].tolist()
     labels = [y for row in rows for y in row.labels["click"]]
     weights = [row.weight for row in rows for _ in row.labels["click"]]
     kept = [(p, y, w) for p, y, w in zip(predictions, labels, weights, strict=True) if w]
-    bins = findings.calibration["click"]
+    bins = results.calibration["click"]
     assert sum(one.candidates for one in bins) == len(kept)
     # Bins follow each other in the order of predictions: each is a run of the sorted candidates.
     ordered = iter(sorted(kept))
@@ -112,12 +112,12 @@ def test_slices_of_a_retriever_are_metrics_over_their_queries():
     torch.manual_seed(5)
     model = build_model(pipeline).eval()
     rows = random_rows(pipeline, [(1, 1), (15, 1), (10, 1), (33, 1), (8, 1)])
-    _, findings = look(pipeline, model, rows[:2], rows[2:])
+    _, results = look(pipeline, model, rows[:2], rows[2:])
     with torch.no_grad():
         batch = batch_of(pipeline, rows)
         ranks = model.ranks(model(batch), batch).tolist()
-    assert findings.calibration == {}
-    nobody, short, long = findings.slices
+    assert results.calibration == {}
+    nobody, short, long = results.slices
     assert (nobody.rows, nobody.candidates, short.rows, long.candidates) == (0, 0, 3, 2)
     assert all(math.isnan(value) for value in nobody.metrics.values())
     for one, picked in ((short, [0, 2, 4]), (long, [1, 3])):
@@ -129,9 +129,9 @@ def test_slices_of_a_retriever_are_metrics_over_their_queries():
 def test_looking_closer_changes_no_metric():
     pipeline, model, rows = a_ranker()
     plain = evaluate(model, loader_of(pipeline, rows[:5], rows[5:]), CPU)
-    metrics, findings = look(pipeline, model, rows[:5], rows[5:], pictures=2)
+    metrics, results = look(pipeline, model, rows[:5], rows[5:], pictures=2)
     assert metrics == plain
-    assert [(one.sample, one.layer) for one in findings.pictures] == [
+    assert [(one.sample, one.layer) for one in results.pictures] == [
         (f"row {row}", layer) for layer in (1, 2) for row in (3, 2)
     ]
     assert look(pipeline, model, rows)[1].pictures == []

@@ -1,4 +1,4 @@
-"""What watches a run: the console, `metrics.jsonl`, TensorBoard, the report. Only rank 0 has hooks."""
+"""Observers of a run: the console, `metrics.jsonl`, TensorBoard, the report. Only rank 0 has hooks."""
 
 from recsys.training.hooks.base import Diagnosed, Evaluated, Hook, Outcome, Run, Trained
 

@@ -1,4 +1,4 @@
-"""A picture of attention as an image: pixels, a PNG file of them, and words that say what is to be seen."""
+"""Renders a picture of attention: pixels, a PNG file, and a description in Markdown."""
 
 import struct
 import zlib
@@ -10,7 +10,7 @@ from recsys.ops.jagged.layout import CONTEXTUAL, TARGET, UIH
 from recsys.training.attention import AttentionPicture
 
 SIZE = 640
-"""Pixels of an edge, about: each token gets a whole number of them."""
+"""Approximate edge length in pixels; each token gets a whole number of pixels."""
 
 STRIP, GAP = 8, 2
 """Pixels of the strips that tell the kinds of tokens, and between strip and weights."""
@@ -46,7 +46,7 @@ def pixels(picture: AttentionPicture) -> Tensor:
 
 
 def describe(picture: AttentionPicture) -> str:
-    """What is to be seen, in Markdown."""
+    """Describes the picture in Markdown."""
     shown = len(picture.kinds)
     left_out = ""
     if shown < picture.num_tokens:
@@ -65,7 +65,7 @@ def describe(picture: AttentionPicture) -> str:
 def png(image: Tensor) -> bytes:
     """A PNG file of uint8 [height, width, 3]. Source: W3C, Portable Network Graphics, third edition."""
     height, width, _ = image.shape
-    lines = torch.cat([image.new_zeros(height, 1), image.flatten(1)], dim=1)  # 0 before a line: not filtered
+    lines = torch.cat([image.new_zeros(height, 1), image.flatten(1)], dim=1)  # 0: not filtered
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = (b"IHDR", head), (b"IDAT", zlib.compress(lines.numpy().tobytes())), (b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(

@@ -1,6 +1,7 @@
-"""What a run tells those who watch it.
+"""Training events that hooks can observe.
 
-A hook overrides the methods it cares for. It sees values on the host, after the step, and changes nothing.
+A hook overrides the methods of the events it needs. It gets values on the host, after the step, and must not
+change anything.
 """
 
 from dataclasses import dataclass, field
@@ -9,14 +10,14 @@ from pathlib import Path
 from torch import Tensor
 
 from recsys.data.counts import Counts
-from recsys.training.diagnostics import Findings
+from recsys.training.diagnostics import DiagnosticResults
 from recsys.training.state import Best
 from recsys.training.throughput import Rates
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known when training starts.
+    """Facts that are known when training starts.
 
     Attributes:
         folder: run folder.
@@ -42,7 +43,7 @@ class Trained:
     """Means since the last record.
 
     Attributes:
-        step: the last of them. epoch: it was in this epoch, from 0.
+        step: last step of the interval. epoch: epoch of that step, from 0.
         loss: weighted sum over tasks. losses: by task.
         lr: learning rates of the last step, by optimizer.
         grad_norm: of the dense gradients of the last step, before clipping.
@@ -87,24 +88,24 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Diagnosed:
-    """A closer look at an evaluation: at the last one, and at that of the best state.
+    """Diagnostics of an evaluation: of the last one, and of the best state's.
 
     Attributes:
         step: of the state that was evaluated; the best one's may be behind the run's.
-        findings: slices, calibration, pictures of attention.
+        results: slices, calibration, pictures of attention.
     """
 
     step: int
-    findings: Findings
+    results: DiagnosticResults
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         step: steps done.
-        reason: why it ended, a sentence's middle: "all 500 steps are done".
+        reason: why it ended, to go into a sentence: "all 500 steps are done".
         checkpoint: newest state.
         best: best evaluation, if there was one.
         signal: number of the signal that ended it, else 0.
@@ -118,7 +119,7 @@ class Outcome:
 
 
 class Hook:
-    """Base of the hooks; does nothing."""
+    """Base class of hooks, whose methods do nothing."""
 
     def started(self, run: Run) -> None:
         """Before the first step."""
@@ -133,7 +134,7 @@ class Hook:
         """After each evaluation."""
 
     def diagnosed(self, record: Diagnosed) -> None:
-        """After a closer look at an evaluation."""
+        """After the diagnostics of an evaluation."""
 
     def saved(self, path: Path) -> None:
         """After each saved state."""
@@ -142,4 +143,4 @@ class Hook:
         """After the last step; not when the run ends by an error."""
 
     def close(self) -> None:
-        """Always, last: gives back files and the terminal."""
+        """Last, in any case: releases files and the terminal."""

@@ -1,5 +1,5 @@
-"""The run on the console: a progress bar on a terminal, else a line every `log_every_steps` steps; then what
-to type.
+"""Shows a run on the console: a progress bar on a terminal, else a line every `log_every_steps` steps. At the
+end it shows the next commands to type.
 
 Lines go through the log, so `log.txt` has them as well, also those that the bar shows in place of the
 console; with the time in front they fit 100 columns.
@@ -24,13 +24,13 @@ from recsys.training.evaluator import LOSS
 from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, Trained
 
 WIDTH = 85
-"""Columns that a line may take behind the time and level of the log."""
+"""Maximum width of a line, in columns, after the time and level of the log."""
 
 log = logging.getLogger(__name__)
 
 
 class Console(Hook):
-    """Says where the run is."""
+    """Reports the progress of the run."""
 
     def __init__(self) -> None:
         self._run: Run | None = None
@@ -52,8 +52,8 @@ class Console(Hook):
             self._bar.move(step)
 
     def trained(self, record: Trained) -> None:
-        """What `columns` shows: under the bar, or as a row of a table whose head comes first and after each
-        evaluation.
+        """Shows the record's `columns` under the bar, or as a row of a table whose head is printed first and
+        after each evaluation.
         """
         if self._run is None:
             raise ValueError("Console.started has not been called")
@@ -67,7 +67,7 @@ class Console(Hook):
         log.info("%s", row, extra=extra)
 
     def evaluated(self, record: Evaluated) -> None:
-        """All metrics, a row a task."""
+        """Shows all metrics, one row per task."""
         if self._bar is not None:
             self._bar.evaluated(record)
         best = ", the best so far" if record.best else ""
@@ -77,7 +77,7 @@ class Console(Hook):
         self._needs_head = True
 
     def finished(self, outcome: Outcome) -> None:
-        """What came out, where it is, and what to type next."""
+        """Shows the results, their files, and the next commands."""
         if self._run is None:
             raise ValueError("Console.started has not been called")
         self.close()
@@ -87,7 +87,7 @@ class Console(Hook):
             log.info("%s", line)
 
     def close(self) -> None:
-        """Takes the bar off the terminal."""
+        """Removes the bar from the terminal."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -101,7 +101,7 @@ class Lines(NamedTuple):
 
 
 class Bar:
-    """The last lines of a terminal; logs scroll above. How far the run is, speed, losses, last metrics."""
+    """The last lines of a terminal, below the log: progress, speed, losses, last metrics."""
 
     def __init__(self, run: Run, console: RichConsole):
         self._progress = Progress(
@@ -115,11 +115,11 @@ class Bar:
         self._live.start()
 
     def move(self, step: int) -> None:
-        """A step is done."""
+        """Counts a finished step."""
         self._progress.update(self._task, completed=step)
 
     def show(self, record: Trained) -> None:
-        """The newest record."""
+        """Shows the newest record."""
         shown = columns(record, self._total_steps)
         parts = {head: f"{head} {text}" for head, text in shown.items() if head not in ("step", "left")}
         # Two lines, so that 80 columns show all of it.
@@ -130,10 +130,10 @@ class Bar:
         self._refresh()
 
     def evaluated(self, record: Evaluated) -> None:
-        """The newest evaluation; what it says of losses stands in the log."""
-        found = {name: value for name, value in record.metrics.items() if name.partition("/")[0] != LOSS}
+        """Shows the newest evaluation without its losses, which are in the log."""
+        metrics = {name: value for name, value in record.metrics.items() if name.partition("/")[0] != LOSS}
         best = ", the best so far" if record.best else ""
-        self._metrics = [f"step {record.step}{best}: {_named(found)}"] if found else []
+        self._metrics = [f"step {record.step}{best}: {_named(metrics)}"] if metrics else []
         self._refresh()
 
     def _refresh(self) -> None:
@@ -141,12 +141,12 @@ class Bar:
         self._live.update(Group(self._progress, *below), refresh=True)
 
     def stop(self) -> None:
-        """Takes the lines away."""
+        """Removes the lines."""
         self._live.stop()
 
 
 def columns(record: Trained, total_steps: int) -> dict[str, str]:
-    """A record as text, by column; MFU only where the device's peak is known."""
+    """A record as text by column; MFU only if the device's peak is known."""
     rates = record.rates
     mfu = {} if rates.mfu is None else {"MFU": f"{100 * rates.mfu:.0f} %"}
     width = len(str(total_steps))
@@ -164,7 +164,7 @@ def columns(record: Trained, total_steps: int) -> dict[str, str]:
 
 
 def lines(shown: Mapping[str, str]) -> Lines:
-    """`columns` as head and row; as wide as numbers get, so that rows stand below each other."""
+    """`columns` as head and row, wide enough for all numbers, so that rows line up."""
     sizes = {name: max(len(name), len(text), _SIZES.get(name, 0)) for name, text in shown.items()}
     return Lines(
         head="  ".join(f"{name:>{size}}" for name, size in sizes.items()),
@@ -173,9 +173,9 @@ def lines(shown: Mapping[str, str]) -> Lines:
 
 
 def metric_table(metrics: Mapping[str, float]) -> list[str]:
-    """Metrics as lines: a row a task, a column a metric; the other way round where that would be too wide.
+    """Metrics as lines: one row per task and one column per metric, transposed if that would be too wide.
 
-    A task's loss stands with its metrics; what belongs to no task is in the row "all".
+    A task's loss is listed with its metrics. Metrics of no single task are in the row "all".
     """
     tasks: dict[str, dict[str, str]] = {}
     for name, value in metrics.items():
@@ -187,8 +187,8 @@ def metric_table(metrics: Mapping[str, float]) -> list[str]:
     if not tasks:
         return _table([list(every), list(every.values())])
     tasks["all"] = every
-    kinds = list(dict.fromkeys(metric for found in tasks.values() for metric in found))
-    rows = [[task, *(found.get(kind, "") for kind in kinds)] for task, found in tasks.items()]
+    kinds = list(dict.fromkeys(metric for metrics in tasks.values() for metric in metrics))
+    rows = [[task, *(metrics.get(kind, "") for kind in kinds)] for task, metrics in tasks.items()]
     table = _table([["", *kinds], *rows])
     if max(map(len, table)) > WIDTH - 2:
         table = _table([list(column) for column in zip(["", *kinds], *rows, strict=True)])
@@ -197,24 +197,24 @@ def metric_table(metrics: Mapping[str, float]) -> list[str]:
 
 def next_lines(outcome: Outcome, run: Run) -> list[str]:
     """The last lines of a run: best evaluation, checkpoint, files, commands."""
-    found = []
+    lines = []
     if outcome.best is not None:
         best = outcome.best
-        found.append(f"best: {best.metric} {best.value:.4f} after step {best.step}")
-    found.append(f"checkpoint: {outcome.checkpoint}")
-    found.append(f"metrics: {run.folder / 'metrics.jsonl'}")
-    found.append(f"TensorBoard: tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
-    found.append(f"report: {run.folder / 'report.html'}")
+        lines.append(f"best: {best.metric} {best.value:.4f} after step {best.step}")
+    lines.append(f"checkpoint: {outcome.checkpoint}")
+    lines.append(f"metrics: {run.folder / 'metrics.jsonl'}")
+    lines.append(f"TensorBoard: tensorboard --logdir {shlex.quote(str(run.folder / 'tensorboard'))}")
+    lines.append(f"report: {run.folder / 'report.html'}")
     folder = shlex.quote(str(run.folder))
     if outcome.signal:
-        return [*found, "to go on, start the same command again"]
-    found.append("next:")
+        return [*lines, "to go on, start the same command again"]
+    lines.append("next:")
     if run.splits:
         split = "" if "test" in run.splits else f" --split {run.splits[0]}"
-        found.append(f"  python -m recsys.evaluate --run-dir {folder}{split}")
+        lines.append(f"  python -m recsys.evaluate --run-dir {folder}{split}")
     rows = "" if "test" in run.splits else " --input FILES"
     return [
-        *found,
+        *lines,
         f"  python -m recsys.export --run-dir {folder}",
         f"  python -m recsys.predict --run-dir {folder}{rows}",
     ]
@@ -225,15 +225,15 @@ _SIZES = {"loss": 8, "FLOP/s": 7, "MFU": 5, "memory": 8, "left": 7}
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    """The first column to the left when its head is empty, all others to the right."""
+    """Aligns the first column left if its head is empty, and all others right."""
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    found = []
+    lines = []
     for row in rows:
         cells = [f"{cell:>{size}}" for cell, size in zip(row, sizes, strict=True)]
         if not rows[0][0]:
             cells[0] = f"{row[0]:<{sizes[0]}}"
-        found.append("  ".join(cells).rstrip())
-    return found
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def _named(values: Mapping[str, float]) -> str:

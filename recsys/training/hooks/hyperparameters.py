@@ -1,4 +1,4 @@
-"""What a sweep may vary: the settings that TensorBoard's HParams page compares runs by."""
+"""Selects the settings that a sweep may vary, by which TensorBoard's HParams page compares runs."""
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -16,40 +16,40 @@ def hyperparameters(pipeline: pb.Pipeline) -> dict[str, Value]:
     """Numbers, switches and choices of a resolved config by path, defaults included.
 
     All of `model` and `train` that changes what is learned, and the sizes of `data`; no names and no files.
-    The choice of a oneof stands under its name: `train.schedule.decay` is "cosine". Lists become text.
+    The choice of a oneof is listed under its name: `train.schedule.decay` is "cosine". Lists become text.
     """
-    found = {f"data.{name}": value for name, value in _scalars(pipeline.data).items() if name in _DATA}
-    found |= _below(pipeline.model, "model") | _below(pipeline.train, "train")
+    settings = {f"data.{name}": value for name, value in _scalars(pipeline.data).items() if name in _DATA}
+    settings |= _below(pipeline.model, "model") | _below(pipeline.train, "train")
     return {
         path: value
-        for path, value in found.items()
+        for path, value in settings.items()
         if ".metrics[" not in path and not path.startswith(_WITHOUT_EFFECT)
     }
 
 
 def _below(message: Message, path: str) -> dict[str, Value]:
-    found = {join(path, name): value for name, value in _scalars(message).items()}
+    settings = {join(path, name): value for name, value in _scalars(message).items()}
     for child, place in children(message, path):
-        found |= _below(child, place)
-    return found
+        settings |= _below(child, place)
+    return settings
 
 
 def _scalars(message: Message) -> dict[str, Value]:
-    """Fields of one message that are no messages, and the choices of its oneofs."""
-    found: dict[str, Value] = {}
+    """Scalar fields of one message, and the choices of its oneofs."""
+    settings: dict[str, Value] = {}
     for field in message.DESCRIPTOR.fields:
         if field.message_type is not None or field.type == FieldDescriptor.TYPE_STRING:
             continue
         value = getattr(message, field.name)
         if field.is_repeated:
-            found |= {field.name: ", ".join(str(_show(field, one)) for one in value)} if value else {}
+            settings |= {field.name: ", ".join(str(_show(field, item)) for item in value)} if value else {}
         elif message.HasField(field.name) or field.has_default_value:
-            found[field.name] = _show(field, value)
+            settings[field.name] = _show(field, value)
     for oneof in message.DESCRIPTOR.oneofs:
         chosen = message.WhichOneof(oneof.name)
         if chosen is not None:
-            found[oneof.name] = chosen
-    return found
+            settings[oneof.name] = chosen
+    return settings
 
 
 def _show(field: FieldDescriptor, value: Value) -> Value:

@@ -5,10 +5,10 @@ Numbers have all their digits, so two runs can be compared bit for bit; an undef
 on the clock or the machine is rounded: `*_per_s`, `mfu`, `data_wait`, `memory_bytes`, `seconds`. `left_out`
 counts rows that were bad, `cut_histories` and `cut_candidates` rows of which a part was read.
 
-A line of kind "diagnostics" is a closer look at the evaluation of `step`. There is one for the last
-evaluation, and one for the best, at the end of the file. `slices` are validation rows by how many events of
+A line of kind "diagnostics" has more about the evaluation of `step`. There is one for the last evaluation
+and one for the best, at the end of the file. `slices` are validation rows by how many events of
 history they have (`history`: least and most), with the number of `rows`, of their `candidates`, and `metrics`
-over them. `calibration` has, of each task with a binary loss, up to ten bins of about equal weight by rising
+over them. `calibration` has up to ten bins of about equal weight for each task with a binary loss, by rising
 prediction: `candidates`, mean prediction (`predicted`), share of positives (`observed`).
 """
 
@@ -24,9 +24,7 @@ NAME = "metrics.jsonl"
 
 
 class MetricsFile(Hook):
-    """Appends a line a record. A run that continues first drops the lines of steps that it is about to
-    repeat.
-    """
+    """Appends one line per record. A run that continues first drops the steps that it will repeat."""
 
     def __init__(self) -> None:
         self._file: TextIO | None = None
@@ -76,7 +74,7 @@ class MetricsFile(Hook):
 
     def diagnosed(self, record: Diagnosed) -> None:
         """A line of kind "diagnostics"."""
-        self._write({"kind": "diagnostics", "step": record.step, **record.findings.to_json()})
+        self._write({"kind": "diagnostics", "step": record.step, **record.results.to_json()})
 
     def close(self) -> None:
         """Closes the file."""

@@ -21,7 +21,7 @@ from recsys.config.declarations import model_of
 from recsys.data.schema.row_layout import ShardedRowLayout, sharded_name
 
 MOST = 1000
-"""Items that are shown; the projector's pictures become slow with many more."""
+"""Show this many items; the projector becomes slow with many more."""
 
 NAMES = "names.parquet"
 """File beside the folder of the vocabularies that may give items names: columns `id` and `name`."""
@@ -47,9 +47,9 @@ class Items:
 def frequent_items(
     pipeline: pb.Pipeline, weights: Mapping[str, Tensor | ShardedTensor], most: int = MOST
 ) -> Items | None:
-    """The items that stand first in the vocabulary, which are the most frequent ones.
+    """The first items of the vocabulary, which are the most frequent ones.
 
-    Of a table that is cut over ranks, those of them that lie in this rank's part.
+    If a table is sharded over ranks, only the items in this rank's shard are returned.
 
     Args:
         pipeline: resolved. The item is the one that the model searches; without one, the first id of
@@ -98,7 +98,7 @@ class _Part(NamedTuple):
 
 
 def _part(weight: Tensor | ShardedTensor) -> _Part | None:
-    """What this rank has of a table."""
+    """This rank's rows of a table."""
     if not isinstance(weight, ShardedTensor):
         return _Part(0, weight)
     parts = [_Part(shard.metadata.shard_offsets[0], shard.tensor) for shard in weight.local_shards()]
@@ -106,17 +106,17 @@ def _part(weight: Tensor | ShardedTensor) -> _Part | None:
 
 
 def _first_ids(path: str, count: int) -> list[str]:
-    found: list[str] = []
+    ids: list[str] = []
     with fsspec.open(path, "rb") as file:
         for batch in pq.ParquetFile(file).iter_batches(batch_size=max(count, 1), columns=["id"]):
-            found += map(str, batch["id"].to_pylist()[: count - len(found)])
-            if len(found) == count:
+            ids += map(str, batch["id"].to_pylist()[: count - len(ids)])
+            if len(ids) == count:
                 break
-    return found
+    return ids
 
 
 def _names(path: str, ids: list[str]) -> dict[str, str]:
-    """Names by id; none without a usable file."""
+    """Names by id; empty without a usable file."""
     system, place = fsspec.url_to_fs(path)
     if not system.exists(place):
         return {}

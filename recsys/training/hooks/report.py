@@ -1,7 +1,7 @@
 """`report.html` in the run folder: the whole run on one page, without scripts and without a network.
 
-The page is made at the end from `metrics.jsonl`, so it shows all steps of a run that was continued. Only what
-the file does not hold, the facts of this start and where its time went, comes from the hook's calls.
+The page is made at the end from `metrics.jsonl`, so it shows all steps of a run that was continued. Calls of
+the hook add what the file lacks: the facts of this start and how it spent its time.
 """
 
 import os
@@ -45,30 +45,30 @@ class Report(Hook):
 
     def __init__(self) -> None:
         self._run: Run | None = None
-        self._spent = Spent()
+        self._spent = TimeSpent()
 
     def started(self, run: Run) -> None:
         """Starts the clock."""
-        self._run, self._spent = run, Spent()
+        self._run, self._spent = run, TimeSpent()
 
     def stepped(self, step: int) -> None:
-        """The time since the last call was a step."""
+        """Counts the time since the last call as a step."""
         self._spent.steps += self._spent.lap()
 
     def trained(self, record: Trained) -> None:
-        """Takes the part of the steps that was waiting out of them."""
+        """Moves the steps' time of waiting to its own total."""
         self._spent.divide(record.rates.data_wait)
 
     def evaluated(self, record: Evaluated) -> None:
-        """The time since the last call was an evaluation."""
+        """Counts the time since the last call as evaluation."""
         self._spent.evaluation += self._spent.lap()
 
     def diagnosed(self, record: Diagnosed) -> None:
-        """The time since the last call belongs to an evaluation."""
+        """Counts the time since the last call as evaluation."""
         self._spent.evaluation += self._spent.lap()
 
     def saved(self, path: Path) -> None:
-        """The time since the last call was a save."""
+        """Counts the time since the last call as saving."""
         self._spent.saving += self._spent.lap()
 
     def finished(self, outcome: Outcome) -> None:
@@ -76,7 +76,7 @@ class Report(Hook):
         self._write(outcome)
 
     def close(self) -> None:
-        """Writes the page of a run that an error ended, up to where it came."""
+        """Writes the page of a run that an error ended, up to its last record."""
         self._write(None)
 
     def _write(self, outcome: Outcome | None) -> None:
@@ -89,8 +89,8 @@ class Report(Hook):
 
 
 @dataclass
-class Spent:
-    """Seconds since this start, by what they went to.
+class TimeSpent:
+    """Seconds since this start, by activity.
 
     Attributes:
         steps: in steps whose share of waiting is not known yet.
@@ -118,7 +118,7 @@ class Spent:
         self.steps = 0.0
 
     def shares(self) -> list[Share]:
-        """All of it."""
+        """The time of each activity."""
         return [
             Share("computing steps", self.computing + self.steps),
             Share("waiting for data", self.waiting),
@@ -164,7 +164,7 @@ def build(run: Run, records: Sequence[Record], outcome: Outcome | None, shares: 
 
 @dataclass(frozen=True)
 class Logged:
-    """What `metrics.jsonl` holds.
+    """The contents of `metrics.jsonl`.
 
     Attributes:
         train, evaluations: records by kind.
@@ -310,15 +310,15 @@ def _optimizer_sections(logged: Logged) -> list[str]:
 
 
 def _points(records: Sequence[Record], *keys: str) -> list[Point]:
-    """What stands under `keys` in each record that has it."""
-    found = []
+    """The value under `keys` of each record that has it."""
+    points = []
     for record in records:
         value: Any = record
         for key in keys:
             value = value.get(key, _ABSENT) if isinstance(value, dict) else _ABSENT
         if value is not _ABSENT:
-            found.append(Point(record["step"], value))
-    return found
+            points.append(Point(record["step"], value))
+    return points
 
 
 _ABSENT = object()

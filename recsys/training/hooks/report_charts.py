@@ -81,7 +81,7 @@ def line_chart(
 
 
 class Pair(NamedTuple):
-    """What was predicted and what was seen of some candidates; None where undefined."""
+    """Mean prediction and observed rate of some candidates; None where undefined."""
 
     predicted: float | None
     observed: float | None
@@ -123,7 +123,7 @@ def reliability_chart(title: str, bins: Sequence[Pair], below: str = "") -> str:
 
 
 def sparkline(points: Sequence[Point]) -> str:
-    """A tiny curve without axes for a row of a table; nothing when less than two values are defined."""
+    """A tiny curve without axes for a table row; empty if fewer than two values are defined."""
     shown = thinned(points)
     defined = [(point.step, point.value) for point in shown if point.value is not None]
     if len(defined) < 2:
@@ -148,7 +148,7 @@ def number(value: float | None) -> str:
 
 
 def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most about `limit` points: of each stretch the lowest and the highest, so that no spike is lost."""
+    """At most about `limit` points: the lowest and the highest of each stretch, so that no spike is lost."""
     if len(points) <= limit:
         return list(points)
     stretch = math.ceil(2 * len(points) / limit)
@@ -163,7 +163,7 @@ def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 @dataclass(frozen=True)
 class Axis:
-    """From values to places: `low` lies at `start`, `high` at `end`."""
+    """Maps values to positions: `low` to `start`, `high` to `end`."""
 
     low: float
     high: float
@@ -178,7 +178,7 @@ class Axis:
         return cls(low - room, high + room, start, end)
 
     def place(self, value: float) -> float:
-        """Where a value lies."""
+        """Position of a value."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self, *, whole: bool = False) -> list[float]:
@@ -217,7 +217,7 @@ def _best(place: float) -> str:
 
 
 def _dots(index: int, curve: Curve, name: str, x: Axis, y: Axis) -> str:
-    """A circle on a value tells it under the pointer; without `marks` it can only be seen then."""
+    """Circles that show a value under the pointer; without `marks` they are visible only then."""
     kind = "dot" if curve.marks else "hint"
     stride, last = math.ceil(len(curve.points) / MAX_HINTS), len(curve.points) - 1
     parts = []
@@ -243,7 +243,7 @@ def _lines(index: int, points: Sequence[Point], x: Axis, y: Axis) -> str:
 
 
 def _legend(curves: Sequence[Curve]) -> str:
-    """Names with their last values; of a single curve, whose name is the title, the value."""
+    """Names with their last values; a single curve, whose name is the title, gets its value only."""
     parts = []
     for index, curve in enumerate(curves):
         last = next((point.value for point in reversed(curve.points) if point.value is not None), None)

@@ -13,20 +13,20 @@ Record = dict[str, Any]
 
 
 def diagnostics_sections(records: Sequence[Record], best_step: int | None) -> list[str]:
-    """Sections about the best state, and folded in the last one when that is another.
+    """Sections about the best state; those about the last state, if it is another, are folded.
 
     Args:
-        records: of `metrics.jsonl`; of two about one step the later counts.
+        records: of `metrics.jsonl`; the later of two records about one step counts.
         best_step: of the best evaluation; None without one.
     """
-    found = {record["step"]: record for record in records if record["kind"] == "diagnostics"}
-    if not found:
+    by_step = {record["step"]: record for record in records if record["kind"] == "diagnostics"}
+    if not by_step:
         return []
-    last = max(found)
-    shown = best_step if best_step in found else last
-    parts = _sections(found[shown], "the best state" if shown == best_step else "the last state")
+    last = max(by_step)
+    shown = best_step if best_step in by_step else last
+    parts = _sections(by_step[shown], "the best state" if shown == best_step else "the last state")
     if last != shown:
-        other = "".join(_sections(found[last], "the last state"))
+        other = "".join(_sections(by_step[last], "the last state"))
         parts.append(folded(f"The same for the last state, step {last:,}", other))
     return parts
 
@@ -53,18 +53,18 @@ def _sections(record: Record, state: str) -> list[str]:
 
 
 def _slice_table(slices: Sequence[Record]) -> str:
-    """A row a metric, a column a slice; above each how much is in it."""
+    """A table with a row per metric and a column per slice; each head shows the slice's size."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in slices[0]["metrics"]:
         groups[split_name(name)[0]].append(name)
     corner = "<th>task</th><th>metric</th>" if any(groups) else "<th>metric</th>"
-    heads = "".join(f'<th class="n">{_slice_head(one)}</th>' for one in slices)
+    heads = "".join(f'<th class="n">{_slice_head(part)}</th>' for part in slices)
     rows = [f"<thead><tr>{corner}{heads}</tr></thead>"]
     for task, names in groups.items():
         first = f'<th class="group" rowspan="{len(names)}">{escape(task)}</th>' if any(groups) else ""
         rows.append("<tbody>")
         for name in names:
-            cells = "".join(f'<td class="n">{number(one["metrics"].get(name))}</td>' for one in slices)
+            cells = "".join(f'<td class="n">{number(part["metrics"].get(name))}</td>' for part in slices)
             rows.append(f"<tr>{first}<td>{escape(split_name(name)[1])}</td>{cells}</tr>")
             first = ""
         rows.append("</tbody>")
@@ -84,13 +84,13 @@ def _count(value: int, name: str) -> str:
 
 def _calibration(task: str, bins: Sequence[Record]) -> str:
     rows = "".join(
-        f'<tr><td class="n">{one["candidates"]:,}</td><td class="n">{number(one["predicted"])}</td>'
-        f'<td class="n">{number(one["observed"])}</td></tr>'
-        for one in bins
+        f'<tr><td class="n">{pair["candidates"]:,}</td><td class="n">{number(pair["predicted"])}</td>'
+        f'<td class="n">{number(pair["observed"])}</td></tr>'
+        for pair in bins
     )
     heads = "".join(
         f'<th class="n">{head}</th>' for head in ("candidates", "mean prediction", "observed rate")
     )
     table = f'<table class="bins"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-    pairs = [Pair(one["predicted"], one["observed"], one["candidates"]) for one in bins]
+    pairs = [Pair(pair["predicted"], pair["observed"], pair["candidates"]) for pair in bins]
     return reliability_chart(task, pairs, folded(_count(len(bins), "bin"), table))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """A part of a whole, for `share_bar`."""
+    """A share of a total, for `share_bar`."""
 
     name: str
     seconds: float
@@ -44,12 +44,12 @@ def grid(figures: Sequence[str]) -> str:
 
 
 def card(body: str) -> str:
-    """HTML on a sheet of its own."""
+    """HTML in a card."""
     return f'<div class="card">{body}</div>'
 
 
 def tiles(facts: Sequence[Tile]) -> str:
-    """Few big numbers in a row."""
+    """A few big numbers in a row."""
     cells = (
         f'<div class="tile"><span>{escape(name)}</span><strong>{escape(value)}</strong>'
         f"<small>{escape(about)}</small></div>"
@@ -59,7 +59,7 @@ def tiles(facts: Sequence[Tile]) -> str:
 
 
 def folded(title: str, body: str) -> str:
-    """HTML that is shown on request, without a script; `title` is plain text."""
+    """HTML that is folded until a click, without a script; `title` is plain text."""
     return f"<details><summary>{escape(title)}</summary>\n{body}\n</details>"
 
 

@@ -1,4 +1,4 @@
-"""The run in TensorBoard: `tensorboard --logdir <run folder>/tensorboard`.
+"""Writes a run for TensorBoard: `tensorboard --logdir <run folder>/tensorboard`.
 
 Several runs side by side: `tensorboard --logdir runs`, and its HParams page compares their settings.
 """
@@ -20,8 +20,8 @@ from recsys.training.hooks.projector import Items
 
 
 class TensorBoard(Hook):
-    """Scalars of every record, how long the histories were, the config as text and as hyperparameters, and at
-    the end the attention of a few samples and the vectors of items.
+    """Writes scalars of every record, history lengths, the config as text and as hyperparameters, and at the
+    end the attention of a few samples and the vectors of items.
 
     Args:
         items: what the embedding projector shows; called at the end, None leaves it out.
@@ -63,7 +63,7 @@ class TensorBoard(Hook):
 
     def diagnosed(self, record: Diagnosed) -> None:
         """Pictures of attention."""
-        for picture in record.findings.pictures:
+        for picture in record.results.pictures:
             tag = f"attention, layer {picture.layer}/{picture.sample}"
             image = _image(tag, pixels(picture), describe(picture))
             self._open.file_writer.add_summary(image, record.step)
@@ -74,7 +74,7 @@ class TensorBoard(Hook):
             raise ValueError("TensorBoard.started has not been called")
         best = {} if outcome.best is None else {f"best/{outcome.best.metric}": outcome.best.value}
         self._write(best, outcome.step)
-        # `SummaryWriter.add_hparams` would make a second run of it, in a folder of its own.
+        # `SummaryWriter.add_hparams` would create a second run in another folder.
         for summary in hparams(self._run.hyperparameters, best):
             self._open.file_writer.add_summary(summary, outcome.step)
         items = self._items()
@@ -117,5 +117,5 @@ def _image(tag: str, image: Tensor, description: str) -> Summary:
 
 
 def _one_line(text: str) -> str:
-    """Without the tabs and line ends that the projector's table is made of."""
+    """The text without tabs and line ends, which separate cells in the projector's table."""
     return " ".join(text.split())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recsys.training.hooks.attention_image import GAP, SIZE, STRIP, describe, pixels, png
-from tests.training.hooks.findings import PICTURE
+from tests.training.hooks.diagnostic_results import PICTURE
 
 EDGE = STRIP + GAP
 TOKEN = 24

@@ -6,7 +6,7 @@ import math
 from recsys.training.hooks import Diagnosed, Evaluated, Run, Trained
 from recsys.training.hooks.metrics_file import NAME, MetricsFile, read_metrics
 from recsys.training.throughput import Rates
-from tests.training.hooks.findings import FINDINGS
+from tests.training.hooks.diagnostic_results import RESULTS
 
 
 def record(step: int, loss: float = 0.5) -> Trained:
@@ -46,7 +46,7 @@ def test_undefined_metrics_are_null(tmp_path):
 def test_a_closer_look_is_a_line_that_programs_can_read(tmp_path):
     hook = MetricsFile()
     hook.started(Run(tmp_path, "", 0, 10))
-    hook.diagnosed(Diagnosed(8, FINDINGS))
+    hook.diagnosed(Diagnosed(8, RESULTS))
     hook.close()
     assert read_metrics(tmp_path / NAME) == [
         {

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from recsys.training.diagnostics import Findings
+from recsys.training.diagnostics import DiagnosticResults
 from recsys.training.hooks import Diagnosed, Evaluated, Outcome, Run, Trained
 from recsys.training.hooks.metrics_file import MetricsFile
 from recsys.training.hooks.report import NAME, Report, build
@@ -279,7 +279,7 @@ def test_time_is_split_by_what_it_went_to(tmp_path, monkeypatch):
     now += 4.0
     report.evaluated(Evaluated(2, {"loss": 1.0}, True, 6.0))
     now += 2.0
-    report.diagnosed(Diagnosed(2, Findings([], {})))
+    report.diagnosed(Diagnosed(2, DiagnosticResults([], {})))
     now += 1.0
     report.saved(tmp_path)
     now += 1.0

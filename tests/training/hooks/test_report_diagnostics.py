@@ -6,12 +6,12 @@ import pytest
 
 from recsys.training.hooks.report_diagnostics import diagnostics_sections
 from recsys.training.hooks.report_page import page
-from tests.training.hooks.findings import FINDINGS
+from tests.training.hooks.diagnostic_results import RESULTS
 from tests.training.hooks.test_report import Balanced, chart, evaluation, rows_of, scale, train_record
 
 
 def diagnosed(step, findings=None):
-    found = FINDINGS.to_json() if findings is None else findings
+    found = RESULTS.to_json() if findings is None else findings
     text = {"kind": "diagnostics", "step": step, **found}
     return null(text)
 
@@ -78,7 +78,7 @@ def test_the_numbers_of_bins_are_there_for_those_without_a_pointer():
 
 
 def test_the_best_state_is_shown_and_the_last_one_folded():
-    other = FINDINGS.to_json() | {"calibration": {}}
+    other = RESULTS.to_json() | {"calibration": {}}
     html = html_of([train_record(60), diagnosed(80), diagnosed(60, other), evaluation(80, {})], 60)
     assert re.findall(r"<summary>(.*?)</summary>", html) == ["The same for the last state, step 80", "3 bins"]
     shown, folded = html.split("The same for the last state")

@@ -13,7 +13,7 @@ from recsys.training.hooks.projector import Items
 from recsys.training.hooks.tensorboard import TensorBoard
 from recsys.training.state import Best
 from recsys.training.throughput import Rates
-from tests.training.hooks.findings import FINDINGS, PICTURE
+from tests.training.hooks.diagnostic_results import PICTURE, RESULTS
 
 RUN = {"config_text": "train { num_steps: 10 }", "first_step": 0, "total_steps": 10}
 
@@ -94,7 +94,7 @@ def test_the_projector_gets_vectors_with_names(tmp_path):
 def test_pictures_of_attention_with_what_they_show(tmp_path):
     hook = TensorBoard(lambda: None)
     hook.started(Run(tmp_path, **RUN))
-    hook.diagnosed(Diagnosed(7, FINDINGS))
+    hook.diagnosed(Diagnosed(7, RESULTS))
     hook.close()
     events = written(tmp_path)
     tag = "attention, layer 2/user 7"

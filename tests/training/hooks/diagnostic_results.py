@@ -1,4 +1,4 @@
-"""Findings made by hand, for tests of those who show them."""
+"""Diagnostic results made by hand, for tests of the hooks that show them."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 from recsys.modules.metrics.reliability import ReliabilityBin
 from recsys.training.attention import AttentionPicture
-from recsys.training.diagnostics import Findings, Slice
+from recsys.training.diagnostics import DiagnosticResults, Slice
 
 PICTURE = AttentionPicture(
     sample="user 7",
@@ -19,7 +19,7 @@ PICTURE = AttentionPicture(
     num_tokens=900,
 )
 
-FINDINGS = Findings(
+RESULTS = DiagnosticResults(
     slices=[
         Slice(0, 0, 0, 0, {"click/auc": math.nan, "seconds/mae": math.nan}),
         Slice(1, 10, 1, 2, {"click/auc": math.nan, "seconds/mae": 1.25}),
