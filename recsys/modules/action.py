@@ -1,4 +1,4 @@
-"""`ActionEncoder`: what a user did with an item, from a bitmask and the seconds watched."""
+"""`ActionEncoder`: a vector for what a user did with an item, from a bitmask and the seconds watched."""
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +10,16 @@ from recsys.modules.mlp import build_mlp
 
 
 class ActionEncoder(nn.Module):
-    """One learned vector for each bit that is set and each threshold that is reached: their sum, or layers on
-    all of them side by side.
+    """Encodes events by one learned vector for each bit that is set and each threshold that is reached. The
+    vectors are added up, or concatenated and passed through layers.
 
     Args:
-        config: bits and thresholds, and what becomes of their vectors.
+        config: bits, thresholds and layers.
         embedding_dim: E.
-        context_dim: width of the concatenated USER features, for layers that are made of them.
+        context_dim: width of the concatenated USER features, for layers whose weights depend on them.
 
     Raises:
-        ValueError: layers without a bit or threshold, or without the features that they are made of.
+        ValueError: layers without a bit or threshold, or without the USER features that they need.
     """
 
     def __init__(self, config: pb.ActionEncoder, *, embedding_dim: int, context_dim: int = 0):
@@ -44,15 +44,15 @@ class ActionEncoder(nn.Module):
             self.project = build_mlp(layers.mlp, count * width, embedding_dim)
 
     def forward(self, actions: Tensor, watch_time: Tensor, rows: RowContext | None = None) -> Tensor:
-        """The vectors of n events.
+        """Encodes n events.
 
         Args:
             actions: int64 [n], bitmask.
             watch_time: float32 [n], seconds.
-            rows: whose events they are, for `contextualized`; others do not look at it.
+            rows: the rows that the events belong to; only `contextualized` layers read it.
 
         Returns:
-            [n, E], in the type of matrix products.
+            [n, E], in the dtype of matrix products.
         """
         done = ((actions[:, None] >> self.bits) & 1).bool()
         watched = watch_time[:, None] >= self.thresholds

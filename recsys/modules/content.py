@@ -1,4 +1,4 @@
-"""`ContentEncoder`: what an item is, from its embeddings and numbers, the same for events and candidates."""
+"""`ContentEncoder`: the vector of an item, from its embeddings and numbers, for events and candidates."""
 
 import torch
 from torch import Tensor, nn
@@ -12,54 +12,54 @@ from recsys.modules.precision import product_dtype
 
 
 class ContentEncoder(nn.Module):
-    """Concatenates an item's features in the config's order and brings them to E.
+    """Concatenates an item's features in the config's order and maps them to width E.
 
-    Events and candidates share the parameters, so that an item means the same on both sides. A feature that
-    one side does not have is replaced there by a learned vector.
+    Events and candidates share the parameters, so that an item has the same vector on both sides. A learned
+    vector replaces a feature that one of the sides lacks.
 
     Args:
-        config: how they are brought to E: one of `content_encoder`.
-        pipeline: resolved; its features of side HISTORY or CANDIDATE make up an item.
+        config: the mapping to width E: one of `content_encoder`.
+        pipeline: resolved; its features of side HISTORY or CANDIDATE describe an item.
 
     Raises:
-        ValueError: no feature has one of these sides, or their width does not fit the choice.
+        ValueError: no feature has one of these sides, or their width does not fit the mapping.
     """
 
     def __init__(self, config: pb.ContextualPreprocessor, *, pipeline: pb.Pipeline):
         super().__init__()
         self.slots: dict[int, list[str]] = {pb.HISTORY: [], pb.CANDIDATE: []}
         self.missing = nn.ParameterDict()
-        found = features.item_columns(pipeline)
-        for column in found:
+        columns = features.item_columns(pipeline)
+        for column in columns:
             for side, names in self.slots.items():
                 names.append(features.PREFIX[side] + column.feature.name)
                 if side not in column.feature.sides:
                     self.missing[names[-1]] = nn.Parameter(torch.zeros(column.width))
-        if not found:
+        if not columns:
             raise ValueError(
                 "no feature has the side HISTORY or CANDIDATE: an item without features has no content"
             )
-        self.project = _projection(config, sum(column.width for column in found), pipeline)
+        self.project = _projection(config, sum(column.width for column in columns), pipeline)
 
     def forward(
         self, side: int, inputs: dict[str, Tensor], count: int, rows: RowContext | None = None
     ) -> Tensor:
-        """Content of all events (`pb.HISTORY`) or candidates (`pb.CANDIDATE`).
+        """Encodes all events (`pb.HISTORY`) or candidates (`pb.CANDIDATE`) of a batch.
 
         Args:
-            side: whose.
+            side: `pb.HISTORY` or `pb.CANDIDATE`.
             inputs: column -> [count, width], numbers as [count, 1].
-            count: events or candidates of the batch.
-            rows: whose they are, for `content_contextualized`; others do not look at it.
+            count: number of events or candidates.
+            rows: the rows that they belong to; only `content_contextualized` reads it.
 
         Returns:
-            [count, E], in the type of the last matrix product, if there is one.
+            [count, E], in the dtype of the last matrix product, if there is one.
         """
         parts = [
             self.missing[name].expand(count, -1) if name in self.missing else inputs[name]
             for name in self.slots[side]
         ]
-        if isinstance(self.project, MLP):  # rounded as its first product would, before they are joined
+        if isinstance(self.project, MLP):  # cast as the first product would, but before the copy of cat
             parts = [part.to(product_dtype(part)) for part in parts]
         joined = torch.cat(parts, dim=1)
         contextualized = isinstance(self.project, ContextualizedMLP)
@@ -73,10 +73,10 @@ class ContentEncoder(nn.Module):
 
 
 class Slice(nn.Module):
-    """[n, in_dim] -> [n, out_dim], the first columns.
+    """Keeps the first columns: [n, in_dim] -> [n, out_dim].
 
     Raises:
-        ValueError: there are fewer.
+        ValueError: there are fewer than out_dim.
     """
 
     def __init__(self, in_dim: int, out_dim: int):
@@ -97,10 +97,10 @@ class Slice(nn.Module):
 
 
 class Pad(nn.Module):
-    """[n, in_dim] -> [n, out_dim]: a learned vector, the same for all, stands behind the columns.
+    """Appends a learned vector, the same for all items, to the columns: [n, in_dim] -> [n, out_dim].
 
     Raises:
-        ValueError: there are too many columns.
+        ValueError: there are more columns than out_dim.
     """
 
     def __init__(self, in_dim: int, out_dim: int):

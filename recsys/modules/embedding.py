@@ -1,8 +1,8 @@
-"""Ids to vectors: every embedding table of a model, looked up in one go.
+"""`EmbeddingGroup`: all embedding tables of a model, looked up together as its first step.
 
-The first step of every model. The lookup itself is TorchRec's, so that `training` can cut tables over ranks
-and overlap the exchange of ids with the step before: TorchRec's pipeline traces a model's forward down to
-the collections, which is why `EmbeddingGroup.forward` only calls modules and never looks at values.
+TorchRec does the lookup, so that `training` can shard tables over ranks and overlap the exchange of ids with
+the previous step. TorchRec's pipeline traces a model's forward down to the collections; therefore
+`EmbeddingGroup.forward` only calls modules and never reads values.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from recsys.ops import segment_sum
 
 
 class EmbeddingGroup(nn.Module):
-    """All tables of a pipeline.
+    """The embedding tables of a pipeline.
 
     Attributes:
-        tables: one `EmbeddingCollection` for each width, since a collection has one width; keys such as
+        tables: an `EmbeddingCollection` for each width, since a collection has one width; keys such as
             `dim_64`.
-        pool: from looked-up rows to one vector a row, event or candidate.
+        pool: reduces the looked-up rows of multi-valued columns to one vector a row, event or candidate.
     """
 
     def __init__(self, pipeline: pb.Pipeline):
@@ -33,7 +33,7 @@ class EmbeddingGroup(nn.Module):
         by_width: dict[int, list[EmbeddingConfig]] = {}
         for table in features.tables(pipeline):
             config = EmbeddingConfig(
-                # The ending keeps a table called `type` apart from the attributes of a module.
+                # The suffix keeps a table called `type` from colliding with attributes of a module.
                 name=f"{table.name}_table",
                 num_embeddings=table.rows,
                 embedding_dim=table.width,
@@ -47,13 +47,13 @@ class EmbeddingGroup(nn.Module):
         self.pool = PoolValues(pipeline)
 
     def forward(self, batch: Batch) -> dict[str, Tensor]:
-        """Column -> float32 [n, width], n as in the batch: rows, events, candidates or shared items."""
+        """Returns column -> float32 [n, width]; n counts rows, events, candidates or shared items."""
         looked_up = [tables(batch.ids) for tables in self.tables.values()]
         return self.pool(looked_up, batch.value_counts)
 
 
 class PoolValues(nn.Module):
-    """Sums or averages the vectors of multi-valued columns; others pass."""
+    """Sums or averages the vectors of multi-valued columns; other columns pass unchanged."""
 
     def __init__(self, pipeline: pb.Pipeline):
         super().__init__()
@@ -66,13 +66,14 @@ class PoolValues(nn.Module):
     def forward(
         self, looked_up: Sequence[dict[str, JaggedTensor]], value_counts: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Column -> [n, width].
+        """Returns column -> [n, width].
 
         Args:
-            looked_up: what each collection answered.
-            value_counts: for each multi-valued column, int64 [n] values of each row, event or candidate.
+            looked_up: the result of each collection.
+            value_counts: for each multi-valued column, int64 [n]: number of values of each row, event or
+                candidate.
         """
-        vectors = {name: found.values() for group in looked_up for name, found in group.items()}
+        vectors = {name: jagged.values() for group in looked_up for name, jagged in group.items()}
         for name, pooling in self.poolings.items():
             counts = value_counts[name]
             pooled = segment_sum(vectors[name], counts)

@@ -1,8 +1,8 @@
-"""`ContextualizedMLP`: layers whose last one is made anew for each row from what is known of its user.
+"""`ContextualizedMLP`: layers whose last one has weights computed for each row from its user's features.
 
-For the content and action encoders, which pass it their inputs with a `RowContext`. The idea is that of the
-parameterised content embedding of HSTU rankers; here the generated weights are a deviation from shared ones,
-and a rank bounds their number.
+The content and action encoders pass it their inputs with a `RowContext`. It follows the parameterized content
+embedding of HSTU rankers; here the generated weights are a deviation from shared ones, and a rank bounds
+their number.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from recsys.modules.norm import LayerNorm
 from recsys.ops import SequenceLayout, gather_rows
 
 DEVIATION = 0.1
-"""How far weights of a row lie from the shared ones at the start, about, in units of the shared ones."""
+"""Initial size of a row's deviation from the shared weights, relative to these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class RowContext:
 
     Attributes:
         features: [B, C], the concatenated USER features of each row.
-        layout: of the items over rows: B samples, n tokens.
+        layout: distribution of the items over rows: B samples, n tokens.
     """
 
     features: Tensor
@@ -33,13 +33,13 @@ class RowContext:
 
 
 class ContextualizedMLP(nn.Module):
-    """y = W_b z + a_b for each item of row b, where z is x behind the shared layers.
+    """Computes y = W_b z + a_b for each item of row b, where z is the output of the shared layers for x.
 
-    [W_b, a_b] = G silu(LayerNorm(A c_b)), c_b [C] the row's features; W_b is [out_dim, R], a_b [out_dim], R
-    the width of z. A and G are linear layers with bias; G's bias is what all rows share.
+    [W_b, a_b] = G silu(LayerNorm(A c_b)), with c_b [C] the row's features, W_b [out_dim, R], a_b [out_dim]
+    and R the width of z. A and G are linear layers with bias; G's bias holds the weights that all rows share.
 
-    Costs beside the shared layers: 2 n R out_dim FLOP for the items, 2 B context_dim (R + 1) out_dim for the
-    weights, and memory for B matrices and for items padded to the longest row.
+    It costs, in addition to the shared layers, 2 n R out_dim FLOP for the items, 2 B context_dim (R + 1)
+    out_dim FLOP for the weights, and memory for B matrices and for items padded to the longest row.
 
     Args:
         config: widths.
@@ -48,7 +48,7 @@ class ContextualizedMLP(nn.Module):
         out_dim: width of y.
 
     Raises:
-        ValueError: there are no features to make weights of.
+        ValueError: there are no features to compute weights from.
     """
 
     def __init__(self, config: pb.ContextualizedMlp, *, in_dim: int, context_dim: int, out_dim: int):
@@ -73,11 +73,11 @@ class ContextualizedMLP(nn.Module):
         nn.init.normal_(self.generate.weight, std=DEVIATION * (hidden * in_dim) ** -0.5)
 
     def forward(self, x: Tensor, rows: RowContext) -> Tensor:
-        """Each item by its row's weights.
+        """Applies to each item the weights of its row.
 
         Args:
             x: [n, in_dim].
-            rows: whose items they are.
+            rows: the rows that the items belong to.
 
         Returns:
             [n, out_dim].

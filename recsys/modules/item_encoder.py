@@ -1,6 +1,5 @@
-"""`ItemEncoder`: the item tower, from what is known of an item to the vector that queries are compared with.
-
-Part of a retriever; the history's tokens are made by its preprocessor, without it.
+"""`ItemEncoder`: the item tower of a retriever, from an item's features to the vector that queries are
+compared with. The tokens of a history come from the preprocessor and do not use it.
 """
 
 from collections.abc import Mapping
@@ -15,14 +14,15 @@ from recsys.modules.mlp import build_mlp
 
 
 class ItemEncoder(nn.Module):
-    """The item's own embedding and its features, concatenated in the config's order, through layers to E.
+    """Concatenates the item's own embedding and its features in the config's order and maps them to width E.
 
     Args:
-        config: what goes in, and the layers.
+        config: inputs and layers.
         pipeline: resolved; its features of side ITEM.
 
     Raises:
-        ValueError: there is nothing to encode, or the own embedding that is to be added has another width.
+        ValueError: there is nothing to encode, or the own embedding has another width than E and is to be
+            added.
     """
 
     def __init__(self, config: pb.ItemEncoder, *, pipeline: pb.Pipeline):
@@ -43,15 +43,15 @@ class ItemEncoder(nn.Module):
             )
         self.layers = build_mlp(config.mlp, total, width)
         if config.residual:
-            # At first an item is its own embedding.
+            # Before training an item is its own embedding.
             nn.init.zeros_(self.layers[-1].weight)
             nn.init.zeros_(self.layers[-1].bias)
 
     def forward(self, own: Tensor, known: Mapping[str, Tensor]) -> Tensor:
-        """[n, E], vectors of n items.
+        """Returns the vectors of n items, [n, E].
 
         Args:
-            own: [n, width], their own embeddings.
+            own: [n, width], the items' own embeddings.
             known: column of side ITEM -> [n, width], numbers as [n, 1].
         """
         parts = [own] if self.joins_own else []

@@ -1,4 +1,4 @@
-"""What the mixers declare about their messages, for configs that are resolved and checked without torch.
+"""Declarations of the mixers about their messages, for configs that are resolved and checked without torch.
 
 The classes themselves are in `modules/mixers`. A mixer from another package can declare itself in the module
 of its class, at the price that checking a config with it imports torch.

@@ -1,6 +1,6 @@
-"""A stack of linear layers with SiLU between them: what `pb.Mlp` describes.
+"""`MLP`: a stack of linear layers with SiLU between them, as `pb.Mlp` describes it.
 
-Leaf module of heads, of the content and action encoders and of contextual tokens.
+Heads, the content and action encoders and contextual tokens use it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class MLP(nn.Sequential):
         in_dim: width of the input.
         hidden: widths of the layers before the last; empty makes the stack one linear layer.
         out_dim: width of the output, which has neither norm nor activation.
-        layer_norm: normalise before each activation.
+        layer_norm: normalize before each activation.
         dropout: probability behind each activation in training.
     """
 
@@ -44,5 +44,5 @@ class MLP(nn.Sequential):
 
 
 def build_mlp(config: pb.Mlp, in_dim: int, out_dim: int) -> MLP:
-    """The stack that a message describes."""
+    """Builds the stack that a message describes."""
     return MLP(in_dim, config.hidden, out_dim, layer_norm=config.layer_norm, dropout=config.dropout)

@@ -1,8 +1,7 @@
-"""Layer norms with float32 statistics, whatever the number type of the tokens.
+"""Layer norms with float32 statistics for tokens of any dtype.
 
-Leaf modules of mixers, postprocessors and `mlp`. Both compute in the wider of the input's and the parameters'
-type and return the input's type: bfloat16 tokens are normalised in float32 on every device, with or without
-autocast.
+Both norms compute in the wider of the input's and the parameters' dtype and return the input's dtype:
+bfloat16 tokens are normalized in float32 on every device, with or without autocast.
 """
 
 import torch
@@ -22,17 +21,17 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(dim, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] -> [..., dim] of the same type."""
+        """[..., dim] -> [..., dim] of the same dtype."""
         wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
         return F.layer_norm(wide, self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
 class HeadNorm(nn.Module):
-    """Group norm of attention outputs: each token's heads are normalised one by one, then scaled and shifted.
+    """Group norm of attention outputs: each token's heads are normalized one by one, then scaled and shifted.
 
     Args:
         num_heads: H.
-        head_dim: V, values of a head; statistics are taken over them.
+        head_dim: V, width of a head; statistics are taken over it.
         eps: added to the (biased) variance.
     """
 
@@ -45,7 +44,7 @@ class HeadNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_heads * head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H * V] -> [T, H * V] of the same type."""
+        """[T, H * V] -> [T, H * V] of the same dtype."""
         wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
         heads = wide.unflatten(-1, (self.num_heads, self.head_dim))
         normed = F.layer_norm(heads, (self.head_dim,), eps=self.eps).flatten(-2)

@@ -1,4 +1,4 @@
-"""`PositionalEncoder`: where a token stands and how old it is."""
+"""`PositionalEncoder`: adds learned vectors for a token's position and age."""
 
 import math
 
@@ -14,13 +14,14 @@ from recsys.ops.runtime import triton_support
 class PositionalEncoder(nn.Module):
     """x * sqrt(E) + position[p] + time[b].
 
-    Position of a token in a sample with C contextual tokens: a contextual token keeps its index 0..C-1. With
-    origin END all targets have C and history counts back from there, its newest token is C + 1; with START
-    history continues from C on and all targets share the place behind its newest token. Positions count
-    tokens, so the two tokens of an interleaved event are neighbours. Those past the table share its last row.
+    Position p in a sample with C contextual tokens: a contextual token keeps its index 0..C-1. With origin
+    END all targets have position C and history counts backward from there, so its newest token is C + 1; with
+    START history continues from C on and all targets share the position behind its newest token. Positions
+    count tokens, so the two tokens of an interleaved event are neighbors. Positions past the table share its
+    last row.
 
-    Time: `b = clamp(floor(f(age / unit)), 0, K - 1)`, age = request time - time of the token in seconds, f
-    the square root or the logarithm; contextual tokens have row K for themselves.
+    Time bucket: `b = clamp(floor(f(age / unit)), 0, K - 1)`, where age is the request time minus the token's
+    time in seconds and f the square root or the logarithm; contextual tokens share row K.
 
     Args:
         config: tables and scale.
@@ -45,14 +46,14 @@ class PositionalEncoder(nn.Module):
         request_times: Tensor,
         behind: Prefix | None = None,
     ) -> Tensor:
-        """Tokens with position and age.
+        """Adds position and age to tokens.
 
         Args:
             values: [T, E].
-            layout: of the tokens.
+            layout: layout of the tokens.
             timestamps: int64 [T], seconds.
-            request_times: int64 [T], seconds: when the token's request was made.
-            behind: contextual and history tokens in front of these, when they are not among them.
+            request_times: int64 [T], seconds; the time of the token's request.
+            behind: contextual and history tokens in front of these, if they are encoded elsewhere.
 
         Returns:
             [T, E].
@@ -70,7 +71,7 @@ class PositionalEncoder(nn.Module):
         return bucket_embedding(values, tables, buckets, scale=self.scale)
 
     def require_extendable(self) -> None:
-        """Passes where a token's position and age stay when more events happen.
+        """Checks that a token keeps its position and age when more events happen.
 
         Raises:
             ValueError: naming the setting.
@@ -90,7 +91,7 @@ class PositionalEncoder(nn.Module):
     def _buckets_by_kernel(
         self, layout: SequenceLayout, timestamps: Tensor, request_times: Tensor
     ) -> list[Tensor]:
-        """`positions` and `time_buckets` at once."""
+        """Computes `positions` and `time_buckets` in one kernel."""
         ops, scale = triton_support.load("recsys.modules.token_kernels"), None
         if self.time is not None:
             scale = ops.TimeScale(self.num_time_buckets, int(self.time_unit), self.logarithmic)
@@ -100,8 +101,8 @@ class PositionalEncoder(nn.Module):
         )
 
     def _buckets_of_targets(self, layout: SequenceLayout, behind: Prefix) -> list[Tensor]:
-        """`positions` and `time_buckets` of targets alone: with origin END all have the same place, and a
-        target is asked for when it happens."""
+        """Computes `positions` and `time_buckets` of targets alone: with origin END all have the same
+        position, and their age is 0."""
         zeros = torch.zeros(layout.total_len, dtype=torch.int64, device=layout.device)
         last = self.position.num_embeddings - 1
         if self.from_start:
@@ -111,7 +112,7 @@ class PositionalEncoder(nn.Module):
         return [position] if self.time is None else [position, zeros]
 
     def positions(self, layout: SequenceLayout, behind: Prefix | None = None) -> Tensor:
-        """int64 [T], rows of the position table."""
+        """Returns int64 [T], rows of the position table."""
         index, history_end, num_contextual = layout.positions(), layout.history_end, layout.num_contextual
         sample = layout.sample_ids()
         if behind is not None:
@@ -126,7 +127,7 @@ class PositionalEncoder(nn.Module):
         return position.clamp(max=self.position.num_embeddings - 1)
 
     def time_buckets(self, layout: SequenceLayout, ages: Tensor) -> Tensor:
-        """int64 [T], rows of the time table, from ages in seconds (int64)."""
+        """Returns int64 [T], rows of the time table, from ages in seconds (int64)."""
         units = ages.to(torch.float64) / self.time_unit
         bucket = units.clamp(min=1).log() if self.logarithmic else units.clamp(min=0).sqrt()
         bucket = bucket.to(torch.int64).clamp(max=self.num_time_buckets - 1)
@@ -134,12 +135,12 @@ class PositionalEncoder(nn.Module):
 
 
 def _only_targets(layout: SequenceLayout) -> bool:
-    """Whether it is known that there are no other tokens."""
+    """Tells whether a layout has nothing but targets; False if a compiler only knows sizes by name."""
     return not torch.compiler.is_compiling() and layout.total_targets == layout.total_len
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
     table = nn.Embedding(rows, width)
-    # Token embeddings start at std 0.02 and are scaled by sqrt(E): the tables start in the same range.
+    # Token embeddings start at std 0.02 and are scaled by sqrt(E); the tables start in the same range.
     nn.init.normal_(table.weight, std=width**-0.5)
     return table

@@ -1,4 +1,4 @@
-"""The learned bias of attention scores by distance and time."""
+"""`RelativeBiasTables`: the learned bias of attention scores by distance and time."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ class RelativeBiasTables(nn.Module):
 
     Args:
         num_positions: P, rows of the position table.
-        num_time_buckets: K, rows of the time table; 0 leaves time out.
+        num_time_buckets: K, rows of the time table; 0 for a bias without time.
         num_heads: a row of tables for each head; None shares one row over heads.
     """
 
@@ -28,5 +28,5 @@ class RelativeBiasTables(nn.Module):
             self.register_buffer("time", torch.zeros(*rows, 1), persistent=False)
 
     def forward(self, sequence: JaggedSequence) -> RelativeBias:
-        """The tables with the times of a batch."""
+        """Combines the tables with the times of a batch."""
         return RelativeBias(self.position, self.time, sequence.timestamps, sequence.next_timestamps)

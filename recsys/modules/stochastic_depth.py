@@ -1,4 +1,4 @@
-"""`StochasticDepth`: in training, each sample goes around a layer with some probability."""
+"""`StochasticDepth`: in training, each sample skips a layer with some probability."""
 
 import torch
 from torch import Tensor, nn
@@ -7,13 +7,13 @@ from recsys.ops import SequenceLayout
 
 
 class StochasticDepth(nn.Module):
-    """The factor of a layer's residual branch: 0 for samples that go around it, 1 / (1 - p) for the others.
+    """The factor of a layer's residual branch: 0 for samples that skip the layer, 1 / (1 - p) for the others.
 
-    So the expected factor is that of evaluation, 1. Source: Huang et al., arXiv 1603.09382, with the scaling
+    The expected factor equals that of evaluation, 1. Source: Huang et al., arXiv 1603.09382, with the scaling
     moved from evaluation to training.
 
     Args:
-        probability: p, at least 0 and below 1, with which a sample goes around the layer.
+        probability: p, at least 0 and below 1, with which a sample skips the layer.
     """
 
     def __init__(self, probability: float):
@@ -21,7 +21,7 @@ class StochasticDepth(nn.Module):
         self.probability = probability
 
     def forward(self, layout: SequenceLayout) -> Tensor | None:
-        """float32 [T, 1], equal for all tokens of a sample; None where the factor is 1 for all."""
+        """Draws float32 [T, 1], equal for all tokens of a sample; None if the factor is 1 for all."""
         if not self.training or self.probability == 0:
             return None
         drawn = torch.rand(layout.batch_size, device=layout.device)
@@ -33,5 +33,5 @@ class StochasticDepth(nn.Module):
 
 
 def linear_schedule(probability: float, num_layers: int) -> list[float]:
-    """Probabilities of layers 1 to n: they grow in equal steps, and the last one has `probability`."""
+    """Returns the probabilities of layers 1 to n, which grow in equal steps up to `probability`."""
     return [probability * number / num_layers for number in range(1, num_layers + 1)]

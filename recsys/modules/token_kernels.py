@@ -55,7 +55,7 @@ def times_of(
 
 
 class TimeScale(NamedTuple):
-    """How ages become rows of the time table."""
+    """Conversion of ages to rows of the time table."""
 
     num_buckets: int
     unit: int  # seconds

@@ -1,4 +1,4 @@
-"""Contextual tokens: what is known of a user and a request, in front of the history."""
+"""Contextual tokens, made of the features of a user and a request and placed in front of the history."""
 
 import torch
 from torch import Tensor, nn
@@ -9,23 +9,23 @@ from recsys.modules.mlp import build_mlp
 
 
 class FeatureTokens(nn.Module):
-    """One token a feature, through a linear layer of its own.
+    """Makes one token of each feature, by a linear layer of its own.
 
     Args:
-        columns: of the USER features, at least one.
+        columns: columns of the USER features, at least one.
         embedding_dim: E.
     """
 
     def __init__(self, columns: list[Column], *, embedding_dim: int):
         super().__init__()
         self.names = [column.name for column in columns]
-        # The ending keeps a feature called `type` apart from the attributes of a module.
+        # The suffix keeps a feature called `type` from colliding with attributes of a module.
         self.project = nn.ModuleDict(
             {f"{column.name}_token": nn.Linear(column.width, embedding_dim) for column in columns}
         )
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Column -> [B, width] to [B * number of features, E], row by row."""
+        """Maps column -> [B, width] to [B * number of features, E], row by row."""
         tokens = []
         for name, project in zip(self.names, self.project.values(), strict=True):
             tokens.append(project(inputs[name]).to(inputs[name].dtype))
@@ -33,11 +33,11 @@ class FeatureTokens(nn.Module):
 
 
 class JoinedTokens(nn.Module):
-    """All features concatenated, through one MLP to several tokens.
+    """Makes several tokens of all features together, by one MLP.
 
     Args:
         config: the MLP and the number K of tokens.
-        columns: of the USER features.
+        columns: columns of the USER features.
         embedding_dim: E.
 
     Raises:
@@ -54,6 +54,6 @@ class JoinedTokens(nn.Module):
         self.project = build_mlp(config.mlp, width, config.num_tokens * embedding_dim)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Column -> [B, width] to [B * K, E], row by row."""
+        """Maps column -> [B, width] to [B * K, E], row by row."""
         joined = torch.cat([inputs[name] for name in self.names], dim=1)
         return self.project(joined).to(joined.dtype).view(-1, self.embedding_dim)

@@ -1,4 +1,4 @@
-"""What heads share: both vectors of a candidate as one input."""
+"""`PairInput`: both vectors of a candidate as one input, for all heads."""
 
 import torch
 from torch import Tensor, nn
@@ -7,14 +7,14 @@ from recsys import protos as pb
 
 
 class PairInput(nn.Module):
-    """user * item, or both vectors and their product side by side.
+    """Computes user * item, or concatenates both vectors and their product.
 
     Args:
         form: pb.Head.PRODUCT or pb.Head.CONCAT.
         embedding_dim: E, width of either vector.
 
     Attributes:
-        width: of the result.
+        width: width of the result.
 
     Raises:
         ValueError: another form.

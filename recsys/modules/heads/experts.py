@@ -1,4 +1,4 @@
-"""Experts and the gates that weigh them: what the mixture-of-experts heads are made of."""
+"""Experts and the gates that weigh them, the parts of the mixture-of-experts heads."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from recsys.modules.mlp import build_mlp
 
 
 class Experts(nn.ModuleList):
-    """SiLU(MLP(x)), several times on one input.
+    """K networks SiLU(MLP(x)) on one input.
 
     Args:
-        config: layers of each.
+        config: layers of each expert.
         in_dim: width of the input.
         out_dim: D, width of each output.
-        count: K.
+        count: K, number of experts.
     """
 
     def __init__(self, config: pb.Mlp, in_dim: int, out_dim: int, count: int):
@@ -33,7 +33,7 @@ class Gate(nn.Module):
     Args:
         config: layers before the scores.
         in_dim: width of the input.
-        count: K, experts that it weighs.
+        count: K, number of experts.
     """
 
     def __init__(self, config: pb.Mlp, in_dim: int, count: int):

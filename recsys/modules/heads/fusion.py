@@ -1,4 +1,4 @@
-"""User times item, then one MLP for all tasks: the head of the ranking model."""
+"""`FusionHead`: user times item, then one MLP for all tasks."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ from recsys.modules.mlp import build_mlp
 
 @register(pb.FusionHead)
 class FusionHead(nn.Module):
-    """logits = MLP(user * item), or of what else `input` names.
+    """logits = MLP(user * item), or the MLP of the other input that `input` names.
 
     Args:
-        config: its MLP.
+        config: the MLP.
         embedding_dim: E, width of both vectors.
         num_outputs: logits of each task.
     """
@@ -26,11 +26,11 @@ class FusionHead(nn.Module):
         self.mlp = build_mlp(config.mlp, self.input.width, sum(num_outputs))
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        """Logits of each candidate.
+        """Computes the logits of each candidate.
 
         Args:
-            user: [N, E] target tokens behind the mixer.
-            item: [N, E] the candidates' content before it.
+            user: [N, E], target tokens as the mixer returns them.
+            item: [N, E], the candidates' content before mixing.
 
         Returns:
             [N, sum of num_outputs], task by task.

@@ -17,7 +17,7 @@ class MmoeHead(nn.Module):
     """logits of task t = tower_t(sum over experts k of softmax(gate_t(x))[k] * expert_k(x)).
 
     Args:
-        config: its parts.
+        config: experts, gates and towers.
         embedding_dim: E, width of both vectors.
         num_outputs: logits of each task.
     """
@@ -31,11 +31,11 @@ class MmoeHead(nn.Module):
         self.towers = nn.ModuleList(build_mlp(config.tower, config.expert_dim, n) for n in num_outputs)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        """Logits of each candidate.
+        """Computes the logits of each candidate.
 
         Args:
-            user: [N, E] target tokens behind the mixer.
-            item: [N, E] the candidates' content before it.
+            user: [N, E], target tokens as the mixer returns them.
+            item: [N, E], the candidates' content before mixing.
 
         Returns:
             [N, sum of num_outputs], task by task.

@@ -1,4 +1,4 @@
-"""Progressive layered extraction: each task has experts of its own beside the shared ones.
+"""Progressive layered extraction: each task has its own experts in addition to the shared ones.
 
 Source: Tang et al., "Progressive Layered Extraction (PLE)", RecSys 2020.
 """
@@ -17,7 +17,7 @@ from recsys.modules.mlp import build_mlp
 
 
 class Streams(NamedTuple):
-    """What flows between levels: [N, width] of each task, and of what they share."""
+    """The vectors that pass from level to level: [N, width] for each task, and one for all tasks."""
 
     tasks: list[Tensor]
     shared: Tensor
@@ -25,10 +25,10 @@ class Streams(NamedTuple):
 
 @register(pb.PleHead)
 class PleHead(nn.Module):
-    """Levels of experts, then a tower a task.
+    """Levels of experts, then a tower for each task.
 
     Args:
-        config: its parts.
+        config: experts, gates and towers.
         embedding_dim: E, width of both vectors.
         num_outputs: logits of each task.
     """
@@ -44,11 +44,11 @@ class PleHead(nn.Module):
         self.towers = nn.ModuleList(build_mlp(config.tower, config.expert_dim, n) for n in num_outputs)
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        """Logits of each candidate.
+        """Computes the logits of each candidate.
 
         Args:
-            user: [N, E] target tokens behind the mixer.
-            item: [N, E] the candidates' content before it.
+            user: [N, E], target tokens as the mixer returns them.
+            item: [N, E], the candidates' content before mixing.
 
         Returns:
             [N, sum of num_outputs], task by task.
@@ -65,9 +65,9 @@ class Extraction(nn.Module):
 
     Args:
         config: numbers and layers of experts and gates.
-        in_dim: width of the streams that come in.
-        tasks: how many.
-        last: nothing reads the shared stream behind it, so it stays as it is.
+        in_dim: width of the incoming streams.
+        tasks: number of tasks.
+        last: whether this is the last level; nothing reads its shared stream, which then passes unchanged.
     """
 
     def __init__(self, config: pb.PleHead, in_dim: int, *, tasks: int, last: bool):
@@ -79,7 +79,7 @@ class Extraction(nn.Module):
         self.shared_gate = None if last else Gate(config.gate, in_dim, tasks * own + shared)
 
     def forward(self, streams: Streams) -> Streams:
-        """[N, in_dim] each -> [N, expert_dim] each."""
+        """Maps streams of [N, in_dim] to streams of [N, expert_dim]."""
         own = [experts(x) for experts, x in zip(self.own, streams.tasks, strict=True)]
         shared = self.shared(streams.shared)
         mixed = [

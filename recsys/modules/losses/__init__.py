@@ -1,6 +1,6 @@
 """Losses, one file each; importing the package registers them under their messages of `pb.Loss`.
 
-`base` says what a ranking loss offers; the retrieval loss has a signature of its own.
+`base` has the interface of ranking losses; the retrieval loss has its own signature.
 """
 
 from recsys.modules.losses.base import RankingLoss

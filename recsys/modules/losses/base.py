@@ -1,4 +1,4 @@
-"""What a ranking loss offers to a model: the loss of a candidate, and the prediction that its logits mean."""
+"""`RankingLoss`: the loss of a candidate, and the prediction that its logits stand for."""
 
 from typing import Literal
 
@@ -11,13 +11,13 @@ Kind = Literal["binary", "regression", "retrieval"]
 
 
 class RankingLoss(nn.Module):
-    """A loss over candidates, not reduced: the model sums over ranks before it divides.
+    """A loss over candidates without reduction: the model sums over ranks before it divides.
 
     Attributes:
         kind: "binary" (labels 0 or 1, predictions are probabilities) or "regression" (predictions are in the
             label's unit).
-        num_logits: logits that it wants of each candidate.
-        compares: whether it looks at several candidates of a row at a time.
+        num_logits: number of logits that it takes for each candidate.
+        compares: whether it compares candidates of a row with each other.
     """
 
     kind: Kind
@@ -25,13 +25,13 @@ class RankingLoss(nn.Module):
     compares: bool = False
 
     def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout | None = None) -> Tensor:
-        """Loss of each candidate.
+        """Computes the loss of each candidate.
 
         Args:
-            logits: [N] of any float type; [N, num_logits] when that is more than 1.
+            logits: [N] of any float dtype; [N, num_logits] if num_logits is more than 1.
             labels: [N].
-            rows: of which candidates a row consists: a layout of N tokens, all targets. Only a loss that
-                `compares` needs it.
+            rows: the candidates of each row: a layout of N tokens, all targets. Only a loss that `compares`
+                needs it.
 
         Returns:
             [N] float32 (float64 for float64 logits).
@@ -39,17 +39,17 @@ class RankingLoss(nn.Module):
         raise NotImplementedError
 
     def predict(self, logits: Tensor) -> Tensor:
-        """Logits as in `forward` -> [N] predictions, float32 (float64 for float64 logits)."""
+        """Maps logits as in `forward` to predictions, [N] float32 (float64 for float64 logits)."""
         raise NotImplementedError
 
 
 def widen(x: Tensor) -> Tensor:
-    """At least float32: losses are never taken in bfloat16, and float64 stays what it is."""
+    """Casts to at least float32: losses are never computed in bfloat16, and float64 stays float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def smooth(labels: Tensor, share: float) -> Tensor:
-    """Labels with a share spread evenly over both classes: 0 becomes share / 2, 1 becomes 1 - share / 2.
+    """Spreads a share of each label evenly over both classes: 0 becomes share / 2, 1 becomes 1 - share / 2.
 
     Source: arXiv 1512.00567, section 7, with two classes.
     """
@@ -57,7 +57,7 @@ def smooth(labels: Tensor, share: float) -> Tensor:
 
 
 def checked_share(name: str, value: float) -> float:
-    """The value of a setting that divides something into two parts.
+    """Returns the value of a setting that is a share.
 
     Raises:
         ValueError: it is not between 0 and 1.

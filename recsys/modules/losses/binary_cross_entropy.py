@@ -10,7 +10,7 @@ from recsys.modules.losses.base import RankingLoss, checked_share, smooth, widen
 from recsys.ops import SequenceLayout
 
 LINEAR = 40
-"""Above, log(1 + exp(x)) is x, in float64 too."""
+"""Above this x, log(1 + exp(x)) rounds to x, in float64 too."""
 
 
 @register(pb.BinaryCrossEntropy)
@@ -28,8 +28,8 @@ class BinaryCrossEntropy(RankingLoss):
 
     def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout | None = None) -> Tensor:
         logits = widen(logits)
-        # From logits, never from p: log(1 - p) is -inf as soon as p rounds to 1. Few and short operations:
-        # there are hundreds of candidates, and what takes time is to start them.
+        # Computed from logits, never from p: log(1 - p) is -inf as soon as p rounds to 1. The operations are
+        # few, because with hundreds of candidates the time goes into launching them.
         positive, negative = F.softplus(-logits, threshold=LINEAR), F.softplus(logits, threshold=LINEAR)
         if self.positive_weight != 1:
             positive = self.positive_weight * positive

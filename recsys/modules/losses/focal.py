@@ -14,8 +14,8 @@ from recsys.ops import SequenceLayout
 class FocalLoss(RankingLoss):
     """-a (1 - p)^gamma log p, with p the probability of the true class and a its weight.
 
-    The weight is alpha for positives and 1 - alpha for negatives, or 1 for both when alpha is absent. A label
-    y that was smoothed counts as y of a positive and 1 - y of a negative.
+    The weight is alpha for positives and 1 - alpha for negatives, or 1 for both when alpha is absent. A
+    smoothed label y counts as y of a positive and 1 - y of a negative.
     """
 
     kind = "binary"
@@ -35,7 +35,7 @@ class FocalLoss(RankingLoss):
         logits = widen(logits)
         labels = smooth(labels.to(logits.dtype), self.label_smoothing)
         log_p, log_not_p = F.logsigmoid(logits), F.logsigmoid(-logits)
-        # A power as exp(gamma * log): its gradient stays finite where 1 - p rounds to 0 and gamma is below 1.
+        # The power is exp(gamma * log): its gradient stays finite where 1 - p rounds to 0 and gamma < 1.
         positive = -log_p * torch.exp(self.gamma * log_not_p)
         negative = -log_not_p * torch.exp(self.gamma * log_p)
         return self.positive_weight * labels * positive + self.negative_weight * (1 - labels) * negative

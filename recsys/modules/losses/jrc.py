@@ -1,6 +1,6 @@
-"""Joint optimisation of ranking and calibration: a softmax over classes and one over a row's candidates.
+"""Joint optimization of ranking and calibration: a softmax over classes and one over a row's candidates.
 
-Source: arXiv 2208.06164; a context of the paper is a row here.
+Source: arXiv 2208.06164; the paper calls a row a context.
 """
 
 import torch
@@ -46,7 +46,7 @@ class JrcLoss(RankingLoss):
         return torch.sigmoid(logits[:, 1] - logits[:, 0])
 
     def _against_row(self, logits: Tensor, is_class: Tensor, rows: SequenceLayout) -> Tensor:
-        """[N, 2]: -log p(candidate | class, rivals), of use in the candidate's own class."""
+        """Returns -log p(candidate | class, rivals), [N, 2]; only the candidate's own class is read."""
         if self.whole_row:
             return logsumexp_of_rows(logits, torch.ones_like(is_class), rows) - logits
         # A rival for the class of a column has the other class.
@@ -56,7 +56,7 @@ class JrcLoss(RankingLoss):
 
 
 def logsumexp_of_rows(values: Tensor, counted: Tensor, rows: SequenceLayout) -> Tensor:
-    """log(sum of exp) over those candidates of a row that count, at each of its candidates.
+    """Computes log(sum of exp) over the counted candidates of a row, for each of its candidates.
 
     Args:
         values: [N, K] floating point.

@@ -1,4 +1,4 @@
-"""Logistic loss over pairs of candidates of one row, beside each candidate's own loss.
+"""Logistic loss over pairs of candidates of one row, in addition to each candidate's own loss.
 
 Source: RankNet (Burges et al., ICML 2005) for the pairs; the sum with a pointwise loss on the same logit is
 "combined pair" (Li et al., KDD 2015).
@@ -15,7 +15,7 @@ from recsys.modules.losses.base import RankingLoss, checked_share, widen
 from recsys.ops import SequenceLayout, gather_rows
 
 BLOCK_PAIRS = {"cpu": 2**20, "cuda": 2**25}
-"""By device, pairs that are held at once; the backward pass computes them again."""
+"""Pairs that are held at once, by device; the backward pass computes them again."""
 
 
 @register(pb.PairwiseLoss)
@@ -50,10 +50,10 @@ class PairwiseLoss(RankingLoss):
 
 
 def pair_losses(logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
-    """[N], [N] -> [N]: mean loss of each candidate's pairs, 0 for one that has none."""
+    """Computes the mean loss of each candidate's pairs, [N], 0 for a candidate without pairs."""
     padded, row = rows.padded_index(), rows.sample_ids()
     shape, inverse = padded.index.shape, row * rows.max_len + rows.positions()
-    # [B, longest row]; the filling is told by its label, which is that of no candidate.
+    # [B, longest row]; padding is marked by the label NaN, which no candidate has.
     others = gather_rows(logits, padded.index.flatten(), inverse).view(shape)
     other_labels = gather_rows(labels, padded.index.flatten(), inverse).view(shape)
     other_labels = torch.where(padded.valid, other_labels, torch.nan)
@@ -69,7 +69,7 @@ def pair_losses(logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
 
 
 def _means(logits: Tensor, labels: Tensor, row: Tensor, others: Tensor, other_labels: Tensor) -> Tensor:
-    """[n] of some candidates against `others` [B, longest row], of which NaN labels mark the filling."""
+    """Means of n candidates against `others` [B, longest row], whose padding is marked by NaN labels."""
     difference = labels[:, None] - other_labels.index_select(0, row)
     sign = torch.nan_to_num(difference).sign().to(logits.dtype)
     losses = -F.logsigmoid(sign * (logits[:, None] - others.index_select(0, row)))

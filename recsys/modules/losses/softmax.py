@@ -1,6 +1,6 @@
 """Softmax over items: the loss of next-item retrieval, over the whole catalogue or over shared negatives.
 
-Called by the retriever with vectors that are still to be normalised, or not; the reader drew the negatives.
+The reader draws the negatives, and the loss normalizes vectors if it is asked to.
 """
 
 import torch
@@ -14,15 +14,15 @@ from recsys.ops import linear_logp, linear_lse
 from recsys.ops.linear_logp.recompute import SHORTEST
 
 IGNORED = -1
-"""The target of a query that has none: its loss is 0 and it moves nothing."""
+"""The target of a query that has none; the query contributes neither loss nor gradient."""
 
 LOWEST = 0.01
-"""What a learned temperature stays above: below it gradients of unit vectors are too large to train with."""
+"""Lower bound of a learned temperature: below it gradients of unit vectors are too large to train with."""
 
 
 @register(pb.SoftmaxLoss)
 class SoftmaxLoss(nn.Module):
-    """-log softmax(<query, item> / temperature)[target]; scores are float32 whatever the type of vectors.
+    """-log softmax(<query, item> / temperature)[target]; scores are float32 for vectors of any dtype.
 
     A learned temperature is a + exp(b) with a constant `a` above 0: wherever b goes, it has a gradient.
     """
@@ -42,7 +42,7 @@ class SoftmaxLoss(nn.Module):
 
     @property
     def temperature(self) -> float | Tensor:
-        """A number, or where it is learned a tensor [1]."""
+        """The number of the config, or a tensor [1] if it is learned."""
         return self._given if self.log_excess is None else self._lowest + self.log_excess.exp()
 
     def forward(
@@ -56,7 +56,7 @@ class SoftmaxLoss(nn.Module):
         log_weights: Tensor | None = None,
         l2_normalize: bool = False,
     ) -> Tensor:
-        """Loss of each query.
+        """Computes the loss of each query.
 
         Whole catalogue: `items` holds every item and `targets` are rows of it.
         Shared negatives: `items` are drawn ones with the ids `item_ids`, `positives` are the targets' vectors
@@ -71,7 +71,7 @@ class SoftmaxLoss(nn.Module):
             item_ids: [V] int64.
             log_weights: [V], added to similarity / temperature of each item, not of the positive; the
                 correction for how often an item is drawn. None: zeros. For shared negatives.
-            l2_normalize: all vectors count as of unit length (see `linear_logp`).
+            l2_normalize: whether all vectors are scaled to unit length (see `linear_logp`).
 
         Returns:
             [M] float32 (float64 for float64 queries), 0 where the target is IGNORED.
@@ -109,7 +109,7 @@ class SoftmaxLoss(nn.Module):
         negatives = linear_lse(
             queries,
             items,
-            # The op divides it by the temperature, like the product.
+            # The op divides the bias by the temperature, like the product.
             bias=None if log_weights is None else log_weights * temperature,
             temperature=temperature,
             candidate_ids=item_ids,
@@ -121,7 +121,7 @@ class SoftmaxLoss(nn.Module):
         if l2_normalize:
             queries, positives = (F.normalize(rows, dim=1, eps=SHORTEST) for rows in (queries, positives))
         positive = (queries * positives).sum(1) / temperature
-        # log(exp positive + exp negatives) - positive, which keeps the digits of a sure target.
+        # This is log(exp positive + exp negatives) - positive, precise for a nearly certain target.
         return torch.where(targets == IGNORED, 0, F.softplus(negatives - positive))
 
     def extra_repr(self) -> str:

@@ -1,7 +1,7 @@
 """Metrics, one file each; importing the package registers them under their messages of `pb.Metric`.
 
-All are torchmetrics: each rank calls `update` with its rows, then all of them `compute`, which gives every
-rank the value over all rows. `base` holds their states.
+All are torchmetrics: each rank calls `update` with its rows, then all ranks call `compute`, which returns the
+value over all rows on every rank. `base` holds their states.
 """
 
 from recsys.modules.metrics.auc import Auc

@@ -23,5 +23,5 @@ class Auc(AllRows):
         """Scalar float64; NaN unless both classes are there."""
         predictions = self.rows("predictions")
         one_group = torch.zeros_like(predictions, dtype=torch.int64)
-        found = auc_by_group(predictions, self.rows("labels"), self.rows("weights"), one_group)
-        return found.auc[0] if len(found.auc) else found.auc.new_tensor(torch.nan)
+        auc = auc_by_group(predictions, self.rows("labels"), self.rows("weights"), one_group).auc
+        return auc[0] if len(auc) else auc.new_tensor(torch.nan)

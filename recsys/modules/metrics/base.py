@@ -1,8 +1,7 @@
 """States that metrics share: sums, means, and all rows.
 
-A row of weight 0 (the filler that keeps ranks in step) counts nowhere, whatever stands in it; a row of
-another weight counts as that many rows. Sums are float64. A value that is not defined, such as that of no
-rows, is NaN.
+A row of weight 0 (the filler that keeps ranks in step) is ignored, whatever its values; a row of another
+weight counts as that many rows. Sums are float64. An undefined value, such as that of no rows, is NaN.
 """
 
 import warnings
@@ -15,10 +14,10 @@ from torchmetrics import Metric
 
 
 class SumMetric(Metric):
-    """Named sums over rows; a metric is a function of them.
+    """A metric that is a function of named sums over rows.
 
     Attributes:
-        name: what logs call it.
+        name: the metric's name in logs.
     """
 
     name: str
@@ -26,20 +25,20 @@ class SumMetric(Metric):
     full_state_update = False
 
     def __init__(self, sums: tuple[str, ...]):
-        # A cached value would be returned without the collectives that the other ranks wait in.
+        # A cached value would be returned without the collectives in which the other ranks wait.
         super().__init__(compute_with_cache=False)
         for key in sums:
             self.add_state(key, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
 
 class PredictionMean(SumMetric):
-    """Mean over candidates of a function of prediction and label, `values`."""
+    """The mean over candidates of `values`, a function of prediction and label."""
 
     def __init__(self) -> None:
         super().__init__(("total", "weight"))
 
     def values(self, predictions: Tensor, labels: Tensor) -> Tensor:
-        """[N], [N] float64 -> [N] float64."""
+        """Maps predictions and labels, [N] float64 each, to [N] float64."""
         raise NotImplementedError
 
     def update(self, predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> None:
@@ -54,7 +53,7 @@ class PredictionMean(SumMetric):
 
 
 class RankMean(SumMetric):
-    """Mean over targets of a function of their rank, `gain`."""
+    """The mean over targets of `gain`, a function of their rank."""
 
     higher_is_better = True
 
@@ -62,7 +61,7 @@ class RankMean(SumMetric):
         super().__init__(("total", "weight"))
 
     def gain(self, ranks: Tensor) -> Tensor:
-        """[M] float64 ranks, 1 for the best -> [M] float64."""
+        """Maps ranks, [M] float64 and 1 for the best, to [M] float64."""
         raise NotImplementedError
 
     def update(self, ranks: Tensor, weights: Tensor) -> None:
@@ -77,10 +76,10 @@ class RankMean(SumMetric):
 
 
 class AllRows(Metric):
-    """Keeps every candidate until `compute`: what exact order statistics need. 20 bytes a candidate.
+    """A metric that needs all candidates at once, such as an exact order statistic: 20 bytes a candidate.
 
     Attributes:
-        name: what logs call it.
+        name: the metric's name in logs.
     """
 
     name: str
@@ -112,14 +111,14 @@ class AllRows(Metric):
         should_sync: bool = True,
         distributed_available: Callable | None = None,
     ) -> None:
-        """As in torchmetrics, but a rank without rows takes part: an empty list would skip collectives."""
+        """Synchronizes ranks, one without rows too: torchmetrics would skip collectives for an empty list."""
         for key, dtype in self._DTYPES.items():
             if isinstance(state := getattr(self, key), list) and not state:
                 state.append(torch.empty(0, dtype=dtype, device=self.device))
         super().sync(dist_sync_fn, process_group, should_sync, distributed_available)
 
     def rows(self, key: str) -> Tensor:
-        """One column of all rows, joined; behind a sync it is a tensor already."""
+        """Returns one column of all rows as one tensor; after a sync it is one already."""
         state = getattr(self, key)
         if isinstance(state, Tensor):
             return state
@@ -127,22 +126,23 @@ class AllRows(Metric):
 
 
 def compute_all(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The values of metrics by name, NaN where undefined. Collective."""
+    """Returns the values of metrics by name, NaN where undefined. Collective."""
     with warnings.catch_warnings():
-        # torchmetrics cuts what it gathered with a list of slices; torch warns of that on every rank.
+        # torchmetrics indexes gathered tensors with a list of slices; torch warns about that on every rank.
         warnings.filterwarnings("ignore", "Using a non-tuple sequence", UserWarning)
         return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Scalar float64; what stands in a row of weight 0, NaN included, does not matter."""
+    """Returns a scalar float64; values of rows with weight 0 are ignored, NaN included."""
     return torch.where(weights > 0, values.double() * weights.double(), 0).sum()
 
 
 def check_shapes(*columns: Tensor) -> None:
-    """
+    """Checks that columns are one-dimensional and of one length, because others would be broadcast.
+
     Raises:
-        ValueError: columns that are not one-dimensional and of one length; they would be broadcast.
+        ValueError: they are not.
     """
     shapes = [tuple(column.shape) for column in columns]
     if len(shapes[0]) != 1 or len(set(shapes)) > 1:

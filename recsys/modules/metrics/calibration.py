@@ -1,4 +1,4 @@
-"""Whether predictions are right on average."""
+"""`Calibration`: the ratio of predictions to labels, which is 1 if predictions are right on average."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from recsys.modules.metrics.base import SumMetric, check_shapes, weighted_sum
 
 @register(pb.Calibration)
 class Calibration(SumMetric):
-    """Sum of predictions / sum of labels: above 1 the model promises too much. Best is 1."""
+    """Sum of predictions / sum of labels: above 1 the model predicts too much. The best value is 1."""
 
     name = "calibration"
 

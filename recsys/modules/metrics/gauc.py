@@ -1,4 +1,4 @@
-"""AUC within each user: whether the order of the list that a user saw is right."""
+"""AUC within each user, which measures the order of the list that a user saw."""
 
 from torch import Tensor
 
@@ -21,6 +21,6 @@ class Gauc(AllRows):
     def compute(self) -> Tensor:
         """Scalar float64; NaN unless some group has both classes."""
         columns = (self.rows(key) for key in ("predictions", "labels", "weights", "groups"))
-        found = auc_by_group(*columns)
-        weight = found.weight[found.defined]
-        return (found.auc[found.defined] * weight).sum() / weight.sum()
+        by_group = auc_by_group(*columns)
+        weight = by_group.weight[by_group.defined]
+        return (by_group.auc[by_group.defined] * weight).sum() / weight.sum()

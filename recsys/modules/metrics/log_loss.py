@@ -24,15 +24,16 @@ class LogLoss(PredictionMean):
 
 
 def cross_entropy(probabilities: Tensor, labels: Tensor, eps: float) -> Tensor:
-    """[N] float64, from [N] float64 probabilities and labels in [0, 1]."""
+    """Maps probabilities and labels in [0, 1], [N] float64 each, to [N] float64."""
     p = probabilities.clamp(eps, 1 - eps)
     return -labels * torch.log(p) - (1 - labels) * torch.log1p(-p)
 
 
 def check_eps(eps: float) -> float:
-    """
+    """Returns eps.
+
     Raises:
-        ValueError: eps outside (0, 0.5).
+        ValueError: it is outside (0, 0.5).
     """
     if not 0 < eps < 0.5:
         raise ValueError(f"eps: {eps} is given; it must lie between 0 and 0.5")

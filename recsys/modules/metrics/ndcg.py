@@ -1,4 +1,4 @@
-"""Gain of the target's place in a list of k, discounted by the logarithm of the place."""
+"""`Ndcg`: the gain of the target's place in a list of k, discounted by the logarithm of the place."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Log loss beside that of a constant: what the model knows beyond the base rate (He et al., 2014)."""
+"""Log loss relative to that of a constant prediction, the base rate (He et al., 2014)."""
 
 import torch
 from torch import Tensor

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class GroupAuc(NamedTuple):
-    """One entry a group that has rows, in ascending order of groups.
+    """The AUC of each group that has rows, in ascending order of groups.
 
     Attributes:
         auc: [G] float64; NaN where a class is missing.
@@ -21,14 +21,15 @@ class GroupAuc(NamedTuple):
 
 
 def auc_by_group(predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> GroupAuc:
-    """Share of a group's (positive, negative) pairs whose positive has the higher prediction; ties half.
+    """Computes the share of each group's (positive, negative) pairs whose positive has the higher prediction;
+    ties count half.
 
-    One sort by (group, prediction), then sums over runs of equal predictions: no loop over groups.
+    It sorts once by (group, prediction) and sums over runs of equal predictions, without a loop over groups.
 
     Args:
         predictions: [n]. A NaN among them makes every value NaN.
         labels: [n], positive above 0.5.
-        weights: [n]; a row counts as `weight` rows, not at all with 0.
+        weights: [n]; a row counts as `weight` rows, and not at all with 0.
         groups: [n] int64.
     """
     keep = weights > 0
@@ -58,7 +59,7 @@ def auc_by_group(predictions: Tensor, labels: Tensor, weights: Tensor, groups: T
 
 
 def _changes(values: Tensor) -> Tensor:
-    """[n] bool: the first element, and each that differs from the one before it."""
+    """Marks the first element and each that differs from the one before it, [n] bool."""
     changed = torch.ones_like(values, dtype=torch.bool)
     changed[1:] = values[1:] != values[:-1]
     return changed

@@ -1,4 +1,4 @@
-"""`Reliability`: mean prediction beside the share of positives, bin by bin: for a picture, not for a log."""
+"""`Reliability`: mean prediction and share of positives in each bin, for a diagram in the report."""
 
 from typing import NamedTuple
 
@@ -9,19 +9,20 @@ from torchmetrics import Metric
 from recsys.modules.metrics.base import check_shapes
 
 NUM_BINS = 10
+"""Bins of the diagram."""
 
 _STEP = 0.002
 """Width of a cell in log odds: predictions in one cell differ by 0.2 % in their odds."""
 
 _CELLS = 15_000
-"""From log odds -15 to 15, probabilities of 3e-7 and 1 less that; what is outside counts in the last cell."""
+"""Cells of log odds from -15 to 15, probabilities of 3e-7 to 1 - 3e-7; the end cells hold all beyond."""
 
 
 class ReliabilityBin(NamedTuple):
     """Candidates with similar predictions.
 
     Attributes:
-        candidates: how many.
+        candidates: number of candidates.
         predicted: mean prediction.
         observed: share of positives.
     """
@@ -34,12 +35,12 @@ class ReliabilityBin(NamedTuple):
 class Reliability(Metric):
     """Candidates in order of their predictions, cut into bins of about equal weight.
 
-    No candidate is kept: sums are taken over narrow cells of log odds, and added up to bins in the end. So a
-    cell, within which predictions hardly differ, is never cut; a bin may be larger for it, and another one
-    missing.
+    It does not keep candidates: it sums over narrow cells of log odds and joins these to bins in the end. A
+    cell, within which predictions hardly differ, is never cut; so a bin may be larger than others, and
+    another one empty.
 
     Args:
-        num_bins: most bins.
+        num_bins: largest number of bins.
     """
 
     is_differentiable = False
@@ -55,7 +56,7 @@ class Reliability(Metric):
     def update(self, predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> None:
         """Adds candidates, all [N]: probabilities, labels 0 or 1, weights; `groups` is not used.
 
-        A NaN spoils the first bin, which is how it is seen.
+        A NaN makes the first bin NaN, so that it is noticed.
         """
         check_shapes(predictions, labels, weights, groups)
         predictions, labels, weights = predictions.double(), labels.double(), weights.double()

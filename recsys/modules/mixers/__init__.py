@@ -2,7 +2,7 @@
 
 Every mixer is a `Mixer`, takes `(config, *, embedding_dim)` and maps a `JaggedSequence` to one with mixed
 values; a token's result depends on its own sample only. To add a mixer, write a module here and a line below.
-What a config must know of a mixer without importing torch is in `modules/mixer_declarations.py`.
+`modules/mixer_declarations.py` tells configs about mixers without importing torch.
 """
 
 from recsys.modules.mixers.base import Mixer

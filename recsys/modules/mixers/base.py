@@ -1,4 +1,4 @@
-"""`Mixer`: what models, commands and packages ask of every mixer, with answers for a plain one."""
+"""`Mixer`: the interface of mixers to models, commands and packages, with defaults for a plain one."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class AttentionUse(NamedTuple):
         op: the op.
         path: path of the mixer's message in the config.
         backend: the backend that the config asks for.
-        facts: what the op chooses a backend by.
+        facts: the facts by which the op chooses a backend.
     """
 
     op: Op

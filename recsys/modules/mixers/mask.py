@@ -1,14 +1,14 @@
-"""From the config's mask to that of the ops."""
+"""Converts the mask of a config to the mask of the ops."""
 
 from recsys import protos as pb
 from recsys.ops import AttentionMask
 
 
 def mask_of(config: pb.AttentionMask) -> AttentionMask:
-    """The same rule as a value that ops take; an absent window means all of the history.
+    """Returns the mask that ops take; an absent window means all of the history.
 
     Raises:
-        ValueError: lengths in events, of which `config.resolve` makes tokens.
+        ValueError: lengths are in events; `config.resolve` converts them to tokens.
     """
     if config.unit == pb.EVENTS:
         raise ValueError("AttentionMask: window and prefix are in events: resolve the config")

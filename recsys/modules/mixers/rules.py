@@ -1,4 +1,4 @@
-"""What a mixer's config says of each of its layers: mask and attention truncation, from groups or for all."""
+"""Mask and truncation of each layer of a mixer, from the config's layer groups or the same for all layers."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -13,31 +13,31 @@ from recsys.ops import AttentionMask, SequenceLayout
 
 
 class LayerRule(NamedTuple):
-    """One layer of a stack.
+    """Mask and truncation of one layer of a stack.
 
     Attributes:
-        mask: who sees whom in it.
-        tail_len: history tokens that the truncation in front of it leaves; None where there is none.
+        mask: visibility of tokens in the layer.
+        tail_len: history tokens that the truncation in front of the layer leaves; None without truncation.
     """
 
     mask: AttentionMask
     tail_len: int | None = None
 
     def truncate(self, sequence: JaggedSequence) -> JaggedSequence:
-        """What enters the layer, of what left the one before."""
+        """Returns the layer's input, given the output of the layer before."""
         return sequence if self.tail_len is None else sequence.truncate(self.tail_len)
 
     def truncate_layout(self, layout: SequenceLayout) -> SequenceLayout:
-        """The layout of `truncate`."""
+        """Returns the layout of `truncate`."""
         return layout if self.tail_len is None else layout.truncate(self.tail_len).layout
 
 
 def layer_rules(config: pb.HstuMixer | pb.SasRecMixer) -> list[LayerRule]:
-    """The rule of each layer of a resolved config, first layer first.
+    """Returns the rule of each layer of a resolved config, first layer first.
 
     Raises:
-        ValueError: both forms are given, a length in events (`config.resolve` makes tokens of them), or a
-            truncation that keeps more than an earlier one.
+        ValueError: both `layer_groups` and `num_layers` or `mask` are given, a length is in events
+            (`config.resolve` converts them to tokens), or a truncation keeps more than an earlier one.
     """
     name = config.DESCRIPTOR.name
     if config.layer_groups and (config.HasField("num_layers") or config.HasField("mask")):
@@ -69,9 +69,9 @@ def stack_flops(
     embedding_dim: int,
     attention_width: int,
 ) -> int:
-    """FLOP of all layers, each on the tokens that are left; see `recsys.modules.flops`.
+    """Counts the FLOP of all layers, each on the tokens that are left; see `recsys.modules.flops`.
 
-    In front of a truncation tokens that do not go on need keys and values alone.
+    In front of a truncation, tokens that are dropped need keys and values alone.
 
     Args:
         embedding_dim: E.

@@ -19,14 +19,14 @@ from recsys.ops.softmax_attention import OP as SOFTMAX_ATTENTION
 
 @register(pb.SasRecMixer)
 class SasRecMixer(Mixer):
-    """Pre-norm transformer blocks, and a LayerNorm behind the last.
+    """Pre-norm transformer blocks, followed by a LayerNorm.
 
     Args:
         config: resolved (`feed_forward_dim` filled in, lengths in tokens).
         embedding_dim: E; `num_heads` divides it.
 
     Raises:
-        ValueError: `num_heads` does not divide E, or layer groups that cannot be; see `layer_rules`.
+        ValueError: `num_heads` does not divide E, or invalid layer groups; see `layer_rules`.
     """
 
     def __init__(self, config: pb.SasRecMixer, *, embedding_dim: int):
@@ -69,14 +69,14 @@ class SasRecMixer(Mixer):
             yield AttentionUse(SOFTMAX_ATTENTION, path, "auto", facts)
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
-        """Tokens [T, E] in, mixed tokens out: fewer behind a truncation, but all contextual and targets."""
+        """Mixes tokens [T, E]; a truncation drops history tokens, never contextual tokens or targets."""
         for block, rule in zip(self.blocks, self.rules, strict=True):
             sequence = rule.truncate(sequence)
             sequence = sequence.with_values(block(sequence.values, sequence.layout, rule.mask))
         return sequence.with_values(self.norm(sequence.values))
 
     def flops(self, layout: SequenceLayout) -> int:
-        """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
+        """Counts the FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
         return stack_flops(self.blocks, self.rules, layout, self.embedding_dim, self.attention_width)
 
 

@@ -1,9 +1,8 @@
-"""What happens to output tokens before a head, one file each; importing the package registers them for
-`pb.Postprocessor`.
+"""Postprocessors change output tokens before a head, one file each; importing the package registers them
+under their messages of `pb.Postprocessor`.
 
-Each takes `(config, *, embedding_dim)` and turns `(values [n, E], timestamps int64 [n])` into [n, E]; a
-timestamp, in seconds, is when a token's answer is wanted: the request time of a target, the time of what
-comes next for an event.
+A postprocessor takes `(config, *, embedding_dim)` and maps `(values [n, E], timestamps int64 [n])` to [n, E].
+A timestamp, in seconds, is the request time of a target, or the time of the next event for an event.
 """
 
 from recsys.modules.postprocessors.l2_norm import L2NormPostprocessor

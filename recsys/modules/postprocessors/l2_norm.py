@@ -1,4 +1,4 @@
-"""Output tokens of unit length, so that inner products are cosines."""
+"""`L2NormPostprocessor`: output tokens of unit length, so that inner products are cosines."""
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ class L2NormPostprocessor(nn.Module):
         self.eps = config.eps
 
     def forward(self, values: Tensor, timestamps: Tensor) -> Tensor:
-        """[n, E] -> [n, E] of the same type, at any time."""
+        """Maps [n, E] to [n, E] of the same dtype; timestamps are not read."""
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         return F.normalize(wide, dim=-1, eps=self.eps).to(values.dtype)
 

@@ -1,4 +1,4 @@
-"""Output tokens of zero mean and unit variance, with learned scale and shift."""
+"""`LayerNormPostprocessor`: output tokens of zero mean and unit variance, with learned scale and shift."""
 
 from torch import Tensor, nn
 
@@ -16,5 +16,5 @@ class LayerNormPostprocessor(nn.Module):
         self.norm = LayerNorm(embedding_dim, eps=config.eps)
 
     def forward(self, values: Tensor, timestamps: Tensor) -> Tensor:
-        """[n, E] -> [n, E] of the same type, at any time."""
+        """Maps [n, E] to [n, E] of the same dtype; timestamps are not read."""
         return self.norm(values)

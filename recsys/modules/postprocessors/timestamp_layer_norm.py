@@ -1,4 +1,4 @@
-"""LayerNorm of output tokens that know the hour and the weekday of their request."""
+"""`TimestampLayerNormPostprocessor`: LayerNorm of output tokens plus hour and weekday of their request."""
 
 import math
 
@@ -12,7 +12,7 @@ from recsys.modules.norm import LayerNorm
 DAY = 24 * 3600
 WEEK = 7 * DAY
 PERIODS = (DAY, WEEK)
-"""Seconds. Each turns into an angle that comes back to its start after one period."""
+"""Periods in seconds. Each becomes an angle that returns to its start after one period."""
 
 
 @register(pb.TimestampLayerNormPostprocessor)
@@ -20,8 +20,8 @@ class TimestampLayerNormPostprocessor(nn.Module):
     """LayerNorm(x + W f(t)), f = [sin, cos] of the time of day and of the time of the week.
 
     An angle is 2 pi (t + offset modulo period) / period, t in seconds since 1970; W is learned, E x 4. So
-    23:59 is close to 0:00, and Sunday night to Monday morning. The week begins where 1970 did, on a Thursday;
-    W turns it as it likes.
+    23:59 is close to 0:00, and Sunday night to Monday morning. The week begins on a Thursday, as 1970 did; a
+    rotation by W can move its start.
 
     Args:
         config: eps and the offset of local time.
@@ -35,14 +35,14 @@ class TimestampLayerNormPostprocessor(nn.Module):
         self.norm = LayerNorm(embedding_dim, eps=config.eps)
 
     def forward(self, values: Tensor, timestamps: Tensor) -> Tensor:
-        """[n, E] and int64 [n], seconds -> [n, E] of the values' type."""
+        """Maps [n, E] and int64 [n], seconds, to [n, E] of the values' dtype."""
         wide = torch.promote_types(values.dtype, self.project.weight.dtype)
         shift = self.project(self.cyclic(timestamps).to(self.project.weight.dtype))
         return self.norm(values.to(wide) + shift.to(wide)).to(values.dtype)
 
     def cyclic(self, timestamps: Tensor) -> Tensor:
-        """int64 [n], seconds -> float32 [n, 4]: sine and cosine of the day, then of the week."""
-        # The remainder is taken of integers: in float32, times of today lie 128 s apart.
+        """Maps int64 [n], seconds, to float32 [n, 4]: sine and cosine of the day, then of the week."""
+        # The remainder is that of integers: in float32, present times are 128 s apart.
         local = timestamps + self.offset
         turns = torch.stack([(local % period).to(torch.float32) / period for period in PERIODS], dim=1)
         angles = 2 * math.pi * turns

@@ -1,8 +1,8 @@
-"""From features to a sequence of tokens.
+"""Preprocessors turn the features of a batch into sequences of tokens.
 
-Each takes `(config, *, pipeline)`, says with `layout_rule(config, pipeline)` how the reader lays out rows,
-and turns `(embeddings, batch)` into `Preprocessed`; `flops(batch)` counts what that costs. A new one is a
-module here and a line below.
+A preprocessor takes `(config, *, pipeline)`, tells the reader with `layout_rule(config, pipeline)` how to lay
+out rows, and maps `(embeddings, batch)` to `Preprocessed`; `flops(batch)` counts the cost. To add one, write
+a module here and a line below.
 """
 
 from recsys.modules.preprocessors.contextual import ContextualPreprocessor

@@ -1,12 +1,12 @@
-"""`ContextualPreprocessor`: [contextual | history | targets], the sequence of a ranking model.
+"""`ContextualPreprocessor`: makes [contextual | history | targets], the sequence of a ranking model.
 
-Contextual tokens are made of USER features, one a feature or a number of joint ones. An event is one token,
-content plus what the user did with the item (SUMMED), or two, content and then action (INTERLEAVED). A target
-is one token either way, in training and in serving: the candidate's content plus one learned vector in place
-of the action, which nobody knows yet, so no label can leak into it.
+Contextual tokens are made of USER features: one token a feature, or several tokens of all features together.
+An event is one token, content plus action (SUMMED), or two tokens, content and then action (INTERLEAVED). A
+target is one token either way, in training and in serving: the candidate's content plus one learned vector in
+place of the action, which is not known yet, so that no label can leak into it.
 
-With channels a row has several sequences in place of one: the same contextual and target tokens, and some of
-the events. All tokens are encoded once and then gathered into the sequences.
+With channels a row has a sequence for each channel: the same contextual and target tokens, and the channel's
+events. All tokens are encoded once and then gathered into the sequences.
 """
 
 import torch
@@ -32,14 +32,14 @@ from recsys.ops import gather_rows
 
 @register(pb.ContextualPreprocessor)
 class ContextualPreprocessor(nn.Module):
-    """Features of rows, events and candidates to one sequence a row.
+    """Makes one sequence a row of the features of rows, events and candidates.
 
     Args:
-        config: its encoders.
+        config: the encoders.
         pipeline: resolved; features and `model.embedding_dim` (E).
 
     Raises:
-        ValueError: actions are to be tokens without an action encoder, or a part does not fit the features.
+        ValueError: INTERLEAVED without an action encoder, or a part does not fit the features.
     """
 
     def __init__(self, config: pb.ContextualPreprocessor, *, pipeline: pb.Pipeline):
@@ -67,7 +67,7 @@ class ContextualPreprocessor(nn.Module):
 
     @staticmethod
     def layout_rule(config: pb.ContextualPreprocessor, pipeline: pb.Pipeline) -> LayoutRule:
-        """Contextual tokens, one or two tokens an event; candidates are targets."""
+        """Rows have contextual tokens and one or two tokens an event; candidates are targets."""
         return LayoutRule(
             num_contextual=checks.num_contextual(pipeline),
             targets=True,
@@ -76,15 +76,12 @@ class ContextualPreprocessor(nn.Module):
         )
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
-        """Tokens of every row, and what the head compares them with.
+        """Returns the tokens of every row (those of all channels, joined), and the candidates' content [N, E]
+        before anything was added to it, which the head compares them with.
 
         Args:
             embeddings: column -> [n, width].
             batch: numbers, times and actions.
-
-        Returns:
-            The sequence (those of all channels, joined), and the candidates' content [N, E] before anything
-            was added to it.
         """
         inputs = inputs_of(embeddings, batch)
         users = self._users(inputs)
@@ -94,7 +91,7 @@ class ContextualPreprocessor(nn.Module):
         return Preprocessed(self._sequence(encoded, batch), candidates)
 
     def prefix(self, embeddings: dict[str, Tensor], batch: Batch) -> EncodedPrefix:
-        """The contextual and history tokens of `forward`.
+        """Returns the contextual and history tokens of `forward`.
 
         Args:
             embeddings: column -> [n, width].
@@ -106,30 +103,30 @@ class ContextualPreprocessor(nn.Module):
         return EncodedPrefix(self._sequence(encoded, batch), Prefix.of(batch.sequences, users))
 
     def candidates(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> Preprocessed:
-        """The target tokens of `forward`, and the content of candidates in the type of its last product: the
-        numbers of `forward`, in less memory.
+        """Returns the target tokens of `forward`, and the content of candidates in the dtype of its last
+        product: the numbers of `forward`, in less memory.
 
         Args:
             embeddings: column -> [n, width].
             batch: nothing but candidates.
-            prefix: of the same rows.
+            prefix: the prefix of the same rows.
         """
         candidates = self._content(inputs_of(embeddings, batch), batch, prefix.users)
         values, times = _rounded_sum(candidates, self.target_action), batch.candidate_timestamps
         layout = batch.sequences
         if layout.parts:
-            values, times = (torch.cat([one] * len(layout.parts)) for one in (values, times))
+            values, times = (torch.cat([column] * len(layout.parts)) for column in (values, times))
         if self.positional is not None:
             values = self.positional(values, layout, times, request_times=times, behind=prefix)
         return Preprocessed(JaggedSequence(self.dropout(_widened(values)), layout, times, times), candidates)
 
     def events(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> JaggedSequence:
-        """The tokens of `forward` of events that have happened since.
+        """Returns the tokens of `forward` for events that are later than those of `prefix`.
 
         Args:
             embeddings: column -> [n, width].
             batch: nothing but events.
-            prefix: of the same rows, before the events.
+            prefix: the prefix of the same rows, before the events.
 
         Raises:
             ValueError: the events change the tokens of `prefix`, naming the setting.
@@ -148,17 +145,17 @@ class ContextualPreprocessor(nn.Module):
         return contextual + action + sum(sides)
 
     def _sequence(self, encoded: list[Tensor], batch: Batch, behind: Prefix | None = None) -> JaggedSequence:
-        """Encoded rows, in several tensors in the order of `views`, as the sequences of the batch."""
-        found, layout = views(batch, self.tokens_per_event), batch.sequences
-        inverse = found[0].inverse if len(found) == 1 else None
-        values = gather_rows([_rounded(one) for one in encoded], [view.index for view in found], inverse)
-        times = found[0].times if len(found) == 1 else torch.cat([view.times for view in found])
+        """Gathers encoded rows, which come in several tensors in the order of `views`, into the sequences."""
+        channels, layout = views(batch, self.tokens_per_event), batch.sequences
+        inverse = channels[0].inverse if len(channels) == 1 else None
+        values = gather_rows([_rounded(rows) for rows in encoded], [view.index for view in channels], inverse)
+        times = channels[0].times if len(channels) == 1 else torch.cat([view.times for view in channels])
         if self.positional is not None:
             values = self.positional(values, layout, times[:, 0], request_times=times[:, 2], behind=behind)
         return JaggedSequence(self.dropout(_widened(values)), layout, times[:, 0], times[:, 1])
 
     def _users(self, inputs: dict[str, Tensor]) -> Tensor | None:
-        """[B, C], what weights are made of."""
+        """Returns the features from which contextualized layers compute weights, [B, C]."""
         if not self.contextualized:
             return None
         return torch.cat([inputs[name] for name in self.user_columns], dim=1)
@@ -167,7 +164,7 @@ class ContextualPreprocessor(nn.Module):
         return [] if self.contextual is None else [self.contextual(inputs)]
 
     def _history(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> list[Tensor]:
-        """[events, E], for each token that an event has."""
+        """Returns a tensor [events, E] for each token that an event has."""
         rows = None if users is None else RowContext(users, events_of(batch, self.tokens_per_event))
         content = self.content(pb.HISTORY, inputs, batch.uih_timestamps.shape[0], rows)
         if self.action is None:
@@ -176,29 +173,29 @@ class ContextualPreprocessor(nn.Module):
         return [content, action] if self.interleaved else [content + action]
 
     def _candidates(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> Tensor:
-        """[N, E], content."""
+        """Returns the candidates' content, [N, E] in at least float32."""
         return _widened(self._content(inputs, batch, users))
 
     def _content(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> Tensor:
-        """[N, E], in the type of the last product."""
+        """Returns the candidates' content, [N, E] in the dtype of the last product."""
         rows = None if users is None else RowContext(users, batch.layout.targets_only().layout)
         return self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0], rows)
 
 
 def _rounded(tokens: Tensor) -> Tensor:
-    """In the type of matrix products: of most tokens the last one gave the numbers."""
+    """Casts to the matmul dtype; most tokens are outputs of a matmul already, so nothing is lost."""
     return tokens.to(product_dtype(tokens))
 
 
 def _rounded_sum(tokens: Tensor, vector: Tensor) -> Tensor:
-    """`_rounded` of a sum in the wider type, in one step where no gradients are asked for."""
+    """Adds in the wider dtype and casts to the matmul dtype, in one step if no gradients are needed."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _rounded(tokens + vector)
     return torch.add(tokens, vector, out=torch.empty_like(tokens, dtype=product_dtype(tokens)))
 
 
 def _widened(tokens: Tensor) -> Tensor:
-    """In float32 at least, for sums and whatever follows."""
+    """Casts to at least float32, for the sums that follow."""
     return tokens.to(torch.promote_types(tokens.dtype, torch.float32))
 
 

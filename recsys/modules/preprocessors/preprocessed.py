@@ -1,4 +1,4 @@
-"""What a preprocessor returns, and how it sees the features of a batch."""
+"""The results of preprocessors, and the features of a batch as preprocessors read them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,12 +14,11 @@ from recsys.ops import SequenceLayout, offsets_from_lengths
 
 @dataclass(frozen=True, eq=False)
 class Preprocessed:
-    """A batch as tokens.
+    """The tokens of a batch.
 
     Attributes:
         sequence: T tokens of width E.
-        candidates: [N, E], content of the candidates before mixing; None when they are no part of the
-            sequence.
+        candidates: [N, E], content of the candidates before mixing; None if the sequence has no candidates.
     """
 
     sequence: JaggedSequence
@@ -27,19 +26,19 @@ class Preprocessed:
 
 
 class EncodedPrefix(NamedTuple):
-    """Contextual and history tokens, and what is to be kept of them for candidates."""
+    """Contextual and history tokens, and the facts about them that candidates need later."""
 
     sequence: JaggedSequence
     prefix: Prefix
 
 
 def inputs_of(embeddings: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """Column -> [n, width] for embedded and plain numeric columns alike."""
+    """Returns column -> [n, width] for embedded and plain numeric columns alike."""
     return embeddings | {name: numbers[:, None] for name, numbers in batch.numbers.items()}
 
 
 def events_of(batch: Batch, tokens_per_event: int) -> SequenceLayout:
-    """The events over rows, however many tokens each makes: B samples of nothing but history."""
+    """Returns the layout of events, not of the tokens that they make: B samples of nothing but history."""
     lengths = batch.uih_lengths
     return SequenceLayout.trusted(
         lengths,

@@ -1,4 +1,4 @@
-"""`UihPreprocessor`: the history only, the sequence of a retrieval model."""
+"""`UihPreprocessor`: makes the sequence of a retrieval model, which is the history alone."""
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from recsys.modules.sequence import JaggedSequence, following
 
 @register(pb.UihPreprocessor)
 class UihPreprocessor(nn.Module):
-    """One token an event: the concatenated HISTORY features, projected if asked to or not E wide, plus the
-    action.
+    """Makes one token of each event: the concatenated HISTORY features plus the action. The features are
+    projected if the config says so or if they are not E wide.
 
     Args:
-        config: its encoders.
+        config: the encoders.
         pipeline: resolved; features and `model.embedding_dim` (E).
 
     Raises:
@@ -49,18 +49,15 @@ class UihPreprocessor(nn.Module):
 
     @staticmethod
     def layout_rule(config: pb.UihPreprocessor, pipeline: pb.Pipeline) -> LayoutRule:
-        """Neither contextual nor target tokens."""
+        """Rows have neither contextual nor target tokens."""
         return LayoutRule(num_contextual=0, targets=False)
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
-        """Tokens of every history.
+        """Makes the tokens of every history; the last event's next timestamp is the request time.
 
         Args:
             embeddings: column -> [n, width].
             batch: numbers, times and actions.
-
-        Returns:
-            The sequence; the last event's next timestamp is the request time.
         """
         inputs = inputs_of(embeddings, batch)
         joined = torch.cat([inputs[name] for name in self.columns], dim=1)
@@ -70,8 +67,9 @@ class UihPreprocessor(nn.Module):
         times = batch.uih_timestamps
         after = following(times, batch.uih_lengths, last=batch.request_time)
         if self.positional is not None:
-            asked = torch.repeat_interleave(batch.request_time, batch.uih_lengths, output_size=times.shape[0])
-            values = self.positional(values, batch.layout, times, request_times=asked)
+            count = times.shape[0]
+            request = torch.repeat_interleave(batch.request_time, batch.uih_lengths, output_size=count)
+            values = self.positional(values, batch.layout, times, request_times=request)
         return Preprocessed(JaggedSequence(self.dropout(values), batch.layout, times, after))
 
     def flops(self, batch: Batch) -> int:
