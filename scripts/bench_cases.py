@@ -29,7 +29,7 @@ class Case:
     biased: bool = False
     deterministic: bool = False
     num_cached: Tensor | None = None
-    """int64 [B]: so many tokens of each sample are in a cache, the others are computed; None: no cache."""
+    """int64 [B]: tokens of each sample that are in a cache, the others are computed; None without a cache."""
 
     @property
     def op(self) -> str:
@@ -40,7 +40,7 @@ class Case:
         return ("fwd", "bwd") if self.num_cached is None else ("fwd",)
 
     def layout(self) -> SequenceLayout:
-        """Of whole samples, on the host. They have `num_targets` targets each."""
+        """The layout of whole samples on the host, with `num_targets` targets each."""
         return SequenceLayout(
             self.lengths, torch.full_like(self.lengths, self.num_targets), self.num_contextual
         )
@@ -99,7 +99,7 @@ def cached_cases(uniform: Tensor) -> list[Case]:
 
 
 def tiny_cases() -> list[Case]:
-    """For a machine without a GPU."""
+    """Return cases for a machine without a GPU."""
     lengths = torch.tensor([5, 17, 40])
     bias = Case("tiny bias", lengths, 16, heads=2, num_targets=3, num_contextual=2, biased=True)
     cached = replace(bias, shape="tiny cached bias", num_cached=torch.tensor([2, 9, 37]))
@@ -107,7 +107,7 @@ def tiny_cases() -> list[Case]:
 
 
 def useful_flop(case: Case) -> float:
-    """Of the forward: two products over the pairs that the mask lets through."""
+    """Return the FLOP of the forward: two products over the visible pairs."""
     first = torch.zeros_like(case.lengths) if case.num_cached is None else case.num_cached
     samples, counts = torch.stack([case.lengths, first], dim=1).unique(dim=0, return_counts=True)
     pairs = 0

@@ -38,7 +38,7 @@ from scripts import bench_records  # noqa: E402
 from scripts.bench_ops import FACTOR, median_ms  # noqa: E402
 
 SAMPLES, CONTEXTUAL, TARGETS = 32, 4, 16
-"""Of a batch; contextual tokens and targets of each sample."""
+"""Samples of a batch; contextual tokens and targets per sample."""
 
 AHEAD = 8_000_000
 """Cycles, about 4 ms, in which the device waits for the host to get ahead."""
@@ -80,7 +80,7 @@ class Record:
 
 
 def layout_of(tokens: int, device: str) -> SequenceLayout:
-    """About so many tokens in samples of unlike length."""
+    """Return a layout of about `tokens` tokens in samples of unlike length."""
     mean = max(1, tokens // SAMPLES - CONTEXTUAL - TARGETS)
     generator = torch.Generator().manual_seed(0)
     history = torch.randint(mean // 2, mean * 3 // 2 + 1, (SAMPLES,), generator=generator)
@@ -93,7 +93,7 @@ def leaf(rows: int, width: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def cases(tokens: int, width: int, dtype: torch.dtype, device: str, backend: str) -> list[Case]:
-    """All of them for one width and type."""
+    """Return all cases for one width and type."""
     layout, row = layout_of(tokens, device), width * dtype.itemsize
     events = layout.total_len - SAMPLES * (CONTEXTUAL + TARGETS)
     found = []
@@ -127,7 +127,7 @@ def _parts(total: int, count: int) -> list[int]:
 
 
 def _channels(layout: SequenceLayout, width: int, dtype: torch.dtype, device: str, backend: str) -> Case:
-    """Two of three tokens each: a third is in both."""
+    """Make two channels with two thirds of the tokens each: one third is in both."""
     total = layout.total_len
     own = torch.arange(total, device=device)
     maps = [own[own % 3 != skipped] for skipped in (0, 1)]
@@ -192,7 +192,7 @@ def _pool(total: int, width: int, device: str, backend: str) -> Case:
 
 
 def error_of(case: Case) -> float:
-    """Of the output and all gradients, relative to what is allowed; above 1 is wrong."""
+    """Return the error of the output and all gradients relative to the allowed one; above 1 is wrong."""
     found = []
     wide = [one.detach().double().requires_grad_() for one in case.leaves]
     for way, leaves in ((case.ours, case.leaves), (case.theirs, case.leaves), (case.theirs, wide)):
@@ -235,7 +235,7 @@ def bench(make: Callable[[int], Case], tokens: int, shape: str, context: Context
 
 
 class Context(NamedTuple):
-    """What all cases share."""
+    """Settings that all cases share."""
 
     device: str
     backend: str
@@ -281,7 +281,7 @@ def passes(case: Case, way: Way) -> tuple[Callable[[int], object], Callable[[int
 
 
 def table(records: Sequence[Record]) -> str:
-    """One line a record."""
+    """Format one line per record."""
     lines = []
     for record in records:
         numbers = "".join(

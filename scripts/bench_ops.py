@@ -50,16 +50,16 @@ from scripts import bench_records  # noqa: E402
 from scripts.bench_cases import CACHED_OP, OP, Case, cases, tiny_cases, useful_flop  # noqa: E402
 
 BACKWARD_FLOP = 2.5
-"""Times those of the forward: five products instead of two."""
+"""FLOP of the backward relative to the forward: five products instead of two."""
 
 FACTOR = 2.0
-"""How many times the reference's error in bfloat16 a backend may have."""
+"""Allowed error relative to the reference's in bfloat16."""
 
 CHECKED_TOKENS = 4096
-"""About how many tokens of a case are compared, in whole samples: a float64 score for each pair."""
+"""Tokens of a case that are compared, about, in whole samples: each pair has a float64 score."""
 
 INPUT_SETS = 3
-"""Timed in turn, so that the caches do not hold the operands."""
+"""Sets of inputs that are timed in turn, so that the caches do not hold the operands."""
 
 REST = 0.3
 """Seconds without work before a pass is timed: a GPU that is hot from one case is slower in the next."""
@@ -68,10 +68,10 @@ MOST_WORKERS = 14
 """Processes that compare: each takes 0.5 GB of a GPU's memory for itself."""
 
 LONG = 8192
-"""From so many tokens a sample on, one process compares at a time: scores in float64 take 10 GB and more."""
+"""From this many tokens per sample on, one process compares at a time: float64 scores take 10 GB and more."""
 
 _long: Lock | None = None
-"""Of the processes that compare."""
+"""Lock of the processes that compare long samples."""
 
 
 class CachedInputs(NamedTuple):
@@ -141,7 +141,7 @@ def new_rows(case: Case, layout: SequenceLayout) -> Tensor:
 
 
 def cut(case: Case, inputs: Inputs, layout: SequenceLayout) -> CachedInputs:
-    """The same numbers as a cache and new tokens."""
+    """Cut the inputs into a cache and new tokens."""
     if case.num_cached is None:
         raise ValueError(f"{case.shape} has no cache")
     new, q, k, v, bias = new_rows(case, layout), *(t.detach() for t in inputs[:3]), inputs.bias
@@ -159,7 +159,7 @@ def cut(case: Case, inputs: Inputs, layout: SequenceLayout) -> CachedInputs:
 
 
 def attend(case: Case, inputs: Inputs | CachedInputs, layout: SequenceLayout, backend: str) -> Tensor:
-    """One forward: of whole samples, or of the new tokens."""
+    """Run one forward pass, on whole samples or on the new tokens."""
     if isinstance(inputs, CachedInputs):
         scale_len, bias = float(case.lengths.max()), inputs.bias
         return hstu_attention_cached(
@@ -181,7 +181,7 @@ def attend(case: Case, inputs: Inputs | CachedInputs, layout: SequenceLayout, ba
 def results_of(
     case: Case, inputs: Inputs | CachedInputs, layout: SequenceLayout, backend: str
 ) -> list[Tensor]:
-    """The output and all gradients, if there are any, by the backend that is named and no other."""
+    """Return the output and all gradients, if there are any, from the named backend and no other."""
     out, is_cached = attend(case, inputs, layout, backend), isinstance(inputs, CachedInputs)
     ran = last_backend(CACHED_OP if is_cached else OP)
     if ran != backend:
@@ -192,9 +192,9 @@ def results_of(
 
 
 def widest_error(case: Case, device: str, backend: str) -> float:
-    """The largest error, of the output and all gradients, relative to what is allowed; above 1 is wrong.
+    """Return the largest error of the output and all gradients relative to the allowed one; above 1 is wrong.
 
-    The allowed one is that of the reference in the same type, twice, and a little for sums in another order.
+    Allowed is twice the error of the reference in the same type, and a little for sums in another order.
     """
     total = case.lengths.cumsum(0)
     kept = max(1, int((total <= max(CHECKED_TOKENS, int(case.lengths[0]))).sum()))
@@ -226,7 +226,7 @@ def widest_error(case: Case, device: str, backend: str) -> float:
 
 
 def median_ms(run: Callable[[int], object], device: str, repeats: int, warm: int = 3) -> float:
-    """Median time of `run(i)` for i = 0, 1, ..., after as many calls that do not count."""
+    """Return the median time of `run(i)` for i = 0, 1, ..., after as many calls that do not count."""
     for i in range(warm):
         run(i)
     if device != "cuda":
@@ -248,7 +248,7 @@ def median_ms(run: Callable[[int], object], device: str, repeats: int, warm: int
 
 
 def missing(case: Case, device: str, backend: str) -> str:
-    """Why the backend cannot run the case; empty when it can."""
+    """Return why the backend cannot run the case; empty if it can."""
     small = replace(
         case, lengths=case.lengths[:1], num_cached=None if case.num_cached is None else case.num_cached[:1]
     )
@@ -267,7 +267,7 @@ def missing(case: Case, device: str, backend: str) -> str:
 
 
 class Answer(NamedTuple):
-    """Of one case and backend, before it is timed."""
+    """The outcome of comparing one case and backend, before it is timed."""
 
     missing: str = ""  # why the backend cannot run it
     error: float = 0.0  # relative to the allowed one
@@ -275,7 +275,7 @@ class Answer(NamedTuple):
 
 
 def compared(case: Case, device: str, backend: str) -> Answer:
-    """Whether the backend can run the case, and how far off it is."""
+    """Find out if the backend can run the case, and how far off it is."""
     if reason := missing(case, device, backend):
         return Answer(reason)
     try:
@@ -291,7 +291,7 @@ def _share_lock(lock: Lock) -> None:
 
 
 def _compared_apart(case: Case, device: str, backend: str) -> Answer:
-    """`compared`, in a process of several on one GPU."""
+    """Run `compared` in one of several processes that share a GPU."""
     if _long is None or int(case.lengths[0]) < LONG:
         return compared(case, device, backend)
     with _long:
@@ -302,8 +302,8 @@ def _compared_apart(case: Case, device: str, backend: str) -> Answer:
 
 
 def compare_all(jobs: Sequence[tuple[Case, str]], device: str, workers: int) -> list[Answer]:
-    """`compared` for all of them; with more than one worker in processes of their own, which leave their
-    compiled kernels on the disk."""
+    """Run `compared` for all cases; several workers have processes of their own, which leave their compiled
+    kernels on the disk."""
     if workers < 2:
         return [compared(case, device, backend) for case, backend in jobs]
 
@@ -321,7 +321,7 @@ def compare_all(jobs: Sequence[tuple[Case, str]], device: str, workers: int) -> 
 
 
 def bench(case: Case, device: str, backend: str, commit: str, repeats: int, answer: Answer) -> list[Record]:
-    """A record for each pass, forward and backward; without times when the case is wrong."""
+    """Return a record for each pass, forward and backward; without times if the case is wrong."""
     if not answer.error <= 1:
         reason = answer.failure or f"{answer.error:.2f} times the allowed error"
         print(f"{case.shape}: {reason}", file=sys.stderr)
@@ -362,7 +362,7 @@ def bench(case: Case, device: str, backend: str, commit: str, repeats: int, answ
 
 
 def table(records: Sequence[Record]) -> str:
-    """One line a record."""
+    """Format one line per record."""
     width = max((len(record.shape) for record in records), default=5)
     lines = [f"{'shape':<{width}}  backend    pass        ms  TFLOP/s  peak MB  ok"]
     for record in records:

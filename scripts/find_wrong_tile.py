@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Where the output of an attention backend is wrong: head, rows, and the blocks of keys behind it.
+"""Find where the output of an attention backend is wrong: head, rows, and the blocks of keys behind it.
 
     python scripts/find_wrong_tile.py --backend sm90 --dim 64 --lengths 64 [--targets 0] [--contextual 0]
         [--window 128] [--prefix 0] [--target-window] [--group 1] [--heads 1] [--strip 64] [--keys 128]
@@ -26,7 +26,7 @@ from recsys.ops.jagged.mask import dense_mask  # noqa: E402
 
 SCALE = 64.0
 TOLERANCE = 2e-2
-"""Of the norm of a strip: weights and outputs are rounded to 16 bits."""
+"""Allowed error relative to the norm of a strip: weights and outputs are rounded to 16 bits."""
 
 
 def run(backend: str, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask) -> Tensor:
@@ -37,7 +37,7 @@ def run(backend: str, q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, m
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Relative to the norm of `want`; nothing is expected of nothing."""
+    """Return the error relative to the norm of `want`; 0 if both are zero."""
     difference = (got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-6)
     return float(difference) if bool(difference.isfinite()) else float("inf")
 
@@ -45,8 +45,8 @@ def error(got: Tensor, want: Tensor) -> float:
 def contributions(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, first: int, last: int, keys: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Of rows `first` to `last` of one sample and head: what each block of keys adds, float64, with the mask
-    and without."""
+    """Compute what each block of keys adds to rows `first` to `last` of one sample and head, in float64, with
+    the mask and without."""
     q, k, v = (tensor.double() for tensor in (q, k, v))
     score = q[first:last] @ k.T * q.shape[1] ** -0.5
     weight = torch.nn.functional.silu(score) / SCALE
@@ -59,7 +59,7 @@ def contributions(
 
 
 def diagnose(got: Tensor, number: int, masked: list[Tensor], unmasked: list[Tensor]) -> str:
-    """What the contribution of a block looks like."""
+    """Describe what the contribution of a block looks like."""
     if error(got, masked[number]) < TOLERANCE:
         return "right"
     guesses = {

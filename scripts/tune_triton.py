@@ -1,13 +1,12 @@
 #!/usr/bin/env python3
-"""Which block sizes make the Triton kernels of attention fastest: compiles and checks them all side by side,
-then times them.
+"""Find the fastest block sizes of attention's Triton kernels: compile and check many side by side, then time.
 
     python scripts/tune_triton.py [--kernel forward keys] [--dim 64 128 256] [--shape L4096] [--seconds 120]
 
 Each choice is compiled and compared with the reference in a process of its own, and all must be done after
 `--seconds`: a deadlock or an illegal access spoils one choice, not the rest. Those that pass are timed one
-after the other. Without bias, in bfloat16. The best go into `blocks.py`, if they do not spill with every kind
-of mask: `tests/ops/hstu_attention/test_triton_compile.py`.
+after the other. Without bias, in bfloat16. The best go into `block_sizes.py`, if they do not spill with every
+kind of mask: `tests/ops/hstu_attention/test_triton_compile.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ CHOICES = {
 
 
 class Choice(NamedTuple):
-    """One thing to try."""
+    """Block sizes to try for one kernel."""
 
     kernel: str
     dim: int
@@ -68,7 +67,7 @@ class Choice(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What the kernels take and where they write."""
+    """Inputs and outputs of the kernels."""
 
     problem: Problem
     inputs: tuple[torch.Tensor, ...]  # q, k, v, grad_out
@@ -76,7 +75,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0) -> Batch:
-    """On the GPU: q, k, v as parts of one projection."""
+    """Make a batch on the GPU: q, k and v are parts of one projection."""
     layout = SequenceLayout(lengths).to("cuda")
     torch.manual_seed(seed)
     whole = torch.randn(layout.total_len, 4 * heads * dim, device="cuda", dtype=torch.bfloat16)
@@ -87,7 +86,7 @@ def batch_of(lengths: torch.Tensor, dim: int, heads: int, seed: int = 0) -> Batc
 
 
 def launch(choice: Choice, batch: Batch) -> list[torch.Tensor]:
-    """What the kernel makes."""
+    """Launch the kernel and return its outputs."""
     triton_launch.DESCRIPTORS = choice.kernel == "described"
     triton_launch.blocks_of = lambda *_, **__: choice.blocks
     problem, (q, k, v, grad_out), out = batch
@@ -101,7 +100,7 @@ def launch(choice: Choice, batch: Batch) -> list[torch.Tensor]:
 
 
 def check(choice: Choice) -> float:
-    """The error of a choice on a ragged batch, relative to what is allowed; above 1 is wrong."""
+    """Return the error of a choice on a ragged batch relative to the allowed one; above 1 is wrong."""
     batch = batch_of(torch.tensor([1, 64, 700, 129, 1000, 33]), choice.dim, 2)
     ours = launch(choice, batch)
     problem, (*qkv, grad_out), _ = batch
@@ -121,7 +120,7 @@ def check(choice: Choice) -> float:
 
 
 def median_ms(run, repeats: int = 12) -> float:
-    """Of `run(i)`, after three calls that do not count."""
+    """Return the median time of `run(i)` in ms, after three calls that do not count."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 3)]
     for i, (start, end) in enumerate(events):
         start.record()
@@ -132,7 +131,7 @@ def median_ms(run, repeats: int = 12) -> float:
 
 
 def time_choices(shape: Case, choices: list[Choice], results) -> None:
-    """One line a choice, the fastest of each kernel last: useful FLOP of all its products."""
+    """Print one line per choice, the fastest of each kernel last: useful FLOP of all its products."""
     lines = []
     sets = [batch_of(shape.lengths, shape.dim, shape.heads, seed) for seed in range(2)]
     for kernel in PRODUCTS:
@@ -147,7 +146,7 @@ def time_choices(shape: Case, choices: list[Choice], results) -> None:
 
 
 def in_process(target, *arguments):
-    """Runs `target(*arguments, queue)` in a process of its own; the process and the queue."""
+    """Run `target(*arguments, queue)` in a process of its own; return the process and the queue."""
     context = multiprocessing.get_context("fork")  # what was imported need not be imported again
     queue = context.SimpleQueue()
     process = context.Process(target=target, args=(*arguments, queue), daemon=True)
@@ -163,7 +162,7 @@ def _check(choice: Choice, results) -> None:
 
 
 def passing(choices: list[Choice], seconds: float, at_a_time: int) -> list[Choice]:
-    """Those that are right."""
+    """Return the choices whose results are right."""
     end, waiting, running, passed = time.monotonic() + seconds, list(choices), [], []
     while waiting or running:
         while waiting and len(running) < at_a_time:

@@ -49,7 +49,7 @@ class RelativeBias:
             _check_times(name, getattr(self, name))
 
     def with_cache(self, cache_timestamps: Tensor) -> CachedRelativeBias:
-        """The bias of these tokens as new ones that also attend to cached tokens of `cache_timestamps`."""
+        """Return the bias of these tokens as new ones that also attend to cached tokens."""
         return CachedRelativeBias(
             self.position_table, self.time_table, self.timestamps, self.next_timestamps, cache_timestamps
         )
@@ -93,7 +93,7 @@ def time_bucket(seconds: Tensor, num_buckets: int) -> Tensor:
 
 
 def relative_positions(position: Tensor, history_end: Tensor, target_group_size: int) -> Tensor:
-    """`r`: the `position` in the sample, but the targets of each group are counted from `history_end` on."""
+    """Return `r`: the `position` in the sample; targets of each group count from `history_end` on."""
     place = (position - history_end).clamp(min=0)
     return torch.where(position < history_end, position, history_end + place % target_group_size)
 

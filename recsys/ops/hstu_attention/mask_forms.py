@@ -76,7 +76,7 @@ def group_start(position, target, rule):
 
 @triton.jit
 def visible(i, j, history_end, rule, RULE: tl.constexpr):
-    """Whether row `i` sees key `j`, for positions that are ready to broadcast."""
+    """Return True where row `i` sees key `j`, for positions that are ready to broadcast."""
     is_target = i >= history_end
     limit = history_limit(i, history_end)
     first_end = limit

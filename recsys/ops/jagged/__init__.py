@@ -22,7 +22,7 @@ INDEX_DTYPES = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class GatherFacts:
-    """All that a backend may know when it says whether it can run."""
+    """The facts of a call from which a backend decides whether it can run."""
 
     device: str
     dtype: torch.dtype
@@ -72,7 +72,7 @@ def _facts(
 
 
 def _checked(sources: tuple[Tensor, ...], maps: tuple[Tensor, ...], inverse: Tensor | None) -> GatherFacts:
-    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    """Validate the arguments for all backends and return the facts of the call."""
     if not sources or not maps:
         name = "index" if sources else "values"
         raise ValueError(f"{name} must be a tensor or some of them, got none")
@@ -100,12 +100,13 @@ def _checked(sources: tuple[Tensor, ...], maps: tuple[Tensor, ...], inverse: Ten
 
 @lru_cache(maxsize=1024)
 def _known_facts(device: str, dtype: torch.dtype, num_maps: int) -> GatherFacts:
-    """Those of earlier calls: there are few, and to look one up costs less than to make it."""
+    """Return the facts, kept from earlier calls: there are few, and a look-up is cheaper than a new
+    object."""
     return GatherFacts(device, dtype, num_maps)
 
 
 def _name(name: str, number: int, given: tuple[Tensor, ...]) -> str:
-    """What a message calls one of some tensors."""
+    """Return the name of one of several tensors in a message."""
     return name if len(given) == 1 else f"{name}[{number}]"
 
 

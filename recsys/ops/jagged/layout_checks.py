@@ -1,4 +1,4 @@
-"""What the constructors of `SequenceLayout` check on the host."""
+"""Checks on the host for the constructors of `SequenceLayout`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_INDEX = 2**63 - 1
 
 
 def require_int_vector(name: str, value: object) -> Tensor:
-    """The value, if it is an int32 or int64 tensor of one dimension.
+    """Return the value if it is an int32 or int64 tensor of one dimension.
 
     Raises:
         TypeError, ValueError: it is not, with `name`.
@@ -23,7 +23,7 @@ def require_int_vector(name: str, value: object) -> Tensor:
 
 
 def check_samples(lengths: Tensor, num_targets: Tensor, num_contextual: int) -> None:
-    """Lengths and targets, int64 [B] on the host, that a layout can have.
+    """Check that a layout can have these lengths and targets, int64 [B] on the host.
 
     Raises:
         TypeError, ValueError: naming the sample.
@@ -51,5 +51,5 @@ def check_samples(lengths: Tensor, num_targets: Tensor, num_contextual: int) -> 
 
 
 def first_true(bad: Tensor) -> int | None:
-    """Index of the first True of a host tensor, if there is one."""
+    """Return the index of the first True of a host tensor, if there is one."""
     return int(bad.int().argmax()) if bool(bad.any()) else None

@@ -1,4 +1,4 @@
-"""What a layout on a GPU knows of each token, from two kernels that replace a dozen operations on [T] each.
+"""Facts of each token of a layout on a GPU, from two kernels that replace a dozen operations on [T] each.
 
 A program has some tokens and looks up their samples.
 """

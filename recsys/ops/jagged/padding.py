@@ -21,7 +21,7 @@ from recsys.ops.jagged.reference import gather_rows, invert
 
 
 class Limits(NamedTuple):
-    """How samples are grouped on a device."""
+    """Limits for grouping samples on a device."""
 
     max_scores: int  # (heads x samples x rows x keys) in one chunk, unless a single sample has more
     wasted_scores: int  # of padding that a chunk takes in before a new one is cheaper: its calls' fixed cost
@@ -34,7 +34,7 @@ GPU_LIMITS = Limits(max_scores=2**26, wasted_scores=2**24)
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some samples, padded to the longest of them."""
+    """A group of samples, padded to the longest of them."""
 
     num_samples: int  # b
     max_len: int
@@ -59,12 +59,12 @@ class PaddedChunks:
         ]
 
     def merge(self, parts: Sequence[Tensor]) -> Tensor:
-        """The inverse of `split`; what stands in the padding is dropped."""
+        """Undo `split`, dropping the padding."""
         return gather_rows(torch.cat([part.flatten(0, 1) for part in parts]), self.inverse, self.index)
 
 
 def padded_chunks(layout: SequenceLayout, mask: AttentionMask, num_heads: int) -> PaddedChunks:
-    """The chunks of `layout` for an op that builds `num_heads` scores for each pair of tokens."""
+    """Return the chunks of `layout` for an op that builds `num_heads` scores for each pair of tokens."""
     lengths = layout.host_lengths
     if lengths is None or torch.compiler.is_compiling():
         return _one_chunk(layout)
@@ -78,7 +78,7 @@ def padded_chunks(layout: SequenceLayout, mask: AttentionMask, num_heads: int) -
 def paired_chunks(
     layout: SequenceLayout, cache_layout: SequenceLayout, num_heads: int
 ) -> tuple[PaddedChunks, PaddedChunks]:
-    """Chunks of the same samples in both layouts, where the tokens of `layout` attend to those of both."""
+    """Return chunks of the same samples in both layouts; the tokens of `layout` attend to both."""
     new, cached = layout.host_lengths, cache_layout.host_lengths
     if new is None or cached is None or torch.compiler.is_compiling():
         return _one_chunk(layout), _one_chunk(cache_layout)
@@ -91,7 +91,7 @@ def paired_chunks(
 def _cut(
     layout: SequenceLayout, lengths: Tensor, order: Tensor, ends: Sequence[int], alike: bool = False
 ) -> PaddedChunks:
-    """The samples in this `order`, cut at `ends`. `lengths` and `order` are on the host."""
+    """Cut the samples, in this `order`, at `ends`. `lengths` and `order` are on the host."""
     longest = [int(part.max()) if len(part) else 0 for part in lengths[order].tensor_split(ends[:-1])]
     order = order.to(layout.device, non_blocking=True)
     sorted_lengths, sorted_ends = layout.lengths[order], layout.history_end[order]
@@ -119,7 +119,7 @@ def _limits(layout: SequenceLayout) -> Limits:
 
 
 def _chunk_ends(sizes: Sequence[Sequence[int]], num_heads: int, limits: Limits) -> list[int]:
-    """Ends of the runs of samples that share a chunk, for samples with scores of (rows, keys) each.
+    """Return the ends of the runs of samples that share a chunk, for samples with scores of (rows, keys).
 
     The samples with the most scores come first; empty ones, at the end, join the last chunk.
     """

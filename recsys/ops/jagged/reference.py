@@ -12,12 +12,12 @@ from recsys.ops.runtime.dispatch import SUPPORTED, Support, is_exporting
 
 
 def supports(facts: object) -> Support:
-    """Everything."""
+    """Support every call."""
     return SUPPORTED
 
 
 def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None) -> Tensor:
-    """See `recsys.ops.gather_rows`; the arguments have been validated."""
+    """Run `recsys.ops.gather_rows` on validated arguments."""
     rows = values[0] if len(values) == 1 else torch.cat(list(values))
     if len(index) == 1:
         return gather_rows(rows, index[0], inverse)
@@ -28,7 +28,7 @@ def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | Non
 
 
 def gather_rows(values: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
-    """With a single map."""
+    """Run `gather_rows` with a single map."""
     if is_exporting():  # an exported graph needs no gradient
         return _take(values, index)
     return _GatherRows.apply(values, index, inverse, None)
@@ -43,8 +43,8 @@ def invert(index: Tensor, num_rows: int) -> Tensor:
 
 
 def invert_each(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
-    """int64 [K, num_rows]: the places of each row by the K maps of which `index` consists, one after the
-    other; a place counts over all of them.
+    """int64 [K, num_rows]: the place of each row in the K maps that make up `index`, one after the other;
+    places count over all maps.
     """
     if len(sizes) == 1:
         return invert(index, num_rows)[None]
@@ -57,7 +57,7 @@ def invert_each(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
-    """`apply(values, index, inverse, sizes)`, sizes of the maps of which `index` consists; None for one."""
+    """`apply(values, index, inverse, sizes)`; sizes of the maps that make up `index`, None for one map."""
 
     @staticmethod
     def forward(

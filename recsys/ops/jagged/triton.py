@@ -15,7 +15,7 @@ from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
 MAX_ITEMSIZE = 8
-"""Bytes of a number that are moved at a time."""
+"""Largest itemsize, in bytes, that rows are moved in."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
@@ -23,9 +23,9 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: GatherFacts) -> Support:
-    """Any dtype, since bits are moved; with several maps gradients are added, in float32.
+    """Support any dtype, since bits are moved; with several maps gradients are added in float32.
 
-    In an exported graph for those who name it: no package with these kernels has passed a test in threads.
+    Exported graphs must name this backend: no package with these kernels has passed a test in threads.
     """
     added = facts.num_maps > 1 and facts.dtype.is_floating_point
     able = triton_support.support(facts.device, facts.dtype if added else torch.float32)
@@ -38,7 +38,7 @@ def supports(facts: GatherFacts) -> Support:
 
 
 def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | None) -> Tensor:
-    """No source is concatenated with another one, neither forward nor backward."""
+    """Move rows without concatenating sources, forward and backward."""
     ops = triton_support.load(_OPS)
     joined = index[0] if len(index) == 1 else torch.cat(list(index))
     if torch.compiler.is_compiling():

@@ -1,7 +1,7 @@
-"""Rows to places: one kernel for any number of bytes, and one that adds up what several places hold of a row.
+"""Kernels that move rows: one for rows of any number of bytes, one that adds up several copies of a row.
 
 A program has whole rows, or some columns of them; each row of the output has one owner. STEP divides all
-strides, and says so to the compiler, which then moves neighbours together.
+strides, so that the compiler moves neighbours together.
 """
 
 import triton
@@ -18,9 +18,9 @@ def gather_kernel(
     num_out, end_0, end_1, end_2, end_3, stride_0, stride_1, stride_2, stride_3,
     W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, SOURCES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """out [num_out, W], contiguous: row `index[n]` of all sources, zeros where they have no such row.
+    """Write out [num_out, W], contiguous: row `index[n]` of all sources, zeros if they have no such row.
 
-    Source s has the rows from `end_{s - 1}` to `end_s - 1`. Blocks of columns are fastest.
+    Source s has rows `end_{s - 1}` to `end_s - 1`. Blocks of columns are fastest.
     """
     COLUMNS: tl.constexpr = (W + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
@@ -47,8 +47,8 @@ def sum_kernel(
     places, given, out, num_rows, num_maps, num_given, stride,
     W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """out [num_rows, W], contiguous: the sum of the rows `places[k, t]` of `given`, in float32, in the order
-    of k; places [num_maps, num_rows], of no row where it is negative."""
+    """Write out [num_rows, W], contiguous: the sums of the rows `places[k, t]` of `given`, in float32, in the
+    order of k; places [num_maps, num_rows], negative for no row."""
     COLUMNS: tl.constexpr = (W + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = (tl.program_id(0) % COLUMNS) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -64,7 +64,7 @@ def sum_kernel(
 
 @triton.jit(do_not_specialize=["first", "size", "num_rows", "number"])
 def invert_kernel(index, out, first, size, num_rows, number, BLOCK: tl.constexpr):
-    """out[number] [num_rows]: the place of each row that the entries `first` to `first + size` - 1 name."""
+    """Write out[number] [num_rows]: the place of each row that entries `first` to `first + size - 1` name."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(index + first + place, mask=place < size, other=-1).to(tl.int64)
     known = (row >= 0) & (row < num_rows)

@@ -18,13 +18,13 @@ from recsys.ops.runtime.launch import Wrap, launch
 from recsys.ops.runtime.registration import differentiable, traceable_op
 
 MAX_SOURCES = 4
-"""Of the kernel: more of them are concatenated up to this number."""
+"""Sources that the kernel takes; more of them are concatenated down to this number."""
 
 BLOCK_BYTES = 1 << 14
-"""Of a program's block, rows x columns."""
+"""Bytes of a program's block, rows x columns."""
 
 MOST_ROWS = 1024
-"""Of a block."""
+"""Most rows of a block."""
 
 LONGEST_BLOCK = 1024
 """Columns of a block; a longer row has several."""
@@ -39,27 +39,27 @@ MOVABLE = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 )
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of a number, for other types: rows are moved, whatever they mean."""
+"""The integer type for each itemsize: rows are moved as bits, whatever they mean."""
 
 
 class Blocks(NamedTuple):
-    """Sizes for a kernel."""
+    """Block sizes of a kernel."""
 
     rows: int  # BLOCK_M
     columns: int  # BLOCK
     num_warps: int = 4
 
     def programs(self, num_rows: int, width: int) -> int:
-        """That cover [num_rows, width]."""
+        """Return how many programs cover [num_rows, width]."""
         return (num_rows + self.rows - 1) // self.rows * -(-width // self.columns)
 
     def constants(self) -> dict[str, int]:
-        """By the names of the kernels' parameters."""
+        """Return the constants by the names of the kernels' parameters."""
         return {"BLOCK_M": self.rows, "BLOCK": self.columns}
 
 
 class GatherRows(torch.autograd.Function):
-    """`apply(index, inverse, sizes, *values)`, `sizes` of the single maps of which `index` consists."""
+    """`apply(index, inverse, sizes, *values)`; `sizes` are those of the maps that make up `index`."""
 
     @staticmethod
     def forward(ctx: Any, index: Tensor, inverse: Tensor | None, sizes: list[int], *values: Tensor) -> Tensor:
@@ -101,7 +101,8 @@ def launch_gather(values: Sequence[Tensor], index: Tensor, wrap: Wrap | None = N
 
 
 def launch_sum(given: Tensor, places: Tensor, num_rows: int, wrap: Wrap | None = None) -> Tensor:
-    """[num_rows, ...], the sum of the rows `places[k, t]` of `given`; places [num_rows] or [K, num_rows]."""
+    """Return [num_rows, ...], the sums of the rows `places[k, t]` of `given`; places [num_rows] or [K,
+    num_rows]."""
     if places.dim() == 1 or places.shape[0] == 1:
         return launch_gather([given], places.flatten(), wrap)
     width = width_of(given)
@@ -122,7 +123,7 @@ def launch_sum(given: Tensor, places: Tensor, num_rows: int, wrap: Wrap | None =
 
 
 def launch_invert(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
-    """`reference.invert_each`, one launch for each map. Not for code that is traced."""
+    """Compute `reference.invert_each` with one launch per map. Not for code that is traced."""
     out = torch.full((len(sizes), num_rows), -1, dtype=torch.int64, device=index.device)
     index, before = index.contiguous(), 0
     for number, size in enumerate(sizes):
@@ -139,7 +140,7 @@ def launch_invert(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
 
 
 class _Plan(NamedTuple):
-    """What the shape of a row and the strides of sources decide for `gather_kernel`."""
+    """Constants of `gather_kernel` that follow from the shape of a row and the strides of the sources."""
 
     width: int
     blocks: Blocks
@@ -158,12 +159,12 @@ def _plan(width: int, itemsize: int, strides: tuple[int, ...]) -> _Plan:
 
 
 def width_of(tensor: Tensor) -> int:
-    """Numbers in a row of [T, ...]."""
+    """Return how many numbers a row of [T, ...] has."""
     return int(prod(tensor.shape[1:]))
 
 
 def blocks_of(width: int, itemsize: int) -> Blocks:
-    """Whole rows, several if they are short; equal parts of long ones, if there are such."""
+    """Choose blocks of whole rows, several if they are short; equal parts of long rows if possible."""
     columns = min(1 << (width - 1).bit_length(), LONGEST_BLOCK)
     even = columns
     while even >= SHORTEST_BLOCK and width % even:
@@ -174,7 +175,7 @@ def blocks_of(width: int, itemsize: int) -> Blocks:
 
 
 def step_of(strides: Sequence[int]) -> int:
-    """The largest power of two up to 16 that divides all of them."""
+    """Return the largest power of two up to 16 that divides all numbers."""
     step = 16
     while any(stride % step for stride in strides):
         step //= 2
@@ -182,7 +183,7 @@ def step_of(strides: Sequence[int]) -> int:
 
 
 def dense_rows(tensor: Tensor, width: int) -> Tensor:
-    """[T, ...] with any stride between rows and none within; what is not so, as a copy [T, width]."""
+    """Return [T, ...] with any stride between rows and contiguous rows; a copy [T, width] if need be."""
     dim = tensor.dim()
     if dim == 1 or (tensor.stride(1) == 1 or width == 1 if dim == 2 else tensor.is_contiguous()):
         return tensor
@@ -191,7 +192,7 @@ def dense_rows(tensor: Tensor, width: int) -> Tensor:
 
 
 def _movable(tensor: Tensor, width: int) -> Tensor:
-    """Dense rows of a type that Triton has."""
+    """Return dense rows of a type that Triton knows."""
     rows = dense_rows(tensor, width)
     return rows if rows.dtype in MOVABLE else rows.view(BITS[rows.element_size()])
 
@@ -203,7 +204,7 @@ def _few(values: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def is_zero(number: int) -> bool:
-    """False for a size that whoever traces has left open."""
+    """Return False for a symbolic size."""
     return isinstance(number, int) and number == 0
 
 

@@ -57,7 +57,7 @@ def _facts(
     *,
     alpha: float | None = None,
 ) -> AttentionFacts:
-    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    """Validate the arguments for all backends and return the facts of the call."""
     check_attention(q, k, v, layout, mask)
     if alpha is not None:
         check_number("alpha", alpha)

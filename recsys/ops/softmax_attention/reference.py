@@ -13,14 +13,14 @@ from recsys.ops.runtime.dispatch import SUPPORTED, Support
 
 
 def supports(facts: AttentionFacts) -> Support:
-    """Everything."""
+    """Support every call."""
     return SUPPORTED
 
 
 def run(
     q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask, *, alpha: float
 ) -> Tensor:
-    """Chunk by chunk: `scaled_dot_product_attention` of b padded samples."""
+    """Run `scaled_dot_product_attention` on padded samples, chunk by chunk."""
     padded = padded_chunks(layout, mask, num_heads=q.shape[1])
     parts = zip(padded.chunks, *(padded.split(tensor) for tensor in (q * alpha, k, v)), strict=True)
     outputs = []

@@ -1,6 +1,6 @@
-"""The blocks of scores of a batch by their diagonals, for sums along them: gradients of a table of positions.
+"""The blocks of scores of a batch by their diagonals, for the gradients of a position table.
 
-As `work_list`: plain PyTorch on the layout's device, nothing waits for the host, and a compiler can trace it.
+Plain PyTorch on the layout's device: nothing waits for the host, and a compiler can trace it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 
 NEAR_TILES = 4
-"""Tiles: blocks that are less far behind the main diagonal are near it."""
+"""Blocks less than this many tiles behind the main diagonal are near it."""
 
 
 class DiagonalWork(NamedTuple):

@@ -28,7 +28,7 @@ EXACT = tl.constexpr(2**24)
 """Whole numbers below it are exact in float32."""
 
 FEW = tl.constexpr(8)
-"""So many edges of buckets in a block of scores cost less than looking up the bucket of each score."""
+"""Up to this many bucket edges in a block of scores cost less than looking up each score's bucket."""
 
 FAR = tl.constexpr(2**62)
 """Later than any time."""
@@ -41,8 +41,9 @@ PAST_THE_END = tl.constexpr(128)
 def block_times(
     times, start, first, length, BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr
 ):  # fmt: skip
-    """A tile of BLOCK tokens in blocks of SIZE: their first tokens, all tokens [blocks, SIZE], the earliest
-    and latest time of each block, all offsets: seconds before the latest if BEHIND, else after the earliest.
+    """Cut a tile of BLOCK tokens into blocks of SIZE. Return their first tokens, all tokens [blocks, SIZE],
+    the earliest and latest time of each block, and all offsets: seconds before the latest if BEHIND, else
+    after the earliest.
     """
     block = first + tl.arange(0, BLOCK // SIZE) * SIZE
     at = block[:, None] + tl.arange(0, SIZE)[None, :]
@@ -55,7 +56,7 @@ def block_times(
 
 @triton.jit
 def store_bounds(bounds, start, block, length, low, high):
-    """Earliest and latest times of blocks, where the first token of each is."""
+    """Store the earliest and latest times of blocks at the first token of each."""
     pointer = bounds + (start + block) * 2
     tl.store(pointer, low, mask=block < length)
     tl.store(pointer + 1, high, mask=block < length)
@@ -66,7 +67,7 @@ def _write_times(
     times, offsets, bounds, start, first, length,
     BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile of BLOCK tokens, in blocks of SIZE: see `times_kernel`."""
+    """Write offsets and bounds of a tile of BLOCK tokens, in blocks of SIZE: see `times_kernel`."""
     block, at, low, high, offset = block_times(times, start, first, length, BLOCK, SIZE, BEHIND)
     tl.store(offsets + start * STEP + at, offset.to(tl.float32), mask=at < length)
     store_bounds(bounds, start, block, length, low, high)
@@ -78,14 +79,14 @@ def times_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile of BLOCK tokens of a sample.
+    """Write offsets and bounds, one program per tile of BLOCK tokens of a sample.
 
-    behind: float32 [STEP * T + PAST_THE_END], how many seconds before the last of its block of KEYS tokens
-        each is.
-    key_bounds: int64 [T, 2], earliest and latest time of a block, where its first token is.
-    ahead, row_bounds: the same of `next_timestamps` in blocks of ROWS tokens, but seconds after the earliest.
-        ROWS = 0 leaves them out.
-    STEP: a sample begins there times its first token; its tokens stand one behind the other.
+    behind: float32 [STEP * T + PAST_THE_END], the seconds from each token to the latest of its block of KEYS
+        tokens.
+    key_bounds: int64 [T, 2], earliest and latest time of a block, at its first token.
+    ahead, row_bounds: the same for `next_timestamps` in blocks of ROWS tokens, but seconds after the earliest
+        one. ROWS = 0 leaves them out.
+    STEP: the offsets of a sample begin at STEP times its first token and follow one another.
     """
     start, length, _, first = load_tile(items + tl.program_id(0).to(tl.int64) * COLUMNS)
     _write_times(timestamps, behind, key_bounds, start, first, length, BLOCK, KEYS, True, STEP)
@@ -100,7 +101,7 @@ def times_kernel(
 
 @triton.jit
 def load_times(times, at, first, length):
-    """The times of a block: where the exact ones are, offsets, and both ends.
+    """Load the times of a block: pointers to the exact ones, offsets, and both ends.
 
     times: pointers to the sample's times, offsets and bounds; at: the block's tokens, as a row or a column.
     """
@@ -112,7 +113,7 @@ def load_times(times, at, first, length):
 
 @triton.jit
 def log2(x, FAST: tl.constexpr):
-    """Of normal numbers."""
+    """Return the logarithm to base 2 of normal numbers."""
     if FAST:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -123,7 +124,7 @@ def log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def time_bucket(seconds, time_edges, num_buckets):
-    """The bucket of a difference in seconds, int64, exactly.
+    """Return the bucket of a difference in seconds, int64, exactly.
 
     A logarithm in float32 may miss an edge: it only says which edge to look at. `time_edges[b]` is the least
     whole number of seconds in bucket `b`, and `time_edges[num_buckets]` lies beyond all of them.
@@ -136,7 +137,8 @@ def time_bucket(seconds, time_edges, num_buckets):
 
 @triton.jit
 def look_up(table, index, FAST: tl.constexpr):
-    """`table[index]`, float32. FAST: in the layout of the scores, which Triton's load would leave."""
+    """Return `table[index]`, float32. FAST keeps the layout of the scores, which Triton's load would
+    change."""
     if FAST:
         pointer = (table + index).to(tl.int64)
         return tl.inline_asm_elementwise(
@@ -148,8 +150,9 @@ def look_up(table, index, FAST: tl.constexpr):
 
 @triton.jit
 def block_buckets(rows, keys, time_edges, num_buckets):
-    """Of the scores of two blocks (see `load_times`): the least difference in time, whether differences from
-    it are exact in float32, and so are all differences; the lowest and the highest bucket."""
+    """Return for the scores of two blocks (see `load_times`) the least difference in time, whether
+    differences from it are exact in float32, whether all differences are, and the lowest and highest
+    bucket."""
     least = rows[2] - keys[3]
     most = rows[3] - keys[2]
     largest = tl.maximum(most, -least)
@@ -161,7 +164,7 @@ def block_buckets(rows, keys, time_edges, num_buckets):
 
 @triton.jit
 def is_past(edge, least, one, other, FAST: tl.constexpr):
-    """1.0 where at least `edge` seconds passed, else 0.0; where differences from `least` are exact."""
+    """Return 1.0 where at least `edge` seconds passed, else 0.0, if differences from `least` are exact."""
     edge = (edge - tl.maximum(least, 0)).to(tl.int32).to(tl.float32)
     seconds = tl.abs((one[1] + tl.minimum(least, 0).to(tl.float32)) + other[1])
     if FAST:
@@ -174,14 +177,14 @@ def is_past(edge, least, one, other, FAST: tl.constexpr):
 
 @triton.jit
 def is_long_past(edge, one, other):
-    """The same for any times."""
+    """Return what `is_past` returns, for any times."""
     elapsed = tl.load(one[0]) - tl.load(other[0])
     return ((elapsed >= edge) | (elapsed <= -edge)).to(tl.float32)
 
 
 @triton.jit
 def add_time_bias(score, rows, keys, one, other, tables, FAST: tl.constexpr):
-    """`score` plus the time table's part; `rows` and `keys` are those of `load_times`."""
+    """Return `score` plus the time table's part; `rows` and `keys` come from `load_times`."""
     time_table, time_edges, float_edges, num_buckets = tables
     least, exact, small, low, high = block_buckets(rows, keys, time_edges, num_buckets)
     if small & (high - low > FEW):
@@ -204,10 +207,10 @@ def add_time_bias(score, rows, keys, one, other, tables, FAST: tl.constexpr):
 
 @triton.jit
 def add_bias(score, rows, keys, one, other, one_place, other_place, tables, FAST: tl.constexpr):
-    """`score` plus the bias, in the scale of the tables.
+    """Return `score` plus the bias, in the scale of the tables.
 
-    rows, keys: of `load_times`; `one` and `other` are these two in the order of the dimensions.
-    one_place, other_place: what adds up to the distance.
+    rows, keys: from `load_times`; `one` and `other` are the same two in the order of the dimensions.
+    one_place, other_place: two numbers that add up to the distance.
     """
     distances, of_times = tables
     score += look_up(distances + one_place, other_place, FAST)

@@ -1,4 +1,4 @@
-"""What the Triton kernels take of a relative bias: padded tables, edges of buckets, times block by block."""
+"""Prepares a relative bias for the Triton kernels: padded tables, edges of buckets, times block by block."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
 from recsys.ops.runtime.launch import Wrap, launch, unwrapped
 
 MAX_EDGE = 2**62
-"""No difference of two times in seconds comes near it."""
+"""No difference of two times in seconds comes near this number."""
 
 LARGEST_BLOCK = PAST_THE_END.value
-"""Tokens: so far past the end of a sample blocks may reach."""
+"""Tokens that a block may reach past the end of a sample."""
 
 TABLE_BLOCK = 512
-"""Entries that one program writes."""
+"""Entries per program."""
 
 PACKED_STEP = 2
-"""Of packed offsets, see `times_kernel`: samples begin at even numbers, since two are loaded at a time."""
+"""Step of packed offsets (see `times_kernel`): samples begin at even numbers, so that two load at a time."""
 
 NUM_ARGUMENTS = 14
-"""Of `bias_arguments`."""
+"""Number of arguments that `bias_arguments` returns."""
 
 RECORDS = 3
-"""The place of the records among them."""
+"""Index of the records among these arguments."""
 
 MOST_RECORD_BYTES = 32
-"""A token: if the records of a batch take more, and more than `SMALL_RECORDS`, kernels are started for a part
-of their items after the other, with records of this part. So many there are of samples of 8,192 tokens."""
+"""Bytes of records per token. If a batch needs more, and more than `SMALL_RECORDS` in all, its items are cut
+into parts with records of their own. Samples of 8,192 tokens need this many."""
 
 SMALL_RECORDS = 2**22
-"""Bytes."""
+"""Bytes of records that are never cut into parts."""
 
 
 def bias_arguments(
@@ -59,16 +59,16 @@ def bias_arguments(
     wrap: Wrap,
     shared: bool = False,
 ) -> list[Tensor | int]:
-    """From `position_table` to `num_buckets`, in the order of the kernels' parameters.
+    """Return the arguments `position_table` to `num_buckets`, in the order of the kernels' parameters.
 
-    Both tables are in float32 and halved, as the scores are. That of positions begins at distance `-reach`:
-    its ends are repeated as far as there are distances, so that no kernel compares them with its ends.
+    Both tables are in float32 and halved, as the scores are. The position table begins at distance `-reach`;
+    its ends are repeated for all distances past them, so that no kernel has to clamp.
 
     Args:
         longest: no sample has more tokens, cached ones among them.
         items: tiles of `max(rows, keys)` tokens.
         rows, keys: tokens of a block of rows and of a block of keys, powers of two.
-        shared: calls with the same layout and times share what is made of the times; not in graphs.
+        shared: calls with the same layout and times share what is computed from the times; not in graphs.
     """
     if bias is None:
         return [items] * 10 + [0, 0, 0, 1]
@@ -99,12 +99,12 @@ def bias_arguments(
 
 
 def can_pack(bias: RelativeBias) -> bool:
-    """Whether the inline assembly knows all edges of the time buckets: those of up to 34 years."""
+    """Return True if the inline assembly can hold all edges of the time buckets: up to 34 years."""
     return time_edges(int(bias.time_table.shape[-1]))[-2] <= ptx.MOST_SECONDS
 
 
 class PackedTables(NamedTuple):
-    """What `tables_kernel` makes of the tables of a bias."""
+    """The tables of a bias as `tables_kernel` writes them."""
 
     distances: Tensor  # float32 [H or 1, 2 * reach + 1]
     lookup: Tensor  # int32 [H or 1, n]
@@ -112,7 +112,7 @@ class PackedTables(NamedTuple):
 
 
 def packed_tables(bias: RelativeBias, layout: SequenceLayout) -> PackedTables:
-    """For kernels with the inline assembly of `triton_bias_ptx`."""
+    """Prepare the tables for kernels with the inline assembly of `ptx`."""
     tables = [table.detach().contiguous() for table in (bias.position_table, bias.time_table)]
     num_positions, num_buckets = (int(table.shape[-1]) for table in tables)
     reach, device = layout.max_len + LARGEST_BLOCK, tables[0].device
@@ -141,11 +141,14 @@ def packed_arguments(
     sizes: tuple[int, int],
     rows_first: bool,
 ) -> list[Tensor | int]:
-    """What `bias_arguments` returns, for kernels with the inline assembly, which `can_pack` allows.
+    """Return what `bias_arguments` returns, for kernels with the inline assembly; `can_pack` must hold.
 
-    In the place of `time_table` its look-up records; in that of `time_edges` what `near_buckets_kernel`
-    writes; in that of `float_edges` nothing to be read: `packed_parts` puts the records there; offsets with
-    `PACKED_STEP`. sizes: tokens of a block of rows, of a block of keys. rows_first: items are tiles of rows.
+    Differences: `time_table` is the look-up table, `time_edges` what `near_buckets_kernel` writes, and
+    `float_edges` a placeholder that `packed_parts` replaces by records. Offsets have step `PACKED_STEP`.
+
+    Args:
+        sizes: tokens of a block of rows and of a block of keys.
+        rows_first: whether items are tiles of rows.
     """
     (rows, keys), num_buckets = sizes, int(bias.time_table.shape[-1])
     times, behind, key_bounds, next_times, ahead, row_bounds = _kept(
@@ -189,10 +192,14 @@ def packed_parts(
     sizes: tuple[int, int],
     order: tuple[AttentionMask, bool, int | None],
 ) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
-    """All items and `arguments` with their records; or part after part, so that records take O(T) memory.
+    """Yield all items and `arguments` with their records, or part after part to keep records in O(T) memory.
 
-    The records of a part are good until the next part is asked for. times: those of the bias. order: what
-    that of `items` depends on beside `sizes`: the mask, whether they are tiles of rows, and the section.
+    The records of a part are valid until the next part is asked for.
+
+    Args:
+        times: times of the bias.
+        order: what the order of `items` depends on beside `sizes`: the mask, whether they are tiles of rows,
+            and the section.
     """
     (rows, keys), rows_first, num_buckets = sizes, order[1], arguments[NUM_ARGUMENTS - 1]
     key_bounds, row_bounds = arguments[6], arguments[9]
@@ -211,7 +218,7 @@ def packed_parts(
 
 
 def num_parts(num_items: int, layout: SequenceLayout, size: int) -> int:
-    """Into how many parts `packed_parts` cuts so many items, `size` tokens a block."""
+    """Return how many parts `packed_parts` cuts the items into, at `size` tokens per block."""
     allowed = max(MOST_RECORD_BYTES * layout.total_len, SMALL_RECORDS)
     return -(-num_items * -(-layout.max_len // size) * ptx.RECORD_BYTES // allowed)
 
@@ -219,7 +226,7 @@ def num_parts(num_items: int, layout: SequenceLayout, size: int) -> int:
 def _near_buckets(
     timestamps: Tensor, next_timestamps: Tensor, items: Tensor, num_buckets: int
 ) -> list[Tensor]:
-    """Of rows and of keys, see `near_buckets_kernel`."""
+    """Return the near buckets of rows and of keys, see `near_buckets_kernel`."""
     size = timestamps.shape[0] + ptx.NEAR_SIZE
     found = [timestamps.new_empty(size, ptx.NEAR_BYTES, dtype=torch.uint8) for _ in range(2)]
     edges = _constant(time_edges(num_buckets), timestamps.device, unwrapped)
@@ -239,7 +246,7 @@ def _records(
     longest: int,
     num_buckets: int,
 ) -> Tensor:
-    """See `records_kernel`: 16 bytes for each block of scores."""
+    """Return 16 bytes for each block of scores, see `records_kernel`."""
     bounds, (rows, keys) = (row_bounds, key_bounds), sizes
     size = keys if rows_first else rows
     num_blocks = -(-longest // size)
@@ -259,7 +266,7 @@ def _kept(
     times: tuple[Tensor, ...],
     build: Callable[[], list[Tensor]],
 ) -> list[Tensor]:
-    """`build()`, which the layers of a model share while they give the same times."""
+    """Return `build()`, shared by the layers of a model as long as they pass the same times."""
     if any(t.is_inference() for t in times):  # these have no version
         return build()
     key = (*name, *((t.data_ptr(), t._version, t.stride(0)) for t in times))
@@ -275,7 +282,7 @@ def _distances(layout: SequenceLayout, num_positions: int, reach: int, device: t
 
 
 def record_numbers(num_buckets: int) -> list[tuple[int, int, int]]:
-    """(number, -1, -1), (-1, entry of the table, -1) or (-1, entry, entry to subtract) of each word."""
+    """Describe each word: (number, -1, -1), (-1, table entry, -1) or (-1, entry, entry to subtract)."""
     edges, last = time_edges(num_buckets), num_buckets - 1
     made = [(-1, min(bucket, last), -1) for bucket in range(ptx.MOST_BUCKETS)]
     for cell in range(ptx.NUM_CELLS):
@@ -300,7 +307,7 @@ def record_columns(num_buckets: int) -> tuple[tuple[int, ...], ...]:
 
 
 def cached_times(times: Tensor, items: Tensor, tile: int, keys: int, wrap: Wrap) -> list[Tensor]:
-    """Of cached tokens: their times, offsets and bounds; `items` are tiles of `tile` of them."""
+    """Return the times, offsets and bounds of cached tokens; `items` are tiles of `tile` of them."""
     times = times.contiguous()
     offsets, bounds = _offsets_and_bounds(times)
     if times.shape[0] > 0:
@@ -321,7 +328,7 @@ def _times(
     *,
     step: int = 1,
 ) -> list[Tensor]:
-    """From `timestamps` to `row_bounds`."""
+    """Return the arguments `timestamps` to `row_bounds`."""
     timestamps, next_timestamps = timestamps.contiguous(), next_timestamps.contiguous()
     behind, ahead = (_offsets_and_bounds(times, step) for times in (timestamps, next_timestamps))
     wrap(times_kernel)[(items.shape[0],)](
@@ -338,8 +345,8 @@ def _offsets_and_bounds(times: Tensor, step: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def _constant(numbers: tuple[int, ...], device: torch.device, wrap: Wrap) -> Tensor:
-    """int64 [n] on the device, in eager mode without waiting for it. A graph has one of its own: where it is
-    traced tensors are fake, and must not be kept nor meet real ones."""
+    """int64 [n] on the device, in eager mode without waiting for it. A traced graph gets a constant of its
+    own: its tensors are fake, so they must not be kept nor meet real ones."""
     if device.type != "cuda" or wrap is not unwrapped:
         return torch.tensor(numbers, device=device)
     return _sent(numbers, device)
@@ -353,7 +360,8 @@ def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def time_edges(num_buckets: int) -> tuple[int, ...]:
-    """The least difference in seconds of each time bucket, and one that none reaches: exact by definition."""
+    """Return the least difference in seconds of each time bucket, exactly, and a last edge that none
+    reaches."""
     edges = [1]
     for bucket in range(1, num_buckets):
         low, high = max(edges[-1] - 1, 1), MAX_EDGE  # bucket(low) < bucket; the answer is in (low, high]

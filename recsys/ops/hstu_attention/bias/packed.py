@@ -1,4 +1,7 @@
-"""The relative bias by the inline assembly of `triton_bias_ptx`: what it reads, its calls, its sums."""
+"""Kernels around the inline assembly of `ptx`: they write its tables, call it, and finish its sums.
+
+The docstring of `ptx` explains records, near buckets, look-up tables and offsets.
+"""
 
 import triton
 import triton.language as tl
@@ -26,9 +29,9 @@ def tables_kernel(
     num_positions, reach, num_words, position_stride, time_stride, parts,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Both tables of a head as the inline assembly reads them, halved. Each head has `parts` programs.
+    """Write both tables of a head as the inline assembly reads them, halved. Each head has `parts` programs.
 
-    numbers, values, others: int32 [num_words], see `triton_bias_launch.record_numbers`.
+    numbers, values, others: int32 [num_words], see `launch.record_numbers`.
     distances: float32 [H, 2 * reach + 1], the position table from distance `-reach` on, its ends repeated.
     lookup: int32 [H, num_words].
     """
@@ -51,7 +54,7 @@ def tables_kernel(
 
 @triton.jit
 def _columns(sums, at, inside, heads, head_stride, copy_stride, COPIES: tl.constexpr):
-    """Of `sums`, over all copies and so many heads: all copies are loaded at once."""
+    """Add up entries `at` of `sums` over all copies, which are loaded at once, and over `heads` heads."""
     copy = tl.arange(0, COPIES)[:, None]
     total = tl.zeros([at.shape[0]], tl.float32)
     for head in range(heads):
@@ -66,7 +69,7 @@ def finish_kernel(
     num_positions, num_buckets, reach, num_heads, parts, scale,
     SHARED_POSITIONS: tl.constexpr, SHARED_TIMES: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the tables, of a head, each of which has `parts` programs, or, SHARED, of all heads.
+    """Write the gradients of the tables of a head or, SHARED, of all heads. Each head has `parts` programs.
 
     position_sums: [COPIES, num_heads, 2 * reach + 1], from distance `-reach` on; those outside of the table
     belong to its ends. time_sums: [COPIES, num_heads, num_buckets].
@@ -106,7 +109,7 @@ def _write_near(
     times, buckets, start, first, length, time_edges, num_buckets,
     ROWS_FIRST: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Of one block of NEAR_SIZE by NEAR_SIZE scores, DISTANCE blocks from the diagonal."""
+    """Write the buckets of one block of NEAR_SIZE by NEAR_SIZE scores, DISTANCE blocks from the diagonal."""
     timestamps, next_timestamps = times
     one = first + tl.arange(0, NEAR_SIZE)[:, None]
     place = tl.arange(0, NEAR_SIZE)[None, :]
@@ -130,11 +133,11 @@ def near_buckets_kernel(
     timestamps, next_timestamps, of_rows, of_keys, time_edges, items, total_len, num_buckets,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The time buckets of scores near the diagonal. A program a tile of NEAR_SIZE tokens of a sample.
+    """Write the time buckets of scores near the diagonal. One program per tile of NEAR_SIZE tokens.
 
-    of_rows, of_keys: uint8 [T + NEAR_SIZE, NEAR_BYTES], of each row (key) those of its scores with the
-        keys of its tile and of the tiles before it (the rows of its tile and of those behind it), in the
-        order that `triton_bias_ptx` loads. Zeros past the end.
+    of_rows: uint8 [T + NEAR_SIZE, NEAR_BYTES], the buckets of each row's scores with the keys of its tile and
+        of the tiles before it, in the order that `ptx` loads them. Zeros past the end.
+    of_keys: the buckets of each key's scores with the rows of its tile and of the tiles behind it.
     """
     start, length, _, first = load_tile(items + tl.program_id(0).to(tl.int64) * COLUMNS)
     times = timestamps, next_timestamps
@@ -156,10 +159,10 @@ def records_kernel(
     COLUMNS: tl.constexpr, SIZE: tl.constexpr, ROWS_FIRST: tl.constexpr, WITH_NEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Which time buckets there are in each block of a tile's scores with SIZE others. A program an item.
+    """Write a record for each block of a tile's scores with SIZE others. One program per item.
 
-    own_bounds, other_bounds: those of rows and keys (if ROWS_FIRST; else of keys and rows).
-    records: int32 [1 + items * num_blocks, 4], see `triton_bias_ptx`. The first says `num_blocks`.
+    own_bounds, other_bounds: the bounds of rows and keys (if ROWS_FIRST; else of keys and rows).
+    records: int32 [1 + items * num_blocks, 4]; the first one holds `num_blocks`.
     """
     number = tl.program_id(0).to(tl.int64)
     start, length, _, first = load_tile(items + number * COLUMNS)
@@ -193,7 +196,7 @@ def records_kernel(
 
 @triton.jit
 def records_of(records, number):
-    """Where those of an item are."""
+    """Return a pointer to the records of an item."""
     return records + 4 + number * tl.load(records) * 4
 
 
@@ -202,12 +205,12 @@ def packed_scores(
     product, alpha, one, first_one, other, first_other, sample, tables,
     TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Half of the scores [ones, others] from a product, by `ptx.add_bias`.
+    """Turn a product into half of the scores [ones, others], by `ptx.add_bias`.
 
-    one, other: of the dimensions' tokens: length of the sample, times, offsets, then near buckets (of one)
-    and the first token (of other).
-    sample: first target, size of a group of them. tables: `distances`, `lookup`, the item's records. SIZE:
-    scores a thread.
+    one, other: length of the sample, times and offsets of each dimension's tokens; then the near buckets (for
+        one) and the first token (for other).
+    sample: first target, size of a target group. tables: `distances`, `lookup`, the item's records. SIZE:
+        scores per thread.
     """
     return tl.inline_asm_elementwise(
         TEXT,
@@ -224,10 +227,10 @@ def add_to_tables(
     grad_score, one, first_one, other, first_other, sample, tables, sums,
     TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients of a block's scores [rows, keys] to `sums`, by `ptx.add_to_tables`.
+    """Add the gradients of a block's scores [rows, keys] to `sums`, by `ptx.add_to_tables`.
 
-    sums: where that of distance 0 is. Those by time bucket are in memory of the program, between `begin` and
-    `finish_sums`. The rest as for `packed_scores`.
+    sums: a pointer to the sum for distance 0. The sums by time bucket stay in the program's memory between
+        `begin` and `finish_sums`. Other parameters are those of `packed_scores`.
     """
     tl.inline_asm_elementwise(
         TEXT,
@@ -242,7 +245,7 @@ def add_to_tables(
 
 @triton.jit
 def begin(lookup, TEXT: tl.constexpr, THREADS: tl.constexpr):
-    """By `ptx.begin`, before everything else."""
+    """Run `ptx.begin` before everything else."""
     thread = tl.arange(0, THREADS)
     tl.inline_asm_elementwise(
         TEXT, "=r,r,l", [thread, lookup.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -251,7 +254,7 @@ def begin(lookup, TEXT: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def finish_sums(sums, num_buckets, TEXT: tl.constexpr, THREADS: tl.constexpr):
-    """By `ptx.finish_sums`, to `sums` by bucket."""
+    """Add to `sums` by bucket, by `ptx.finish_sums`."""
     thread = tl.arange(0, THREADS)
     tl.inline_asm_elementwise(
         TEXT, "=r,r,l,r", [thread, sums.to(tl.int64), num_buckets], dtype=tl.int32, is_pure=False, pack=1
@@ -262,7 +265,7 @@ def finish_sums(sums, num_buckets, TEXT: tl.constexpr, THREADS: tl.constexpr):
 def _arguments(
     values, alpha, one, first_one, other, first_other, sample, tables, SIZE: tl.constexpr
 ):  # fmt: skip
-    """SIZE: others in a block."""
+    """Return the operands that both pieces of assembly share. SIZE: others in a block."""
     return (
         values,
         alpha,

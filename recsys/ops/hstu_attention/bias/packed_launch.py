@@ -1,4 +1,4 @@
-"""When the Triton kernels add the bias by inline assembly, what they are compiled for then, their sums."""
+"""Decides when kernels add the bias by the inline assembly of `ptx`; their constants and their sums."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from recsys.ops.runtime.descriptors import Boxes
 from recsys.ops.runtime.launch import launch, launch_specialized
 
 PACKED = True
-"""Whether the bias is added by the inline assembly of `triton_bias_ptx` where it can be; for tests."""
+"""Tests set this to False to keep the inline assembly from being used."""
 
 DYNAMIC_SHARED_BYTES = ctypes.c_int(8)
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 COPIES = 8
-"""Of the sums that many programs add to, so that they do not wait for one another. A power of two."""
+"""Copies of the sums that many programs add to, so that they seldom wait. A power of two."""
 
 FINISH_BLOCK = 256
 """Entries of the tables that one program finishes."""
@@ -39,7 +39,8 @@ class Sums(NamedTuple):
 
 
 def is_packed(kernel: str, q: Tensor, v: Tensor, bias: RelativeBias | None) -> bool:
-    """Whether this kernel takes the inline assembly: on Hopper, for sizes and buckets that it knows."""
+    """Return True if this kernel takes the inline assembly: on Hopper, for sizes and buckets that it
+    knows."""
     if bias is None or not PACKED or not _is_hopper(q.device):
         return False
     known = can_pack(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]))
@@ -58,9 +59,9 @@ def launch_with_declared_memory(
     compiled_for: dict[str, Any],
     describe: Callable[[Boxes], Any],
 ) -> None:
-    """`kernel[(programs,)](*arguments, **compiled_for)`, of a kernel whose assembly declares shared memory.
+    """Start `kernel[(programs,)](*arguments, **compiled_for)`, whose assembly declares shared memory.
 
-    Triton does not know of that, and asks for leave to use more than 48 KB only where its own is more.
+    Triton does not know of that memory: it requests more than 48 KB only if its own memory needs more.
     """
 
     def again() -> None:
@@ -80,7 +81,7 @@ def launch_with_declared_memory(
 
 
 def zero_sums(q: Tensor, longest: int, bias: RelativeBias) -> Sums:
-    """For samples of at most `longest` tokens."""
+    """Return sums of zeros for samples of at most `longest` tokens."""
     sizes = 2 * (longest + bias_launch.LARGEST_BLOCK) + 1, int(bias.time_table.shape[-1])
     rows = COPIES * int(q.shape[1])
     both = q.new_zeros(rows * sum(sizes), dtype=torch.float32)
@@ -89,7 +90,7 @@ def zero_sums(q: Tensor, longest: int, bias: RelativeBias) -> Sums:
 
 
 def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, Tensor]:
-    """The gradients of both tables."""
+    """Return the gradients of both tables."""
     tables = bias.position_table, bias.time_table
     grads = [torch.empty(table.shape, dtype=table.dtype, device=table.device) for table in tables]
     sizes = [int(table.shape[-1]) for table in tables]
@@ -104,8 +105,8 @@ def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, 
 
 
 def bias_constants(packed: bool, blocks: Blocks, rows_first: bool, sums: bool = False) -> dict[str, str]:
-    """The assembly that adds the bias to blocks [rows, keys], or [keys, rows], and that before the first of
-    them; none if not `packed`. sums: that of `tables_constants` is in the same kernel."""
+    """Return the assembly that adds the bias to blocks [rows, keys], or [keys, rows], and the assembly to run
+    before the first block; empty if not `packed`. sums: the kernel has `tables_constants`, too."""
     if not packed:
         return dict.fromkeys(("BIAS_TEXT", "BIAS_CONSTRAINTS", "BEGIN_TEXT"), "")
     others, warps = blocks.keys if rows_first else blocks.rows, blocks.num_warps
@@ -114,8 +115,8 @@ def bias_constants(packed: bool, blocks: Blocks, rows_first: bool, sums: bool = 
 
 
 def tables_constants(blocks: Blocks, sums: Sums | None) -> dict[str, str]:
-    """The assembly that adds blocks [keys, rows] to the sums, and that after the last of them; none without
-    them."""
+    """Return the assembly that adds blocks [keys, rows] to the sums, and the assembly to run after the last
+    block; empty without sums."""
     if sums is None:
         return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "FINISH_TEXT"), "")
     made = _add_to_tables(blocks.rows // 8, blocks.num_warps, _has_near(blocks))

@@ -1,19 +1,29 @@
-"""PTX that adds the bias to a block of scores where it lies in registers, for GPUs with Hopper's products.
+"""PTX that adds the bias to a block of scores in registers, for GPUs with Hopper's matrix instructions.
 
-A product of Hopper leaves a block [ones, others] spread out like this, 16 of the first dimension a warp:
-thread `t` holds the entries (16 (t / 32) + (t / 4) % 8 + 8 h, 8 k + 2 (t % 4) + b), in the order of 4 k + 2 h
-+ b with h and b in {0, 1}. Triton hands all entries of a thread to one piece of inline assembly (`pack`).
-There, in comparison with a look-up for each score:
+A block is [ones, others]: the program owns the tokens of the first dimension (rows, or keys in the backward
+kernel of keys) and visits those of the second. A Hopper instruction leaves the block spread out like this, 16
+ones per warp: thread `t` holds the entries (16 (t / 32) + (t / 4) % 8 + 8 h, 8 k + 2 (t % 4) + b), in the
+order of 4 k + 2 h + b with h and b in {0, 1}. Triton hands all entries of a thread to one piece of inline
+assembly (`pack`), which adds two parts to each score:
 
-- Distances are those of a line: 18 loads for 32 scores of a block with 64 others, at fixed places of one
-  address. Only blocks with targets among their rows load each score's own.
-- Which buckets are in the block says a record. A bucket's edge costs two instructions a score. Where there
-  are more, the bucket of each score: one byte near the diagonal; elsewhere by a table of seconds with one
-  edge at most in each of its cells, four cells an octave.
+- Position: scores on one line of the block share a distance, so 32 scores of a block with 64 others take 18
+  loads at fixed offsets of one address. Only blocks with targets among their rows load each score's entry.
+- Time: a record says which time buckets occur in the block, so that most blocks look nothing up.
 
-Everything is exact as long as no edge lies past 2^30 s: then further apart is in the last bucket.
+`packed` prepares four tables:
 
-The text has labels and registers of its own in braces, and is the same for all threads' branches.
+    record   per block, 16 bytes: the lowest bucket + 256 * the number of bucket edges that lie in the block
+             (0 to MOST_EDGES; MANY or NEAR instead of it if there are more); then for each edge a float32 to
+             add to the time offsets, so that the sum is at least 1 for scores past the edge. An edge costs
+             two instructions per score.
+    near     per token, NEAR_BYTES bytes (kind NEAR): the bucket of each score near the diagonal
+    lookup   per head (kind MANY, and the buckets' values): MOST_BUCKETS values; then NUM_CELLS cells of
+             CELL_BYTES, four per octave of seconds with at most one edge each: the edge, the value below it,
+             the value from it on, and both buckets; then BUCKET_BYTES per bucket, its value and three steps
+    offsets  per token, float32 seconds from an end of its block (`kernels.times_kernel`)
+
+All of it is exact if no edge lies past 2^30 s: times further apart are in the last bucket. The text has
+labels and registers of its own in braces, and all threads take the same branches.
 """
 
 from __future__ import annotations
@@ -22,62 +32,61 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 FIRST_CELL = 127 << 2
-"""Of a float32 shifted right by 21 bits: its exponent and two bits, of 1.0."""
+"""The number of the cell of 1.0 s: a float32 shifted right by 21 bits, its exponent and two more bits."""
 
 NUM_CELLS = 33 * 4
-"""For all that fits into 32 bits."""
+"""Cells for all seconds that fit into 32 bits."""
 
 CELL_BYTES = 16
-"""edge, value below it, value from it on, bucket below + 2^16 * bucket from it on."""
+"""Edge, value below it, value from it on, bucket below + 2^16 * bucket from it on."""
 
 BUCKET_BYTES = 16
-"""Value, and three steps to the next ones."""
+"""A bucket's value, and three steps to the values of the next buckets."""
 
 MOST_BUCKETS = 72
-"""None has more whose edges are not past `MOST_SECONDS`; a multiple of 4."""
+"""More buckets than this have edges past `MOST_SECONDS`; a multiple of 4."""
 
 CELLS_AT = MOST_BUCKETS * 4
-"""Where the records of the cells are; before them are the values of the buckets."""
+"""Byte offset of the cells in `lookup`; the values of the buckets come before them."""
 
 BUCKETS_AT = CELLS_AT + NUM_CELLS * CELL_BYTES
-"""Where the records of the buckets are."""
+"""Byte offset of the buckets and their steps in `lookup`."""
 
 NEAR_SIZE = 64
-"""Tokens of a block, in both dimensions, for which the buckets of near scores are at hand."""
+"""Tokens of a block, in both dimensions, if the buckets of scores near the diagonal are stored."""
 
 NEAR_BLOCKS = 3
-"""So many blocks from the diagonal on are near it."""
+"""Blocks from the diagonal on that count as near it."""
 
 NEAR_BYTES = NEAR_BLOCKS * NEAR_SIZE
-"""Of a token: the buckets of its scores with the others of the near blocks, those of a block in the order of
-threads (t % 4), k and b."""
+"""Bytes per token: the buckets of its scores with the others of the near blocks; within a block, in the order
+of threads (t % 4), k and b."""
 
 LINE_BYTES = 128
-"""Of a bucket's sums: one for each thread of a warp."""
+"""Bytes of a bucket's sums: one float32 for each thread of a warp."""
 
 WARP_BYTES = MOST_BUCKETS * LINE_BYTES
 
 LINE_STEP = 80
-"""Numbers from one row of a warp to the next in `lines`, where those by distance are added up: as many as
-rows of 64 scores have with eight columns more, and eight zeros."""
+"""Numbers from one row of a warp to the next in `lines`, which adds up by distance: 64 scores, eight more
+columns and eight zeros."""
 
 LINES_BYTES = 4 * (8 + 8 * LINE_STEP + 32)
-"""Of a warp; its last threads read behind the last row, for nothing."""
+"""Bytes of a warp's `lines`; its last threads read behind the last row and drop what they read."""
 
 SHARED_STEP = 1024
-"""Behind what is declared here Triton's own shared memory begins, which has to be at a multiple of it."""
+"""Triton's own shared memory follows what is declared here, at a multiple of this number of bytes."""
 
 MOST_EDGES = 3
-"""Of a block with few. Its `record` is 2 ** 8 times their number and the lowest bucket, then for each edge
-what to add to offsets, in float32, for a number that is at least 1 past it."""
+"""A block with more edges than this has no edges in its record."""
 
 RECORD_BYTES = 16
 
 MANY, NEAR = 4, 5
-"""In the place of their number: the bucket of each score is to be found; is at hand in `near`."""
+"""Kinds that stand in a record instead of the number of edges: look each bucket up; read it from `near`."""
 
 MOST_SECONDS = 2**30
-"""No edge is past it."""
+"""No edge lies past this number of seconds."""
 
 ARGUMENTS = (
     "alpha",
@@ -97,19 +106,20 @@ ARGUMENTS = (
     "near",
     "record",
 )
-"""After the scores. `start` is the first token of the sample. `distances` and `lookup` are the head's,
-`record` is the block's; what is of tokens begins with the first of all, since fewer registers hold that."""
+"""Operands behind the scores. `start` is the first token of the sample; `distances` and `lookup` belong to
+the head, `record` to the block. Pointers to tokens' numbers point to the first token of all, which takes
+fewer registers than a pointer per sample."""
 
 
 class Assembly(NamedTuple):
-    """What `tl.inline_asm_elementwise` takes."""
+    """The text and the constraints that `tl.inline_asm_elementwise` takes."""
 
     text: str
     constraints: str
 
 
 SUMS = ("position_sums",)
-"""After these, for `add_to_tables`: float32, of the head, from distance 0 on."""
+"""A further operand of `add_to_tables`: the head's sums, float32, from distance 0 on."""
 
 POINTERS = frozenset(
     {"distances", "one_times", "other_times", "one_offsets", "other_offsets"}
@@ -118,7 +128,7 @@ POINTERS = frozenset(
 
 
 class Writer:
-    """Lines of PTX for blocks with `groups` times 8 others, in programs of so many warps."""
+    """Lines of PTX for blocks with `groups` times 8 others, in programs of `warps` warps."""
 
     def __init__(self, groups: int, warps: int, arguments: tuple[str, ...]) -> None:
         self.groups, self.warps = groups, warps
@@ -136,7 +146,7 @@ class Writer:
         return f"${self.size * (2 + self.arguments.index(name))}"
 
     def entries(self) -> list[tuple[int, int, int, int]]:
-        """Of each entry of a thread its number, k, h and b."""
+        """List the number, k, h and b of each entry of a thread."""
         return [(4 * k + 2 * h + b, k, h, b) for k in range(self.groups) for h in (0, 1) for b in (0, 1)]
 
     def made(self, output: str) -> Assembly:
@@ -147,9 +157,9 @@ class Writer:
 
 
 def add_bias(groups: int, warps: int, rows_first: bool, near: bool) -> Assembly:
-    """Half of the scores of a block, from the products: times half of alpha, plus half of the bias.
+    """Turn the products of a block into half of its scores: times alpha / 2, plus half of the bias.
 
-    rows_first: the first dimension is that of rows, not of keys. near: buckets near the diagonal are given.
+    rows_first: the ones are rows, not keys. near: buckets near the diagonal are stored.
     """
     text = Writer(groups, warps, ARGUMENTS)
     places(text)
@@ -184,7 +194,8 @@ def add_bias(groups: int, warps: int, rows_first: bool, near: bool) -> Assembly:
 
 
 def places(text: Writer) -> None:
-    """Of the thread: `one`, `other` in the block; `at_one`, `at_other` in the sample. And all registers."""
+    """Find the thread's `one` and `other` in the block, `at_one` and `at_other` in the sample; declare
+    registers."""
     size = text.size
     text.add(
         ".reg .pred toeplitz, near, few, p, p1, p2, p3;",
@@ -208,7 +219,7 @@ def places(text: Writer) -> None:
 
 
 def read_record(text: Writer) -> None:
-    """`few`, `near`, `lowest`; p1 to p3 say which edges there are if there are few, c1 to c3 where."""
+    """Read `few`, `near` and `lowest`; with few edges, p1 to p3 say which there are and c1 to c3 where."""
     text.add(
         f"ld.global.nc.v4.b32 {{lowest, c1, c2, c3}}, [{text.argument('record')}];",
         "shr.u32 t, lowest, 8;",
@@ -221,7 +232,8 @@ def read_record(text: Writer) -> None:
 
 
 def load_near_buckets(text: Writer, rows_first: bool) -> None:
-    """Near the diagonal, the thread's buckets, four to a register: y0.. of its first row, then the rest."""
+    """Load the thread's buckets near the diagonal, four to a register: y0.. of its first row, then the
+    rest."""
     first, second = ("one", "other") if rows_first else ("other", "one")
     text.add(
         f"sub.s32 low, {text.argument(f'first_{first}')}, {text.argument(f'first_{second}')};",
@@ -239,13 +251,13 @@ def load_near_buckets(text: Writer, rows_first: bool) -> None:
 
 
 def near_bucket(text: Writer, name: str, k: int, h: int, b: int) -> None:
-    """One of the buckets that `load_near_buckets` loaded."""
+    """Extract one of the buckets that `load_near_buckets` loaded."""
     byte = 2 * k + b
     text.add(f"bfe.u32 {name}, y{text.groups // 2 * h + byte // 4}, {8 * (byte % 4)}, 8;")
 
 
 def load_offsets(text: Writer) -> None:
-    """The offsets of the thread's others, x0.., and of its two ones, a0 and a1."""
+    """Load the offsets of the thread's others, x0.., and of its two ones, a0 and a1."""
     text.add(
         f"mad.lo.s32 t, {text.argument('start')}, 2, at_other;",
         "mul.wide.s32 wide_t, t, 4;",
@@ -263,7 +275,7 @@ def load_offsets(text: Writer) -> None:
 
 
 def find_line(text: Writer, rows_first: bool) -> None:
-    """`toeplitz`, whether all rows are of the history, and `distance`, of the thread's first entry."""
+    """Set `toeplitz` if all rows are history, and `distance` to that of the thread's first entry."""
     if rows_first:
         text.add(
             f"add.s32 rows_end, {text.argument('first_one')}, {16 * text.warps};",
@@ -295,7 +307,7 @@ def _load_line(text: Writer, rows_first: bool) -> None:
 
 
 def _add_positions(text: Writer, rows_first: bool) -> None:
-    """The scores s0.. with their parts of the position and v0."""
+    """Compute the scores s0.. with their position parts and v0."""
     for number in range(2 * text.groups + 2):
         text.add(f"add.f32 line{number}, line{number}, v0;")
     for number, k, h, b in text.entries():
@@ -321,8 +333,8 @@ def _add_positions(text: Writer, rows_first: bool) -> None:
 
 
 def _each_distance(text: Writer, rows_first: bool, do: Callable[[int, int, int, int], None]) -> None:
-    """For each score of any row its `distance`, then what is to be done: targets stand behind the history,
-    those of a group in a line."""
+    """Compute the `distance` of each score of any rows, then do something with it: target groups stand
+    directly behind the history."""
     if rows_first:
         for h in (0, 1):
             text.add(f"add.s32 low, at_one, {8 * h};")
@@ -345,7 +357,7 @@ def _each_distance(text: Writer, rows_first: bool, do: Callable[[int, int, int, 
 
 
 def _shift(text: Writer, name: str) -> None:
-    """`name`: what row `low` has to be moved by to where its distances from the history are counted."""
+    """Set `name` to the step from row `low` to the place that its distances from the history count from."""
     text.add(
         f"sub.s32 t, low, {text.argument('history_end')};",
         "max.s32 t, t, 0;",
@@ -371,9 +383,9 @@ def _add_few(text: Writer) -> None:
 
 
 def _each(text: Writer, do: Callable[[Writer, int], None]) -> None:
-    """For each score the cell of the seconds that passed, from the times themselves; then what is to be done.
+    """Compute each score's cell from the times themselves, then do something with it.
 
-    Seconds from 2^31 - 1 on count as so many.
+    More than 2^31 - 1 seconds count as 2^31 - 1.
     """
     for name, length in (("e4", "length_one"), ("e5", "length_other")):
         text.add(f"sub.s32 {name}, {text.argument(length)}, 1;")
@@ -399,7 +411,7 @@ def _each(text: Writer, do: Callable[[Writer, int], None]) -> None:
 
 
 def _load_time(text: Writer, name: str, time: str, shift: int) -> None:
-    """That of the thread's first one or other, so many further on, or of the last of the sample."""
+    """Load the time of a token behind the thread's first one or other, at most the last of the sample."""
     text.add(
         f"add.s32 t, at_{name}, {shift};",
         "add.s32 t, t, zero;",
@@ -412,8 +424,8 @@ def _load_time(text: Writer, name: str, time: str, shift: int) -> None:
 
 
 def wait_for(text: Writer, name: str) -> None:
-    """`zero` depends on `name` from here on, so loads that it is a part of wait: a compiler that has those of
-    all scores at once runs out of registers."""
+    """Make `zero` depend on `name`, so that loads whose address contains `zero` wait: with the loads of all
+    scores in flight at once, ptxas runs out of registers."""
     text.add(f"mov.b32 t, {name};", "and.b32 zero, t, zero;")
 
 
@@ -428,7 +440,7 @@ def _add_from_cell(text: Writer, number: int) -> None:
 
 
 def add_to_tables(groups: int, warps: int, near: bool) -> Assembly:
-    """Adds the gradients of a block's scores [keys, rows] to the sums by distance and by bucket."""
+    """Add the gradients of a block's scores [keys, rows] to the sums by distance and by bucket."""
     text = Writer(groups, warps, (*ARGUMENTS, *SUMS))
     places(text)
     find_line(text, False)
@@ -486,7 +498,7 @@ def _declare_sums(text: Writer) -> None:
 
 
 def _sum_few(text: Writer) -> None:
-    """By bucket, where there are few, of the `total` of the scores: what is past each edge."""
+    """Sum by bucket in a block with few edges: what lies past each edge, out of the `total` of the scores."""
     text.add(
         "@!few bra.uni MANY;",
         f"mad.lo.u32 at_bucket, lowest, {LINE_BYTES}, mine;",
@@ -512,7 +524,7 @@ def _sum_few(text: Writer) -> None:
 
 
 def _tree(text: Writer, name: str, terms: list[str]) -> None:
-    """`name` is the sum; in four parts, which do not wait for one another."""
+    """Set `name` to the sum, in four parts that do not wait for one another."""
     parts = ["sum", "sum0", "sum1", "part"]
     for part, term in zip(parts, terms, strict=False):
         text.add(f"mov.f32 {part}, {term};")
@@ -522,7 +534,7 @@ def _tree(text: Writer, name: str, terms: list[str]) -> None:
 
 
 def _add_to_bucket(text: Writer, name: str) -> None:
-    """Adds a number to the thread's own sum at `at_bucket`."""
+    """Add a number to the thread's own sum at `at_bucket`."""
     text.add(
         "ld.shared.f32 v0, [at_bucket];",
         f"add.f32 v0, v0, {name};",
@@ -531,7 +543,7 @@ def _add_to_bucket(text: Writer, name: str) -> None:
 
 
 def _add_to_two(text: Writer, name: str, other: str) -> None:
-    """Adds `name` at `at_bucket` and `other` at `at_next`, which may be the same place."""
+    """Add `name` at `at_bucket` and `other` at `at_next`, which may be the same place."""
     text.add(
         "ld.shared.f32 v0, [at_bucket];",
         "ld.shared.f32 v1, [at_next];",
@@ -559,8 +571,8 @@ def _sum_by_cell(text: Writer, number: int) -> None:
 
 
 def begin(warps: int, sums: bool) -> str:
-    """Before the first `add_bias` of a program: the values of its head's time buckets in shared memory, and
-    zeros for `add_to_tables` if there will be `sums`. Arguments: one that is not used, and `lookup`."""
+    """Run before a program's first `add_bias`: copy the values of its head's time buckets to shared memory,
+    and clear the sums of `add_to_tables` if there will be `sums`. Operands: an unused one, and `lookup`."""
     sizes = {"time_values": 4 * MOST_BUCKETS}
     if sums:
         sizes |= {"bucket_sums": warps * WARP_BYTES, "lines": warps * LINES_BYTES}
@@ -594,8 +606,8 @@ def begin(warps: int, sums: bool) -> str:
 
 
 def finish_sums(warps: int) -> str:
-    """After the last: adds the program's sums by bucket to those of all. Arguments: one that is not used,
-    where the head's are, and how many."""
+    """Run after a program's last block: add its sums by bucket to those of all programs. Operands: an unused
+    one, a pointer to the head's sums, and how many there are."""
     lines = [
         "{",
         ".reg .pred p;",
@@ -636,13 +648,13 @@ def finish_sums(warps: int) -> str:
 
 
 def _row_of_lines(row: int) -> int:
-    """Where in `lines` one of the eight rows of a warp begins: the four that are written at once differ by 8
-    modulo 32, so that they are in different banks; zeros between them."""
+    """Return where in `lines` one of the eight rows of a warp begins, with zeros in between. The four rows
+    that are written at once differ by 8 modulo 32, so that they are in different banks."""
     return 8 + LINE_STEP * row + 8 * (row >= 2) + 8 * (row >= 6)
 
 
 def _sum_line(text: Writer) -> None:
-    """By distance, where rows are one after the other; `total`, of the thread's part of these sums.
+    """Sum by distance for history rows, which follow one another; `total` is the sum of the thread's part.
 
     Both of a thread's rows are added, eight columns apart. The eight rows of a warp are written to shared
     memory, where each thread adds up what lies on its diagonals; there are zeros in front and behind a row.

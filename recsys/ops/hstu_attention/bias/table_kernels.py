@@ -6,8 +6,8 @@ they are, and adds up by distance once at the end of a diagonal. Rows that are t
 and contextual rows also see what comes after them: tiles with such rows are left to `others_kernel`, which
 adds up by distance block for block.
 
-Sums by time bucket are sums of what lies past the edge of each bucket that occurs in a block, as the bias is
-in `triton_bias`. Each thread adds them to numbers of its own, in the order of its work: so the sums are the
+Sums by time bucket add up what lies past the edge of each bucket that occurs in a block, as `kernels`
+computes the bias. Each thread adds them to numbers of its own in the order of its work, so the sums are the
 same each time.
 
 """
@@ -40,12 +40,12 @@ from recsys.ops.hstu_attention.work_list.item import (
 )
 
 DIAGONAL_COLUMNS = tl.constexpr(4)
-"""Of a tile of `diagonals_kernel`: the first columns of an item."""
+"""Columns of a tile of `diagonals_kernel`: the first ones of an item."""
 
 
 @triton.jit
 def _add_by_distance(partial, grad_score, reach, first_key, lines, BLOCK_N: tl.constexpr):
-    """Adds the scores' gradients [rows, keys] to the entries of their distances `reach - key`.
+    """Add the scores' gradients [rows, keys] to the entries of their distances `reach - key`.
 
     Row `i` of the block is turned until keys of equal distance modulo BLOCK_N stand in one column; then a
     line of BLOCK_N distances is a sum over rows. `partial` has a line for negative distances, then the
@@ -66,14 +66,14 @@ def _add_by_distance(partial, grad_score, reach, first_key, lines, BLOCK_N: tl.c
 
 @triton.jit
 def _sum_in_threads(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] to [ROWS * 2], sums of what one thread holds of the product of a matrix instruction."""
+    """Sum [ROWS, COLUMNS] to [ROWS * 2]: what one thread holds of the result of a matrix instruction."""
     parts = tl.reshape(values, [ROWS // 16, 2, 8, COLUMNS // 8, 4, 2])
     return tl.reshape(tl.sum(tl.sum(tl.sum(parts, 5), 3), 1), [ROWS * 2])
 
 
 @triton.jit
 def _add_to(pointer, values, FAST: tl.constexpr):
-    """Adds to memory that nobody else adds to; it need not wait. FAST: each value is in one thread only."""
+    """Add to memory that nobody else adds to, without waiting. FAST: each value is in one thread only."""
     if FAST:
         tl.inline_asm_elementwise(
             "red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0;",
@@ -91,7 +91,7 @@ def _add_to(pointer, values, FAST: tl.constexpr):
 def _add_by_bucket(
     partial, grad_score, rows, keys, tables, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FAST: tl.constexpr
 ):
-    """Adds the scores' gradients [rows, keys] to `partial` [buckets, ROWS * 2]."""
+    """Add the scores' gradients [rows, keys] to `partial` [buckets, ROWS * 2]."""
     _, time_edges, _, num_buckets = tables
     least, exact, _, low, high = block_buckets(rows, keys, time_edges, num_buckets)
     pointer = partial + tl.arange(0, ROWS * 2)
@@ -110,7 +110,7 @@ def _add_by_bucket(
 
 @triton.jit
 def _heads(tensors, start, length, head, strides):
-    """One head of a sample: of q, k, v and grad_out."""
+    """Return one head of a sample of q, k, v and grad_out."""
     q, k, v, grad_out = tensors
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh = strides
     return (
@@ -136,7 +136,7 @@ def diagonals_kernel(
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """The tables' gradients, twice and less 1 / scale_len, one part a program; from history rows.
+    """Compute the tables' gradients from history rows, one part per program, times 2 scale_len.
 
     items, ends, shifts, first_diagonal, num_near: see `diagonal_work`.
     position_partial: float32 [programs, (lines + 2) * BLOCK_N], zeros: see `_add_by_distance`.
@@ -223,7 +223,7 @@ def others_kernel(
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Adds to what `diagonals_kernel` wrote: from the tiles of rows (of `row_work`) that it left out."""
+    """Add what the tiles of rows (of `row_work`) contribute that `diagonals_kernel` left out."""
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     rule = (num_contextual, window, prefix, group_size)
     program = tl.program_id(0).to(tl.int64)

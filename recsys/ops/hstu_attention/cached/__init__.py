@@ -45,8 +45,8 @@ def hstu_attention_cached(
     + bias[i, j]) v_j / scale_len` over the keys `j` that the new token `i` sees, cached ones and new ones, as
     `mask` has it for the whole sample. Cached tokens are keys only.
 
-    Of one layer this is exact for any cache. A stack of layers keeps keys and values of *computed* tokens, so
-    its cache is only right for as long as those tokens would be computed the same:
+    For one layer this is exact with any cache. A stack of layers keeps keys and values of *computed* tokens,
+    so its cache is only right for as long as those tokens would be computed the same:
 
     - Targets change no other token: scoring candidates is exact for every mask, in microbatches of any size,
       also of whole target groups.

@@ -1,4 +1,4 @@
-"""What a backend of `hstu_attention_cached` may know of a call when it says whether it can run."""
+"""The facts of a call from which a backend of `hstu_attention_cached` decides whether it can run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.jagged.layout import SequenceLayout
 
 TILE = 128
-"""Rows of a unit of work."""
+"""Rows per unit of work."""
 
 MOST_UNITS = 1024
-"""More of them make no difference, and few numbers mean few facts to keep."""
+"""More units make no difference, and few different numbers mean few facts to keep."""
 
 
 @dataclass(frozen=True)
 class CachedFacts(AttentionFacts):
-    """Those of the attention, and of the new tokens.
+    """The facts of the attention and of the new tokens.
 
     Attributes:
         only_targets: whether all new tokens are targets.

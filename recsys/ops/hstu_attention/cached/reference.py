@@ -15,12 +15,12 @@ from recsys.ops.runtime.dispatch import SUPPORTED, Support
 
 
 def supports(facts: AttentionFacts) -> Support:
-    """Everything."""
+    """Support every call."""
     return SUPPORTED
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> Tensor:
-    """Chunk by chunk: what b padded samples get from their cached keys, plus what they get from new ones.
+    """Add, chunk by chunk, what b padded samples get from their cached keys to what they get from new ones.
 
     Without a softmax an output is a sum over keys, wherever they are kept. Positions are those in the whole
     sample: the new tokens stand behind the cached ones.
@@ -63,6 +63,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, probl
 
 
 def _split(padded: PaddedChunks, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
-    """One tuple a chunk: each tensor padded, None for None."""
+    """Return one tuple per chunk: each tensor padded, None for None."""
     columns = [[None] * len(padded.chunks) if tensor is None else padded.split(tensor) for tensor in tensors]
     return list(zip(*columns, strict=True))

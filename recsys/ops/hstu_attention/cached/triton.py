@@ -1,4 +1,4 @@
-"""The Triton backend of `hstu_attention_cached`: as able as that of `hstu_attention`, whose parts it uses.
+"""The Triton backend of `hstu_attention_cached`: it runs whatever the backend of `hstu_attention` runs.
 
 This module itself needs no Triton: the kernel is in `triton_kernel`, its launch in `triton_ops`.
 """

@@ -46,7 +46,7 @@ def cached_kernel(
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H, V] contiguous, of the new tokens. Heads fastest.
+    """Write out [T, H, V], contiguous, of the new tokens. Heads are fastest.
 
     SPLIT: an item is about a part of the cached keys; each part has an out, `part_stride` numbers further on.
     """

@@ -1,4 +1,4 @@
-"""From tensors to the launch of the cached kernel: directly in eager mode, as one library op in graphs."""
+"""Launches the cached kernel: directly in eager mode, as one library op in graphs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from recsys.ops.runtime.registration import traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
 PROGRAMS_PER_PROCESSOR = 4
-"""So many that none of a processor's time is left over."""
+"""Programs per multiprocessor, enough to keep it busy."""
 
 LEAST_BLOCKS, MOST_PARTS = 4, 32
-"""Blocks of keys that a part has at least; parts, each of which needs memory for all outputs."""
+"""Least blocks of keys in a part; most parts, each of which needs memory for all outputs."""
 
 
 def forward(
@@ -81,7 +81,7 @@ def forward(
 
 
 def num_parts(problem: CachedProblem, blocks: Blocks, num_heads: int, device: torch.device) -> int:
-    """In how many parts the cached keys are summed up: more than one where tiles are too few for the GPU.
+    """Return how many parts to sum the cached keys up in: more than one if tiles are too few for the GPU.
 
     A power of two, so that few batches need memory of their own.
     """

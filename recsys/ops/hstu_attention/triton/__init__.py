@@ -1,8 +1,8 @@
 """The Triton backend of `hstu_attention`: what it can do, and the way to its kernels.
 
-This module itself needs no Triton. The kernels are in `triton_forward` and `triton_backward`, what they share
-in `triton_tile`; with a bias there is one for Hopper in `sm90_biased` too. `work_list` tells them which tiles
-there are, `triton_launch` starts them and `triton_ops` makes them differentiable.
+This module itself needs no Triton. `forward` and `backward` have the kernels, `tile` what they share, `bias`
+those for a relative bias. `work_list` lists the tiles they work on, `launch` starts them, and `ops` makes
+them differentiable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: AttentionFacts) -> Support:
-    """What any Triton backend can do, with heads of up to 256."""
+    """Support what any Triton backend supports, with heads of up to 256."""
     able = triton_support.support(facts.device, facts.dtype)
     for name, dim in (("qk_dim", facts.qk_dim), ("v_dim", facts.v_dim)):
         if able.ok and dim > MAX_DIM:

@@ -1,8 +1,8 @@
-"""How the Triton kernels cut their work up: sizes that do not spill when compiled for sm_90a.
+"""Block sizes of the Triton kernels, which do not spill when compiled for sm_90a.
 
 A test compiles every entry again (`tests/ops/hstu_attention/test_triton_compile.py`); the widest heads in
-float32 are the exception that it lists. Those for 16 bits without bias are the fastest on an H200 of those
-that `scripts/tune_triton.py` has tried: `experiments/2026-11-22-gpu-triton`. Two lessons: three stages, since
+float32 are the exception that it lists. The sizes for 16 bits without bias are the fastest on an H200 that
+`scripts/tune_triton.py` has tried: `experiments/2026-11-22-gpu-triton`. Two lessons: three stages, since
 with two a block is waited for right after it was asked for; and tiles of 64 rows where four programs then fit
 into a multiprocessor, which hide one another's waits.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 CHOSEN_WITH = "3.6"
-"""The Triton whose code does not spill. Others run these sizes too; 3.8 spills in one of them."""
+"""The Triton version whose code does not spill. Others run these sizes, too; 3.8 spills in one of them."""
 
 
 class Blocks(NamedTuple):
@@ -124,7 +124,8 @@ BLOCKS = {
 
 
 ROOMY = 200 * 1024
-"""Bytes of shared memory for one program that Hopper and its successors in data centres have, others not."""
+"""Bytes of shared memory that one program needs for `BLOCKS`; only data-centre GPUs since Hopper have
+them."""
 
 SMALL_BLOCKS = {
     ("forward", False): {
@@ -148,10 +149,10 @@ SMALL_BLOCKS = {
 def blocks_of(
     kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool, roomy: bool = True
 ) -> Blocks:
-    """The sizes for a kernel, with at least `ROOMY` bytes of shared memory or with fewer.
+    """Return the sizes for a kernel on a GPU with at least `ROOMY` bytes of shared memory or with fewer.
 
     Kernels: forward (with a cache too), split (with a cache in parts), described (forward, by descriptors),
-    rows, those of `keys_kernels`, tables (with bias).
+    rows, the names that `keys_kernels` returns, tables (with bias).
     """
     key = _width(qk_dim, v_dim), dtype.itemsize
     found = BLOCKS[kernel, biased][key]
@@ -159,12 +160,12 @@ def blocks_of(
 
 
 def can_pack(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> bool:
-    """Whether there are sizes for `packed_` this kernel, with the bias by inline assembly."""
+    """Return True if the kernel has a `packed_` form, which adds the bias by inline assembly."""
     return (_width(qk_dim, v_dim), dtype.itemsize) in BLOCKS.get((f"packed_{kernel}", True), {})
 
 
 def keys_kernels(dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool) -> tuple[str, ...]:
-    """Which kernels make dK and dV: one both, or one each."""
+    """Return the kernels that compute dK and dV: one for both, or one each."""
     one = (_width(qk_dim, v_dim), dtype.itemsize) in BLOCKS["keys", biased]
     return ("keys",) if one else ("grad_v", "grad_k")
 
@@ -174,5 +175,5 @@ def _width(qk_dim: int, v_dim: int) -> int:
 
 
 def padded_dim(dim: int) -> int:
-    """The next power of two that a matrix instruction takes."""
+    """Round up to a power of two that a matrix instruction takes."""
     return max(16, 1 << (dim - 1).bit_length())

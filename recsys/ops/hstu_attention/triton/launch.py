@@ -1,6 +1,6 @@
-"""From tensors to kernel launches: sizes of the blocks, grids, and the sums that a second pass finishes.
+"""Launches the Triton kernels: sizes of blocks, grids, and sums that a second pass finishes.
 
-The functions here compute and do not record gradients; `triton_ops` makes them differentiable. They only use
+The functions here compute and do not record gradients; `ops` makes them differentiable. They only use
 what a compiler can trace: `wrap` stands around each kernel, the identity in eager mode and
 `torch.library.wrap_triton` in a graph.
 """
@@ -42,17 +42,17 @@ from recsys.ops.runtime.launch import Wrap, launch_specialized, unwrapped
 from recsys.ops.runtime.triton_support import load, missing_for_hopper, num_processors
 
 TABLES = ("tables",)
-"""Where `PackedTables` are among what a problem has `shared`."""
+"""Key of the `PackedTables` in `Problem.shared`."""
 
 AT_ONCE = "recsys.ops.hstu_attention.bias.hopper_launch"
-"""All gradients with a bias by one kernel, in Gluon."""
+"""The module that computes all gradients with a bias by one Gluon kernel."""
 
 DESCRIPTORS = True
-"""Whether descriptors are used where they can be; for tests."""
+"""Tests set this to False to keep descriptors from being used."""
 
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Of the kernels that sum gradients of tables, which need memory for each program."""
+"""Programs of the kernels that sum gradients of tables; each program needs memory of its own."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwrapped) -> Tensor:
@@ -97,7 +97,7 @@ def backward(
     tables: bool,
     wrap: Wrap = unwrapped,
 ) -> Gradients:
-    """All gradients; those of the bias's tables if `tables`."""
+    """Return all gradients; those of the bias tables if `tables`."""
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
     grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -137,7 +137,7 @@ def _launch_keys(
     sums: Sums | None,
     wrap: Wrap,
 ) -> None:
-    """Fills in dK and dV, or one of them, see `keys_kernels`, and the sums if they are given."""
+    """Compute dK and dV, or one of them (see `keys_kernels`), and add to the sums if there are any."""
     packed = _is_packed(kernel, q, v, problem, wrap)
     sizes = "packed_sums" if sums is not None else f"packed_{kernel}" if packed else kernel
     blocks = blocks_for(sizes, q, v, problem)
@@ -178,7 +178,7 @@ def _launch_rows(
     problem: Problem,
     wrap: Wrap,
 ) -> None:
-    """Fills in dQ."""
+    """Compute dQ."""
     packed = _is_packed("rows", q, v, problem, wrap)
     described = packed and can_describe(wrap, q, k, v, grad_out)
     kernel = "packed_rows" if described else "packed_any_rows" if packed else "rows"
@@ -212,9 +212,9 @@ def _launch(
     compiled_for: dict[str, Any],
     wrap: Wrap,
 ) -> None:
-    """`kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way.
+    """Start `kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way.
 
-    With a bias that is not packed Triton's own way: the short one has not been run with these kernels.
+    Kernels with a bias that is not packed take Triton's own way; the short one is untested with them.
     """
     if compiled_for["BIAS_TEXT"] != "":
         launch_with_declared_memory(kernel, programs, arguments, compiled_for, ragged_descriptor)
@@ -227,7 +227,7 @@ def _launch(
 def _table_gradients(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, problem: Problem, bias: RelativeBias, wrap: Wrap
 ) -> tuple[Tensor, Tensor]:
-    """Of the table of positions and of that of times."""
+    """Return the gradients of the position table and of the time table."""
     blocks = blocks_for("tables", q, v, problem)
     num_heads = q.shape[1]
     workers = max(1, PROGRAMS_PER_PROCESSOR * num_processors(q.device) // num_heads)
@@ -265,7 +265,7 @@ def _table_gradients(
 
 
 def _is_packed(kernel: str, q: Tensor, v: Tensor, problem: Problem, wrap: Wrap) -> bool:
-    """Whether the bias is added by inline assembly; never in graphs."""
+    """Return True if the bias is added by inline assembly; never in graphs."""
     return wrap is unwrapped and packed_launch.is_packed(kernel, q, v, problem.bias)
 
 
@@ -278,9 +278,9 @@ def parts_of(
     rows_first: bool = True,
     section: int | None = None,
 ) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
-    """Items to start a kernel for, one part of them after the other, with `bias_arguments_of` the part.
+    """Return the parts of the items that a kernel is started for, each with its bias arguments.
 
-    `section`: that of `items`.
+    `section` is the one that `items` were made with.
     """
     arguments, bias = bias_arguments_of(problem, items, blocks, wrap, packed, rows_first), problem.bias
     if not packed or bias is None:
@@ -298,7 +298,7 @@ def bias_arguments_of(
     packed: bool = False,
     rows_first: bool = True,
 ) -> list[Tensor | int]:
-    """From `position_table` on, in the order of the kernels' parameters; if `packed` without records."""
+    """Return the arguments from `position_table` on; if `packed`, without records."""
     layout, bias = problem.layout, problem.bias
     key = (packed, blocks.rows, blocks.keys, packed and rows_first)
     found = problem.shared.get(key)
@@ -318,7 +318,7 @@ def bias_arguments_of(
 
 
 def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:
-    """[H, P] from sums by distance [H, > P]: distances outside of the table belong to its ends."""
+    """Fold sums by distance [H, > P] to [H, P]: distances outside of the table belong to its ends."""
     last = bias.position_table.shape[-1] - 1
     sums = distances[:, : last + 1].clone()
     sums[:, 0] += negative.sum(1)
@@ -327,34 +327,35 @@ def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:
 
 
 def _like_table(sums: Tensor, table: Tensor) -> Tensor:
-    """[H, buckets] to the table's shape and dtype: a table without heads gets the sum over them."""
+    """Bring [H, buckets] to the table's shape and dtype: a table without heads gets the sum over heads."""
     return (sums if table.dim() == 2 else sums.sum(0)).to(table.dtype)
 
 
 def blocks_for(kernel: str, q: Tensor, v: Tensor, problem: Problem) -> Blocks:
-    """The sizes for one kernel of a call."""
+    """Return the sizes for one kernel of a call."""
     biased = problem.bias is not None
     return blocks_of(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]), biased, is_roomy(q.device))
 
 
 @lru_cache(maxsize=16)
 def is_roomy(device: torch.device) -> bool:
-    """Whether the tiles of Hopper fit; also on a CPU, which may only be tracing for a GPU."""
+    """Return True if the tiles for Hopper fit; also on a CPU, which may be tracing for a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOMY
 
 
 def with_dense_rows(tensor: Tensor) -> Tensor:
-    """The kernels take any strides but that of the last dimension."""
+    """Return a tensor whose last dimension has stride 1; the kernels take any other strides."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def can_describe(wrap: Wrap, *tensors: Tensor) -> bool:
-    """Whether the copy engine of Hopper and later can fetch blocks of all these tensors [T, H, D].
+    """Return True if the copy engine of Hopper and later can fetch blocks of all tensors [T, H, D].
 
-    Rows of 16-byte steps, heads side by side within a row, no columns to cut off. Graphs do without: they
-    would have to make the descriptors. Every GPU with so much shared memory has a copy engine.
+    It needs rows with 16-byte strides, heads side by side within a row, and no columns to cut off. Graphs do
+    without descriptors, which they would have to make. Every GPU with so much shared memory has a copy
+    engine.
     """
     device = tensors[0].device
     if not DESCRIPTORS or wrap is not unwrapped or device.type != "cuda":
@@ -369,17 +370,17 @@ def _is_describable(tensor: Tensor) -> bool:
 
 
 def operands(described: bool, *tensors: tuple[Tensor, int]) -> list[Tensor | Boxes]:
-    """Tensors as they are, or the boxes of so many rows that descriptors show of them."""
+    """Return the tensors themselves, or boxes of so many of their rows for descriptors."""
     return [Boxes(tensor, rows, tensor.shape[2]) if described else tensor for tensor, rows in tensors]
 
 
 def strides(*tensors: Tensor) -> list[int]:
-    """Of the rows and of the heads of each tensor."""
+    """Return the strides of rows and of heads of each tensor."""
     return [tensor.stride(dim) for tensor in tensors for dim in (0, 1)]
 
 
 def scalars(problem: Problem) -> list[int | float]:
-    """The numbers of a problem, from `alpha` to `group_size`."""
+    """Return the numbers of a problem, from `alpha` to `group_size`."""
     mask = problem.mask
     return [
         problem.alpha,
@@ -392,7 +393,7 @@ def scalars(problem: Problem) -> list[int | float]:
 
 
 def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[str, Any]:
-    """What the kernels are compiled for, by the names of their parameters."""
+    """Return the compile-time constants of the kernels by the names of their parameters."""
     mask = problem.mask
     return {
         "D": int(q.shape[2]),
@@ -415,7 +416,7 @@ def constants(problem: Problem, q: Tensor, v: Tensor, blocks: Blocks) -> dict[st
 
 
 def _fast(q: Tensor) -> int:
-    """What of a GPU's own the kernels use, see `triton_tile`."""
+    """Return FAST, which `tile` explains."""
     if q.device.type != "cuda" or q.dtype == torch.float32:
         return 0
     return 2

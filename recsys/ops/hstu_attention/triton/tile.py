@@ -1,14 +1,10 @@
-"""What the forward and the backward kernels share: work items, loads of blocks, the mask, the bias, SiLU.
+"""Parts that the forward and the backward kernels share: loads and stores of blocks, positions, SiLU.
 
 All of it is inlined into the kernels. Scores come in two orientations, [rows, keys] where a program owns rows
 and [keys, rows] where it owns keys, so positions are given ready to broadcast: `i` of rows, `j` of keys.
 
-Numbers that belong together travel as tuples:
-
-    rule    num_contextual, window, prefix, group_size
-    RULE    WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS: which parts of the mask there are
-
-FAST says what only GPUs have: 0 nothing, 1 inline PTX, 2 also a sigmoid of 11 bits, for 16 bits.
+`mask_forms` explains the tuples `rule` and `RULE`. FAST says which instructions of a GPU to use: 0 none, 1
+inline PTX, 2 also a sigmoid of 11 bits, for operands of 16 bits.
 """
 
 import triton
@@ -18,17 +14,17 @@ from recsys.ops.runtime import descriptors
 
 VARYING = ("num_items", "num_contextual", "window", "prefix", "group_size", "num_buckets")
 VARYING += ("position_stride", "time_stride", "reach")
-"""Parameters that differ from batch to batch or model to model: kernels are not compiled anew for them."""
+"""Parameters that vary with the batch or the model; kernels are not compiled anew for them."""
 
 RAGGED_ROWS = tl.constexpr(descriptors.RAGGED_ROWS)
 
 UNSEEN = tl.constexpr(-(2.0**20))
-"""A score so low that its sigmoid, SiLU and its slope are exactly 0: of pairs that do not count."""
+"""The score of hidden pairs: so low that its sigmoid, SiLU and slope are exactly 0."""
 
 
 @triton.jit
 def head_of(tensor, start, length, head, strides, DESCRIBED: tl.constexpr = False):
-    """One head of a sample, for `load_block`. DESCRIBED: `tensor` is a descriptor of `ragged_descriptor`."""
+    """Select one head of a sample for `load_block`. DESCRIBED: `tensor` comes from `ragged_descriptor`."""
     if DESCRIBED:
         return tensor, (start + length).to(tl.int32), (head * strides[1]).to(tl.int32)
     else:
@@ -41,9 +37,9 @@ def load_block(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr,
     DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
-    """[ROWS, COLUMNS]: tokens from `first` on; zero from token `length` and from column WIDTH on.
+    """Load [ROWS, COLUMNS]: tokens from `first` on; zero from token `length` and from column WIDTH on.
 
-    rows: what `head_of` returns. INSIDE: all tokens are known to lie before `length`.
+    rows: the result of `head_of`. INSIDE: all tokens are known to lie before `length`.
     """
     if DESCRIBED:
         desc, end, column = rows
@@ -77,7 +73,7 @@ def _load_pointers(
 def store_block(
     base, first, length, stride, value, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The reverse of `load_block`, rounded to the type of the memory."""
+    """Store what `load_block` would load, rounded to the type of the memory."""
     token = tl.arange(0, ROWS)[:, None]
     place = tl.arange(0, COLUMNS)[None, :]
     pointer = base + tl.cast(first, tl.int64) * stride + token * stride + place
@@ -89,7 +85,7 @@ def store_block(
 
 @triton.jit
 def relative_position(i, history_end, group_size, RULE: tl.constexpr):
-    """`r` of token `i`: the targets of each group stand directly behind the history."""
+    """Return the position that the bias uses for token `i`: each target group stands behind the history."""
     if RULE[2]:
         return tl.where(i < history_end, i, history_end + (i - history_end) % group_size)
     else:
@@ -98,7 +94,8 @@ def relative_position(i, history_end, group_size, RULE: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """To about 11 bits, one instruction. float16 has as many, and its results are no further off for it."""
+    """Compute tanh with one instruction, to about 11 bits: as many as float16 has, so its results suffer
+    little."""
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -106,7 +103,7 @@ def tanh(x):
 
 @triton.jit
 def sigmoid(x, FAST: tl.constexpr):
-    """1 / (1 + exp(-x))."""
+    """Return 1 / (1 + exp(-x))."""
     if FAST == 2:
         return 0.5 * tanh(0.5 * x) + 0.5
     else:
@@ -115,7 +112,7 @@ def sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def silu(score, HALVED: tl.constexpr, FAST: tl.constexpr):
-    """x sigmoid(x) of a score x; HALVED: `score` is x / 2, as the form with tanh takes it."""
+    """Return x sigmoid(x) of a score x. HALVED: `score` is x / 2, which suits the form with tanh."""
     if HALVED and FAST == 2:
         return score * tanh(score) + score
     elif HALVED:
@@ -126,7 +123,7 @@ def silu(score, HALVED: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def silu_and_slope(score, HALVED: tl.constexpr, FAST: tl.constexpr):
-    """`silu` and its derivative; HALVED: twice that, u (1 + x (2 - u) / 2) with u = 2 sigmoid(x)."""
+    """Return `silu` and its slope; HALVED: twice the slope, u (1 + x (2 - u) / 2) with u = 2 sigmoid(x)."""
     if HALVED:
         if FAST == 2:
             doubled = tanh(score) + 1.0

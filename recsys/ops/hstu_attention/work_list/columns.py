@@ -35,7 +35,7 @@ CACHE_START = 20
 CACHE_LENGTH = 21
 """The sample's number of cached rows."""
 PART = 22
-"""Which part of the cached keys the item is about. Blocks of cached keys are counted from its start."""
+"""The number of the part of cached keys that the item is about; blocks of them count from its start."""
 PART_FIRST = 23
 """The part's first token in the sample."""
 PART_LENGTH = 24

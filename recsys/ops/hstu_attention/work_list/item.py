@@ -1,4 +1,4 @@
-"""How kernels read the item of a work list; `columns` says what its numbers mean."""
+"""Reads items of a work list inside kernels; `columns` says what their numbers mean."""
 
 import triton
 import triton.language as tl
