@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recsys.ops import SequenceLayout
-from recsys.ops.runtime import launch
+from recsys.ops.runtime.launch import launch
 
 LANES = 512
 """Tokens per program."""
@@ -34,7 +34,7 @@ def times_of(
     if total_len == 0:
         return times
     first = layout.batch_size * layout.num_contextual
-    launch.launch(
+    launch(
         times_kernel,
         -(-total_len // LANES),
         (
@@ -84,7 +84,7 @@ def buckets_of(
     if total_len == 0:
         return rows
     num_buckets, unit, logarithmic = scale or (0, 1, False)
-    launch.launch(
+    launch(
         buckets_kernel,
         -(-total_len // LANES),
         (

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from recsys.ops.jagged.layout_facts import LayoutFacts, Tokens
-from recsys.ops.runtime import launch
+from recsys.ops.runtime.launch import launch
 
 LANES = 512
 """Tokens per program."""
@@ -24,7 +24,7 @@ def tokens_of(layout: LayoutFacts) -> Tokens:
     tokens = Tokens(*memory[:, :total_len].unbind(0))  # at addresses that 16 divides
     if total_len == 0:
         return tokens
-    launch.launch(
+    launch(
         tokens_kernel,
         -(-total_len // LANES),
         (layout.offsets, layout.lengths, layout.num_targets, layout.num_targets.cumsum(0), *tokens),
@@ -54,7 +54,7 @@ def source_rows(
     index = torch.empty(total_len, dtype=torch.int64, device=layout.device)
     if total_len == 0:
         return index
-    launch.launch(
+    launch(
         source_kernel,
         -(-total_len // LANES),
         (derived.offsets, layout.offsets, first, first if dropped is None else dropped, index),

@@ -103,11 +103,11 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     from triton.compiler import ASTSource
 
     from recsys.ops.hstu_attention.bias import table_kernels
-    from recsys.ops.hstu_attention.cached import triton_kernel
+    from recsys.ops.hstu_attention.cached import triton_ops
     from recsys.ops.hstu_attention.triton import backward, forward
 
-    modules = {"forward": forward, "described": forward, "cached": triton_kernel}
-    modules |= {"split": triton_kernel}
+    modules = {"forward": forward, "described": forward, "cached": triton_ops}
+    modules |= {"split": triton_ops}
     modules |= {"packed_forward": forward, "packed_described": forward}
     modules |= {"tables": table_kernels, "other_tables": table_kernels}
     module = modules.get(kernel, backward)

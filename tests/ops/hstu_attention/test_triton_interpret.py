@@ -120,12 +120,12 @@ def test_times_near_and_far_in_any_order(kind, monkeypatch):
 @interpreted
 @pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(30, 5)], ids=str)
 def test_tables_by_several_workers_near_the_diagonal_and_far_from_it(mask, monkeypatch):
-    from recsys.ops.hstu_attention.bias import diagonal_work
+    from recsys.ops.hstu_attention.bias import table_kernels
     from recsys.ops.hstu_attention.triton import launch as triton_launch
 
     monkeypatch.setattr(triton_launch, "num_processors", lambda device: 3)
     monkeypatch.setattr(triton_launch, "PROGRAMS_PER_PROCESSOR", 1)
-    monkeypatch.setattr(diagonal_work, "NEAR_TILES", 1)
+    monkeypatch.setattr(table_kernels, "NEAR_TILES", 1)
     check(samples(0, [(60, 3), (37, 0)]), mask, bias_rows=1)
 
 

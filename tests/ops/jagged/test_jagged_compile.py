@@ -43,7 +43,7 @@ def constants_of(width, itemsize):
     [pytest.param(*shape, marks=[] if shape == SHAPES[0] else pytest.mark.slow) for shape in SHAPES],
 )
 def test_gather(width, itemsize, sources, tmp_path):
-    from recsys.ops.jagged.triton_kernels import gather_kernel
+    from recsys.ops.jagged.triton_ops import gather_kernel
 
     kinds = dict.fromkeys((*SOURCES, "out"), f"*i{8 * itemsize}")
     constants = {"SOURCES": sources, **constants_of(width, itemsize)}
@@ -58,7 +58,7 @@ def test_gather(width, itemsize, sources, tmp_path):
     ("width", "kind"), [(256, "*fp32"), pytest.param(1, "*fp32", marks=pytest.mark.slow), (512, "*bf16")]
 )
 def test_sums(width, kind, tmp_path):
-    from recsys.ops.jagged.triton_kernels import sum_kernel
+    from recsys.ops.jagged.triton_ops import sum_kernel
 
     found = assemble(sum_kernel, {"given": kind, "out": kind}, constants_of(width, 4), tmp_path)
     assert found.spills == 0 and (width == 1 or max(found.accesses) == 128)

@@ -76,7 +76,7 @@ def test_rows_past_two_to_the_thirty_one_numbers():
 
 
 def test_the_same_bits_each_time_for_all_sizes_and_one_artefact():
-    from recsys.ops.jagged.triton_kernels import gather_kernel, sum_kernel
+    from recsys.ops.jagged.triton_ops import gather_kernel, sum_kernel
 
     batches = [
         problem([rows, 3, rows], [rows] * 2, (256,), torch.float32) for rows in (1, 16, 512, 2048, 4097)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from recsys.ops.attention_args import (
+    AttentionFacts,
     attention_facts,
     check_attention,
     check_bias,
     check_number,
     scale_of,
 )
-from recsys.ops.hstu_attention.cached.facts import CachedFacts, cached_facts
 from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
@@ -22,6 +25,25 @@ from recsys.ops.runtime.dispatch import Op
 __all__ = ["OP", "hstu_attention_cached"]
 
 _CAUSAL = AttentionMask()
+
+TILE = 128
+"""Rows per unit of work."""
+
+MOST_UNITS = 1024
+"""More units make no difference, and few different numbers mean few facts to keep."""
+
+
+@dataclass(frozen=True)
+class CachedFacts(AttentionFacts):
+    """The facts of the attention and of the new tokens.
+
+    Attributes:
+        only_targets: whether all new tokens are targets.
+        num_units: about how many tiles of rows there are, times heads; at most `MOST_UNITS`.
+    """
+
+    only_targets: bool = False
+    num_units: int = 0
 
 
 def hstu_attention_cached(
@@ -123,7 +145,38 @@ def _facts_of(
             "hstu_attention_cached computes no gradients; call it under torch.no_grad(), or train with "
             "hstu_attention on whole samples"
         )
-    return cached_facts(facts, problem.layout)
+    return _cached_facts(facts, problem.layout)
+
+
+def _cached_facts(facts: AttentionFacts, layout: SequenceLayout) -> CachedFacts:
+    """The facts of one call; `layout` is that of the new tokens. A graph is for many sizes and knows none."""
+    if torch.compiler.is_compiling():
+        return _extended(facts, False, 0)
+    tiles = max(layout.total_len // TILE, min(layout.batch_size, layout.total_len))
+    units = min(tiles * facts.num_heads, MOST_UNITS)
+    return _known_facts(facts, layout.total_targets == layout.total_len, units)
+
+
+@lru_cache(maxsize=1024)
+def _known_facts(facts: AttentionFacts, only_targets: bool, num_units: int) -> CachedFacts:
+    return _extended(facts, only_targets, num_units)
+
+
+def _extended(facts: AttentionFacts, only_targets: bool, num_units: int) -> CachedFacts:
+    # Field by field: a compiler of PyTorch 2.11 knows no dictionary of a frozen object.
+    return CachedFacts(
+        facts.device,
+        facts.dtype,
+        facts.num_heads,
+        facts.qk_dim,
+        facts.v_dim,
+        facts.mask,
+        facts.has_bias,
+        facts.needs_grad,
+        facts.deterministic,
+        only_targets,
+        num_units,
+    )
 
 
 def _check_cache(q: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recsys import environment
 from recsys.ops.hstu_attention import hopper
-from recsys.ops.hstu_attention.cached.facts import CachedFacts
+from recsys.ops.hstu_attention.cached import CachedFacts
 from recsys.ops.hstu_attention.problem import CachedProblem
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support

@@ -1,6 +1,6 @@
 """The Triton backend of `hstu_attention_cached`: it runs whatever the backend of `hstu_attention` runs.
 
-This module itself needs no Triton: the kernel is in `triton_kernel`, its launch in `triton_ops`.
+This module itself needs no Triton: the kernel and its launch are in `triton_ops`.
 """
 
 from __future__ import annotations

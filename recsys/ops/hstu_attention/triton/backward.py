@@ -1,15 +1,15 @@
 """The backward kernels. With S = alpha Q K^T + bias, sigma its sigmoid and dO the gradient of the output:
 
     dV = silu(S)^T dO / scale_len
-    dS = (dO V^T) * sigma (1 + S (1 - sigma)) / scale_len        zero where the mask is
+    dS = (dO V^T) * sigma (1 + S (1 - sigma)) / scale_len        zero for hidden pairs
     dK = alpha dS^T Q,    dQ = alpha dS K,    and each entry of a bias table gets the sum of its dS
 
 `keys_kernel` owns a tile of keys and sums dK and dV over rows; `rows_kernel` owns a tile of rows and sums dQ
 over keys. Both recompute S: each sum has one owner and one order. That makes seven products instead of five,
 but no program adds to what another has written: adding up dQ with atomics in the first kernel took 4 to 57 %
 longer on an H200. Where both sums of `keys_kernel` do not fit into the registers it runs twice, once for
-each. The gradients of the tables are made in `triton_tables`, or, with `triton_bias_ptx` and in any order, by
-`keys_kernel`. Where that can be, Hopper has one kernel for everything: `sm90_biased`.
+each. `bias.table_kernels` computes the gradients of the tables or, with the inline assembly of `bias.ptx` and
+in no fixed order, `keys_kernel`. On Hopper `bias.hopper_kernel` does everything at once where it can.
 
 Scores are [keys, rows] in `keys_kernel`, computed as K Q^T: Triton mistranslates the product of a transposed
 accumulator on Hopper (seen up to 3.7). Factors common to a whole sum are applied at its end.

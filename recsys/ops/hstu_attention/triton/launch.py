@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from recsys.ops.hstu_attention.bias import packed_launch
-from recsys.ops.hstu_attention.bias.diagonal_work import diagonal_work
 from recsys.ops.hstu_attention.bias.launch import (
     bias_arguments,
     packed_arguments,
@@ -30,7 +29,7 @@ from recsys.ops.hstu_attention.bias.packed_launch import (
     tables_constants,
     zero_sums,
 )
-from recsys.ops.hstu_attention.bias.table_kernels import diagonals_kernel, others_kernel
+from recsys.ops.hstu_attention.bias.table_kernels import diagonal_work, diagonals_kernel, others_kernel
 from recsys.ops.hstu_attention.problem import Gradients, Problem
 from recsys.ops.hstu_attention.triton.backward import keys_kernel, rows_kernel
 from recsys.ops.hstu_attention.triton.block_sizes import ROOMY, Blocks, blocks_of, keys_kernels, padded_dim

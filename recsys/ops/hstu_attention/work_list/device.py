@@ -27,7 +27,7 @@ from recsys.ops.hstu_attention.work_list.item import (
 from recsys.ops.hstu_attention.work_list.reference import num_tiles_of, sections_of
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
-from recsys.ops.runtime import launch
+from recsys.ops.runtime.launch import launch
 
 LANES, CACHED_LANES = 128, 64
 """Tiles per program, without and with a cache."""
@@ -83,7 +83,7 @@ def cached_work(
     if num_items == 0:
         return items
     samples = (layout.offsets, layout.lengths, layout.num_targets, cache_layout.offsets, cache_layout.lengths)
-    launch.launch(
+    launch(
         cached_items_kernel,
         -(-num_items // CACHED_LANES),
         (*samples, items, work),
@@ -112,7 +112,7 @@ def _items(
     if num_tiles == 0:
         return items
     sections = layout.lengths if section is None else sections_of(layout.lengths, section)
-    launch.launch(
+    launch(
         items_kernel,
         -(-num_tiles // LANES),
         (layout.offsets, layout.lengths, layout.num_targets, sections, items, work),
@@ -154,7 +154,7 @@ def _sorted(items: Tensor, work: Tensor) -> Tensor:
     if num_items > MOST_COMPARED:
         return items.index_select(0, torch.argsort(work, descending=True, stable=True))
     ordered = torch.empty_like(items)
-    launch.launch(
+    launch(
         order_kernel,
         -(-num_items // ORDERED),
         (items, work, ordered),

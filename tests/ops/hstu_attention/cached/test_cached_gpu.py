@@ -102,7 +102,7 @@ def test_few_users_with_long_histories(dim, dtype, rows, monkeypatch):
 
 
 def test_other_sizes_in_any_order_use_one_artefact_and_stay_right():
-    from recsys.ops.hstu_attention.cached.triton_kernel import cached_kernel
+    from recsys.ops.hstu_attention.cached.triton_ops import cached_kernel
 
     sizes = [(0, 1), (1, 0), (7, 5), (512, 256), (2048, 1), (4097, 300)]
     cases = [Case([(cached, 0, new), (cached, new, 0)], 0, 64, 64, torch.bfloat16) for cached, new in sizes]
