@@ -20,7 +20,7 @@ from recsys.config import features
 from recsys.data.batch import Batch
 from recsys.models import Model
 from recsys.models.base import Losses
-from recsys.models.ranker import RankerOutputs
+from recsys.models.tasks import TaskOutputs
 from recsys.modules.mixers import HstuMixer
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout
 from recsys.ops.jagged.mask import visible_pairs
@@ -132,7 +132,7 @@ class PaddedModel(nn.Module):
         """The objective of the original batch."""
         self.attention.look_at(padded)
         outputs = self.model(padded.batch)
-        if isinstance(outputs, RankerOutputs):
+        if isinstance(outputs, TaskOutputs):
             outputs = replace(outputs, logits=outputs.logits[padded.candidates.places])
         else:
             outputs = replace(outputs, queries=outputs.queries[padded.events.places])

@@ -212,7 +212,7 @@ FAMILY = Added(
     "dot",
     """
 from recsys.models.base import Model
-from recsys.models.ranker import TaskLosses, TaskPredictions, per_candidate
+from recsys.models.tasks import TaskLosses, TaskPredictions, task_metrics, task_rows
 
 limit(pb.DotModel, {"width": COUNT}, required=("tasks",))
 
@@ -268,29 +268,16 @@ class DotModel(Model):
         return self.predict(self.scale(dots))
 
     def score(self, batch):
-        outputs = self(batch)
-        return torch.stack([outputs.predictions[task.name] for task in self.tasks], dim=1)
+        return self(batch).scores()
 
     def flops(self, batch):
         return linear_flops(self.project, batch.uih_timestamps.shape[0] + batch.candidate_timestamps.shape[0])
 
     def metrics(self):
-        from recsys.config.registry import pick
-
-        found = {}
-        for task in self.tasks:
-            for choice in task.metrics:
-                chosen = pick(choice)
-                metric = chosen.cls(chosen.config)
-                found[f"{task.name}/{metric.name}"] = metric
-        return found
+        return task_metrics(self.tasks)
 
     def metric_rows(self, outputs, batch):
-        weights, groups = per_candidate(batch.sample_weight, batch), per_candidate(batch.group, batch)
-        return {
-            name: (predictions, batch.labels[name], weights, groups)
-            for name, predictions in outputs.predictions.items()
-        }
+        return task_rows(outputs, batch)
 """,
 )
 

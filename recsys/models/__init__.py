@@ -12,14 +12,13 @@ from recsys.modules import mixer_declarations  # noqa: F401
 
 if TYPE_CHECKING:
     from recsys.models.base import Losses, Model, build_model, layout_rule
-    from recsys.models.ranker import Ranker, RankerOutputs
+    from recsys.models.ranker import Ranker
     from recsys.models.retriever import Retriever, RetrieverOutputs
 
 __all__ = [
     "Losses",
     "Model",
     "Ranker",
-    "RankerOutputs",
     "Retriever",
     "RetrieverOutputs",
     "build_model",

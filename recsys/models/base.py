@@ -66,13 +66,13 @@ class Model(nn.Module):
 
     @classmethod
     def layout_rule(cls, config: Any, pipeline: pb.Pipeline) -> LayoutRule:
-        """How the reader lays out rows for the model of a resolved config: as its preprocessor says."""
+        """Returns the rule by which the reader lays out rows for the model: that of its preprocessor."""
         preprocessor = registry.pick(config.preprocessor)
         return preprocessor.cls.layout_rule(preprocessor.config, pipeline)
 
     @classmethod
     def kernels(cls, config: Any, pipeline: pb.Pipeline, device: str) -> Iterator[AttentionUse]:
-        """Every attention op that the model of a resolved config will call on a device, `cpu` or `cuda`."""
+        """Lists the attention ops that the model of a resolved config will call on `cpu` or `cuda`."""
         declared = mixer_of(pipeline)
         if declared is None:
             return iter(())
@@ -85,11 +85,11 @@ class Model(nn.Module):
         return self._modules.get("mix")
 
     def forward(self, batch: Batch) -> Any:
-        """The model's outputs, a dataclass that `objective` and `update_metrics` take."""
+        """Returns the model's outputs, a dataclass that `objective` and `update_metrics` take."""
         raise NotImplementedError
 
     def forward_again(self, batch: Batch, before: Any) -> Any:
-        """As `forward`, for another batch of one evaluation.
+        """Like `forward`, for another batch of the same evaluation.
 
         Args:
             batch: as it was read.
@@ -98,30 +98,30 @@ class Model(nn.Module):
         return self(batch)
 
     def score(self, batch: Batch) -> Tensor:
-        """float32, the tensor that an exported model returns; its declaration names the columns."""
+        """Returns the float32 tensor that an exported model answers with; `outputs` declares its columns."""
         raise NotImplementedError
 
     def item_vectors(self, batch: Batch) -> Tensor:
-        """float32 [V, E], the vectors of the batch's shared items, for a model that searches items."""
+        """Returns the vectors of the batch's shared items, float32 [V, E], if the model searches items."""
         raise NotImplementedError
 
     def item_tower(self) -> nn.Module | None:
-        """A graph from features of items to their vectors (`models.item_tower`); None if there is none."""
+        """Returns a graph from features of items to their vectors (`models.item_tower`), or None."""
         return None
 
     def flops(self, batch: Batch) -> int:
-        """FLOP that a forward pass and the objective need for this batch; see `recsys.modules.flops`.
+        """Counts the FLOP of a forward pass and the objective for this batch; see `recsys.modules.flops`.
 
         It reads sizes and host copies only and never waits for a device.
         """
         raise NotImplementedError
 
     def metrics(self) -> dict[str, Metric]:
-        """New, empty metrics of the config by their names in logs."""
+        """Builds new, empty metrics of the config, by their names in logs."""
         raise NotImplementedError
 
     def metric_rows(self, outputs: Any, batch: Batch) -> MetricRows:
-        """What evaluation compares: the columns that `metrics()` take, a row for each candidate."""
+        """Returns the columns that `metrics()` take, with a row for each candidate of the batch."""
         raise NotImplementedError
 
     def update_metrics(self, metrics: Mapping[str, Metric], outputs: Any, batch: Batch) -> None:
@@ -134,7 +134,7 @@ class Model(nn.Module):
         return ()
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The precision policy around a forward pass: with BF16 matrix products run in bfloat16."""
+        """Applies the precision policy to a forward pass: with BF16, matrix products run in bfloat16."""
         if self.precision == pb.BF16:
             return torch.autocast(next(self.parameters()).device.type, dtype=torch.bfloat16)
         return nullcontext()
@@ -147,13 +147,13 @@ def add_rows(metrics: Mapping[str, Metric], rows: MetricRows) -> None:
 
 
 def build_model(pipeline: pb.Pipeline) -> Model:
-    """The model of a resolved pipeline, on the CPU, with new weights drawn from torch's global generator."""
+    """Builds the model of a resolved pipeline on the CPU, with weights from torch's global generator."""
     model = registry.pick(pipeline.model)
     return model.cls(model.config, pipeline=pipeline)
 
 
 def layout_rule(pipeline: pb.Pipeline) -> LayoutRule:
-    """How the reader lays out rows for the model of a resolved pipeline."""
+    """Returns the rule by which the reader lays out rows for the model of a resolved pipeline."""
     model = registry.pick(pipeline.model)
     return model.cls.layout_rule(model.config, pipeline)
 

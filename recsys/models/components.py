@@ -1,7 +1,7 @@
 """Registers the class of every model and of every part that a config can name, by importing it."""
 
 from recsys.models.base import Losses, Model, build_model, layout_rule
-from recsys.models.ranker import Ranker, RankerOutputs
+from recsys.models.ranker import Ranker
 from recsys.models.retriever import Retriever, RetrieverOutputs
 from recsys.modules import heads, losses, metrics, mixers, postprocessors, preprocessors
 
@@ -9,7 +9,6 @@ __all__ = [
     "Losses",
     "Model",
     "Ranker",
-    "RankerOutputs",
     "Retriever",
     "RetrieverOutputs",
     "build_model",

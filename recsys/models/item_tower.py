@@ -16,7 +16,7 @@ from recsys.models.base import Model
 from recsys.models.signature import TensorSpec
 
 ITEMS = "items"
-"""Named size of inputs: the number of items."""
+"""Name of a size of inputs: the number of items."""
 
 
 class Items(NamedTuple):
@@ -32,9 +32,10 @@ class Items(NamedTuple):
 
 
 def item_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
-    """Inputs of the item tower of a resolved pipeline, in order: the items as rows of their table (0 for one
-    that training did not know), then each column of side ITEM, and behind a multi-valued one
-    `<column>.counts`, its values of each item.
+    """Lists the inputs of the item tower of a resolved pipeline, in order.
+
+    First come the items as rows of their table (0 for one that training did not know), then each column of
+    side ITEM, and behind a multi-valued column `<column>.counts`, the number of values of each item.
     """
     found = [TensorSpec(features.NEGATIVES, torch.int64, (ITEMS,))]
     for number, column in enumerate(features.columns(pipeline, pb.ITEM)):
@@ -47,7 +48,7 @@ def item_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
 
 
 def flatten_items(batch: Batch, pipeline: pb.Pipeline) -> tuple[Tensor, ...]:
-    """The inputs of the item tower for the negatives of a batch that was read for evaluation."""
+    """Returns the inputs of the item tower for the negatives of a batch that was read for evaluation."""
     found = []
     for spec in item_signature(pipeline):
         column = spec.name.removesuffix(".counts")
@@ -56,13 +57,13 @@ def flatten_items(batch: Batch, pipeline: pb.Pipeline) -> tuple[Tensor, ...]:
         elif spec.dtype == torch.float32:
             found.append(batch.numbers[column])
         else:
-            # A copy: a column is a slice, and compiled code wants tensors that begin at an aligned address.
+            # A column is a slice, and compiled code needs tensors that begin at an aligned address.
             found.append(batch.ids[column].values().clone())
     return tuple(found)
 
 
 def first_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec], most: int | None) -> tuple[Tensor, ...]:
-    """Inputs of the item tower for the first `most` items of some."""
+    """Cuts inputs of the item tower down to the first `most` items."""
     given = {spec.name: tensor for spec, tensor in zip(specs, inputs, strict=True)}
     found = []
     for spec, tensor in zip(specs, inputs, strict=True):
@@ -72,8 +73,10 @@ def first_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec], most: int |
 
 
 def example_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec]) -> tuple[Tensor, ...]:
-    """Inputs of the item tower like these to capture its graph with: at least two items, and two values of
-    each multi-valued column. Of a size of 0 or 1 a graph would be made that is right for no other.
+    """Extends inputs of the item tower so that its graph can be captured with them.
+
+    The result has at least two items and two values of each multi-valued column: a graph that is captured
+    with a size of 0 or 1 is right for no other size.
     """
     times = 2 if inputs[0].shape[0] == 1 else 1
     given = {spec.name: torch.cat([tensor] * times) for spec, tensor in zip(specs, inputs, strict=True)}
@@ -86,10 +89,10 @@ def example_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec]) -> tuple[
 
 
 class ItemTower(nn.Module):
-    """float32 [n, E], the vectors that queries are compared with, from flat tensors.
+    """Computes the vectors of n items, float32 [n, E], from flat tensors.
 
     Args:
-        model: in evaluation mode.
+        model: a model that searches items, in evaluation mode.
     """
 
     def __init__(self, model: Model):
@@ -104,7 +107,7 @@ class ItemTower(nn.Module):
         self.numbers = [column.name for column in columns if column.table is None]
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Tensors as `item_signature` lists them."""
+        """Takes the tensors that `item_signature` lists."""
         given = dict(zip(self.names, tensors, strict=True))
         nothing = given[features.NEGATIVES].new_zeros(0)
         values = [given.get(key, nothing) for key in self.keys]

@@ -1,4 +1,4 @@
-"""The exact rank of a target among all items of a catalogue, in bounded memory. Evaluation of `Retriever`."""
+"""Computes the exact rank of a target among all items of a catalogue, in bounded memory, for evaluation."""
 
 import torch
 from torch import Tensor
@@ -16,19 +16,19 @@ def rank_targets(
     seen_layout: SequenceLayout,
     max_scores: int,
 ) -> Tensor:
-    """1 + the number of unseen other items that do not score below the target.
+    """Ranks each target: 1 + the number of other, unseen items that do not score below it.
 
     Ids are rows of the item table: item k of `items` has id k + 1, and id 0 is no item. A score that is not
     a number counts against the target, like a tie.
 
     Args:
-        queries: [B, E], one a row.
+        queries: [B, E], one per row.
         items: [V, E], the catalogue.
-        targets: int64 [N], ids, each row's one after the other.
-        num_targets: int64 [B], targets of each row.
-        seen: int64 [U], ids that a row has seen and that do not count, unless they are its target.
-        seen_layout: of `seen` over rows.
-        max_scores: scores held at once.
+        targets: int64 [N], the ids of all targets, row after row.
+        num_targets: int64 [B], number of targets of each row.
+        seen: int64 [U], ids that a row has seen, which do not count unless they are its target.
+        seen_layout: the layout of `seen` over rows.
+        max_scores: number of scores held in memory at once.
 
     Returns:
         int64 [N]; V + 1 for a target with id 0.
@@ -37,7 +37,7 @@ def rank_targets(
     rows = torch.arange(queries.shape[0], device=queries.device)
     row_of_target = torch.repeat_interleave(rows, num_targets, output_size=count)
     padded = seen_layout.padded_index()
-    # One more column stands for id 0; what padding points at ends there too.
+    # One more column stands for id 0 and catches the padding too.
     seen_ids = torch.cat([seen, seen.new_zeros(1)])[padded.index]
     ranks = []
     for block in torch.arange(count, device=queries.device).split(max(1, max_scores // (num_items + 1))):

@@ -1,11 +1,11 @@
-"""`Retriever`: the next item of a history, out of the whole catalogue.
+"""`Retriever`: finds the next item of a history in the whole catalogue.
 
-Every position of a history is a query for the item behind it, so one row trains as many predictions as it
-has events. For that no token may know what comes later: `checks.retriever` refuses masks, positions and times
+Every position of a history is a query for the item behind it, so a row trains as many predictions as it has
+events. No token may know what comes later: `models.retriever_declaration` refuses masks, positions and times
 that would tell it.
 
-With an item encoder it is a two-tower model: the user tower is the history up to its last position, the item
-tower the encoder. Without one an item is its embedding.
+With an item encoder this is a two-tower model: the user tower is the history up to its last position, and the
+item tower is the encoder. Without one, the vector of an item is its embedding.
 """
 
 from dataclasses import dataclass, replace
@@ -34,18 +34,20 @@ from recsys.ops import gather_rows
 from recsys.ops.linear_logp.recompute import SHORTEST
 
 MAX_SCORES = 2**24
-"""Scores (targets x items) that evaluation holds at once: 64 MiB of float32."""
+"""Scores (targets x items) that evaluation holds in memory at once: 64 MiB of float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class RetrieverOutputs:
-    """Vectors to compare, float32. While the model trains they are bfloat16 where its precision is that, and
-    as they come: its objective compares them as of unit length where the config says so; else they have it.
+    """Vectors to compare, in float32.
+
+    In training they are bfloat16 if that is the model's precision, and not yet normalized: the objective does
+    it if the config sets `l2_normalize`. In evaluation they have unit length then.
 
     Attributes:
-        queries: [U, E], what each event of each history expects next.
+        queries: [U, E], a query for the item behind each event of each history.
         items: [V, E], the batch's negatives: drawn ones, or the whole catalogue.
-        batch_items: [D, E], the distinct items of the histories, when negatives are drawn; else none.
+        batch_items: [D, E], the distinct items of the histories if negatives are drawn; else empty.
     """
 
     queries: Tensor
@@ -54,7 +56,7 @@ class RetrieverOutputs:
 
 
 class SharedVectors(NamedTuple):
-    """Items that all rows of a batch share: [V, E] negatives and [D, E] those of its histories."""
+    """Vectors of items that all rows of a batch share: [V, E] negatives and [D, E] items of its histories."""
 
     items: Tensor
     batch_items: Tensor
@@ -62,11 +64,11 @@ class SharedVectors(NamedTuple):
 
 @register(pb.Retriever)
 class Retriever(Model):
-    """Embed, preprocess, mix, compare.
+    """Embeds, preprocesses, mixes and compares.
 
     Args:
-        config: its parts.
-        pipeline: resolved.
+        config: the parts of the model.
+        pipeline: the resolved config around it.
 
     Raises:
         ValueError: every finding of `checks.family_findings`.
@@ -98,7 +100,7 @@ class Retriever(Model):
         self.metric_choices = list(config.metrics)
 
     def forward(self, batch: Batch) -> RetrieverOutputs:
-        """A query for every event, and the vectors of the batch's negatives."""
+        """Returns a query for every event, and the vectors of the batch's negatives."""
         with self.autocast():
             embeddings = self.embed(batch)
             prepared = self.preprocess(embeddings, batch)
@@ -106,31 +108,34 @@ class Retriever(Model):
             return self.compare(mixed, embeddings, batch)
 
     def forward_again(self, batch: Batch, before: RetrieverOutputs) -> RetrieverOutputs:
-        """As `forward`, of a batch whose negatives are the same: they are not looked up again."""
+        """Like `forward`, for a batch with the same negatives as before, which are not encoded again."""
         return replace(self(without_catalogue(batch, self.pipeline)), items=before.items)
 
     def query(self, batch: Batch) -> Tensor:
-        """float32 [B, E], what each row expects next; zeros for a row without history."""
+        """Returns the query for each row's next item, float32 [B, E]; zeros for a row without history."""
         with self.autocast():
             prepared = self.preprocess(self.embed(batch), batch)
             queries = self.compare.queries(self.mix(prepared.sequence))
         return last_of_each(queries, batch.uih_lengths)
 
     def item_vectors(self, batch: Batch | Items) -> Tensor:
-        """float32 [V, E] of the batch's negatives; of the whole catalogue row k is row k + 1 of the table."""
+        """Returns the vectors of the batch's negatives, float32 [V, E].
+
+        If they are the whole catalogue, vector k belongs to row k + 1 of the item table.
+        """
         with self.autocast():
             return self.compare.shared(self.embed(batch), batch).items
 
     def item_tower(self) -> ItemTower | None:
-        """The item encoder as a graph; None where an item is its embedding."""
+        """Returns the item encoder as a graph; None if the vector of an item is its embedding."""
         return None if self.compare.encode is None else ItemTower(self)
 
     def score(self, batch: Batch) -> Tensor:
-        """`query`: an exported retriever answers with vectors, and a search finds the items."""
+        """Returns `query`: an exported retriever answers with vectors, and a search finds the items."""
         return self.query(batch)
 
     def flops(self, batch: Batch) -> int:
-        """Preprocessor, mixer, postprocessor, and the score of each event's query with each negative."""
+        """Counts preprocessor, mixer, postprocessor, and the scores of all queries with all negatives."""
         events = batch.uih_timestamps.shape[0]
         sizes = dict(zip(batch.ids.keys(), batch.ids.length_per_key(), strict=True))
         shared = sum(sizes[name] for name in self.compare.shared_columns)
@@ -141,13 +146,13 @@ class Retriever(Model):
         return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + queries
 
     def metrics(self) -> dict[str, Metric]:
-        """`<metric>` -> metric."""
+        """Builds the metrics by their names."""
         chosen = [pick(choice) for choice in self.metric_choices]
         built = [metric.cls(metric.config) for metric in chosen]
         return {metric.name: metric for metric in built}
 
     def metric_rows(self, outputs: RetrieverOutputs, batch: Batch) -> MetricRows:
-        """Rank and weight of every candidate of the batch, whose negatives are the whole catalogue."""
+        """Returns rank and weight of every candidate of a batch whose negatives are the whole catalogue."""
         ranks = self.ranks(outputs, batch)
         weights = torch.repeat_interleave(
             batch.sample_weight, batch.num_candidates, output_size=ranks.shape[0]
@@ -155,9 +160,9 @@ class Retriever(Model):
         return {"": (ranks, weights)}
 
     def ranks(self, outputs: RetrieverOutputs, batch: Batch) -> Tensor:
-        """int64 [N], 1 for the best: the place of each candidate among all items that its row has not seen.
+        """Returns the rank of each candidate among all items that its row has not seen, int64 [N]; 1 is best.
 
-        Ties count against the model. An unknown candidate cannot be found: its rank is V + 1.
+        Ties count against the model. An unknown candidate cannot be found, so its rank is V + 1.
         """
         return rank_targets(
             last_of_each(outputs.queries, batch.uih_lengths),
@@ -171,15 +176,15 @@ class Retriever(Model):
 
 
 class ComparableVectors(nn.Module):
-    """Queries and items in one space, in float32 but while the model trains.
+    """Maps queries and items into one space, in float32 outside of training.
 
     Args:
         postprocess: applied to queries.
-        encode: the item tower; None leaves an item its embedding.
-        shared_columns: `features.shared_columns`.
-        l2_normalize: make all of unit length, but while the model trains: then the objective does it.
-        trains_in: type while the model trains; None leaves it float32. The objective's scores are sums in
-            float32, of products of vectors that are rounded to this.
+        encode: the item tower; with None the vector of an item is its embedding.
+        shared_columns: the columns of `features.shared_columns`.
+        l2_normalize: give all vectors unit length, except in training, where the objective does it.
+        trains_in: dtype of vectors in training; None keeps float32. The objective's scores are float32 sums
+            of products of vectors in this dtype.
     """
 
     def __init__(
@@ -199,15 +204,15 @@ class ComparableVectors(nn.Module):
         self.trains_in = trains_in
 
     def forward(self, mixed: JaggedSequence, embeddings: dict[str, Tensor], batch: Batch) -> RetrieverOutputs:
-        """From mixed tokens and looked-up columns."""
+        """Computes queries from mixed tokens, and items from looked-up columns."""
         return RetrieverOutputs(self.queries(mixed), *self.shared(embeddings, batch))
 
     def queries(self, mixed: JaggedSequence) -> Tensor:
-        """[U, E], one an event."""
+        """Returns one query per event, [U, E]."""
         return self._comparable(self.postprocess(mixed.history(), mixed.history_times()))
 
     def shared(self, embeddings: dict[str, Tensor], batch: Batch | Items) -> SharedVectors:
-        """Of the items that are named once for all rows."""
+        """Returns the vectors of the items that a batch names once for all rows."""
         vectors = torch.cat([embeddings[name] for name in self.shared_columns])
         if self.encode is not None:
             vectors = self.encode(vectors, inputs_of(embeddings, batch))
@@ -216,7 +221,7 @@ class ComparableVectors(nn.Module):
         return SharedVectors(vectors[:negatives], vectors[negatives:])
 
     def _comparable(self, vectors: Tensor) -> Tensor:
-        """[n, E] of any float type -> [n, E], at least float32 unless the model trains in less."""
+        """Converts [n, E] of any float type to `trains_in` in training, or else to at least float32."""
         if self.training and self.trains_in is not None:
             return vectors.to(self.trains_in)
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
@@ -226,16 +231,16 @@ class ComparableVectors(nn.Module):
 
 
 class NextItemLoss(nn.Module):
-    """The objective of a retriever: each position's loss against the item behind it, in the same row.
+    """The objective of a retriever: the loss of each position against the item behind it in the same row.
 
-    The last position of a row and those before an unknown item have no target. Where the batch's negatives
-    are the whole catalogue, as in evaluation, it is the full softmax, whatever training draws.
+    The last position of a row, and a position before an unknown item, have no target. If the batch's
+    negatives are the whole catalogue, as in evaluation, the loss is the full softmax.
 
     Args:
         config: the softmax.
         history: column of the histories' items.
-        num_items: of the catalogue.
-        l2_normalize: compare vectors as of unit length.
+        num_items: number of items in the catalogue.
+        l2_normalize: compare vectors as if they had unit length.
     """
 
     name = "next_item"
@@ -250,7 +255,7 @@ class NextItemLoss(nn.Module):
         self.in_batch = config.softmax.HasField("in_batch")
 
     def forward(self, outputs: RetrieverOutputs, batch: Batch) -> Losses:
-        """Sums and counts over the positions of this rank that have a target."""
+        """Returns sums and counts over the positions of this rank that have a target."""
         items = batch.ids[self.history].values()
         nothing = torch.zeros_like(batch.uih_lengths)
         target = following(items, batch.uih_lengths, last=nothing)
@@ -267,12 +272,12 @@ class NextItemLoss(nn.Module):
         return Losses((self.name,), (found * weights).sum()[None], weights.sum()[None], (1.0,))
 
     def _sampled(self, outputs: RetrieverOutputs, batch: Batch, target: Tensor) -> Tensor:
-        """[U], against the batch's negatives; every target is among the batch's items."""
+        """Returns losses [U] against the batch's negatives; every target is among the batch's items."""
         known = batch.ids[features.BATCH_ITEMS].values()
         negatives, ids = outputs.items, batch.ids[features.NEGATIVES].values()
-        # Behind the items stands what a position without a target is compared with, which no one looks at.
+        # Positions without a target are compared with a row of zeros behind the items; their loss is dropped.
         others = torch.cat([outputs.batch_items, outputs.batch_items.new_zeros(1, negatives.shape[1])])
-        others = widen(others)  # an item's gradients are summed over all that look for it
+        others = widen(others)  # the gradients of an item are summed over all positions that look for it
         positives = others[torch.searchsorted(known, target)]
         if self.in_batch:
             negatives, ids = torch.cat([negatives, outputs.batch_items]), torch.cat([ids, known])
@@ -289,5 +294,5 @@ class NextItemLoss(nn.Module):
 
 
 def last_of_each(values: Tensor, lengths: Tensor) -> Tensor:
-    """[n, E] of B lists -> [B, E], the last entry of each; zeros for an empty list."""
+    """Returns the last entry of each of B lists, [n, E] -> [B, E]; zeros for an empty list."""
     return gather_rows(values, torch.where(lengths > 0, lengths.cumsum(0) - 1, -1))

@@ -16,10 +16,10 @@ from recsys.scoring.user_candidate_split import UserCandidateSplit
 
 
 def keeps_cache(model: nn.Module) -> bool:
-    """Whether the model scores candidates and its mixer can keep the keys and values of histories."""
-    if not isinstance(model, Model) or not model_of(model.pipeline).reads_candidates("predict"):
+    """Whether the model declares that it can score with a cache, and its mixer can keep keys and values."""
+    if not isinstance(model, Model) or not model_of(model.pipeline).keeps_cache:
         return False
-    return isinstance(getattr(model, "mix", None), CachingMixer)
+    return isinstance(model.mixer, CachingMixer)
 
 
 class CachedModel:
