@@ -201,7 +201,6 @@ def explain_ops() -> str:
             ops.explain("gated_norm", row, row, scale, scale),
             ops.explain("linear_logp", row, row, place),
             ops.explain("norm_linear", row, scale, scale, square, scale, [16, 16]),
-            ops.explain("linear_add", row, row, square),
             ops.explain("top_k", row.float(), row, 2, removed=place[:0], removed_lengths=0 * place),
             ops.explain("gather_rows", [row, row], place),
             ops.explain("segment_sum", row, layout.lengths),

@@ -18,7 +18,7 @@ from recsys.modules import stu_node
 from recsys.modules.norm import HeadNorm, LayerNorm
 from recsys.modules.precision import product_dtype
 from recsys.modules.recompute import Watch, rebuilt_in_backward
-from recsys.ops import GradientBuffer, gated_norm, gather_rows, linear_add, norm_linear
+from recsys.ops import GradientBuffer, gated_norm, gather_rows, norm_linear
 from recsys.ops.gated_norm import new_seed
 from recsys.ops.norm_linear import NormLinear
 
@@ -62,7 +62,7 @@ class STULayer(nn.Module):
             there are ops for it. One graph serves all layers of a form and all numbers of tokens.
 
     On a GPU, in eager mode, norms, activation and sums are parts of a few ops, and backward writes the
-    gradients of u, v, q and k side by side: see `recsys.ops.norm_linear`, `linear_add` and `GradientBuffer`.
+    gradients of u, v, q and k side by side: see `recsys.ops.norm_linear` and `GradientBuffer`.
 
     Raises:
         ValueError: `compiled` with "normed_x" or "uvqk" in `recompute`.
@@ -194,12 +194,8 @@ class STULayer(nn.Module):
         attended: Tensor,
         scale: Tensor | None = None,
         grad_buffer: GradientBuffer | None = None,
-        in_place: bool = False,
     ) -> Tensor:
-        """The second half of `forward`: [T, E] from `project`'s result and attention's [T, H, V].
-
-        `in_place`: it may take the place of x, where no gradients are asked for.
-        """
+        """The second half of `forward`: [T, E] from `project`'s result and attention's [T, H, V]."""
         attended = attended.flatten(1)
         if "gated" in self._recomputed():
             random = self.training and self.dropout.p > 0
@@ -207,9 +203,6 @@ class STULayer(nn.Module):
             branch = checkpoint(
                 self._gate_and_project, *given, use_reentrant=False, preserve_rng_state=random
             )
-        elif scale is None and self._is_fused(x):
-            gated = self._gate(u, attended, grad_buffer)
-            return linear_add(x, gated, self.output.weight, self.output.bias, in_place=in_place)
         else:
             branch = self._gate_and_project(u, attended, grad_buffer)
         if scale is not None:

@@ -22,13 +22,16 @@ from recsys.ops.hstu_attention import Problem
 from recsys.ops.hstu_attention import attend as hstu_attend
 from recsys.ops.jagged import OP as GATHER
 from recsys.ops.jagged import GatherFacts
-from recsys.ops.linear_add import OP as LINEAR_ADD
-from recsys.ops.linear_add import LinearAddFacts
 from recsys.ops.norm_linear import OP as NORM_LINEAR
 from recsys.ops.norm_linear import NormLinearFacts
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Op
 from recsys.ops.runtime.saved_function import Parts
+
+LINEAR = "recsys.ops.runtime.column_sums"
+"""The module of `LinearAdd`; it needs Triton."""
+
+triton_support.preload(LINEAR)
 
 MOST_ENTRIES = 10**8
 """Of a layer's input. With more of them the GPU has more to do than the host, and functions of their own let
@@ -65,7 +68,6 @@ class Plan(NamedTuple):
     norm_linear: ModuleType
     attend: ModuleType
     gate: ModuleType
-    linear_add: ModuleType
     gather: ModuleType
 
 
@@ -82,7 +84,7 @@ def plan_of(x: Tensor, shape: Shape, attend: Callable[..., Tensor]) -> Plan | No
     if problem.layout.total_len != x.shape[0] or problem.bias is not None:
         return None
     facts = _facts_of(x.device.type, x.dtype, x.shape[1], shape, problem.mask, problem.deterministic)
-    backends = ("auto", backend, "auto", "auto", "auto")
+    backends = ("auto", backend, "auto", "auto")
     modules = [_kernels(op, known, name) for (op, known), name in zip(facts, backends, strict=True)]
     if None in modules:
         return None
@@ -102,7 +104,6 @@ def _facts_of(
         (NORM_LINEAR, NormLinearFacts(device, dtype, shape.dtype, width)),
         (ATTENTION, AttentionFacts(device, shape.dtype, *heads, mask, False, True, deterministic)),
         (GATE, GateFacts(device, shape.dtype, values // shape.num_groups)),
-        (LINEAR_ADD, LinearAddFacts(device, shape.dtype)),
         (GATHER, GatherFacts(device, shape.dtype, 1)),
     )
 
@@ -272,4 +273,5 @@ def _finish(
     options = (shape.num_groups, shape.gate_eps, shape.concat, shape.dropout, not shape.all_silu)
     arguments = (attended.flatten(1), u, *weights.gate, grad_buffer, *options)
     gated = parts.run(plan.gate.GatedNorm, arguments)
-    return parts.run(plan.linear_add.LinearAdd, (x, gated, *weights.output), (True, True, *needed[7:9]))
+    linear_add = triton_support.load(LINEAR).LinearAdd
+    return parts.run(linear_add, (x, gated, *weights.output), (True, True, *needed[7:9]))

@@ -11,7 +11,6 @@ from recsys.ops.hstu_attention.cached import hstu_attention_cached
 from recsys.ops.jagged import gather_rows
 from recsys.ops.jagged.layout import PaddedIndex, Selection, SequenceLayout, offsets_from_lengths
 from recsys.ops.jagged.mask import AttentionMask
-from recsys.ops.linear_add import linear_add
 from recsys.ops.linear_attention import LinearAttention, linear_attention
 from recsys.ops.linear_logp import LinearLogp, linear_logp, linear_lse
 from recsys.ops.norm_linear import norm_linear
@@ -39,7 +38,6 @@ __all__ = [
     "hstu_attention",
     "hstu_attention_cached",
     "last_backend",
-    "linear_add",
     "linear_attention",
     "linear_logp",
     "linear_lse",

@@ -45,7 +45,7 @@ def test_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(dim, activa
     layer = layer_of(128, dim, STUForm(activation=activation, gate=gate))
     x = torch.randn(int(LENGTHS.sum()), 128, device="cuda").to(tokens).requires_grad_()
     ours = results(layer, x, "auto", fused=True)
-    assert last_backend("norm_linear") == last_backend("linear_add") == "triton"
+    assert last_backend("norm_linear") == "triton"
     theirs = results(layer, x, "reference", fused=False)
     exact = x.detach().double().requires_grad_()
     want = results(layer.double(), exact, "reference", fused=False, bf16=False)

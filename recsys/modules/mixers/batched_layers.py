@@ -57,21 +57,17 @@ def finish(
     projections: Projections,
     attended: Tensor,
     scales: Sequence[Tensor | None] | None = None,
-    in_place: bool = False,
 ) -> Tensor:
     """Runs the second half of each layer: [T of all stacks, E].
 
     Args:
         attended: [T of all stacks, H, V].
         scales: a factor for each layer, see `STULayer.forward`.
-        in_place: whether the result may overwrite the tokens, see `STULayer.finish`.
     """
     attended_parts = attended.split([part.layout.total_len for part in parts])
     scales = [None] * len(parts) if scales is None else scales
     columns = zip(layers, parts, projections.u, attended_parts, scales, strict=True)
-    return _join(
-        [layer.finish(part.values, u, a, scale, in_place=in_place) for layer, part, u, a, scale in columns]
-    )
+    return _join([layer.finish(part.values, u, a, scale) for layer, part, u, a, scale in columns])
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:

@@ -58,7 +58,7 @@ def prefill(stacks: Sequence[Stack], sequence: JaggedSequence) -> tuple[CacheSta
         raise ValueError(
             f"prefill takes contextual and history tokens, {sequence.layout.total_targets} targets are given"
         )
-    first, stages, input_values = stacks[0], [], sequence.values
+    first, stages = stacks[0], []
     sequence = to_compute_dtype(sequence)
     for number, rule in enumerate(first.rules):
         sequence = rule.truncate(sequence)
@@ -73,9 +73,7 @@ def prefill(stacks: Sequence[Stack], sequence: JaggedSequence) -> tuple[CacheSta
             q, k, v = projections.q, projections.k, projections.v
             bias = first.biases[number](sequence) if first.biases else None
             attended = first.attention(q, k, v, layout=sequence.layout, mask=rule.mask, bias=bias)
-            may_overwrite = sequence.values is not input_values
-            values = finish(layers, parts, projections, attended, in_place=may_overwrite)
-            sequence = sequence.with_values(values)
+            sequence = sequence.with_values(finish(layers, parts, projections, attended))
     return tuple(stages)
 
 
@@ -96,8 +94,7 @@ def score(stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[Ca
         layers, parts = [stack.layers[number] for stack in stacks], parts_of(sequence)
         projections = project(layers, parts)
         attended = _attend(stacks[0], number, sequence, projections, stage, place)
-        values = finish(layers, parts, projections, attended, in_place=number > 0)
-        sequence = sequence.with_values(values)
+        sequence = sequence.with_values(finish(layers, parts, projections, attended))
     return sequence.with_values(sequence.values.to(input_dtype))
 
 

@@ -6,6 +6,8 @@ For Triton backends; this module needs Triton.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -92,3 +94,32 @@ def weight_gradient(grad: Tensor, given: Tensor, dtype: torch.dtype) -> Tensor:
     if grad.is_cuda and dtype == torch.float32:
         return torch.mm(grad.t(), given, out_dtype=dtype)
     return (grad.t() @ given).to(dtype)
+
+
+class LinearAdd(torch.autograd.Function):
+    """`apply(x, y, weight, bias)`: x + y @ weight^T + bias.
+
+    The product has the type of y, the sum that of x. Gradients of the parameters are summed in float32. It
+    pays within a node that runs several functions; on its own PyTorch's operations cost the host less
+    (experiments/2026-11-23-fewer-forms).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        rounded = weight.to(y.dtype)
+        ctx.save_for_backward(y, rounded)
+        ctx.parameter_dtype = weight.dtype
+        if bias is None and x.dtype == y.dtype:
+            return torch.addmm(x, y, rounded.t())
+        branch = F.linear(y, rounded, None if bias is None else bias.to(y.dtype))
+        return branch.add_(x) if x.dtype == branch.dtype else x + branch.to(x.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight = ctx.saved_tensors
+        needed = ctx.needs_input_grad
+        grad = grad_x.to(y.dtype)
+        grad_weight = weight_gradient(grad, y, ctx.parameter_dtype) if needed[2] else None
+        grad_bias = column_sums(grad_x).to(ctx.parameter_dtype) if needed[3] else None
+        return grad_x, grad @ weight, grad_weight, grad_bias

@@ -1,12 +1,18 @@
-"""`norm_linear` and `linear_add` against the formulas, row by row."""
+"""`norm_linear` against the formula, row by row, and its kernels against float64."""
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import nn
 
-from recsys.ops import explain, last_backend, linear_add, norm_linear
+from recsys.ops import explain, last_backend, norm_linear
+from tests.ops import harness
+from tests.ops.harness import Problem, Runner, assert_is, assert_near, normal, runners
+from tests.tools.interpreter import INTERPRETED, interpreted
 
 WIDTHS = (3, 4, 2)
+ON_GPU = Runner("triton", "cuda")
 
 
 def inputs(rows, width=6, dtype=torch.float64):
@@ -28,45 +34,35 @@ def by_rows(x, norm_weight, norm_bias, weight, bias, eps):
     return torch.stack(rows)
 
 
-def gradients(outs, leaves):
-    generator = torch.Generator().manual_seed(1)
-    cotangents = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in outs]
-    return torch.autograd.grad(outs, leaves, cotangents)
+def parts_and_x(x, product, backend, **named):
+    """All outputs of `norm_linear`, the argument among them; exact runs compute in float64 throughout."""
+    dtype = None if x.dtype == torch.float64 else product
+    found = norm_linear(x, **named, dtype=dtype, backend=backend)
+    return [*found.parts, found.x]
+
+
+def problem(rows, width, tokens=torch.float64, product=None, widths=WIDTHS, **options) -> Problem:
+    """`tokens` and `product` are types; parameters are float32 at least."""
+    columns = sum(widths)
+    shapes = {"norm_weight": (width,), "norm_bias": (width,), "weight": (columns, width), "bias": (columns,)}
+    tensors = {name: normal(*shape, seed=len(name)) for name, shape in shapes.items()}
+    tensors["weight"] /= width**0.5
+    options |= {"widths": widths, "product": product}
+    given = Problem("norm_linear", parts_and_x, {"x": normal(rows, width), **tensors}, options)
+    return given.cast(torch.promote_types(tokens, torch.float32), x=tokens)
 
 
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("keep_normed", [True, False])
 @pytest.mark.parametrize("rows", [1, 7])
 def test_parts_and_all_gradients_are_those_of_the_formula(rows, keep_normed, silu):
-    leaves = inputs(rows)
-    found = norm_linear(*leaves, WIDTHS, eps=1e-3, keep_normed=keep_normed, silu=silu)
-    assert last_backend("norm_linear") == "reference"
-    expected = by_rows(*leaves, eps=1e-3)
-    if silu:
-        expected = expected / (1 + torch.exp(-expected))
-    torch.testing.assert_close(torch.cat(found.parts, dim=1), expected, rtol=1e-12, atol=1e-12)
-    assert [part.shape[1] for part in found.parts] == list(WIDTHS)
-    outs = [*found.parts, found.x]  # the argument itself takes part in what follows
-    wanted = [*expected.split(WIDTHS, dim=1), leaves[0] * 1]
-    for got, want in zip(gradients(outs, leaves), gradients(wanted, leaves), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    def expected(x, norm_weight, norm_bias, weight, bias, widths, product, eps, keep_normed, silu):
+        joined = by_rows(x, norm_weight, norm_bias, weight, bias, eps)
+        if silu:
+            joined = joined / (1 + torch.exp(-joined))
+        return [*joined.split(widths, dim=1), x * 1]
 
-
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_the_sum_and_all_its_gradients_are_those_of_the_formula(with_bias):
-    x, y = (torch.randn(5, size, dtype=torch.float64, requires_grad=True) for size in (4, 3))
-    weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    bias = torch.randn(4, dtype=torch.float64, requires_grad=True)
-    leaves = [x, y, weight, bias][: 4 if with_bias else 3]
-    out = linear_add(*leaves)
-    assert last_backend("linear_add") == "reference"
-    rows = [
-        torch.stack([own[i] + sum(weight[i] * row) for i in range(4)]) for own, row in zip(x, y, strict=True)
-    ]
-    expected = torch.stack(rows) + (bias if with_bias else 0)
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    for got, want in zip(gradients([out], leaves), gradients([expected], leaves), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert_is(problem(rows, 6, eps=1e-3, keep_normed=keep_normed, silu=silu), expected)
 
 
 def test_statistics_in_float32_and_products_in_the_given_type():
@@ -111,26 +107,6 @@ def test_places_are_checked():
                 norm_linear(*leaves, WIDTHS, out=out)
 
 
-def test_a_sum_in_place():
-    x, y, weight = (torch.randn(shape, dtype=torch.float64) for shape in ((5, 4), (5, 3), (4, 3)))
-    expected = x + y @ weight.t()
-    kept = x.clone()
-    torch.testing.assert_close(linear_add(x, y, weight.requires_grad_(), in_place=True), expected)
-    assert torch.equal(x, kept), "not where gradients are asked for"
-    with torch.no_grad():
-        assert linear_add(x, y, weight, in_place=True) is x
-    torch.testing.assert_close(x, expected)
-
-
-def test_the_sum_has_the_type_of_x():
-    x, y, weight = torch.randn(5, 4), torch.randn(5, 3).bfloat16(), torch.randn(4, 3)
-    exact = x.double() + y.double() @ weight.double().t()
-    for tokens, digits in ((x, 2**-7), (x.bfloat16(), 2**-6)):
-        out = linear_add(tokens, y, weight)
-        assert out.dtype == tokens.dtype
-        assert (out.double() - exact).norm() <= digits * exact.norm()
-
-
 def arguments(**changes):
     names = ("x", "norm_weight", "norm_bias", "weight", "bias")
     given = dict(zip(names, (tensor.detach().float() for tensor in inputs(5)), strict=True))
@@ -152,31 +128,132 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=[message for *_, message in WRONG])
-def test_wrong_arguments_are_named(changes, error, message):
-    with pytest.raises(error, match=message):
-        norm_linear(**arguments(**changes))
+test_wrong_arguments_are_named = harness.refused(norm_linear, arguments, WRONG)
 
 
-WRONG_SUMS = [
-    ({"x": torch.zeros(5)}, ValueError, r"x must have two dimensions, got shape \(5,\)"),
-    ({"y": torch.zeros(4, 3)}, ValueError, "y must have the rows of x, 5, got 4"),
-    ({"weight": torch.zeros(3, 4)}, ValueError, r"weight must have shape \[4, 3\], got \(3, 4\)"),
-    ({"bias": torch.zeros(3)}, ValueError, r"bias must have shape \[4\], got \(3,\)"),
-    ({"bias": torch.zeros(4).half()}, TypeError, "bias must have the dtype of weight"),
-    ({"y": [1.0]}, TypeError, "y must be a floating point tensor, got list"),
-]
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"), WRONG_SUMS, ids=[message for *_, message in WRONG_SUMS]
-)
-def test_wrong_arguments_of_the_sum_are_named(changes, error, message):
-    with pytest.raises(error, match=message):
-        linear_add(**{"x": torch.zeros(5, 4), "y": torch.zeros(5, 3), "weight": torch.zeros(4, 3)} | changes)
-
-
-def test_explain_answers_for_both():
+def test_explain_answers_for_it():
     assert dict(explain("norm_linear", **arguments()).rows)["reference"].ok
-    given = (torch.zeros(5, 4), torch.zeros(5, 3), torch.zeros(4, 3))
-    assert dict(explain("linear_add", *given).rows)["reference"].ok
+
+
+# --- the kernels ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several blocks a worker in the interpreter."""
+    if INTERPRETED:
+        from recsys.ops.norm_linear import triton_ops
+        from recsys.ops.runtime import column_sums
+
+        sizes = {"FORWARD_ENTRIES": 128, "BACKWARD_ENTRIES": 128, "WORKERS_PER_PROCESSOR": 1}
+        harness.shrink(monkeypatch, triton_ops, **sizes)
+        harness.shrink(monkeypatch, column_sums, PROGRAMS_PER_PROCESSOR=1, COLUMNS=16)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("keep_normed", [True, False])
+@pytest.mark.parametrize(("rows", "width"), [(7, 6), (150, 20), (1, 33), (0, 6), (40, 1)])
+def test_parts_and_gradients(rows, width, keep_normed, silu, runner):
+    options = {"eps": 1e-3, "keep_normed": keep_normed, "silu": silu, "widths": (12, 5, 7)}
+    assert_near(problem(rows, width, torch.float32, **options), runner, close=1e-4, floor=1e-5, slack=1e-5)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("wide_tokens", [False, True])
+def test_16_bit_products(wide_tokens, runner):
+    tokens = torch.float32 if wide_tokens else runner.half
+    assert_near(problem(60, 24, tokens, product=runner.half), runner)
+
+
+@pytest.mark.gpu
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(data=st.data())
+def test_random_shapes(data):
+    width = data.draw(st.sampled_from([2, 16, 33, 64, 100, 256, 1000, 1024, 2048]))
+    widths = data.draw(st.lists(st.sampled_from([8, 16, 64, 100, 512]), min_size=1, max_size=4))
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    tokens, products = data.draw(st.sampled_from([(bf16, bf16), (fp32, bf16), (fp16, fp16), (fp32, fp32)]))
+    options = {"keep_normed": data.draw(st.booleans()), "silu": data.draw(st.booleans())}
+    given = problem(
+        data.draw(st.integers(1, 3000)), width, tokens, widths=widths, product=products, **options
+    )
+    assert_near(given, ON_GPU, floor=1e-5, slack=1e-5)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+def test_the_parts_lie_side_by_side_and_their_gradients_too(runner):
+    leaves = [t.detach().to(runner.device, torch.float32).requires_grad_() for t in inputs(9)]
+    found = norm_linear(*leaves, WIDTHS, backend="triton")
+    places = [found.grad_buffer.place(part) for part in found.parts]
+    for part, place, first in zip(found.parts, places, (0, 3, 7), strict=True):
+        assert part.stride() == place.stride() == (sum(WIDTHS), 1)
+        assert part.storage_offset() == place.storage_offset() == first
+        place.fill_(1.0)
+    got = torch.autograd.grad(found.parts, leaves[0], places)[0]
+    same = norm_linear(*leaves, WIDTHS, backend="reference").parts
+    want = torch.autograd.grad([part.sum() for part in same], leaves[0])[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("rows", [0, 7])
+def test_kernels_make_parts_where_they_are_to_stay(rows, silu, runner):
+    given = [tensor.detach().to(runner.device, torch.float32) for tensor in inputs(rows)]
+    expected = norm_linear(*given, WIDTHS, silu=silu, backend="reference").parts
+    place = torch.full((rows, sum(WIDTHS)), float("nan"), device=runner.device)
+    found = norm_linear(*given, WIDTHS, silu=silu, out=place, backend="triton").parts
+    assert [part.data_ptr() for part in found] == [part.data_ptr() for part in place.split(WIDTHS, dim=1)]
+    harness.assert_close(found, expected, 1e-4)
+
+
+@interpreted
+def test_parameters_that_need_no_gradient_get_none():
+    x, *parameters = [tensor.detach().float() for tensor in inputs(9)]
+    x.requires_grad_()
+    norm_linear(x, *parameters, WIDTHS, backend="triton").parts[0].sum().backward()
+    assert x.grad is not None and all(parameter.grad is None for parameter in parameters)
+
+
+@interpreted
+@pytest.mark.parametrize("autocast", [True, False])
+def test_without_gradients_the_same_numbers_and_no_buffer(autocast):
+    given = [tensor.detach().float() for tensor in inputs(30, 20)]
+    with torch.autocast("cpu", dtype=torch.float16, enabled=autocast):
+        found = norm_linear(*given, WIDTHS, dtype=torch.float16, backend="triton")
+        with torch.no_grad():
+            again = norm_linear(*given, WIDTHS, dtype=torch.float16, backend="triton")
+    assert found.grad_buffer is not None and again.grad_buffer is None and again.x is given[0]
+    harness.assert_equal(found.parts, again.parts)
+
+
+@interpreted
+def test_auto_stays_with_the_reference_on_a_cpu_and_wide_rows_are_refused():
+    given = [tensor.detach().float() for tensor in inputs(2)]
+    norm_linear(*given, WIDTHS)
+    assert last_backend("norm_linear") == "reference"
+    assert dict(explain("norm_linear", *given, WIDTHS).rows)["triton"].ok
+    wide = [tensor.detach().float() for tensor in inputs(1, 4100)]
+    assert "takes up to 4096" in dict(explain("norm_linear", *wide, WIDTHS).rows)["triton"].reason
+
+
+@pytest.mark.gpu
+def test_the_same_bits_each_time_for_all_sizes_and_one_artefact():
+    from recsys.ops.norm_linear.triton_kernels import backward_kernel, forward_kernel
+    from recsys.ops.runtime.column_sums import sums_kernel
+
+    options = {"widths": (256, 256), "product": torch.bfloat16}
+    given = [problem(rows, 256, torch.bfloat16, **options) for rows in (1, 7, 512, 2048, 4097)]
+    kernels = (forward_kernel, backward_kernel, sums_kernel)
+    harness.assert_same_bits_of_one_artefact(given, ON_GPU, *kernels)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device():
+    given = problem(500, 128, torch.float32, widths=(64, 64), product=torch.bfloat16)
+    harness.assert_nothing_waits(given, ON_GPU)
+
+
+test_in_the_interpreter = harness.interpreter_test(__file__)
