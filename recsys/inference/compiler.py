@@ -1,6 +1,6 @@
-"""From a graph to native code: `torch.export` captures it, AOTInductor compiles it.
+"""Compiles a graph to native code: `torch.export` captures it, AOTInductor compiles it.
 
-What goes wrong here is the machine's: no compiler, or no room on a disk.
+Failures here are the machine's: no compiler, or no space left on a disk.
 """
 
 import io
@@ -23,13 +23,13 @@ from recsys.errors import InstallationError, RecsysError
 from recsys.models.signature import TensorSpec
 
 NATIVE = "native"
-"""The instruction set of the machine that compiles."""
+"""The value of -march for the machine that compiles."""
 
 NO_SPACE = "No space left on device"
 
 
 def require_compiler() -> None:
-    """Raises InstallationError, with what to type, when there is no C++ compiler for AOTInductor."""
+    """Raises InstallationError, with the command to type, if AOTInductor finds no C++ compiler."""
     if environment.find_cxx() is None:
         raise InstallationError(
             "no C++ compiler was found, and a package is compiled code: install one (Debian, Ubuntu: "
@@ -48,13 +48,13 @@ def compile_graph(
     """Captures a graph with every named dim dynamic and compiles it to an AOTInductor package.
 
     Args:
-        graph: in eval mode.
-        specs: of its inputs.
+        graph: the graph, in eval mode.
+        specs: specs of its inputs.
         example: inputs with at least 2 rows, events and candidates each, all of different sizes.
-        path: of the `.pt2` file.
-        pipeline: for `export.march`.
-        weights: None to put weights into the file. Else it is without, and they are added here, by the names
-            that `Program` looks for.
+        path: path of the `.pt2` file.
+        pipeline: the config, read for `export.march`.
+        weights: None to put weights into the file. Otherwise the file has none, and they are added to this
+            mapping, by the names that `Program` looks for.
 
     Raises:
         InstallationError: the compiler fails.
@@ -65,15 +65,15 @@ def compile_graph(
     shapes = tuple(
         {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
     )
-    # Sizes 0 and 1 are not special cases of the graph: one artefact serves them all.
+    # Sizes 0 and 1 are not special cases of the graph, so that one artifact serves all sizes.
     with environment.quiet_export(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
         captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
     settings: dict[str, object] = {
         "aot_inductor.check_lowerbound": False,
-        # Only the glue between kernels; the kernels are optimised, and compiling takes half the time.
+        # This concerns the glue between kernels only; kernels are optimized. Compiling takes half the time.
         "aot_inductor.compile_wrapper_opt_level": "O0",
-        # Named, so that PyTorch does not compile and start a program for each instruction set to find out
-        # what there is, which takes a minute.
+        # Given here, because PyTorch would otherwise compile and start a program for each instruction set to
+        # find out what this machine has, which takes a minute.
         "cpp.simdlen": 256,
         "cpp.vec_isa_ok": True,
     }
@@ -82,9 +82,9 @@ def compile_graph(
     if weights is not None:
         settings["aot_inductor.package_constants_in_so"] = False
         weights |= {name: _on_host(weight) for name, weight in captured.state_dict.items()}
-        # Not of the model: each graph has its own.
-        lifted = {name: own for name, own in captured.constants.items() if isinstance(own, Tensor)}
-        weights |= {f"{path.stem}/{name}": _on_host(own) for name, own in lifted.items()}
+        # Constants that are not part of the model: each graph has its own.
+        constants = {name: value for name, value in captured.constants.items() if isinstance(value, Tensor)}
+        weights |= {f"{path.stem}/{name}": _on_host(value) for name, value in constants.items()}
     try:
         with _archive(path) as file, environment.quiet_export():
             torch._inductor.aoti_compile_and_package(captured, package_path=file, inductor_configs=settings)
@@ -93,8 +93,9 @@ def compile_graph(
 
 
 def instruction_set(pipeline: pb.Pipeline) -> str:
-    """What the code for the host is compiled for, as the compiler's -march names it: `export.march`, so that
-    a package runs on other machines than the one that made it; PyTorch 2.11 knows its own machine only.
+    """Returns the -march of the host code: `export.march`, so that a package runs on other machines too.
+
+    PyTorch 2.11 can compile for its own machine only.
     """
     return pipeline.export.march if hasattr(torch._inductor.config.cpp, "march") else NATIVE
 
@@ -104,9 +105,9 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 class _Held(io.RawIOBase):
-    """A file that keeps its first error, and from then on takes everything and writes nothing.
+    """A file that keeps its first error and from then on accepts all data but writes nothing.
 
-    PyTorch's writer of archives writes in its destructor, too, where an error ends the process.
+    PyTorch's archive writer also writes in its destructor, where an error would end the process.
     """
 
     def __init__(self, file: BinaryIO):
@@ -128,18 +129,18 @@ class _Held(io.RawIOBase):
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        # PyTorch goes back to the beginning, for those who read from memory what it has written.
+        # PyTorch seeks to the beginning, for callers that read the archive from memory.
         return self._file.seek(offset, whence)
 
 
 @contextmanager
 def _archive(path: Path) -> Iterator[_Held]:
-    """A new file that PyTorch may write an archive to.
+    """Opens a new file to which PyTorch may write an archive.
 
     Raises:
-        OSError: it could not be written; at the end of the block.
+        OSError: at the end of the block, if the file could not be written.
     """
-    # Without a buffer nothing is left for closing to write.
+    # Unbuffered, so that closing has nothing left to write.
     with path.open("wb", buffering=0) as file:
         held = _Held(file)
         yield held
@@ -148,7 +149,7 @@ def _archive(path: Path) -> Iterator[_Held]:
 
 
 def _explain(error: InductorError) -> Exception:
-    """What a user can mend, in words; anything else is the error itself, with where it happened."""
+    """Returns an error with advice if a user can mend the cause, or else the given error."""
     cause = error.inner_exception
     if NO_SPACE in str(cause):
         places = dict.fromkeys((tempfile.gettempdir(), cache_dir()))

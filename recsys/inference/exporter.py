@@ -1,8 +1,9 @@
-"""From a checkpoint to a package that gives the same answers.
+"""Makes a package of a checkpoint and proves that it gives the same answers.
 
-The scoring graph is captured by `torch.export` with every size dynamic, compiled ahead of time by
-AOTInductor, loaded in a fresh process and compared with the evaluated model on real rows; so are, if asked
-for, the programs that score with a cache. Only a package that agrees gets its name.
+`torch.export` captures the scoring graph with every size dynamic, and AOTInductor compiles it ahead of time.
+A fresh process then loads the package and compares it with the evaluated model on real rows. With
+`export.cached_scoring` the same happens to the programs that score with a cache. Only a package that agrees
+gets its final name.
 """
 
 import json
@@ -41,7 +42,7 @@ from recsys.models.signature import TensorSpec
 from recsys.scoring.signature import ScoringGraph, flatten, scoring_signature
 
 GOLDEN_ROWS = 8
-"""Rows of the golden batch that a package compares with at every load, and items."""
+"""Number of golden rows, and of golden items, that a package compares itself with at every load."""
 
 ITEM_TRIAL = ".trial/items.safetensors"
 HOW = {"cached": ", when it scores with a cache,", "items": " about items"}
@@ -55,12 +56,12 @@ class ParityError(RecsysError):
 
 @dataclass
 class Exported:
-    """What an export did.
+    """The result of an export.
 
     Attributes:
         folder: the package.
-        rows: real rows that were compared.
-        difference: largest |a - b| / max(1, |b|) between package and evaluated model over them.
+        rows: number of real rows that were compared.
+        difference: largest |a - b| / max(1, |b|) between the answers of package and evaluated model.
     """
 
     folder: Path
@@ -70,12 +71,12 @@ class Exported:
 
 @dataclass
 class Source:
-    """What a package is made from.
+    """The input of an export.
 
     Attributes:
-        pipeline: resolved config.
-        model: with trained weights, in eval mode, on the device that the package is for.
-        step: optimizer steps that the weights were trained for.
+        pipeline: the resolved config.
+        model: the model with trained weights, in eval mode, on the device that the package is for.
+        step: number of optimizer steps that trained the weights.
         batches: real rows, in batches of several sizes; the first one is the golden batch.
     """
 
@@ -86,13 +87,13 @@ class Source:
 
 
 def export(source: Source, folder: Path) -> Exported:
-    """Writes the package of a model to `folder`, replacing one that is there once the new one is proven.
+    """Writes the package of a model to `folder` and replaces an older one there once the new one is proven.
 
     Raises:
-        InstallationError: no C++ compiler, or one that does not work.
+        InstallationError: there is no C++ compiler, or it does not work.
         ConfigError: the config names a kernel that the device cannot run.
         ParityError: the package's answers differ from the model's by more than `export.parity_tolerance`.
-        RecsysError: nothing to compare on, no space left, or `folder` holds something else than a package.
+        RecsysError: there is nothing to compare on, no space is left, or `folder` holds no package.
     """
     package.require_replaceable(Path(folder))
     require_compiler()
@@ -128,9 +129,9 @@ def export(source: Source, folder: Path) -> Exported:
 
 
 def comparison_rows(pipeline: pb.Pipeline) -> list[Batch]:
-    """Real rows to compare on: `export.parity_rows` of the validation rows, else of the training rows.
+    """Reads real rows to compare on: `export.parity_rows` validation rows, or else training rows.
 
-    The first batch is small: it becomes the golden batch.
+    The first batch is small, because it becomes the golden batch.
     """
     split = "validation" if pipeline.data.HasField("validation") else "train"
     batches: list[Batch] = []
@@ -151,7 +152,7 @@ def comparison_rows(pipeline: pb.Pipeline) -> list[Batch]:
 
 
 def _compile_programs(source: Source, graph: ScoringGraph, folder: Path) -> None:
-    """The program of the whole model, and with `export.cached_scoring` those of `cached_programs`."""
+    """Compiles the whole model, the item tower, and with `export.cached_scoring` the `cached_programs`."""
     pipeline, example = source.pipeline, _example(source.batches)
     cached = pipeline.export.cached_scoring
     weights: dict[str, Tensor] | None = {} if cached else None
@@ -178,12 +179,12 @@ def _score(graph: ScoringGraph, batch: Batch) -> Tensor:
 
 
 def catalogue(model: Model, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
-    """float32 [V, E] on the host: the vector of each item, in the order of the vocabulary.
+    """Computes the vector of each item in the order of the vocabulary, float32 [V, E] on the host.
 
     Args:
-        model: one that searches items, in eval mode.
-        batch: any that was read for evaluation.
-        pipeline: resolved.
+        model: a model that searches items, in eval mode.
+        batch: any batch that was read for evaluation.
+        pipeline: the resolved config.
     """
     with torch.no_grad():
         rows = model.item_vectors(batch).float().cpu()
@@ -203,7 +204,7 @@ def _example(batches: list[Batch]) -> Batch:
 
 
 def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
-    """Everything beside the compiled graph."""
+    """Writes every file of the package except the compiled graphs."""
     pipeline, model = source.pipeline, source.model
     stored = pb.Pipeline()
     stored.CopyFrom(pipeline)
@@ -242,7 +243,7 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
 
 
 def _golden_items(model: Model, source: Source, most: int | None = None) -> dict[str, Tensor]:
-    """The first items of the catalogue, or all, with the model's vectors of them."""
+    """Returns inputs and vectors of the first `most` items of the catalogue, or of all."""
     batch = source.batches[0]
     with torch.no_grad():
         vectors = model.item_vectors(batch)
@@ -251,19 +252,19 @@ def _golden_items(model: Model, source: Source, most: int | None = None) -> dict
 
 
 def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
-    """What a process that failed says of it: its error, behind which C++ may have named its frames."""
+    """Finds the error message of a failed process, behind which C++ may have printed its stack."""
     lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode} and no message"]
     return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
 
 
 def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
-    """Runs every batch through the package in a process of its own; writes `parity.json`.
+    """Runs every batch through the package in a fresh process and writes `parity.json`.
 
     Returns:
         The largest difference.
 
     Raises:
-        ParityError: it is too large, or the package does not run.
+        ParityError: the difference is too large, or the package does not run.
     """
     trial = folder / ".trial"
     trial.mkdir()
@@ -307,7 +308,7 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
 
 
 def _trial(folder: Path) -> Iterator[list[float]]:
-    """In the fresh process: the differences of each batch of the trial; then those of the item tower."""
+    """Yields, in the fresh process, the differences of each batch of the trial, then of the item tower."""
     loaded = package.Package(folder, check_golden=False)
     items = folder / ITEM_TRIAL
     for path in sorted((folder / ".trial").iterdir()):

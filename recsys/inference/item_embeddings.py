@@ -1,5 +1,5 @@
-"""Vectors of items with their original ids: the file of a package that other systems can read, and items on
-their way into its item tower.
+"""Writes and reads the vectors of a package's items with their original ids, in a file that other systems can
+read, and prepares new items for the item tower.
 """
 
 from pathlib import Path
@@ -23,32 +23,32 @@ def write_vectors(folder: Path, ids: pa.Array, vectors: Tensor) -> None:
     """Writes the file: `id` as it is, and `vector`, a list of E float32.
 
     Args:
-        folder: of the package.
+        folder: folder of the package.
         ids: [V], int64 or string.
         vectors: float32 [V, E] on the host.
     """
     values = pa.array(vectors.contiguous().numpy().reshape(-1))
     columns = {"id": ids, "vector": pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])}
-    # Random digits: compression would cost time and save nothing.
+    # Digits of vectors look random, so compression would cost time and save nothing.
     pq.write_table(pa.table(columns), folder / FILE, compression="none", use_dictionary=["id"])
 
 
 def read_vectors(folder: Path) -> Tensor:
-    """float32 [V, E], in the order of the file."""
+    """Reads the vectors, float32 [V, E], in the order of the file."""
     column = one_array(pq.read_table(folder / FILE, columns=["vector"])["vector"])
     values = column.flatten().to_numpy(zero_copy_only=False)
     return torch.from_numpy(np.array(values, np.float32).reshape(len(column), column.type.list_size))
 
 
 def new_items(pipeline: pb.Pipeline, table: pa.Table) -> tuple[Tensor, ...]:
-    """Inputs of the item tower for the items of a table, in the order of `models.item_tower.item_signature`.
+    """Converts a table of items to inputs of the item tower, in the order of `item_tower.item_signature`.
 
     Args:
-        pipeline: resolved.
-        table: a row an item: its id and its features of side ITEM, under their names.
+        pipeline: the resolved config.
+        table: one row per item, with its id and its features of side ITEM under their names.
 
     Raises:
-        DataError: a column is missing, or holds what it must not.
+        DataError: a column is missing, or holds invalid values.
     """
     item, known = features.searched_item(pipeline), mappings(pipeline)
     described = convert(pipeline, table, known, "items")

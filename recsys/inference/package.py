@@ -1,6 +1,6 @@
-"""A package: the folder that `recsys.export` writes and `recsys.predict` reads.
+"""Reads and describes a package: the folder that `recsys.export` writes and `recsys.predict` loads.
 
-    package.json             what it is: format, kind, versions, target, inputs, outputs, limits
+    package.json             description: format, kind, versions, target, inputs, outputs, limits
     manifest.json            SHA-256 of every other file
     model.pt2                AOTInductor package of the scoring graph: native code, as safe as its sender
     config.resolved          the resolved config it was trained with
@@ -48,16 +48,16 @@ class Description:
     """`package.json`.
 
     Attributes:
-        kind: the family of its model, as `pb.Model` names it.
-        step: optimizer steps that the weights were trained for.
+        kind: family of the model, by its field in `pb.Model`.
+        step: number of optimizer steps that trained the weights.
         device: "cpu" or "cuda"; `target` is the instruction set or GPU architecture it was compiled for.
         inputs: name, dtype and named dims of every input, in order.
         outputs: names of the output's columns.
-        max_batch_size: rows that one call may have.
+        max_batch_size: largest number of rows in one call.
         tolerance: largest allowed |a - b| / max(1, |b|) of golden rows.
         op_libraries: Python modules that register operators of the graph; imported before it is loaded.
-        cached: the programs that score with a cache, `CachedDescription`; None without them.
-        item_inputs: as `inputs`, of the item tower; None without one.
+        cached: the programs that score with a cache, as `CachedDescription`; None without them.
+        item_inputs: the inputs of the item tower, in the form of `inputs`; None without a tower.
     """
 
     kind: str
@@ -79,11 +79,12 @@ class Package:
     """A loaded package.
 
     Attributes:
-        description: what it is.
-        pipeline: the resolved config, its vocabulary files pointing into the package.
-        items: retrieval: [V, E] float32 vector of every item, in the order of the vocabulary; else None.
-        item_tower: retrieval with an item encoder: the program from items to vectors; else None.
-        cached: the programs that score with a cache; None when it was exported without.
+        description: the content of `package.json`.
+        pipeline: the resolved config; its vocabulary files point into the package.
+        items: float32 [V, E], the vector of every item in the order of the vocabulary, if the model searches
+            items; else None.
+        item_tower: the program from items to vectors, if the model has an item encoder; else None.
+        cached: the programs that score with a cache; None if it was exported without them.
 
     Raises:
         PackageError: see the class.
@@ -93,7 +94,7 @@ class Package:
         """Loads the graph.
 
         Args:
-            folder: of the package.
+            folder: folder of the package.
             check_golden: compare with the stored answers; the exporter compares more rows itself.
         """
         folder = Path(folder)
@@ -152,14 +153,15 @@ class Package:
         return self._cached_programs().score(batch, cache)
 
     def item_vectors(self, table: pa.Table) -> Tensor:
-        """float32 [n, E] on the host: vectors of any items, also of those that training did not know, to put
-        beside those of `item_embeddings.parquet`.
+        """Computes vectors of any items, float32 [n, E] on the host, even if training did not know them.
+
+        They can be searched together with those of `item_embeddings.parquet`.
 
         Args:
-            table: a row an item, with the columns of `data.item_file`: original ids and features.
+            table: one row per item, with the columns of `data.item_file`: original ids and features.
 
         Raises:
-            DataError: a column is missing, or holds what it must not.
+            DataError: a column is missing, or holds invalid values.
             PackageError: the model has no item encoder.
         """
         if self.item_tower is None:
@@ -168,7 +170,7 @@ class Package:
         return output.float().cpu()
 
     def item_difference(self, stored: dict[str, Tensor]) -> float:
-        """How far the item tower is from stored vectors, as `golden_tensors` makes them."""
+        """Returns the largest difference between the item tower and vectors stored by `golden_tensors`."""
         if self.item_tower is None:
             raise PackageError(f"{self.folder}: there is no item tower")
         (output,) = self.item_tower(golden_inputs(stored))
@@ -198,11 +200,13 @@ class Package:
         return output.float().cpu()
 
     def differences(self, stored: dict[str, Tensor]) -> list[float]:
-        """How far each way to score is from a stored answer: the whole model's program, then with a cache if
-        the package can.
+        """Compares a stored answer with the whole model's program, and with cached scoring if there is one.
 
         Args:
-            stored: as `golden_tensors` makes it.
+            stored: inputs and output from `golden_tensors`.
+
+        Returns:
+            The largest difference of each way to score.
         """
         ways = [self.run_flat] if self.cached is None else [self.run_flat, self.cached.run_flat]
         return [largest_difference(run(golden_inputs(stored)), stored["output"]) for run in ways]
@@ -220,10 +224,10 @@ class Package:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Refuses to put a package where something would be lost but an older package.
+    """Refuses a folder in which a new package would destroy anything but an older package.
 
     Raises:
-        PackageError: naming what is in the way.
+        PackageError: names the file that is in the way.
     """
     if folder.exists() and not folder.is_dir():
         raise PackageError(f"{folder} is a file, and a package is a folder: give another --output")
@@ -239,7 +243,7 @@ def require_replaceable(folder: Path) -> None:
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Largest |a - b| / max(1, |b|); infinite for other shapes, or a NaN or infinity on one side only."""
+    """Largest |a - b| / max(1, |b|); infinite if shapes differ, or NaN or infinity is on one side only."""
     if a.shape != b.shape:
         return float("inf")
     if a.numel() == 0:
@@ -251,18 +255,18 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
 
 
 def golden_inputs(stored: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Flat inputs from a golden file, whose tensors are named `input_000`, `input_001`, ... and `output`."""
+    """Takes the flat inputs out of a golden file with tensors `input_000`, `input_001`, ... and `output`."""
     return tuple(stored[name] for name in sorted(stored) if name.startswith("input_"))
 
 
 def golden_tensors(inputs: tuple[Tensor, ...], output: Tensor) -> dict[str, Tensor]:
-    """The reverse of `golden_inputs`."""
+    """Names flat inputs and their output for a golden file; the reverse of `golden_inputs`."""
     named = {f"input_{i:03d}": tensor.contiguous().cpu() for i, tensor in enumerate(inputs)}
     return {**named, "output": output.float().contiguous().cpu()}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a `.safetensors` file that all who may read the folder may read; `save_file` hides it."""
+    """Writes a `.safetensors` file with the usual permissions; `save_file` lets only its owner read it."""
     path.write_bytes(save(tensors))
 
 
@@ -272,7 +276,7 @@ def write_description(folder: Path, description: Description) -> None:
 
 
 def architecture() -> str:
-    """That of this process's GPU, as packages name it."""
+    """Returns the architecture of this process's GPU, as packages name it."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability())
 
 
@@ -294,7 +298,7 @@ def _read_description(folder: Path) -> Description:
 
 
 def _require_device(folder: Path, description: Description) -> None:
-    """Raises PackageError where the package's device is missing or another one; says so where a GPU idles."""
+    """Raises PackageError if the package's device is missing or differs; logs if a GPU stays unused."""
     if description.device != "cuda":
         if torch.cuda.is_available():
             log.info("%s: compiled for a CPU; a package exported on this machine would use its GPU", folder)

@@ -1,6 +1,6 @@
-"""One compiled program of a package: native code that does not check its inputs, and what checks them.
+"""Runs one compiled program of a package and checks its inputs first.
 
-A wrong dtype or a strided tensor would give wrong scores without a word.
+Native code does not check its inputs: a wrong dtype or a strided tensor would silently give wrong scores.
 """
 
 import importlib
@@ -18,18 +18,18 @@ from recsys.models.signature import TensorSpec
 
 
 class PackageError(RecsysError):
-    """A package that is damaged, of another format, or does not compute what it computed when it was made."""
+    """A package that is damaged, has another format, or no longer gives the answers that it was made with."""
 
 
 class Program:
     """An AOTInductor package as a function of flat tensors.
 
     Args:
-        path: of the `.pt2` file.
-        specs: of its inputs, in order.
-        device: that it was compiled for.
+        path: path of the `.pt2` file.
+        specs: specs of its inputs, in order.
+        device: the device that it was compiled for.
         op_libraries: modules that register its operators; imported first.
-        weights: what it computes with, by name, when it does not hold them itself. They are not copied.
+        weights: its weights by name, if the file does not hold them. They are not copied.
 
     Raises:
         PackageError: a weight is missing.
@@ -45,27 +45,27 @@ class Program:
     ):
         for name in op_libraries:
             importlib.import_module(name)
-        # The runtime reads this switch once, before the first call: it then refuses tensors of a wrong type
+        # The runtime reads this switch once, before the first call, and then refuses tensors of a wrong type
         # or shape.
         os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
         loader = logging.getLogger("torch.export.pt2_archive._package")
         loader.addFilter(_is_not_target_warning)
         try:
-            # It compares this processor with the one of the export, for the warning that is not wanted, and
-            # would compile and start a program for each instruction set to find out what there is: a minute.
+            # For its unwanted warning, the loader compares this processor with that of the export. To learn
+            # what this one can do, it would compile and start a program for each instruction set: a minute.
             with inductor.patch("cpp.vec_isa_ok", True):
                 self._compiled = torch._inductor.aoti_load_package(str(path))
         finally:
             loader.removeFilter(_is_not_target_warning)
         self._specs, self._device = list(specs), device
-        # The program points at them: they live as long as it does.
+        # The program points at the weights, so they must live as long as it does.
         self._weights = None if weights is None else self._own(weights, path)
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Its outputs, on its device.
+        """Returns the outputs, on the program's device.
 
         Raises:
-            PackageError: naming the input that does not fit.
+            PackageError: names the input that does not fit.
         """
         moved = check_inputs(tuple(_to(self._device, tensor) for tensor in inputs), self._specs)
         enter_device(self._device)
@@ -76,7 +76,7 @@ class Program:
     def _own(self, weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
         found = {}
         for name in self._compiled.get_constant_fqns():
-            # What only this program has bears its name.
+            # A constant that only this program has is stored under the program's name.
             own = weights.get(f"{path.stem}/{name}", weights.get(name))
             if own is None:
                 raise PackageError(f"{path}: its weight {name} is missing: export it again")
@@ -86,26 +86,29 @@ class Program:
 
 
 def enter_device(device: torch.device) -> None:
-    """Lets this thread start kernels of a package: these ask the driver, for which a thread that has not yet
-    used the device has no context. PyTorch's own kernels make one.
+    """Gives this thread a CUDA context, so that it can start kernels of a package.
+
+    A package launches kernels through the driver, for which a thread that has not used the device yet has no
+    context. PyTorch's own kernels create one.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).query()
 
 
 def _to(device: torch.device, tensor: Tensor) -> Tensor:
-    """A tensor on a device, without waiting for what that is doing."""
+    """Moves a tensor to a device without waiting for the device."""
     if device.type == "cuda" and not tensor.is_cuda:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def check_inputs(inputs: tuple[Tensor, ...], specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
-    """The inputs, contiguous, after checking number, dtypes and that equally named dims are equal; a dim that
-    is named by a number has that size.
+    """Checks the number, dtypes and sizes of the inputs and returns them, contiguous.
+
+    Dims with equal names must have equal sizes, and a dim whose name is a number must have that size.
 
     Raises:
-        PackageError: naming the input.
+        PackageError: names the input.
     """
     if len(inputs) != len(specs):
         raise PackageError(f"{len(inputs)} inputs given, the package has {len(specs)}")
@@ -125,6 +128,6 @@ def check_inputs(inputs: tuple[Tensor, ...], specs: Sequence[TensorSpec]) -> tup
 
 
 def _is_not_target_warning(record: logging.LogRecord) -> bool:
-    # A package is compiled for `export.march`, older than most machines on purpose; an instruction set that a
-    # machine lacks shows in the golden rows at the latest.
+    # A package is compiled for `export.march`, which is older than most machines on purpose. If a machine
+    # lacks an instruction set, the golden rows show it at the latest.
     return "Device information mismatch" not in record.getMessage()

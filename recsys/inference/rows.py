@@ -1,6 +1,4 @@
-"""Converted rows on their way into a package: cut into pieces of bearable length, with their whole histories
-beside.
-"""
+"""Prepares converted rows for a package: cuts them into pieces of bounded length, reads whole histories."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,31 +18,31 @@ from recsys.errors import ConfigError
 
 @dataclass
 class Histories:
-    """Events of rows: int64 table rows, one event after the other, and int64 [rows] events of each row.
+    """The events of some rows: int64 rows of the item table, end to end, and int64 [rows] events of each row.
 
-    A row that was left out has none.
+    A row that was left out has no events.
     """
 
     items: np.ndarray
     lengths: np.ndarray
 
     def of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Events of a run of rows and their numbers."""
+        """Returns the events of a run of rows, and the number of events of each row."""
         start, stop = self.lengths[: rows.start].sum(), self.lengths[: rows.stop].sum()
         return torch.from_numpy(self.items[start:stop]), torch.from_numpy(self.lengths[rows])
 
 
 def in_pieces(block: ColumnBlock, most: int) -> ColumnBlock:
-    """The rows of a block, one after the other, those with more than `most` candidates as several rows.
+    """Splits the rows of a block that have more than `most` candidates into several rows, in the same order.
 
-    A candidate's score depends on no candidate but those of its target group, so with a `piece_size` the
-    scores are those of the whole rows, in the same order.
+    A candidate's score depends on its own target group only, so with `most` from `piece_size` the scores are
+    those of the whole rows, in the same order.
     """
     lengths = block.lengths[pb.CANDIDATE]
     row, cut = cut_into_pieces(lengths, most)
     if len(row) == len(lengths):
         return block
-    # Pieces repeat the row and its history; candidates stay where they are and are only counted anew.
+    # Pieces repeat the row and its history; candidates stay in place and are only counted anew.
     candidates = {name: column for name, column in block.flat.items() if column.side == pb.CANDIDATE}
     others = {name: column for name, column in block.flat.items() if column.side != pb.CANDIDATE}
     nothing = {**block.lengths, pb.CANDIDATE: np.zeros_like(lengths)}
@@ -53,14 +51,14 @@ def in_pieces(block: ColumnBlock, most: int) -> ColumnBlock:
 
 
 class Pieces(NamedTuple):
-    """int64 [pieces], the row that each piece is of, and its candidates."""
+    """The row of each piece and its number of candidates, both int64 [pieces]."""
 
     row: np.ndarray
     lengths: np.ndarray
 
 
 def cut_into_pieces(lengths: np.ndarray, most: int) -> Pieces:
-    """Rows with `lengths` candidates, cut so that no piece has more than `most`; each row has a piece."""
+    """Cuts rows with `lengths` candidates into pieces of at most `most`; each row has at least one piece."""
     count = np.maximum(-(-lengths // most), 1)
     row = np.repeat(np.arange(len(lengths)), count)
     skipped = most * (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count))
@@ -68,12 +66,12 @@ def cut_into_pieces(lengths: np.ndarray, most: int) -> Pieces:
 
 
 def whole_histories(table: pa.Table, block: ColumnBlock, column: str, vocabulary: Vocabulary) -> Histories:
-    """All events of a table's rows, those beyond `data.max_history_len` too.
+    """Reads all events of a table's rows, including those beyond `data.max_history_len`.
 
     Args:
-        table: that `block` was converted from.
-        column: single-valued id column of the side HISTORY.
-        vocabulary: of the column.
+        table: the table from which `block` was converted.
+        column: name of a single-valued id column of side HISTORY.
+        vocabulary: the column's vocabulary.
     """
     good = block.codes == 0
     lists = Lists.of(one_array(table.filter(pa.array(good))[column]))
@@ -83,13 +81,13 @@ def whole_histories(table: pa.Table, block: ColumnBlock, column: str, vocabulary
 
 
 def runs(total: int, most: int) -> Iterator[slice]:
-    """0, 1, ... total - 1 in runs of at most `most`."""
+    """Yields 0, 1, ... total - 1 in runs of at most `most`."""
     for start in range(0, total, most):
         yield slice(start, min(start + most, total))
 
 
 def bounded_runs(lengths: Sequence[int], rows: int, total: int) -> Iterator[slice]:
-    """Neighbours in runs of at most `rows` whose lengths add up to at most `total`; a longer one is alone."""
+    """Yields runs of at most `rows` neighbors whose lengths sum to at most `total`; a longer one is alone."""
     start, held = 0, 0
     for place, length in enumerate(lengths):
         if place > start and (place - start == rows or held + length > total):
@@ -101,12 +99,12 @@ def bounded_runs(lengths: Sequence[int], rows: int, total: int) -> Iterator[slic
 
 
 def given_source(paths: Sequence[str] | None, pipeline: pb.Pipeline) -> pb.Source:
-    """The rows to predict for: files named on a command line, else those of `data.test`.
+    """Returns the source of the rows to predict: files named on a command line, or else `data.test`.
 
-    Files are CSV when all end in `.csv` or `.csv.gz`, else parquet.
+    The files are CSV if all names end in `.csv` or `.csv.gz`, else parquet.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: no file is named, and the config has no `data.test`.
     """
     if not paths:
         if not pipeline.data.HasField("test"):

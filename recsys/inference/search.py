@@ -1,7 +1,7 @@
-"""Finds the best items for queries: exactly, or with an index of faiss.
+"""Finds the best items for queries, exactly or with a faiss index.
 
-Between the item vectors of a package and `predictor`. A search is opened once and asked batch after batch;
-`predict.index` chooses it.
+`predictor` opens a search over the item vectors of a package once and asks it batch after batch.
+`predict.index` chooses the search.
 """
 
 import logging
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recall:
-    """How much of the truth an index finds.
+    """The share of the exact results that an index finds.
 
     Attributes:
-        factory, search: of `pb.FaissIndex`.
-        k: items of a row.
-        rows: that were answered by the index and searched exactly too.
-        recall: share of the exactly found items that the index found; None without any.
+        factory, search: settings of `pb.FaissIndex`.
+        k: number of items per row.
+        rows: number of rows that the index answered and that were also searched exactly.
+        recall: share of the exactly found items that the index found; None if there are none.
     """
 
     factory: str
@@ -40,23 +40,23 @@ class Recall:
 
 
 class Search(Protocol):
-    """What `open_search` gives."""
+    """A search over the items of a package, as `open_search` returns it."""
 
     def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
-        """As `ops.top_k`; everything lies on the host."""
+        """Finds items like `ops.top_k`; all tensors are on the host."""
         ...
 
     def recall(self) -> Recall | None:
-        """Over the rows so far; None of an exact search."""
+        """Returns the recall over the rows so far; None for an exact search."""
         ...
 
 
 def open_search(settings: pb.Predict, items: Tensor, device: torch.device) -> Search:
-    """The search that a resolved config asks for.
+    """Opens the search that a resolved config chooses.
 
     Args:
         items: float32 [V, E] on the host.
-        device: for an exact search.
+        device: device of an exact search.
 
     Raises:
         InstallationError: the index's library is not installed.
@@ -69,7 +69,7 @@ def open_search(settings: pb.Predict, items: Tensor, device: torch.device) -> Se
 
 
 class ExactSearch:
-    """All items, which stay on the device."""
+    """Searches all items, which stay on the device."""
 
     def __init__(self, items: Tensor, device: torch.device):
         self._items = items.to(device)
@@ -87,15 +87,15 @@ class ExactSearch:
 
 @register(pb.FaissIndex)
 class FaissIndex:
-    """An index of faiss over all items, built here.
+    """Builds a faiss index over all items and searches it.
 
     Args:
-        config: resolved.
+        config: the resolved message.
         items: float32 [V, E] on the host.
 
     Raises:
         InstallationError: faiss is not installed.
-        ConfigError: faiss cannot build what `config` says of these items.
+        ConfigError: faiss cannot build the index that `config` describes for these items.
     """
 
     def __init__(self, config: pb.FaissIndex, *, items: Tensor):
@@ -111,7 +111,7 @@ class FaissIndex:
         answer = self._ordered(asked, self._look_up(asked, k, gone))
         left = np.minimum(k, len(self._vectors) - gone.counts)
         enough = (answer.items.numpy() >= 0).sum(axis=1) >= left
-        # Every item is as good as another for a query of zeros: the order of the catalogue decides.
+        # All items score equally for a query of zeros, so the order of the catalogue decides.
         served = enough & asked.any(axis=1)
         measured = np.flatnonzero(served)[: max(self._config.recall_rows - self._rows, 0)]
         again = np.concatenate([np.flatnonzero(~served), measured])
@@ -135,12 +135,12 @@ class FaissIndex:
         return Recall(self._config.factory, self._config.search, self._k, self._rows, share)
 
     def _look_up(self, queries: np.ndarray, k: int, gone: "_Removed") -> np.ndarray:
-        """int64 [B, k] items of the index that are not removed, -1 where it found too few."""
+        """Returns int64 [B, k] items of the index that are not removed; -1 where it found too few."""
         found = np.full((len(queries), k), -1, np.int64)
-        # Rows with about as much to remove are asked together, so that few are asked for more than they need.
+        # Rows with similar numbers of removed items are searched together, so that few fetch too many.
         classes = np.ceil(np.log2(gone.counts + 1)).astype(np.int64)
-        for one in np.unique(classes):
-            rows = np.flatnonzero(classes == one)
+        for size_class in np.unique(classes):
+            rows = np.flatnonzero(classes == size_class)
             found[rows] = self._fetch(queries[rows], k, gone.select(rows))
         return found
 
@@ -157,7 +157,7 @@ class FaissIndex:
         return found
 
     def _ordered(self, queries: np.ndarray, items: np.ndarray) -> TopK:
-        """Found items with their exact scores, as `top_k` orders them."""
+        """Returns the found items with their exact scores, in the order of `top_k`."""
         scores = np.full(items.shape, -np.inf, np.float32)
         row, place = np.nonzero(items >= 0)
         scores[row, place] = np.einsum("ne,ne->n", queries[row], self._vectors[items[row, place]])
@@ -174,12 +174,12 @@ class FaissIndex:
 
 @dataclass(frozen=True)
 class _Removed:
-    """What each row must not find, once.
+    """The distinct items that each row must not find.
 
     Attributes:
-        items: int64, row after row.
-        counts: int64 [B], items of each row.
-        num_items: of the catalogue.
+        items: int64, the items of all rows, end to end.
+        counts: int64 [B], number of items of each row.
+        num_items: number of items in the catalogue.
     """
 
     items: np.ndarray
@@ -188,21 +188,21 @@ class _Removed:
 
     @classmethod
     def of(cls, removed: Tensor, removed_lengths: Tensor, num_items: int) -> "_Removed":
-        """From what `top_k` takes; items that are not in the catalogue are left out."""
+        """Builds it from the arguments of `top_k`, without items that are not in the catalogue."""
         items, rows = removed.numpy(), _rows(removed_lengths.numpy())
         known = (items >= 0) & (items < num_items)
         pairs = np.unique(np.stack([rows[known], items[known]]), axis=1)
         return cls(pairs[1], np.bincount(pairs[0], minlength=len(removed_lengths)), num_items)
 
     def select(self, rows: np.ndarray) -> "_Removed":
-        """Those of some rows, in that order."""
+        """Selects rows, in that order."""
         parts = np.split(self.items, np.cumsum(self.counts)[:-1]) if len(self.counts) else []
         chosen = [parts[row] for row in rows]
         items = np.concatenate(chosen) if chosen else self.items[:0]
         return _Removed(items, self.counts[rows], self.num_items)
 
     def among(self, items: np.ndarray) -> np.ndarray:
-        """bool [B, n], which of some items of each row are removed."""
+        """Returns bool [B, n]: whether each of the given items is removed for its row."""
         keys = _rows(self.counts) * self.num_items + self.items
         return np.isin(np.arange(len(items))[:, None] * self.num_items + items, keys)
 
@@ -222,7 +222,7 @@ def _faiss() -> ModuleType:
 
 
 def _build(faiss: ModuleType, config: pb.FaissIndex, vectors: np.ndarray) -> Any:
-    """faiss tells what it cannot do by a RuntimeError that begins with a place in its source."""
+    """Builds the index. faiss reports a bad one by a RuntimeError that begins with a place in its source."""
     log.info("building index %s of %d items", config.factory, len(vectors))
     try:
         index = faiss.index_factory(vectors.shape[1], config.factory, faiss.METRIC_INNER_PRODUCT)
