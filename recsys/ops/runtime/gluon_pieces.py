@@ -29,9 +29,21 @@ def new_buffers(desc, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def new_slots(COUNT: gl.constexpr, NUMBERS: gl.constexpr = 1):
+    """Shared memory for messages between warps: `COUNT` slots of so many int32."""
+    return gl.allocate_shared_memory(gl.int32, [COUNT, NUMBERS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
 def new_barriers(COUNT: gl.constexpr):
     """`COUNT` barriers in shared memory, not yet initialized."""
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def new_ring(STAGES: gl.constexpr):
+    """The barriers of a ring of `STAGES` buffers, full and free, not yet initialized."""
+    return new_barriers(STAGES), new_barriers(STAGES)
 
 
 @gluon.jit
@@ -80,6 +92,29 @@ def load_rows(descriptor, sample, first, column, full, buffer):
     rows = RAGGED_ROWS - length + first
     end = start.to(gl.int32) + length
     tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, end, rows, column], full, buffer)
+
+
+@gluon.jit
+def store_rows(descriptor, sample, first, offset, column, buffer):
+    """Starts a copy of `buffer` to rows from `first + offset` on of a sample; rows outside of it are not
+    written."""
+    rows = RAGGED_ROWS - sample[1] + first + offset
+    end = sample[0].to(gl.int32) + sample[1]
+    tma.async_copy_shared_to_global(descriptor, [RAGGED_ROWS, end, rows, column], buffer)
+
+
+@gluon.jit
+def publish(number, slot):
+    """Writes a number into a slot of shared memory, where `read_slot` finds it."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot.store(gl.full([1], number, gl.int32, one))
+
+
+@gluon.jit
+def read_slot(slot):
+    """The number that was published in a slot."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(slot.load(one), 0)
 
 
 @gluon.jit

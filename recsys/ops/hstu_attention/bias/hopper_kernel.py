@@ -26,13 +26,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from recsys.ops.hstu_attention.bias import packed
-from recsys.ops.hstu_attention.hopper.backward import load_runs, load_tile
+from recsys.ops.hstu_attention.hopper.backward import UNSEEN, load_runs, load_tile
 from recsys.ops.hstu_attention.hopper.forward import NUM_COLUMNS, visible
-from recsys.ops.hstu_attention.triton import tile as triton_tile
+from recsys.ops.hstu_attention.triton.tile import VARYING
 from recsys.ops.hstu_attention.work_list import item as work_item
-from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, async_add_to_global, tanh
+from recsys.ops.runtime.gluon_pieces import (
+    RAGGED_ROWS,
+    STRIP,
+    async_add_to_global,
+    init_barriers,
+    new_barriers,
+    new_buffers,
+    tanh,
+)
 
-UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
 THREADS = gl.constexpr(128)
 HALF = gl.constexpr(STRIP.value // 2)
 """Scores a thread."""
@@ -66,7 +73,7 @@ def load_block(number, tile, runs, descriptors, columns, buffers, full):
 
 
 @gluon.jit
-def weigh(score, first_row, first, history_end, masked, rule, RULE: gl.constexpr):
+def silu_and_slope(score, first_row, first, history_end, masked, rule, RULE: gl.constexpr):
     """SiLU of halved scores [keys, rows], and twice its slope; both zero where the mask is."""
     if masked:
         i = first_row + gl.arange(0, STRIP, gl.SliceLayout(0, score.type.layout))
@@ -113,7 +120,7 @@ def add_block(
     )  # fmt: skip
     if number + 1 < count:
         load_block(number + 1, tile, runs, loading[0], loading[1], buffers, full)
-    weight, slope = weigh(score, first_row, first, history_end, masked, rule, RULE)
+    weight, slope = silu_and_slope(score, first_row, first, history_end, masked, rule, RULE)
     weight = gl.convert_layout(weight.to(dtype), operand)
     grad_v = warpgroup_mma(weight, grad_out, grad_v, is_async=True)
     grad = warpgroup_mma_wait(1, deps=(grad,))
@@ -148,7 +155,7 @@ def store_keys(grad, pointer, tile, head, num_heads):
     gl.store(pointer + place, grad.to(pointer.dtype.element_ty), mask=gl.expand_dims(j < length, 1))
 
 
-@gluon.jit(do_not_specialize=["num_heads", "copies", *triton_tile.VARYING])
+@gluon.jit(do_not_specialize=["num_heads", "copies", *VARYING])
 def biased_kernel(
     q_desc, k_desc, v_desc, g_desc, rows_desc, grad_k, grad_v, items, num_heads,
     stride_q, stride_k, stride_v, stride_g,
@@ -170,17 +177,15 @@ def biased_kernel(
     """
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     TEXTS: gl.constexpr = (BIAS_TEXT, BIAS_CONSTRAINTS, TABLES_TEXT, TABLES_CONSTRAINTS)
-    dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STRIP, 16])
     thread: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    q_buffer = gl.allocate_shared_memory(dtype, [2] + q_desc.block_shape, q_desc.layout)
-    g_buffer = gl.allocate_shared_memory(dtype, [2] + g_desc.block_shape, g_desc.layout)
-    k_buffer = gl.allocate_shared_memory(dtype, k_desc.block_shape, k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, v_desc.block_shape, v_desc.layout)
+    q_buffer = new_buffers(q_desc, 2)
+    g_buffer = new_buffers(g_desc, 2)
+    k_buffer = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_shape, k_desc.layout)
+    v_buffer = gl.allocate_shared_memory(v_desc.dtype, v_desc.block_shape, v_desc.layout)
     rows_buffer = gl.allocate_shared_memory(gl.float32, rows_desc.block_shape, rows_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for barrier in gl.static_range(3):
-        mbarrier.init(full.index(barrier), count=1)
+    full = new_barriers(3)
+    init_barriers(full, 3, 1)
     fence_async_shared()
     gl.thread_barrier()
 

@@ -19,7 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.hopper.forward import hear, settle, skip_blocks, step, tell, weigh
+from recsys.ops.hstu_attention.hopper.forward import (
+    barriers_of_rows,
+    finish_step,
+    silu,
+    skip_blocks,
+    start_step,
+)
 from recsys.ops.hstu_attention.work_list.item import (
     CACHE_LENGTH,
     CACHE_START,
@@ -28,7 +34,16 @@ from recsys.ops.hstu_attention.work_list.item import (
     NUM_CACHED_COLUMNS,
     START,
 )
-from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, load_rows, next_stage
+from recsys.ops.runtime.gluon_pieces import (
+    RAGGED_ROWS,
+    STRIP,
+    load_rows,
+    new_buffers,
+    new_slots,
+    next_stage,
+    publish,
+    read_slot,
+)
 
 
 @gluon.jit
@@ -91,7 +106,7 @@ def loading_warp(
         count = blocks[2]
         k_columns, v_columns = (head * stride_k, head * stride_ck), (head * stride_v, head * stride_cv)
         if count > 0:
-            tell(place, slots.index(turn % (2 * Q_TILES)))  # what it said before has been heard: q was free
+            publish(place, slots.index(turn % (2 * Q_TILES)))  # read before: q was free
             for strip in gl.static_range(STRIPS):
                 at = turn % Q_TILES * STRIPS + strip
                 mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
@@ -123,7 +138,7 @@ def loading_warp(
             )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
         place = following
-    tell(place, slots.index(turn % (2 * Q_TILES)))
+    publish(place, slots.index(turn % (2 * Q_TILES)))
     for strip in gl.static_range(STRIPS):
         at = turn % Q_TILES * STRIPS + strip
         mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
@@ -131,7 +146,7 @@ def loading_warp(
 
 
 @gluon.jit
-def hide(score, i, first, group_size, GROUPED: gl.constexpr):
+def apply_mask(score, i, first, group_size, GROUPED: gl.constexpr):
     """The scores, zero where the new row `i` does not see the new key: silu(0) is 0. `first` is the block's
     first key."""
     keys: gl.constexpr = gl.SliceLayout(0, score.type.layout)
@@ -170,14 +185,14 @@ def attend(
     score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
     score = warpgroup_mma_wait(0, deps=(score,))
     mbarrier.arrive(k_free.index(stage))
-    weight = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
+    weight = gl.convert_layout(silu(score, half_alpha).to(dtype), operand)
     mbarrier.wait(v_full.index(stage), parity)
     for _number in range(1, count - new_count):
         following = next_stage(cursor, STAGES)
         if STRIPS == 2:
-            score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
-            new = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
-            total, weight = settle(total, new, following, cursor, barriers)
+            score, total = start_step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
+            new = gl.convert_layout(silu(score, half_alpha).to(dtype), operand)
+            total, weight = finish_step(total, new, following, cursor, barriers)
         else:
             k = buffers[1].index(following[0]).reshape([BLOCK_N, D]).permute((1, 0))
             v = buffers[2].index(cursor[0]).reshape([BLOCK_N, D])
@@ -187,7 +202,7 @@ def attend(
             score, total = warpgroup_mma_wait(0, deps=(score, total))
             mbarrier.arrive(k_free.index(following[0]))
             mbarrier.arrive(v_free.index(cursor[0]))
-            weight = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
+            weight = gl.convert_layout(silu(score, half_alpha).to(dtype), operand)
             mbarrier.wait(v_full.index(following[0]), following[1])
         cursor = following
     stage = cursor[0]
@@ -211,7 +226,7 @@ def attend(
         score = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
         score = warpgroup_mma_wait(0, deps=(score,))
         mbarrier.arrive(k_free.index(stage))
-        weight = weigh(hide(score, i, block * BLOCK_N, group_size, GROUPED), half_alpha)
+        weight = silu(apply_mask(score, i, block * BLOCK_N, group_size, GROUPED), half_alpha)
         weight = gl.convert_layout(weight.to(dtype), operand)
         mbarrier.wait(v_full.index(stage), parity)
         v = buffers[2].index(stage).reshape([BLOCK_N, D])
@@ -239,7 +254,7 @@ def computing_group(
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     mbarrier.wait(q_full.index(strip), 0)
-    place = hear(slots.index(0))
+    place = read_slot(slots.index(0))
     tile, _cache, blocks, head = fetch(
         items, gl.minimum(place, num_places - 1), num_heads, group_size, SIZES, GROUPED
     )
@@ -261,7 +276,7 @@ def computing_group(
         turn += 1
         following = turn % Q_TILES * STRIPS + strip
         mbarrier.wait(q_full.index(following), turn // Q_TILES % 2)  # early: the next item is on its way
-        place = hear(slots.index(turn % (2 * Q_TILES)))
+        place = read_slot(slots.index(turn % (2 * Q_TILES)))
         tile, _cache, blocks, head = fetch(
             items, gl.minimum(place, num_places - 1), num_heads, group_size, SIZES, GROUPED
         )
@@ -289,29 +304,13 @@ def candidates_kernel(
     """out [T, H, D] contiguous, of the new tokens. One program a processor; `counter` is 0; the strides are
     those of a head."""
     SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS, Q_TILES)
-    dtype: gl.constexpr = q_desc.dtype
-    q_buffer = gl.allocate_shared_memory(dtype, [Q_TILES * STRIPS] + q_desc.block_shape, q_desc.layout)
-    k_buffer = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
-    out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + o_desc.block_shape, o_desc.layout)
-    slots = gl.allocate_shared_memory(gl.int32, [2 * Q_TILES, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for at in gl.static_range(Q_TILES * STRIPS):
-        mbarrier.init(q_full.index(at), count=1)
-        mbarrier.init(q_free.index(at), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=STRIPS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=STRIPS)
-    fence_async_shared()
+    q_buffer = new_buffers(q_desc, Q_TILES * STRIPS)
+    k_buffer = new_buffers(k_desc, STAGES)
+    v_buffer = new_buffers(v_desc, STAGES)
+    out_buffer = new_buffers(o_desc, STRIPS)
+    slots = new_slots(2 * Q_TILES)
     buffers = (q_buffer, k_buffer, v_buffer, out_buffer, slots)
-    barriers = (q_full, q_free, k_full, k_free, v_full, v_free)
+    barriers = barriers_of_rows(SIZES)
     num_places = num_items * num_heads
     loading = (
         q_desc, (k_desc, v_desc), (ck_desc, cv_desc), buffers, barriers, items, counter, num_places,

@@ -29,14 +29,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from recsys.ops.hstu_attention import mask_forms
 from recsys.ops.hstu_attention.hopper.forward import (
     NUM_COLUMNS,
     UNMASKED_START,
     block_at,
-    hear,
     num_blocks,
     num_masked,
-    tell,
 )
 from recsys.ops.hstu_attention.triton import tile as triton_tile
 from recsys.ops.hstu_attention.work_list import item as work_item
@@ -44,14 +43,18 @@ from recsys.ops.runtime.gluon_pieces import (
     RAGGED_ROWS,
     STRIP,
     async_add_to_global,
+    init_rings,
     load_rows,
+    new_buffers,
+    new_ring,
+    new_slots,
     next_stage,
     opaque,
+    publish,
+    read_slot,
+    store_rows,
     tanh,
 )
-
-NO_ROW = gl.constexpr(0x7FFFFFFF)
-"""Behind all rows."""
 
 UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
 
@@ -62,6 +65,7 @@ signal through a barrier in shared memory the compiler would stop all warps of t
 thread can give it. Triton has those below 4."""
 
 
+visible_from_keys = gluon.jit(mask_forms.visible_from_keys.fn)
 load_tile = gluon.jit(work_item.load_tile.fn)
 load_runs = gluon.jit(work_item.load_runs.fn)
 
@@ -104,7 +108,7 @@ def load_tile_of_keys(
             load_rows(q_desc, tile, first, head * stride_q, q_full.index(stage), q_buffer.index(stage))
             if number == 0:
                 mbarrier.wait(k_free.index(slot), turn // 2 % 2 ^ 1)
-                tell(place, slots.index(slot))  # the tile two before has been heard
+                publish(place, slots.index(slot))  # the tile two before has been heard
                 load_rows(k_desc, tile, tile[3], head * stride_k, k_full.index(slot), k_buffer.index(slot))
             mbarrier.wait(g_free.index(stage), parity)
             load_rows(g_desc, tile, first, head * stride_g, g_full.index(stage), g_buffer.index(stage))
@@ -136,45 +140,21 @@ def loading_ahead(
     turn = state[2]
     slots, k_full, k_free = buffers[6], barriers[4], barriers[6]
     mbarrier.wait(k_free.index(turn % 2), turn // 2 % 2 ^ 1)
-    tell(place, slots.index(turn % 2))
+    publish(place, slots.index(turn % 2))
     mbarrier.arrive(k_full.index(turn % 2))
 
 
 @gluon.jit
-def seen_by(score, key, row, tile, rule, RULE: gl.constexpr):
-    """Which of the scores [keys, rows] are of pairs that the mask lets through; the first key and row.
-
-    As `ops.jagged.mask.column_intervals` has it, which rows see a key: a thread has few keys and many rows,
-    so bounds for each row would fill its registers. Rows past the end of the sample may be among them.
-    """
-    num_contextual, window, prefix, group_size = rule
-    history_end = tile[2]
-    i = gl.expand_dims(row + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout)), 0)
+def seen_by_keys(score, key, row, tile, rule, RULE: gl.constexpr):
+    """Which of the scores [keys, rows] are of pairs that the mask lets through; `key` and `row`: the first
+    ones. A thread has few keys and many rows, so bounds for each row would fill its registers."""
+    i = row + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
     j = key + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
-    is_target = j >= history_end
-    own_end = j + 1
-    if RULE[2]:
-        own_end = j - gl.maximum(j - history_end, 0) % group_size + group_size
-    end = gl.where(is_target, own_end, NO_ROW)
-    if RULE[0]:
-        always = j < num_contextual + prefix
-        window_end = gl.minimum(j, history_end - window) + window
-        end = gl.where(is_target, own_end, gl.where(always, NO_ROW, window_end))
-    contextual_end = gl.where(j < num_contextual, num_contextual, 0)
-    if RULE[3]:
-        contextual_end = gl.where(is_target, 0, num_contextual)
-    start = gl.expand_dims(gl.maximum(j, num_contextual), 1)
-    seen = ((i >= start) & (i < gl.expand_dims(end, 1))) | (i < gl.expand_dims(contextual_end, 1))
-    if RULE[0]:
-        target_start = gl.where(is_target, NO_ROW, history_end)
-        if RULE[1]:
-            target_start = gl.where(always | (j >= history_end - window), target_start, NO_ROW)
-        seen = seen | (i >= gl.expand_dims(target_start, 1))
-    return seen
+    return visible_from_keys(gl.expand_dims(i, 0), gl.expand_dims(j, 1), tile[2], rule, RULE)
 
 
 @gluon.jit
-def come_to(barrier: gl.constexpr, block, strip: gl.constexpr, TEXT: gl.constexpr):
+def strip_barrier(barrier: gl.constexpr, block, strip: gl.constexpr, TEXT: gl.constexpr):
     """An instruction at the hardware barrier of `strip` for the buffer of block number `block`, at which both
     strips count."""
     number = gl.to_tensor(barrier + 2 * strip + (block & 1))
@@ -184,13 +164,13 @@ def come_to(barrier: gl.constexpr, block, strip: gl.constexpr, TEXT: gl.constexp
 @gluon.jit
 def signal(barrier: gl.constexpr, block, strip: gl.constexpr):
     """To `strip`, the other one, about the buffer of block number `block`; each warp for itself."""
-    come_to(barrier, block, strip, "bar.arrive $1, $2; mov.u32 $0, 0;")
+    strip_barrier(barrier, block, strip, "bar.arrive $1, $2; mov.u32 $0, 0;")
 
 
 @gluon.jit
 def await_signal(barrier: gl.constexpr, block, strip: gl.constexpr):
     """Until all warps of `strip`, the own one, are here and all of the other have given the signal."""
-    come_to(barrier, block, strip, "bar.sync $1, $2; mov.u32 $0, 0;")
+    strip_barrier(barrier, block, strip, "bar.sync $1, $2; mov.u32 $0, 0;")
 
 
 @gluon.jit
@@ -293,7 +273,7 @@ def add_rows(
     score = warpgroup_mma_wait(1, deps=(score,))
     x = score * half_alpha
     if MASKED:
-        seen = seen_by(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
+        seen = seen_by_keys(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
         x = gl.where(seen, x, UNSEEN)
     weight, slope = weight_and_slope(x)
     weight = gl.convert_layout(weight.to(dtype), operand)
@@ -352,9 +332,7 @@ def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.con
     rounded = buffer._reinterpret(desc.dtype, [1, 1, STRIP, D], desc.layout)
     rounded.reshape([STRIP, D]).store(grad.to(desc.dtype))
     fence_async_shared()
-    rows = RAGGED_ROWS - tile[1] + tile[3] + strip * STRIP
-    end = tile[0].to(gl.int32) + tile[1]
-    tma.async_copy_shared_to_global(desc, [RAGGED_ROWS, end, rows, column], rounded)
+    store_rows(desc, tile, tile[3], strip * STRIP, column, rounded)
 
 
 @gluon.jit
@@ -371,7 +349,7 @@ def computing_group(
     HELD: gl.constexpr = SIZES[5]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    k_full, k_free, v_free, told = barriers[4], barriers[6], barriers[7], buffers[6]
+    k_full, k_free, v_free, published = barriers[4], barriers[6], barriers[7], buffers[6]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
@@ -379,7 +357,7 @@ def computing_group(
     for buffer in gl.static_range(2):
         signal(FREE, buffer, 1 - strip)
     mbarrier.wait(k_full.index(0), 0)
-    place = hear(told.index(0))
+    place = read_slot(published.index(0))
     tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     while place < num_places:
         count = num_blocks(runs)
@@ -432,7 +410,7 @@ def computing_group(
         turn += 1
         v_cursor = next_stage(v_cursor, V_STAGES)
         mbarrier.wait(k_full.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
-        place = hear(told.index(turn % 2))
+        place = read_slot(published.index(turn % 2))
         done, done_head = tile, head
         tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
         await_signal(DONE, 0, strip)  # the buffer of the keys is free
@@ -449,6 +427,34 @@ def computing_group(
         tma.store_wait(1)  # and dV its own
         mbarrier.arrive(k_free.index(slots[0]))
     tma.store_wait(0)
+
+
+@gluon.jit
+def operand_buffers(q_desc, g_desc, k_desc, v_desc, SIZES: gl.constexpr):
+    """Buffers of q and dO, and of two tiles of k and `V_STAGES` of v."""
+    STAGES: gl.constexpr = SIZES[2]
+    V_STAGES: gl.constexpr = SIZES[4]
+    return (
+        new_buffers(q_desc, STAGES), new_buffers(g_desc, STAGES), new_buffers(k_desc, 2),
+        new_buffers(v_desc, V_STAGES),
+    )  # fmt: skip
+
+
+@gluon.jit
+def barriers_of_keys(SIZES: gl.constexpr):
+    """Initialized barriers of a tile of keys: full and free of q and of dO, full of k and v, free of both."""
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    V_STAGES: gl.constexpr = SIZES[4]
+    q_full, q_free = new_ring(STAGES)
+    g_full, g_free = new_ring(STAGES)
+    k_full, k_free = new_ring(2)
+    v_full, v_free = new_ring(V_STAGES)
+    init_rings(((q_full, q_free), (g_full, g_free)), STAGES, STRIPS)
+    init_rings(((v_full, v_free),), V_STAGES, STRIPS)
+    init_rings(((k_full, k_free),), 2, STRIPS)
+    fence_async_shared()
+    return q_full, q_free, g_full, g_free, k_full, v_full, k_free, v_free
 
 
 @gluon.jit(
@@ -477,36 +483,14 @@ def backward_kernel(
     gl.static_assert(STRIPS == 2 and (HELD == 0 or HELD == 64 or HELD == D))
     dtype: gl.constexpr = q_desc.dtype
     rule = (num_contextual, window, prefix, group_size)
-    q_buffer = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
-    g_buffer = gl.allocate_shared_memory(dtype, [STAGES] + g_desc.block_shape, g_desc.layout)
-    k_buffer = gl.allocate_shared_memory(dtype, [2] + k_desc.block_shape, k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, [V_STAGES] + v_desc.block_shape, v_desc.layout)
+    operands = operand_buffers(q_desc, g_desc, k_desc, v_desc, SIZES)
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     ds_buffer = gl.allocate_shared_memory(dtype, [2, STRIPS * STRIP, BLOCK_M], flat)
-    part_buffer = gl.allocate_shared_memory(gl.float32, [STRIPS] + dq_desc.block_shape, dq_desc.layout)
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    g_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=STRIPS)
-        mbarrier.init(g_full.index(stage), count=1)
-        mbarrier.init(g_free.index(stage), count=STRIPS)
-    for stage in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=STRIPS)
-    for slot in gl.static_range(2):
-        mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(k_free.index(slot), count=STRIPS)
-    fence_async_shared()
+    part_buffer = new_buffers(dq_desc, STRIPS)
+    slots = new_slots(2)
+    q_buffer, g_buffer, k_buffer, v_buffer = operands
     buffers = (q_buffer, g_buffer, k_buffer, v_buffer, ds_buffer, part_buffer, slots)
-    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, v_free)
+    barriers = barriers_of_keys(SIZES)
     num_places = num_items * num_heads
     loading = (
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,

@@ -11,7 +11,6 @@ Formulas, names and the loading warp are those of `sm90_backward`, without dQ, w
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -20,14 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from recsys.ops.hstu_attention.hopper.backward import (
     UNSEEN,
+    barriers_of_keys,
     fetch,
     loading_ahead,
-    seen_by,
+    operand_buffers,
+    seen_by_keys,
     store_strip,
     weight_and_slope,
 )
-from recsys.ops.hstu_attention.hopper.forward import block_at, hear, masked_block, num_blocks, num_masked
-from recsys.ops.runtime.gluon_pieces import STRIP, next_stage, opaque
+from recsys.ops.hstu_attention.hopper.forward import block_at, masked_block, num_blocks, num_masked
+from recsys.ops.runtime.gluon_pieces import STRIP, new_buffers, new_slots, next_stage, opaque, read_slot
 
 
 @gluon.jit
@@ -59,7 +60,7 @@ def add_rows(
     score = warpgroup_mma_wait(1, deps=(score,))
     x = score * half_alpha
     if MASKED:
-        seen = seen_by(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
+        seen = seen_by_keys(score, tile[3] + strip * STRIP, row, tile, rule, RULE)
         x = gl.where(seen, x, UNSEEN)
     weight, slope = weight_and_slope(x)
     weight = gl.convert_layout(weight.to(dtype), operand)
@@ -111,12 +112,12 @@ def computing_group(
     V_STAGES: gl.constexpr = SIZES[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     k_full, v_full, k_free, v_free = barriers[4], barriers[5], barriers[6], barriers[7]
-    out, told = buffers[4].index(strip), buffers[6]
+    out, published = buffers[4].index(strip), buffers[6]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     mbarrier.wait(k_full.index(0), 0)
-    place = hear(told.index(0))
+    place = read_slot(published.index(0))
     tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     while place < num_places:
         count = num_blocks(runs)
@@ -147,7 +148,7 @@ def computing_group(
         turn += 1
         v_cursor = next_stage(v_cursor, V_STAGES)
         mbarrier.wait(k_full.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
-        place = hear(told.index(turn % 2))
+        place = read_slot(published.index(turn % 2))
         done, column = tile, head * D
         tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
         tma.store_wait(0)  # dK of the tile before has left the buffer
@@ -176,36 +177,12 @@ def keys_kernel(
     STRIPS: gl.constexpr = 2
     SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    dtype: gl.constexpr = q_desc.dtype
     rule = (num_contextual, window, prefix, group_size)
-    q_buffer = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
-    g_buffer = gl.allocate_shared_memory(dtype, [STAGES] + g_desc.block_shape, g_desc.layout)
-    k_buffer = gl.allocate_shared_memory(dtype, [2] + k_desc.block_shape, k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, [V_STAGES] + v_desc.block_shape, v_desc.layout)
-    out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + dk_desc.block_shape, dk_desc.layout)
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    g_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=STRIPS)
-        mbarrier.init(g_full.index(stage), count=1)
-        mbarrier.init(g_free.index(stage), count=STRIPS)
-    for stage in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=STRIPS)
-    for slot in gl.static_range(2):
-        mbarrier.init(k_full.index(slot), count=1)
-        mbarrier.init(k_free.index(slot), count=STRIPS)
-    fence_async_shared()
+    q_buffer, g_buffer, k_buffer, v_buffer = operand_buffers(q_desc, g_desc, k_desc, v_desc, SIZES)
+    out_buffer = new_buffers(dk_desc, STRIPS)
+    slots = new_slots(2)
     buffers = (q_buffer, g_buffer, k_buffer, v_buffer, out_buffer, out_buffer, slots)
-    barriers = (q_full, q_free, g_full, g_free, k_full, v_full, k_free, v_free)
+    barriers = barriers_of_keys(SIZES)
     num_places = num_items * num_heads
     loading = (
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,

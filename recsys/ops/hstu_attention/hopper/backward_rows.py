@@ -8,7 +8,7 @@ a buffer of its own, so that the next rows arrive while the last product and the
 through that of q.
 
     buffers   q, g (dO), k, v, slots for numbers of tiles, out
-    barriers  rows full and free, k full and free, v full and free, told
+    barriers  rows full and free, k full and free, v full and free, published
     SIZES     D, BLOCK_N, stages of k, stages of v, APART: whether dQ has a buffer of its own
 """
 
@@ -23,16 +23,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from recsys.ops.hstu_attention.hopper.backward import fetch
-from recsys.ops.hstu_attention.hopper.forward import (
-    block_at,
-    blocks_past,
-    hear,
-    num_blocks,
-    num_masked,
-    tell,
-    visible,
+from recsys.ops.hstu_attention.hopper.forward import block_at, blocks_past, num_blocks, num_masked, visible
+from recsys.ops.runtime.gluon_pieces import (
+    STRIP,
+    init_barriers,
+    init_rings,
+    load_rows,
+    new_barriers,
+    new_buffers,
+    new_ring,
+    new_slots,
+    next_stage,
+    opaque,
+    publish,
+    read_slot,
+    store_rows,
+    tanh,
 )
-from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, load_rows, next_stage, opaque, tanh
 
 STRIPS = gl.constexpr(2)
 """Of a tile."""
@@ -46,7 +53,7 @@ def loading_warp(
     """Takes tiles in the order of the list, the next one whenever it is done, and loads what they need."""
     BLOCK_N: gl.constexpr = SIZES[1]
     q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]
-    rows_full, rows_free, k_full, k_free, v_full, v_free, told = barriers
+    rows_full, rows_free, k_full, k_free, v_full, v_free, published = barriers
     stride_q, stride_g, stride_k, stride_v = strides
     k_cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
     v_cursor = (gl.to_tensor(0), gl.to_tensor(1))
@@ -57,10 +64,10 @@ def loading_warp(
         following = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         count = num_blocks(runs)
         if count > 0:
-            tell(
+            publish(
                 place, slots.index(turn % 2)
             )  # the tile two before has been heard of: its stores were waited for
-            mbarrier.arrive(told.index(turn % 2))
+            mbarrier.arrive(published.index(turn % 2))
             for number in range(count):
                 first = block_at(number, runs, unmasked) * BLOCK_N
                 stage, parity = k_cursor
@@ -79,8 +86,8 @@ def loading_warp(
                 v_cursor = next_stage(v_cursor, SIZES[3])
             turn += 1
         place = following
-    tell(place, slots.index(turn % 2))
-    mbarrier.arrive(told.index(turn % 2))
+    publish(place, slots.index(turn % 2))
+    mbarrier.arrive(published.index(turn % 2))
 
 
 @gluon.jit
@@ -154,12 +161,12 @@ def computing_group(
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     APART: gl.constexpr = SIZES[4]
     buffer, slots = buffers[5].index(strip), buffers[4]
-    full, free, told = barriers[0].index(strip), barriers[1].index(strip), barriers[6]
+    full, free, published = barriers[0].index(strip), barriers[1].index(strip), barriers[6]
     k_cursor = (gl.to_tensor(0), gl.to_tensor(0))
     v_cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
-    mbarrier.wait(told.index(0), 0)
-    place = hear(slots.index(0))
+    mbarrier.wait(published.index(0), 0)
+    place = read_slot(slots.index(0))
     tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
     while place < num_places:
         masked = num_masked(runs)
@@ -187,8 +194,8 @@ def computing_group(
             k_cursor = next_stage(k_cursor, SIZES[2])
             v_cursor = next_stage(v_cursor, SIZES[3])
         turn += 1
-        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
-        place = hear(slots.index(turn % 2))
+        mbarrier.wait(published.index(turn % 2), turn // 2 % 2)  # early, so that the next item is on its way
+        place = read_slot(slots.index(turn % 2))
         done, column = tile, head * D
         tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
         if APART:
@@ -196,9 +203,7 @@ def computing_group(
         # A strip past the end of the sample stores too: nothing of it is in bounds.
         buffer.reshape([STRIP, D]).store((total * (half_alpha * inverse_scale)).to(dq_desc.dtype))
         fence_async_shared()
-        rows = RAGGED_ROWS - done[1] + done[3] + strip * STRIP
-        end = done[0].to(gl.int32) + done[1]
-        tma.async_copy_shared_to_global(dq_desc, [RAGGED_ROWS, end, rows, column], buffer)
+        store_rows(dq_desc, done, done[3], strip * STRIP, column, buffer)
         if not APART:
             tma.store_wait(0)
             mbarrier.arrive(free)
@@ -224,37 +229,28 @@ def rows_kernel(
     """dQ [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
     SIZES: gl.constexpr = (D, BLOCK_N, K_STAGES, V_STAGES, APART)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    dtype: gl.constexpr = q_desc.dtype
     rule = (num_contextual, window, prefix, group_size)
-    q_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + q_desc.block_shape, q_desc.layout)
-    g_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + g_desc.block_shape, g_desc.layout)
-    k_buffer = gl.allocate_shared_memory(dtype, [K_STAGES] + k_desc.block_shape, k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, [V_STAGES] + v_desc.block_shape, v_desc.layout)
+    q_buffer = new_buffers(q_desc, STRIPS)
+    g_buffer = new_buffers(g_desc, STRIPS)
+    k_buffer = new_buffers(k_desc, K_STAGES)
+    v_buffer = new_buffers(v_desc, V_STAGES)
     out_buffer = q_buffer
     if APART:
-        out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + dq_desc.block_shape, dq_desc.layout)
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], mbarrier.MBarrierLayout())
-    rows_full = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
-    rows_free = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(told.index(slot), count=1)
+        out_buffer = new_buffers(dq_desc, STRIPS)
+    slots = new_slots(2)
+    rows_full, rows_free = new_ring(STRIPS)
+    k_full, k_free = new_ring(K_STAGES)
+    v_full, v_free = new_ring(V_STAGES)
+    published = new_barriers(2)
+    init_barriers(published, 2, 1)
     for strip in gl.static_range(STRIPS):
-        mbarrier.init(rows_full.index(strip), count=2)
+        mbarrier.init(rows_full.index(strip), count=2)  # q and dO arrive one by one
         mbarrier.init(rows_free.index(strip), count=1)
-    for stage in gl.static_range(K_STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=STRIPS)
-    for stage in gl.static_range(V_STAGES):
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=STRIPS)
+    init_rings(((k_full, k_free),), K_STAGES, STRIPS)
+    init_rings(((v_full, v_free),), V_STAGES, STRIPS)
     fence_async_shared()
     buffers = (q_buffer, g_buffer, k_buffer, v_buffer, slots, out_buffer)
-    barriers = (rows_full, rows_free, k_full, k_free, v_full, v_free, told)
+    barriers = (rows_full, rows_free, k_full, k_free, v_full, v_free, published)
     num_places = num_items * num_heads
     loading = (
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,

@@ -13,7 +13,8 @@ to 2^-11 of one, which is what `tanh` gives too. dV and dK leave through the buf
 came in: the next keys and values arrive meanwhile.
 
     buffers   q, g, k, v, slopes, two slots for items of the list
-    barriers  q full and free, g full and free, k full and free, v full and free, slopes full and free, told
+    barriers  q full and free, g full and free, k full and free, v full and free, slopes full and free,
+              published (an item is in the slot)
     SIZES     D, BLOCK_M, STAGES
 """
 
@@ -27,17 +28,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from recsys.ops.hstu_attention.hopper.backward import UNSEEN, seen_by, weight_and_slope
+from recsys.ops.hstu_attention.hopper.backward import UNSEEN, seen_by_keys, weight_and_slope
 from recsys.ops.hstu_attention.hopper.forward import (
     ITEM,
     block_at,
-    hear_item,
+    load_item,
     num_blocks,
     num_masked,
-    read_item,
-    take,
+    read_item_slot,
+    take_place,
 )
-from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, load_rows, next_stage, previous_stage
+from recsys.ops.runtime.gluon_pieces import (
+    STRIP,
+    init_barriers,
+    init_rings,
+    load_rows,
+    new_barriers,
+    new_buffers,
+    new_ring,
+    new_slots,
+    next_stage,
+    previous_stage,
+    store_rows,
+)
 
 AHEAD = gl.constexpr(3)
 """Blocks: see `look_ahead`."""
@@ -49,9 +62,9 @@ def look_ahead(number, count, place, item, items, counter, num_places, num_heads
     blocks before the end it takes a place in the list, `AHEAD` before the end it reads the item there, a
     little later where there are few, for the place to have come. Returns both, as given until then."""
     if number == gl.maximum(count - 2 * AHEAD, 0):
-        place = take(counter)
+        place = take_place(counter)
     if number == gl.maximum(count - AHEAD, gl.minimum(count - 1, AHEAD)):
-        item = read_item(items, place, num_places, num_heads)
+        item = load_item(items, place, num_places, num_heads)
     return place, item
 
 
@@ -66,20 +79,26 @@ def loading_warp(
     STAGES: gl.constexpr = SIZES[2]
     q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[5]
     q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
-    k_full, k_free, v_full, v_free, told = barriers[4], barriers[5], barriers[6], barriers[7], barriers[10]
+    k_full, k_free, v_full, v_free, published = (
+        barriers[4],
+        barriers[5],
+        barriers[6],
+        barriers[7],
+        barriers[10],
+    )
     stride_q, stride_g, stride_k, stride_v = strides
     cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
     turn = gl.to_tensor(0)
     place = gl.program_id(0)
-    item = read_item(items, place, num_places, num_heads)
+    item = load_item(items, place, num_places, num_heads)
     while place < num_places:
-        slots.index(turn % 2).store(item)  # what was told two tiles before has been heard
-        _, tile, runs, unmasked, head = hear_item(slots.index(turn % 2))
+        slots.index(turn % 2).store(item)  # the item of two tiles before has been read
+        _, tile, runs, unmasked, head = read_item_slot(slots.index(turn % 2))
         count = num_blocks(runs)
-        if count == 0:  # one of those that fill the list up: nobody is told
+        if count == 0:  # one of those that fill the list up: nothing is published
             place, item = look_ahead(0, 1, place, item, items, counter, num_places, num_heads)
         else:
-            mbarrier.arrive(told.index(turn % 2))
+            mbarrier.arrive(published.index(turn % 2))
             for number in range(count):
                 stage, parity = cursor
                 first = block_at(number, runs, unmasked) * BLOCK_M
@@ -96,7 +115,7 @@ def loading_warp(
                 place, item = look_ahead(number, count, place, item, items, counter, num_places, num_heads)
             turn += 1
     slots.index(turn % 2).store(item)
-    mbarrier.arrive(told.index(turn % 2))
+    mbarrier.arrive(published.index(turn % 2))
 
 
 @gluon.jit
@@ -123,7 +142,7 @@ def add_weighted_rows(
     score = warpgroup_mma_wait(0, deps=(score,))
     x = score * half_alpha
     if MASKED:
-        seen = seen_by(score, tile[3], row, tile, rule, RULE)
+        seen = seen_by_keys(score, tile[3], row, tile, rule, RULE)
         x = gl.where(seen, x, UNSEEN)
     weight, slope = weight_and_slope(x)
     weight = gl.convert_layout(weight.to(dtype), operand)
@@ -175,10 +194,7 @@ def store_tile(grad, desc, buffer, tile, column, free, D: gl.constexpr):
     rounded = buffer._reinterpret(desc.dtype, [1, 1, STRIP, D], desc.layout)
     rounded.reshape([STRIP, D]).store(grad.to(desc.dtype))
     fence_async_shared()
-    end = tile[0].to(gl.int32) + tile[1]
-    tma.async_copy_shared_to_global(
-        desc, [RAGGED_ROWS, end, RAGGED_ROWS - tile[1] + tile[3], column], rounded
-    )
+    store_rows(desc, tile, tile[3], 0, column, rounded)
     tma.store_wait(0)
     mbarrier.arrive(free)
 
@@ -193,11 +209,11 @@ def value_group(
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    full, told, slots = barriers[4].index(0), barriers[10], buffers[5]
+    full, published, slots = barriers[4].index(0), barriers[10], buffers[5]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
-    mbarrier.wait(told.index(0), 0)
-    place, tile, runs, unmasked, head = hear_item(slots.index(0))
+    mbarrier.wait(published.index(0), 0)
+    place, tile, runs, unmasked, head = read_item_slot(slots.index(0))
     while place < num_places:
         masked = num_masked(runs)
         count = num_blocks(runs)
@@ -221,8 +237,8 @@ def value_group(
         buffer, free = buffers[1].index(stage), barriers[3].index(stage)
         store_tile(grad_v * inverse_scale, dv_desc, buffer, tile, head * D, free, D)
         turn += 1
-        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)
-        place, tile, runs, unmasked, head = hear_item(slots.index(turn % 2))
+        mbarrier.wait(published.index(turn % 2), turn // 2 % 2)
+        place, tile, runs, unmasked, head = read_item_slot(slots.index(turn % 2))
 
 
 @gluon.jit
@@ -233,11 +249,11 @@ def key_group(
     D: gl.constexpr = SIZES[0]
     STAGES: gl.constexpr = SIZES[2]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    full, told, slots = barriers[6].index(0), barriers[10], buffers[5]
+    full, published, slots = barriers[6].index(0), barriers[10], buffers[5]
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
-    mbarrier.wait(told.index(0), 0)
-    place, tile, runs, _unmasked, head = hear_item(slots.index(0))
+    mbarrier.wait(published.index(0), 0)
+    place, tile, runs, _unmasked, head = read_item_slot(slots.index(0))
     while place < num_places:
         grad_k = gl.zeros([STRIP, D], gl.float32, sums)
         mbarrier.wait(full, turn % 2)
@@ -250,8 +266,8 @@ def key_group(
         buffer, free = buffers[0].index(stage), barriers[1].index(stage)
         store_tile(grad_k, dk_desc, buffer, tile, head * D, free, D)
         turn += 1
-        mbarrier.wait(told.index(turn % 2), turn // 2 % 2)
-        place, tile, runs, _unmasked, head = hear_item(slots.index(turn % 2))
+        mbarrier.wait(published.index(turn % 2), turn // 2 % 2)
+        place, tile, runs, _unmasked, head = read_item_slot(slots.index(turn % 2))
 
 
 @gluon.jit(
@@ -272,41 +288,28 @@ def wide_keys_kernel(
     """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are of a head."""
     SIZES: gl.constexpr = (D, BLOCK_M, STAGES)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    dtype: gl.constexpr = q_desc.dtype
     rule = (num_contextual, window, prefix, group_size)
-    q_buffer = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_shape, q_desc.layout)
-    g_buffer = gl.allocate_shared_memory(dtype, [STAGES] + g_desc.block_shape, g_desc.layout)
-    k_buffer = gl.allocate_shared_memory(dtype, [1] + k_desc.block_shape, k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, [1] + v_desc.block_shape, v_desc.layout)
+    q_buffer = new_buffers(q_desc, STAGES)
+    g_buffer = new_buffers(g_desc, STAGES)
+    k_buffer = new_buffers(k_desc, 1)
+    v_buffer = new_buffers(v_desc, 1)
     flat: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     slopes = gl.allocate_shared_memory(gl.float16, [STAGES, STRIP, BLOCK_M], flat)
-    slots = gl.allocate_shared_memory(gl.int32, [2, ITEM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    g_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    g_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    slopes_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    slopes_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    told = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
-        mbarrier.init(told.index(slot), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=2)
-        mbarrier.init(g_full.index(stage), count=1)
-        mbarrier.init(g_free.index(stage), count=2)
-        mbarrier.init(slopes_full.index(stage), count=1)
-        mbarrier.init(slopes_free.index(stage), count=1)
-    for barrier in gl.static_range(4):
-        mbarrier.init((k_full, k_free, v_full, v_free)[barrier].index(0), count=1)
+    slots = new_slots(2, ITEM)
+    q_full, q_free = new_ring(STAGES)
+    g_full, g_free = new_ring(STAGES)
+    k_full, k_free = new_ring(1)
+    v_full, v_free = new_ring(1)
+    slopes_full, slopes_free = new_ring(STAGES)
+    published = new_barriers(2)
+    init_barriers(published, 2, 1)
+    init_rings(((q_full, q_free), (g_full, g_free)), STAGES, 2)
+    init_rings(((slopes_full, slopes_free),), STAGES, 1)
+    init_rings(((k_full, k_free), (v_full, v_free)), 1, 1)
     fence_async_shared()
     buffers = (q_buffer, g_buffer, k_buffer, v_buffer, slopes, slots)
     barriers = (
-        q_full, q_free, g_full, g_free, k_full, k_free, v_full, v_free, slopes_full, slopes_free, told
+        q_full, q_free, g_full, g_free, k_full, k_free, v_full, v_free, slopes_full, slopes_free, published
     )  # fmt: skip
     num_places = num_items * num_heads
     loading = (

@@ -49,7 +49,18 @@ from recsys.ops.hstu_attention.work_list.item import (
     UNMASKED_COUNT,
     UNMASKED_START,
 )
-from recsys.ops.runtime.gluon_pieces import RAGGED_ROWS, STRIP, load_rows, next_stage, opaque, tanh
+from recsys.ops.runtime.gluon_pieces import (
+    STRIP,
+    init_rings,
+    load_rows,
+    new_buffers,
+    new_ring,
+    new_slots,
+    next_stage,
+    opaque,
+    store_rows,
+    tanh,
+)
 
 ITEM = gl.constexpr(16)
 """Numbers of an item in shared memory: the columns of the work list, the head and the place in the list."""
@@ -67,22 +78,9 @@ visible = gluon.jit(mask_forms.visible.fn)
 
 
 @gluon.jit
-def tell(place, slot):
-    """Writes the number of a tile where `hear` finds it, for warp groups that read its item themselves."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot.store(gl.full([1], place, gl.int32, one))
-
-
-@gluon.jit
-def hear(slot):
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(slot.load(one), 0)
-
-
-@gluon.jit
-def read_item(items, place, num_places, num_heads):
-    """int32 [ITEM], one a lane: the item at `place` as `hear_item` finds it in shared memory; the last one
-    for a place behind it. Nothing waits for it before it is used."""
+def load_item(items, place, num_places, num_heads):
+    """int32 [ITEM], one a lane: the item at `place` of the list as a slot holds it, or the last item for a
+    place behind the list. Nothing waits for the load before its first use."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     column = gl.arange(0, ITEM, lanes)
     row = (gl.minimum(place, num_places - 1) // num_heads).to(gl.int64)
@@ -92,24 +90,24 @@ def read_item(items, place, num_places, num_heads):
 
 
 @gluon.jit
-def number_at(slot, column: gl.constexpr):
+def number_in(slot, column: gl.constexpr):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(slot.slice(column, 1, 0).load(one), 0)
 
 
 @gluon.jit
-def hear_item(slot):
+def read_item_slot(slot):
     """What the loading warp tells of a tile: its place in the list, the tile itself, its runs, the first of
     its blocks that need no mask, its head."""
     tile = (
-        number_at(slot, START), number_at(slot, LENGTH), number_at(slot, HISTORY_END), number_at(slot, FIRST),
+        number_in(slot, START), number_in(slot, LENGTH), number_in(slot, HISTORY_END), number_in(slot, FIRST),
     )  # fmt: skip
     runs = (
-        number_at(slot, COUNT_A), number_at(slot, START_B), number_at(slot, COUNT_B),
-        number_at(slot, START_C), number_at(slot, COUNT_C), number_at(slot, UNMASKED_AT),
-        number_at(slot, UNMASKED_COUNT),
+        number_in(slot, COUNT_A), number_in(slot, START_B), number_in(slot, COUNT_B),
+        number_in(slot, START_C), number_in(slot, COUNT_C), number_in(slot, UNMASKED_AT),
+        number_in(slot, UNMASKED_COUNT),
     )  # fmt: skip
-    return number_at(slot, PLACE), tile, runs, number_at(slot, UNMASKED_START), number_at(slot, HEAD)
+    return number_in(slot, PLACE), tile, runs, number_in(slot, UNMASKED_START), number_in(slot, HEAD)
 
 
 @gluon.jit
@@ -179,7 +177,7 @@ def load_block(descriptor, tile, first, column, cursor, full, free, buffers):
 
 
 @gluon.jit
-def take(counter):
+def take_place(counter):
     """The next place in the list. Who took it long before it is worked on would have the others work on other
     keys meanwhile, and the second-level cache would hold fewer of them."""
     return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
@@ -202,15 +200,15 @@ def loading_warp(
     cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
     turn = gl.to_tensor(0)
     place = gl.program_id(0)
-    item = read_item(items, place, num_places, num_heads)
+    item = load_item(items, place, num_places, num_heads)
     while place < num_places:
         following, next_item = place, item
         slot = slots.index(turn % (2 * Q_TILES))
-        slot.store(item)  # what it told before has been heard: q was free
-        _, tile, runs, unmasked, head = hear_item(slot)
+        slot.store(item)  # the item before has been read: q was free
+        _, tile, runs, unmasked, head = read_item_slot(slot)
         count = num_blocks(runs)
         if count <= TAKEN_BEFORE:
-            following = take(counter)
+            following = take_place(counter)
         if count > 0:
             first = block_at(0, runs, unmasked) * BLOCK_N
             if Q_TILES == 1:  # else there is room for q before
@@ -225,9 +223,9 @@ def loading_warp(
                 load_block(k_desc, tile, first, head * stride_k, cursor, k_full, k_free, k_buffer)
             for number in range(1, count):  # keys are needed, and free again, before the values of a block
                 if number == count - TAKEN_BEFORE:
-                    following = take(counter)
+                    following = take_place(counter)
                 if number == gl.maximum(count - READ_BEFORE, 3):
-                    next_item = read_item(items, following, num_places, num_heads)
+                    next_item = load_item(items, following, num_places, num_heads)
                 further = next_stage(cursor, STAGES)
                 next_first = block_at(number, runs, unmasked) * BLOCK_N
                 load_block(k_desc, tile, next_first, head * stride_k, further, k_full, k_free, k_buffer)
@@ -236,7 +234,7 @@ def loading_warp(
             load_block(v_desc, tile, first, head * stride_v, cursor, v_full, v_free, v_buffer)
             cursor = next_stage(cursor, STAGES)
         if count <= 3:
-            next_item = read_item(items, following, num_places, num_heads)
+            next_item = load_item(items, following, num_places, num_heads)
         place, item = following, next_item
     slots.index(turn % (2 * Q_TILES)).store(item)
     for strip in gl.static_range(STRIPS):
@@ -246,14 +244,14 @@ def loading_warp(
 
 
 @gluon.jit
-def weigh(score, half_alpha):
+def silu(score, half_alpha):
     """silu(2 x) = x + x tanh(x) for x = score * half_alpha."""
     x = score * half_alpha
     return x * tanh(x) + x
 
 
 @gluon.jit
-def hide(score, row, first, tile, rule, RULE: gl.constexpr):
+def apply_mask(score, row, first, tile, rule, RULE: gl.constexpr):
     """The scores, zero where a row does not see the key: silu(0) is 0. The first row and key of the block."""
     i = row + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
     j = first + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
@@ -262,7 +260,7 @@ def hide(score, row, first, tile, rule, RULE: gl.constexpr):
 
 
 @gluon.jit
-def step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES: gl.constexpr):
+def start_step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES: gl.constexpr):
     """Starts the scores of the block at `following` and adds the values of the block at `cursor`; returns
     while the latter is under way: the scores, and the sum to wait for."""
     D: gl.constexpr = SIZES[0]
@@ -278,7 +276,7 @@ def step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES:
 
 
 @gluon.jit
-def settle(total, weight, following, cursor, barriers):
+def finish_step(total, weight, following, cursor, barriers):
     """Waits for the sum, and for the values of the next block. `weight` is there so that it is computed
     before, in the shadow of the product: the assembler would sink it behind the wait."""
     mbarrier.wait(barriers[4].index(following[0]), following[1])
@@ -344,26 +342,26 @@ def attend(
     score = warpgroup_mma_wait(0, deps=(score,))
     mbarrier.arrive(k_free.index(stage))
     first = block_at(past, runs, unmasked) * BLOCK_N
-    weight = weigh(hide(score, row, first, tile, rule, RULE), half_alpha)
+    weight = silu(apply_mask(score, row, first, tile, rule, RULE), half_alpha)
     weight = gl.convert_layout(weight.to(dtype), operand)
     if OUT_IN_Q and Q_TILES > 1:
         free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
     mbarrier.wait(v_full.index(stage), parity)
     for number in range(past + 1, masked):
         following = next_stage(cursor, STAGES)
-        score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
+        score, total = start_step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
         first = masked_block(num_masked(runs) - 1 - number, runs) * BLOCK_N
         if STRIPS == 3:  # few registers: what each row sees must not be kept from block to block
             row = opaque(row)
-        new = weigh(hide(score, row, first, tile, rule, RULE), half_alpha)
+        new = silu(apply_mask(score, row, first, tile, rule, RULE), half_alpha)
         new = gl.convert_layout(new.to(dtype), operand)
-        total, weight = settle(total, new, following, cursor, barriers)
+        total, weight = finish_step(total, new, following, cursor, barriers)
         cursor = following
     for _number in range(gl.maximum(past + 1, masked), count):
         following = next_stage(cursor, STAGES)
-        score, total = step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
-        new = gl.convert_layout(weigh(score, half_alpha).to(dtype), operand)
-        total, weight = settle(total, new, following, cursor, barriers)
+        score, total = start_step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
+        new = gl.convert_layout(silu(score, half_alpha).to(dtype), operand)
+        total, weight = finish_step(total, new, following, cursor, barriers)
         cursor = following
     if not HELD and not OUT_IN_Q:
         mbarrier.arrive(q_free)
@@ -390,7 +388,7 @@ def computing_group(
     cursor = (gl.to_tensor(0), gl.to_tensor(0))
     turn = gl.to_tensor(0)
     mbarrier.wait(q_full.index(strip), 0)
-    place, tile, runs, unmasked, head = hear_item(slots.index(0))
+    place, tile, runs, unmasked, head = read_item_slot(slots.index(0))
     while place < num_places:
         past = blocks_past(strip, tile, runs, rule[0], BLOCK_N, RULE[3])
         cursor = skip_blocks(past, cursor, barriers, SIZES)
@@ -407,24 +405,38 @@ def computing_group(
         elif Q_TILES > 1:
             free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
         # Where registers are few, what the loops do not need is heard again. (One buffer for tiles of q would
-        # not keep the next tile but one from being told meanwhile.)
+        # not keep the item after the next one out of the slot meanwhile.)
         if STRIPS == 3 and D > 64 and Q_TILES > 1:
-            _, tile, _, _, head = hear_item(slots.index(turn % (2 * Q_TILES)))
+            _, tile, _, _, head = read_item_slot(slots.index(turn % (2 * Q_TILES)))
         buffer = out_buffer.index(at if OUT_IN_Q else strip)
         if not OUT_IN_Q:
             tma.store_wait(0)  # the rows of the tile before have left the buffer
         # A strip past the end of the sample, or before it, stores too: nothing of it is in bounds.
         buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
         fence_async_shared()
-        rows = RAGGED_ROWS - tile[1] + first_row(strip, tile)
-        tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, tile[0] + tile[1], rows, head * D], buffer)
+        store_rows(o_desc, tile, first_row(strip, tile), 0, head * D, buffer)
         if OUT_IN_Q and Q_TILES == 1:  # else another tile may use another buffer meanwhile
             tma.store_wait(0)
             mbarrier.arrive(q_free.index(at))
         turn += 1
         mbarrier.wait(q_full.index(turn % Q_TILES * STRIPS + strip), turn // Q_TILES % 2)
-        place, tile, runs, unmasked, head = hear_item(slots.index(turn % (2 * Q_TILES)))
+        place, tile, runs, unmasked, head = read_item_slot(slots.index(turn % (2 * Q_TILES)))
     tma.store_wait(0)
+
+
+@gluon.jit
+def barriers_of_rows(SIZES: gl.constexpr):
+    """Initialized barriers of a tile of rows: full and free of q, k and v."""
+    STAGES: gl.constexpr = SIZES[2]
+    STRIPS: gl.constexpr = SIZES[3]
+    Q_TILES: gl.constexpr = SIZES[4]
+    q_full, q_free = new_ring(Q_TILES * STRIPS)
+    k_full, k_free = new_ring(STAGES)
+    v_full, v_free = new_ring(STAGES)
+    init_rings(((q_full, q_free),), Q_TILES * STRIPS, 1)
+    init_rings(((k_full, k_free), (v_full, v_free)), STAGES, STRIPS)
+    fence_async_shared()
+    return q_full, q_free, k_full, k_free, v_full, v_free
 
 
 @gluon.jit(
@@ -445,33 +457,16 @@ def forward_kernel(
     """out [T, H, D] contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
     SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS, Q_TILES)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
-    dtype: gl.constexpr = q_desc.dtype
     rule = (num_contextual, window, prefix, group_size)
-    q_buffer = gl.allocate_shared_memory(dtype, [Q_TILES * STRIPS] + q_desc.block_shape, q_desc.layout)
-    k_buffer = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_shape, v_desc.layout)
+    q_buffer = new_buffers(q_desc, Q_TILES * STRIPS)
+    k_buffer = new_buffers(k_desc, STAGES)
+    v_buffer = new_buffers(v_desc, STAGES)
     out_buffer = q_buffer
     if not OUT_IN_Q:
-        out_buffer = gl.allocate_shared_memory(dtype, [STRIPS] + o_desc.block_shape, o_desc.layout)
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slots = gl.allocate_shared_memory(gl.int32, [2 * Q_TILES, ITEM], flat)
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [Q_TILES * STRIPS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for at in gl.static_range(Q_TILES * STRIPS):
-        mbarrier.init(q_full.index(at), count=1)
-        mbarrier.init(q_free.index(at), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=STRIPS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=STRIPS)
-    fence_async_shared()
+        out_buffer = new_buffers(o_desc, STRIPS)
+    slots = new_slots(2 * Q_TILES, ITEM)
     buffers = (q_buffer, k_buffer, v_buffer, out_buffer, slots)
-    barriers = (q_full, q_free, k_full, k_free, v_full, v_free)
+    barriers = barriers_of_rows(SIZES)
     num_places = num_items * num_heads
     loading = (
         q_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
