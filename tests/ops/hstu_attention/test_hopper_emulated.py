@@ -112,8 +112,8 @@ def test_contextual_rows_see_those_in_blocks_behind_their_strip(dim, contextual)
 
 @pytest.mark.parametrize("contextual", [0, 3, 70])
 def test_the_mask_by_keys(contextual):
-    """Of all pairs of samples of many kinds, as `visible_pairs` has it."""
-    seen_by = as_python(backward.seen_by, stand_ins(Machine(0)))
+    """Compares all pairs of samples of many kinds with `visible_pairs`."""
+    seen_by_keys = as_python(backward.seen_by_keys, stand_ins(Machine(0)))
     masks = [*MASKS, AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)]
     for mask in masks:
         rule = [Number(n) for n in (contextual, mask.window or 0, mask.prefix, mask.target_group_size)]
@@ -122,6 +122,6 @@ def test_the_mask_by_keys(contextual):
             end, length = contextual + uih, contextual + uih + targets
             tile = (Number(0), Number(length), Number(end), Number(0))
             score = Block(torch.zeros(max(length - 5, 0), max(length - 7, 0)))
-            got = seen_by(score, Number(5), Number(7), tile, rule, flags).data
+            got = seen_by_keys(score, Number(5), Number(7), tile, rule, flags).data
             want = visible_pairs(mask, torch.tensor([end]), contextual, length)[0].T[5:, 7:]
             assert torch.equal(got, want), (mask, uih, targets)
