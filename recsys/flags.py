@@ -1,6 +1,6 @@
 """An argument parser that answers a mistake with one line that says what was meant.
 
-Used by `cli`, `doctor` and the tools of `scripts/`. Needs only Python's standard library.
+Used by `cli`, `doctor`, `prepare` and the tools of `scripts/`. Needs only Python's standard library.
 """
 
 import argparse

@@ -179,6 +179,34 @@ class DatasetWriter:
         if split == TRAIN:
             self._count(events, slices, rows)
 
+    def write_splits(
+        self,
+        split: np.ndarray,
+        time: np.ndarray,
+        events: pa.Table,
+        slices: Slices,
+        rows: pl.DataFrame,
+        part: int | None = None,
+    ) -> None:
+        """Writes the rows of each split in the order of their times, ties in the order of rows.
+
+        Args:
+            split: [rows] name of each row's split.
+            time: [rows] time of each row.
+            events: as for `write`.
+            slices: as for `write`.
+            rows: as for `write`.
+            part: number of this part of the data set if it has several; then empty files are left out.
+        """
+        for name in (TRAIN, VALIDATION, TEST):
+            index = np.flatnonzero(split == name)
+            index = index[np.argsort(time[index], kind="stable")]
+            chosen = plain_table(rows[pl.Series(index)])
+            if part is None:
+                self.write(name, f"{name}.parquet", events, slices.take(index), chosen)
+            elif len(index):
+                self.write(name, f"{name}/part-{part:05d}.parquet", events, slices.take(index), chosen)
+
     def write_vocabularies(
         self, *, min_count: int, catalogue: Mapping[str, pl.Series] | None = None
     ) -> dict[str, int]:

@@ -143,7 +143,9 @@ def main(arguments: list[str] | None = None) -> None:
     rows = request_rows(events, slices, users)
     with command.output_folder(options.output, overwrite=options.overwrite) as folder:
         writer = DatasetWriter(folder, contents, rows_per_group=options.rows_per_group)
-        _write_splits(writer, events, slices, rows, split)
+        first = slices.candidate_start
+        time = events["time_ms"].to_numpy()[first]
+        writer.write_splits(split[first], time, plain_table(events), slices, rows)
         sizes = writer.write_vocabularies(min_count=options.min_count)
         names = ("request_gap", "max_candidates", "max_history", "validation_days", "test_days")
         names += ("evaluation_history", "min_count", "user_modulus", "counters")
@@ -266,19 +268,6 @@ def request_rows(events: pl.DataFrame, slices: Slices, user_files: list[Path]) -
             f"user {unknown[0, 'user_id']} of the log is not in {', '.join(f.name for f in user_files)}"
         )
     return rows
-
-
-def _write_splits(
-    writer: DatasetWriter, events: pl.DataFrame, slices: Slices, rows: pl.DataFrame, split: np.ndarray
-) -> None:
-    """Writes the rows of each split in the order of time, ties by user."""
-    table = plain_table(events)
-    time = events["time_ms"].to_numpy()[slices.candidate_start]
-    for name in (TRAIN, VALIDATION, TEST):
-        index = np.flatnonzero(split[slices.candidate_start] == name)
-        index = index[np.argsort(time[index], kind="stable")]
-        chosen = plain_table(rows[pl.Series(index)])
-        writer.write(name, f"{name}.parquet", table, slices.take(index), chosen)
 
 
 def _beijing_day(time_ms: pl.Series) -> pl.Series:

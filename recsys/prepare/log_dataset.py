@@ -156,16 +156,11 @@ def _write_ranking(
     if settings.evaluation_history == "frozen":
         slices = freeze_histories(slices, user, split, split > 0, max_history=settings.max_history)
     user_features = [feature.name for feature in writer.contents.features if feature.sides == ("USER",)]
-    first = events[pl.Series(slices.candidate_start)]
-    rows = first.select("user_id", *user_features, request_id="order", request_time="timestamps")
-    rows = rows.select("user_id", "request_id", "request_time", *user_features)
-    table = plain_table(events)
-    for place, name in enumerate((TRAIN, VALIDATION, TEST)):
-        index = np.flatnonzero(split[slices.candidate_start] == place)
-        index = index[np.argsort(time[slices.candidate_start[index]], kind="stable")]
-        if len(index):
-            chosen = plain_table(rows[pl.Series(index)])
-            writer.write(name, f"{name}/part-{number:05d}.parquet", table, slices.take(index), chosen)
+    first = slices.candidate_start
+    keys = ("user_id", pl.col("order").alias("request_id"), pl.col("timestamps").alias("request_time"))
+    rows = events[pl.Series(first)].select(*keys, *user_features)
+    names = np.array((TRAIN, VALIDATION, TEST))[split[first]]
+    writer.write_splits(names, time[first], plain_table(events), slices, rows, part=number)
 
 
 def _write_retrieval(

@@ -115,11 +115,8 @@ def write_ranking(
         label_rating=pl.col("rating").cast(pl.Float32),
     )
     writer = DatasetWriter(folder, _contents(users, actions), rows_per_group=rows_per_group)
-    table = plain_table(events)
-    for name in (TRAIN, VALIDATION, TEST):
-        index = np.flatnonzero(split[slices.candidate_start] == name)
-        index = index[np.argsort(time[slices.candidate_start[index]], kind="stable")]
-        writer.write(name, f"{name}.parquet", table, slices.take(index), plain_table(rows[pl.Series(index)]))
+    first = slices.candidate_start
+    writer.write_splits(split[first], time[first], plain_table(events), slices, rows)
     sizes = writer.write_vocabularies(min_count=settings.min_count)
     return writer.write_schema({**about, "settings": dict(vars(settings))}, sizes)
 

@@ -92,7 +92,8 @@ class Packed(NamedTuple):
         return BatchArrays(**fields)
 
 
-def _allocate(num_bytes: int) -> np.ndarray:
+def allocate_bytes(num_bytes: int) -> np.ndarray:
+    """Allocates a uint8 array in this process."""
     return np.empty(num_bytes, np.uint8)
 
 
@@ -108,7 +109,7 @@ class Packer:
         """Makes the arrays of a batch of all rows of a block, in new memory."""
         return self.packed(block).arrays()
 
-    def packed(self, block: ColumnBlock, allocate: Callable[[int], np.ndarray] = _allocate) -> Packed:
+    def packed(self, block: ColumnBlock, allocate: Callable[[int], np.ndarray] = allocate_bytes) -> Packed:
         """Makes the same arrays in one buffer, a uint8 array that `allocate` gives for a number of bytes."""
         return _packed(self._pieces(block), allocate)
 

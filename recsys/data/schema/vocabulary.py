@@ -5,8 +5,6 @@ or `Buckets` (numbers between boundaries). `mappings` reads them for a resolved 
 arrays.
 """
 
-from typing import NamedTuple
-
 import fsspec
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +16,12 @@ from recsys import files
 from recsys import protos as pb
 from recsys.data.arrow import is_text, one_array, open_parquet
 from recsys.data.hashing import AT_A_TIME, buckets, hash_text, mix
+from recsys.data.schema.id_search import REMEDY, build_search
 from recsys.data.schema.row_layout import ShardedRowLayout, sharded_name
 from recsys.errors import DataError
 
 _INTEGER = r"^(0|-?[1-9][0-9]{0,17})$"
 """Matches texts that are an int64 in its shortest form."""
-
-_REMEDY = "Make it with the preparation tool that made the event files."
 
 
 class Vocabulary:
@@ -52,13 +49,13 @@ class Vocabulary:
             try:
                 ids = ids.cast(pa.int64())
             except pa.ArrowInvalid as error:
-                raise DataError(f"{name}: an `id` is no int64 ({error}). {_REMEDY}") from error
+                raise DataError(f"{name}: an `id` is no int64 ({error}). {REMEDY}") from error
         elif is_text(ids.type):
             ids = ids.cast(pa.large_string())
         else:
-            raise DataError(f"{name}: `id` is {ids.type}; allowed are integers and strings. {_REMEDY}")
+            raise DataError(f"{name}: `id` is {ids.type}; allowed are integers and strings. {REMEDY}")
         if ids.null_count:
-            raise DataError(f"{name}: `id` has {ids.null_count} nulls. {_REMEDY}")
+            raise DataError(f"{name}: `id` has {ids.null_count} nulls. {REMEDY}")
         self.name = name
         self.ids = ids
         self.is_text = pa.types.is_large_string(ids.type)
@@ -67,9 +64,9 @@ class Vocabulary:
         # The search for a text gives its place in `ids`, since the text there has to be compared.
         self._rows = np.append(0, self.layout.row_of(places)).astype(row_type(self.rows))
         if self.is_text:
-            self._search = _search(hash_text(ids).view(np.int64), ids, name, np.append(0, 1 + places))
+            self._search = build_search(hash_text(ids).view(np.int64), ids, name, np.append(0, 1 + places))
         else:
-            self._search = _search(ids.to_numpy(), ids, name, self._rows)
+            self._search = build_search(ids.to_numpy(), ids, name, self._rows)
 
     @classmethod
     def read(cls, path: str, size: int | None = None, *, table: str | None = None) -> "Vocabulary":
@@ -232,143 +229,11 @@ def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
                 with fsspec.open(path, "rb") as file:
                     digest = files.sha256(file)
             except OSError as error:
-                raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
+                raise DataError(f"{path}: cannot be read ({error}). {REMEDY}") from error
             # Runs store these texts; "dealt out" is what older versions called the layout of sharded rows.
             layout = "dealt out " if sharded_name(pipeline, feature.id.table) else ""
             digests[feature.id.table] = layout + digest
     return digests
-
-
-class _Sorted:
-    """Binary search over all keys, behind two hash tables that answer nearly every query with one lookup.
-
-    Keys come most frequent first. Few queries need the second table, which has the keys that rows no place in
-    the first, and the search is left with ids that are not there.
-    """
-
-    def __init__(self, keys: np.ndarray, order: np.ndarray, rows: np.ndarray) -> None:
-        self._sorted = keys[order]
-        self._rows = rows[1:][order]
-        self._fronts = []
-        left = np.arange(len(keys))
-        for product in (_GOLDEN, _OTHER_PRODUCT):
-            if len(left):
-                front = _Front.of(keys[left], rows[1:][left], product)
-                self._fronts.append(front)
-                left = left[front.look(keys[left])[:, 0] != keys[left]]
-
-    def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
-        """Returns the row of each query, 0 for those that are no key."""
-        rows = np.zeros(len(queries), dtype)
-        rest = []
-        for start in range(0, len(queries), AT_A_TIME):
-            missed = self._look(queries[start : start + AT_A_TIME], rows[start : start + AT_A_TIME])
-            rest.append(missed + start)
-        rest = np.concatenate([*rest, np.empty(0, np.int64)])
-        if len(rest) and len(self._sorted):
-            # Sorted queries walk through the keys once instead of jumping about in a large array.
-            unique, inverse = np.unique(queries[rest], return_inverse=True)
-            place = np.minimum(np.searchsorted(self._sorted, unique), len(self._sorted) - 1)
-            rows[rest] = np.where(self._sorted[place] == unique, self._rows[place], 0)[inverse]
-        return rows
-
-    def _look(self, queries: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Fills in the rows of queries that are in a table; returns the places of the others."""
-        if not self._fronts:
-            return np.empty(0, np.int64)
-        first = self._fronts[0].look(queries)
-        rows[:] = first[:, 1]
-        rest = np.flatnonzero(first[:, 0] != queries)
-        for front in self._fronts[1:]:
-            second = front.look(queries[rest])
-            rows[rest] = second[:, 1]
-            rest = rest[second[:, 0] != queries[rest]]
-        return rest
-
-
-class _Front(NamedTuple):
-    """A hash table of keys and their rows; the first of the keys that share a hash stays.
-
-    A key and its row are adjacent, so that a lookup waits for memory once.
-    """
-
-    product: np.uint64
-    shift: np.uint64
-    entries: np.ndarray
-
-    @classmethod
-    def of(cls, keys: np.ndarray, rows: np.ndarray, product: np.uint64) -> "_Front":
-        """Builds the table of at least one key, the more frequent first."""
-        bits = min(_FRONT_BITS, int(2 * len(keys)).bit_length())
-        front = cls(product, np.uint64(64 - bits), np.empty((1 << bits, 2), np.int64))
-        # Empty places hold a key whose lookups go elsewhere.
-        front.entries[:] = keys[0], rows[0]
-        # Written backwards, so that the more frequent key stays.
-        front.entries[front._places(keys[::-1])] = np.stack([keys, rows], 1)[::-1]
-        return front
-
-    def look(self, queries: np.ndarray) -> np.ndarray:
-        """Returns int64 [n, 2]: the key at the place of each query, which may differ from it, and its row."""
-        return self.entries.take(self._places(queries), axis=0, mode="clip")
-
-    def _places(self, keys: np.ndarray) -> np.ndarray:
-        # Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4): one product spreads well enough.
-        places = keys.view(np.uint64) * self.product
-        places >>= self.shift
-        return places.view(np.int64)
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_OTHER_PRODUCT = np.uint64(0xD1342543DE82EF95)
-"""Steele, Vigna: Computationally easy, spectrally good multipliers, 2021."""
-
-_FRONT_BITS = 21
-"""Log2 of the most places of a hash table: 32 MiB."""
-
-
-class _Dense(NamedTuple):
-    """Rows in an array indexed by id - lowest, for ids that are numbered nearly without gaps."""
-
-    lowest: int
-    rows: np.ndarray
-
-    def find(self, queries: np.ndarray, dtype: npt.DTypeLike) -> np.ndarray:
-        """Does what `_Sorted.find` does."""
-        inside = (queries >= self.lowest) & (queries < self.lowest + len(self.rows))
-        return (self.rows[np.where(inside, queries - self.lowest, 0)] * inside).astype(dtype, copy=False)
-
-
-_DENSE_FACTOR = 4
-
-
-def _search(keys: np.ndarray, ids: pa.Array, name: str, rows: np.ndarray) -> _Sorted | _Dense:
-    """Builds the search that finds the row rows[1 + i] of keys[i].
-
-    Args:
-        keys: int64, the ids or their hashes.
-        ids: the ids themselves.
-        name: what errors call the vocabulary.
-        rows: [1 + len(keys)], with the row of unknown ids first.
-
-    Raises:
-        DataError: two keys are equal.
-    """
-    if len(keys) and pa.types.is_integer(ids.type):
-        lowest, highest = int(keys.min()), int(keys.max())
-        if highest - lowest < _DENSE_FACTOR * len(keys):
-            by_id = np.zeros(highest - lowest + 1, rows.dtype)
-            by_id[keys - lowest] = rows[1:]
-            if np.count_nonzero(by_id) == len(keys):
-                return _Dense(lowest, by_id)
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    twice = np.flatnonzero(ordered[1:] == ordered[:-1])
-    if len(twice):
-        first, second = (ids[int(order[twice[0] + i])].as_py() for i in (0, 1))
-        raise DataError(
-            f"{name}: ids {first!r} and {second!r} are the same, or the same to the hash. {_REMEDY}"
-        )
-    return _Sorted(keys, order, rows)
 
 
 def _unique_text(values: pa.Array) -> tuple[pa.Array, np.ndarray]:
@@ -390,7 +255,7 @@ def _read_parquet(path: str) -> pa.Table:
         try:
             return file.read(columns=["id"])
         except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{path}: cannot be read ({error}). {_REMEDY}") from error
+            raise DataError(f"{path}: cannot be read ({error}). {REMEDY}") from error
 
 
 def _open(path: str) -> pq.ParquetFile:
@@ -399,11 +264,9 @@ def _open(path: str) -> pq.ParquetFile:
             "a vocabulary has no file. Set data.vocabulary_dir, or `vocabulary { file: ... }` of the feature."
         )
     try:
-        file = open_parquet(path, _REMEDY)
+        file = open_parquet(path, REMEDY)
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such vocabulary file. {_REMEDY}") from error
+        raise DataError(f"{path}: no such vocabulary file. {REMEDY}") from error
     if "id" not in file.schema_arrow.names:
-        raise DataError(
-            f"{path}: it has no column `id`, only {', '.join(file.schema_arrow.names)}. {_REMEDY}"
-        )
+        raise DataError(f"{path}: it has no column `id`, only {', '.join(file.schema_arrow.names)}. {REMEDY}")
     return file

@@ -12,7 +12,7 @@ import numpy as np
 from recsys import protos as pb
 from recsys.data.convert.column_block import ColumnBlock, join
 from recsys.data.convert.converter import Converter, Origin
-from recsys.data.convert.packer import BatchArrays, Packed, Packer
+from recsys.data.convert.packer import BatchArrays, Packed, Packer, allocate_bytes
 from recsys.data.convert.row_checks import REASONS
 from recsys.data.lru import Lru
 from recsys.data.plan.duplicates import Duplicates
@@ -85,6 +85,7 @@ class Reader:
         self._forget()
 
     def _forget(self) -> None:
+        self._packer = Packer(self._pipeline, self._rule, self._mode)
         self._converter: Converter | None = None
         self._slots: SlotWriter | None = None
         self._plan: EpochPlan | None = None
@@ -115,10 +116,7 @@ class Reader:
 
     def filler(self) -> BatchArrays:
         """Makes a batch of filler rows."""
-        return self._new_packer().filler(self.settings.batch_size)
-
-    def _new_packer(self) -> Packer:
-        return Packer(self._pipeline, self._rule, self._mode)
+        return self._packer.filler(self.settings.batch_size)
 
     def read(self, epoch: int, index: int) -> BatchArrays:
         """Makes the arrays of batch `index` of an epoch's plan, in new memory.
@@ -126,7 +124,7 @@ class Reader:
         Raises:
             DataError: a bad row or file.
         """
-        return self._pack(epoch, index, _new_memory).arrays()
+        return self._pack(epoch, index, allocate_bytes).arrays()
 
     def _pack_into_slot(self, epoch: int, index: int, slots: SlotWriter) -> Packed:
         """Makes a batch in shared memory if a slot is free, else in memory that travels through the pipe."""
@@ -135,7 +133,7 @@ class Reader:
         def allocate(num_bytes: int) -> np.ndarray:
             slot = slots.reserve(num_bytes)
             if slot is None:
-                return _new_memory(num_bytes)
+                return allocate_bytes(num_bytes)
             reserved.append(slot)
             return slot.memory
 
@@ -145,7 +143,6 @@ class Reader:
     def _pack(self, epoch: int, index: int, allocate: Callable[[int], np.ndarray]) -> Packed:
         if self._converter is None:
             self._converter = Converter.open(self._pipeline, self._rule, mode=self._mode)
-            self._packer = self._new_packer()
         if epoch != self._epoch:
             self.begin(epoch)
         blocks = [self._slice(rows) for rows in self._plan.batch(index)]
@@ -177,7 +174,3 @@ class Reader:
                 f"{self._skipped.total()} rows were left out ({reasons}), more than "
                 f"data.bad_rows.limit = {limit}. Correct the files, or raise the limit."
             )
-
-
-def _new_memory(num_bytes: int) -> np.ndarray:
-    return np.empty(num_bytes, np.uint8)

@@ -56,7 +56,7 @@ def test_narrow_integers_are_the_same_ids():
 
 
 def test_more_ids_than_the_table_in_front_has_places(monkeypatch):
-    monkeypatch.setattr("recsys.data.schema.vocabulary._FRONT_BITS", 4)
+    monkeypatch.setattr("recsys.data.schema.id_search._FRONT_BITS", 4)
     ids = int_ids(500, 10**12)
     vocabulary = Vocabulary(pa.array(ids), name="v")
     assert vocabulary.map(pa.array([*ids[::-1], 1])).tolist() == [*range(500, 0, -1), 0]
