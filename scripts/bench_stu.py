@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from recsys.flags import Parser, positive  # noqa: E402
 from recsys.modules.flops import attention_flops, linear_flops  # noqa: E402
-from recsys.modules.stu import STUForm, STULayer  # noqa: E402
+from recsys.modules.stu import STUConfig, STULayer  # noqa: E402
 from recsys.ops import AttentionMask, SequenceLayout, last_backend  # noqa: E402
 from recsys.ops.hstu_attention import Problem  # noqa: E402
 from recsys.ops.hstu_attention import attend as hstu_attend  # noqa: E402
@@ -41,8 +41,8 @@ OP = "stu_layer"
 def layer_of(width: int, heads: int, device: str) -> STULayer:
     """In training, without dropout."""
     torch.manual_seed(0)
-    form = STUForm(gate="ugn")
-    layer = STULayer(width, num_heads=heads, qk_dim=width // heads, v_dim=width // heads, form=form)
+    form = STUConfig(gate="ugn")
+    layer = STULayer(width, num_heads=heads, qk_dim=width // heads, v_dim=width // heads, config=form)
     return layer.to(device)
 
 

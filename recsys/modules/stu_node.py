@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from recsys.modules.precision import product_dtype
 from recsys.ops import AttentionMask, GradientBuffer
 from recsys.ops.attention_args import AttentionFacts, check_number
 from recsys.ops.gated_norm import OP as GATE
-from recsys.ops.gated_norm import GateFacts
+from recsys.ops.gated_norm import GateFacts, new_seed
 from recsys.ops.hstu_attention import OP as ATTENTION
 from recsys.ops.hstu_attention import Problem
 from recsys.ops.hstu_attention import attend as hstu_attend
@@ -58,6 +59,28 @@ class Shape(NamedTuple):
         """Of u, v, q and k."""
         values, keys = self.num_heads * self.v_dim, self.num_heads * self.qk_dim
         return values, values, keys, keys
+
+
+def shape_of(layer: Any, x: Tensor) -> Shape:
+    """Describes what an `STULayer` computes for x; a layer keeps the result."""
+    dropout = layer.dropout.p if layer.training else 0.0
+    key = (product_dtype(x), "normed_x" not in layer.recompute, dropout)
+    if key not in layer.node_shapes:
+        value_width, _, key_width, _ = layer.widths
+        layer.node_shapes[key] = Shape(
+            num_heads=layer.num_heads,
+            qk_dim=key_width // layer.num_heads,
+            v_dim=value_width // layer.num_heads,
+            eps=layer.input_norm.eps,
+            num_groups=1 if layer.config.norm == "layer" else layer.num_heads,
+            gate_eps=layer.norm.eps,
+            concat=layer.config.gate == "concat",
+            dtype=key[0],
+            keep_normed=key[1],
+            dropout=dropout,
+            all_silu=layer.config.activation == "uvqk",
+        )
+    return layer.node_shapes[key]
 
 
 class Plan(NamedTuple):
@@ -147,6 +170,16 @@ class Weights(NamedTuple):
         return self.output_weight, self.output_bias
 
 
+def run(layer: Any, x: Tensor, plan: Plan, index: Tensor | None = None) -> Tensor:
+    """Runs an `STULayer` as one node: `forward`, or `forward_rows` with an `index`."""
+    seed = new_seed(x.device) if plan.shape.dropout else None
+    parts = (layer.input_norm, layer.uvqk, layer.norm, layer.output)
+    weights = Weights(*(tensor for part in parts for tensor in (part.weight, part.bias)), seed)
+    if index is None:
+        return StuNode.apply(x, *weights, plan)
+    return SomeRowsNode.apply(x, *weights, plan, index)
+
+
 class StuNode(torch.autograd.Function):
     """`apply(x, *weights, plan)`: see `STULayer`."""
 
@@ -176,7 +209,7 @@ class StuNode(torch.autograd.Function):
 
 
 class SomeRowsNode(torch.autograd.Function):
-    """`apply(x, *weights, plan, index)`: see `STULayer.forward_some`."""
+    """`apply(x, *weights, plan, index)`: see `STULayer.forward_rows`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from recsys.modules.relative_bias import RelativeBiasTables
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import STUForm, STULayer
+from recsys.modules.stu import STUConfig, STULayer
 from recsys.ops import AttentionMask, hstu_attention
 from tests.modules.memory import Allocations
 from tests.ops import oracle
@@ -59,7 +59,9 @@ def layer_by_tokens(layer, x, batch, mask, form):
 
 
 def random_layer(form, **settings):
-    layer = STULayer(EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, form=STUForm(*form), **settings).double()
+    layer = STULayer(
+        EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, config=STUConfig(*form), **settings
+    ).double()
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     return layer
@@ -96,7 +98,7 @@ def test_keys_and_values_alone_are_those_of_the_formula(form):
 
 @pytest.mark.parametrize("gate", ["ugn", "concat"])
 def test_only_the_research_form_has_an_output_bias(gate):
-    layer = STULayer(EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, form=STUForm(gate=gate))
+    layer = STULayer(EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, config=STUConfig(gate=gate))
     assert (layer.output.bias is not None) == (gate == "ugn")
 
 

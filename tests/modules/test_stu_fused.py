@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from recsys.modules import stu_node
-from recsys.modules.stu import STUForm, STULayer
+from recsys.modules.stu import STUConfig, STULayer
 from recsys.ops import AttentionMask, GradientBuffer, last_backend
 from recsys.ops.hstu_attention import Problem
 from recsys.ops.hstu_attention import attend as hstu_attend
@@ -36,7 +36,7 @@ def in_the_interpreter(monkeypatch):
 
 def random_layer(form, **settings):
     torch.manual_seed(0)
-    layer = STULayer(EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, form=STUForm(*form), **settings)
+    layer = STULayer(EMBEDDING, num_heads=HEADS, qk_dim=QK, v_dim=V, config=STUConfig(*form), **settings)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return layer
@@ -149,7 +149,7 @@ def test_the_gradients_of_one_node_may_be_made_twice():
     x = torch.randn(layout.total_len, EMBEDDING, requires_grad=True)
     for index in (None, layout.truncate(2).index):
         attend = partial(hstu_attend, problem=Problem(layout, AttentionMask(), QK**-0.5, 9.0))
-        out = layer(x, attend) if index is None else layer.forward_some(x, index, attend)
+        out = layer(x, attend) if index is None else layer.forward_rows(x, index, attend)
         cotangent = torch.randn_like(out)
         first = [one.clone() for one in torch.autograd.grad(out, [x, *layer.parameters()], cotangent, True)]
         for got, want in zip(
@@ -176,7 +176,7 @@ def some_results(layer, x, layout, index, narrowed, scaled):
     attend = partial(hstu_attend, problem=Problem(layout, mask, QK**-0.5, 9.0))
     scale = torch.linspace(0.5, 1.5, layout.total_len)[:, None] if scaled else None
     if narrowed:
-        out = layer.forward_some(x, index, attend, scale[index] if scaled else None)
+        out = layer.forward_rows(x, index, attend, scale[index] if scaled else None)
     else:
         out = layer(x, attend, scale)[index]
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(5))

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from recsys.modules.stu import STUForm, STULayer
+from recsys.modules.stu import STUConfig, STULayer
 from recsys.ops import AttentionMask, GradientBuffer, SequenceLayout, last_backend
 from recsys.ops.hstu_attention import Problem
 from recsys.ops.hstu_attention import attend as hstu_attend
@@ -42,7 +42,7 @@ def results(layer, x, backend, fused, bf16=True):
 @pytest.mark.parametrize("activation", ["u", "uvqk"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(dim, activation, tokens, gate):
-    layer = layer_of(128, dim, STUForm(activation=activation, gate=gate))
+    layer = layer_of(128, dim, STUConfig(activation=activation, gate=gate))
     x = torch.randn(int(LENGTHS.sum()), 128, device="cuda").to(tokens).requires_grad_()
     ours = results(layer, x, "auto", fused=True)
     assert last_backend("norm_linear") == "triton"
@@ -69,13 +69,13 @@ def test_all_gradients_of_the_projection_are_written_in_their_places(dim, monkey
 
     monkeypatch.setattr(GradientBuffer, "joined", joined)
     x = torch.randn(int(LENGTHS.sum()), 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    results(layer_of(128, dim, STUForm()), x, "sm90", fused=True)
+    results(layer_of(128, dim, STUConfig()), x, "sm90", fused=True)
     assert places == [True] * 4
 
 
 @pytest.mark.parametrize("choice", [("normed_x",), ("uvqk",), ("normed_x", "uvqk", "gated")], ids=" ".join)
 def test_recompute_changes_no_gradient(choice):
-    layer = layer_of(128, 256, STUForm(), dropout=0.2)
+    layer = layer_of(128, 256, STUConfig(), dropout=0.2)
     x = torch.randn(int(LENGTHS.sum()), 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     expected = results(layer, x, "auto", fused=True)
     layer.recompute = frozenset(choice)
@@ -93,7 +93,7 @@ def test_recompute_changes_no_gradient(choice):
 def test_some_rows_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(dim, gate, activation):
     layout = SequenceLayout(LENGTHS, torch.tensor([3, 0, 0, 7, 2])).to("cuda")
     selection = layout.truncate(40)
-    layer = layer_of(128, dim, STUForm(activation=activation, gate=gate))
+    layer = layer_of(128, dim, STUConfig(activation=activation, gate=gate))
     x = torch.randn(layout.total_len, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def found(x, backend, fused, bf16=True):
@@ -101,7 +101,7 @@ def test_some_rows_not_further_from_exact_than_twice_the_layer_of_pytorchs_ops(d
         problem = Problem(layout, AttentionMask(window=90, prefix=10), dim**-0.5, 300.0, tail=40)
         attend = partial(hstu_attend, problem=problem, backend=backend)
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
-            out = layer.forward_some(x, selection.index, attend)
+            out = layer.forward_rows(x, selection.index, attend)
         cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
         return [out.detach(), *torch.autograd.grad(out, [x, *layer.parameters()], cotangent)]
 

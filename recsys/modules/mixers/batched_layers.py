@@ -10,7 +10,7 @@ from torch import Tensor
 
 from recsys.modules.precision import product_dtype
 from recsys.modules.sequence import JaggedSequence
-from recsys.modules.stu import Kept, STULayer
+from recsys.modules.stu import KeysValues, STULayer
 
 
 class Projections(NamedTuple):
@@ -45,10 +45,10 @@ def project(layers: Sequence[STULayer], parts: Sequence[JaggedSequence]) -> Proj
     return Projections([half.u for half in projected], q, k, v)
 
 
-def keys_and_values(layers: Sequence[STULayer], parts: Sequence[JaggedSequence]) -> Kept:
+def keys_and_values(layers: Sequence[STULayer], parts: Sequence[JaggedSequence]) -> KeysValues:
     """Computes only the keys [T of all stacks, H, D] and values [T of all stacks, H, V] of `project`."""
     pairs = [layer.keys_and_values(part.values) for layer, part in zip(layers, parts, strict=True)]
-    return Kept(_join([pair.k for pair in pairs]), _join([pair.v for pair in pairs]))
+    return KeysValues(_join([pair.k for pair in pairs]), _join([pair.v for pair in pairs]))
 
 
 def finish(

@@ -17,7 +17,7 @@ from recsys.modules.mixers.rules import LayerRule, layer_rules, stack_flops
 from recsys.modules.relative_bias import RelativeBiasTables
 from recsys.modules.sequence import JaggedSequence, join
 from recsys.modules.stochastic_depth import StochasticDepth, linear_schedule
-from recsys.modules.stu import STUForm, STULayer
+from recsys.modules.stu import STUConfig, STULayer
 from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention, hstu_attention_cached
 from recsys.ops.attention_args import AttentionFacts, is_deterministic
 from recsys.ops.hstu_attention import OP as HSTU_ATTENTION
@@ -113,12 +113,12 @@ class HstuMixer(Mixer):
             return sequence.with_values(layer(sequence.values, attend_all, self.depths[number](layout)))
         selection = layout.truncate(behind.tail_len)
         kept = selection.layout
-        if not _leaves_few(kept, layout) or not layer.may_forward_some():
+        if not _leaves_few(kept, layout) or not layer.can_skip_rows():
             values = layer(sequence.values, self._attend(layout, mask, bias), self.depths[number](layout))
             return sequence.with_values(values).take(selection)
         attend_some = self._attend(layout, mask, bias, behind.tail_len)
         scale = self.depths[number](kept)
-        values = layer.forward_some(sequence.values, selection.index, attend_some, scale)
+        values = layer.forward_rows(sequence.values, selection.index, attend_some, scale)
         return sequence.take(selection, values)
 
     def _attend(
@@ -211,7 +211,7 @@ def _layer(config: pb.HstuMixer, embedding_dim: int) -> STULayer:
         num_heads=config.num_heads,
         qk_dim=config.qk_dim,
         v_dim=config.v_dim,
-        form=STUForm(_ACTIVATION[config.activation], _NORM[config.norm], _GATE[config.gate]),
+        config=STUConfig(_ACTIVATION[config.activation], _NORM[config.norm], _GATE[config.gate]),
         dropout=config.dropout,
         recompute=[_RECOMPUTE[choice] for choice in config.recompute],
         compiled=config.compile,

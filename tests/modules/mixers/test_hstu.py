@@ -59,10 +59,10 @@ def test_the_config_decides_the_form_of_the_layers():
         activation=pb.HstuMixer.UVQK, norm=pb.HstuMixer.GROUP_NORM, gate=pb.HstuMixer.UGN, dropout=0.25
     )
     (layer, _) = HstuMixer(research, embedding_dim=WIDTH).layers
-    assert (layer.form.activation, layer.form.gate, layer.dropout.p) == ("uvqk", "ugn", 0.25)
+    assert (layer.config.activation, layer.config.gate, layer.dropout.p) == ("uvqk", "ugn", 0.25)
     assert type(layer.norm).__name__ == "HeadNorm"
     (layer, _) = HstuMixer(config(), embedding_dim=WIDTH).layers
-    assert (layer.form.activation, layer.form.gate, layer.dropout.p) == ("u", "concat", 0)
+    assert (layer.config.activation, layer.config.gate, layer.dropout.p) == ("u", "concat", 0)
     assert type(layer.norm).__name__ == "LayerNorm"
 
 
