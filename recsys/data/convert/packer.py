@@ -71,7 +71,8 @@ class Packed(NamedTuple):
     """`BatchArrays` in one buffer, as a pipe between processes is slow with many small objects.
 
     Attributes:
-        buffer: uint8, all arrays one after the other; on its way, whatever leads the receiver to that memory.
+        buffer: uint8, all arrays one after the other. Between processes `workers` may put a `Slot` of shared
+            memory in its place.
         layout: field, key (if the field is a dict), dtype, first byte and number of bytes of each array.
         others: the fields without arrays.
     """

@@ -230,7 +230,7 @@ def fingerprints(pipeline: pb.Pipeline) -> dict[str, str]:
                     digest = files.sha256(file)
             except OSError as error:
                 raise DataError(f"{path}: cannot be read ({error}). {REMEDY}") from error
-            # Runs store these texts; "dealt out" is what older versions called the layout of sharded rows.
+            # Checkpoints store this text, in which "dealt out" marks ids that are spread over sharded rows.
             layout = "dealt out " if sharded_name(pipeline, feature.id.table) else ""
             digests[feature.id.table] = layout + digest
     return digests
