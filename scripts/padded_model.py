@@ -17,6 +17,7 @@ from torchrec import KeyedJaggedTensor
 
 from recsys import protos as pb
 from recsys.config import features
+from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.models import Model
 from recsys.models.base import Losses
@@ -60,11 +61,11 @@ class PaddedBatch:
 def pad(batch: Batch, pipeline: pb.Pipeline) -> PaddedBatch:
     """Fills up a batch with unknown items at its request times; among candidates, behind the real ones.
 
-    A ranker counts positions from the end of the history, so its filling stands in front of it; a retriever
-    counts from the start, and there the filling stands behind.
+    A model with targets in its sequence counts positions from the end of the history, so its filling stands
+    in front of it; another model counts from the start, and there the filling stands behind.
     """
-    ranker = pipeline.model.HasField("ranker")
-    first = int(batch.uih_lengths.max()) - batch.uih_lengths if ranker else None
+    has_targets = model_of(pipeline).has_targets
+    first = int(batch.uih_lengths.max()) - batch.uih_lengths if has_targets else None
     events = _side(batch.uih_lengths, first)
     candidates = _side(batch.num_candidates, None)
     columns = {column.name: column for column in features.columns(pipeline)}
@@ -79,7 +80,7 @@ def pad(batch: Batch, pipeline: pb.Pipeline) -> PaddedBatch:
 
     single = {name: side for name, side in sides.items() if not columns[name].multi_valued}
     asked = batch.request_time[:, None]
-    num_targets = torch.full_like(batch.num_candidates, candidates.width if ranker else 0)
+    num_targets = torch.full_like(batch.num_candidates, candidates.width if has_targets else 0)
     contextual = batch.layout.num_contextual
     filled = replace(
         batch,

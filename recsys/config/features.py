@@ -135,7 +135,7 @@ def shared_columns(pipeline: pb.Pipeline) -> list[str]:
 
 
 def samples_negatives(pipeline: pb.Pipeline) -> bool:
-    """Whether the model is trained on a sample of its items at a time."""
+    """Returns whether the model is trained on a sample of its items at a time."""
     return model_of(pipeline).softmax.WhichOneof("negatives") in ("uniform", "in_batch", "frequency")
 
 

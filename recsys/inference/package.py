@@ -134,7 +134,7 @@ class Package:
         return output.float()
 
     def prefill(self, batch: Batch) -> UserCache:
-        """What candidates look at of each row's user and history; see `CachedPrograms`.
+        """Encodes users and histories into keys and values that candidates attend to; see `CachedPrograms`.
 
         Raises:
             PackageError: more rows than the package accepts, or it has no programs for it.
@@ -143,8 +143,7 @@ class Package:
         return self._cached_programs().prefill(batch)
 
     def score(self, batch: Batch, cache: UserCache) -> Tensor:
-        """As `run`, of the candidates of a batch whose users are those of the cache; see
-        `CachedPrograms.score`.
+        """Scores candidates whose users are those of the cache; see `CachedPrograms.score`.
 
         Raises:
             PackageError: more rows than the package accepts, or it has no programs for it.
@@ -193,9 +192,7 @@ class Package:
             )
 
     def run_flat(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """As `run`, from the flat inputs of `scoring.signature`, in the order of `description.inputs`; on the
-        host.
-        """
+        """Scores flat inputs in the order of `description.inputs`; the answer of `run`, on the host."""
         (output,) = self._program(inputs)
         return output.float().cpu()
 

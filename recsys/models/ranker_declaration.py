@@ -1,4 +1,4 @@
-"""What the family of rankers declares about its message, for configs that are checked without torch."""
+"""`RankerDeclaration`: the facts about rankers that a config needs before one is built, without torch."""
 
 from collections import Counter
 from collections.abc import Iterator

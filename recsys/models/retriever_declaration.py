@@ -1,4 +1,4 @@
-"""What the family of retrievers declares about its message, for configs that are checked without torch.
+"""`RetrieverDeclaration`: the facts about retrievers that a config needs before one is built, without torch.
 
 Next-item training makes every position of a history a query for the item behind it, so the rules here refuse
 masks, positions and times that would tell a position what comes later.

@@ -29,20 +29,20 @@ LOSS = "loss"
 
 
 @dataclass(frozen=True)
-class Goal:
-    """Which metric decides what is best, and whether more of it is better."""
+class BestMetric:
+    """The metric by which states of a run are compared, and whether higher values of it are better."""
 
     metric: str
     higher_is_better: bool
 
     @classmethod
-    def of(cls, model: Model, config: pb.Evaluation) -> "Goal":
-        """The goal of a resolved and checked config; of a model without metrics it is the loss."""
+    def of(cls, model: Model, config: pb.Evaluation) -> "BestMetric":
+        """Reads the metric from a resolved and checked config; it is the loss if the model has no metrics."""
         name = config.best_metric
         return cls(name, bool(model.metrics()[name].higher_is_better)) if name else cls(LOSS, False)
 
     def reached(self, value: float, best: Best | None) -> bool:
-        """Whether `value` is better than the best one so far. NaN never is."""
+        """Returns whether `value` is better than the best one so far; NaN never is."""
         if math.isnan(value):
             return False
         if best is None or best.metric != self.metric:

@@ -22,7 +22,7 @@ from recsys.data.batch import Batch
 from recsys.data.loader import Loader
 from recsys.errors import NonFiniteLossError, RecsysError
 from recsys.training.diagnostics import DiagnosticResults, Diagnostics
-from recsys.training.evaluator import Goal, counted, evaluate
+from recsys.training.evaluator import BestMetric, counted, evaluate
 from recsys.training.hooks import Diagnosed, Evaluated, Hook, Outcome, Trained
 from recsys.training.session import Session
 from recsys.training.signals import catching_signals
@@ -50,7 +50,7 @@ class Trainer:
     def __init__(self, session: Session, hooks: list[Hook]):
         self._session = session
         self._hooks = hooks
-        self._goal = Goal.of(session.model, session.pipeline.train.evaluation)
+        self._best_metric = BestMetric.of(session.model, session.pipeline.train.evaluation)
         device, world_size = session.processes.device, session.processes.world_size
         self._meter = Meter(peak_flop_per_s(device), world_size)
         self._pipeline = _pipeline(session)
@@ -154,11 +154,11 @@ class Trainer:
                 self._pipeline.detach()
             with session.as_evaluated():
                 metrics, results = self._evaluate(session.validation, closely=self._is_last_evaluation())
-        value = metrics[self._goal.metric]
-        best = self._goal.reached(value, progress.best)
+        value = metrics[self._best_metric.metric]
+        best = self._best_metric.reached(value, progress.best)
         progress.evaluations_without_gain = 0 if best else progress.evaluations_without_gain + 1
         if best:
-            progress.best = Best(self._goal.metric, value, progress.step)
+            progress.best = Best(self._best_metric.metric, value, progress.step)
         counts = counted(session.validation)
         record = Evaluated(progress.step, metrics, best, time.perf_counter() - began, counts)
         for hook in self._hooks:

@@ -3,7 +3,7 @@
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recsys.training.evaluator import Goal
+from recsys.training.evaluator import BestMetric
 from recsys.training.hooks.metrics_file import NAME, read_metrics
 from tests.integration.runs import records, train
 
@@ -33,7 +33,7 @@ def images(folder) -> dict[str, list[int]]:
 
 
 def test_the_last_state_and_then_the_best(tmp_path, monkeypatch):
-    monkeypatch.setattr(Goal, "reached", first_is_best)
+    monkeypatch.setattr(BestMetric, "reached", first_is_best)
     assert train(tmp_path, *SHORT) == 0
     lines = [line for line in read_metrics(tmp_path / NAME) if line["kind"] == "diagnostics"]
     assert [line["step"] for line in lines] == [8, 2]
@@ -51,20 +51,20 @@ def test_the_last_state_and_then_the_best(tmp_path, monkeypatch):
 
 
 def test_a_last_state_that_is_the_best_is_looked_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(Goal, "reached", lambda *_: True)
+    monkeypatch.setattr(BestMetric, "reached", lambda *_: True)
     assert train(tmp_path, *SHORT) == 0
     assert [line["step"] for line in read_metrics(tmp_path / NAME) if line["kind"] == "diagnostics"] == [8]
 
 
 def test_the_end_of_patience_is_a_last_evaluation(tmp_path, monkeypatch):
-    monkeypatch.setattr(Goal, "reached", first_is_best)
+    monkeypatch.setattr(BestMetric, "reached", first_is_best)
     assert train(tmp_path, *SHORT, "train.evaluation.patience=2") == 0
     assert sorted(records(tmp_path, "evaluation")) == [2, 4, 6]
     assert sorted(records(tmp_path, "diagnostics")) == [2, 6]
 
 
 def test_a_best_state_that_is_gone_is_named_and_the_run_ends_well(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(Goal, "reached", first_is_best)
+    monkeypatch.setattr(BestMetric, "reached", first_is_best)
     monkeypatch.setattr("recsys.training.checkpoint.Checkpoints._prune", prune_best)
     assert train(tmp_path, *SHORT) == 0
     assert sorted(records(tmp_path, "diagnostics")) == [8]

@@ -9,7 +9,7 @@ from torch import nn
 
 from recsys import protos as pb
 from recsys.models.base import Losses
-from recsys.training.evaluator import Goal, evaluate
+from recsys.training.evaluator import BestMetric, evaluate
 from recsys.training.state import Best
 
 NAN = math.nan
@@ -29,7 +29,7 @@ NAN = math.nan
     ],
 )
 def test_better(higher, value, best, reached):
-    assert Goal("auc", higher).reached(value, best) is reached
+    assert BestMetric("auc", higher).reached(value, best) is reached
 
 
 class Model(nn.Module):
@@ -95,5 +95,5 @@ def test_values_are_over_rows_and_the_random_numbers_go_on_as_before():
 
 
 def test_the_goal_of_a_config():
-    assert Goal.of(Model(), pb.Evaluation(best_metric="auc")) == Goal("auc", True)
-    assert Goal.of(Model(), pb.Evaluation()) == Goal("loss", False)
+    assert BestMetric.of(Model(), pb.Evaluation(best_metric="auc")) == BestMetric("auc", True)
+    assert BestMetric.of(Model(), pb.Evaluation()) == BestMetric("loss", False)
