@@ -203,7 +203,6 @@ def explain_ops() -> str:
             ops.explain("norm_linear", row, scale, scale, square, scale, [16, 16]),
             ops.explain("top_k", row.float(), row, 2, removed=place[:0], removed_lengths=0 * place),
             ops.explain("gather_rows", [row, row], place),
-            ops.explain("segment_sum", row, layout.lengths),
             ops.explain("bucket_embedding", row, [row], [place]),
         )
         tables += [f"{dtype}: {one}" for one in found]

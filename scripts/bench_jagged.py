@@ -5,10 +5,9 @@
 
 What the front of a model does with a training batch: tokens are put together from their parts (`assemble`,
 one map over 3 or 4 sources), channels are cut out (`channels`, two maps over the same rows), the history is
-cut off (`truncate`), positions and ages are added (`embed`; `embed hot`: 80 % of the ages are equal), values
-of multi-valued features are pooled (`pool`). Beside the backend stands the same in PyTorch: `cat`,
-`index_select`, `embedding`, `index_add` and their own gradients. TB/s count the bytes that must be read and
-written once.
+cut off (`truncate`), positions and ages are added (`embed`; `embed hot`: 80 % of the ages are equal). Beside
+the backend stands the same in PyTorch: `cat`, `index_select`, `embedding` and their own gradients. TB/s count
+the bytes that must be read and written once.
 
 A case may be twice as far from float64 as PyTorch; rows that are only moved must be equal. `--record` writes
 a list of `{op, backend, shape, pass, ms, tb_s, host_us, ok, commit}`: `ms` is the device's time, with the
@@ -33,7 +32,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from recsys.ops import SequenceLayout, bucket_embedding, gather_rows, segment_sum  # noqa: E402
+from recsys.ops import SequenceLayout, bucket_embedding, gather_rows  # noqa: E402
 from scripts import bench_records  # noqa: E402
 from scripts.bench_ops import FACTOR, median_ms  # noqa: E402
 
@@ -118,7 +117,6 @@ def cases(tokens: int, width: int, dtype: torch.dtype, device: str, backend: str
     ]
     if dtype == torch.float32:
         found += [_embed(layout, width, hot, device, backend) for hot in (0.0, 0.8)]
-        found.append(_pool(layout.total_len, width, device, backend))
     return found
 
 
@@ -173,21 +171,6 @@ def _embed(layout: SequenceLayout, width: int, hot: float, device: str, backend:
         plain,
         [leaf(rows, width, torch.float32, device) for rows in (total, layout.max_len, AGES)],
         (2 * total * width * 4, 2 * total * width * 4),
-    )
-
-
-def _pool(total: int, width: int, device: str, backend: str) -> Case:
-    """Lists of 0 to 6 values."""
-    lengths = torch.randint(7, (max(1, total // 3),), device=device)
-    rows = int(lengths.sum())
-    segment = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths, output_size=rows)
-    return Case(
-        "segment_sum",
-        "pool",
-        lambda x: segment_sum(x, lengths, backend=backend),
-        lambda x: x.new_zeros(len(lengths), width).index_add(0, segment, x),
-        [leaf(rows, width, torch.float32, device)],
-        ((rows + len(lengths)) * width * 4,) * 2,
     )
 
 

@@ -213,9 +213,6 @@ def test_prose_and_the_op_are_no_names_of_models():
 SHARED_BY_OPS = {"runtime", "jagged"}
 """Packages of `recsys.ops` whose modules all ops may import."""
 
-OPS_THAT_SHARE = {("bucket_embedding", "segment_sum")}
-"""Pairs of an op and another one whose kernels it runs."""
-
 
 def foreign_insides(graph: dict[str, set[str]]) -> list[str]:
     """Imports by which one op reaches into another one's package, or the runtime into an op."""
@@ -229,8 +226,7 @@ def foreign_insides(graph: dict[str, set[str]]) -> list[str]:
             if importer[2] == "runtime" and imported[2:3] != ["runtime"]:
                 faults.append(f"{name}: the runtime may not import {target}")
             elif len(imported) > 3 and imported[2] not in {importer[2], *SHARED_BY_OPS}:
-                if (importer[2], imported[2]) not in OPS_THAT_SHARE:
-                    faults.append(f"{name}: {importer[2]} may not import {target}")
+                faults.append(f"{name}: {importer[2]} may not import {target}")
     return sorted(faults)
 
 

@@ -116,9 +116,9 @@ class Problem:
         cast = {name: tensor.to(others.get(name, dtype)) for name, tensor in self.tensors.items()}
         return dataclasses.replace(self, tensors=cast)
 
-    def replace(self, **tensors: Tensor) -> Problem:
-        """The same problem with other tensors."""
-        return dataclasses.replace(self, tensors=self.tensors | tensors)
+    def with_options(self, **options: Any) -> Problem:
+        """The same problem with further options."""
+        return dataclasses.replace(self, options=self.options | options)
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from scripts import bench_jagged
 
 CONTEXT = bench_jagged.Context("cpu", "reference", "abc", 1)
-NAMES = ["assemble 3 sources", "assemble 4 sources", "channels", "truncate", "embed", "embed hot", "pool"]
+NAMES = ["assemble 3 sources", "assemble 4 sources", "channels", "truncate", "embed", "embed hot"]
 
 
 def make(place):

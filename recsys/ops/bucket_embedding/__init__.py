@@ -35,22 +35,22 @@ def bucket_embedding(
     """`out[t] = scale * x[t] + sum over i of tables[i][buckets[i][t]]`.
 
     The gradient of a table is a segment sum: tokens are sorted by bucket, and the rows of each bucket are
-    added in float32, in an order that depends on the buckets alone. Many tokens of one bucket are summed by
-    many programs.
+    added in float32, in an order that depends on the buckets alone. Many programs share a bucket with many
+    tokens.
 
     Args:
         x: [T, E] floating point, tokens.
         tables: [K, E] floating point, each with a K of its own.
         buckets: int64 or int32 [T], one for each table, each entry in [0, K). On a GPU an entry outside adds
             nothing; on a CPU it is an error.
-        scale: of x.
+        scale: factor of x.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        [T, E], of the type that holds those of `x` and all tables. Differentiable in `x` and `tables`.
+        [T, E], of the type to which those of `x` and all tables promote. Differentiable in `x` and `tables`.
 
     Raises:
-        TypeError, ValueError: naming the argument. IndexError: a bucket that is none, on a CPU.
+        TypeError, ValueError: naming the argument. IndexError: a bucket outside of the table, on a CPU.
     """
     facts = _facts(x, tables, buckets, scale=scale)
     return OP.select(facts, backend).run(x, list(tables), list(buckets), float(scale))
@@ -59,7 +59,7 @@ def bucket_embedding(
 def _facts(
     x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], *, scale: float = 1.0
 ) -> BucketFacts:
-    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    """Validates the arguments for all backends and returns their static facts."""
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
     if x.dim() != 2:
@@ -67,21 +67,22 @@ def _facts(
     if not tables or len(tables) != len(buckets):
         raise ValueError(f"tables and buckets must be pairs, got {len(tables)} and {len(buckets)} of them")
     check_number("scale", scale)
-    for number, (table, own) in enumerate(zip(tables, buckets, strict=True)):
+    for number, (table, rows) in enumerate(zip(tables, buckets, strict=True)):
         if not table.is_floating_point():
             raise TypeError(f"tables[{number}] must be floating point, got {table.dtype}")
         if table.dim() != 2 or table.shape[1] != x.shape[1]:
             raise ValueError(
                 f"tables[{number}] must have shape [buckets, {x.shape[1]}], got {tuple(table.shape)}"
             )
-        if own.dtype not in BUCKET_DTYPES:
-            raise TypeError(f"buckets[{number}] must be int64 or int32, got {own.dtype}")
-        # A traced graph takes sizes that it does not know for equal.
-        if own.dim() != 1 or not torch.compiler.is_compiling() and own.shape[0] != x.shape[0]:
+        if rows.dtype not in BUCKET_DTYPES:
+            raise TypeError(f"buckets[{number}] must be int64 or int32, got {rows.dtype}")
+        # A traced graph assumes that unknown sizes agree.
+        if rows.dim() != 1 or not torch.compiler.is_compiling() and rows.shape[0] != x.shape[0]:
             raise ValueError(
-                f"buckets[{number}] must have shape [{x.shape[0]}], as many as tokens, got {tuple(own.shape)}"
+                f"buckets[{number}] must have shape [{x.shape[0]}], as many as tokens, "
+                f"got {tuple(rows.shape)}"
             )
-        for name, tensor in (("tables", table), ("buckets", own)):
+        for name, tensor in (("tables", table), ("buckets", rows)):
             if tensor.device != x.device:
                 raise ValueError(f"{name}[{number}] is on {tensor.device}, x on {x.device}")
     return BucketFacts(x.device.type, (x.dtype, *(table.dtype for table in tables)))

@@ -1,4 +1,4 @@
-"""Plain PyTorch for `bucket_embedding`: the definition of correct, on any device."""
+"""The reference of `bucket_embedding` in plain PyTorch, on any device."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from recsys.ops.runtime.dispatch import SUPPORTED, Support
 
 
 def supports(facts: object) -> Support:
-    """Everything."""
+    """Supports every call."""
     return SUPPORTED
 
 
 def run(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
     """See `recsys.ops.bucket_embedding`; the arguments have been validated."""
     out = x if scale == 1 else x * scale
-    for table, own in zip(tables, buckets, strict=True):
-        out = out + F.embedding(own, table)
+    for table, rows in zip(tables, buckets, strict=True):
+        out = out + F.embedding(rows, table)
     return out

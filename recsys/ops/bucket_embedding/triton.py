@@ -20,19 +20,19 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: BucketFacts) -> Support:
-    """What any Triton backend can do."""
+    """As `triton_support.support`, for the types of all tensors."""
     answers = [triton_support.support(facts.device, dtype) for dtype in facts.dtypes]
     return next((answer for answer in answers if not answer.ok), answers[0])
 
 
 def run(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
-    """In float32. A traced graph leaves the sum to the compiler, which knows what comes before and after."""
+    """Computes in float32. In a traced graph the compiler fuses the sum with its neighbors."""
     if is_exporting():  # no gradient is needed
         return reference.run(x, tables, buckets, scale)
     ops = triton_support.load(_OPS)
     if not torch.compiler.is_compiling():
         return ops.BucketEmbedding.apply(x, scale, buckets, *tables)
     out = x if scale == 1 else x * scale
-    for table, own in zip(tables, buckets, strict=True):
-        out = out + ops.LookUp.apply(table, own)
+    for table, rows in zip(tables, buckets, strict=True):
+        out = out + ops.LookUp.apply(table, rows)
     return out

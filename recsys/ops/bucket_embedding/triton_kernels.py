@@ -1,4 +1,4 @@
-"""Tokens and the vectors of their buckets, added in float32."""
+"""The kernel of `bucket_embedding`: adds the vectors of buckets to tokens, in float32."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ import triton.language as tl
 def _vectors(
     table, buckets, row, inside, place, size, stride, W: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """float32 [rows, columns] of a table, zeros for a bucket that it does not have."""
+    """Loads float32 [rows, columns] of a table, zeros for buckets outside of it."""
     bucket = tl.load(buckets + row, mask=inside, other=-1).to(tl.int64)
     pointer = table + bucket * (stride // STEP * STEP) + place
     known = (bucket >= 0) & (bucket < size)
@@ -22,7 +22,7 @@ def embed_kernel(
     W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, TABLES: tl.constexpr, SCALE: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """out [num_rows, W], contiguous; blocks of columns fastest."""
+    """Writes out [num_rows, W], contiguous; blocks of columns are fastest."""
     COLUMNS: tl.constexpr = (W + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     place = (tl.program_id(0) % COLUMNS) * BLOCK + tl.arange(0, BLOCK)[None, :]

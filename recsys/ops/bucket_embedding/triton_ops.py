@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
+from recsys.ops.bucket_embedding.segments import Segments, launch_sums
 from recsys.ops.bucket_embedding.triton_kernels import embed_kernel
 from recsys.ops.jagged.triton_ops import blocks_of, dense_rows, step_of
 from recsys.ops.runtime.launch import launch
 from recsys.ops.runtime.registration import traceable_op
-from recsys.ops.segment_sum.triton_ops import Segments, launch_sums
 
 MAX_TABLES = 2
-"""Of the kernel; more of them are added by further launches."""
+"""Tables that a launch adds; further launches add more."""
 
 KEYS = ((254, torch.uint8), (2**15 - 2, torch.int16), (2**31 - 2, torch.int32), (2**63 - 2, torch.int64))
-"""Most buckets whose numbers, with one on either side of them, a type tells apart: short ones sort faster."""
+"""The most buckets for each type of sort keys, with one key on either side; short keys sort faster."""
 
 
 class BucketEmbedding(torch.autograd.Function):
@@ -41,8 +41,8 @@ class BucketEmbedding(torch.autograd.Function):
             grad_x = _scaled(grad_out, ctx.scale, ctx.dtype)
         grad_out = dense_rows(grad_out, grad_out.shape[1])
         grads = [
-            launch_sums(grad_out, sorted_by_bucket(own, size), dtype) if wanted else None
-            for own, (size, dtype), wanted in zip(
+            launch_sums(grad_out, sorted_by_bucket(buckets, size), dtype) if needed else None
+            for buckets, (size, dtype), needed in zip(
                 ctx.saved_tensors, ctx.tables, ctx.needs_input_grad[3:], strict=True
             )
         ]
@@ -50,7 +50,7 @@ class BucketEmbedding(torch.autograd.Function):
 
 
 class LookUp(torch.autograd.Function):
-    """`apply(table, buckets)`, rows of one table in a traced graph."""
+    """`apply(table, buckets)`: rows of one table, in a traced graph."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, buckets: Tensor) -> Tensor:
@@ -65,21 +65,21 @@ class LookUp(torch.autograd.Function):
 
 
 def _scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """`scale * grad`, rounded once, in one pass."""
+    """`scale * grad`, rounded once, in one pass over memory."""
     if scale == 1:
         return grad.to(dtype)
     return torch.mul(grad, scale, out=grad.new_empty(grad.shape, dtype=dtype))
 
 
 def launch_embed(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
-    """[T, E]; the arguments have been validated."""
+    """Launches `embed_kernel`: [T, E]. The arguments have been validated."""
     num_rows, width = x.shape
     dtype = reduce(torch.promote_types, (table.dtype for table in tables), x.dtype)
     out = x.new_empty(num_rows, width, dtype=dtype)
     if num_rows == 0 or width == 0:
         return out
     now, later = tables[:MAX_TABLES], tables[MAX_TABLES:]
-    rows, first, last = (dense_rows(one, width) for one in (x, now[0], now[-1]))
+    rows, first, last = (dense_rows(tensor, width) for tensor in (x, now[0], now[-1]))
     blocks = blocks_of(width, dtype.itemsize)
     strides = (rows.stride(0), first.stride(0), last.stride(0))
     launch(
@@ -100,9 +100,9 @@ def launch_embed(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor],
 
 
 def sorted_by_bucket(buckets: Tensor, num_buckets: int) -> Segments:
-    """Rows [T] in the order of their buckets, those of one bucket in their own order."""
+    """Rows [T] sorted by bucket; rows of one bucket keep their order."""
     dtype = next(dtype for most, dtype in KEYS if num_buckets <= most)
-    # What is outside stays there: -1, or 255, and num_buckets.
+    # Buckets outside of the table stay outside: -1 (255 as uint8) and num_buckets.
     keys, order = torch.sort(buckets.clamp(-1, num_buckets).to(dtype), stable=True)
     numbers = torch.arange(num_buckets + 1, dtype=dtype, device=keys.device)
     return Segments(keys, torch.searchsorted(keys, numbers), order)
@@ -110,5 +110,5 @@ def sorted_by_bucket(buckets: Tensor, num_buckets: int) -> Segments:
 
 @traceable_op("sum_by_bucket_triton")
 def sum_by_bucket_triton(values: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
-    """float32 [num_buckets, E], the sum of the rows of values [T, E] in each bucket, for traced graphs."""
+    """Sums of the rows of values [T, E] in each bucket, float32 [num_buckets, E], for traced graphs."""
     return launch_sums(values, sorted_by_bucket(buckets, num_buckets), torch.float32, wrap_triton)

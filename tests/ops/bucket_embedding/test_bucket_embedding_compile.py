@@ -1,24 +1,15 @@
-"""The kernel of `bucket_embedding` compiled for sm_90a, without a GPU: no spills, wide accesses, traceable.
+"""The kernels of `bucket_embedding` compiled for sm_90a, without a GPU: no spills, wide accesses, traceable.
 
 All shapes with `--slow`. Skips without Triton.
 """
 
-import os
-
 import pytest
 import torch
 
-from tests.tools.assembled import assemble
+from tests.ops import harness
+from tests.tools.assembled import assemble, needs_compiler
 
-triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("nothing is compiled in the interpreter", allow_module_level=True)
-
-
-@pytest.fixture(autouse=True)
-def fresh_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize(
@@ -38,17 +29,44 @@ def test_it_fits_into_the_registers_and_moves_16_bytes_at_a_time(width, kind, ta
     assert found.spills == 0 and max(found.accesses) == 128
 
 
-def test_a_traced_graph_holds_the_kernels_of_the_gradient():
-    from torch._library.triton import set_wrap_triton_enabled
-    from torch.fx.experimental.proxy_tensor import make_fx
+# Columns, whether a program has several segments.
+SHAPES = [(256, False), (512, False), (100, False), (1, False), (64, True), (1, True)]
 
-    from recsys.ops.bucket_embedding import triton_ops
+
+@pytest.mark.parametrize("kind", ["*fp32", pytest.param("*bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("width", "several"),
+    [pytest.param(*shape, marks=[] if shape in SHAPES[:1] else pytest.mark.slow) for shape in SHAPES],
+)
+def test_pieces_of_segments(width, several, kind, tmp_path):
+    from recsys.ops.bucket_embedding import segment_kernels, segments
+    from recsys.ops.jagged.triton_ops import step_of
+
+    block = min(1 << (width - 1).bit_length(), segments.LONGEST_BLOCK)
+    rows = segments.rows_of(block)
+    constants = {"W": width, "BLOCK_M": rows, "BLOCK": block, "STEP": step_of([width])}
+    constants |= {"TOGETHER": rows if several else 1}
+    kinds = {"values": kind, "out": kind, "partial": "*fp32", "segments": "*i16"}
+    found = assemble(segment_kernels.pieces_kernel, kinds, constants, tmp_path)
+    assert found.spills == 0 and (width % 64 or max(found.accesses) == 128)
+
+
+@pytest.mark.parametrize("width", [256, pytest.param(1, marks=pytest.mark.slow)])
+def test_shares_of_segments(width, tmp_path):
+    from recsys.ops.bucket_embedding import segment_kernels, segments
+
+    block = min(1 << (width - 1).bit_length(), segments.SHARE_COLUMNS)
+    constants = {"W": width, "BLOCK_M": segments.rows_of(block), "BLOCK": block}
+    kinds = {"out": "*fp32", "partial": "*fp32"}
+    found = assemble(segment_kernels.shares_kernel, kinds, constants, tmp_path)
+    assert found.spills == 0 and (width == 1 or max(found.accesses) == 128)
+
+
+def test_a_traced_graph_holds_the_kernels_of_the_gradient():
+    from recsys.ops.bucket_embedding import segments, triton_ops
 
     def sums(values, buckets):
-        segments = triton_ops.sorted_by_bucket(buckets, 5)
-        return triton_ops.launch_sums(values, segments, torch.float32, torch.library.wrap_triton)
+        ordered = triton_ops.sorted_by_bucket(buckets, 5)
+        return segments.launch_sums(values, ordered, torch.float32, torch.library.wrap_triton)
 
-    with set_wrap_triton_enabled(True):
-        traced = make_fx(sums, tracing_mode="symbolic")(torch.randn(33, 24), torch.randint(5, (33,)))
-    kernels = [node for node in traced.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
-    assert len(kernels) == 2 and not isinstance(kernels[0].kwargs["grid"][0][0], int)
+    harness.assert_traced(sums, torch.randn(33, 24), torch.randint(5, (33,)), kernels=2)

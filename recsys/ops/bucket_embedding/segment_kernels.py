@@ -1,14 +1,14 @@
 """Sums of sorted rows by segment, in float32: no atomics, and one long segment occupies many programs.
 
-The rows, in their order, are cut into chunks of `piece` rows, whatever the segments are. A segment is summed
-up to the end of the chunk that it begins in; if it goes on, every further chunk sums its own share, and the
-second kernel adds the shares in order. So what is summed together depends on the segments alone.
+The sorted rows are cut into chunks of `piece` rows, independently of the segments. One program sums a segment
+up to the end of the chunk in which it begins; if it goes on, every further chunk sums its own share, and the
+second kernel adds the shares in order. So the order of a sum depends on the segments alone.
 
-    partial  float32 [2 * chunks, W]: of the segment that crosses the end of each chunk, the sum of its first
-             rows; behind these, of the segment that crosses a chunk's start, its sum over the chunk
+    partial  float32 [2 * chunks, W]: for each chunk, the sum of the first rows of the segment that crosses
+             its end; behind these, for each chunk, the share of the segment that crosses its start
     bounds   int64 [num_segments + 1]: the first row of each segment, and the end
-    segments [num_rows]: of each row; rows outside of [0, num_segments) are in no sum
-    rows     values, order, stride of the values: of what is summed; BLOCKS are W, BLOCK_M, BLOCK, ORDERED
+    segments [num_rows]: the segment of each row; rows outside of [0, num_segments) are in no sum
+    rows     values, order, and stride of the values; BLOCKS are W, BLOCK_M, BLOCK
 """
 
 import triton
@@ -17,12 +17,10 @@ import triton.language as tl
 
 @triton.jit
 def _load_rows(rows, row, inside, column, BLOCKS: tl.constexpr):
-    """float32 [rows, columns], zeros where not `inside`."""
+    """Loads float32 [rows, columns], zeros where not `inside`."""
     values, order, stride = rows
     W: tl.constexpr = BLOCKS[0]
-    ORDERED: tl.constexpr = BLOCKS[3]
-    if ORDERED:
-        row = tl.load(order + row, mask=inside, other=0)
+    row = tl.load(order + row, mask=inside, other=0)
     return tl.load(values + row.to(tl.int64) * stride + column, mask=inside & (column < W), other=0.0).to(
         tl.float32
     )
@@ -30,7 +28,7 @@ def _load_rows(rows, row, inside, column, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _sum_of(rows, first, stop, column, BLOCKS: tl.constexpr):
-    """float32 [1, BLOCK], of the rows from `first` to `stop` - 1."""
+    """The sum, float32 [1, BLOCK], of the rows from `first` to `stop` - 1."""
     BLOCK_M: tl.constexpr = BLOCKS[1]
     total = tl.zeros([BLOCK_M, BLOCKS[2]], tl.float32)
     for start in range(first, stop, BLOCK_M):
@@ -43,7 +41,7 @@ def _sum_of(rows, first, stop, column, BLOCKS: tl.constexpr):
 def _share(
     rows, segments, bounds, partial, chunk, num_rows, num_segments, piece, column, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Of the segment that crosses the start of a chunk, if there is one."""
+    """Stores the share of the segment that crosses the start of a chunk, if there is one."""
     W: tl.constexpr = BLOCKS[0]
     first = chunk * piece
     segment = tl.load(segments + first, mask=first < num_rows, other=-1).to(tl.int64)
@@ -57,7 +55,7 @@ def _share(
 
 @triton.jit
 def _one_segment(rows, bounds, out, partial, segment, piece, column, BLOCKS: tl.constexpr):
-    """BLOCK_M rows at a time."""
+    """Sums one segment, BLOCK_M rows at a time."""
     W: tl.constexpr = BLOCKS[0]
     start, end = tl.load(bounds + segment), tl.load(bounds + segment + 1)
     chunk = start // piece
@@ -72,7 +70,7 @@ def _several_segments(
     rows, bounds, out, partial, first, num_segments, piece, column,
     BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One row of each at a time."""
+    """Sums TOGETHER segments, one row of each at a time."""
     W: tl.constexpr = BLOCKS[0]
     segment = first + tl.arange(0, TOGETHER)[:, None]
     inside = segment < num_segments
@@ -92,19 +90,19 @@ def _several_segments(
 @triton.jit(do_not_specialize=["num_rows", "num_segments", "piece", "stride"])
 def pieces_kernel(
     values, order, segments, bounds, out, partial, num_rows, num_segments, piece, stride,
-    W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, ORDERED: tl.constexpr,
+    W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """out [num_segments, W], of segments that end in the chunk that they begin in; the shares of the others.
+    """Writes out [num_segments, W] for segments that end in the chunk in which they begin, else their shares.
 
-    A program for every TOGETHER segments, then one for each chunk but the first (or one too many); blocks of
-    columns are fastest.
+    One program per TOGETHER segments, then one per chunk but the first (or one too many); blocks of columns
+    are fastest.
     """
     COLUMNS: tl.constexpr = (W + BLOCK - 1) // BLOCK
-    BLOCKS: tl.constexpr = (W, BLOCK_M, BLOCK, ORDERED)
+    BLOCKS: tl.constexpr = (W, BLOCK_M, BLOCK)
     number = tl.program_id(0) // COLUMNS
     column = (tl.program_id(0) % COLUMNS) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    rows = (values, order, stride // STEP * STEP)  # STEP divides it: so neighbours are loaded together
+    rows = (values, order, stride // STEP * STEP)  # STEP divides it, so that neighbors are loaded together
     groups = tl.cdiv(num_segments, TOGETHER)
     piece = tl.cast(piece, tl.int64)
     if number >= groups:
@@ -122,7 +120,7 @@ def shares_kernel(
     segments, bounds, out, partial, num_rows, num_segments, piece,
     W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Segments that go on behind the chunk that they begin in. A program for each whole chunk."""
+    """Adds the shares of segments that end behind the chunk in which they begin; one program per chunk."""
     COLUMNS: tl.constexpr = (W + BLOCK - 1) // BLOCK
     chunk = (tl.program_id(0) // COLUMNS).to(tl.int64)
     column = (tl.program_id(0) % COLUMNS) * BLOCK + tl.arange(0, BLOCK)[None, :]
