@@ -6,8 +6,8 @@ import torch
 from hypothesis import strategies as st
 
 from recsys.ops import AttentionMask, SequenceLayout, explain, hstu_attention
+from tests.ops.attention import assert_near, case, results
 from tests.ops.cases import MASKS
-from tests.ops.hstu_attention.test_triton_gpu import assert_near, case, results
 
 pytestmark = pytest.mark.gpu
 

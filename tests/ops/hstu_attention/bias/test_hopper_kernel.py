@@ -9,8 +9,9 @@ import torch
 from recsys import environment
 from recsys.ops import AttentionMask, RelativeBias
 from recsys.ops.hstu_attention import Problem
+from tests.ops.attention import times_of
 from tests.ops.cases import layout_of, relative_bias, samples
-from tests.ops.hstu_attention.test_triton_packed_interpret import HEADS, on_hopper, times_of  # noqa: F401
+from tests.ops.hstu_attention.test_triton_packed import HEADS, on_hopper  # noqa: F401
 from tests.tools.interpreter import INTERPRETED, interpreted, run_interpreted, starts_it
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")

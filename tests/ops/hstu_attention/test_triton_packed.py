@@ -1,4 +1,4 @@
-"""The bias by inline assembly on Hopper: as near to float64 as the other kernels have to be."""
+"""The bias by inline assembly: Triton's interpreter around `tests.tools.ptx` on a CPU, and a Hopper GPU."""
 
 import gc
 import itertools
@@ -8,11 +8,15 @@ from collections import defaultdict
 import pytest
 import torch
 
-from recsys.ops import AttentionMask, RelativeBias, hstu_attention
-from tests.ops.hstu_attention.test_triton_gpu import assert_near, case, results
-from tests.ops.hstu_attention.test_triton_packed_interpret import times_of
+from recsys.ops import AttentionMask, hstu_attention
+from tests.ops import harness
+from tests.ops.attention import assert_near, case, results, with_times
+from tests.ops.cases import layout_of, samples
+from tests.tools import ptx
+from tests.tools.interpreter import INTERPRETED, interpreted
 
-pytestmark = pytest.mark.gpu
+HEADS = 2
+DIM = 64
 
 MASKS = [
     AttentionMask(),
@@ -29,10 +33,124 @@ SHAPES = [
 KINDS = ["hours", "years", "minutes", "anywhere", "missing", "backward"]
 
 
+class Executed:
+    """What the builder of inline assembly returns."""
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    def get_result(self, index):
+        assert index == 0
+        return self.handle
+
+
+def execute(builder, text, constraints, values, types, is_pure, pack):
+    from triton.language import float32
+    from triton.runtime.interpreter import TensorHandle
+
+    out = ptx.run_inline(text, [value.data for value in values], pack)
+    return Executed(TensorHandle(out, float32))
+
+
 @pytest.fixture(autouse=True)
-def on_hopper():
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the assembly is for Hopper")
+def on_hopper(monkeypatch):
+    """Let the interpreter run the assembly and take the CPU for a Hopper GPU."""
+    if not INTERPRETED:
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from recsys.ops.hstu_attention.bias import packed_launch
+
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", execute)
+    monkeypatch.setattr(packed_launch, "_is_hopper", lambda device: True)
+
+
+def on_a_gpu(test):
+    """Mark a test that needs a Hopper GPU."""
+    return pytest.mark.gpu(harness.needs_hopper(test))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kind", "shapes", "contextual", "rows", "mask", "deterministic"),
+    [
+        ("hours", [(150, 9)], 0, HEADS, AttentionMask(), False),
+        ("hours", [(70, 5)], 0, None, AttentionMask(), True),
+        ("years", [(70, 20), (5, 0), (0, 30), (64, 0)], 1, None, AttentionMask(130, 70, True, 5), False),
+        ("anywhere", [(100, 3)], 3, None, AttentionMask(window=40), False),
+        ("missing", [(63, 1), (1, 1), (90, 0)], 0, HEADS, AttentionMask(None, 0, False, 3, False), False),
+        ("backward", [(130, 0)], 6, HEADS, AttentionMask(), False),
+        ("minutes", [(130, 0)], 0, HEADS, AttentionMask(window=20, prefix=2), False),
+    ],
+)
+def test_output_and_gradients_are_as_near_as_the_reference(
+    kind, shapes, contextual, rows, mask, deterministic
+):
+    """In float16, which the interpreter has: at most twice as far from float64; sums of 11 bits."""
+    layout, q, k, v, bias = case(shapes, contextual, DIM, DIM, HEADS, torch.float16, rows, device="cpu")
+    arguments = (layout, q, k, v, with_times(bias, kind, layout.total_len))
+    assert_near(results(*arguments, mask, "triton", deterministic), arguments, mask, own=1e-3)
+
+
+@interpreted
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parts_of_the_items_add_up(deterministic, monkeypatch):
+    """Each tile with records of its own, where the records of all would take too much memory."""
+    from recsys.ops.hstu_attention.bias import launch as bias_launch
+
+    made, original = [], bias_launch._records
+    monkeypatch.setattr(
+        bias_launch, "_records", lambda *given: made.append(len(given[2])) or original(*given)
+    )
+    monkeypatch.setattr(bias_launch, "MOST_RECORD_BYTES", 0)
+    found = []
+    for small in (bias_launch.SMALL_RECORDS, 40):  # with a new layout each, which has kept nothing
+        monkeypatch.setattr(bias_launch, "SMALL_RECORDS", small)
+        shapes = [(100, 3), (5, 0), (64, 9)]
+        layout, *leaves, bias = case(shapes, 1, DIM, DIM, HEADS, torch.float16, HEADS, device="cpu")
+        bias = with_times(bias, "hours", layout.total_len)
+        found.append(results(layout, *leaves, bias, AttentionMask(), "triton", deterministic))
+    assert made == [5, 5] + 3 * [2, 2, 1]  # of rows and of keys; forward, keys, rows
+    *others, position_table, time_table = zip(*found, strict=True)
+    assert all(torch.equal(ours, other) for ours, other in others)
+    close = 0 if deterministic else 1e-5
+    for ours, other in (position_table, time_table):
+        torch.testing.assert_close(ours, other, rtol=close, atol=close)
+
+
+def test_records_take_a_bounded_number_of_bytes_a_token(monkeypatch):
+    """For samples of any length, all items in their order; in one part up to 8,192 tokens."""
+    pytest.importorskip("triton")
+    from recsys.ops.hstu_attention.bias import launch as bias_launch
+    from recsys.ops.hstu_attention.bias.launch import NUM_ARGUMENTS, RECORDS, packed_parts
+
+    class Nothing:
+        def __getitem__(self, grid):
+            return lambda *arguments, **constants: None
+
+    monkeypatch.setattr(bias_launch, "records_kernel", Nothing())
+    bytes_a_token = {}
+    for length, number in ((512, 512), (2048, 128), (8192, 32), (65536, 8), (2**19, 1)):
+        layout = layout_of(samples(0, [(length, 0)] * number))
+        items = torch.arange(layout.total_len // 64)[:, None].expand(-1, 12)
+        dummy, times = torch.zeros(1), (torch.zeros(1), torch.zeros(1))
+        arguments = [dummy] * (NUM_ARGUMENTS - 1) + [40]
+        taken, seen = [], []
+        for part, given in packed_parts(
+            arguments, times, layout, items, (64, 64), (AttentionMask(), True, None)
+        ):
+            taken.append(given[RECORDS].nbytes)
+            seen.append(part)
+            assert given[:RECORDS] == arguments[:RECORDS] and given[RECORDS + 1 :] == arguments[RECORDS + 1 :]
+        assert torch.equal(torch.cat(seen), items)
+        assert len(taken) == max(1, length // 8192)
+        bytes_a_token[length] = max(taken) / layout.total_len
+    # 16 bytes for each of length / 64 blocks of a tile of 64 tokens, as long as that is at most 32.
+    assert bytes_a_token[2048] == pytest.approx(8, abs=1e-3)
+    assert max(bytes_a_token.values()) == pytest.approx(32, abs=0.3)
+
+
+test_the_kernels_in_the_interpreter = harness.interpreter_test(__file__)
 
 
 def check(shapes, contextual, rows, kind, dims, dtype, mask):
@@ -40,14 +158,12 @@ def check(shapes, contextual, rows, kind, dims, dtype, mask):
 
     layout, q, k, v, bias = case(shapes, contextual, *dims, 2, dtype, rows)
     assert packed_launch.is_packed("rows", q, v, bias)
-    times = times_of(kind, layout.total_len).cuda()
-    tables = bias.position_table, bias.time_table
-    bias = RelativeBias(*tables, times, torch.cat([times[1:], times[-1:] + 60]))
+    arguments = (layout, q, k, v, with_times(bias, kind, layout.total_len))
     for deterministic in (False, True):
-        got = results(layout, q, k, v, bias, mask, "triton", deterministic)
-        assert_near(got, (layout, q, k, v, bias), mask)
+        assert_near(results(*arguments, mask, "triton", deterministic), arguments, mask)
 
 
+@on_a_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_output_and_gradients(mask, dtype):
@@ -55,6 +171,7 @@ def test_output_and_gradients(mask, dtype):
         check(shapes, contextual, rows, KINDS[number % len(KINDS)], (64, 64), dtype, mask)
 
 
+@on_a_gpu
 @pytest.mark.parametrize("dims", [(32, 32), (16, 64), (25, 25)], ids=str)
 def test_heads_of_other_widths(dims):
     """Without the copy engine, and with less shared memory of Triton's own."""
@@ -62,6 +179,7 @@ def test_heads_of_other_widths(dims):
         check(shapes, number % 2, 2, KINDS[number], dims, torch.bfloat16, MASKS[number % 2])
 
 
+@on_a_gpu
 def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
     """Sums in any order: as near each time. In sections of about 1,000 tokens."""
     from recsys.ops.hstu_attention.bias import hopper_launch as bias_hopper_launch
@@ -116,6 +234,7 @@ def artefacts(kernels):
     return sorted(one for one in made if one[1:] != (0, 0))
 
 
+@on_a_gpu
 def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
     """From a small one to a large one and back, in sections of about 1,000 tokens and without."""
     from triton import JITFunction
@@ -150,6 +269,7 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
     ]
 
 
+@on_a_gpu
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
 def test_kernels_started_for_parts_of_the_items(mask, monkeypatch):
     """As where the records of all blocks would take too much memory."""
@@ -166,6 +286,7 @@ def test_kernels_started_for_parts_of_the_items(mask, monkeypatch):
     assert len(made) > 2 * 4 * 5  # more than one part for each kernel
 
 
+@on_a_gpu
 def test_memory_of_a_token_is_the_same_for_long_samples(monkeypatch):
     """Of forward and backward, beyond what they are given; 65,536 tokens and 512. Records of all blocks would
     take 512 bytes a token."""
@@ -189,6 +310,7 @@ def test_memory_of_a_token_is_the_same_for_long_samples(monkeypatch):
     assert 0 < long < 1.1 * short, (short, long)
 
 
+@on_a_gpu
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
 def test_rows_that_no_descriptor_shows(mask):
     """With heads of 64 and steps that the copy engine does not take."""
@@ -201,9 +323,10 @@ def test_rows_that_no_descriptor_shows(mask):
     assert_near(got, (layout, *tensors, bias), mask)
 
 
+@on_a_gpu
 def test_deterministic_means_the_same_bits():
     arguments = case([(900, 60), (5, 0), (2000, 9)], 3, 64, 64, 2, torch.bfloat16, 2)
     first = results(*arguments, AttentionMask(), "triton")
     for _ in range(5):
         again = results(*arguments, AttentionMask(), "triton")
-        assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+        harness.assert_equal(again, first)
