@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Which sizes make the Hopper forward fastest: compiles and checks them all side by side, then times them.
+"""Finds the sizes that make the Hopper forward fastest: compiles and checks them all side by side, then times
+them.
 
     python scripts/tune_sm90.py [--dim 64 128 256] [--shape L4096] [--section 0 12 24 48] [--seconds 120]
 
@@ -44,7 +45,7 @@ CHANGES: dict[int, tuple[list[dict[str, int | bool]], list[dict[str, int | bool]
     ),
     256: ([{}, {"computing_registers": 240, "loading_registers": 24}, {"keys": 32, "stages": 4}], []),
 }
-"""By width of the heads: what is tried in place of the sizes in use, of `SIZES` and of `LONG_SIZES`."""
+"""Changes to try, by width of the heads: to the entry of `SIZES`, then to that of `LONG_SIZES`."""
 
 ROUNDS, CALLS = 5, 4
 
@@ -79,7 +80,7 @@ def check(dim: int, number: int) -> float:
 
 
 def milliseconds(run) -> list[float]:
-    """Of `CALLS` calls, after one that is not counted."""
+    """Times of `CALLS` calls, after one that is not counted."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(1 + CALLS)]
     for i, (start, end) in enumerate(events):
         start.record()

@@ -1,4 +1,4 @@
-"""What every attention op checks before it runs, and the static facts by which it chooses a backend."""
+"""Checks of the arguments of all attention ops, and the static facts by which an op chooses a backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from recsys.ops.relative_bias import RelativeBias
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """All that a backend may know when it says whether it can run; nothing here needs a tensor's values."""
+    """The facts of a call that a backend sees when it is asked whether it can run: no values of tensors."""
 
     device: str
     dtype: torch.dtype
@@ -32,7 +32,7 @@ class AttentionFacts:
 
 @lru_cache(maxsize=1024)
 def _known_facts(*fields: Any) -> AttentionFacts:
-    """Those of earlier calls: there are few, and to look one up costs less than to make it."""
+    """The facts of an earlier call with these fields: a lookup costs less than a new object."""
     return AttentionFacts(*fields)
 
 
@@ -72,16 +72,16 @@ def is_deterministic(setting: bool | None = None) -> bool:
 
 
 def scale_of(q: Tensor) -> float:
-    """`1 / sqrt(D)` for q [T, H, D]; in a traced graph a constant, of the one width that the graph is for.
+    """`1 / sqrt(D)` for q [T, H, D]; in a traced graph a constant for the one width that the graph serves.
 
-    A number computed of a symbolic width would be one too: in compiled code, which PyTorch (2.11 to 2.15)
-    takes from its cache on disk for other widths as well. `range` has no symbolic length.
+    `range` has no symbolic length. A number computed from a symbolic width would be compiled in as well, and
+    PyTorch 2.11 to 2.15 would take that code from its cache on disk for other widths, too.
     """
     return len(range(q.shape[2])) ** -0.5
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask) -> None:
-    """Ranks, shapes, dtypes and devices of q, k, v against each other and the layout.
+    """Checks ranks, shapes, dtypes and devices of q, k, v against each other and the layout.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is allowed.
@@ -115,7 +115,7 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mas
 
 
 def _are_alike(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask) -> bool:
-    """Whether q, k and v are of one shape and nothing is wrong with them: the common case, seen quickly."""
+    """A quick test for the common case: q, k and v have one shape, and nothing is wrong with them."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     if not (isinstance(layout, SequenceLayout) and isinstance(mask, AttentionMask)):
@@ -134,7 +134,7 @@ def _are_alike(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: At
 
 
 def check_bias(bias: RelativeBias, q: Tensor) -> None:
-    """A bias against the q that it is added to the scores of.
+    """Checks a bias against the q whose scores it is added to.
 
     Raises:
         TypeError, ValueError: naming the field of the bias.
@@ -153,13 +153,13 @@ def check_bias(bias: RelativeBias, q: Tensor) -> None:
 
 
 def check_number(name: str, value: float, *, positive: bool = False) -> None:
-    """A finite int or float (not a bool, not a tensor), above 0 if `positive`.
+    """Checks for a finite int or float (not a bool, not a tensor), above 0 if `positive`.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    # By comparisons, which a compiler can trace where a number is an attribute of a module.
+    # A compiler can trace comparisons where a number is an attribute of a module.
     if not -math.inf < value < math.inf or (positive and value <= 0):
         raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value}")

@@ -23,7 +23,7 @@ from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
 @dataclass(frozen=True)
 class Problem:
-    """What one call of `hstu_attention` computes, apart from q, k and v.
+    """One call of `hstu_attention`, apart from q, k and v.
 
     Attributes:
         layout: lengths and kinds of the tokens of each sample.
@@ -81,7 +81,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class CachedProblem(Problem):
-    """What one call of `hstu_attention_cached` computes, apart from q, k, v and the cached keys and values.
+    """One call of `hstu_attention_cached`, apart from q, k, v and the cached keys and values.
 
     Attributes:
         layout: the new tokens of each sample.

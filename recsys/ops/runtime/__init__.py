@@ -1,1 +1,1 @@
-"""What every op needs and no op owns: dispatch, registration, launches, descriptors, facts of the device."""
+"""Shared by all ops: dispatch, registration, launches, tensor descriptors, device facts, autograd pieces."""

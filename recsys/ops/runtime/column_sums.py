@@ -1,7 +1,5 @@
-"""A linear layer without gradients, and the gradients of its parameters: of its bias, sums over the rows; of
-its weight, a product.
-
-For Triton backends; this module needs Triton.
+"""A linear layer without gradients, and the gradients of its parameters: the bias gets sums over the rows,
+and the weight gets a product. This module needs Triton.
 """
 
 from __future__ import annotations
@@ -18,20 +16,21 @@ from recsys.ops.runtime.launch import launch
 from recsys.ops.runtime.triton_support import num_processors
 
 COLUMNS = 128
-"""Of a program."""
+"""Columns per program."""
 
 ROWS = 32
-"""That a program adds at a time."""
+"""Rows that a program accumulates per step."""
 
 PROGRAMS_PER_PROCESSOR = 4
+"""Programs per streaming multiprocessor."""
 
 PARTS = 128
-"""Rows that a program adds at a time where few are left."""
+"""Partial sums that a program of `sum_of_parts` accumulates per step."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_workers"])
 def sums_kernel(
-    given, out, num_rows, num_workers,
+    x, out, num_rows, num_workers,
     STRIDE: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [num_workers, W] float32: sums over every num_workers-th block of rows, which are STRIDE apart."""
@@ -42,27 +41,27 @@ def sums_kernel(
     for block in range(worker, tl.cdiv(num_rows, BLOCK_M), num_workers):
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         inside = (row < num_rows) & (column < W)
-        sums += tl.load(given + row.to(tl.int64) * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
+        sums += tl.load(x + row.to(tl.int64) * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + worker.to(tl.int64) * W + column, tl.sum(sums, 0, keep_dims=True), mask=column < W)
 
 
-def column_sums(given: Tensor) -> Tensor:
-    """float32 [W], sums over the rows of [T, W] in an order that depends on T and the device alone."""
-    num_rows, width = given.shape
+def column_sums(x: Tensor) -> Tensor:
+    """float32 [W], the sums over the rows of [T, W], in an order that depends only on T and the device."""
+    num_rows, width = x.shape
     if num_rows == 0:
-        return torch.zeros(width, dtype=torch.float32, device=given.device)
-    if given.stride(1) != 1 or given.stride(0) == 0:
-        given = given.contiguous()
-    constants = constants_of(width, given.stride(0))
+        return torch.zeros(width, dtype=torch.float32, device=x.device)
+    if x.stride(1) != 1 or x.stride(0) == 0:
+        x = x.contiguous()
+    constants = constants_of(width, x.stride(0))
     blocks = -(-width // constants["BLOCK"])
-    workers = max(1, PROGRAMS_PER_PROCESSOR * num_processors(given.device) // blocks)
-    out = torch.empty(workers, width, dtype=torch.float32, device=given.device)
-    launch(sums_kernel, workers * blocks, (given, out), (num_rows, workers), constants)
+    workers = max(1, PROGRAMS_PER_PROCESSOR * num_processors(x.device) // blocks)
+    out = torch.empty(workers, width, dtype=torch.float32, device=x.device)
+    launch(sums_kernel, workers * blocks, (x, out), (num_rows, workers), constants)
     return sum_of_parts(out)
 
 
 def sum_of_parts(parts: Tensor) -> Tensor:
-    """[...], the sum over the first dimension of float32 [P, ...], contiguous; for tens to thousands of P."""
+    """[...], the sum over the first dimension of a contiguous float32 [P, ...], P from tens to thousands."""
     shape, width = parts.shape[1:], parts[0].numel()
     out = torch.empty(*shape, dtype=torch.float32, device=parts.device)
     constants = {"STRIDE": width, "W": width, "BLOCK_M": PARTS, "BLOCK": 16, "num_warps": 8}
@@ -71,29 +70,29 @@ def sum_of_parts(parts: Tensor) -> Tensor:
 
 
 def constants_of(width: int, stride: int) -> dict[str, int]:
-    """What the kernel is compiled for, by the names of its parameters."""
+    """Compile-time constants of the kernel, by the names of its parameters."""
     block = min(COLUMNS, max(16, 1 << (width - 1).bit_length()))
     return {"STRIDE": int(stride), "W": int(width), "BLOCK_M": ROWS, "BLOCK": block, "num_warps": 8}
 
 
-def linear(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`given @ weight^T + bias` in the type of `given`, without gradients.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x @ weight^T + bias` in the dtype of `x`, without gradients.
 
-    Autocast, where it is on, keeps the parameters that it has rounded: pieces of a batch share them.
+    Under autocast PyTorch keeps its rounded copies of the parameters, which the pieces of a batch then share.
     """
-    kind, dtype = given.device.type, given.dtype
+    kind, dtype = x.device.type, x.dtype
     if not (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == dtype):
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    return F.linear(given, weight, bias)
+    return F.linear(x, weight, bias)
 
 
-def weight_gradient(grad: Tensor, given: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, K] of type `dtype`: `grad^T @ given`, [T, N] and [T, K], rounded once."""
+def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grad^T @ x`, [N, K] of type `dtype` from [T, N] and [T, K], rounded once."""
     if grad.dtype == dtype:
-        return grad.t() @ given
+        return grad.t() @ x
     if grad.is_cuda and dtype == torch.float32:
-        return torch.mm(grad.t(), given, out_dtype=dtype)
-    return (grad.t() @ given).to(dtype)
+        return torch.mm(grad.t(), x, out_dtype=dtype)
+    return (grad.t() @ x).to(dtype)
 
 
 class LinearAdd(torch.autograd.Function):

@@ -66,7 +66,7 @@ def shape_of(tensor: Tensor) -> RaggedShape:
 
 
 def is_loadable(tensor: Tensor) -> bool:
-    """Whether a ragged descriptor can describe a tensor [T, H, D] where it lies."""
+    """True if a ragged descriptor can describe a tensor [T, H, D] without a copy."""
     return shape_of(tensor).loadable and tensor.data_ptr() % ALIGNMENT == 0
 
 

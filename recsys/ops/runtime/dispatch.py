@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, and why.
+"""Dispatch: chooses the implementation of an op for each call, and explains the choice.
 
 Every op has a list of backends, fastest first and `reference` last. A backend is the module `<op
 package>.<backend>` with `supports(facts) -> Support` and `run(...)`; it may need packages that the machine
@@ -23,12 +23,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 FORCED_BACKEND = os.environ.get("RECSYS_BACKEND")
-"""For debugging: takes the place of "auto" in every op that has a backend of this name."""
+"""Backend that replaces "auto" in every op that has one of this name; for debugging."""
 
 _OPS: dict[str, Op] = {}
 
 _MODULES = {"sm90": "hopper"}
-"""The module of a backend, where it has another name than the backend."""
+"""Modules whose names differ from those of their backends."""
 
 
 class Support(NamedTuple):
@@ -48,7 +48,7 @@ SUPPORTED = Support(True)
 
 @dataclass(frozen=True)
 class Explanation:
-    """What each backend of an op says about one call, in the order in which "auto" asks them."""
+    """The answers of an op's backends about one call, in the order in which "auto" asks them."""
 
     op: str
     rows: tuple[tuple[str, Support], ...]
@@ -80,7 +80,7 @@ class Op:
         self.facts = facts
         self.last_backend: str | None = None
         self.fallbacks: Counter[tuple[str, str]] = Counter()
-        """How often "auto" passed over (backend, reason)."""
+        """Counts by (backend, reason) how often "auto" skipped a backend."""
         self._watcher: Callable[..., None] | None = None
         self._modules: dict[str, ModuleType] = {}
         for backend in self.backends[:-1]:
@@ -129,12 +129,12 @@ class Op:
             self._watcher = before
 
     def show(self, **arguments: Any) -> None:
-        """Tells the watcher, if there is one, about a call that is about to run."""
+        """Passes the arguments of a call that is about to run to the watcher, if there is one."""
         if self._watcher is not None and not torch.compiler.is_compiling():
             self._watcher(**arguments)
 
     def explain(self, facts: Any) -> Explanation:
-        """What each backend says about `facts`."""
+        """The answers of all backends about `facts`."""
         return Explanation(self.name, tuple((name, self._ask(name, facts)) for name in self.backends))
 
     def _ask(self, name: str, facts: Any) -> Support:
@@ -164,7 +164,7 @@ def is_exporting() -> bool:
 
 
 def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Which backends of an op can run this call, and why not the others.
+    """Explains which backends of an op can run this call, and why the others cannot.
 
     Args:
         op: its name, or the function itself; the other arguments are those of that function.

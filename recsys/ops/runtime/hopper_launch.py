@@ -1,13 +1,13 @@
-"""Starts the Hopper kernels with little work on the host.
+"""Launches kernels with little work on the host, with or without tensor maps.
 
-Triton looks at every argument of a launch to find the compiled kernel again, and describes every tensor map
-anew: over 100 us where four tensors have descriptors. Here it does so for the first launch of its kind only.
-What the code of a kernel depends on is the key of `start`; later launches with that key encode their tensor
-maps and call the C function that Triton built for the kernel. Triton's own way remains for the first launch,
-for another Triton than this was written for, where a profiler has put hooks around launches, for an argument
+Triton inspects every argument of a launch to find the compiled kernel, and describes every tensor map anew:
+over 100 us for four tensors with descriptors. Here Triton does so only for the first launch with a key. The
+key of `launch` holds all that the code of a kernel depends on. Later launches with that key encode their
+tensor maps and call the C function that Triton built for the kernel. Triton's own launcher remains for the
+first launch, for other versions of Triton, where a profiler has put hooks around launches, for an argument
 that is not aligned as it was when the kernel was compiled, and for a number that needs 64 bits.
 
-A change of Triton's settings after the first launch of a kind (TRITON_DEBUG and the like) is not seen.
+A change of Triton's settings after the first launch with a key (TRITON_DEBUG and the like) has no effect.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from triton.runtime.driver import driver
 from recsys.ops.runtime.descriptors import ALIGNMENT, Boxes, gluon_descriptor, shape_of
 
 LAUNCHED_BY = "3.6."
-"""The Triton whose launchers take the arguments that `_relaunch` gives them."""
+"""The version of Triton whose launchers take the arguments that `_relaunch` passes."""
 
 
 class _Encoding(NamedTuple):
-    """Of a tensor map, as the compiler chose it."""
+    """The encoding of a tensor map that the compiler chose."""
 
     swizzle: int
     elem_size: int
@@ -39,22 +39,24 @@ class _Encoding(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A kernel for one device, and what its C launcher wants to know of it."""
+    """A kernel compiled for one device, with the arguments of its C launcher."""
 
-    kernel: Any  # the source: its address is part of the key, so it must live as long
+    kernel: Any  # the source; its address is part of the key, so this keeps it alive
     launch: Callable[..., None]
     function: int
     metadata: Any
     encodings: tuple[_Encoding, ...]
     encode: Callable[..., Any]
-    constants: tuple[None, ...]  # in their places, unread
+    constants: tuple[None, ...]  # placeholders, which the launcher does not read
 
 
 _COMPILED: dict[Hashable, _Compiled] = {}
 
 STOCK = 256
+"""Counters that one call allocates."""
+
 _COUNTERS: dict[tuple[int, int], list[Tensor]] = {}
-"""By device and stream."""
+"""Unused counters by device and stream."""
 
 
 def launch(
@@ -69,20 +71,20 @@ def launch(
     """`kernel[(programs,)](*boxes, *pointers, *numbers, **constants())` on the current stream.
 
     Args:
-        key: with the kernel and the device all that the code depends on: what `constants` gives, the types of
-            tensors and the sizes of boxes. The kernel must not be specialised on any of `numbers`.
+        key: all that the code depends on beside the kernel and the device: constants, dtypes of tensors and
+            the sizes of boxes. The kernel must not be specialized on any of `numbers`.
 
     Raises:
-        TypeError: a kernel that Triton would specialise on one of `numbers`.
+        TypeError: Triton would specialize the kernel on one of `numbers`.
     """
     device = pointers[0].device
-    found = _COMPILED.get((id(kernel), device.index, key))
-    if found is not None and _relaunch(found, device, programs, (*boxes, *pointers, *numbers)):
+    compiled = _COMPILED.get((id(kernel), device.index, key))
+    if compiled is not None and _relaunch(compiled, device, programs, (*boxes, *pointers, *numbers)):
         return
     require_one_code(kernel, len(boxes) + len(pointers), numbers)
     descriptors = [gluon_descriptor(box) for box in boxes]
     made = kernel[(programs,)](*descriptors, *pointers, *numbers, **constants())
-    if found is None:
+    if compiled is None:
         _keep(kernel, key, made, device, pointers)
 
 
@@ -93,26 +95,26 @@ def launch_specialized(
     constants: dict[str, Any],
     describe: Callable[[Boxes], Any],
 ) -> None:
-    """`kernel[(programs,)](*arguments, **constants)`, with descriptors made by `describe` for the boxes.
+    """`kernel[(programs,)](*arguments, **constants)`; `describe` turns boxes into descriptors.
 
-    For kernels that Triton compiles anew for some of their numbers: those numbers are part of the key, so
-    there must be few of them in all.
+    For kernels that Triton specializes on some of their numbers: those numbers are part of the key, so there
+    must be few different values of them.
     """
-    tensors = [given for given in arguments if isinstance(given, Tensor)]
+    tensors = [value for value in arguments if isinstance(value, Tensor)]
     device = tensors[0].device
     kinds = [_kind(arguments[place]) for place in _specialized_parameters(kernel, len(arguments))]
     key = (*constants.values(), *kinds)
-    found = _COMPILED.get((id(kernel), device.index, key))
-    if found is not None and _relaunch(found, device, programs, arguments):
+    compiled = _COMPILED.get((id(kernel), device.index, key))
+    if compiled is not None and _relaunch(compiled, device, programs, arguments):
         return
-    given = [describe(one) if isinstance(one, Boxes) else one for one in arguments]
-    made = kernel[(programs,)](*given, **constants)
-    if found is None:
+    described = [describe(value) if isinstance(value, Boxes) else value for value in arguments]
+    made = kernel[(programs,)](*described, **constants)
+    if compiled is None:
         _keep(kernel, key, made, device, tensors)
 
 
 def _kind(argument: Boxes | Tensor | float) -> Hashable:
-    """What of an argument the code of a kernel depends on, or more."""
+    """The part of an argument that the code of a kernel may depend on."""
     if isinstance(argument, Boxes):
         return argument.tensor.dtype, argument.rows, argument.columns
     if isinstance(argument, Tensor):
@@ -124,7 +126,7 @@ _PLACES: dict[tuple[int, int], tuple[int, ...]] = {}
 
 
 def _specialized_parameters(kernel: Any, number: int) -> tuple[int, ...]:
-    """The places, of the first `number` parameters, of those that the code depends on."""
+    """The indices of those among the first `number` parameters that the code depends on."""
     place = (id(kernel), number)
     if place not in _PLACES:
         parameters = getattr(kernel, "params", [])[:number]
@@ -133,16 +135,16 @@ def _specialized_parameters(kernel: Any, number: int) -> tuple[int, ...]:
 
 
 def _keep(kernel: Any, key: Hashable, made: Any, device: torch.device, tensors: Sequence[Tensor]) -> None:
-    """Keeps a kernel that has just been started, if it can be started the short way."""
+    """Keeps a kernel that Triton has just launched, if `_relaunch` can launch it."""
     if isinstance(kernel, triton.JITFunction) and _aligned(tensors):
-        found = _compiled(kernel, made, device)
-        if found is not None:
-            _COMPILED[(id(kernel), device.index, key)] = found
+        compiled = _compiled(kernel, made, device)
+        if compiled is not None:
+            _COMPILED[(id(kernel), device.index, key)] = compiled
 
 
 def require_one_code(kernel: Any, first: int, numbers: tuple[int | float, ...]) -> None:
-    """Passes if the code of a kernel is the same for all values of `numbers`, its parameters from number
-    `first` on: else a number 1, or one that 16 divides, would be compiled in and later ones not looked at.
+    """Passes if the code of a kernel is the same for all values of `numbers`, its parameters from index
+    `first` on. Otherwise Triton compiles in a 1 or a multiple of 16, and later launches would be wrong.
 
     Raises:
         TypeError: naming the parameter.
@@ -157,23 +159,23 @@ def require_one_code(kernel: Any, first: int, numbers: tuple[int | float, ...]) 
 
 @lru_cache(maxsize=64)
 def num_processors(device: torch.device) -> int:
-    """How many programs run at a time: one a processor."""
+    """How many programs run at a time: one per streaming multiprocessor."""
     if device.type != "cuda":
         return 4  # in the emulator: few programs, so that one of them has several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def programs_for(device: torch.device, units: int) -> int:
-    """How many to start where each takes one unit of work after the other."""
+    """Programs to launch where each one works through one unit after the other."""
     return min(num_processors(device), units)
 
 
 def zero_counter(device: torch.device) -> Tensor:
-    """int32 [4], zeros that no other launch has seen, good for one on the current stream. Not for code that a
-    compiler captures, which must know of all memory that is kept.
+    """int32 [4], zeros for one launch on the current stream. Not for code that a compiler captures: it must
+    know of all memory that is kept.
 
-    From a stock for each stream, which one call in `STOCK` fills. A captured graph gets zeros of its own,
-    that it makes anew in each replay.
+    Each stream has a stock, which one call in `STOCK` fills. A captured graph gets zeros of its own, which
+    each replay makes anew.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
@@ -187,47 +189,47 @@ def zero_counter(device: torch.device) -> Tensor:
 
 
 def _relaunch(
-    found: _Compiled, device: torch.device, programs: int, given: Sequence[Boxes | Tensor | int | float]
+    compiled: _Compiled, device: torch.device, programs: int, values: Sequence[Boxes | Tensor | int | float]
 ) -> bool:
-    """Whether the short way could be taken; if so, the kernel has been started."""
+    """Launches a compiled kernel and returns True, or returns False if only Triton's launcher can."""
     hooks = knobs.runtime
-    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or found.kernel.pre_run_hooks:
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or compiled.kernel.pre_run_hooks:
         return False
     index = device.index
     if torch.cuda.current_device() != index:
         return False
     arguments: list[Any] = []
-    encodings = iter(found.encodings)
-    for one in given:
-        if isinstance(one, Tensor):
-            address = one.data_ptr()
+    encodings = iter(compiled.encodings)
+    for value in values:
+        if isinstance(value, Tensor):
+            address = value.data_ptr()
             if address % ALIGNMENT:
                 return False
             arguments.append(address)
-        elif isinstance(one, Boxes):
-            tensor, encoding = one.tensor, next(encodings)
+        elif isinstance(value, Boxes):
+            tensor, encoding = value.tensor, next(encodings)
             shape, strides, both, _ = shape_of(tensor)
-            arguments.append(found.encode(tensor.data_ptr(), *encoding, shape, strides, 0))
+            arguments.append(compiled.encode(tensor.data_ptr(), *encoding, shape, strides, 0))
             arguments += both
         else:
-            arguments.append(one)
+            arguments.append(value)
     try:
-        found.launch(
+        compiled.launch(
             programs,
             1,
             1,
             torch._C._cuda_getCurrentRawStream(index),
-            found.function,
+            compiled.function,
             False,
             False,
             None,
             None,
-            found.metadata,
+            compiled.metadata,
             None,
             None,
             None,
             *arguments,
-            *found.constants,
+            *compiled.constants,
         )
     except OverflowError:  # a number past 32 bits, for which there is other code
         return False
@@ -239,7 +241,7 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
 
 
 def _compiled(kernel: Any, made: Any, device: torch.device) -> _Compiled | None:
-    """What `_relaunch` needs, if this is a kernel and a Triton that it knows how to start."""
+    """The arguments of `_relaunch`, or None where it cannot launch this kernel with this Triton."""
     if not triton.__version__.startswith(LAUNCHED_BY) or torch.cuda.current_device() != device.index:
         return None
     launcher = getattr(made, "run", None)

@@ -1,8 +1,8 @@
-"""How the Triton backends start a kernel: in a traced graph by a node of it, in eager mode the short way.
+"""Launches of Triton kernels: through a node of the graph where one is traced, else with little host work.
 
-Triton's own way looks at every argument to find the compiled kernel again. `sm90_start`, which knows how to
-do without, serves kernels without tensor maps as well; where it cannot be imported (it is written for one
-Triton) Triton's way is taken.
+Triton's own launcher inspects every argument to find the compiled kernel. `hopper_launch` avoids that, for
+kernels without tensor maps as well. It is written for one version of Triton; with another version, Triton's
+own launcher is used.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def launch(
     """`kernel[(programs,)](*pointers, *numbers, **constants)`.
 
     Args:
-        numbers: not specialised on, and behind the pointers among the parameters of the kernel.
-        constants: behind the numbers; always in the same order, since their values are the kernel's key.
+        numbers: parameters behind the pointers, which the kernel is not specialized on.
+        constants: parameters behind the numbers, always in the same order, since their values are the key.
         wrap: `torch.library.wrap_triton` in a traced graph.
     """
-    short = _short_way() if wrap is None else None
-    if short is None:
+    fast = _fast_launcher() if wrap is None else None
+    if fast is None:
         kernel = kernel if wrap is None else wrap(kernel)
         kernel[(programs,)](*pointers, *numbers, **constants)
         return
     key = (*constants.values(), *[tensor.dtype for tensor in pointers])
-    short.launch(kernel, key, programs, (), pointers, numbers, lambda: constants)
+    fast.launch(kernel, key, programs, (), pointers, numbers, lambda: constants)
 
 
 def launch_specialized(
@@ -55,19 +55,19 @@ def launch_specialized(
     constants: dict[str, Any],
     describe: Callable[[Boxes], Any],
 ) -> None:
-    """`kernel[(programs,)](*arguments, **constants)` in eager mode, with what `describe` makes of boxes.
+    """`kernel[(programs,)](*arguments, **constants)` in eager mode; `describe` turns boxes into descriptors.
 
-    For kernels that Triton compiles anew for some of their numbers, of which there must be few in all.
+    For kernels that Triton specializes on some of their numbers, of which there must be few different values.
     """
-    if (short := _short_way()) is not None:
-        short.launch_specialized(kernel, programs, arguments, constants, describe)
+    if (fast := _fast_launcher()) is not None:
+        fast.launch_specialized(kernel, programs, arguments, constants, describe)
         return
-    given = [describe(one) if isinstance(one, Boxes) else one for one in arguments]
-    kernel[(programs,)](*given, **constants)
+    described = [describe(value) if isinstance(value, Boxes) else value for value in arguments]
+    kernel[(programs,)](*described, **constants)
 
 
 @lru_cache(maxsize=1)
-def _short_way() -> ModuleType | None:
+def _fast_launcher() -> ModuleType | None:
     try:
         from recsys.ops.runtime import hopper_launch
     except ImportError:

@@ -1,12 +1,13 @@
-"""How a function becomes one node of a traced graph: the one place where ops are made known to PyTorch.
+"""Registration: turns functions into library ops, each one node of a traced graph. Only here does the package
+register ops with PyTorch.
 
-In eager mode no call comes through here: dispatch through the library costs about 60 us, so autograd
-functions are called directly. In graphs an op is one of two kinds:
+Eager mode calls autograd functions directly, since dispatch through the library costs about 60 us. In graphs
+an op is one of two kinds:
 
-- `visible`: it launches Triton kernels through `wrap_triton`. A compiler sees them, and a package embeds them
-  as machine code and needs neither Python nor this library.
-- `opaque`: nobody looks inside (kernels of Gluon, loops over blocks). It needs to say what shapes come out,
-  and a package that held one would call Python: the backends that use it say no to an export.
+- `traceable_op`: launches Triton kernels through `wrap_triton`. A compiler sees them, and a package embeds
+  them as machine code and needs neither Python nor this library.
+- `opaque_op`: hides its inside from compilers (kernels in Gluon, loops over blocks). It must declare the
+  shapes of its results, and a package that held one would call Python, so its backends refuse an export.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ Backward = Callable[..., Any]
 
 
 def traceable_op(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorates a function of tensors and plain values, with annotations, as the op `recsys::<name>`.
+    """Decorates an annotated function of tensors and plain values as the op `recsys::<name>`.
 
-    Where it is traced, every call of a kernel in it must go through `torch.library.wrap_triton`.
+    While it is traced, every launch of a kernel in it must go through `torch.library.wrap_triton`.
     """
     return torch.library.triton_op(f"recsys::{name}", mutates_args=())
 
@@ -37,13 +38,13 @@ def opaque_op(
     devices: Sequence[str] = ("default",),
     arguments: str | None = None,
 ) -> Any:
-    """The op `recsys::<name>`.
+    """Defines the op `recsys::<name>`.
 
     Args:
-        run: changes none of its arguments, and returns none of them.
-        fake: as `run`, for tensors without numbers: new ones of the shapes, types and strides of what `run`
-            returns.
-        devices: where `run` works; everywhere by default.
+        run: the implementation, which neither changes nor returns any of its arguments.
+        fake: `run` for tensors without data; returns new ones with the shapes, dtypes and strides of the
+            results.
+        devices: device types that `run` works on; all by default.
         arguments: the schema behind the name, `(Tensor x, int n) -> Tensor`; None: that of the annotations of
             `run`.
     """
@@ -55,13 +56,13 @@ def opaque_op(
 
 
 def differentiable(op: Any, backward: Backward, setup_context: SetupContext) -> None:
-    """Gradients of an op in graphs, by another op: `backward(ctx, *grad_outputs)` gives one an input."""
+    """Gives an op gradients in graphs, by another op: `backward(ctx, *grad_outputs)` returns one an input."""
     torch.library.register_autograd(op, backward, setup_context=setup_context)
 
 
 def saving(num_tensors: int) -> SetupContext:
-    """A `setup_context` that keeps the first inputs, tensors or None, in `ctx.saved_tensors`, and the others
-    in `ctx.rest`."""
+    """A `setup_context` that saves the first inputs (tensors or None) as `ctx.saved_tensors` and the others
+    as `ctx.rest`."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[:num_tensors])

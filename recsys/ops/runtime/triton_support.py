@@ -1,4 +1,4 @@
-"""What all Triton backends share: can they run here, the way to their kernels, a look at the assembler.
+"""Shared by all Triton backends: whether they can run here, imports of kernels, checks of the assembler.
 
 This module itself needs no Triton.
 """
@@ -20,7 +20,7 @@ from recsys.ops.runtime.dispatch import Support
 logger = logging.getLogger(__name__)
 
 GLUON = "3.6"
-"""The Triton whose Gluon the kernels for Hopper are written in."""
+"""The version of Triton whose Gluon the Hopper kernels are written in."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,11 +29,11 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 _MODULES: dict[str, ModuleType] = {}
-"""Of kernels, by name: a traced call finds them here and imports nothing."""
+"""Imported modules of kernels by name: a traced call cannot import any."""
 
 
 def support(device: str, dtype: torch.dtype) -> Support:
-    """CUDA, 16 or 32 bits. On a CPU only for tests of the kernels, by interpretation."""
+    """Kernels take CUDA tensors of 16 or 32 bits. A CPU only interprets them, for tests."""
     if device == "cpu":
         if not _INTERPRETED:
             return Support(False, "it needs CUDA tensors, these are on the CPU", auto=False)
@@ -47,7 +47,7 @@ def support(device: str, dtype: torch.dtype) -> Support:
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether what has no backends to choose from should take kernels here and now."""
+    """True if code without a choice of backends should run kernels on this device now."""
     return device.type == "cuda" and _INSTALLED and not torch.compiler.is_compiling()
 
 
@@ -59,7 +59,7 @@ def preload(module: str) -> None:
 
 
 def load(module: str) -> ModuleType:
-    """A module of kernels, to run one of them."""
+    """Returns a module of kernels to run one of them."""
     if not torch.compiler.is_compiling():
         _warn_about_assembler()
     if module not in _MODULES:
@@ -69,15 +69,15 @@ def load(module: str) -> ModuleType:
 
 @lru_cache(maxsize=64)
 def num_processors(device: torch.device) -> int:
-    """How many programs run at a time, at least."""
+    """Streaming multiprocessors of a device: at least so many programs run at a time."""
     if device.type != "cuda":
         return 4  # in the interpreter: few programs, so that one of them has several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.compiler.assume_constant_result  # of a plain function: a tracer looks into one that is cached
+@torch.compiler.assume_constant_result  # on a plain function: a tracer looks into a cached one
 def missing_for_hopper() -> str:
-    """What a machine with CUDA lacks for kernels written in Gluon; empty if nothing."""
+    """The requirement of Gluon kernels that a machine with CUDA does not meet; empty if it meets all."""
     return _looked_for_hopper()
 
 
@@ -99,7 +99,7 @@ def _looked_for_hopper() -> str:
 
 @lru_cache(maxsize=1)
 def _warn_about_assembler() -> None:
-    """Says once when kernels for Hopper would be assembled by a ptxas that may get them wrong."""
+    """Warns once if a ptxas that may miscompile kernels for Hopper would assemble them."""
     path = environment.find_ptxas()
     version = environment.tool_version(path) if path else ""
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

@@ -23,7 +23,7 @@ def usable(monkeypatch):
     from recsys.ops.hstu_attention.hopper import ops
 
     in_one_pass = dict.fromkeys((64, 128), (-1, -1))  # wherever it may be
-    monkeypatch.setattr(ops, "SEEN_BY_A_ROW", in_one_pass)
+    monkeypatch.setattr(ops, "ONE_PASS_ABOVE", in_one_pass)
 
 
 def check(shapes, contextual, dim, mask, *, heads=2, dtype=torch.bfloat16):

@@ -1,7 +1,7 @@
-"""All gradients of attention with a bias by one kernel for Hopper, scheduled by hand (Gluon), heads of 64.
+"""One Hopper kernel for all gradients of attention with a bias, scheduled by hand (Gluon), for heads of 64.
 
-The bias and the sums of its tables are the inline assembly of `triton_bias_ptx`; formulas are those of
-`triton_backward`. A program owns a tile of keys and goes through the blocks of rows that see them, so that
+The bias and the sums of its tables are the inline assembly of `bias.ptx`; formulas are those of
+`triton.backward`. A program owns a tile of keys and goes through the blocks of rows that see them, so that
 the bias is computed once and the gradient of each score is in one place. Two programs share a processor and
 hide one another's waits.
 
@@ -42,7 +42,7 @@ from recsys.ops.runtime.gluon_pieces import (
 
 THREADS = gl.constexpr(128)
 HALF = gl.constexpr(STRIP.value // 2)
-"""Scores a thread."""
+"""Scores per thread."""
 
 num_blocks = gluon.jit(work_item.num_blocks.fn)
 block_at = gluon.jit(work_item.block_at.fn)
@@ -53,7 +53,7 @@ add_to_tables = gluon.jit(packed.add_to_tables.fn)
 
 @gluon.jit
 def load_pair(descriptors, tile, first, columns, full, buffers):
-    """Tokens from `first` on of the tile's sample, of two tensors, under way; `full` is told."""
+    """Starts copies of rows from `first` on of the tile's sample, of two tensors; `full` expects both."""
     start, length = tile[0], tile[1]
     end, rows = start.to(gl.int32) + length, RAGGED_ROWS - length + first
     mbarrier.expect(full, descriptors[0].block_type.nbytes + descriptors[1].block_type.nbytes)
@@ -65,7 +65,7 @@ def load_pair(descriptors, tile, first, columns, full, buffers):
 
 @gluon.jit
 def load_block(number, tile, runs, descriptors, columns, buffers, full):
-    """Of q and dO block number `number` of those that see the tile."""
+    """Loads block number `number` of the blocks of q and dO that see the tile."""
     block, _ = block_at(number, runs)
     stage = number % 2
     pair = (buffers[0].index(stage), buffers[1].index(stage))
@@ -90,8 +90,8 @@ def add_block(
     sums, number, count, tile, runs, rule, half_alpha, loading, buffers, full, rows_desc, rows_buffer,
     row_column, times, tables, RULE: gl.constexpr, TEXTS: gl.constexpr,
 ):  # fmt: skip
-    """`sums`, dK and dV of the tile, plus what block number `number` of rows contributes. When it returns
-    nothing is under way but the copies of the next block and of this block's dQ, to column `row_column`."""
+    """Adds the contribution of block number `number` of rows to `sums`, dK and dV of the tile. On return only
+    the copies of the next block and of this block's dQ, to column `row_column`, are under way."""
     grad_k, grad_v = sums
     start, length, history_end, first = tile
     key_times, row_times = times
@@ -173,7 +173,7 @@ def biased_kernel(
     are those of a head.
 
     What is added to, zeros before: `rows_desc`, float32 [T, H, 64], dQ less the factor
-    alpha / (2 scale_len); position_sums and time_sums, as those of `triton_backward.keys_kernel`.
+    alpha / (2 scale_len); position_sums and time_sums, as in `triton.backward.keys_kernel`.
     """
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     TEXTS: gl.constexpr = (BIAS_TEXT, BIAS_CONSTRAINTS, TABLES_TEXT, TABLES_CONSTRAINTS)

@@ -1,4 +1,4 @@
-"""Starts `sm90_biased`: all gradients of attention with a bias, sums in any order."""
+"""Launch of `hopper_kernel`: all gradients of attention with a bias, summed in any order."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def backward(
     problem: Problem,
     bias: RelativeBias,
 ) -> Gradients:
-    """`out`, filled in, with the gradients of the tables, for tensors that `can_describe` allows.
+    """Fills in `out` and adds the gradients of the tables, for tensors that `can_describe` allows.
 
-    Meanwhile it takes 256 bytes of memory a token and head.
+    Needs 256 bytes of temporary memory per token and head.
     """
     num_tokens, num_heads, dim = q.shape
     section = section_of(8 * num_heads * dim, problem.mask)  # of q and dO in 16 bits, and of sums

@@ -1,6 +1,6 @@
-"""The Hopper backend of `hstu_attention_cached`: candidates on cached histories, and nothing else.
+"""The Hopper backend of `hstu_attention_cached`, for candidates on cached histories only.
 
-This module itself needs no Triton: the kernel is in `sm90_kernel`, its launch in `sm90_launch`.
+This module itself needs no Triton: the kernel is in `hopper_kernel`, its launch in `hopper_launch`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
 WIDTHS = (64, 128)
-"""Of the heads: what there are sizes for in `sm90_launch`."""
+"""Widths of heads that `hopper_launch` has sizes for."""
 
 ENOUGH = 96
-"""Tiles times heads of a call from which on a GPU is busy; with fewer, sums in parts are as fast."""
+"""Tiles times heads from which on a call keeps a GPU busy; with fewer, sums in parts are as fast."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.hopper_launch"
 
@@ -28,7 +28,7 @@ if (environment.installed_version("triton") or "").startswith(f"{hopper.GLUON}."
 
 
 def supports(facts: CachedFacts) -> Support:
-    """Where the backend of whole samples can run, and new tokens are targets that see all that is cached."""
+    """It runs where the backend of whole samples does, if all new tokens are targets without a window."""
     able = hopper.supports(facts)
     if not able.ok:
         return able

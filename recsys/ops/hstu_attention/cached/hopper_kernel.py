@@ -1,5 +1,5 @@
-"""The kernel for Hopper of candidates on cached histories, scheduled by hand (Gluon): that of
-`hstu_attention.sm90_forward`, whose parts it uses, where nobody looks back.
+"""The Hopper kernel of candidates on cached histories, scheduled by hand (Gluon). It is `hopper.forward`,
+whose parts it uses, for tokens that are all targets.
 
 All new tokens are targets, and each sees all that is cached of its sample and its own group. So a tile of
 rows visits all blocks of cached keys, without a mask (rows past the end of a sample are read as zeros, whose
@@ -48,8 +48,9 @@ from recsys.ops.runtime.gluon_pieces import (
 
 @gluon.jit
 def fetch(items, place, num_heads, group_size, SIZES: gl.constexpr, GROUPED: gl.constexpr):
-    """Of a tile: start and length of the sample's new tokens, and the first one of the tile; start and length
-    of what is cached; the first block of new keys, how many of them, and blocks in all; the head."""
+    """Reads a tile: (start and length of the sample's new tokens, the first one of the tile), (start and
+    length of the cached tokens), (the first block of new keys, their number, the number of all blocks), the
+    head."""
     BLOCK_N: gl.constexpr = SIZES[1]
     STRIPS: gl.constexpr = SIZES[3]
     item = items + (place // num_heads).to(gl.int64) * NUM_CACHED_COLUMNS
@@ -75,7 +76,7 @@ def fetch(items, place, num_heads, group_size, SIZES: gl.constexpr, GROUPED: gl.
 def load_block(
     number, new_desc, cache_desc, columns, tile, cache, blocks, full, buffer, BLOCK_N: gl.constexpr
 ):
-    """The block visited as number `number`; `columns` are those of the head in both tensors."""
+    """Loads the block visited as number `number`; `columns`: first columns of the head in both tensors."""
     new_first, new_count, count = blocks
     if number < count - new_count:
         load_rows(cache_desc, cache, number * BLOCK_N, columns[1], full, buffer)
@@ -89,7 +90,7 @@ def loading_warp(
     q_desc, new_descs, cache_descs, buffers, barriers, items, counter, num_places, num_heads, strides,
     group_size, SIZES: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles in the order of the list, the next one whenever it is done, and loads what they need."""
+    """Takes tiles in the order of the list, one after the other, and loads their operands."""
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
@@ -163,8 +164,8 @@ def attend(
     q, q_free, cursor, buffers, barriers, strip: gl.constexpr, tile, blocks, half_alpha, group_size,
     SIZES: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """float32 [STRIP, D], the sum over all blocks that the strip sees; the cursor behind the last of the
-    tile's."""
+    """float32 [STRIP, D], the sum over all blocks that the strip sees, and the cursor behind the tile's last
+    block."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -244,7 +245,7 @@ def computing_group(
     strip: gl.constexpr, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
     group_size, SIZES: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """One strip of each tile that the loading warp tells of."""
+    """Computes one strip of each tile that the loading warp publishes."""
     D: gl.constexpr = SIZES[0]
     STRIPS: gl.constexpr = SIZES[3]
     Q_TILES: gl.constexpr = SIZES[4]

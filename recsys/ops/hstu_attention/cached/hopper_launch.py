@@ -1,4 +1,4 @@
-"""From tensors to the launch of the Hopper kernel of candidates on cached histories."""
+"""Launch of the Hopper kernel of candidates on cached histories."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from recsys.ops.runtime.gluon_pieces import STRIP
 from recsys.ops.runtime.hopper_launch import launch, num_processors, programs_for, zero_counter
 
 WARPS = 4
-"""Of a strip."""
+"""Warps per strip."""
 
 
 class Sizes(NamedTuple):
-    """Of the kernel for one width of the heads."""
+    """Sizes of the kernel for one width of the heads."""
 
     keys: int  # BLOCK_N
     stages: int  # buffers for blocks of keys, and as many for values
@@ -30,15 +30,15 @@ class Sizes(NamedTuple):
 
 
 SIZES = {64: Sizes(128, 3), 128: Sizes(128, 2)}
-"""By width of the heads: those of the forward kernel of whole samples."""
+"""Sizes by width of the heads."""
 
 LARGE_SIZES = {64: Sizes(64, 4, strips=4, computing_registers=112)}
-"""With so many candidates that tiles of twice as many rows occupy the GPU: four warp groups fill one
+"""Sizes for so many candidates that tiles of twice as many rows occupy the GPU: four warp groups fill one
 another's gaps better than two."""
 
 
 def sizes_for(dim: int, num_rows: int, num_heads: int, processors: int) -> Sizes:
-    """Those by which the last processor is done first, of whole tiles and equal samples."""
+    """The sizes with which the last processor finishes first, for full tiles and samples of equal length."""
     small, large = SIZES[dim], LARGE_SIZES.get(dim)
     if large is None:
         return small
@@ -58,8 +58,8 @@ def forward(
     problem: CachedProblem,
     sizes: Sizes | None = None,
 ) -> Tensor:
-    """`hstu_attention_cached` [T, H, D], 16 bits, no bias, of new tokens that are all targets and see all
-    that is cached; the arguments have been validated. `sizes` for tests."""
+    """`hstu_attention_cached` [T, H, D] in 16 bits without bias, for new tokens that are all targets and see
+    everything that is cached; the arguments have been validated. `sizes` for tests."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     total_len, num_heads, dim = q.shape
     if total_len == 0:

@@ -1,10 +1,15 @@
 """The Hopper backend of `hstu_attention`: kernels scheduled by hand.
 
-This module itself needs no Triton. The kernels are in `sm90_forward`; `sm90_backward`, gradients in one pass,
-where sums in any order are allowed, heads are not too wide and rows see many keys; gradients in two passes,
-`sm90_backward_keys`, or `sm90_backward_wide` for wide heads, and `sm90_backward_rows`. `sm90_launch`,
-`sm90_two_pass` and `sm90_start` start them and `sm90_ops` makes them differentiable. They are written in
-Gluon, a part of Triton that changes from one version to the next.
+This module itself needs no Triton. The kernels are written in Gluon, a part of Triton that changes from one
+version to the next:
+
+    forward          the outputs
+    backward         all gradients in one pass, where sums in any order are allowed, heads are not too wide
+                     and rows see many keys
+    backward_keys    the first of two passes: dK and dV (backward_wide for wide heads)
+    backward_rows    the second pass: dQ
+
+`launch` and `two_pass` launch them, and `ops` makes them differentiable.
 """
 
 from __future__ import annotations
@@ -19,10 +24,10 @@ from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support, is_exporting
 
 WIDTHS = (64, 128, 256)
-"""Of the heads: what there are sizes for in `sm90_launch`."""
+"""Widths of heads that `launch` has sizes for."""
 
 GLUON = triton_support.GLUON
-"""The Triton whose Gluon the kernels are written in."""
+"""The version of Triton whose Gluon the kernels are written in."""
 
 _OPS = f"{__name__}.ops"
 

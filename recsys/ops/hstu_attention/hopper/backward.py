@@ -13,9 +13,9 @@ goes to shared memory: each warp group multiplies that of all strips with its pa
 a block later, and the descriptor of dQ, float32, adds the product to what other programs have added: in any
 order, so that the last bits vary. Keys, and where there is room values, arrive while the tile before is still
 being computed; dV leaves through the buffer of the tile's own keys, dK through that of the parts of dQ. Names
-and the order of the work are those of `sm90_forward`.
+and the order of the work are those of `forward`.
 
-Its narrowest place is shared memory: of 128 columns a block takes 1472 cycles of it a strip, for 1280 of the
+Shared memory is the bottleneck: of 128 columns a block takes 1472 cycles of it a strip, for 1280 of the
 tensor cores, and 64 less where half of the keys' columns are in registers.
 """
 
@@ -59,10 +59,10 @@ from recsys.ops.runtime.gluon_pieces import (
 UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
 
 FULL, FREE, DONE = gl.constexpr(8), gl.constexpr(12), gl.constexpr(4)
-"""Hardware barriers, from these numbers on one for each strip and buffer of dS: the other strip has stored
-its half; it has multiplied both; of DONE one for each strip, it has done with the keys of the tile. For a
-signal through a barrier in shared memory the compiler would stop all warps of the group, so that a single
-thread can give it. Triton has those below 4."""
+"""First numbers of hardware barriers. FULL and FREE have one for each strip and buffer of dS: the other strip
+has stored its half, or has multiplied both halves. DONE has one for each strip: it no longer needs the keys
+of the tile. For a barrier in shared memory the compiler would stop all warps of the group, so that a single
+thread can signal. Triton itself uses the numbers below 4."""
 
 
 visible_from_keys = gluon.jit(mask_forms.visible_from_keys.fn)
@@ -72,10 +72,10 @@ load_runs = gluon.jit(work_item.load_runs.fn)
 
 @gluon.jit
 def fetch(items, place, num_heads):
-    """A tile, its runs, the first of its blocks that need no mask, its head.
+    """Reads a tile, its runs, the first of its blocks that need no mask, and its head.
 
-    Items through shared memory and tiles taken late, as the forward has them, made only the kernel for heads
-    of 256 faster, and most others 1 to 4 % slower (experiments/2026-11-22-gpu-attention-3/backward.md).
+    Items through shared memory and tiles taken late, as in the forward, made only the kernel for heads of 256
+    faster, and most others 1 to 4 % slower (experiments/2026-11-22-gpu-attention-3/backward.md).
     """
     item = items + (place // num_heads).to(gl.int64) * NUM_COLUMNS
     unmasked = gl.load(item + UNMASKED_START).to(gl.int32)
@@ -146,8 +146,8 @@ def loading_ahead(
 
 @gluon.jit
 def seen_by_keys(score, key, row, tile, rule, RULE: gl.constexpr):
-    """Which of the scores [keys, rows] are of pairs that the mask lets through; `key` and `row`: the first
-    ones. A thread has few keys and many rows, so bounds for each row would fill its registers."""
+    """True where the mask lets a pair of [keys, rows] through; `key` and `row` are the first ones. A thread
+    has few keys and many rows, so bounds for each row would fill its registers."""
     i = row + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
     j = key + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
     return visible_from_keys(gl.expand_dims(i, 0), gl.expand_dims(j, 1), tile[2], rule, RULE)
@@ -155,28 +155,28 @@ def seen_by_keys(score, key, row, tile, rule, RULE: gl.constexpr):
 
 @gluon.jit
 def strip_barrier(barrier: gl.constexpr, block, strip: gl.constexpr, TEXT: gl.constexpr):
-    """An instruction at the hardware barrier of `strip` for the buffer of block number `block`, at which both
-    strips count."""
+    """Executes an instruction at the hardware barrier of `strip` for the buffer of block number `block`; both
+    strips count there."""
     number = gl.to_tensor(barrier + 2 * strip + (block & 1))
     gl.inline_asm_elementwise(TEXT, "=r,r,r", [number, 2 * 128], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def signal(barrier: gl.constexpr, block, strip: gl.constexpr):
-    """To `strip`, the other one, about the buffer of block number `block`; each warp for itself."""
+    """Signals to the other strip, `strip`, about the buffer of block number `block`; each warp for itself."""
     strip_barrier(barrier, block, strip, "bar.arrive $1, $2; mov.u32 $0, 0;")
 
 
 @gluon.jit
 def await_signal(barrier: gl.constexpr, block, strip: gl.constexpr):
-    """Until all warps of `strip`, the own one, are here and all of the other have given the signal."""
+    """Waits until all warps of this strip, `strip`, are here and all of the other strip have signaled."""
     strip_barrier(barrier, block, strip, "bar.sync $1, $2; mov.u32 $0, 0;")
 
 
 @gluon.jit
 def weight_and_slope(x):
-    """silu(2 x), and twice its slope less one: with the one left to the product with another number both take
-    an instruction less. Of UNSEEN they are exactly 0 and -1."""
+    """silu(2 x), and twice its slope minus one: leaving the one to the product that follows saves an
+    instruction in each. For UNSEEN they are exactly 0 and -1."""
     t = tanh(x)
     weight = x * t + x
     return weight, (weight - weight * t) + t
@@ -184,8 +184,8 @@ def weight_and_slope(x):
 
 @gluon.jit
 def start_scores(k, held, q, SIZES: gl.constexpr, HOLDS: gl.constexpr):
-    """K Q^T of a strip of keys and a block of rows, under way; HOLDS: the first columns of the keys are those
-    in registers."""
+    """Starts K Q^T of a strip of keys and a block of rows. HOLDS: the first columns of the keys are in
+    registers."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     HELD: gl.constexpr = SIZES[5]
@@ -204,8 +204,8 @@ def start_scores(k, held, q, SIZES: gl.constexpr, HOLDS: gl.constexpr):
 
 @gluon.jit
 def start_part(block, slot, buffers, strip: gl.constexpr, SIZES: gl.constexpr):
-    """dS K of block number `block` of this program, for the strip's part of the columns, under way; `slot`:
-    of the keys."""
+    """Starts dS K of block number `block` of this program, for the strip's part of the columns; `slot`: the
+    buffer of the keys."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     STRIPS: gl.constexpr = SIZES[3]
@@ -244,11 +244,14 @@ def add_rows(
     place, half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr, FIRST: gl.constexpr,
 ):  # fmt: skip
-    """`sums`, dK and dV of a strip of keys, plus what the rows from `row` on contribute, block number `block`
-    of this program. dQ gets the part of the block before, of the rows from `row_before` on: so no strip waits
-    for another's dS. With FIRST there is none. Nothing is under way when it returns, but for the copy of that
-    part. `slots`: of the keys and of the values, and the parity of the latter. `held`: columns of the keys in
-    registers, for blocks without a mask."""
+    """Adds the contribution of the rows from `row` on, block number `block` of this program, to `sums`, dK
+    and dV of a strip of keys.
+
+    dQ gets the part of the block before, of the rows from `row_before` on, so that no strip waits for the
+    other's dS; FIRST: there is no block before. Only the copy of that part is under way on return. `slots`:
+    the buffers of the keys and of the values, and the parity of the latter. `held`: columns of the keys in
+    registers, for blocks without a mask.
+    """
     grad_k, grad_v = sums
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
@@ -306,8 +309,8 @@ def pass_rows(
     block, row_before, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, dq_desc, place,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """What `add_rows` does for the others, where rows see nothing of the strip: zeros for its dS, and the
-    part of the block before. The arguments are those of `add_rows`."""
+    """Takes the place of `add_rows` for rows that see nothing of the strip: stores zeros as its dS, and adds
+    the part of the block before. The arguments are those of `add_rows`."""
     BLOCK_M: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
@@ -340,7 +343,7 @@ def computing_group(
     strip: gl.constexpr, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads,
     half_alpha, inverse_scale, rule, SIZES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
-    """One strip of each tile of keys that the loading warp tells of."""
+    """Computes one strip of each tile of keys that the loading warp publishes."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]

@@ -1,10 +1,10 @@
 """dK and dV for Hopper by tiles of keys, no wider than 128: each warp group has both for a strip of its own.
 
-Formulas, names and the loading warp are those of `sm90_backward`, without dQ, which then comes from
-`sm90_backward_rows`: no dS in shared memory, no warp group that waits for another, registers to spare.
+Formulas, names and the loading warp are those of `backward`. dQ comes from `backward_rows`, so there is no dS
+in shared memory, no warp group waits for another, and there are registers to spare.
 
-    buffers   q, g (dO), k, v, out twice, slots for numbers of tiles
-    barriers  those of `sm90_backward`
+    buffers   q, g (dO), k, v, out twice, slots for places in the list
+    barriers  those of `backward`
     SIZES     D, BLOCK_M, STAGES, STRIPS, V_STAGES
 """
 
@@ -36,8 +36,8 @@ def add_rows(
     sums, row, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """`sums`, dK and dV of a strip of keys, plus what the rows from `row` on contribute. `slots`: of the keys
-    and of the values."""
+    """Adds the contribution of the rows from `row` on to `sums`, dK and dV of a strip of keys. `slots`: the
+    buffers of the keys and of the values."""
     grad_k, grad_v = sums
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
@@ -77,8 +77,8 @@ def add_rows(
 
 @gluon.jit
 def num_before(strip: gl.constexpr, tile, runs, num_contextual, BLOCK_M: gl.constexpr):
-    """How many blocks, the last of those with a mask, have only rows in front of the strip: they see nothing
-    of it, unless they are contextual."""
+    """Number of blocks, the last of those with a mask, with only rows before the strip: they see nothing of
+    it, unless they are contextual."""
     first = tile[3] + strip * STRIP
     masked = num_masked(runs)
     row = masked_block(0, runs) * BLOCK_M
@@ -88,7 +88,7 @@ def num_before(strip: gl.constexpr, tile, runs, num_contextual, BLOCK_M: gl.cons
 
 @gluon.jit
 def skip_blocks(count, cursor, barriers, STAGES: gl.constexpr):
-    """Frees the buffers of so many blocks without a look at them."""
+    """Frees the buffers of `count` blocks without reading them."""
     q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
     for _number in range(count):
         stage, parity = cursor
@@ -105,7 +105,7 @@ def computing_group(
     strip: gl.constexpr, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha,
     inverse_scale, rule, SIZES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
-    """One strip of each tile of keys that the loading warp tells of."""
+    """Computes one strip of each tile of keys that the loading warp publishes."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]

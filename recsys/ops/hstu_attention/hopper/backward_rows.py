@@ -1,13 +1,13 @@
 """dQ for Hopper by tiles of rows: no sum is shared between programs, so the bits are the same every time.
 
-Formulas and names are those of `sm90_backward`, the schedule is that of `sm90_forward`: a tile is cut into
+Formulas and names are those of `backward`, the schedule is that of `forward`: a tile is cut into
 strips of 64 rows, one a warp group, and visits the blocks of keys that it sees. Scores and dO V^T of a block
 are started together, the slopes are computed while the tensor cores are at the second product and at those of
-the other strip, and dS is the left operand of dQ += dS K in registers. Where there is room dQ leaves through
+the other strip, and dS is the left operand of dQ += dS K in registers. If it fits, dQ leaves through
 a buffer of its own, so that the next rows arrive while the last product and the stores are under way; else
 through that of q.
 
-    buffers   q, g (dO), k, v, slots for numbers of tiles, out
+    buffers   q, g (dO), k, v, slots for places in the list, out
     barriers  rows full and free, k full and free, v full and free, published
     SIZES     D, BLOCK_N, stages of k, stages of v, APART: whether dQ has a buffer of its own
 """
@@ -42,7 +42,7 @@ from recsys.ops.runtime.gluon_pieces import (
 )
 
 STRIPS = gl.constexpr(2)
-"""Of a tile."""
+"""Strips per tile."""
 
 
 @gluon.jit
@@ -50,7 +50,7 @@ def loading_warp(
     q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles in the order of the list, the next one whenever it is done, and loads what they need."""
+    """Takes tiles in the order of the list, one after the other, and loads their operands."""
     BLOCK_N: gl.constexpr = SIZES[1]
     q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]
     rows_full, rows_free, k_full, k_free, v_full, v_free, published = barriers
@@ -95,8 +95,8 @@ def add_block(
     total, i, first, last, k_cursor, v_cursor, buffers, barriers, strip: gl.constexpr, tile, half_alpha,
     rule, SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """dQ of the rows `i` of a strip, plus what the block of keys from `first` on contributes; `last`: of the
-    tile."""
+    """Adds the contribution of the block of keys from `first` on to `total`, dQ of the rows `i` of a strip.
+    `last`: whether it is the last block of the tile."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -138,7 +138,7 @@ def add_block(
 
 @gluon.jit
 def skip_blocks(count, k_cursor, v_cursor, barriers, SIZES: gl.constexpr):
-    """Frees the buffers of so many blocks without a look at them; the cursors behind."""
+    """Frees the buffers of `count` blocks without reading them, and returns the cursors behind them."""
     for _number in range(count):
         mbarrier.wait(barriers[2].index(k_cursor[0]), k_cursor[1])
         mbarrier.arrive(barriers[3].index(k_cursor[0]))
@@ -154,7 +154,7 @@ def computing_group(
     strip: gl.constexpr, dq_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
     rule, SIZES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
-    """One strip of each tile that the loading warp tells of."""
+    """Computes one strip of each tile that the loading warp publishes."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])

@@ -1,15 +1,15 @@
 """dK and dV for Hopper where the heads are so wide that one warp group cannot hold both.
 
-Formulas and names are those of `sm90_backward`, the schedule is that of `sm90_forward`. A program owns a
+Formulas and names are those of `backward`, the schedule is that of `forward`. A program owns a
 tile of 64 keys. One warp group has the keys and sums dV, one has the values and sums dK, a block of rows of q
 and of dO at a time:
 
     value group   scores = K Q^T, weights in registers, dV += weights dO
     key group     dO V^T, times the slopes that the value group leaves in shared memory, dK += dS Q
 
-Each is half of the products, and the weights of the one are computed while the tensor cores work for the
-other. Twice the slopes less one, at most 1.2 in size, travel as float16 whatever the type of the operands:
-to 2^-11 of one, which is what `tanh` gives too. dV and dK leave through the buffers that the last dO and q
+Each group has half of the products, and computes its weights while the tensor cores work for the other one.
+Twice the slopes minus one, at most 1.2 in size, travel as float16 whatever the type of the operands: exact to
+2^-11 of one, as `tanh` is. dV and dK leave through the buffers that the last dO and q
 came in: the next keys and values arrive meanwhile.
 
     buffers   q, g, k, v, slopes, two slots for items of the list
@@ -53,14 +53,14 @@ from recsys.ops.runtime.gluon_pieces import (
 )
 
 AHEAD = gl.constexpr(3)
-"""Blocks: see `look_ahead`."""
+"""Blocks that `look_ahead` looks ahead."""
 
 
 @gluon.jit
 def look_ahead(number, count, place, item, items, counter, num_places, num_heads):
-    """What the loading warp does for its next tile behind block `number` of the `count` of a tile: `2 AHEAD`
-    blocks before the end it takes a place in the list, `AHEAD` before the end it reads the item there, a
-    little later where there are few, for the place to have come. Returns both, as given until then."""
+    """Prepares the next tile of the loading warp behind block `number` of a tile of `count` blocks. `2 AHEAD`
+    blocks before the end it takes a place in the list. `AHEAD` blocks before the end it reads the item there,
+    or a little later in short tiles, so that the place has arrived. Returns both, unchanged until then."""
     if number == gl.maximum(count - 2 * AHEAD, 0):
         place = take_place(counter)
     if number == gl.maximum(count - AHEAD, gl.minimum(count - 1, AHEAD)):
@@ -73,8 +73,8 @@ def loading_warp(
     q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles of keys in the order of the list, the next one when it is nearly done, and tells the warp
-    groups of them; rows run ahead in `STAGES` buffers."""
+    """Takes tiles of keys in the order of the list, each one when the tile before is nearly done, publishes
+    their items and loads their operands; rows run ahead in `STAGES` buffers."""
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[5]
@@ -123,8 +123,8 @@ def add_weighted_rows(
     grad_v, row, cursor, last, buffers, barriers, tile, half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """dV plus what the block of rows from `row` on contributes; tells the key group the slopes. After the
-    last block of a tile the keys are free, but not its dO: `store_tile` wants the buffer."""
+    """Adds the contribution of the block of rows from `row` on to dV, and leaves the slopes for the key
+    group. After the last block of a tile the keys are free, but not its dO: `store_tile` needs the buffer."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -159,8 +159,8 @@ def add_weighted_rows(
 
 @gluon.jit
 def add_sloped_rows(grad_k, cursor, last, buffers, barriers, SIZES: gl.constexpr):
-    """dK plus what a block of rows contributes. After the last block of a tile the values are free, but not
-    its q: `store_tile` wants the buffer."""
+    """Adds the contribution of a block of rows to dK. After the last block of a tile the values are free, but
+    not its q: `store_tile` needs the buffer."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -204,7 +204,7 @@ def value_group(
     dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
-    """dV of each tile of keys that the loading warp tells of."""
+    """Computes dV of each tile of keys that the loading warp publishes."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -245,7 +245,7 @@ def value_group(
 def key_group(
     dk_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, SIZES: gl.constexpr
 ):
-    """dK of each tile of keys that the loading warp tells of."""
+    """Computes dK of each tile of keys that the loading warp publishes."""
     D: gl.constexpr = SIZES[0]
     STAGES: gl.constexpr = SIZES[2]
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])

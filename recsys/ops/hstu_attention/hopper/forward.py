@@ -2,15 +2,16 @@
 
 A program works through tiles of rows, each with the blocks of keys that it sees. A tile is cut into strips of
 64 rows, one a warp group. The loading warp runs ahead through tensor descriptors into `STAGES` buffers for
-keys and as many for values; barriers in shared memory say what is full and what is free. It alone reads the
-list of tiles, and tells the warp groups in shared memory what they need of it. A warp group keeps its weights
-in registers, as the left operand of the second product, and computes them for one block of keys while the
-tensor cores work on the values of the block before; its rows of q are there too where there is room.
+keys and as many for values; barriers in shared memory say which are full and which are free. It alone reads
+the list of tiles, and publishes the item of each tile in shared memory for the warp groups. A warp group
+keeps its weights in registers, as the left operand of the second product, and computes them for one block of
+keys while the tensor cores work on the values of the block before. Its rows of q are in registers too if they
+fit.
 
-The descriptors are ragged (`sm90_launch`): rows past the end of a sample are read as zeros, whose weight is
-silu(0) = 0, and are not written.
+The descriptors are ragged (`runtime.descriptors`): rows past the end of a sample are read as zeros, whose
+weight is silu(0) = 0, and are not written.
 
-Numbers that belong together travel as tuples, as in `triton_tile`, whose mask this is:
+Numbers that belong together travel as tuples, as in `mask_forms`:
 
     tile      first row in [T], length and first target of the sample; the tile's first token, below 0 for a
               tile whose first strips lie before the sample and have nothing to do
@@ -63,11 +64,13 @@ from recsys.ops.runtime.gluon_pieces import (
 )
 
 ITEM = gl.constexpr(16)
-"""Numbers of an item in shared memory: the columns of the work list, the head and the place in the list."""
+"""Numbers of an item in a slot: the columns of the work list, the head, and the place in the list."""
 
 TAKEN_BEFORE = gl.constexpr(8)
+"""Blocks before the end of a tile at which the loading warp takes the next tile."""
+
 READ_BEFORE = gl.constexpr(5)
-"""So many blocks before the end of a tile the loading warp takes the next one, and then reads its item."""
+"""Blocks before the end of a tile at which the loading warp reads the item of the next tile."""
 
 HEAD = gl.constexpr(NUM_COLUMNS.value)
 PLACE = gl.constexpr(NUM_COLUMNS.value + 1)
@@ -97,7 +100,7 @@ def number_in(slot, column: gl.constexpr):
 
 @gluon.jit
 def read_item_slot(slot):
-    """What the loading warp tells of a tile: its place in the list, the tile itself, its runs, the first of
+    """Reads the item of a tile from a slot: its place in the list, the tile itself, its runs, the first of
     its blocks that need no mask, its head."""
     tile = (
         number_in(slot, START), number_in(slot, LENGTH), number_in(slot, HISTORY_END), number_in(slot, FIRST),
@@ -112,8 +115,8 @@ def read_item_slot(slot):
 
 @gluon.jit
 def first_row(strip: gl.constexpr, tile):
-    """Of a strip; for one before the sample (see `reference.row_work`) the first row behind it, so that it
-    has no rows either."""
+    """The first row of a strip. A strip before the sample (see `work_list.row_work`) gets the first row
+    behind the sample, so that it has no rows either."""
     row = tile[3] + strip * STRIP
     return gl.where(row < 0, tile[1], row)
 
@@ -125,7 +128,8 @@ def num_blocks(runs):
 
 @gluon.jit
 def block_at(number, runs, unmasked):
-    """The block visited as number `number`: those that need the mask first, backward, then the others."""
+    """The block visited as number `number`: first the blocks that need the mask, backward, then the
+    others."""
     masked = num_masked(runs)
     return gl.where(number < masked, masked_block(masked - 1 - number, runs), unmasked + number - masked)
 
@@ -134,8 +138,8 @@ def block_at(number, runs, unmasked):
 def blocks_past(
     strip: gl.constexpr, tile, runs, num_contextual, BLOCK_N: gl.constexpr, CONTEXTUAL_READS: gl.constexpr
 ):
-    """How many blocks, the first in order, lie behind all that the strip sees: all of them for a strip past
-    the end of the sample or before it.
+    """Number of blocks, the first in order, that lie behind everything the strip sees: all of them for a
+    strip past the end of the sample or before it.
 
     A row sees nothing behind itself, but for contextual rows: they see one another, and the history if they
     read it. Blocks between the end of the strip and the end of the tile hold rows of the tile, which see
@@ -156,7 +160,7 @@ def blocks_past(
 
 @gluon.jit
 def num_masked_for(strip: gl.constexpr, tile, runs, BLOCK_N: gl.constexpr, RULE: gl.constexpr):
-    """How many blocks, the first in order, there are before those of which the strip sees everything.
+    """Number of blocks, the first in order, before those of which the strip sees everything.
 
     Without a window a row sees all history before it. So of the blocks that the tile needs the mask for, the
     strip does not for those that end before its first row; they are the last ones in order.
@@ -170,7 +174,7 @@ def num_masked_for(strip: gl.constexpr, tile, runs, BLOCK_N: gl.constexpr, RULE:
 
 @gluon.jit
 def load_block(descriptor, tile, first, column, cursor, full, free, buffers):
-    """`load_rows` into the buffer at the cursor, once it is free."""
+    """Starts `load_rows` into the buffer at the cursor, once it is free."""
     stage, parity = cursor
     mbarrier.wait(free.index(stage), parity)
     load_rows(descriptor, tile, first, column, full.index(stage), buffers.index(stage))
@@ -178,8 +182,8 @@ def load_block(descriptor, tile, first, column, cursor, full, free, buffers):
 
 @gluon.jit
 def take_place(counter):
-    """The next place in the list. Who took it long before it is worked on would have the others work on other
-    keys meanwhile, and the second-level cache would hold fewer of them."""
+    """The next place in the list. If a program took it long before working on it, the others would work on
+    other keys meanwhile, and the second-level cache would hold fewer of them."""
     return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
 
 
@@ -188,8 +192,8 @@ def loading_warp(
     q_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles in the order of the list, the next one when it is nearly done, tells the warp groups of
-    them, and loads what they need."""
+    """Takes tiles in the order of the list, each one when the tile before is nearly done, publishes their
+    items and loads their operands."""
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
@@ -245,14 +249,15 @@ def loading_warp(
 
 @gluon.jit
 def silu(score, half_alpha):
-    """silu(2 x) = x + x tanh(x) for x = score * half_alpha."""
+    """silu(2 x) = x + x tanh(x), for x = score * half_alpha."""
     x = score * half_alpha
     return x * tanh(x) + x
 
 
 @gluon.jit
 def apply_mask(score, row, first, tile, rule, RULE: gl.constexpr):
-    """The scores, zero where a row does not see the key: silu(0) is 0. The first row and key of the block."""
+    """The scores, zero where a row does not see the key: silu(0) is 0. `row` and `first` are the first row
+    and key of the block."""
     i = row + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
     j = first + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
     seen = visible(gl.expand_dims(i, 1), gl.expand_dims(j, 0), tile[2], rule, RULE)
@@ -261,8 +266,8 @@ def apply_mask(score, row, first, tile, rule, RULE: gl.constexpr):
 
 @gluon.jit
 def start_step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES: gl.constexpr):
-    """Starts the scores of the block at `following` and adds the values of the block at `cursor`; returns
-    while the latter is under way: the scores, and the sum to wait for."""
+    """Starts the scores of the block at `following` and the product with the values of the block at `cursor`.
+    Returns the scores, and the sum while it is still under way."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     k = buffers[1].index(following[0]).reshape([BLOCK_N, D]).permute((1, 0))
@@ -277,8 +282,8 @@ def start_step(total, weight, q, following, cursor, buffers, barriers, nothing, 
 
 @gluon.jit
 def finish_step(total, weight, following, cursor, barriers):
-    """Waits for the sum, and for the values of the next block. `weight` is there so that it is computed
-    before, in the shadow of the product: the assembler would sink it behind the wait."""
+    """Waits for the sum of `start_step` and for the values of the next block. `weight` passes through, so
+    that it is computed in the shadow of the product: the assembler would sink it behind the wait."""
     mbarrier.wait(barriers[4].index(following[0]), following[1])
     total, weight = warpgroup_mma_wait(0, deps=(total, weight))
     mbarrier.arrive(barriers[5].index(cursor[0]))
@@ -287,7 +292,7 @@ def finish_step(total, weight, following, cursor, barriers):
 
 @gluon.jit
 def skip_blocks(count, cursor, barriers, SIZES: gl.constexpr):
-    """Frees the buffers of so many blocks without a look at them."""
+    """Frees the buffers of `count` blocks without reading them."""
     STAGES: gl.constexpr = SIZES[2]
     k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
     for _number in range(count):
@@ -302,7 +307,7 @@ def skip_blocks(count, cursor, barriers, SIZES: gl.constexpr):
 
 @gluon.jit
 def free_rows_before(turn, barriers, strip: gl.constexpr, STRIPS: gl.constexpr, Q_TILES: gl.constexpr):
-    """Frees the buffer of q that the tile before left its rows of the output in, when they have been read."""
+    """Frees the buffer of q from which the tile before stores its outputs, once the copy has read it."""
     if turn > 0:
         tma.store_wait(0)
         mbarrier.arrive(barriers[1].index((turn - 1) % Q_TILES * STRIPS + strip))
@@ -313,8 +318,8 @@ def attend(
     q, turn, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
-    """float32 [STRIP, D], the sum over all blocks but the first `past`, of which there is at least one; the
-    cursor behind the last. `turn`: which tile of this program it is."""
+    """float32 [STRIP, D], the sum over all blocks but the first `past` (at least one is left), and the cursor
+    behind the last. `turn`: the number of the tile in this program."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -377,7 +382,7 @@ def computing_group(
     strip: gl.constexpr, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,
     rule, SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
-    """One strip of each tile that the loading warp tells of."""
+    """Computes one strip of each tile that the loading warp publishes."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STRIPS: gl.constexpr = SIZES[3]
@@ -404,7 +409,7 @@ def computing_group(
             mbarrier.arrive(q_free.index(at))
         elif Q_TILES > 1:
             free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
-        # Where registers are few, what the loops do not need is heard again. (One buffer for tiles of q would
+        # Where registers are few, what the loops do not need is read again. (One buffer for tiles of q would
         # not keep the item after the next one out of the slot meanwhile.)
         if STRIPS == 3 and D > 64 and Q_TILES > 1:
             _, tile, _, _, head = read_item_slot(slots.index(turn % (2 * Q_TILES)))

@@ -1,4 +1,4 @@
-"""From tensors to the launch of the Hopper kernels: their sizes, the order of the work."""
+"""Launches of the Hopper forward and one-pass backward: their sizes, and the order of the work."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from recsys.ops.runtime.gluon_pieces import STRIP
 from recsys.ops.runtime.hopper_launch import launch, programs_for, zero_counter
 
 WARPS = 4
-"""Of a warp group."""
+"""Warps per warp group."""
 
 CACHED_BYTES = 24 * 2**20
-"""What programs work on at a time, in sections of the samples: it stays in the second-level cache of
+"""Bytes that programs work on at a time, in sections of the samples. They stay in the second-level cache of
 an H100 or H200 (50 and 60 MB, in two halves that may hold the same lines twice)."""
 
 
 class Sizes(NamedTuple):
-    """Of the kernel for one width of the heads."""
+    """Sizes of the forward kernel for one width of the heads."""
 
     keys: int  # BLOCK_N
     stages: int  # buffers for blocks of keys, and as many for values
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a tile."""
+        """Rows of a tile."""
         return STRIP.value * self.strips
 
 
@@ -48,25 +48,26 @@ SIZES = {
     128: Sizes(64, 4, 2, True, False, 240, 24, 2),
     256: Sizes(64, 2, 2, False, True, 232, 40),
 }
-"""By width of the heads. Of a block of 128 keys on the diagonal a strip sees a quarter or three, of one of 64
-keys half or all."""
+"""Sizes by width of the heads. On the diagonal a strip sees one or three quarters of a block of 128 keys, but
+half or all of one of 64 keys."""
 
 LONG_SIZES = {
     64: Sizes(64, 6, 3, True, False, 160, 32, 2),
     128: Sizes(64, 4, 3, False, True, 160, 32, 2),
 }
-"""Where rows see many keys: three strips share what is read, a third less, and the tensor cores have work
-while one of them computes weights. Two buffers of q do without one for the output at 128 columns."""
+"""Sizes for rows that see many keys. Three strips share what is read, a third less, and the tensor cores have
+work while one strip computes weights. At 128 columns the outputs leave through the two buffers of q."""
 
 MANY_KEYS, MANY_IN_WINDOW = 192, 1024
-"""More keys than so many are many, seen by a row on average; and those of a window, where a tile of more rows
-visits more blocks that some of them do not see. On an H200 (experiments/2026-11-22-gpu-attention-3) three
-strips are 1.6 to 5 % faster at 192 to 263 keys, 1 to 9 % slower at 64 to 130; with a window of 512 keys 2.5 %
-slower (64 columns: 4 %), of 1024 as fast, of 2048 2 % faster (6 %)."""
+"""`LONG_SIZES` are taken if an average row sees more keys than the first number, or than the second within a
+window, where a tile of more rows visits more blocks that some rows do not see. On an H200
+(experiments/2026-11-22-gpu-attention-3) three strips are 1.6 to 5 % faster at 192 to 263 keys, 1 to 9 %
+slower at 64 to 130; with a window of 512 keys 2.5 % slower (64 columns: 4 %), of 1024 as fast, of 2048 2 %
+faster (6 %)."""
 
 
 class BackwardSizes(NamedTuple):
-    """Of the backward kernel for one width of the heads."""
+    """Sizes of the one-pass backward kernel for one width of the heads."""
 
     rows: int  # BLOCK_M
     stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
@@ -77,30 +78,34 @@ class BackwardSizes(NamedTuple):
 
 
 BACKWARD_STRIPS = 2
-"""Of 64 keys a tile."""
+"""Strips of 64 keys per tile."""
 
 BACKWARD_SIZES = {
     64: BackwardSizes(64, 4, 2, 64, 240, 24),
     128: BackwardSizes(64, 2, 1, 64, 240, 24),
 }
-"""By width of the heads."""
+"""Sizes by width of the heads."""
 
 ROUNDED_LINES = 64
-"""Of a program that rounds."""
+"""Lines per program of `round_kernel`."""
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, sizes: Sizes | None = None, *, captured: bool = True
 ) -> Tensor:
-    """`hstu_attention` [T, H, D], 16 bits, no bias; the arguments have been validated. `sizes` for tests.
-    `captured`: a compiler may be looking on, who must know of all memory that is kept."""
+    """`hstu_attention` [T, H, D] in 16 bits without bias; the arguments have been validated.
+
+    Args:
+        sizes: other sizes than the default, for tests.
+        captured: True if a compiler may capture this call: it must know of all memory that is kept.
+    """
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     total_len, num_heads, dim = q.shape
     if total_len == 0:
         return out
     mask = problem.mask
     if sizes is None:
-        sizes = sizes_for(dim, seen_by_a_row(problem), mask.window)
+        sizes = sizes_for(dim, average_visible_keys(problem), mask.window)
     q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
     section = section_of(num_heads * dim * 8, mask)  # q and the output pass through the cache too
     items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail, STRIP.value)
@@ -144,7 +149,8 @@ def backward(
     *,
     captured: bool = True,
 ) -> Gradients:
-    """Gradients of q, k and v, [T, H, D]; those of q are sums in any order. The rest as in `forward`."""
+    """Gradients of q, k and v, [T, H, D], those of q summed in any order. Arguments are those of
+    `forward`."""
     total_len, num_heads, dim = q.shape
     made = problem.gradient_memory(q, k, v)
     if total_len == 0:
@@ -185,25 +191,25 @@ def backward(
 
 
 def sizes_for(dim: int, seen: float, window: int | None = None) -> Sizes:
-    """Of the forward kernel, where rows see so many keys on average."""
+    """Sizes of the forward kernel for rows that see so many keys on average."""
     many = seen > (MANY_KEYS if window is None else MANY_IN_WINDOW)
     return LONG_SIZES[dim] if many and dim in LONG_SIZES else SIZES[dim]
 
 
-def seen_by_a_row(problem: Problem) -> float:
-    """How many keys a row of an average sample sees on average."""
+def average_visible_keys(problem: Problem) -> float:
+    """Estimates how many keys a row sees, averaged over the rows of a sample of average length."""
     layout, window = problem.layout, problem.mask.window
     seen = layout.total_len / max(layout.batch_size, 1) / 2
     return min(seen, seen if window is None else window)
 
 
 def counter_for(device: torch.device, captured: bool) -> Tensor:
-    """One zero or more, int32, for a launch to count in."""
+    """int32 zeros for one launch to count in."""
     return torch.zeros(4, dtype=torch.int32, device=device) if captured else zero_counter(device)
 
 
 def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | bool]:
-    """What the backward kernel is compiled for beside the width, by the names of its parameters."""
+    """Compile-time constants of the backward kernel, without the width, by the names of its parameters."""
     return {
         "BLOCK_M": sizes.rows,
         "STAGES": sizes.stages,
@@ -218,9 +224,10 @@ def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | b
 
 
 def round_to(rounded: Tensor, sums: Tensor, factor: float, *, even_first: bool = False) -> None:
-    """`rounded = sums * factor`, [T, H, D], D a multiple of 64; rows of `rounded` may lie apart.
+    """Writes `rounded = sums * factor`, [T, H, D], D a multiple of 64; rows of `rounded` need not be
+    contiguous.
 
-    `even_first`: every eight columns of `sums` are columns 0, 2, 4, 6, 1, 3, 5, 7 of them.
+    `even_first`: every eight columns of `sums` hold columns 0, 2, 4, 6, 1, 3, 5, 7 of the result.
     """
     if sums.device.type != "cuda":  # in the emulator
         if even_first:
@@ -247,16 +254,16 @@ def round_to(rounded: Tensor, sums: Tensor, factor: float, *, even_first: bool =
 
 
 def section_of(token_bytes: int, mask: AttentionMask) -> int | None:
-    """How many tokens a section has, of so many bytes each.
+    """Tokens per section, if each needs so many bytes; None within a window: one section.
 
-    Within a window neighbours in the list share their operands anyway, and few tiles, those of the prefix,
-    have far more blocks than the rest: they must not be put off to the section of their sample.
+    Within a window neighbors in the list share their operands anyway, and the few tiles of the prefix have
+    far more blocks than the rest: they must not wait for the section of their sample.
     """
     return None if mask.window is not None else max(1, CACHED_BYTES // token_bytes)
 
 
 def scalars(problem: Problem) -> tuple[int | float, ...]:
-    """The numbers of a problem, from `half_alpha` to `group_size`."""
+    """The numbers of a problem in the order of the kernels' parameters, from `half_alpha` to `group_size`."""
     mask = problem.mask
     return (
         0.5 * problem.alpha,
@@ -269,7 +276,7 @@ def scalars(problem: Problem) -> tuple[int | float, ...]:
 
 
 def rules(mask: AttentionMask) -> dict[str, bool]:
-    """Which parts of the mask there are, by the names of the kernels' parameters."""
+    """The parts that the mask has, by the names of the kernels' parameters."""
     return {
         "WINDOWED": mask.window is not None,
         "TARGET_WINDOW": mask.target_window,

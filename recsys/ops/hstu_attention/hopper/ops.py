@@ -1,4 +1,4 @@
-"""The Hopper kernel as a differentiable op: an autograd function in eager mode, an opaque node in graphs."""
+"""The Hopper kernels as a differentiable op: an autograd function in eager mode, an opaque node in graphs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from recsys.ops.hstu_attention.problem import (
 )
 from recsys.ops.runtime.registration import differentiable, opaque_op, saving
 
-SEEN_BY_A_ROW = {64: (240, 120), 128: (512, 400)}
-"""By width of the heads: keys of a row, as `launch.seen_by_a_row` estimates them, above which gradients
-in one pass are faster than in two; without a window, and within one. One pass has five products for seven;
-two passes do not start with zeros nor end with rounding, need no sums in float32, and wait less where tiles
-are short. On an H200 (experiments/2026-11-22-gpu-attention-3/backward.md) both take as long for samples of
-950 to 1024 tokens of 128 columns, and of 600 of 64: a compromise with batches whose lengths differ."""
+ONE_PASS_ABOVE = {64: (240, 120), 128: (512, 400)}
+"""Limits by width of the heads, without a window and within one: gradients come in one pass if a row sees
+more keys than this, as `launch.average_visible_keys` estimates. One pass has five products, two have seven.
+Two passes neither start with zeros nor end with rounding, need no sums in float32, and wait less where tiles
+are short. On an H200 (experiments/2026-11-22-gpu-attention-3/backward.md) both take equally long for samples
+of 950 to 1024 tokens with 128 columns, and of 600 tokens with 64: a compromise for batches of mixed
+lengths."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """In eager mode; records no gradients."""
+    """The forward kernel in eager mode, without gradients."""
     return launch.forward(q, k, v, problem, captured=False)
 
 
@@ -65,10 +66,12 @@ def _gradients(
     *,
     captured: bool,
 ) -> Gradients:
-    """In one pass, which adds up dQ in any order, where it may, can and is faster. `captured`: see
-    `sm90_launch`."""
-    limits = SEEN_BY_A_ROW.get(q.shape[2], (math.inf, math.inf))
-    few = launch.seen_by_a_row(problem) <= limits[problem.mask.window is not None]
+    """Gradients in one pass, which sums dQ in any order, where that is allowed, supported and faster; else in
+    two.
+
+    `captured` is described in `launch.forward`."""
+    limits = ONE_PASS_ABOVE.get(q.shape[2], (math.inf, math.inf))
+    few = launch.average_visible_keys(problem) <= limits[problem.mask.window is not None]
     if problem.deterministic or few:
         return two_pass.backward(grad_out, q, k, v, problem, captured=captured)
     return launch.backward(grad_out, q, k, v, problem, captured=captured)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 LINE = 64
-"""Numbers: the count is a multiple of it, so that no access is narrower than 16 bytes."""
+"""Numbers per line. The total is a multiple of it, so that no access is narrower than 16 bytes."""
 
 
 @triton.jit(do_not_specialize=["num_lines"])
@@ -13,10 +13,10 @@ def round_kernel(
     IN_ROW: tl.constexpr, STRIDE: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
     EVEN_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """`rounded = sums * factor`, [num_lines, LINE]; the last first, which are still in the cache.
+    """Writes `rounded = sums * factor`, [num_lines, LINE], last lines first: they are still in the cache.
 
-    Rows of IN_ROW lines each are STRIDE apart in `rounded`, side by side in `sums`. EVEN_FIRST: there every
-    eight numbers are 0, 2, 4, 6, 1, 3, 5, 7 of them.
+    Rows have IN_ROW lines each; they are STRIDE numbers apart in `rounded` and contiguous in `sums`.
+    EVEN_FIRST: in `sums` every eight numbers hold numbers 0, 2, 4, 6, 1, 3, 5, 7 of the result.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     line = program * LINES + tl.arange(0, LINES)[:, None]

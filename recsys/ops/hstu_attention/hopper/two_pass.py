@@ -1,7 +1,8 @@
-"""Launches the Hopper gradients that come from two kernels, dK and dV by tiles of keys, dQ by tiles of rows.
+"""Launches of the Hopper gradients in two passes: dK and dV by tiles of keys, then dQ by tiles of rows.
 
-Seven products instead of five, but no program adds to what another has written: the bits are the same every
-time, and no sum in float32 goes through memory. Where rows see few keys that is also the faster way.
+Two passes need seven products instead of five, but no program adds to what another has written. So the bits
+are the same every time, and no sum in float32 goes through memory. Where rows see few keys two passes are
+also faster.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from recsys.ops.runtime.hopper_launch import launch, programs_for
 
 
 class Sizes(NamedTuple):
-    """Of both kernels for one width of the heads."""
+    """Sizes of both kernels for one width of the heads."""
 
     rows: int  # of a block, for tiles of keys
     stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
@@ -40,7 +41,7 @@ SIZES = {
     128: Sizes(64, 3, 1, 128, 2, 2, True, 240, 24),
     256: Sizes(64, 2, 0, 64, 2, 1, False, 232, 40),
 }
-"""By width of the heads."""
+"""Sizes by width of the heads."""
 
 
 def backward(
@@ -53,21 +54,21 @@ def backward(
     *,
     captured: bool = True,
 ) -> Gradients:
-    """Gradients of q, k and v, [T, H, D]. `sizes` for tests; `captured` as in `sm90_launch.forward`."""
+    """Gradients of q, k and v, [T, H, D]. `sizes` and `captured` are those of `launch.forward`."""
     made = problem.gradient_memory(q, k, v)
     if q.shape[0] == 0:
         return Gradients(*made, None, None)
     sizes = sizes or SIZES[q.shape[2]]
     operands = [with_loadable_rows(tensor) for tensor in (q, grad_out, k, v)]
-    start_keys(operands, made[1], made[2], counter_for(q.device, captured), problem, sizes)
-    start_rows(operands, made[0], counter_for(q.device, captured), problem, sizes)
+    launch_keys(operands, made[1], made[2], counter_for(q.device, captured), problem, sizes)
+    launch_rows(operands, made[0], counter_for(q.device, captured), problem, sizes)
     return Gradients(*made, None, None)
 
 
-def start_keys(
+def launch_keys(
     operands: list[Tensor], grad_k: Tensor, grad_v: Tensor, counter: Tensor, problem: Problem, sizes: Sizes
 ) -> None:
-    """Launches what computes dK and dV; `operands`: q, dO, k and v."""
+    """Launches the kernel of dK and dV; `operands`: q, dO, k and v."""
     q, grad_out, k, v = operands
     _, num_heads, dim = q.shape
     strip = STRIP.value
@@ -98,10 +99,10 @@ def start_keys(
     )
 
 
-def start_rows(
+def launch_rows(
     operands: list[Tensor], grad_q: Tensor, counter: Tensor, problem: Problem, sizes: Sizes
 ) -> None:
-    """Launches what computes dQ."""
+    """Launches the kernel of dQ."""
     q, grad_out, k, v = operands
     _, num_heads, dim = q.shape
     strip, section = STRIP.value, _section(q, problem)
@@ -135,13 +136,13 @@ def _section(q: Tensor, problem: Problem) -> int | None:
 
 
 def _numbers(items: Tensor, operands: list[Tensor], problem: Problem) -> tuple[int | float, ...]:
-    """From `num_items` to `group_size`."""
+    """The numbers of both kernels in the order of their parameters, from `num_items` to `group_size`."""
     num_heads = operands[0].shape[1]
     return (items.shape[0], num_heads, *(tensor.stride(1) for tensor in operands), *scalars(problem))
 
 
 def _constants(problem: Problem, dim: int, sizes: Sizes) -> dict[str, Any]:
-    """What both kernels are compiled for, by the names of their parameters."""
+    """Compile-time constants of both kernels, by the names of their parameters."""
     return {
         "D": dim,
         "COMPUTING_REGISTERS": sizes.computing_registers,
