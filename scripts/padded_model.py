@@ -6,8 +6,10 @@ a batch. Nothing else is wasted: losses are taken of real positions only. So los
 the jagged model, and only the time differs.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -126,8 +128,8 @@ class PaddedModel(nn.Module):
             raise TypeError(f"the padded form of HstuMixer is known, not that of {type(mixer).__name__}")
         if len(set(mixer.rules)) > 1 or mixer.rules[0].tail_len is not None:
             raise TypeError("the padded form of a stack with one mask and no truncation is known")
-        self.attention = PaddedAttention(mixer.rules[0].mask, mixer.attention.keywords["scale_len"])
-        mixer.attention = self.attention
+        self.attention = PaddedAttention(mixer.rules[0].mask, mixer.scale_len)
+        mixer._attend = self.attention.of_layer
 
     def forward(self, padded: PaddedBatch) -> Losses:
         """The objective of the original batch."""
@@ -162,16 +164,13 @@ class PaddedAttention:
         hidden = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min / 4)
         self.hidden = hidden[:, None]  # [B or 1, 1, L, L]
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        layout: SequenceLayout,
-        mask: AttentionMask,
-        bias: RelativeBias | None,
-    ) -> Tensor:
+    def of_layer(
+        self, layout: SequenceLayout, mask: AttentionMask, bias: RelativeBias | None
+    ) -> Callable[..., Tensor]:
+        """Takes the place of `HstuMixer._attend`: attention of one layer as a function of q, k and v."""
+        return partial(self, bias=bias)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, bias: RelativeBias | None) -> Tensor:
         """[B * L, H, D] and values [B * L, H, V] to [B * L, H, V]."""
         q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q, k, v))
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(2, 3)
