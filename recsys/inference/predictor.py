@@ -1,4 +1,4 @@
-"""From rows with original ids to rows with scores or recommendations, in the same order.
+"""Predictions for rows with original ids: rows with scores or recommendations, in the same order.
 
 Each row group of the input becomes one part of the output, written aside and renamed: a part that exists is
 finished, so a killed prediction goes on where it stopped. `_SUCCESS` comes last, after rows were counted. A
@@ -49,7 +49,7 @@ JOB_PARTS = {
     "key_columns": "data.key_columns",
     "input": "input",
 }
-"""Entries of JOB, and what errors call them."""
+"""Entries of JOB, and their names in errors."""
 
 LEFT_OUT = "left_out"
 """Entry of a part's schema metadata: how many of its rows were bad and have null scores."""
@@ -68,7 +68,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Predicted:
-    """What a prediction did: its folder, rows of the input, rows left out as bad (their scores are null)."""
+    """The result of a prediction: its folder, rows of the input, and bad rows, whose scores are null."""
 
     folder: Path
     rows: int
@@ -140,7 +140,7 @@ class Predictor:
         return answer.replace_schema_metadata({LEFT_OUT: str(int((block.codes != 0).sum()))})
 
     def recall(self) -> Recall | None:
-        """How much an index found of what there was to find so far; None without one."""
+        """Returns the share of the exact results that an index has found so far; None without an index."""
         return None if self.package.items is None else self.search.recall()
 
     def _rank(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
@@ -239,12 +239,12 @@ def _predict(
     return Predicted(output, rows, left_out)
 
 
-def _one_ahead(make: Callable[[_Given], _Made], given: Sequence[_Given]) -> Iterator[_Made]:
-    """`make` of each; a thread makes the next one while somebody is busy with the one before."""
+def _one_ahead(make: Callable[[_Given], _Made], items: Sequence[_Given]) -> Iterator[_Made]:
+    """Yields `make(item)` for each item; a thread makes the next result while the caller uses the last."""
     with ThreadPoolExecutor(1) as thread:
         before: Future[_Made] | None = None
-        for one in given:
-            coming = thread.submit(make, one)
+        for item in items:
+            coming = thread.submit(make, item)
             if before is not None:
                 yield before.result()
             before = coming
@@ -253,7 +253,7 @@ def _one_ahead(make: Callable[[_Given], _Made], given: Sequence[_Given]) -> Iter
 
 
 def _say_repeated(source: Source, pipeline: pb.Pipeline, duplicates: Duplicates | None) -> None:
-    """A warning where a key alone does not tell rows of the output apart."""
+    """Warns if the key columns do not tell all rows of the output apart."""
     keys = list(pipeline.data.key_columns)
     if duplicates is None or features.REQUEST_TIME in keys:
         return
@@ -281,12 +281,12 @@ def _say_recall(recall: Recall | None, output: Path) -> None:
 
 
 def _require_ours(output: Path) -> None:
-    """Refuses a folder with other things than predictions in it."""
+    """Refuses a folder that holds anything but predictions."""
     if output.exists() and not output.is_dir():
         raise RecsysError(f"{output} is a file, and predictions are a folder: give another --output")
     names = {path.name for path in output.iterdir()} if output.exists() else set()
     begun = JOB in names and any(name.startswith("part-") for name in names)
-    # A job that has finished no part leaves nothing that another one could be confused with.
+    # A job without a finished part has left nothing that could be confused with another job.
     if not begun and any(not name.startswith(".part-") for name in names - {JOB, LOCK}):
         raise RecsysError(f"{output} is not empty and holds no predictions: give another --output")
 
@@ -304,7 +304,7 @@ def _alone_in(output: Path) -> Iterator[None]:
 
 
 def _begin(predictor: Predictor, source: Source, output: Path) -> None:
-    """Notes in the folder what is predicted from what with what; parts of another job in it are an error."""
+    """Records package, settings and input in the folder; parts of another job in it are an error."""
     job = {
         "package": files.sha256(predictor.package.folder / files.MANIFEST),
         "predict": str(predictor.settings).split("\n"),
@@ -335,12 +335,12 @@ def _table(pipeline: pb.Pipeline, item: str) -> str:
 
 
 def _lengths(lengths: np.ndarray, block: ColumnBlock) -> pa.Array:
-    """List lengths of a column of the answer; null for a row that was left out."""
+    """Returns the list lengths of a column of the answer; null for a row that was left out."""
     return pa.array(lengths, mask=block.codes != 0)
 
 
 def _lists(values: pa.Array, lengths: pa.Array) -> pa.Array:
-    """Values laid end to end as one list a row; null where the length is."""
+    """Returns one list a row of values that lie end to end; null where the length is null."""
     ends = np.cumsum(lengths.fill_null(0).to_numpy())
     starts = pa.array(np.concatenate([[0], ends]), mask=np.append(lengths.is_null(), False))
     return pa.LargeListArray.from_arrays(starts, values).cast(pa.list_(values.type))

@@ -1,7 +1,7 @@
 """Less memory for more work: intermediate results that the backward pass computes again.
 
-`torch.utils.checkpoint` drops what is saved inside a function; `rebuilt_in_backward` drops tensors that are
-saved by whoever reads them, so that a step between two dropped ones (attention) need not run again.
+`torch.utils.checkpoint` drops the tensors that are saved inside a function. `rebuilt_in_backward` drops
+tensors wherever they are saved, so that a step between two dropped ones (attention) need not run again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,22 +14,22 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 Watch = Callable[[Sequence[Tensor]], None]
-"""Names tensors, in the order of what rebuilds them, that must not be kept from now on."""
+"""Names tensors that autograd must not keep from now on, in the order in which they are rebuilt."""
 
 
 @contextmanager
 def rebuilt_in_backward(make: Callable[[], Sequence[Tensor]], device_type: str) -> Iterator[Watch]:
     """While active, autograd keeps no watched tensor and no view of one: backward calls `make` instead.
 
-    `make` runs once for all of them, without gradients and in the autocast state of now, and its result is
-    freed with the last node of the graph that needs it. It must repeat bit by bit what was watched.
+    `make` runs once for all of them, without gradients and in the present autocast state, and its result is
+    freed with the last node of the graph that needs it. It must repeat the watched tensors bit by bit.
 
     Args:
-        make: returns the same tensors as are watched, in the same order and memory layout.
-        device_type: where they are; whose autocast state counts.
+        make: returns the watched tensors, in the same order and memory layout.
+        device_type: device of the tensors, whose autocast state is used.
     """
     recipe = _Recipe(make, _autocast_as_now(device_type))
-    # Strong references: a storage that were freed in here could lend its address to another tensor.
+    # The references are strong: a storage freed in here could pass its address on to another tensor.
     watched: dict[int, tuple[int, Tensor]] = {}
 
     def watch(tensors: Sequence[Tensor]) -> None:
@@ -39,7 +39,7 @@ def rebuilt_in_backward(make: Callable[[], Sequence[Tensor]], device_type: str) 
     def pack(tensor: Tensor) -> "Tensor | _View":
         number, original = watched.get(tensor.untyped_storage()._cdata, (0, None))
         if original is None or original.dtype != tensor.dtype:
-            # Detached, since a node that kept its own output with its history would keep itself alive.
+            # Detached, because a node that kept its own output with its history would keep itself alive.
             return tensor.detach()
         return _View(recipe, number, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
@@ -54,7 +54,7 @@ def rebuilt_in_backward(make: Callable[[], Sequence[Tensor]], device_type: str) 
 
 
 class _Recipe:
-    """How tensors are made again, and the result once somebody has asked for it."""
+    """A function that makes tensors again, and its result after the first request."""
 
     def __init__(self, make: Callable[[], Sequence[Tensor]], context: Callable[[], AbstractContextManager]):
         self.make = make
@@ -70,7 +70,7 @@ class _Recipe:
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """Stands for a saved view of the tensor that a recipe makes as its `number`-th."""
+    """A placeholder for a saved view of tensor `number` of a recipe."""
 
     recipe: _Recipe
     number: int

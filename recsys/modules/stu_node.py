@@ -1,8 +1,8 @@
-"""An STU layer as one node of the graph, where kernels of ours compute it.
+"""An STU layer as one autograd node, if this package has kernels for all of its ops.
 
-The ops of the layer stay what they are, and so does what they compute: their autograd functions run behind
-one another within a single one. PyTorch's work around a node is then done once a layer, not for four
-functions and six views, which is a third of what a layer's forward pass costs the host.
+The node runs the ops' own autograd functions one after the other, so it computes the same numbers. PyTorch's
+work around a node then happens once a layer instead of for four functions and six views, which is a third of
+the host's time for a layer's forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,28 +35,40 @@ LINEAR = "recsys.ops.runtime.column_sums"
 triton_support.preload(LINEAR)
 
 MOST_ENTRIES = 10**8
-"""Of a layer's input. With more of them the GPU has more to do than the host, and functions of their own let
-go of what they have kept one after the other, a node only at its end (experiments/2026-11-22-gpu-stu)."""
+"""One node is used for up to this many elements of a layer's input. Above it the GPU, not Python, is the
+bottleneck, and separate nodes free their saved tensors earlier (experiments/2026-11-22-gpu-stu)."""
 
 
 class Shape(NamedTuple):
-    """What a layer computes, beside its tensors."""
+    """The numbers that, in addition to its tensors, determine the result of a layer.
+
+    Attributes:
+        num_heads, qk_dim, v_dim: H, D and V.
+        dtype: dtype of the matrix products.
+        eps: added to the variance of the first norm.
+        keep_normed: whether norm(x) is kept for backward or computed again.
+        num_groups: groups of the second norm.
+        gate_eps: added to the variance of the second norm.
+        concat: whether the output projection reads [u, a, u * norm(a)] or u * norm(a).
+        dropout: probability in training, 0 in evaluation.
+        all_silu: whether u, v, q and k pass through SiLU, or u alone.
+    """
 
     num_heads: int
     qk_dim: int
     v_dim: int
-    dtype: torch.dtype  # of the products
-    eps: float  # of the first norm
+    dtype: torch.dtype
+    eps: float
     keep_normed: bool
-    num_groups: int  # of the second norm
+    num_groups: int
     gate_eps: float
     concat: bool
     dropout: float
-    all_silu: bool  # u, v, q and k go through SiLU, not u alone
+    all_silu: bool
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """Of u, v, q and k."""
+        """Widths of u, v, q and k."""
         values, keys = self.num_heads * self.v_dim, self.num_heads * self.qk_dim
         return values, values, keys, keys
 
@@ -84,7 +96,7 @@ def shape_of(layer: Any, x: Tensor) -> Shape:
 
 
 class Plan(NamedTuple):
-    """How a layer is computed: its kernels are in these modules."""
+    """The computation of a layer: its numbers, its attention, and the modules with the kernels of each op."""
 
     shape: Shape
     problem: Problem
@@ -95,8 +107,8 @@ class Plan(NamedTuple):
 
 
 def plan_of(x: Tensor, shape: Shape, attend: Callable[..., Tensor]) -> Plan | None:
-    """How to compute a layer of x as one node; None where not all of it has kernels with a function of their
-    own, and where `attend` is not the `attend` of `hstu_attention` with `problem` and `backend` by name.
+    """Plans one node for x. Returns None if some op has no kernels with an autograd function, or if `attend`
+    is not the `attend` of `hstu_attention` with `problem` and `backend` by name.
 
     Raises:
         TypeError, ValueError: numbers of the attention.
@@ -120,7 +132,7 @@ def plan_of(x: Tensor, shape: Shape, attend: Callable[..., Tensor]) -> Plan | No
 def _facts_of(
     device: str, dtype: torch.dtype, width: int, shape: Shape, mask: AttentionMask, deterministic: bool
 ) -> tuple[tuple[Op, Any], ...]:
-    """What the ops of a layer ask their backends, in the order of a plan's modules."""
+    """Returns the ops of a layer with the facts by which each chooses its backend, in a plan's order."""
     values, _, _, _ = shape.widths
     heads = (shape.num_heads, shape.qk_dim, shape.v_dim)
     return (
@@ -132,7 +144,7 @@ def _facts_of(
 
 
 def _kernels(op: Op, facts: Any, backend: str) -> ModuleType | None:
-    """The module of the autograd function of the backend that would run, if it has one."""
+    """Returns the module with the autograd function of the backend that would run, if it has one."""
     module = op.select(facts, backend)
     if module.__name__.endswith(".reference"):
         return None
@@ -177,15 +189,15 @@ def run(layer: Any, x: Tensor, plan: Plan, index: Tensor | None = None) -> Tenso
     weights = Weights(*(tensor for part in parts for tensor in (part.weight, part.bias)), seed)
     if index is None:
         return StuNode.apply(x, *weights, plan)
-    return SomeRowsNode.apply(x, *weights, plan, index)
+    return RowsNode.apply(x, *weights, plan, index)
 
 
 class StuNode(torch.autograd.Function):
-    """`apply(x, *weights, plan)`: see `STULayer`."""
+    """The node of `STULayer.forward`; call `apply(x, *weights, plan)`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        weights, plan = Weights(*given[:-1]), given[-1]
+    def forward(ctx: Any, x: Tensor, *inputs: Any) -> Tensor:
+        weights, plan = Weights(*inputs[:-1]), inputs[-1]
         shape, needed, parts = plan.shape, ctx.needs_input_grad, Parts()
         grad_buffer = GradientBuffer(shape.widths)
         u, *vqk = _project(parts, plan, x, weights.norm, weights.product, grad_buffer, needed)
@@ -199,33 +211,34 @@ class StuNode(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         front, attention, gate, end = ctx.parts.restored(ctx.saved_tensors)
-        grad_x, grad_gated, *of_output = end.gradients(grad_out)
-        grad_attended, grad_u, *of_gate = gate.gradients(grad_gated)[:4]
+        grad_x, grad_gated, *output_grads = end.gradients(grad_out)
+        grad_attended, grad_u, *gate_grads = gate.gradients(grad_gated)[:4]
         grad_attended = grad_attended.view(attention.saved_tensors[2].shape)
         grad_q, grad_k, grad_v = attention.gradients(grad_attended)[:3]
-        parts = (one.flatten(1) for one in (grad_v, grad_q, grad_k))
-        of_front = front.gradients(grad_x, grad_u, *parts)[:5]
-        return (*of_front, *of_gate, *of_output, None, None)
+        joined_grads = (grad.flatten(1) for grad in (grad_v, grad_q, grad_k))
+        front_grads = front.gradients(grad_x, grad_u, *joined_grads)[:5]
+        return (*front_grads, *gate_grads, *output_grads, None, None)
 
 
-class SomeRowsNode(torch.autograd.Function):
-    """`apply(x, *weights, plan, index)`: see `STULayer.forward_rows`."""
+class RowsNode(torch.autograd.Function):
+    """The node of `STULayer.forward_rows`; call `apply(x, *weights, plan, index)`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *given: Any) -> Tensor:
-        weights, plan, index = Weights(*given[:-2]), *given[-2:]
+    def forward(ctx: Any, x: Tensor, *inputs: Any) -> Tensor:
+        weights, plan, index = Weights(*inputs[:-2]), *inputs[-2:]
         shape, needed, parts, gather = plan.shape, ctx.needs_input_grad, Parts(), plan.gather.launch_gather
         values, _, keys, _ = shape.widths
         inverse = plan.gather.launch_invert(index, [index.shape[0]], x.shape[0])[0]
-        of_u, of_v, of_q, of_k = zip(*(one.split(shape.widths) for one in weights.product), strict=True)
-        grad_buffers = (GradientBuffer((values, keys)), GradientBuffer((values, keys)))
-        of_others, of_own = _stacked(of_v, of_k), _stacked(of_u, of_q)
-        v, k = _project(parts, plan, x, weights.norm, of_others, grad_buffers[0], needed)
-        own = gather([x], index)
-        u, q = _project(parts, plan, own, weights.norm, of_own, grad_buffers[1], needed)
+        pairs = zip(*(joined.split(shape.widths) for joined in weights.product), strict=True)
+        u_weights, v_weights, q_weights, k_weights = pairs
+        kv_buffer, uq_buffer = GradientBuffer((values, keys)), GradientBuffer((values, keys))
+        kv_weights, uq_weights = _stacked(v_weights, k_weights), _stacked(u_weights, q_weights)
+        v, k = _project(parts, plan, x, weights.norm, kv_weights, kv_buffer, needed)
+        rows = gather([x], index)
+        u, q = _project(parts, plan, rows, weights.norm, uq_weights, uq_buffer, needed)
         k, v, q = (part.unflatten(1, (shape.num_heads, -1)) for part in (k, v, q))
-        attended = gather([_attend(parts, plan, gather([q], inverse), k, v, grad_buffers[0])], index)
-        out = _finish(parts, plan, own, attended, u, grad_buffers[1], weights, needed)
+        attended = gather([_attend(parts, plan, gather([q], inverse), k, v, kv_buffer)], index)
+        out = _finish(parts, plan, rows, attended, u, uq_buffer, weights, needed)
         parts.save(ctx, index, inverse)
         ctx.plan = plan
         return out
@@ -233,29 +246,29 @@ class SomeRowsNode(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        others, own, attention, gate, end = ctx.parts.restored(ctx.saved_tensors)
+        kv, uq, attention, gate, end = ctx.parts.restored(ctx.saved_tensors)
         (index, inverse), shape = ctx.saved_tensors[-2:], ctx.plan.shape
         gather, values = ctx.plan.gather.launch_gather, shape.widths[0]
-        grad_own, grad_gated, *of_output = end.gradients(grad_out)
-        grad_attended, grad_u, *of_gate = gate.gradients(grad_gated)[:4]
+        grad_rows, grad_gated, *output_grads = end.gradients(grad_out)
+        grad_attended, grad_u, *gate_grads = gate.gradients(grad_gated)[:4]
         grad_attended = grad_attended.view(-1, shape.num_heads, shape.v_dim)
         grad_q, grad_k, grad_v = attention.gradients(gather([grad_attended], inverse))[:3]
         grad_q = gather([grad_q], index).flatten(1)
-        grad_own, *of_norm, weight, bias = own.gradients(grad_own, grad_u, grad_q)[:5]
-        grad_x = gather([grad_own], inverse)
-        grad_x, *also, other_weight, other_bias = others.gradients(
+        grad_rows, *uq_norm_grads, uq_weight, uq_bias = uq.gradients(grad_rows, grad_u, grad_q)[:5]
+        grad_x = gather([grad_rows], inverse)
+        grad_x, *kv_norm_grads, kv_weight, kv_bias = kv.gradients(
             grad_x, grad_v.flatten(1), grad_k.flatten(1)
         )[:5]
-        of_norm = [one + other for one, other in zip(of_norm, also, strict=True)]
-        of_product = [
-            None if one is None else torch.cat([one[:values], other[:values], one[values:], other[values:]])
-            for one, other in ((weight, other_weight), (bias, other_bias))
+        norm_grads = [a + b for a, b in zip(uq_norm_grads, kv_norm_grads, strict=True)]
+        product_grads = [
+            None if a is None else torch.cat([a[:values], b[:values], a[values:], b[values:]])
+            for a, b in ((uq_weight, kv_weight), (uq_bias, kv_bias))
         ]
-        return (grad_x, *of_norm, *of_product, *of_gate, *of_output, None, None, None)
+        return (grad_x, *norm_grads, *product_grads, *gate_grads, *output_grads, None, None, None)
 
 
 def _stacked(*chosen: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Weight and bias of some of u, v, q and k."""
+    """Stacks the weights and the biases of some of u, v, q and k."""
     return [torch.cat(parts) for parts in zip(*chosen, strict=True)]
 
 
@@ -264,16 +277,16 @@ def _project(
     plan: Plan,
     x: Tensor,
     norm: Sequence[Tensor],
-    of_product: Sequence[Tensor],
+    product: Sequence[Tensor],
     grad_buffer: GradientBuffer,
     needed: Sequence[bool],
 ) -> Sequence[Tensor]:
-    """Parts of the projection of norm(x)."""
+    """Runs the projection of norm(x) and returns its parts."""
     shape = plan.shape
     arguments = (
         x,
         *norm,
-        *of_product,
+        *product,
         grad_buffer,
         shape.eps,
         shape.dtype,
@@ -301,7 +314,7 @@ def _finish(
     weights: Weights,
     needed: Sequence[bool],
 ) -> Tensor:
-    """Gate, output projection and residual sum."""
+    """Runs the gate, the output projection and the residual sum."""
     shape = plan.shape
     options = (shape.num_groups, shape.gate_eps, shape.concat, shape.dropout, not shape.all_silu)
     arguments = (attended.flatten(1), u, *weights.gate, grad_buffer, *options)

@@ -29,20 +29,20 @@ _GATE = {pb.HstuMixer.UGN: "ugn", pb.HstuMixer.CONCAT: "concat"}
 _RECOMPUTE = {pb.NORMED_X: "normed_x", pb.UVQK: "uvqk", pb.GATED: "gated"}
 
 MOST_KEPT = 0.75
-"""Share of the tokens: up to it a layer in front of a truncation leaves the others out, which saves their
-work and costs moves of rows. Where one begins to outweigh the other has not been measured."""
+"""Before a truncation a layer skips the dropped tokens if at most this share of the tokens is kept: that
+saves their work and costs moves of rows. The value is not tuned."""
 
 
 @register(pb.HstuMixer)
 class HstuMixer(Mixer):
-    """Layers of equal form; each has its own mask and bias tables, and some cut the history in front of them.
+    """Layers of equal config, each with its own mask and bias tables; a truncation may precede a layer.
 
     Args:
         config: resolved (`v_dim`, `scale_len`, `bias.num_positions` filled in, lengths in tokens).
         embedding_dim: E.
 
     Raises:
-        ValueError: layer groups that cannot be; see `layer_rules`.
+        ValueError: invalid layer groups; see `layer_rules`.
     """
 
     def __init__(self, config: pb.HstuMixer, *, embedding_dim: int):
@@ -95,16 +95,16 @@ class HstuMixer(Mixer):
             yield AttentionUse(HSTU_ATTENTION, path, config.backend, facts)
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
-        """Tokens [T, E] in, mixed tokens out: fewer behind a truncation, but all contextual and targets."""
-        given = sequence.values.dtype
+        """Mixes tokens [T, E]; a truncation drops history tokens, never contextual tokens or targets."""
+        input_dtype = sequence.values.dtype
         sequence = to_compute_dtype(sequence.with_values(self.input_dropout(sequence.values)))
         sequence = self.rules[0].truncate(sequence)
         for number in range(len(self.layers)):
             sequence = self._layer(number, sequence)
-        return sequence.with_values(self.output_dropout(sequence.values.to(given)))
+        return sequence.with_values(self.output_dropout(sequence.values.to(input_dtype)))
 
     def _layer(self, number: int, sequence: JaggedSequence) -> JaggedSequence:
-        """One layer, and the truncation behind it."""
+        """Runs one layer and the truncation behind it."""
         layer, mask, layout = self.layers[number], self.rules[number].mask, sequence.layout
         bias = self.biases[number](sequence) if self.biases else None
         behind = self.rules[number + 1] if number + 1 < len(self.rules) else LayerRule(mask)
@@ -124,7 +124,7 @@ class HstuMixer(Mixer):
     def _attend(
         self, layout: SequenceLayout, mask: AttentionMask, bias: RelativeBias | None, tail: int | None = None
     ) -> Callable[..., Tensor]:
-        """Attention of one layer as a function of q, k and v; `tail`: see `Problem`."""
+        """Returns the attention of one layer as a function of q, k and v; see `Problem` for `tail`."""
         problem = Problem(
             layout,
             mask,
@@ -138,22 +138,22 @@ class HstuMixer(Mixer):
 
     @property
     def target_group_size(self) -> int:
-        """Neighbouring targets that are scored together or not at all, by the groups of all layers."""
+        """Number of neighboring targets that can only be scored together, given the groups of all layers."""
         return math.lcm(*(rule.mask.target_group_size for rule in self.rules))
 
     def prefill(self, sequence: JaggedSequence) -> MixerCache:
-        """What targets will look at of these contextual and history tokens; see `mixers.cached_stack`."""
+        """Computes the keys and values of contextual and history tokens; see `cached_stack`."""
         return MixerCache((cached_stack.prefill([self], sequence),))
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
-        """Targets alone, [N, E] in and out: what `forward` makes of them behind the tokens of the cache."""
+        """Mixes targets [N, E] as `forward` mixes them behind the tokens of the cache."""
         return cached_stack.score([self], sequence, *cache.stacks)
 
     def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
-        """The cache of histories that have grown by these tokens.
+        """Returns the cache of histories that have these tokens at their end.
 
         Raises:
-            ValueError: it would be another one than that of `prefill`; see `cached_stack.require_extendable`.
+            ValueError: it would differ from that of `prefill`; see `cached_stack.require_extendable`.
         """
         return MixerCache((cached_stack.extend([self], sequence, *cache.stacks),))
 
@@ -162,47 +162,47 @@ class HstuMixer(Mixer):
         return cached_stack.stage_specs(0, [0], self)
 
     def flops(self, layout: SequenceLayout) -> int:
-        """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
+        """Counts the FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
         return stack_flops(self.layers, self.rules, layout, self.embedding_dim, self.attention_width)
 
 
 def _leaves_few(kept: SequenceLayout, layout: SequenceLayout) -> bool:
-    """Whether a truncation drops so many tokens that the layer in front of it had better not compute them."""
-    if torch.compiler.is_compiling():  # numbers of tokens are not known there
+    """Tells whether a truncation drops so many tokens that the layer in front of it should skip them."""
+    if torch.compiler.is_compiling():  # a compiler does not know the numbers of tokens
         return False
     return kept.total_len <= MOST_KEPT * layout.total_len
 
 
 def may_mix_as_one(config: pb.HstuMixer) -> bool:
-    """Whether stacks of this message can share their attentions: without tables and without a projection
-    that runs again, both of which are a layer's own."""
+    """Tells whether stacks of this message can share their attentions: bias tables and recomputed projections
+    belong to a single layer and exclude it."""
     return not config.HasField("bias") and pb.UVQK not in config.recompute
 
 
 def mix_as_one(mixers: Sequence[HstuMixer], sequences: Sequence[JaggedSequence]) -> list[JaggedSequence]:
-    """Each mixer's output on its own sequence, with one attention a layer for all of them.
+    """Runs each mixer on its own sequence, with one attention a layer for all of them.
 
     Args:
-        mixers: of equal messages; weights are each one's own.
-        sequences: one a mixer.
+        mixers: mixers of equal messages, each with its own weights.
+        sequences: a sequence for each mixer.
     """
     if len(mixers) == 1:
         return [mixers[0](sequences[0])]
-    given = sequences[0].values.dtype
-    dropped = [m.input_dropout(one.values) for m, one in zip(mixers, sequences, strict=True)]
-    joined = to_compute_dtype(
-        join([one.with_values(values) for one, values in zip(sequences, dropped, strict=True)])
-    )
+    input_dtype = sequences[0].values.dtype
+    pairs = list(zip(mixers, sequences, strict=True))
+    dropped = [sequence.with_values(mixer.input_dropout(sequence.values)) for mixer, sequence in pairs]
+    joined = to_compute_dtype(join(dropped))
     for number, rule in enumerate(mixers[0].rules):
         joined = rule.truncate(joined)
         parts = joined.split()
         layers = [mixer.layers[number] for mixer in mixers]
-        halves = project(layers, parts)
-        attended = mixers[0].attention(halves.q, halves.k, halves.v, layout=joined.layout, mask=rule.mask)
+        projections = project(layers, parts)
+        q, k, v = projections.q, projections.k, projections.v
+        attended = mixers[0].attention(q, k, v, layout=joined.layout, mask=rule.mask)
         scales = [mixer.depths[number](part.layout) for mixer, part in zip(mixers, parts, strict=True)]
-        joined = joined.with_values(finish(layers, parts, halves, attended, scales))
-    parts = joined.with_values(joined.values.to(given)).split()
-    return [one.with_values(m.output_dropout(one.values)) for m, one in zip(mixers, parts, strict=True)]
+        joined = joined.with_values(finish(layers, parts, projections, attended, scales))
+    outputs = zip(mixers, joined.with_values(joined.values.to(input_dtype)).split(), strict=True)
+    return [output.with_values(mixer.output_dropout(output.values)) for mixer, output in outputs]
 
 
 def _layer(config: pb.HstuMixer, embedding_dim: int) -> STULayer:
