@@ -5,13 +5,13 @@
 
 The loss of a catalogue, forward and backward, bfloat16, all gradients, random upstream gradients for both
 outputs. Beside it, with `--peers`, two ways of PyTorch. Chunked: `cross_entropy` over as many rows at a time
-as make 2^28 scores, under `checkpoint`. Held, where there is room: `cross_entropy` of all scores at once, in
-bfloat16, in as few passes as one can write it; its products are the library's. Compared are 1024 rows with
-all candidates; a case may be twice as far from float64 as PyTorch in bfloat16 is, also in the gradients of
-those candidates alone that are no row's target. Memory is what is allocated at most beyond inputs and
-gradients. `--record` writes a list of `{op, backend, shape, pass, ms, tflops, extra_mb, ok, commit}`; useful
-FLOP are 6 N V D: two products backward, one forward. On a CPU it runs a tiny shape, to test itself. Exit code
-1 when a case was wrong.
+as make 2^28 scores, under `checkpoint`. Held, if memory allows: `cross_entropy` of all scores at once in
+bfloat16, in as few passes as possible; its products are the library's. 1024 rows are compared with all
+candidates; a case may be twice as far from float64 as PyTorch in bfloat16, also in the gradients of those
+candidates alone that are no row's target. Memory is the peak allocation beyond inputs and gradients.
+`--record` writes a list of `{op, backend, shape, pass, ms, tflops, extra_mb, ok, commit}`; useful FLOP are 6
+N V D: two products backward, one forward. On a CPU it runs a tiny shape, to test itself. Exit code 1 when a
+case was wrong.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ CHUNK_SCORES = 1 << 28
 """Scores that chunked PyTorch holds at once: 512 MiB in bfloat16."""
 
 HELD_SCORES = 1 << 31
-"""Most scores that are held all at once: 4 GiB in bfloat16, several times."""
+"""Limit for holding all scores at once: 4 GiB in bfloat16, several times over."""
 
 CHECKED_ROWS = 1024
-"""Of a case, at most, are compared with float64 scores of all candidates."""
+"""At most this many rows of a case are compared with float64 scores of all candidates."""
 
 COMPARED_NUMBERS = 1 << 26
-"""Of two matrices at a time."""
+"""Entries of two matrices that are compared at a time."""
 
 FEW = 1 << 17
-"""Candidates of which several sets of inputs are made: one might stay in a cache."""
+"""Up to this many candidates several sets of inputs alternate, since one set might stay in a cache."""
 
 TEMPERATURE = 0.05
 
@@ -179,7 +179,7 @@ def sizes(matrix: Tensor, chosen: Tensor, less: Tensor | None = None) -> Tensor:
 
 
 def widest_error(case: Case, device: str, backend: str) -> float:
-    """Of all outputs and gradients, relative to what is allowed; above 1 is wrong."""
+    """The largest error of an output or gradient relative to the allowed one; above 1 is wrong."""
     inputs = make_inputs(case._replace(rows=min(case.rows, CHECKED_ROWS)), device, seed=1)
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs.leaves]
     exact = Inputs(wide[0], wide[1], inputs.target, [one.double() for one in inputs.cotangents])

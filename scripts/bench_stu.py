@@ -39,7 +39,7 @@ OP = "stu_layer"
 
 
 def layer_of(width: int, heads: int, device: str) -> STULayer:
-    """In training, without dropout."""
+    """An STU layer in training mode, without dropout."""
     torch.manual_seed(0)
     form = STUConfig(gate="ugn")
     layer = STULayer(width, num_heads=heads, qk_dim=width // heads, v_dim=width // heads, config=form)
@@ -47,13 +47,13 @@ def layer_of(width: int, heads: int, device: str) -> STULayer:
 
 
 def tokens(rows: int, width: int, device: str, seed: int) -> Tensor:
-    """bfloat16 [rows, width], a leaf."""
+    """Tokens, bfloat16 [rows, width], a leaf with a gradient."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, width, generator=generator).to(device, torch.bfloat16).requires_grad_()
 
 
 def forward(layer: STULayer, x: Tensor, layout: SequenceLayout, backend: str, bf16: bool) -> Tensor:
-    """The layer's output; attention by the backend."""
+    """The layer's output, with attention by the given backend."""
     alpha = (layer.widths[2] // layer.num_heads) ** -0.5
     problem = Problem(layout, AttentionMask(), alpha, float(layout.max_len))
     attend = partial(hstu_attend, problem=problem, backend=backend)
@@ -87,7 +87,7 @@ def widest_error(width: int, heads: int, device: str, backend: str) -> float:
 def bench(
     batch: int, length: int, width: int, heads: int, backend: str, commit: str, compiled: bool
 ) -> Record:
-    """Times a step."""
+    """Times a training step of the layer."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     layer, layout = layer_of(width, heads, device), SequenceLayout(torch.full((batch,), length)).to(device)
     layer.compiled = compiled
@@ -114,7 +114,7 @@ def bench(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks, then times."""
+    """Checks the layer, then times it."""
     on_gpu = torch.cuda.is_available()
     parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -5,11 +5,11 @@
                                  [--dtype float32] [--backend auto --backend reference ...]
                                  [--index "HNSW32" --index "IVF4096,Flat nprobe=32" ...] [--record FILE]
 
-Items are made up: unit vectors around 1,000 centres, so that neighbours mean something to an index; queries
-lie around the same centres. --removed items of each query, drawn at random, must not be found. Exact search
-runs on CUDA when it is there, with each --backend of `top_k`; an index on the CPU. --dtype is that of items.
-The answers are compared first, in float64: a wrong item, a removed one or a wrong score is not timed.
-`recall` is the share of the exact answer that an index found.
+Items are synthetic unit vectors around 1,000 centers, so that an index finds neighbors; queries lie around
+the same centers. --removed items of each query, drawn at random, must not be found. Exact search runs on CUDA
+when it is there, with each --backend of `top_k`; an index on the CPU. --dtype is that of items. The answers
+are compared first, in float64: a wrong item, a removed one or a wrong score is not timed. `recall` is the
+share of the exact answer that an index found.
 
 Exit code 1 when an answer is wrong.
 """
@@ -42,7 +42,7 @@ CHECKED = 16
 """Queries whose answers are compared with all scores in float64."""
 
 CHECKED_ITEMS = 1 << 20
-"""At a time."""
+"""Items that are compared at a time."""
 
 CLOSE = 1e-5
 """Largest difference of a score; scores of unit vectors are at most 1."""
@@ -50,7 +50,7 @@ CLOSE = 1e-5
 
 @dataclass(frozen=True)
 class Problem:
-    """What is searched: [V, E], float32 [B, E], and what `top_k` takes."""
+    """The catalogue [V, E], queries float32 [B, E], and the other arguments of `top_k`."""
 
     items: Tensor
     queries: Tensor
@@ -109,7 +109,7 @@ def make(
 
 
 def fault(problem: Problem, found: TopK, *, exact: bool) -> str | None:
-    """What is wrong with an answer, looked at for the first queries; None when nothing is."""
+    """Describes the first fault in the answers of the first queries; None if there is none."""
     for row, scores in enumerate(problem.scores):
         items, given = found.items[row].cpu(), found.scores[row].cpu().double()
         if items.unique().numel() != len(items) or (scores[items] - given).abs().max() > CLOSE:

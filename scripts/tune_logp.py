@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Which sizes make the kernels of `linear_logp` fastest: checks all at once, then times what is right.
+"""Finds the fastest block sizes for the kernels of `linear_logp` among those that compute correctly.
 
     python scripts/tune_logp.py [--width 64 128 256 512] [--rows 8192] [--candidates 131072] [--seconds 60]
 
-For bfloat16 without ids. A choice is compiled and compared with the reference in a process of its own, which
-may take `--seconds`: an illegal access spoils one choice, not the rest. Those that pass are timed one by one;
-the tables of `recsys/ops/linear_logp/triton_ops.py` are to hold the best.
+For bfloat16 without ids. Each choice is compiled and compared with the reference in a process of its own,
+which may take `--seconds`, so that an illegal access spoils only that choice. Choices that pass are timed one
+by one; the best belong into the tables of `recsys/ops/linear_logp/triton_ops.py`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Runner(NamedTuple):
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether kernels run in Triton's interpreter."""
+        """True if kernels run in Triton's interpreter."""
         return self.device == "cpu" and self.backend != "reference"
 
     @property
@@ -59,7 +59,7 @@ REFERENCE = Runner("reference", "cpu")
 
 
 def is_hopper() -> bool:
-    """Whether the first GPU is a Hopper."""
+    """True if the first GPU is a Hopper."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
 
@@ -264,7 +264,7 @@ def no_waiting() -> Iterator[None]:
 
 
 def artefacts(*kernels: Any) -> list[int]:
-    """How many compiled forms each Triton kernel has in this process."""
+    """The number of compiled forms that each Triton kernel has in this process."""
     return [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
 
 
@@ -330,7 +330,7 @@ def assert_traced(function: Callable[..., Any], *arguments: Tensor, kernels: int
 
 
 def opcheck(op: Any, arguments: tuple[Any, ...], *, differentiable: bool = False) -> None:
-    """What a compiler relies on: the schema, shapes without numbers and, if asked for, registered gradients.
+    """Checks the schema, shapes without numbers and, if asked for, registered gradients.
 
     In the interpreter `wrap_triton` of the op's module must have been replaced by `WithNumbersOnly`.
     """

@@ -1,4 +1,4 @@
-"""`gated_norm`: what stands between attention and the output projection of an STU layer, as one op."""
+"""`gated_norm`: norm, gate and dropout between attention and output projection of an STU layer, as one op."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def gated_norm(
 
     `norm(a) = (a - mean) / sqrt(variance + eps) * weight + bias`, mean and (biased) variance of each row, or
     of each of its groups. `drop` sets an entry to 0 with the probability `dropout` and divides the others by
-    `1 - dropout`. Which entries is a function of the seed and an entry's row and column alone, the same for
+    `1 - dropout`. The choice is a function of the seed and the entry's row and column alone, the same for
     every backend (`counter`), so no mask is kept for backward.
 
     Args:
@@ -54,9 +54,9 @@ def gated_norm(
         weight, bias: [W] floating point.
         num_groups: equal groups of columns: 1 for a layer norm, the heads for a norm of each head.
         eps: added to the variance.
-        dropout: 0 in evaluation; below 1.
+        dropout: probability in [0, 1); 0 in evaluation.
         seed: int64 [1] on the device of `attended`; None draws one from the default generator of the device.
-        silu: whether `silu(u)` takes the place of u.
+        silu: uses `silu(u)` instead of u.
         grad_buffer: where a backend may put the gradient of `u`, a part of the buffer's tensor.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
@@ -103,7 +103,7 @@ def gated_norm(
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """int64 [1], drawn from the default generator of the device."""
+    """A seed, int64 [1], drawn from the default generator of the device."""
     return torch.randint(2**63 - 1, (1,), device=device)
 
 
@@ -121,7 +121,7 @@ def _facts(
     silu: bool = False,
     grad_buffer: GradientBuffer | None = None,
 ) -> GateFacts:
-    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    """Validates the arguments for all backends and returns their static facts."""
     for name, tensor in (("attended", attended), ("u", u), ("weight", weight), ("bias", bias)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__

@@ -1,9 +1,9 @@
-"""Random bits that are a function of a seed and a place, so that they can be had again at any time, anywhere.
+"""Random bits as a function of a seed and a place, so that they can be recomputed at any time, on any device.
 
     bits(seed, row, column) = mix(mix(mix(row ^ low(seed)) + high(seed)) + column * 0x9E3779B9) mod 2^32
 
 with the halves of a 64-bit seed and `mix` a bijection of 32 bits in which each bit of the result depends on
-each bit of the input. Rows and columns count modulo 2^32. Not for anything secret.
+each bit of the input. Rows and columns count modulo 2^32. The bits are not cryptographically secure.
 
 Source of `mix`: C. Wellons, "Prospecting for Hash Functions" (2018), the function lowbias32.
 """
@@ -20,7 +20,7 @@ COLUMN_STEP = 0x9E3779B9
 
 
 def threshold(probability: float) -> int:
-    """Bits below it, as an unsigned number, say "drop"."""
+    """The unsigned number below which the bits of an entry drop it."""
     return min(round(probability * 2**32), 2**32 - 1)
 
 
@@ -38,8 +38,8 @@ def kept(seed: Tensor, num_rows: int, num_columns: int, probability: float) -> T
 
 
 def _mix(bits: Tensor) -> Tensor:
-    """In place. int32 has the bits of an unsigned number: sums and products wrap around, shifts fill up with
-    the sign, which is cut off."""
+    """Applies `mix` in place. int32 holds the bits of an unsigned number: sums and products wrap around, and
+    the sign bits that a shift fills in are masked off."""
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, None), strict=True):
         bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (32 - shift) - 1))
         if multiplier is not None:

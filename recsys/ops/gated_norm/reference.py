@@ -1,4 +1,4 @@
-"""Norm, gate and dropout in plain PyTorch: the definition of correct, on any device, float64 included."""
+"""The reference of `gated_norm` in plain PyTorch, on any device, float64 included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
 
 def supports(facts: object) -> Support:
-    """Everything."""
+    """Supports every call."""
     return SUPPORTED
 
 

@@ -21,7 +21,7 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: GateFacts) -> Support:
-    """What any Triton backend can do, with groups of up to 4096 columns: a program holds whole groups."""
+    """As `triton_support.support`, for groups of up to 4096 columns: a program holds whole groups."""
     able = triton_support.support(facts.device, facts.dtype)
     if able.ok and facts.group_width > MAX_WIDTH:
         reason = f"a group has {facts.group_width} columns, it takes up to {MAX_WIDTH}"
@@ -43,7 +43,7 @@ def run(
     silu: bool,
     grad_buffer: GradientBuffer | None,
 ) -> Tensor:
-    """In float32. Backward reads a, u and the gradient once, and keeps nothing else from forward."""
+    """Computes in float32. Backward reads a, u and the gradient once; forward keeps nothing else."""
     ops = triton_support.load(_OPS)
     options = (num_groups, eps, concat, dropout, silu)
     if torch.compiler.is_compiling():

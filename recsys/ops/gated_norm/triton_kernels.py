@@ -1,12 +1,12 @@
-"""Norm, gate and dropout of some rows of one group of columns, forward and backward, in float32.
+"""Kernels of norm, gate and dropout of a group of columns, forward and backward, in float32.
 
     y = u n,    n = x w + b,    x = (a - mean) / sqrt(variance + eps)
     dn = u dy,  du = n dy,      dx = w dn,      da = (dx - mean(dx) - x mean(x dx)) / sqrt(variance + eps)
     dw = sum over rows of x dn, db = sum over rows of dn
 
-With CONCAT the output is [u, a, y], and du and da get the gradients of their copies on top. Dropout acts on
-the output, so backward drops the same entries of its gradient. With SILU u is given before its activation.
-Statistics, activation and random bits are computed again in backward: all are cheaper than memory.
+With CONCAT the output is [u, a, y]; then du and da include the gradients of their copies. Dropout acts on the
+output, so backward drops the same entries of its gradient. With SILU, u is given before its activation.
+Backward computes statistics, activation and random bits again, which is cheaper than reading them.
 """
 
 import triton
@@ -25,7 +25,7 @@ COLUMN_STEP = tl.constexpr(counter.COLUMN_STEP)
 
 @triton.jit
 def _mix(bits):
-    """See `counter`; uint32."""
+    """The function `mix` of `counter` on uint32."""
     bits = (bits ^ (bits >> FIRST_SHIFT)) * tl.cast(FIRST_MULTIPLIER, tl.uint32)
     bits = (bits ^ (bits >> SECOND_SHIFT)) * tl.cast(SECOND_MULTIPLIER, tl.uint32)
     return bits ^ (bits >> THIRD_SHIFT)
@@ -33,7 +33,7 @@ def _mix(bits):
 
 @triton.jit
 def _keys(seed, row):
-    """uint32, of the rows: what the random bits of their entries start from."""
+    """The keys of rows, uint32, from which the random bits of their entries follow."""
     seed = tl.load(seed)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     return _mix(_mix(row.to(tl.uint32) ^ low) + high)
@@ -41,7 +41,7 @@ def _keys(seed, row):
 
 @triton.jit
 def _dropped(value, keys, column, THRESHOLD: tl.constexpr, SCALE: tl.constexpr):
-    """`value` after dropout; `column` of the output."""
+    """`value` after dropout; `column` is that of the output."""
     if SCALE == 1.0:
         return value
     else:
@@ -51,7 +51,7 @@ def _dropped(value, keys, column, THRESHOLD: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def _normed(a, inside, GROUP: tl.constexpr, EPS: tl.constexpr):
-    """x [M, BLOCK], zero outside of the group, and 1 / sqrt(variance + eps) [M, 1]."""
+    """Returns x [M, BLOCK], zero outside of the group, and 1 / sqrt(variance + eps) [M, 1]."""
     centred = tl.where(inside, a - tl.sum(a, 1, keep_dims=True) / GROUP, 0.0)
     factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / GROUP + EPS)
     return centred * factor, factor
@@ -70,7 +70,7 @@ def forward_kernel(
     CONCAT: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
-    """out [T, W] or [T, 3 W], contiguous. A program for each group of each BLOCK_M rows, groups fastest."""
+    """Writes out [T, W] or [T, 3 W], contiguous. One program per group and BLOCK_M rows, groups fastest."""
     GROUPS: tl.constexpr = W // GROUP
     row = (tl.program_id(0) // GROUPS) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     place = tl.arange(0, BLOCK)[None, :]
@@ -105,10 +105,10 @@ def backward_kernel(
     CONCAT: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
-    """grad_a [T, W], contiguous, grad_u [T, W]; sums [num_workers, 2, W] float32, of dw and db over a
-    worker's rows.
+    """Writes grad_a [T, W], contiguous, grad_u [T, W], and sums [num_workers, 2, W] float32: dw and db over
+    the rows of a worker.
 
-    Workers for each group, groups fastest; a worker takes every num_workers-th block of rows.
+    Each group has its workers, groups fastest; a worker takes every num_workers-th block of rows.
     """
     GROUPS: tl.constexpr = W // GROUP
     worker = tl.program_id(0) // GROUPS
@@ -118,7 +118,7 @@ def backward_kernel(
     shift = tl.load(bias + column, mask=place < GROUP, other=0.0).to(tl.float32)
     grad_scale = tl.zeros([BLOCK_M, BLOCK], tl.float32)
     grad_shift = tl.zeros([BLOCK_M, BLOCK], tl.float32)
-    # Of y in the output; copies of u and a stand W and 2 W, or W, columns in front of it.
+    # The column of y in the output; with CONCAT the copies of u and a are 2 W and W columns before it.
     in_out = column + 2 * W if CONCAT else column
     row = worker * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     inside = (row < num_rows) & (place < GROUP)
@@ -137,7 +137,7 @@ def backward_kernel(
         long_row = row.to(tl.int64)
         if CONCAT:
             copied_u, copied_a = next_to_u.to(tl.float32), next_to_a.to(tl.float32)
-        # The next block is on its way while this one is worked on.
+        # Load the next block while computing this one.
         next_row = long_row + num_workers * BLOCK_M
         next_inside = (next_row < num_rows) & (place < GROUP)
         next_a = tl.load(attended + next_row * STRIDE_A + column, mask=next_inside, other=0.0)

@@ -1,4 +1,4 @@
-"""The Triton kernels as a differentiable op: an autograd function in eager mode, library ops in graphs."""
+"""Launches of the kernels of `gated_norm`: an autograd function for eager mode, library ops for graphs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from recsys.ops.runtime.registration import differentiable, saving, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
 ENTRIES = 2048
-"""Of a program's block: rows x columns, unless one row has more."""
+"""Entries of a program's block, rows x columns, unless one row has more."""
 
 ENTRIES_PER_WARP, ENTRIES_PER_WARP_OF_FIVE = 512, 256
-"""Usually, and in the backward kernel that loads five of each: this many fit into the registers."""
+"""Entries per warp that fit into the registers: usually, and where backward loads five tensors."""
 
 WORKERS_PER_PROCESSOR = 2
 """Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What a call computes, beside its tensors."""
+    """The arguments of a call that are no tensors."""
 
     num_groups: int
     eps: float
@@ -80,7 +80,7 @@ def launch_forward(
     options: Options,
     wrap: Wrap | None = None,
 ) -> Tensor:
-    """[T, W] or [T, 3 W]; the arguments have been validated."""
+    """Launches `forward_kernel`: [T, W] or [T, 3 W]. The arguments have been validated."""
     num_rows, width = attended.shape
     columns = 3 * width if options.concat else width
     out = torch.empty(num_rows, columns, dtype=attended.dtype, device=attended.device)
@@ -154,19 +154,19 @@ def launch_backward(
 
 
 def blocks_of(group_width: int, entries_per_warp: int) -> Blocks:
-    """Whole rows of a group, several if they are short."""
+    """Blocks of whole rows of a group, several rows if they are short."""
     columns = max(16, 1 << (group_width - 1).bit_length())
     rows = max(1, ENTRIES // columns)
     return Blocks(rows, columns, max(1, rows * columns // entries_per_warp))
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:
-    """The kernels take any stride but that of the last dimension."""
+    """The tensor with a last stride of 1, as the kernels need it."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def _constants(width: int, options: Options, blocks: Blocks) -> dict[str, Any]:
-    """What the kernels are compiled for, by the names of their parameters."""
+    """The compile-time constants of the kernels, by the names of their parameters."""
     return {
         "W": int(width),
         "GROUP": int(width) // options.num_groups,

@@ -1,4 +1,4 @@
-"""`linear_attention`: a recurrence over jagged samples whose state is a matrix a head, which decays."""
+"""`linear_attention`: a recurrence over jagged samples; the state of each head is a matrix that decays."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _CAUSAL = AttentionMask()
 
 
 class LinearAttention(NamedTuple):
-    """What `linear_attention` returns."""
+    """The result of `linear_attention`."""
 
     out: Tensor
     """[T, H, V], dtype of v."""
     final_state: Tensor
-    """[B, H, D, V] behind each history, at least float32: what a later call goes on from."""
+    """[B, H, D, V], at least float32, the state behind each history, from which a later call can go on."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,23 @@ def linear_attention(
     initial_state: Tensor | None = None,
     backend: str = "auto",
 ) -> LinearAttention:
-    """`S_i = diag(exp(log_decay_i)) S_(i-1) + k_i v_i^T` and `out_i = scale S_i^T q_i`, a head.
+    """`S_i = diag(exp(log_decay_i)) S_(i-1) + k_i v_i^T` and `out_i = scale S_i^T q_i` for each head.
 
-    Contextual tokens and history follow each other as they lie. A target goes on from the state behind the
-    history, each by itself: it sees no other target, and leaves nothing in `final_state`.
+    The recurrence runs over contextual tokens, then history. Each target goes on from the state behind the
+    history by itself: it sees no other target and does not change `final_state`.
 
     Args:
-        q: [T, H, D] floating point; `T == layout.total_len`.
-        k: [T, H, D], dtype and device of q.
-        v: [T, H, V], dtype and device of q; V may differ from D.
-        log_decay: [T, H, D], or [T, H] for one number a head; finite and floating point, at most 0 in a state
-            that forgets. It decays what lies before token i.
+        q: [T, H, D] floating point; `T == layout.total_len`. k: [T, H, D], dtype and device of q. v: [T, H,
+        V], dtype and device of q; V may differ from D. log_decay: [T, H, D], or [T, H] for one number per
+        head; finite and floating point, at most 0 in a state
+            that forgets. It decays the state before token i.
         scale: None for `1 / sqrt(D)`; an explicit 0.0 means 0.0.
-        initial_state: [B, H, D, V] floating point, in front of each sample; None for zeros.
+        initial_state: [B, H, D, V] floating point, the state before each sample; None for zeros.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        Both differentiable in q, k, v, log_decay and initial_state. Sums are of at least float32.
+        Both results are differentiable in q, k, v, log_decay and initial_state, and summed in at least
+        float32.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -87,7 +87,7 @@ def _facts(
     scale: float | None = None,
     initial_state: Tensor | None = None,
 ) -> LinearAttentionFacts:
-    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    """Validates the arguments for all backends and returns their static facts."""
     check_attention(q, k, v, layout, _CAUSAL)
     _check_float("log_decay", log_decay, q)
     shape = tuple(q.shape)
@@ -97,10 +97,10 @@ def _facts(
         )
     if initial_state is not None:
         _check_float("initial_state", initial_state, q)
-        wanted = (layout.batch_size, *shape[1:], v.shape[2])
-        if tuple(initial_state.shape) != wanted:
+        expected = (layout.batch_size, *shape[1:], v.shape[2])
+        if tuple(initial_state.shape) != expected:
             raise ValueError(
-                f"initial_state must have shape [samples, heads, D, V] = {wanted}, got "
+                f"initial_state must have shape [samples, heads, D, V] = {expected}, got "
                 f"{tuple(initial_state.shape)}"
             )
     if scale is not None:

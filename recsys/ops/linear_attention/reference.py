@@ -1,8 +1,8 @@
-"""Chunks of tokens in plain PyTorch: the definition of correct, on any device and in any type.
+"""The reference of `linear_attention` in plain PyTorch, chunk by chunk, on any device and in any type.
 
-Samples are padded, and walked through chunk by chunk: what a chunk gets from the state is one product, what
-its tokens get from each other a table of all pairs, in which no decay is divided by another. Backward
-computes each chunk again. In a traced graph all of it is one node, whatever the number of chunks.
+Samples are padded and processed in chunks: the state contributes one product, and the tokens of a chunk a
+table of all pairs, in which no decay is divided by another. Backward computes each chunk again. In a traced
+graph everything is one node for any number of chunks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from recsys.ops.runtime.dispatch import SUPPORTED, Support
 from recsys.ops.runtime.registration import differentiable, opaque_op, saving
 
 CHUNK = 16
-"""Tokens of a sample at a time: [B, CHUNK, CHUNK, H, D] numbers are held."""
+"""Tokens of a sample per chunk: [B, CHUNK, CHUNK, H, D] numbers are held at a time."""
 
 
 def supports(facts: object) -> Support:
-    """Everything."""
+    """Supports every call."""
     return SUPPORTED
 
 
@@ -36,7 +36,7 @@ def run(
     scale: float,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """[T, H, V] and [B, H, D, V]; the arguments have been validated."""
+    """Output [T, H, V] and final state [B, H, D, V]; the arguments have been validated."""
     if log_decay.dim() == 2:
         log_decay = log_decay[:, :, None].expand(q.shape)
     if initial_state is None:
@@ -55,10 +55,10 @@ def _attend(
     with torch.autocast(q.device.type, enabled=False):
         tokens = (q.to(wide) * scale, k.to(wide), v.to(wide), log_decay.to(wide))
         rows = _padded_rows(layout)
-        padded = [torch.cat([one, one.new_zeros(1, *one.shape[1:])])[rows] for one in tokens]
+        padded = [torch.cat([part, part.new_zeros(1, *part.shape[1:])])[rows] for part in tokens]
         state, outputs = state.to(wide), []
-        for chunk in zip(*(one.split(CHUNK, dim=1) for one in padded), strict=True):
-            if chunk[0].shape[1]:  # nothing is split into one chunk of nothing
+        for chunk in zip(*(part.split(CHUNK, dim=1) for part in padded), strict=True):
+            if chunk[0].shape[1]:  # `split` makes one empty chunk of an empty tensor
                 out, state = checkpoint(_chunk, state, *chunk, use_reentrant=False, preserve_rng_state=False)
                 outputs.append(out)
         of_targets = _alone(state, layout.targets_only().index, layout, tokens)
@@ -68,13 +68,14 @@ def _attend(
 
 
 def _padded_rows(layout: SequenceLayout) -> Tensor:
-    """int64 [B, longest history]: rows of contextual and history tokens; -1 for padding, which is zeros."""
+    """Rows of contextual and history tokens, int64 [B, longest history]; -1 for padding, whose row is
+    zeros."""
     history = layout.without_targets()
     return torch.cat([history.index, history.index.new_full((1,), -1)])[history.layout.padded_index().index]
 
 
 def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Out [B, c, H, V] and the state behind tokens [B, c, H, ...], given that in front of them."""
+    """The output [B, c, H, V] and the state behind tokens [B, c, H, ...], given the state before them."""
     total = g.cumsum(1)
     carried = torch.einsum("bihd,bhdv->bihv", q * total.exp(), state)
     earlier = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
@@ -87,14 +88,14 @@ def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[T
 
 
 def _alone(state: Tensor, rows: Tensor, layout: SequenceLayout, tokens: tuple[Tensor, ...]) -> Tensor:
-    """[N, H, V] of targets, each behind the state of its sample."""
-    q, k, v, g = (one[rows] for one in tokens)
+    """The output [N, H, V] of targets, each of which follows its sample's state by itself."""
+    q, k, v, g = (part[rows] for part in tokens)
     carried = torch.einsum("nhd,nhdv->nhv", q * g.exp(), state[layout.sample_ids()[rows]])
     return carried + (q * k).sum(2, keepdim=True) * v
 
 
 def _places(layout: SequenceLayout, max_len: int) -> Tensor:
-    """int64 [T]: where each token's output is among those of padded histories and, behind them, targets."""
+    """Place of each token's output, int64 [T], among the outputs of padded histories followed by targets."""
     samples, positions = layout.sample_ids(), layout.positions()
     is_target = positions >= layout.history_end[samples]
     behind = layout.batch_size * max_len + is_target.cumsum(0) - 1
@@ -126,7 +127,7 @@ def _forward(
     layout = _layout(q, lengths, offsets, num_targets, num_contextual, max_len)
     with torch.no_grad():
         out, final = _attend(q, k, v, log_decay, state, layout, scale)
-    return out, final.clone()  # without any history it is the state that was given
+    return out, final.clone()  # without any history it is the given state
 
 
 def _backward_op(
@@ -146,10 +147,10 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = _layout(q, lengths, offsets, num_targets, num_contextual, max_len)
     with torch.enable_grad():
-        leaves = [one.detach().requires_grad_() for one in (q, k, v, log_decay, state)]
-        found = _attend(*leaves, layout, scale)
+        leaves = [part.detach().requires_grad_() for part in (q, k, v, log_decay, state)]
+        results = _attend(*leaves, layout, scale)
         of_q, of_k, of_v, of_g, of_state = torch.autograd.grad(
-            found, leaves, (grad_out, grad_final), materialize_grads=True
+            results, leaves, (grad_out, grad_final), materialize_grads=True
         )
     return of_q.contiguous(), of_k.contiguous(), of_v.contiguous(), of_g.contiguous(), of_state.clone()
 

@@ -1,4 +1,4 @@
-"""`norm_linear`: layer norm and projection into parts, the front of an STU layer, as one op."""
+"""`norm_linear`: layer norm and projection into parts, the first half of an STU layer, as one op."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["OP", "NormLinear", "norm_linear"]
 
 
 class NormLinear(NamedTuple):
-    """What `norm_linear` returns.
+    """The result of `norm_linear`.
 
     Attributes:
         parts: [T, width] each.
-        x: the argument again, for the sum that ends a residual block: a backend adds the gradient that comes
-            in here in the kernel that makes the gradient of x.
+        x: the argument again, for the sum that ends a residual block: a backend adds the gradient of this
+            output within the kernel that computes the gradient of x.
         grad_buffer: for ops behind it to put the gradients of `parts`; None where the backend wants none.
     """
 
@@ -66,11 +66,11 @@ def norm_linear(
         x: [T, E] floating point.
         norm_weight, norm_bias: [E] floating point, of one dtype.
         weight: [N, E] floating point. bias: [N], its dtype.
-        widths: of the parts, adding up to N.
+        widths: columns of the parts, adding up to N.
         eps: added to the (biased) variance.
-        dtype: of the product and its result; None for that of x.
-        keep_normed: False computes norm(x) again in backward instead of keeping it.
-        silu: whether all parts go through SiLU; backward then keeps what they were before it.
+        dtype: type of the product and its result; None for that of x.
+        keep_normed: if False, backward computes norm(x) again instead of keeping it.
+        silu: applies SiLU to all parts; backward then keeps their values before it.
         out: memory for the parts, side by side: [T, N] of type `dtype`, contiguous. Without gradients only.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
@@ -112,7 +112,7 @@ def _facts(
     silu: bool = False,
     out: Tensor | None = None,
 ) -> NormLinearFacts:
-    """The one validator of all backends, and what is left to know once the arguments are sound."""
+    """Validates the arguments for all backends and returns their static facts."""
     named = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
     for name, tensor in {"x": x, **named}.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
@@ -125,13 +125,13 @@ def _facts(
     width, columns = int(x.shape[1]), sum(widths)
     if not widths or min(widths) < 1:
         raise ValueError(f"widths must be positive numbers, got {list(widths)}")
-    wanted = {"norm_weight": (width,), "norm_bias": (width,), "weight": (columns, width), "bias": (columns,)}
+    shapes = {"norm_weight": (width,), "norm_bias": (width,), "weight": (columns, width), "bias": (columns,)}
     for name, tensor in named.items():
-        if tuple(tensor.shape) != wanted[name]:
-            raise ValueError(f"{name} must have shape {list(wanted[name])}, got {tuple(tensor.shape)}")
-    for name, one, other in (("norm_bias", norm_bias, norm_weight), ("bias", bias, weight)):
-        if one.dtype != other.dtype:
-            raise TypeError(f"{name} must have the dtype of its weight, {other.dtype}, got {one.dtype}")
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(f"{name} must have shape {list(shapes[name])}, got {tuple(tensor.shape)}")
+    for name, shift, scale in (("norm_bias", norm_bias, norm_weight), ("bias", bias, weight)):
+        if shift.dtype != scale.dtype:
+            raise TypeError(f"{name} must have the dtype of its weight, {scale.dtype}, got {shift.dtype}")
     check_number("eps", eps, positive=True)
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating point type, got {dtype}")

@@ -1,5 +1,4 @@
-"""The Triton backend of `norm_linear`: norms and sums in kernels of their own, products by cuBLAS
-or, where SiLU stands behind them, of wide tokens by a kernel for Hopper.
+"""The Triton backend of `norm_linear`: kernels for norms and sums, cuBLAS for products.
 
 This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_ops`.
 """
@@ -23,7 +22,7 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: NormLinearFacts) -> Support:
-    """What any Triton backend can do, in eager mode, with rows of up to 4096: a program holds whole rows."""
+    """As `triton_support.support`, in eager mode, for rows of up to 4096: a program holds whole rows."""
     able = triton_support.support(facts.device, facts.dtype)
     if able.ok and facts.compute_dtype not in triton_support.DTYPES:
         able = able._replace(ok=False, reason=f"it computes in 16 or 32 bits, not {facts.compute_dtype}")
@@ -48,7 +47,7 @@ def run(
     silu: bool,
     out: Tensor | None,
 ) -> NormLinear:
-    """Statistics in float32. Backward adds up gradients of the parameters in float32."""
+    """Computes statistics and gradients of parameters in float32."""
     ops = triton_support.load(_OPS)
     if not torch.is_grad_enabled():
         joined = ops.forward(x, norm_weight, norm_bias, weight, bias, eps, dtype, out)

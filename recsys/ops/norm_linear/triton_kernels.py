@@ -1,10 +1,10 @@
-"""Layer norm of some rows, forward and backward, in float32.
+"""Kernels of layer norm, forward and backward, in float32.
 
     n = y w + b,    y = (x - mean) / sqrt(variance + eps)
     dy = w dn,      dx = (dy - mean(dy) - y mean(y dy)) / sqrt(variance + eps) + (gradient of a residual sum)
     dw = sum over rows of y dn, db = sum over rows of dn
 
-Statistics are computed again in backward, which reads x anyway.
+Backward reads x anyway, so it computes the statistics again.
 """
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _normed(x, inside, W: tl.constexpr, EPS: tl.constexpr):
-    """y [M, BLOCK], zero outside, and 1 / sqrt(variance + eps) [M, 1]."""
+    """Returns y [M, BLOCK], zero outside, and 1 / sqrt(variance + eps) [M, 1]."""
     centred = tl.where(inside, x - tl.sum(x, 1, keep_dims=True) / W, 0.0)
     factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / W + EPS)
     return centred * factor, factor
@@ -24,7 +24,7 @@ def forward_kernel(
     x, weight, bias, out, num_rows,
     STRIDE: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, W], contiguous; rows of x are STRIDE apart. A program for each BLOCK_M rows."""
+    """Writes out [T, W], contiguous; rows of x are STRIDE apart. One program per BLOCK_M rows."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < W)
@@ -42,8 +42,9 @@ def backward_kernel(
     STRIDE: tl.constexpr, STRIDE_R: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """grad_x [T, W], contiguous like grad_n; sums [num_workers, 2, W] float32, of dw and db over a worker's
-    rows, every num_workers-th block of them. `residual`: what is added to grad_x, rows STRIDE_R apart.
+    """Writes grad_x [T, W], contiguous like grad_n, and sums [num_workers, 2, W] float32: dw and db over the
+    rows of a worker, which takes every num_workers-th block. Adds `residual`, with rows STRIDE_R apart, to
+    grad_x.
     """
     worker = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]
@@ -61,7 +62,7 @@ def backward_kernel(
         added = next_added.to(tl.float32)
         row = block * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
         inside = (row < num_rows) & (column < W)
-        # The next block is on its way while this one is worked on.
+        # Load the next block while computing this one.
         next_row = row.to(tl.int64) + num_workers * BLOCK_M
         next_inside = (next_row < num_rows) & (column < W)
         next_x = tl.load(x + next_row * STRIDE + column, mask=next_inside, other=0.0)

@@ -15,10 +15,10 @@ from recsys.ops.runtime.launch import launch
 from recsys.ops.runtime.triton_support import num_processors
 
 FORWARD_ENTRIES = 4096
-"""Of a program's block: rows x columns, unless one row has more."""
+"""Entries of a program's block, rows x columns, unless one row has more."""
 
 BACKWARD_ENTRIES, FEWER_ENTRIES, SHORT = 2048, 1024, 512
-"""Likewise, of rows of up to `SHORT` columns and of longer ones."""
+"""The same for backward: for rows of up to `SHORT` columns, and for longer ones."""
 
 ENTRIES_PER_WARP, LEAST_WARPS = 512, 4
 
@@ -44,7 +44,7 @@ def forward(
     dtype: torch.dtype,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The projection [T, N], without gradients."""
+    """Computes the projection [T, N] without gradients."""
     normed = launch_norm(x, norm_weight, norm_bias, eps, dtype)
     if out is None:
         return linear(normed, weight, bias)
@@ -52,8 +52,8 @@ def forward(
 
 
 class NormLinear(torch.autograd.Function):
-    """`apply(x, norm_weight, norm_bias, weight, bias, grad_buffer, eps, dtype, keep_normed, silu)` -> x and
-    the parts."""
+    """`apply(x, norm_weight, norm_bias, weight, bias, grad_buffer, eps, dtype, keep_normed, silu)`;
+    returns x and the parts."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,7 @@ class NormLinear(torch.autograd.Function):
 
 
 def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """norm(x) [T, E] of type `dtype`."""
+    """Launches `forward_kernel`: norm(x) [T, E] of type `dtype`."""
     num_rows, width = x.shape
     out = torch.empty(num_rows, width, dtype=dtype, device=x.device)
     if num_rows == 0:
@@ -115,7 +115,8 @@ def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torc
 def launch_norm_backward(
     grad_normed: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of x, `residual` included, and [2, E] of weight and bias."""
+    """Launches `backward_kernel`: the gradient of x with `residual` added, and those of weight and bias [2,
+    E]."""
     num_rows, width = x.shape
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_rows == 0:
@@ -134,12 +135,12 @@ def launch_norm_backward(
 
 
 def forward_blocks(width: int) -> Blocks:
-    """Whole rows, several if they are short."""
+    """Blocks of whole rows, several rows if they are short."""
     return _blocks(width, FORWARD_ENTRIES)
 
 
 def backward_blocks(width: int) -> Blocks:
-    """Whole rows, several if they are short."""
+    """Blocks of whole rows, several rows if they are short."""
     return _blocks(width, BACKWARD_ENTRIES if width <= SHORT else FEWER_ENTRIES)
 
 
@@ -150,12 +151,12 @@ def _blocks(width: int, entries: int) -> Blocks:
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:
-    """The kernels take any stride but that of the last dimension, and one between rows that is a constant."""
+    """The tensor with a last stride of 1 and a row stride other than 0, as the kernels need it."""
     return tensor if tensor.stride(1) == 1 and tensor.stride(0) != 0 else tensor.contiguous()
 
 
 def _constants(width: int, eps: float, blocks: Blocks) -> dict[str, Any]:
-    """What the kernels are compiled for, by the names of their parameters."""
+    """The compile-time constants of the kernels, by the names of their parameters."""
     return {
         "W": int(width),
         "BLOCK_M": blocks.rows,

@@ -318,7 +318,7 @@ def test_nothing_is_written_past_the_last_row(monkeypatch):
 @pytest.mark.parametrize("runner", runners("triton"))
 @pytest.mark.parametrize("rows", [0, 40])
 def test_the_library_ops(rows, runner, monkeypatch):
-    """What a compiler relies on: schemas, shapes without numbers, gradients through the library."""
+    """Schemas, shapes without numbers and gradients through the library, on which a compiler relies."""
     from recsys.ops.gated_norm import triton_ops
 
     if runner.is_interpreted:

@@ -55,7 +55,7 @@ def by_hand(given) -> tuple[Tensor, Tensor]:
 
 
 def leaves_of(given) -> list[Tensor]:
-    """What has a gradient, made so."""
+    """The floating point tensors of a problem, with gradients enabled."""
     names = ("hidden", "weight", "bias", "temperature")
     return [given[name].requires_grad_() for name in names if isinstance(given.get(name), Tensor)]
 
@@ -66,7 +66,7 @@ def cotangents(rows, dtype=torch.float64, device="cpu") -> list[Tensor]:
 
 
 def gradients(outputs, leaves) -> list[Tensor]:
-    """Of random, different weights of logp and lse; an lse of -inf has none."""
+    """Gradients for random cotangents of logp and lse, which differ."""
     some = outputs[0]
     given = cotangents(some.shape[0], some.dtype, some.device)
     return list(torch.autograd.grad(list(outputs), leaves, given))

@@ -148,7 +148,7 @@ def test_sums_alone(dtype, full):
 
 
 def loss_problem(dtype, drawn):
-    """What a retriever hands to its loss."""
+    """The arguments that a retriever passes to its loss."""
     generator = torch.Generator().manual_seed(5)
 
     def normal(count):

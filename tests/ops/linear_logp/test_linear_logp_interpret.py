@@ -231,7 +231,7 @@ def test_the_number_of_parts_changes_nothing_but_rounding(most, monkeypatch):
 @interpreted
 @pytest.mark.parametrize("ids", [False, True])
 def test_the_library_ops(ids, monkeypatch):
-    """What a compiler relies on: schemas and shapes without numbers."""
+    """Schemas and shapes without numbers, on which a compiler relies."""
     from recsys.ops.linear_logp import launch, triton_ops
 
     monkeypatch.setattr(launch, "wrap_triton", WithNumbersOnly)

@@ -153,7 +153,7 @@ def test_equal_items_and_a_query_of_zeros_come_in_order():
 
 @interpreted
 def test_the_best_items_are_removed():
-    """Of each group one item scores far above the rest, and is removed."""
+    """One item of each group scores far above the rest, and is removed."""
     draw = torch.Generator().manual_seed(4)
     items = torch.randn(160, 8, generator=draw)
     queries = torch.randn(3, 8, generator=draw)
