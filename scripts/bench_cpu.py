@@ -57,7 +57,7 @@ class Result(NamedTuple):
 
     @property
     def good(self) -> bool:
-        """Whether it meets the bar."""
+        """Tells whether the value meets the bar."""
         return self.value >= self.bar if self.unit == "x" else self.value <= self.bar
 
 

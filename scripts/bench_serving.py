@@ -49,13 +49,13 @@ from scripts.serving_ways import Scoring
 from scripts.step_variants import VARIANTS, Shape, variant_of
 
 FACTOR = 2.0
-"""How many times the error of uncached scoring cached scoring may have."""
+"""Largest allowed error of cached scoring relative to that of uncached scoring."""
 
 CLOSE = 1e-5
-"""Largest difference between both in float32, |a - b| / max(1, |b|)."""
+"""Largest allowed difference |a - b| / max(1, |b|) of cached and uncached scores in float32."""
 
 QUEUED, IN_A_ROW, CALLS = ("uncached", "cached", "pieces"), "*", 4
-"""Ways that are timed in a row too, the mark of such times, and how many calls in a row."""
+"""Ways that are also timed in a row, the suffix of these times, and the number of calls in a row."""
 
 CHECKED_EVENTS = 512
 """Longest history of the rows that are compared with float32."""
@@ -104,7 +104,7 @@ class Record:
 
 
 def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device: torch.device) -> float:
-    """The largest error of cached scores relative to what is allowed; above 1 is wrong."""
+    """Returns the largest error of cached scores relative to the allowed one; above 1 is wrong."""
     short = replace(shape, history=min(shape.history, CHECKED_EVENTS), batch=2)
     pipeline = variant_of(base, name, short)
     exact = variant_of(base, name, replace(short, backend="reference"))
@@ -119,22 +119,22 @@ def error_of(base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device
 
 
 def difference_of(scoring: Scoring) -> float:
-    """Between both ways at full size."""
+    """Returns the largest difference between cached and uncached scores at full size."""
     uncached = scoring.uncached()
     far = [((found - uncached).abs() / uncached.abs().clamp(min=1)).max() for found in _with_a_cache(scoring)]
     return float(torch.stack(far).max())
 
 
 def _with_a_cache(scoring: Scoring) -> list[Tensor]:
-    """Scores with a new cache, and with one that is there."""
+    """Returns scores with a new cache, and with an existing one."""
     return [scoring.cached(), scoring.pieces()]
 
 
 def build(
     base: pb.Pipeline, name: str, shape: Shape, microbatch: int, device: torch.device
 ) -> tuple[Scoring, float] | None:
-    """A variant that is ready to be timed, and its difference; None, with a line on stderr, where it is
-    wrong or too large.
+    """Builds a variant for timing and returns it with its difference; returns None, with a line on stderr, if
+    it is wrong or too large.
     """
     try:
         error = error_of(base, name, shape, microbatch, device)
@@ -167,7 +167,7 @@ def times_of(scoring: Scoring, repeats: int, device: torch.device) -> dict[str, 
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device, count: int = 1) -> float:
-    """Of each of `count` calls in a row."""
+    """Times `count` calls in a row and returns the milliseconds of each."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -187,7 +187,7 @@ def record_of(
     microbatch: int,
     commit: str,
 ) -> Record:
-    """What was found out about a variant."""
+    """Collects the results of a variant."""
     stacks = [one.hstu for one in pipeline.model.ranker.mixer.mixture.stacks]
     stack = (stacks or [pipeline.model.ranker.mixer.hstu])[0]
     middle = {way: statistics.median(own) for way, own in times.items()}

@@ -52,7 +52,7 @@ from scripts.bench_cpu import mean_loss
 from scripts.step_variants import BATCHES, VARIANTS, Shape, variant_of
 
 FACTOR = 2.0
-"""How many times the reference's error in the model's precision a backend may have."""
+"""Largest allowed error of a backend relative to the reference's error in the model's precision."""
 
 CHECKED_EVENTS, CHECKED_TAIL = 512, 4
 """Longest history of the rows that are compared, and the share of it that a truncation may leave at most."""
@@ -190,7 +190,7 @@ def bench(
 def record_of(
     name: str, runner: Runner | None, full: Runner | None, pipeline: pb.Pipeline, shape: Shape, commit: str
 ) -> Record:
-    """What was found out about a variant."""
+    """Collects the results of a variant."""
     stacks = [one.hstu for one in pipeline.model.ranker.mixer.mixture.stacks]
     stack = (stacks or [pipeline.model.ranker.mixer.hstu])[0]
     ms = statistics.median(runner.times) if runner else None

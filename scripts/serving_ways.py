@@ -1,4 +1,4 @@
-"""What `bench_serving.py` times: the ways to score one batch of a ranking config."""
+"""The ways to score one batch of a ranking config, which `bench_serving.py` times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Scoring:
 
     @property
     def batch(self) -> Batch:
-        """As new: nothing derived from its layouts is there yet."""
+        """A fresh copy of the batch, without anything derived from its layouts."""
         return self.kept.to(self.device)
 
     def uncached(self) -> Tensor:
@@ -73,8 +73,8 @@ class Scoring:
 
 
 def draw_weights(model: Ranker) -> None:
-    """Weights by which scores differ from each other and depend on the history as if they were learned: those
-    of an untrained model are nearly all alike, and so would wrong ones be.
+    """Draws weights with which scores differ from each other and depend on the history, like learned ones:
+    the scores of an untrained model are nearly equal, and so would be wrong ones.
     """
     width = model.pipeline.model.embedding_dim
     for table in model.embed.parameters():

@@ -1,4 +1,4 @@
-"""What `bench_step.py` times: the stack of one ranking config with several kinds of attention."""
+"""The stack of one ranking config with several kinds of attention, which `bench_step.py` times."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ VARIANTS = {
     "channels semi-local truncation": ("channels", "semi-local", "truncation"),
 }
 HASHED_ROWS = 10_000
-"""Rows of the tables that take the place of vocabularies."""
+"""Rows of the hashed tables that replace vocabularies."""
 
 
 BATCHES = 2
@@ -24,13 +24,15 @@ BATCHES = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """What is benched.
+    """The sizes of a benchmark.
 
     Attributes:
-        history, candidates: of each row. batch: rows.
-        window, prefix: of semi-local attention, in events.
-        tail: events that go on behind a truncation. split_layer: layers in front of it; None: half.
-        backend: of attention.
+        history, candidates: events and candidates of each row.
+        batch: rows.
+        window, prefix: window and prefix of semi-local attention, in events.
+        tail: events that a truncation keeps.
+        split_layer: layers in front of the truncation; None for half of them.
+        backend: attention backend.
     """
 
     history: int

@@ -33,7 +33,7 @@ class PackageProgram:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether the package was exported with the programs that score with a cache."""
+        """Tells whether the package was exported with the programs that score with a cache."""
         return self.package.cached is not None
 
     def run(self, batch: Batch) -> Tensor:
@@ -167,7 +167,7 @@ def _all_repeat(columns: Sequence[FlatColumn], first: int, stop: int, length: in
 
 
 def _repeats(column: FlatColumn, first: int, stop: int, length: int) -> bool:
-    """Whether elements `first` to `stop` - 1 equal those that lie `length` places in front of them."""
+    """Tells whether elements `first` to `stop` - 1 equal those that lie `length` places in front of them."""
     if length == 0:
         return True
     if column.offsets is None:

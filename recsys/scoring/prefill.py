@@ -16,7 +16,7 @@ from recsys.scoring.user_candidate_split import UserCandidateSplit
 
 
 def keeps_cache(model: nn.Module) -> bool:
-    """Whether the model declares that it can score with a cache, and its mixer can keep keys and values."""
+    """Tells whether the model declares that it can score with a cache, and its mixer can keep one."""
     if not isinstance(model, Model) or not model_of(model.pipeline).keeps_cache:
         return False
     return isinstance(model.mixer, CachingMixer)
@@ -35,7 +35,7 @@ class CachedModel:
 
     @property
     def keeps_users(self) -> bool:
-        """Whether caches hold USER features, because encoders compute weights from them."""
+        """Tells whether caches hold USER features, because encoders compute weights from them."""
         return self.model.preprocess.contextualized
 
     def prefill(self, batch: Batch) -> UserCache:

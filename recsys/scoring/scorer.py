@@ -29,7 +29,7 @@ Scores = TypeVar("Scores")
 
 
 class Way(Enum):
-    """How a batch is scored."""
+    """The ways to score a batch."""
 
     ONE_PASS = "one pass"
     CACHE = "cache"
@@ -45,7 +45,7 @@ class Program(Protocol[Scores]):
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether `prefill` and `score` can be called."""
+        """Tells whether `prefill` and `score` can be called."""
         ...
 
     def run(self, batch: Batch) -> Scores:
@@ -85,7 +85,7 @@ class Scorer(Generic[Scores]):
 
     @property
     def may_cache(self) -> bool:
-        """Whether some batches are scored with a cache."""
+        """Tells whether some batches are scored with a cache."""
         return self.program.keeps_cache and self.program.device.type == "cpu"
 
     def way(self, batch: Batch) -> Way:
@@ -140,7 +140,7 @@ class EagerModel:
 
     @property
     def keeps_cache(self) -> bool:
-        """Whether histories can be encoded apart from candidates."""
+        """Tells whether histories can be encoded apart from candidates."""
         return self._cached is not None
 
     def run(self, batch: Batch) -> Any:

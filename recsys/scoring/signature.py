@@ -24,13 +24,13 @@ ROWS, EVENTS, CANDIDATES, LONGEST = "rows", "events", "candidates", "longest"
 """Named sizes: rows B, history events U, candidates N, length of `steps`."""
 
 SHORTEST = 2
-"""Tokens that there is always room for: a compiler treats a size that may be 0 or 1 as a case of its own."""
+"""Tokens of the shortest bound on a sequence: a compiler specializes on sizes of 0 and 1."""
 
 _SIZE = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
 
 
 def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
-    """Inputs of the scoring graph of a resolved pipeline, in order.
+    """Describes the inputs of the scoring graph of a resolved pipeline, in order.
 
     Embedded columns in the config's order (`<column>`: rows of its table; behind a multi-valued one
     `<column>.counts`: its values of each row, event or candidate), plain numbers by name, times, actions,
@@ -68,7 +68,7 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
 
 
 def flatten(batch: Batch) -> tuple[Tensor, ...]:
-    """The inputs of the scoring graph for a batch, in the order of `scoring_signature`."""
+    """Returns the inputs of the scoring graph for a batch, in the order of `scoring_signature`."""
     searches_items = features.NEGATIVES in batch.ids.keys()
     of_items = (features.NEGATIVES, features.BATCH_ITEMS, features.LOG_WEIGHTS)
 
@@ -78,7 +78,7 @@ def flatten(batch: Batch) -> tuple[Tensor, ...]:
 
     found = []
     for name in filter(used, batch.ids.keys()):
-        # A copy: a column is a slice, and compiled code wants tensors that begin at an aligned address.
+        # The clone is aligned: a column is a slice, and compiled code expects aligned addresses.
         found.append(batch.ids[name].values().clone())
         if name in batch.value_counts:
             found.append(batch.value_counts[name])
@@ -99,7 +99,7 @@ def flatten(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def steps(longest: int, device: torch.device) -> Tensor:
-    """A tensor whose shape tells a graph the length of the longest sequence."""
+    """Returns a tensor whose shape tells a graph the length of the longest sequence."""
     return torch.arange(max(longest - SHORTEST, 0), device=device)
 
 
@@ -117,15 +117,15 @@ class ScoringGraph(nn.Module):
         self.assemble = Assemble(model.pipeline)
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Tensors as `scoring_signature` lists them."""
+        """Takes tensors in the order of `scoring_signature`."""
         return self.model.score(self.assemble(dict(zip(self.names, tensors, strict=True))))
 
 
 class Assemble:
-    """Makes a batch of named tensors again, less what no score depends on.
+    """Builds a batch from named tensors; fields that no score depends on, such as labels, stay empty.
 
-    Tensors of one side may be left out: users and events, or candidates. Then the batch has its rows without
-    them, and contextual tokens only with users.
+    The tensors of one side may be left out: users and events, or candidates. The batch then has its rows
+    without them, and it has contextual tokens only together with users.
     """
 
     def __init__(self, pipeline: pb.Pipeline):
@@ -135,7 +135,7 @@ class Assemble:
         self.shared = features.shared_columns(pipeline)
 
     def __call__(self, inputs: dict[str, Tensor]) -> Batch:
-        """The batch; `inputs` are named as in `scoring_signature`."""
+        """Returns the batch; `inputs` are named as in `scoring_signature`."""
         users = "request_time" in inputs
         none = torch.zeros_like(inputs["request_time" if users else "num_candidates"])  # one a row
         nothing = none.new_zeros(0)
@@ -149,10 +149,10 @@ class Assemble:
             pb.HISTORY: uih_lengths,
             pb.CANDIDATE: num_candidates,
         }
-        own = [*self.columns, *self.catalogue]
-        counts = {c.name: inputs.get(f"{c.name}.counts", nothing) for c in own if c.multi_valued}
-        events = {one.name: inputs.get(f"channel.{one.name}.events", nothing) for one in rule.channels}
-        lengths = {one.name: inputs.get(f"channel.{one.name}.lengths", none) for one in rule.channels}
+        columns = [*self.columns, *self.catalogue]
+        counts = {c.name: inputs.get(f"{c.name}.counts", nothing) for c in columns if c.multi_valued}
+        events = {c.name: inputs.get(f"channel.{c.name}.events", nothing) for c in rule.channels}
+        lengths = {c.name: inputs.get(f"channel.{c.name}.lengths", none) for c in rule.channels}
         max_len = inputs["steps"].shape[0] + SHORTEST
         layout = partial(_layout, rule, num_candidates, candidate_timestamps, max_len=max_len)
         parts = [layout(lengths[name], events[name]) for name in events]
@@ -166,7 +166,7 @@ class Assemble:
             num_candidates=num_candidates,
             ids=self._ids(inputs, sizes, counts),
             value_counts=counts,
-            numbers={c.name: inputs.get(c.name, real) for c in own if c.table is None},
+            numbers={c.name: inputs.get(c.name, real) for c in columns if c.table is None},
             request_time=inputs.get("request_time", none),
             uih_timestamps=uih_timestamps,
             uih_actions=inputs.get("uih_actions", nothing),
@@ -184,8 +184,8 @@ class Assemble:
         values, lengths = {}, {}
         for column in self.columns:
             if column.table is not None:
-                found = inputs.get(column.name)
-                values[column.name] = sizes[pb.USER].new_zeros(0) if found is None else found
+                ids = inputs.get(column.name)
+                values[column.name] = sizes[pb.USER].new_zeros(0) if ids is None else ids
                 length = sizes[column.side]
                 if column.multi_valued:
                     length = _sum_by_row(counts[column.name], length)
@@ -198,7 +198,7 @@ class Assemble:
             values=torch.cat(list(values.values())),
             lengths=torch.cat(list(lengths.values())),
             stride=rows,
-            length_per_key=[one.shape[0] for one in values.values()],
+            length_per_key=[ids.shape[0] for ids in values.values()],
         )
 
 
@@ -210,7 +210,7 @@ def _layout(
     events: Tensor,
     max_len: int,
 ) -> SequenceLayout:
-    """The layout of the sequences of some events; its totals are sizes of inputs."""
+    """Returns the layout of the sequences of the given events; its totals are sizes of inputs."""
     targets = num_candidates if rule.targets else torch.zeros_like(num_candidates)
     total_targets = candidate_timestamps.shape[0] if rule.targets else 0
     lengths = uih_lengths * rule.tokens_per_event + targets + rule.num_contextual
@@ -228,6 +228,6 @@ def _layout(
 
 
 def _sum_by_row(counts: Tensor, lengths: Tensor) -> Tensor:
-    """int64 [B]: values of each row, from the values of each of its `lengths` entries."""
-    before = offsets_from_lengths(counts)
-    return before.index_select(0, offsets_from_lengths(lengths)).diff()
+    """Counts the values of each row, int64 [B], given the values of each of its `lengths` entries."""
+    starts = offsets_from_lengths(counts)
+    return starts.index_select(0, offsets_from_lengths(lengths)).diff()

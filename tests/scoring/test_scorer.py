@@ -1,10 +1,14 @@
 """`Scorer`: its choice, and equal scores of all ways."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from recsys.scoring import scorer
+from recsys.scoring.prefill import CachedModel
 from recsys.scoring.scorer import EagerModel, Scorer, Way
+from recsys.training.evaluator import evaluate
 from tests.modules.pipelines import RANKER, RANKERS, batch_of, pipeline_of, random_rows
 from tests.scoring.test_prefill import build
 
@@ -92,3 +96,17 @@ def test_a_cache_without_candidates_scores_none():
     model, batch = build(pipeline), batch_of(pipeline, random_rows(pipeline, [(3, 0), (0, 0)]))
     program = EagerModel(model)
     assert Scorer(program, pipeline).score_cached(batch, program.prefill(batch)).scores().shape == (0, 2)
+
+
+@torch.no_grad()
+def test_evaluation_takes_the_cache_for_long_lists_and_finds_the_same_numbers(monkeypatch):
+    pipeline = pipeline_of(RANKER)
+    model, prefilled, prefill = build(pipeline), [], CachedModel.prefill
+    batches = [batch_of(pipeline, random_rows(pipeline, SIZES, seed)) for seed in (0, 1)]
+    loader = SimpleNamespace(epoch=lambda _: iter(batches))
+    monkeypatch.setattr(CachedModel, "prefill", lambda *given: prefilled.append(1) or prefill(*given))
+    expected = evaluate(model, loader, torch.device("cpu"))
+    assert prefilled == [] and "loss" in expected
+    monkeypatch.setattr(scorer, "ONE_PASS", 11)
+    found = evaluate(model, loader, torch.device("cpu"))
+    assert len(prefilled) == 2 and found == pytest.approx(expected, rel=1e-5, nan_ok=True)
