@@ -27,7 +27,7 @@ from recsys.ops.norm_linear import OP as NORM_LINEAR
 from recsys.ops.norm_linear import NormLinearFacts
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Op
-from recsys.ops.runtime.saved_function import Parts
+from recsys.ops.runtime.saved_function import SavedCalls
 
 LINEAR = "recsys.ops.runtime.column_sums"
 """The module of `LinearAdd`; it needs Triton."""
@@ -198,19 +198,19 @@ class StuNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Any) -> Tensor:
         weights, plan = Weights(*inputs[:-1]), inputs[-1]
-        shape, needed, parts = plan.shape, ctx.needs_input_grad, Parts()
+        shape, needed, calls = plan.shape, ctx.needs_input_grad, SavedCalls()
         grad_buffer = GradientBuffer(shape.widths)
-        u, *vqk = _project(parts, plan, x, weights.norm, weights.product, grad_buffer, needed)
+        u, *vqk = _project(calls, plan, x, weights.norm, weights.product, grad_buffer, needed)
         v, q, k = (part.unflatten(1, (shape.num_heads, -1)) for part in vqk)
-        attended = _attend(parts, plan, q, k, v, grad_buffer)
-        out = _finish(parts, plan, x, attended, u, grad_buffer, weights, needed)
-        parts.save(ctx)
+        attended = _attend(calls, plan, q, k, v, grad_buffer)
+        out = _finish(calls, plan, x, attended, u, grad_buffer, weights, needed)
+        calls.save(ctx)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        front, attention, gate, end = ctx.parts.restored(ctx.saved_tensors)
+        front, attention, gate, end = ctx.calls.restored(ctx.saved_tensors)
         grad_x, grad_gated, *output_grads = end.gradients(grad_out)
         grad_attended, grad_u, *gate_grads = gate.gradients(grad_gated)[:4]
         grad_attended = grad_attended.view(attention.saved_tensors[2].shape)
@@ -226,27 +226,32 @@ class RowsNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Any) -> Tensor:
         weights, plan, index = Weights(*inputs[:-2]), *inputs[-2:]
-        shape, needed, parts, gather = plan.shape, ctx.needs_input_grad, Parts(), plan.gather.launch_gather
+        shape, needed, calls, gather = (
+            plan.shape,
+            ctx.needs_input_grad,
+            SavedCalls(),
+            plan.gather.launch_gather,
+        )
         values, _, keys, _ = shape.widths
         inverse = plan.gather.launch_invert(index, [index.shape[0]], x.shape[0])[0]
         pairs = zip(*(joined.split(shape.widths) for joined in weights.product), strict=True)
         u_weights, v_weights, q_weights, k_weights = pairs
         kv_buffer, uq_buffer = GradientBuffer((values, keys)), GradientBuffer((values, keys))
         kv_weights, uq_weights = _stacked(v_weights, k_weights), _stacked(u_weights, q_weights)
-        v, k = _project(parts, plan, x, weights.norm, kv_weights, kv_buffer, needed)
+        v, k = _project(calls, plan, x, weights.norm, kv_weights, kv_buffer, needed)
         rows = gather([x], index)
-        u, q = _project(parts, plan, rows, weights.norm, uq_weights, uq_buffer, needed)
+        u, q = _project(calls, plan, rows, weights.norm, uq_weights, uq_buffer, needed)
         k, v, q = (part.unflatten(1, (shape.num_heads, -1)) for part in (k, v, q))
-        attended = gather([_attend(parts, plan, gather([q], inverse), k, v, kv_buffer)], index)
-        out = _finish(parts, plan, rows, attended, u, uq_buffer, weights, needed)
-        parts.save(ctx, index, inverse)
+        attended = gather([_attend(calls, plan, gather([q], inverse), k, v, kv_buffer)], index)
+        out = _finish(calls, plan, rows, attended, u, uq_buffer, weights, needed)
+        calls.save(ctx, index, inverse)
         ctx.plan = plan
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        kv, uq, attention, gate, end = ctx.parts.restored(ctx.saved_tensors)
+        kv, uq, attention, gate, end = ctx.calls.restored(ctx.saved_tensors)
         (index, inverse), shape = ctx.saved_tensors[-2:], ctx.plan.shape
         gather, values = ctx.plan.gather.launch_gather, shape.widths[0]
         grad_rows, grad_gated, *output_grads = end.gradients(grad_out)
@@ -273,7 +278,7 @@ def _stacked(*chosen: tuple[Tensor, Tensor]) -> list[Tensor]:
 
 
 def _project(
-    parts: Parts,
+    calls: SavedCalls,
     plan: Plan,
     x: Tensor,
     norm: Sequence[Tensor],
@@ -293,19 +298,21 @@ def _project(
         shape.keep_normed,
         shape.all_silu,
     )
-    return parts.run(plan.norm_linear.NormLinear, arguments, needed[:5])[1:]
+    return calls.run(plan.norm_linear.NormLinear, arguments, needed[:5])[1:]
 
 
-def _attend(parts: Parts, plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_buffer: GradientBuffer) -> Tensor:
+def _attend(
+    calls: SavedCalls, plan: Plan, q: Tensor, k: Tensor, v: Tensor, grad_buffer: GradientBuffer
+) -> Tensor:
     problem = plan.problem.with_grad_buffer(grad_buffer)
     layout, mask, alpha, scale_len = problem.layout, problem.mask, problem.alpha, problem.scale_len
     ATTENTION.show(q=q, k=k, layout=layout, mask=mask, alpha=alpha, scale_len=scale_len, bias=None)
     arguments = (q, k, v, None, None, problem)
-    return parts.run(plan.attend.HstuAttention, arguments, (True, True, True, False, False))
+    return calls.run(plan.attend.HstuAttention, arguments, (True, True, True, False, False))
 
 
 def _finish(
-    parts: Parts,
+    calls: SavedCalls,
     plan: Plan,
     x: Tensor,
     attended: Tensor,
@@ -318,6 +325,6 @@ def _finish(
     shape = plan.shape
     options = (shape.num_groups, shape.gate_eps, shape.concat, shape.dropout, not shape.all_silu)
     arguments = (attended.flatten(1), u, *weights.gate, grad_buffer, *options)
-    gated = parts.run(plan.gate.GatedNorm, arguments)
+    gated = calls.run(plan.gate.GatedNorm, arguments)
     linear_add = triton_support.load(LINEAR).LinearAdd
-    return parts.run(linear_add, (x, gated, *weights.output), (True, True, *needed[7:9]))
+    return calls.run(linear_add, (x, gated, *weights.output), (True, True, *needed[7:9]))

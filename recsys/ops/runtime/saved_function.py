@@ -1,5 +1,8 @@
-"""Autograd functions behind one another within a single one: what PyTorch does around a function, it does
-once for all of them. That is some 20 us on the host, forward, and as much backward."""
+"""`SavedCalls`: several autograd functions run one after the other inside a single one.
+
+PyTorch's work around an autograd function is then done once for all of them, which saves some 20 us of host
+time per function in forward, and as much in backward.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ import torch
 from torch import Tensor
 
 
-class Part:
-    """One of the functions; the context that its `forward` leaves to its `backward`."""
+class SavedCall:
+    """One call of an autograd function: the context that its `forward` leaves to its `backward`."""
 
     def __init__(self, function: type[torch.autograd.Function], needs_input_grad: Sequence[bool]):
         self.function = function
@@ -21,21 +24,21 @@ class Part:
         self.count = 0
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Until `Parts.save`, here."""
+        """Keeps tensors until `SavedCalls.save` hands them to the outer context."""
         self.saved_tensors, self.count = tensors, len(tensors)
 
     def gradients(self, *grad_outputs: Tensor) -> Any:
-        """Of all arguments; once for each `Parts.restored`, since what was saved is let go of.
+        """Gradients of all arguments, once after each `SavedCalls.restored`: the saved tensors are released.
 
-        The backward of the whole is `once_differentiable`, so that of a part runs without this decorator.
+        The outer backward is `once_differentiable`, so this one runs without that decorator.
         """
-        found = inspect.unwrap(self.function.backward)(self, *grad_outputs)
+        gradients = inspect.unwrap(self.function.backward)(self, *grad_outputs)
         self.saved_tensors = ()
-        return found
+        return gradients
 
 
-class Parts(list[Part]):
-    """The functions, in the order in which they ran."""
+class SavedCalls(list[SavedCall]):
+    """The calls in the order in which they ran."""
 
     def run(
         self,
@@ -43,22 +46,25 @@ class Parts(list[Part]):
         arguments: Sequence[Any],
         needs_input_grad: Sequence[bool] = (),
     ) -> Any:
-        """`function.apply(*arguments)`, without a node; `needs_input_grad`: for a backward that asks."""
-        self.append(Part(function, needs_input_grad))
+        """`function.apply(*arguments)` without a node of its own.
+
+        Args:
+            needs_input_grad: for a backward that reads `ctx.needs_input_grad`.
+        """
+        self.append(SavedCall(function, needs_input_grad))
         return function.forward(self[-1], *arguments)
 
     def save(self, ctx: Any, *others: Tensor) -> None:
-        """Hands what the functions have saved to the context of the whole, and itself as `ctx.parts`; then
-        `others`, the last of `ctx.saved_tensors`."""
-        ctx.save_for_backward(*(tensor for part in self for tensor in part.saved_tensors), *others)
-        ctx.parts = self
-        for part in self:
-            part.saved_tensors = ()
+        """Saves the tensors of all calls, then `others`, in the outer context, and itself as `ctx.calls`."""
+        ctx.save_for_backward(*(tensor for call in self for tensor in call.saved_tensors), *others)
+        ctx.calls = self
+        for call in self:
+            call.saved_tensors = ()
 
-    def restored(self, saved: Sequence[Tensor | None]) -> Parts:
-        """Itself, ready for `gradients`; `saved`: `saved_tensors` of the context of the whole."""
+    def restored(self, saved: Sequence[Tensor | None]) -> SavedCalls:
+        """Itself, ready for `SavedCall.gradients`; `saved`: `saved_tensors` of the outer context."""
         first = 0
-        for part in self:
-            part.saved_tensors = saved[first : first + part.count]
-            first += part.count
+        for call in self:
+            call.saved_tensors = saved[first : first + call.count]
+            first += call.count
         return self
