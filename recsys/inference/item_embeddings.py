@@ -58,4 +58,4 @@ def new_items(pipeline: pb.Pipeline, table: pa.Table) -> tuple[Tensor, ...]:
         found.append(flat.values)
         if flat.offsets is not None:
             found.append(np.diff(flat.offsets))
-    return tuple(torch.from_numpy(np.ascontiguousarray(one)) for one in found)
+    return tuple(torch.from_numpy(np.ascontiguousarray(column)) for column in found)

@@ -162,7 +162,7 @@ class FaissIndex:
         row, place = np.nonzero(items >= 0)
         scores[row, place] = np.einsum("ne,ne->n", queries[row], self._vectors[items[row, place]])
         order = np.lexsort((items, -scores), axis=1)
-        return TopK(*(torch.from_numpy(np.take_along_axis(one, order, 1)) for one in (scores, items)))
+        return TopK(*(torch.from_numpy(np.take_along_axis(columns, order, 1)) for columns in (scores, items)))
 
     def _compare(self, found: Tensor, truth: Tensor, first: int) -> None:
         """Counts how many of the true items of the rows from `first` on were found."""

@@ -111,7 +111,7 @@ class ItemTower(nn.Module):
         given = dict(zip(self.names, tensors, strict=True))
         nothing = given[features.NEGATIVES].new_zeros(0)
         values = [given.get(key, nothing) for key in self.keys]
-        sizes = [one.shape[0] for one in values]
+        sizes = [tensor.shape[0] for tensor in values]
         ids = KeyedJaggedTensor(
             keys=self.keys,
             values=torch.cat(values),

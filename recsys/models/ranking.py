@@ -43,8 +43,8 @@ def rank_targets(
     for block in torch.arange(count, device=queries.device).split(max(1, max_scores // (num_items + 1))):
         target, row = targets[block], row_of_target[block]
         scores = torch.cat([queries.new_zeros(len(block), 1), queries[row] @ items.T], dim=1)
-        own = scores.gather(1, target[:, None])
-        better = ~(scores < own)
+        target_scores = scores.gather(1, target[:, None])
+        better = ~(scores < target_scores)
         better.scatter_(1, seen_ids[row], False).scatter_(1, target[:, None], False)
         better[:, 0] = False
         ranks.append(torch.where(target > 0, 1 + better.sum(1), num_items + 1))

@@ -87,10 +87,10 @@ def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
     first: dict[str, int] = {}
     for index, task in enumerate(tasks):
         path = f"{model.path}.tasks[{index}]"
-        other = first.setdefault(task.label, index)
-        if task.label and bool(tasks[other].label_bits) != bool(task.label_bits):
+        earlier = first.setdefault(task.label, index)
+        if task.label and bool(tasks[earlier].label_bits) != bool(task.label_bits):
             forms = ("its bits", "it as a number") if task.label_bits else ("it as a number", "its bits")
-            what = f"{task.label} is one column; this task reads {forms[0]}, tasks[{other}] {forms[1]}"
+            what = f"{task.label} is one column; this task reads {forms[0]}, tasks[{earlier}] {forms[1]}"
             yield Finding(f"{path}.label_bits", f"{what}; give them columns of their own")
         if len(set(task.label_bits)) < len(task.label_bits):
             yield Finding(f"{path}.label_bits", "a bit is named twice; name each once")
