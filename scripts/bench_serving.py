@@ -71,7 +71,7 @@ class Record:
         ratio: uncached over cached, in a row. ratio_of_pieces: uncached over pieces, in a row.
         ratio_alone: uncached over cached.
         candidates_per_second: cached, in a row.
-        cache_mb: of all rows.
+        cache_mb: MiB of the cache of all rows.
         difference: largest |cached - uncached| / max(1, |uncached|) at full size.
     """
 

@@ -49,7 +49,7 @@ class PaddedBatch:
 
     Attributes:
         batch: filled up. original: as it was.
-        events, candidates: where the original's are in it.
+        events, candidates: positions of the original's events and candidates in it.
         first: int64 [B], place of each row's first real event; None when filling stands behind the events.
     """
 

@@ -99,7 +99,7 @@ class Predictor:
         self.packer = Packer(self.pipeline, rule, MODE)
         self.collator = Collator.open(self.pipeline, rule, MODE)
         self.unknown_ids = UnknownIds(self.pipeline)
-        # The last schema that was looked at: callers have one.
+        # The last schema that was checked: callers usually have one.
         self._fits: pa.Schema | None = None
         microbatch = self.settings.candidates_per_microbatch
         self.scorer = Scorer(PackageProgram(package), self.pipeline, microbatch)
@@ -119,8 +119,8 @@ class Predictor:
 
         Args:
             table: the columns of an input file; others are passed over.
-            origin: where the table comes from, for errors.
-            duplicates: of the source that it comes from; None looks within the table.
+            origin: position of the table in its source, for errors.
+            duplicates: duplicates of the whole source; None searches within the table.
 
         Raises:
             DataError: a column is missing or of a wrong type, or a row is bad and `data.bad_rows` does not

@@ -76,7 +76,7 @@ class BlockScores:
     Args:
         scorer: chooses how each batch is scored.
         to_batch: makes a batch of rows.
-        limits: how large a batch may be.
+        limits: bounds of a batch.
         num_outputs: number of tasks.
     """
 

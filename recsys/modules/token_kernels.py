@@ -77,7 +77,7 @@ def buckets_of(
         times, request_times: int64 [T], seconds, any stride.
         num_positions: rows of the position table.
         from_start: whether history positions count from the oldest event on (see `PositionalEncoder`).
-        scale: how ages become rows of the time table; None if there is no such table.
+        scale: conversion of ages to rows of the time table; None if there is no such table.
     """
     total_len = layout.total_len
     rows = [torch.empty(total_len, dtype=torch.int64, device=layout.device) for _ in range(1 + bool(scale))]

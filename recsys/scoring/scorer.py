@@ -124,8 +124,9 @@ class EagerModel:
 
     Args:
         model: as built, or with its tables sharded in place.
-        may_cache: False where each batch must be one call of the model: ranks that look up sharded tables
-            together must make equally many calls, and diagnostics watch whole rows.
+        may_cache: whether a cache may be used. It must be False if each batch has to be one call of the
+            model: ranks that look up sharded tables together must make equally many calls, and diagnostics
+            watch whole rows.
     """
 
     def __init__(self, model: Model, *, may_cache: bool = True):
