@@ -6,8 +6,6 @@ All widths with `--slow`. Skips without Triton.
 
 import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -22,61 +20,34 @@ if not triton.__version__.startswith("3.6."):
 
 from recsys.ops.linear_logp import hopper_kernels, hopper_ops, hopper_wide  # noqa: E402
 from tests.ops.hstu_attention.test_hopper_compile import product_loops  # noqa: E402
+from tests.tools.assembled import SHARED_MEMORY, assemble  # noqa: E402
 
-SHARED_MEMORY = 227 * 1024
 SPILLED = 64
-"""Bytes that may be: numbers of a tile, far from the loops over blocks."""
+"""Bytes that may spill: numbers of a tile, far from the loops over blocks."""
 
 FLOATS = ("scale", "maximum", "total", "top", "sign", "of_target", "grad_scale")
-OTHERS = {"rows": "*i32", "marks": "*u8", "bias": "*bf16"}
+OTHERS = {"rows": "*i32", "marks": "*u8"}
 
 
-@pytest.fixture(autouse=True)
-def fresh_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    environment.prefer_packaged_ptxas()
-
-
-def assembled(function, constants, boxes, folder: Path):
-    """Shared memory in bytes, the report of ptxas, loops with products. `boxes`: rows and columns by name."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    types = {name: f"tensordesc<bf16[1,1,{n},{d}],{layout!r}>" for name, (n, d) in boxes.items()}
-    types |= dict.fromkeys(FLOATS, "*fp32") | OTHERS
+def assembled(function, constants, boxes, folder):
+    """What the assembler says, and the loops with products. `boxes`: rows and columns by name."""
+    types = dict.fromkeys(FLOATS, "*fp32") | OTHERS
     types["grad"] = "*bf16" if constants.get("OF_WEIGHT") else "*fp32"
-    constants = {name: value for name, value in constants.items() if name != "num_warps"}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names
-    }
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(function.arg_names)
-        if signature[name].startswith("*")
-    }
-    source = GluonASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": hopper_ops.WARPS})
-    ptx, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
-    ptx.write_text(made.asm["ptx"])
-    command = [environment.find_ptxas(), "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    sass = subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    return made.metadata.shared, report, product_loops(sass)
+    constants = constants | {"num_warps": hopper_ops.WARPS}
+    shapes = {name: (1, 1, *shape) for name, shape in boxes.items() if name in function.arg_names}
+    found = assemble(function, types, constants, folder, other="i32", boxes=shapes)
+    return found, product_loops(found.sass)
 
 
-def check_resources(shared, report, sizes, spilled_bytes=SPILLED):
-    assert shared <= SHARED_MEMORY
-    assert "serializ" not in report, report
+def check_resources(found, sizes, spilled_bytes=SPILLED):
+    assert found.shared <= SHARED_MEMORY
+    assert "serializ" not in found.report, found.report
     assert (sizes.strips * sizes.computing_registers + sizes.loading_registers) * 128 <= 65536
     if (
         environment.version_numbers(environment.tool_version(environment.find_ptxas()))
         >= environment.MINIMAL_PTXAS
     ):
-        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-        assert max(map(int, spilled.groups())) <= spilled_bytes, report
+        assert found.spills <= spilled_bytes, found.report
 
 
 def widths(table, usual):
@@ -88,8 +59,8 @@ def test_the_sums(width, tmp_path):
     sizes = hopper_ops.FORWARD[width]
     boxes = {"own_desc": (64, width), "other_desc": (sizes.others, width)}
     constants = hopper_ops.constants_of(sizes, width)
-    shared, report, loops = assembled(hopper_kernels.forward_kernel, constants, boxes, tmp_path)
-    check_resources(shared, report, sizes)
+    found, loops = assembled(hopper_kernels.forward_kernel, constants, boxes, tmp_path)
+    check_resources(found, sizes)
     assert len(loops) == sizes.strips
 
 
@@ -103,9 +74,9 @@ def test_the_gradients(width, of_weight, with_scale, tmp_path):
     boxes = {"own_desc": (64, width), "other_desc": (sizes.others, width)}
     kind = {"OF_WEIGHT": of_weight, "HAS_TARGET": True, "WITH_SCALE": with_scale}
     constants = hopper_ops.constants_of(sizes, width) | kind
-    shared, report, loops = assembled(hopper_kernels.gradient_kernel, constants, boxes, tmp_path)
+    found, loops = assembled(hopper_kernels.gradient_kernel, constants, boxes, tmp_path)
     # A learnable temperature takes registers for its sums.
-    check_resources(shared, report, sizes, 5 * SPILLED if with_scale else SPILLED)
+    check_resources(found, sizes, 5 * SPILLED if with_scale else SPILLED)
     assert len(loops) == sizes.strips
     for loop in loops if width < 256 else []:  # there the assembler sinks them; the other strip's overlap
         check_shadow([re.sub(r"^@!?U?P\w+ ", "", line).split()[0] for line in loop], width, sizes.others)
@@ -132,6 +103,6 @@ def test_wide_rows(kernel, tmp_path):
     if kernel == "score_grads":
         constants |= {"HAS_TARGET": True, "WITH_SCALE": False}
     function = getattr(hopper_wide, f"{kernel}_kernel")
-    shared, report, loops = assembled(function, constants, boxes, tmp_path)
-    check_resources(shared, report, sizes)
+    found, loops = assembled(function, constants, boxes, tmp_path)
+    check_resources(found, sizes)
     assert len(loops) == sizes.strips
