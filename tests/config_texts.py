@@ -1,4 +1,4 @@
-"""Small valid configs that tests of the config language start from, and what is found wrong with others."""
+"""Small valid configs that tests of the config language start from, and the findings about invalid ones."""
 
 import pytest
 

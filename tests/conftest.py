@@ -1,4 +1,4 @@
-"""What every test gets: fixed seeds, one thread, and the markers `gpu`, `interpreted` and `slow`."""
+"""Gives every test fixed seeds and one thread, and defines the markers `gpu`, `interpreted` and `slow`."""
 
 import os
 import random
@@ -23,7 +23,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "slow: longer than CI can afford; runs with --slow")
     # Workers of pytest-xdist share the cores.
     torch.set_num_threads(1)
-    # As in a shell's foreground: what starts in the background, and all that it starts, may ignore Ctrl-C.
+    # Processes started in the background may ignore Ctrl-C, and so would their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def fixed_seeds():
-    """The same random numbers for a test whatever ran before it."""
+    """Gives a test the same random numbers whatever ran before it."""
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

@@ -24,7 +24,7 @@ TINY, RETRIEVAL = "tests/integration/tiny.config", "configs/movielens_small_retr
 
 
 class Added(NamedTuple):
-    """What is written for one component.
+    """The code that a component adds.
 
     Attributes:
         kind: proto file and oneof; the folder is its plural.

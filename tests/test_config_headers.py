@@ -1,4 +1,4 @@
-"""What comments at the head of configs tell users to type is right; configs of experiments stay valid."""
+"""Commands in the header comments of configs work, and configs of experiments stay valid."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""recsys.doctor: what it says about broken installations, and that this one passes."""
+"""`recsys.doctor` explains broken installations and passes this one."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""recsys.environment: what is found on this machine against what other tools say about it."""
+"""`recsys.environment` on this machine, compared with other tools."""
 
 import importlib.metadata
 import importlib.util

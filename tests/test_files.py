@@ -1,4 +1,4 @@
-"""Folders are whole or not there, and a manifest finds what changed."""
+"""Folders are whole or absent, and a manifest finds changes."""
 
 import hashlib
 import subprocess

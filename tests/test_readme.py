@@ -1,4 +1,4 @@
-"""The commands of the README are run as they stand there, in a folder where a reader could have typed them.
+"""Runs the commands of the README as written, in a folder where a reader could type them.
 
 Each one is in `RUN`, with what is added to make it short, or in `NOT_RUN`, with the reason.
 """
@@ -76,7 +76,7 @@ def test_commands_are_found():
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
-    """A folder like a checkout, with a log of clicks and a config of one's own."""
+    """A folder like a checkout, with a user's log of clicks and config."""
     folder = tmp_path_factory.mktemp("home")
     for name in ("recsys", "scripts", "tests", "configs", "protos", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
@@ -97,7 +97,7 @@ def clicks() -> Iterator[tuple[str, str, str]]:
 
 @pytest.fixture(scope="module")
 def outputs(home) -> dict[str, str]:
-    """What each command of `RUN` printed; they build on each other."""
+    """Output of each command of `RUN`, run in order since they build on each other."""
     found = {}
     for line in commands(README):
         if line in RUN:

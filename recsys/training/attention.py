@@ -145,7 +145,7 @@ def attention_weights(call: AttentionCall, rows: Tensor) -> Tensor:
 
 
 def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
-    """Whether the tokens `rows` of a one-sample call see each of its L tokens, bool [n, L]."""
+    """Visibility, bool [n, L], of the L tokens of a one-sample call for its tokens `rows`."""
     layout = call.layout
     intervals = row_intervals(call.mask, rows, layout.history_end, layout.num_contextual)
     return intervals.contain(layout.positions())

@@ -1,4 +1,4 @@
-"""Predictions of a trained run beside what evaluation says about the same rows, with nothing compiled.
+"""Compares predictions of a trained run with its evaluation on the same rows, without compilation.
 
 The program of a package is captured as the exporter does and runs in this process: all of a package but
 AOTInductor, in seconds.
@@ -30,8 +30,8 @@ from recsys.training.session import CHECKPOINTS
 
 
 def close(pipeline: pb.Pipeline) -> dict[str, Any]:
-    """How close answers to the same rows must be. In bfloat16 sums in another order may round to a neighbour,
-    on some CPUs: then as close as a package must be to the model."""
+    """Tolerances for predictions of the same rows. In bfloat16 another order of sums may round to a neighbour
+    on some CPUs; then the tolerance of packages applies."""
     if pipeline.model.precision == pb.BF16:
         return {"rtol": pipeline.export.parity_tolerance, "atol": pipeline.export.parity_tolerance}
     return {"rtol": 1e-4, "atol": 1e-5}
@@ -82,8 +82,8 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 
 
 def captured_package(model: Model, batches: list[Batch]) -> SimpleNamespace:
-    """What a `Predictor` asks of a package; its program was captured from the first batch, and agrees with
-    the model on all of them."""
+    """A package for `Predictor` whose program was captured from the first batch and agrees with the model on
+    all batches."""
     pipeline = model.pipeline
     program = captured(model, batches[0])
     with torch.no_grad():

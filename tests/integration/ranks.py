@@ -1,5 +1,4 @@
-"""What `test_distributed.py` runs under torchrun: several trainings in one process group, one after the
-other.
+"""Runs several trainings in one process group, one after the other, for `test_distributed.py`.
 
     torchrun --nproc-per-node 2 tests/integration/ranks.py JOBS.json
 
@@ -26,7 +25,7 @@ from tests.integration.runs import CONFIG
 
 
 def spoil(session: Session, step: int) -> None:
-    """The loss of a step becomes NaN on this rank."""
+    """Makes the loss of a step NaN on this rank."""
     calls = [0]
 
     def hook(_module: torch.nn.Module, _inputs: object, losses: Losses) -> Losses | None:
@@ -39,7 +38,7 @@ def spoil(session: Session, step: int) -> None:
 
 
 def run(job: dict, processes: Processes) -> dict:
-    """One training; returns what this rank saw."""
+    """Trains once and returns this rank's observations."""
     folder = Path(job["folder"])
     pipeline = config.prepare(CONFIG, job["overrides"]).pipeline
     session = open_session(pipeline, folder, processes)

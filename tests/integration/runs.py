@@ -39,8 +39,7 @@ def evaluate(*arguments: str) -> int:
 
 
 def start(folder: Path, *overrides: str, own_group: bool = False) -> subprocess.Popen[str]:
-    """Runs the command in a process of its own, which is still running on return; in a group of its own if
-    that is asked for."""
+    """Starts the command in a new process, on request in a new process group, and returns at once."""
     command = [sys.executable, "-m", "recsys.train", *flags(folder, *overrides)]
     return subprocess.Popen(
         command,
@@ -65,7 +64,7 @@ def torchrun(ranks: int, *command: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    """What the process printed, once it ended with the expected exit code."""
+    """Waits for the process, checks its exit code, and returns its output."""
     output, _ = process.communicate(timeout=120)
     assert process.returncode == code, f"exit code {process.returncode}, not {code}:\n{output}"
     return output

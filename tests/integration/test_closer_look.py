@@ -1,4 +1,4 @@
-"""The last and the best evaluation of a real run are looked at closely, and agree with what training said."""
+"""Diagnostics of the last and the best evaluation of a real run agree with the metrics of training."""
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -73,7 +73,7 @@ def test_a_best_state_that_is_gone_is_named_and_the_run_ends_well(tmp_path, monk
 
 
 def prune_best(checkpoints, best):
-    """What someone who tidies up might do."""
+    """Deletes the best checkpoint, as a user who tidies up might do."""
     for path in checkpoints.steps()[:-1]:
         if path.name == f"step-{best.step:08d}":
             path.rename(path.with_name("taken-away"))

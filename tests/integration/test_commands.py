@@ -1,4 +1,4 @@
-"""Evaluate says what training said about the same weights; a dry run shows everything and leaves nothing."""
+"""`evaluate` repeats training's metrics for the same weights; a dry run shows all and leaves no file."""
 
 import json
 import re

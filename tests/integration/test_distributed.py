@@ -1,4 +1,4 @@
-"""Two processes compute what one computes, go on where one stopped, and stop together."""
+"""Two processes compute the same as one, resume where one stopped, and stop together."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Ranking configs by what is combined in them: axes, their values, and the config of each combination."""
+"""Ranking configs as combinations: axes, their values, and the config of each combination."""
 
 import itertools
 import random
@@ -60,7 +60,7 @@ AXES = {
     "channels": {"1 channel": 0, "2 channels": 2},
     "bias": {"no bias": "", "bias": "bias { num_time_buckets: 40 }"},
 }
-"""What the whole product is taken of."""
+"""Axes whose full product is tested."""
 
 FURTHER = {
     "form": {
@@ -91,7 +91,7 @@ FURTHER = {
         "as it is": "",
     },
 }
-"""What goes with it: each combination of the product gets one value of each of these axes."""
+"""Further axes: each combination of the product gets one value of each of them."""
 
 CHANNELS = """channels { name: "click"  bits: 0  max_events: 3 }
     channels { name: "like or long"  bits: 3  min_watch_time: 8 }"""
@@ -133,7 +133,7 @@ def name(combination: Combination) -> str:
 
 
 def pipeline(combination: Combination) -> pb.Pipeline:
-    """Its config as a user would write it."""
+    """The config of a combination as a user would write it."""
     text = {axis: (AXES | FURTHER)[axis][value] for axis, value in combination.items()}
     bias = text["biases"] if text["bias"] else ""
     mask = " ".join(text[axis] for axis in ("mask", "groups", "reads"))

@@ -23,7 +23,7 @@ class Weights:
         self.tensors, self.prefix = tensors, prefix
 
     def at(self, *names: object) -> "Weights":
-        """Those of a module inside this one."""
+        """The tensors of a submodule."""
         return Weights(self.tensors, self.prefix + "".join(f"{name}." for name in names))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -33,7 +33,7 @@ class Weights:
         return self.prefix + name in self.tensors
 
     def children(self) -> list[int]:
-        """Numbers of the modules inside this one, in order."""
+        """Numbers of the submodules, in order."""
         inside = (name.removeprefix(self.prefix) for name in self.tensors if name.startswith(self.prefix))
         return sorted({int(name.split(".")[0]) for name in inside})
 

@@ -64,7 +64,7 @@ def batch(pipeline: pb.Pipeline, rows: Sequence[Row]) -> Batch:
 
 
 def predictions(pipeline: pb.Pipeline, found: Tensor) -> Tensor:
-    """What logits [N, tasks] mean: a probability, or a value in the unit of the label."""
+    """Converts logits [N, tasks] to probabilities, or to values in the unit of the label."""
     columns = []
     for task, column in zip(pipeline.model.ranker.tasks, found.unbind(1), strict=True):
         if task.loss.HasField("binary_cross_entropy"):

@@ -68,7 +68,7 @@ class BruteForceRanker:
         ]
 
     def mix(self, sequences: list[list[Token]]) -> list[Tensor]:
-        """What each target became."""
+        """The mixed vector of each target."""
         mixer, weights = self.config.mixer, self.weights.at("mix")
         if mixer.HasField("hstu"):
             return targets(stack.run(mixer.hstu, weights, sequences[0], self.sizes))

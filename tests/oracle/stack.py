@@ -29,14 +29,14 @@ class Mask(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a stack's config leaves to other parts of the model."""
+    """Sizes of a stack that other parts of the model decide."""
 
     max_seq_len: int
     tokens_per_event: int
 
 
 def run(config: pb.HstuMixer, weights: Weights, tokens: list[Token], sizes: Sizes) -> list[Token]:
-    """All layers, for what is left of the tokens behind the last one."""
+    """Runs all layers and returns the tokens left after the last one."""
     factor = {pb.TOKENS: 1, pb.EVENTS: sizes.tokens_per_event}
     groups = list(config.layer_groups)
     if not groups:
@@ -61,7 +61,7 @@ def run(config: pb.HstuMixer, weights: Weights, tokens: list[Token], sizes: Size
 
 
 def truncated(tokens: list[Token], tail_len: int) -> list[Token]:
-    """Without history in front of the newest `tail_len` tokens of it."""
+    """Drops all history but its newest `tail_len` tokens."""
     surplus = max(0, count(tokens, "history") - tail_len)
     kept = [token for token in tokens if token.kind != "history" or token.place >= surplus]
     return [t._replace(place=t.place - surplus) if t.kind == "history" else t for t in kept]

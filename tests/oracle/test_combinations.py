@@ -1,4 +1,4 @@
-"""Everything that a ranker can be combined of, against one brute-force model written from the specification.
+"""All combinations of a ranker's parts against one brute-force model written from the specification.
 
 The default suite runs a part of the product in which any three values come together, `--slow` all of it.
 """
@@ -37,7 +37,7 @@ def cached(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
 
 
 def in_microbatches(model: Model, written: pb.Pipeline, rows: list[Row]) -> Tensor:
-    """The same with two candidates of a row at a time, which is a target group."""
+    """As `cached`, with two candidates of a row at a time, which is a target group."""
     batch, program = models.batch(written, rows), EagerModel(model)
     scorer = Scorer(program, model.pipeline, cached_piece=2)
     return scorer.score_cached(batch, program.prefill(batch)).scores()

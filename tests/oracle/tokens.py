@@ -129,7 +129,7 @@ class Encoder:
         return total / max(1, len(value)) if feature.id.pooling == pb.MEAN else total
 
     def action(self, row: Row, event: int) -> Tensor:
-        """What the user did with an event's item."""
+        """The vector of the user's action on an event's item."""
         config, weights = self.config.action, self.weights.at("action")
         done = [row.uih_actions[event] // 2**bit.bit % 2 == 1 for bit in config.bits]
         done += [number(row.uih_watch_time[event]) >= limit for limit in config.watch_time_thresholds]

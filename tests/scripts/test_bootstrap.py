@@ -13,7 +13,7 @@ RECORDING_PYTHON = '#!/bin/sh\n[ "$1" = --version ] && cat version || echo "$@" 
 
 @pytest.fixture
 def checkout(tmp_path):
-    """What bootstrap reads, with a `.venv` whose python only records how it is called."""
+    """The files that bootstrap reads, and a `.venv` whose python only records its calls."""
     for name in ("pyproject.toml", "recsys/environment.py", "scripts", "protos"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

@@ -30,7 +30,7 @@ needs_gluon = pytest.mark.skipif(
 
 
 class Assembled(NamedTuple):
-    """What compiler and assembler make of a kernel.
+    """A kernel after the compiler and the assembler.
 
     Attributes:
         ptx: the code for the assembler.

@@ -32,7 +32,7 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 def covers(clock: Clock, other: Clock) -> bool:
-    """Whether `clock` knows all that `other` does."""
+    """True if `clock` knows everything that `other` knows."""
     return all(clock.get(party, 0) >= epoch for party, epoch in other.items())
 
 
@@ -75,11 +75,11 @@ class Phases:
 
     @property
     def phase(self) -> int:
-        """How many phases are complete."""
+        """Number of completed phases."""
         return len(self.history) - 1
 
     def known(self, clock: Clock) -> int:
-        """How many phases are complete for all that `clock` knows."""
+        """Number of phases whose completion follows from what `clock` knows."""
         number = self.phase
         while not covers(clock, self.history[number]):  # each phase knows all that the one before it does
             number -= 1

@@ -34,7 +34,7 @@ HARDWARE_BARRIER = re.compile(r"bar\.(sync|arrive) \$1, \$2; mov\.u32 \$0, 0;")
 
 
 class Emulated:
-    """In the place of a kernel: `Emulated(kernel)[(programs,)](...)` runs one program after the other.
+    """Stands in for a kernel: `Emulated(kernel)[(programs,)](...)` runs one program after the other.
 
     `codes` replaces the code of functions, by the function, as tests with mutations need it.
     """
@@ -106,7 +106,7 @@ def stand_ins(machine: Machine) -> dict[str, Any]:
 
 
 def language(machine: Machine) -> SimpleNamespace:
-    """What stands in for the modules `gluon.language` and `triton.language`."""
+    """The stand-in for the modules `gluon.language` and `triton.language`."""
 
     def allocate(element_ty: torch.dtype, shape: list[int], layout: Any) -> Memory:
         unset = float("nan") if element_ty.is_floating_point else -1
@@ -214,7 +214,7 @@ def _array(value: Any, kind: str) -> np.ndarray:
 
 
 def _argument(value: Any) -> Any:
-    """What a kernel gets for an argument of its launch."""
+    """Converts an argument of a launch to the value that the kernel gets."""
     if isinstance(value, torch.Tensor):
         return Pointer(value.detach())
     if hasattr(value, "block_shape"):

@@ -1,4 +1,4 @@
-"""What a Gluon kernel computes with in registers, for `gluon_emulator`: numbers, blocks and pointers."""
+"""Values in the registers of a Gluon kernel, for `gluon_emulator`: numbers, blocks and pointers."""
 
 from __future__ import annotations
 

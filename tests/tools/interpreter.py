@@ -1,6 +1,6 @@
-"""How tests run Triton kernels on a CPU.
+"""Runs tests of Triton kernels on a CPU.
 
-Triton decides when it is imported whether it interprets, so such tests run in a process of their own. A file
+Triton decides when it is imported whether it interprets, so such tests run in a separate process. A file
 marks them `interpreted`, which `tests/conftest.py` skips in the process that everything else runs in; another
 test of the file starts the interpreter's process with `run_interpreted`.
 """
@@ -54,7 +54,7 @@ def mend_interpreter(monkeypatch) -> None:
 
 
 def between_poison(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers as a view with NaN, or absurd times, in the rows before and after."""
+    """A copy of the tensor as a view, between rows of NaN or, for integers, absurd values."""
     poison = float("nan")
     if not tensor.is_floating_point():
         poison = 2 ** (40 if tensor.dtype == torch.int64 else 30)
@@ -64,8 +64,7 @@ def between_poison(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class WithNumbersOnly:
-    """In the place of `wrap_triton`: a kernel that is not launched on tensors without numbers, which the
-    interpreter cannot do."""
+    """Stands in for `wrap_triton`: skips launches on fake tensors, which the interpreter cannot run."""
 
     def __init__(self, kernel):
         self.kernel = kernel

@@ -26,7 +26,7 @@ SYNCHRONISATION = {
 }
 
 HARDWARE_BARRIER = "bar."
-"""How the inline assembly of a hardware barrier begins."""
+"""Inline assembly of a hardware barrier begins with this."""
 
 
 class Mutation(NamedTuple):
@@ -106,7 +106,7 @@ def _synchronises(node: ast.stmt, helpers: set[str]) -> bool:
 
 
 def _only_synchronises(tree: ast.FunctionDef, helpers: set[str]) -> bool:
-    """Whether a function does nothing but wait or signal, perhaps under a condition, and returns nothing."""
+    """True if a function only waits or signals, perhaps under a condition, and returns nothing."""
     statements = [node for node in _statements(tree) if not isinstance(node, ast.If)]
     if ast.get_docstring(tree) is not None:
         statements.remove(tree.body[0])

@@ -21,7 +21,7 @@ class Memory:
         self.arrays, self.next = [], 1 << 33
 
     def place(self, array):
-        """The address of an array; `array` must stay contiguous, and is written in place."""
+        """Gives a contiguous array an address; kernels write it in place."""
         data = array.reshape(-1).view(np.uint8)
         assert np.shares_memory(data, array) or data.size == 0
         address = self.next
@@ -56,7 +56,7 @@ SHARED: dict[str, np.ndarray] = {}
 """Shared memory of the program that runs, by name: it outlives a piece of assembly."""
 
 SHARED_AT = 1 << 20
-"""Where it begins; so far from one another the names are."""
+"""Address of the first name in shared memory, and the distance between names, in bytes."""
 
 
 class Threads:
@@ -93,7 +93,7 @@ class Threads:
         self.registers[name] = np.where(active, new, old)
 
     def run(self, text):
-        """Executes the lines; registers that are given are set before."""
+        """Executes the lines; the caller has set the input registers."""
         lines = [line.strip() for line in text.strip().strip("{}").splitlines()]
         for size in (re.fullmatch(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\];", line) for line in lines):
             if size:
@@ -280,7 +280,7 @@ def unpacked(raw, half, kind):
 
 
 class HostMemory(Memory):
-    """That of this process: addresses are real ones."""
+    """The memory of this process, by real addresses."""
 
     def load(self, addresses, size):
         return np.stack([np.frombuffer(ctypes.string_at(int(at), size), np.uint8) for at in addresses])
@@ -291,14 +291,14 @@ class HostMemory(Memory):
 
 
 def places(threads, entry):
-    """Row and column of an entry of each thread: how Hopper's products spread out a block."""
+    """Row and column of entry number `entry` of each thread in a block that a Hopper product leaves."""
     thread = np.arange(threads)
     row = 16 * (thread // 32) + thread // 4 % 8 + 8 * (entry // 2 % 2)
     return row, 8 * (entry // 4) + 2 * (thread % 4) + entry % 2
 
 
 def run_inline(text, values, pack):
-    """What `inline_asm_elementwise` of arrays returns, in float32, or zeros where that is nothing.
+    """Computes `inline_asm_elementwise` of arrays in float32; zeros if the assembly returns nothing.
 
     The first of `values` is a product, or has a number for each thread; the others are broadcast to it.
     """

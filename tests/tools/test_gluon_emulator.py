@@ -1,4 +1,4 @@
-"""What the emulator of Hopper kernels finds, in programs of a few lines whose faults are known."""
+"""The emulator of Hopper kernels finds the known faults of programs of a few lines."""
 
 import inspect
 from types import SimpleNamespace

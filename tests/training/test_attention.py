@@ -153,7 +153,7 @@ def test_users_are_different_ones_from_short_to_long_histories():
     keys = pa.table({"user": ["g", "a", "b", "c", "d", "e", "g", "f"], "n": list(range(8))})
     batch.rows = Rows(torch.zeros(8), torch.zeros(8), keys)
     pictures, _ = record(build_model(pipeline).eval(), batch, most=3)
-    # Users with a history by its length: a 1, c 2, d 4, b 5, g 6; the row of weight 0 is none.
+    # Users by length of history: a 1, c 2, d 4, b 5, g 6; the row of weight 0 is a filler.
     assert [p.sample for p in pictures] == ["user a, n 1", "user d, n 4", "user g, n 0"] * 2
 
 

@@ -76,7 +76,7 @@ def test_stochastic_average(start, every):
 
 
 def test_first_weights_do_not_dominate_a_short_run():
-    """After 20 updates with a decay of .999 a plain average would be to 98 % what it began with."""
+    """After 20 updates with a decay of .999, 98 % of a plain average would be its first value."""
     trained = Trained(ema(decay=0.999))
     for early in trained.values[:2]:
         early.fill_(1e7)
@@ -104,7 +104,7 @@ def test_weights_come_back_to_the_bit_and_constants_stay(monkeypatch):
 
 @pytest.mark.parametrize("steps", [3, 12])
 def test_evaluated_weights_are_what_a_saved_state_gives(tmp_path, steps):
-    """Those of an average's time before its first update too."""
+    """Also before the first update of the average."""
     trained = Trained(pb.WeightAveraging(swa=pb.Swa(start_step=5, every_steps=2)))
     trained.run(steps)
     tensors = {"model.w": trained.weight, "model.constant": trained.constant}

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, nothing in them is executed, and what is loaded is what was saved."""
+"""Checkpoints are whole or absent, load exactly what was saved, and execute nothing."""
 
 import os
 import pickle
@@ -207,7 +207,7 @@ def test_a_disk_that_fills_up_behind_the_tensors_is_named_as_it_was_then(tmp_pat
 
     aside = tmp_path / ".step-00000002.partial"
     monkeypatch.setattr(checkpoint.files, "write_manifest", fail)
-    # Once the unfinished state is removed there is room again.
+    # Removing the unfinished state frees space.
     usage = lambda _: type("Usage", (), {"free": 7 if (aside / "state.json").exists() else 10**9})  # noqa: E731
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", usage)
     with pytest.raises(RecsysError, match=r"the checkpoint's tensors have 72 bytes, 7 are free"):

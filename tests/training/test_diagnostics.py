@@ -1,4 +1,4 @@
-"""Slices and bins against loops over rows; one process against two; and that looking changes nothing."""
+"""Slices and bins against loops over rows; one process against two; no side effects on the model."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What is drawn of a sample, mark by mark, against the table of the mask written out by hand."""
+"""Drawings of samples, mark by mark, against mask tables written by hand."""
 
 import torch
 

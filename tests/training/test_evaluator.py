@@ -1,4 +1,4 @@
-"""Which evaluation is best, and that evaluating changes nothing; metrics have tests of their own."""
+"""The choice of the best evaluation, and evaluation without side effects; metrics have their own tests."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Attempts that share a store: each agrees on a word of its own, whatever earlier ones left behind."""
+"""Attempts that share a store agree on different prefixes, whatever earlier attempts left there."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

@@ -1,4 +1,4 @@
-"""What may differ between two starts of a run, and what the error says about the rest."""
+"""Changes that a run may resume with, and the errors about all others."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -193,7 +193,7 @@ def test_changed_items_are_named():
     require_same_inputs(saved, replace(saved))
     with pytest.raises(DataError, match=r"^data.item_file changed since the run was saved"):
         require_same_inputs(saved, replace(saved, items="y"))
-    # States of older versions do not know.
+    # States of older versions have no such entry.
     require_same_inputs(replace(saved, items=None), saved)
 
 

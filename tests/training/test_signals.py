@@ -1,4 +1,4 @@
-"""Signals are noted, once; a second one acts as ever."""
+"""Signals are counted and announced once; a second one has its default effect."""
 
 import signal
 

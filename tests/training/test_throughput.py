@@ -1,4 +1,4 @@
-"""The meter against a clock that the test turns."""
+"""The meter against a clock that the test moves."""
 
 from pathlib import Path
 

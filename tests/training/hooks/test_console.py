@@ -1,4 +1,4 @@
-"""What the console says."""
+"""Lines of the console."""
 
 import io
 import math
@@ -53,7 +53,7 @@ def test_rows_stand_below_each_other_and_need_no_more_than_100_columns():
 
 @pytest.fixture
 def told(caplog):
-    """What the hook says, on no terminal."""
+    """The lines that the hook logs without a terminal."""
     caplog.set_level("INFO", logger="recsys")
 
     def say(*records) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which settings count as hyperparameters."""
+"""The selection of settings as hyperparameters."""
 
 from recsys.training.hooks.hyperparameters import hyperparameters
 from tests.modules.pipelines import RANKER, pipeline_of

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: every digit, and no line twice."""
+"""`metrics.jsonl` has all digits of each number and no line twice."""
 
 import json
 import math

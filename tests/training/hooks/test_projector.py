@@ -34,7 +34,7 @@ def weights(pipeline: pb.Pipeline) -> dict[str, torch.Tensor]:
 
 
 def test_rows_behind_the_unknown_one_with_ids_and_names(folder):
-    # Not in the order of the vocabulary, and of more items than it has.
+    # Names in another order than the vocabulary's, and of more items than it has.
     names = pa.table({"id": [301, 999, 300], "name": ["Jumanji", "Nobody", "Toy Story"]})
     pq.write_table(names, folder / "names.parquet")
     pipeline = retriever(folder)
@@ -47,7 +47,7 @@ def test_rows_behind_the_unknown_one_with_ids_and_names(folder):
 
 
 def rows_of(pipeline: pb.Pipeline, ids: list[int]) -> torch.Tensor:
-    """Where the reader finds ids in the table."""
+    """Rows of the table that the reader assigns to ids."""
     return torch.from_numpy(mappings(pipeline)["item_id"].map(pa.array(ids)))
 
 

@@ -109,7 +109,7 @@ def chart(html, title):
 
 
 def scale(svg, anchor, axis):
-    """From places to values by the outermost tick labels."""
+    """Maps positions to values by the outermost tick labels."""
     labels = [t for t in svg.iter("text") if t.get("text-anchor") == anchor and t.text != "best"]
     low, high = ((float(t.get(axis)), float(t.text.replace("k", "000"))) for t in (labels[0], labels[-1]))
     return lambda place: low[1] + (place - low[0]) / (high[0] - low[0]) * (high[1] - low[1])

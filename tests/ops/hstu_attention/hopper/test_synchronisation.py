@@ -48,7 +48,7 @@ NOT_NEEDED = {
     ),
     "pass_rows: mbarrier.wait(g_full.index(stage), parity)": "as for q_full",
 }
-"""Why a statement may be missing, by function and text."""
+"""Redundant statements by function and text, with the reason."""
 
 
 @functools.cache
