@@ -59,7 +59,7 @@ def cases(quick: bool = False) -> list[Case]:
     found = [
         Case(f"B{batch} L{length} D{dim}", torch.full((batch,), length), dim) for batch, length, dim in equal
     ]
-    # Of these distributions the draws with the work that was published: a time divides by nothing else.
+    # These draws have the amount of work that was published, so that times can be compared.
     uniform = torch.randint(1, 4097, (64,), generator=torch.Generator().manual_seed(46))
     pareto = torch.rand(512, generator=torch.Generator().manual_seed(250))
     pareto = (16 / pareto.pow(1 / 0.93)).clamp(max=2048).to(torch.int64)

@@ -311,7 +311,7 @@ def compare_all(jobs: Sequence[tuple[Case, str]], device: str, workers: int) -> 
         case, backend = job
         return backend, case.op, case.dim, case.mask, case.biased, case.deterministic
 
-    # What is compiled already need not be compiled by several at the same time.
+    # Several processes must not compile the same kernels at the same time.
     kinds = [code(job) for job in jobs]
     order = sorted(range(len(jobs)), key=lambda i: kinds.index(kinds[i]) != i)
     context = multiprocessing.get_context("spawn")

@@ -41,7 +41,7 @@ def small_blocks(monkeypatch):
 
 
 class Options(NamedTuple):
-    """What else there is to a call."""
+    """Further options of a call."""
 
     dim: int = 3
     v_dim: int = 2
@@ -129,7 +129,7 @@ def test_tables_by_several_workers_near_the_diagonal_and_far_from_it(mask, monke
 @everywhere
 @pytest.mark.parametrize("mask", [AttentionMask(4, 3, True, 11), AttentionMask(target_group_size=3)], ids=str)
 def test_against_the_loops(mask, runner):
-    """By the other definition, with groups that are longer than a tile and with history of every length."""
+    """The other definition, with groups longer than a tile and with history of every length."""
     check(runner, samples(2, [(1, 13), (7, 0), (9, 3)]), mask, Options(bias_rows=1), loops=True)
 
 
@@ -222,7 +222,7 @@ def test_a_sample_with_nan_spoils_no_other():
 @interpreted
 @pytest.mark.parametrize("shapes", [SHAPES, [(0, 0)]])
 def test_the_library_ops(shapes, monkeypatch):
-    """What a compiler relies on: schemas, shapes without numbers, gradients; D != V, a strided input."""
+    """Schemas, shapes without numbers, gradients: a compiler relies on them. D != V, a strided input."""
     from recsys.ops.hstu_attention.triton import ops
 
     monkeypatch.setattr(ops, "wrap_triton", WithNumbersOnly)
@@ -270,7 +270,7 @@ test_the_kernels_in_the_interpreter = harness.interpreter_test(__file__)
 
 
 class Variant(NamedTuple):
-    """What kernels are compiled for."""
+    """Facts that kernels are compiled for."""
 
     dtype: torch.dtype
     dim: int
@@ -357,7 +357,7 @@ def test_poisoned_memory_and_neighbours():
 
 
 class Attention(torch.nn.Module):
-    """What a compiler sees: lengths are inputs."""
+    """Attention as a compiler sees it: lengths are inputs."""
 
     def forward(self, q, k, v, lengths, offsets, num_targets):
         layout = SequenceLayout.trusted(lengths, offsets, num_targets, 0, q.shape[0], q.shape[0], q.shape[0])

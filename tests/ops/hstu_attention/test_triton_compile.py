@@ -176,7 +176,7 @@ def assemblies_of(kernel, blocks):
 
 
 def assemble(ptx: str, folder: Path, target: str = "sm_90a") -> str:
-    """What ptxas reports of the kernel."""
+    """Return the report of ptxas on the kernel."""
     path = folder / "kernel.ptx"
     path.write_text(ptx)
     command = [environment.find_ptxas(), "-v", f"--gpu-name={target}", str(path), "-o", str(folder / "cubin")]

@@ -19,7 +19,7 @@ BATCH, TOTAL, CACHED, HEADS, DIM, V_DIM = 3, 50, 90, 2, 16, 24
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """As far as one needs no driver."""
+    """Pretend to be on a GPU, as far as that needs no driver."""
     for module in (triton_launch, cached_ops):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
     for module, kernels in (

@@ -34,7 +34,7 @@ KINDS = ["hours", "years", "minutes", "anywhere", "missing", "backward"]
 
 
 class Executed:
-    """What the builder of inline assembly returns."""
+    """The result of the builder of inline assembly."""
 
     def __init__(self, handle):
         self.handle = handle
@@ -223,7 +223,7 @@ def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
 
 
 def artefacts(kernels):
-    """How many of each kernel that ran: Triton's, and those that are started the short way."""
+    """Count the compiled forms of each kernel that ran, started by Triton and the short way."""
     from recsys.ops.runtime import hopper_launch as runtime_hopper_launch
 
     short = [found.kernel for found in runtime_hopper_launch._COMPILED.values()]
@@ -236,7 +236,7 @@ def artefacts(kernels):
 
 @on_a_gpu
 def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
-    """From a small one to a large one and back, in sections of about 1,000 tokens and without."""
+    """Sizes go from small to large and back, in sections of about 1,000 tokens and without."""
     from triton import JITFunction
 
     from recsys.ops.hstu_attention.hopper import launch as hopper_launch
@@ -272,7 +272,7 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
 @on_a_gpu
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
 def test_kernels_started_for_parts_of_the_items(mask, monkeypatch):
-    """As where the records of all blocks would take too much memory."""
+    """The records of all blocks are taken for too large to keep."""
     from recsys.ops.hstu_attention.bias import launch as bias_launch
 
     made, original = [], bias_launch._records
@@ -288,7 +288,7 @@ def test_kernels_started_for_parts_of_the_items(mask, monkeypatch):
 
 @on_a_gpu
 def test_memory_of_a_token_is_the_same_for_long_samples(monkeypatch):
-    """Of forward and backward, beyond what they are given; 65,536 tokens and 512. Records of all blocks would
+    """Memory of forward and backward beyond their inputs; 65,536 tokens and 512. Records of all blocks would
     take 512 bytes a token."""
     from recsys.ops.hstu_attention.bias import launch as bias_launch
 

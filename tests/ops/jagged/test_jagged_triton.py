@@ -131,7 +131,7 @@ def test_nothing_is_written_past_the_last_row(monkeypatch):
 @pytest.mark.parametrize("num_maps", [1, 2])
 @pytest.mark.parametrize("known", [False, True])
 def test_the_library_ops(num_maps, known, monkeypatch):
-    """What a compiler relies on: schemas, shapes without numbers, gradients through the library."""
+    """Schemas, shapes without numbers and gradients through the library: a compiler relies on them."""
     from recsys.ops.jagged import triton_ops
 
     monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)

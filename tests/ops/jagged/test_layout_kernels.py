@@ -1,4 +1,4 @@
-"""What kernels say of the tokens of a layout against the operations of `SequenceLayout`."""
+"""The kernels for facts of each token against the operations of `SequenceLayout`."""
 
 import random
 

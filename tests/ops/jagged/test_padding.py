@@ -1,4 +1,4 @@
-"""How samples are cut into padded chunks: nothing lost, little padded, no chunk too large, same numbers."""
+"""Cutting samples into padded chunks: nothing lost, little padded, no chunk too large, same numbers."""
 
 import pytest
 import torch

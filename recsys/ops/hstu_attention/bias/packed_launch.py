@@ -18,9 +18,6 @@ from recsys.ops.relative_bias import RelativeBias
 from recsys.ops.runtime.descriptors import Boxes
 from recsys.ops.runtime.launch import launch, launch_specialized
 
-PACKED = True
-"""Tests set this to False to keep the inline assembly from being used."""
-
 DYNAMIC_SHARED_BYTES = ctypes.c_int(8)
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
@@ -41,7 +38,7 @@ class Sums(NamedTuple):
 def is_packed(kernel: str, q: Tensor, v: Tensor, bias: RelativeBias | None) -> bool:
     """Return True if this kernel takes the inline assembly: on Hopper, for sizes and buckets that it
     knows."""
-    if bias is None or not PACKED or not _is_hopper(q.device):
+    if bias is None or not _is_hopper(q.device):
         return False
     known = can_pack(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]))
     return known and bias_launch.can_pack(bias)

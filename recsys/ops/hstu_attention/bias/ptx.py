@@ -683,7 +683,7 @@ def _sum_line(text: Writer) -> None:
         text.add(f"st.shared.v2.f32 [cell+{4 * (_row_of_lines(0) + 8 * (u + 1))}], {{sum0, sum1}};")
     text.add(
         "bar.warp.sync -1;",
-        # Of the block's first row and the warp's first key, then of the thread's first diagonal.
+        # The distance of the block's first row and the warp's first key, then of the thread's first diagonal.
         f"mad.lo.s32 distance, warp, 16, {text.argument('first_one')};",
         f"sub.s32 distance, {text.argument('first_other')}, distance;",
         "add.s32 distance, distance, lane;",

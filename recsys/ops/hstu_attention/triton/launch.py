@@ -46,10 +46,6 @@ TABLES = ("tables",)
 AT_ONCE = "recsys.ops.hstu_attention.bias.hopper_launch"
 """The module that computes all gradients with a bias by one Gluon kernel."""
 
-DESCRIPTORS = True
-"""Tests set this to False to keep descriptors from being used."""
-
-
 PROGRAMS_PER_PROCESSOR = 2
 """Programs of the kernels that sum gradients of tables; each program needs memory of its own."""
 
@@ -357,7 +353,7 @@ def can_describe(wrap: Wrap, *tensors: Tensor) -> bool:
     engine.
     """
     device = tensors[0].device
-    if not DESCRIPTORS or wrap is not unwrapped or device.type != "cuda":
+    if wrap is not unwrapped or device.type != "cuda":
         return False
     return is_roomy(device) and all(map(_is_describable, tensors))
 

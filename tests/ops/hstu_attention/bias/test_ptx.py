@@ -21,7 +21,7 @@ ALPHA = 0.7
 
 
 class Block(NamedTuple):
-    """Where a block of scores lies in a sample."""
+    """The place of a block of scores in a sample."""
 
     groups: int  # of eight others
     first_row: int
@@ -63,7 +63,8 @@ KINDS = ["days", "minutes", "years", "equal", "anywhere", "missing", "backward",
 
 
 def places() -> tuple[np.ndarray, np.ndarray]:
-    """Of each thread's row h and column b: what Hopper's products do with a block, [THREADS, 1]."""
+    """Rows and columns, [THREADS, 1], of each thread's entry h, b in a block that a Hopper instruction
+    leaves."""
     thread = np.arange(THREADS)
     return 16 * (thread // 32) + thread // 4 % 8, 2 * (thread % 4)
 
@@ -103,7 +104,7 @@ class Case:
         self.bucket = time_bucket(torch.tensor(self.following[rows] - self.times[keys]), num_buckets).numpy()
 
     def offsets(self, times: np.ndarray, size: int, behind: bool) -> np.ndarray:
-        """What `times_kernel` writes; NaN where it writes nothing."""
+        """Return what `times_kernel` writes; NaN in places that it leaves alone."""
         offsets = np.full(self.block.length + 128, np.nan, np.float32)
         for first in range(0, self.block.length, size):
             part = times[first : first + size]
@@ -111,7 +112,7 @@ class Case:
         return offsets
 
     def near_buckets(self) -> np.ndarray:
-        """What `near_buckets_kernel` writes; zeros past the end."""
+        """Return what `near_buckets_kernel` writes; zeros past the end."""
         last = self.block.length - 1
         near = np.zeros((self.block.length + 64, 3, 4, 8, 2), np.uint8)
         one, n, q, k, b = np.ogrid[: self.block.length, :3, :4, :8, :2]
@@ -122,7 +123,7 @@ class Case:
         return near
 
     def record(self) -> np.ndarray:
-        """What `records_kernel` writes for the block, int32 [4]."""
+        """Return what `records_kernel` writes for the block, int32 [4]."""
         row_size, key_size = self.sizes if self.rows_first else self.sizes[::-1]
         rows = self.following[self.block.first_row : self.block.first_row + row_size]
         keys = self.times[self.block.first_key : self.block.first_key + key_size]

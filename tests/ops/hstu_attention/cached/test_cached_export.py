@@ -20,7 +20,7 @@ CONTEXTUAL = 1
 
 
 class Scorer(nn.Module):
-    """What a cached model does in a layer. `carriers` hold no numbers: [longest new], [longest cached]."""
+    """A layer of a cached model. `carriers` hold no numbers: [longest new], [longest cached]."""
 
     def __init__(self, backend="auto"):
         super().__init__()

@@ -101,7 +101,7 @@ def test_bias(mask, rows, runner):
 @everywhere
 @pytest.mark.parametrize("mask", [AttentionMask(4, 3, True, 11), AttentionMask(target_group_size=3)], ids=str)
 def test_against_the_loops(mask, runner):
-    """By the other definition, with groups that are longer than a tile."""
+    """The other definition, with groups longer than a tile."""
     check(runner, samples(2, [(21, 13), (7, 0), (9, 3)]), [17, 3, 9], mask, bias_rows=1, loops=True)
 
 
@@ -197,7 +197,7 @@ def test_a_sample_with_nan_spoils_no_other():
 
 @interpreted
 def test_the_library_op_in_the_interpreter(monkeypatch):
-    """What a compiler relies on: its schema, shapes without numbers; with D != V and a strided input."""
+    """Its schema and shapes without numbers: a compiler relies on them. D != V, a strided input."""
     from recsys.ops.hstu_attention.cached import triton_ops
 
     monkeypatch.setattr(SequenceLayout, "host_copy", None)  # as if the lengths were on a device

@@ -72,7 +72,7 @@ def test_random_layouts_equal_the_loops(data):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, None)])
 def test_lower_precision_stays_near_float64(dtype, tolerance):
-    """As near as whole samples in the same type are: twice their error, at most."""
+    """The error is at most twice that of whole samples in the same type."""
     batch = samples(1, [(60, 5), (3, 1), (33, 0)])
     whole, parts = layout_of(batch), cut(batch, [40, 0, 33])
     inputs = [tensor.detach() for tensor in qkv(whole.total_len, dim=16, v_dim=16)]
@@ -151,7 +151,8 @@ def test_a_sample_with_nan_spoils_no_other():
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_appended_history_leaves_old_rows_alone_where_the_mask_says_so(mask):
-    """By the table of who sees whom: the fact that a cache of many layers may be extended or not."""
+    """`history_can_grow` says if a cache of many layers may be extended; the table of who sees whom
+    decides."""
     for contextual in (0, 2):
         before, after = Sample(contextual, 3, 0), Sample(contextual, 5, 0)
         unchanged = all(

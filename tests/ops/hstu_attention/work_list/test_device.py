@@ -64,7 +64,7 @@ def assert_equal_lists(seed: int, where: str = "cpu") -> None:
 
 
 def assert_equal_cached_lists(seed: int, where: str = "cpu") -> None:
-    """Of new tokens behind cached ones: history and targets, some samples without either."""
+    """New tokens behind cached ones: history and targets, some samples without either."""
     from recsys.ops.hstu_attention.work_list import device
 
     chance = random.Random(seed)
@@ -93,7 +93,7 @@ def test_the_same_lists_with_a_cache(few_lanes, seed):
 
 @interpreted
 def test_tiles_that_are_none_come_last(few_lanes):
-    """Where the lengths are on the device only, there may be fewer than there are items."""
+    """If only the device knows the lengths, there may be fewer tiles than items."""
     from recsys.ops.hstu_attention.work_list import device
 
     layout = SequenceLayout(torch.tensor([30, 0, 70]), torch.tensor([5, 0, 0]), 0)

@@ -50,7 +50,7 @@ def visited(item) -> list[tuple[int, bool]]:
 
 
 def is_read(sample, token: int, tail: int | None) -> bool:
-    """Whether someone looks at the result of a token."""
+    """Return True if the result of a token is read."""
     return tail is None or not sample.contextual <= token < sample.contextual + sample.uih - tail
 
 
@@ -179,7 +179,7 @@ def test_tiles_in_strips_have_no_empty_strip_where_rows_see_most():
 
 
 def test_the_last_two_sections_are_worked_on_together():
-    """Of seven samples in sections of two the last three, whose longest tiles come first."""
+    """Seven samples in sections of two: the last section has three, whose longest tiles come first."""
     layout = SequenceLayout(torch.full((7,), 24))
     items = row_work(AttentionMask(), layout, 8, 8, section=48)
     samples_of = (items[:, START] // 24).tolist()
