@@ -21,7 +21,7 @@ from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # Not frozen: that would cost several microseconds a call. Nobody changes a problem.
 class Problem:
     """One call of `hstu_attention`, apart from q, k and v.
 
@@ -79,7 +79,7 @@ class Problem:
         return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CachedProblem(Problem):
     """One call of `hstu_attention_cached`, apart from q, k, v and the cached keys and values.
 
