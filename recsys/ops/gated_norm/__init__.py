@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,16 @@ class GateFacts:
     device: str
     dtype: torch.dtype
     group_width: int
+
+
+class GateOptions(NamedTuple):
+    """The arguments of a call that are no tensors, as backends take them."""
+
+    num_groups: int
+    eps: float
+    concat: bool
+    dropout: float
+    silu: bool = False
 
 
 def gated_norm(
@@ -86,20 +96,8 @@ def gated_norm(
         seed = None
     elif seed is None:
         seed = new_seed(attended.device)
-    run = OP.select(facts, backend).run
-    return run(
-        attended,
-        u,
-        weight,
-        bias,
-        num_groups=num_groups,
-        eps=eps,
-        concat=gate == "concat",
-        dropout=dropout,
-        seed=seed,
-        silu=silu,
-        grad_buffer=grad_buffer,
-    )
+    options = GateOptions(num_groups, eps, gate == "concat", dropout, silu)
+    return OP.select(facts, backend).run(attended, u, weight, bias, seed, grad_buffer, options)
 
 
 def new_seed(device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys.ops.gated_norm import counter
+from recsys.ops.gated_norm import GateOptions, counter
 from recsys.ops.runtime.dispatch import SUPPORTED, Support
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
@@ -21,26 +21,21 @@ def run(
     u: Tensor,
     weight: Tensor,
     bias: Tensor,
-    *,
-    num_groups: int,
-    eps: float,
-    concat: bool,
-    dropout: float,
     seed: Tensor | None,
-    silu: bool,
     grad_buffer: GradientBuffer | None,
+    options: GateOptions,
 ) -> Tensor:
     """One operation after the other, in the wider type; rounded once, at the end. Ignores the buffer."""
     wide = torch.promote_types(attended.dtype, weight.dtype)
     a, factor = attended.to(wide), u.to(wide)
-    if silu:
+    if options.silu:
         factor = F.silu(factor)
-    out = factor * _norm(a, weight.to(wide), bias.to(wide), num_groups, eps)
-    if concat:
+    out = factor * _norm(a, weight.to(wide), bias.to(wide), options.num_groups, options.eps)
+    if options.concat:
         out = torch.cat([factor, a, out], dim=1)
     if seed is not None:
-        keep = counter.kept(seed, out.shape[0], out.shape[1], dropout)
-        out = torch.where(keep, out / (1 - dropout), 0)
+        keep = counter.kept(seed, out.shape[0], out.shape[1], options.dropout)
+        out = torch.where(keep, out / (1 - options.dropout), 0)
     return out.to(attended.dtype)
 
 

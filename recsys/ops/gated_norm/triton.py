@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from recsys.ops.gated_norm import GateFacts
+from recsys.ops.gated_norm import GateFacts, GateOptions
 from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
@@ -34,18 +34,12 @@ def run(
     u: Tensor,
     weight: Tensor,
     bias: Tensor,
-    *,
-    num_groups: int,
-    eps: float,
-    concat: bool,
-    dropout: float,
     seed: Tensor | None,
-    silu: bool,
     grad_buffer: GradientBuffer | None,
+    options: GateOptions,
 ) -> Tensor:
     """Computes in float32. Backward reads a, u and the gradient once; forward keeps nothing else."""
     ops = triton_support.load(_OPS)
-    options = (num_groups, eps, concat, dropout, silu)
     if torch.compiler.is_compiling():
         return ops.gated_norm_triton(attended, u, weight, bias, seed, *options)
     return ops.GatedNorm.apply(attended, u, weight, bias, seed, grad_buffer, *options)

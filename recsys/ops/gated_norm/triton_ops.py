@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from recsys.ops.gated_norm import counter
+from recsys.ops.gated_norm import GateOptions, counter
 from recsys.ops.gated_norm.triton_kernels import backward_kernel, forward_kernel
 from recsys.ops.runtime.column_sums import sum_of_parts
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
@@ -34,16 +34,6 @@ class Blocks(NamedTuple):
     num_warps: int
 
 
-class Options(NamedTuple):
-    """The arguments of a call that are no tensors."""
-
-    num_groups: int
-    eps: float
-    concat: bool
-    dropout: float
-    silu: bool = False
-
-
 class GatedNorm(torch.autograd.Function):
     """`apply(attended, u, weight, bias, seed, grad_buffer, *options)`."""
 
@@ -59,7 +49,7 @@ class GatedNorm(torch.autograd.Function):
         *options: Any,
     ) -> Tensor:
         ctx.save_for_backward(attended, u, weight, bias, seed)
-        ctx.grad_buffer, ctx.options = grad_buffer, Options(*options)
+        ctx.grad_buffer, ctx.options = grad_buffer, GateOptions(*options)
         return launch_forward(attended, u, weight, bias, seed, ctx.options)
 
     @staticmethod
@@ -77,7 +67,7 @@ def launch_forward(
     weight: Tensor,
     bias: Tensor,
     seed: Tensor | None,
-    options: Options,
+    options: GateOptions,
     wrap: Wrap | None = None,
 ) -> Tensor:
     """Launches `forward_kernel`: [T, W] or [T, 3 W]. The arguments have been validated."""
@@ -110,7 +100,7 @@ def launch_backward(
     weight: Tensor,
     bias: Tensor,
     seed: Tensor | None,
-    options: Options,
+    options: GateOptions,
     wrap: Wrap | None = None,
     grad_buffer: GradientBuffer | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,7 +155,7 @@ def _with_dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
-def _constants(width: int, options: Options, blocks: Blocks) -> dict[str, Any]:
+def _constants(width: int, options: GateOptions, blocks: Blocks) -> dict[str, Any]:
     """The compile-time constants of the kernels, by the names of their parameters."""
     return {
         "W": int(width),
@@ -195,7 +185,7 @@ def gated_norm_triton(
     silu: bool = False,
 ) -> Tensor:
     """`gated_norm` for traced graphs."""
-    options = Options(num_groups, eps, concat, dropout, silu)
+    options = GateOptions(num_groups, eps, concat, dropout, silu)
     return launch_forward(attended, u, weight, bias, seed, options, wrap_triton)
 
 
@@ -214,7 +204,7 @@ def gated_norm_triton_backward(
     silu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `attended`, `u`, `weight` and `bias`."""
-    options = Options(num_groups, eps, concat, dropout, silu)
+    options = GateOptions(num_groups, eps, concat, dropout, silu)
     grad_a, grad_u, both = launch_backward(grad_out, attended, u, weight, bias, seed, options, wrap_triton)
     return grad_a, grad_u, both[0].clone(), both[1].clone()
 

@@ -6,6 +6,7 @@ All widths with `--slow`; without, one. Skips without Triton.
 import pytest
 import torch
 
+from recsys.ops.gated_norm import GateOptions
 from tests.ops import harness
 from tests.tools.assembled import assemble, needs_compiler
 
@@ -28,7 +29,7 @@ def test_it_fits_into_the_registers_and_moves_16_bytes_at_a_time(width, groups, 
     function, five = getattr(triton_kernels, kernel), concat and kernel == "backward_kernel"
     per_warp = triton_ops.ENTRIES_PER_WARP_OF_FIVE if five else triton_ops.ENTRIES_PER_WARP
     blocks = triton_ops.blocks_of(width, per_warp)
-    constants = triton_ops._constants(width * groups, triton_ops.Options(groups, 1e-6, concat, 0.2), blocks)
+    constants = triton_ops._constants(width * groups, GateOptions(groups, 1e-6, concat, 0.2), blocks)
     constants |= {name: 3 * width * groups for name in function.arg_names if name.startswith("STRIDE_")}
     found = assemble(function, POINTERS, constants, tmp_path, other="*bf16")
     assert found.spills == 0
@@ -40,7 +41,7 @@ def test_it_fits_into_the_registers_and_moves_16_bytes_at_a_time(width, groups, 
 def test_a_traced_graph_holds_the_kernels(concat):
     from recsys.ops.gated_norm import triton_ops
 
-    options = triton_ops.Options(2, 1e-6, concat, 0.2)
+    options = GateOptions(2, 1e-6, concat, 0.2)
 
     def both(a, u, weight, bias, seed):
         wrap = torch.library.wrap_triton
