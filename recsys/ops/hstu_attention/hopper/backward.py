@@ -11,8 +11,8 @@ A program owns tiles of keys, a strip of 64 a warp group, and sums their dK and 
 that see them. Scores are [keys, rows], so that their weights and dS are left operands in registers. dS also
 goes to shared memory: each warp group multiplies that of all strips with its part of the columns of the keys,
 a block later, and the descriptor of dQ, float32, adds the product to what other programs have added: in any
-order, so that the last bits vary. Keys, and where there is room values, arrive while the tile before is still
-being computed; dV leaves through the buffer of the tile's own keys, dK through that of the parts of dQ. Names
+order, so that the last bits vary. Keys, and values if they fit, arrive while the tile before is still being
+computed; dV leaves through the buffer of the tile's own keys, dK through that of the parts of dQ. Names
 and the order of the work are those of `forward`.
 
 Shared memory is the bottleneck: of 128 columns a block takes 1472 cycles of it a strip, for 1280 of the

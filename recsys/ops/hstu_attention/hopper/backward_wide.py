@@ -9,8 +9,8 @@ and of dO at a time:
 
 Each group has half of the products, and computes its weights while the tensor cores work for the other one.
 Twice the slopes minus one, at most 1.2 in size, travel as float16 whatever the type of the operands: exact to
-2^-11 of one, as `tanh` is. dV and dK leave through the buffers that the last dO and q
-came in: the next keys and values arrive meanwhile.
+2^-11 of one, as `tanh` is. dV and dK leave through the buffers that the last dO and q came in: the next keys
+and values arrive meanwhile.
 
     buffers   q, g, k, v, slopes, two slots for items of the list
     barriers  q full and free, g full and free, k full and free, v full and free, slopes full and free,

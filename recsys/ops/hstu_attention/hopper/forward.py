@@ -215,7 +215,7 @@ def loading_warp(
             following = take_place(counter)
         if count > 0:
             first = block_at(0, runs, unmasked) * BLOCK_N
-            if Q_TILES == 1:  # else there is room for q before
+            if Q_TILES == 1:  # else q is loaded first
                 load_block(k_desc, tile, first, head * stride_k, cursor, k_full, k_free, k_buffer)
             for strip in gl.static_range(STRIPS):
                 at = turn % Q_TILES * STRIPS + strip

@@ -152,9 +152,9 @@ def backward(
     """Gradients of q, k and v, [T, H, D], those of q summed in any order. Arguments are those of
     `forward`."""
     total_len, num_heads, dim = q.shape
-    made = problem.gradient_memory(q, k, v)
+    gradients = problem.gradient_memory(q, k, v)
     if total_len == 0:
-        return Gradients(*made, None, None)
+        return Gradients(*gradients, None, None)
     sizes = sizes or BACKWARD_SIZES[dim]
     mask, layout, device = problem.mask, problem.layout, q.device
     keys = STRIP.value * BACKWARD_STRIPS
@@ -171,8 +171,8 @@ def backward(
             Boxes(k, keys, dim),
             Boxes(v, keys, dim),
             Boxes(sums, sizes.rows, dim // BACKWARD_STRIPS),
-            Boxes(made[1], STRIP.value, dim),
-            Boxes(made[2], STRIP.value, dim),
+            Boxes(gradients[1], STRIP.value, dim),
+            Boxes(gradients[2], STRIP.value, dim),
         ),
         (items, counter_for(device, captured)),
         (
@@ -186,8 +186,8 @@ def backward(
         ),
         lambda: {**constants_of(sizes, mask), "D": dim},
     )
-    round_to(made[0], sums, 0.5 * problem.alpha / problem.scale_len, even_first=True)
-    return Gradients(*made, None, None)
+    round_to(gradients[0], sums, 0.5 * problem.alpha / problem.scale_len, even_first=True)
+    return Gradients(*gradients, None, None)
 
 
 def sizes_for(dim: int, seen: float, window: int | None = None) -> Sizes:

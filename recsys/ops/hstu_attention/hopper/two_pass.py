@@ -55,14 +55,14 @@ def backward(
     captured: bool = True,
 ) -> Gradients:
     """Gradients of q, k and v, [T, H, D]. `sizes` and `captured` are those of `launch.forward`."""
-    made = problem.gradient_memory(q, k, v)
+    gradients = problem.gradient_memory(q, k, v)
     if q.shape[0] == 0:
-        return Gradients(*made, None, None)
+        return Gradients(*gradients, None, None)
     sizes = sizes or SIZES[q.shape[2]]
     operands = [with_loadable_rows(tensor) for tensor in (q, grad_out, k, v)]
-    launch_keys(operands, made[1], made[2], counter_for(q.device, captured), problem, sizes)
-    launch_rows(operands, made[0], counter_for(q.device, captured), problem, sizes)
-    return Gradients(*made, None, None)
+    launch_keys(operands, gradients[1], gradients[2], counter_for(q.device, captured), problem, sizes)
+    launch_rows(operands, gradients[0], counter_for(q.device, captured), problem, sizes)
+    return Gradients(*gradients, None, None)
 
 
 def launch_keys(

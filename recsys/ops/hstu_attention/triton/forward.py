@@ -125,7 +125,7 @@ def forward_kernel(
 ):  # fmt: skip
     """out [T, H, V] contiguous. A program for each item and head; heads fastest.
 
-    DESCRIBED: q, k and v are descriptors, see `triton_launch.ragged_descriptor`.
+    DESCRIBED: q, k and v are descriptors, see `runtime.descriptors`.
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
