@@ -15,9 +15,9 @@ pytestmark = pytest.mark.gpu
 LENGTHS = torch.tensor([300, 1, 0, 77, 130])
 
 
-def layer_of(width, dim, form, **settings):
+def layer_of(width, dim, config, **settings):
     torch.manual_seed(0)
-    layer = STULayer(width, num_heads=2, qk_dim=dim, v_dim=dim, form=form, **settings)
+    layer = STULayer(width, num_heads=2, qk_dim=dim, v_dim=dim, config=config, **settings)
     for parameter in layer.parameters():
         if parameter.dim() == 1:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -86,7 +86,6 @@ def test_recompute_changes_no_gradient(choice):
             assert torch.equal(got, want)
 
 
-@pytest.mark.usefixtures("hopper_kernel")
 @pytest.mark.parametrize("activation", ["u", "uvqk"])
 @pytest.mark.parametrize("gate", ["ugn", "concat"])
 @pytest.mark.parametrize("dim", [64, 256])
