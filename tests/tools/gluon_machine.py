@@ -349,13 +349,19 @@ class Machine:
 
 def box(descriptor: Any, coordinates: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Offsets of the elements of a box from the tensor's start, and whether they are in bounds."""
+    size, first, inside_so_far = descriptor.base.element_size(), 0, True
     offset, inside = torch.zeros([1] * len(coordinates), dtype=torch.int64), torch.tensor(True)
-    size = descriptor.base.element_size()
     for axis, (start, extent) in enumerate(zip(coordinates, descriptor.block_shape, strict=True)):
-        place = int(raw(start))
+        place, stride = int(raw(start)), descriptor.strides[axis] * size
         assert -(2**31) <= place < 2**31
+        if extent == 1:
+            first += place * stride
+            inside_so_far = inside_so_far and 0 <= place < descriptor.shape[axis]
+            continue
         shape = [-1 if other == axis else 1 for other in range(len(coordinates))]
-        at = (torch.arange(extent, dtype=torch.int64) + place).view(shape)
+        at = torch.arange(place, place + extent, dtype=torch.int64).view(shape)
         inside = inside & (at >= 0) & (at < descriptor.shape[axis])
-        offset = offset + at * (descriptor.strides[axis] * size)  # wraps around like an address
+        offset = offset + at * stride  # wraps around like an address
+    offset = offset + ((first + 2**63) % 2**64 - 2**63)
+    inside = inside & inside_so_far
     return torch.div(offset, size, rounding_mode="floor"), inside
