@@ -10,14 +10,14 @@ from recsys.modules.losses.softmax import IGNORED as NO_TARGET
 from recsys.modules.losses.softmax import SoftmaxLoss
 from recsys.ops import explain, last_backend, linear_logp, linear_lse
 from recsys.ops.linear_logp import OP
+from tests.ops import harness
 from tests.ops.linear_logp.problems import IGNORED, cotangents, gradients, leaves_of, problem
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 
-is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-on_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
+on_hopper = harness.needs_hopper
 BACKENDS = ["triton", pytest.param("sm90", marks=on_hopper)]
 
 
@@ -253,26 +253,22 @@ def test_the_same_bits_each_time_for_all_sizes_and_one_artefact(backend):
     expected = [results(given, backend) for given in batches]
     kernels = [triton_kernels.forward_kernel, triton_kernels.backward_kernel]
     kernels += [triton_rows.finish_kernel, triton_rows.upstream_kernel]
-    before = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+    before = harness.artefacts(*kernels)
     rapid = [(i, results(batches[i], backend)) for n in range(40) for i in (4, n % 4, 0, 3, 1)]
     torch.cuda.synchronize()
     for i, got in rapid:
         assert all(torch.equal(one, other) for one, other in zip(got, expected[i], strict=True))
-    after = [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
-    assert after == before
+    assert harness.artefacts(*kernels) == before
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_waits_for_the_device(backend):
     given = on_device(problem(500, 900, 64, dtype=torch.bfloat16, bias=False, ids=False))
     results(given, backend)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with harness.no_waiting():
         leaves = leaves_of(given)
         logp, lse = linear_logp(**given, backend=backend)
         torch.autograd.grad(logp.sum() + lse.sum(), leaves)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_memory_is_that_of_the_inputs():

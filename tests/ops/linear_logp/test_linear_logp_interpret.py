@@ -8,18 +8,14 @@ import torch
 from recsys.ops import explain, last_backend, linear_logp, linear_lse
 from recsys.ops.linear_logp import norms_of
 from recsys.ops.linear_logp.recompute import SHORTEST
+from tests.ops import harness
 from tests.ops.linear_logp.problems import cotangents, gradients, leaves_of, problem
 from tests.tools.interpreter import (
     INTERPRETED,
     WithNumbersOnly,
     between_poison,
     interpreted,
-    mend_interpreter,
-    run_interpreted,
-    starts_it,
 )
-
-GUARD = 777.0
 
 # (rows, candidates, width): several tiles and parts of both, fewer than a tile, odd widths.
 SHAPES = [(70, 150, 20), (5, 33, 64), (130, 3, 7), (64, 96, 16), (1, 1, 1)]
@@ -32,19 +28,10 @@ def small_blocks(monkeypatch):
         return
     from recsys.ops.linear_logp import triton_ops
 
-    mend_interpreter(monkeypatch)
     small = dict.fromkeys((64, 128, 256, 512), triton_ops.Blocks(32, 16, 4, 1))
     for table in (triton_ops.FORWARD, triton_ops.OF_HIDDEN, triton_ops.OF_WEIGHT):
         for kind in table:
             monkeypatch.setitem(table, kind, small)
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Memory that PyTorch hands out uninitialised holds NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def cast(given, dtype):
@@ -177,22 +164,10 @@ def test_one_gradient_alone(name):
 
 @interpreted
 def test_nothing_is_written_outside(monkeypatch):
-    buffers, new_empty = [], torch.Tensor.new_empty
-
-    def guarded(self, *shape, dtype=None, device=None):
-        if device is not None:  # the interpreter's own
-            return new_empty(self, *shape, device=device)
-        size = torch.Size(shape)
-        buffers.append(torch.full((size.numel() + 999,), GUARD, dtype=dtype or self.dtype))
-        return buffers[-1][: size.numel()].view(size)
-
     given = problem(70, 150, 20, dtype=torch.float32)
-    monkeypatch.setattr(torch.Tensor, "new_empty", guarded)
-    results(given, "triton")
-    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    with harness.guarded_memory(monkeypatch) as buffers:
+        results(given, "triton")
     assert len(buffers) >= 6
-    for buffer in buffers:
-        assert (buffer[-999:] == GUARD).all() and not (buffer[:-999] == GUARD).any()
 
 
 @interpreted
@@ -261,11 +236,6 @@ def test_auto_stays_with_the_reference_on_a_cpu_and_wide_rows_are_refused():
         assert dict(explain("linear_logp", **problem(2, 3, most, dtype=dtype)).rows)["triton"].ok
 
 
-@starts_it
-def test_the_kernels_in_the_interpreter():
-    run_interpreted(__file__)
-
-
 @interpreted
 @pytest.mark.parametrize("stride", [20, 24])
 def test_gradients_of_rows_through_their_unit_forms(stride):
@@ -281,3 +251,6 @@ def test_gradients_of_rows_through_their_unit_forms(stride):
     norms = norms_of(rows, rows)[0]
     got = row_launch.project(between_poison(grad), between_poison(rows.detach()), between_poison(norms))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+test_in_the_interpreter = harness.interpreter_test(__file__)

@@ -9,7 +9,6 @@ from tests.tools.interpreter import (
     INTERPRETED,
     between_poison,
     interpreted,
-    mend_interpreter,
     run_interpreted,
     starts_it,
 )
@@ -24,7 +23,6 @@ def small_sizes(monkeypatch):
         return
     from recsys.ops.top_k import triton_launch
 
-    mend_interpreter(monkeypatch)
     small = dict.fromkeys((64, 128, 256, 512), triton_launch.Blocks(16, 16, 4, 1))
     changed = {"BLOCKS": small, "CLASSES": 8, "PART": 2, "REMOVED": 8, "STEP": 64}
     for name, value in (changed | {"CHUNK_QUERIES": 20, "CHUNK_BYTES": 20 * 4 * 10}).items():
