@@ -203,7 +203,7 @@ def test_some_rows_are_those_of_the_whole_layer(form, scaled, fused):
 @pytest.mark.parametrize("choice", CHOICES, ids=" ".join)
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[-1]])
 def test_recompute_changes_no_gradient(form, choice):
-    """No bit, unless PyTorch's projection takes the place of `linear_add`."""
+    """No bit changes, unless the recomputed projection replaces that of the fused node."""
     layer = random_layer(form, dropout=0.3)
     x = torch.randn(30, EMBEDDING, requires_grad=True)
     expected = results(layer, x, in_buffer, fused=True)

@@ -30,7 +30,7 @@ OTHERS = {"rows": "*i32", "marks": "*u8"}
 
 
 def assembled(function, constants, boxes, folder):
-    """What the assembler says, and the loops with products. `boxes`: rows and columns by name."""
+    """The assembled kernel and its loops with products. `boxes` has rows and columns by name."""
     types = dict.fromkeys(FLOATS, "*fp32") | OTHERS
     types["grad"] = "*bf16" if constants.get("OF_WEIGHT") else "*fp32"
     constants = constants | {"num_warps": hopper_ops.WARPS}
