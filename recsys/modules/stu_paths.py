@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from recsys.modules import stu_node
 from recsys.modules.precision import product_dtype
 from recsys.modules.recompute import Watch, rebuilt_in_backward
 from recsys.ops import GradientBuffer, gated_norm, gather_rows, norm_linear
 from recsys.ops.norm_linear import NormLinear
+from recsys.ops.runtime import triton_support
 
 Attend = Callable[..., Tensor]
 """Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]. `FusedPath` also passes
@@ -133,8 +135,11 @@ class Path:
         return self.finish(x, u, attend(q, k, v, **_named(grad_buffer)), scale, grad_buffer)
 
     def _gate_and_project(self, u: Tensor, attended: Tensor, grad_buffer: GradientBuffer | None) -> Tensor:
+        return self.layer.output(self._gate(u, attended, grad_buffer))
+
+    def _gate(self, u: Tensor, attended: Tensor, grad_buffer: GradientBuffer | None) -> Tensor:
         layer = self.layer
-        gated = gated_norm(
+        return gated_norm(
             attended.to(u.dtype),
             u,
             layer.norm.weight,
@@ -146,7 +151,6 @@ class Path:
             silu=layer.config.activation == "u" and self.silu_in_gate,
             grad_buffer=grad_buffer,
         )
-        return layer.output(gated)
 
     def _heads(
         self, x: Tensor, parts: Sequence[Tensor], grad_buffer: GradientBuffer | None = None
@@ -265,6 +269,22 @@ class FusedPath(Path):
                 parts, grad_buffer = F.silu(joined).split(layer.widths, dim=1), None
                 watch([joined, parts[0]])
         return self._heads(x, parts, grad_buffer)
+
+    def finish(
+        self,
+        x: Tensor,
+        u: Tensor,
+        attended: Tensor,
+        scale: Tensor | None = None,
+        grad_buffer: GradientBuffer | None = None,
+    ) -> Tensor:
+        """Computes `STULayer.finish`; backward sums the weight gradient in float32, as the node does."""
+        layer = self.layer
+        if scale is not None or "gated" in layer.recomputed() or not torch.is_grad_enabled():
+            return super().finish(x, u, attended, scale, grad_buffer)
+        linear_add = triton_support.load(stu_node.LINEAR).LinearAdd
+        gated = self._gate(u, attended.flatten(1), grad_buffer)
+        return linear_add.apply(x, gated, layer.output.weight, layer.output.bias)
 
     def _rebuild(self, x: Tensor) -> list[Tensor]:
         """Computes all tensors that `project` watches, in their order."""
