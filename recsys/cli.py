@@ -173,6 +173,7 @@ def _prepare_and_run(
     needs_config: bool,
     config_file: Callable[[argparse.Namespace], Path] | None,
 ) -> int:
+    path = None
     if config_file is None:
         path = _config_path(flags, needs_config)
         ready = config.prepare(path, flags.set) if path is not None else None
@@ -184,6 +185,8 @@ def _prepare_and_run(
         # Warnings about the config of a run folder were shown when the run began.
         for warning in ready.warnings if flags.config is not None and _is_first_process() else ():
             logger.warning("%s", warning)
+        if flags.validate and path is not None:
+            _compare_with_files(ready.pipeline, config.read(path, flags.set).locations)
         if flags.validate or flags.print_config:
             print("ok" if flags.validate else config.to_text(ready.pipeline, ready.origins).rstrip())
             return 0
@@ -194,6 +197,21 @@ def _prepare_and_run(
         return _guard(_recorded(lambda: _run(run, call)))
     with _log_to_file(call.run_dir):
         return _guard(_recorded(lambda: _run(run, call)))
+
+
+def _compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str]) -> None:
+    """Checks the columns of the files that a config names.
+
+    Raises:
+        ConfigError: with every missing or wrong column.
+    """
+    from recsys.data.validation import compare_with_files
+
+    compared = compare_with_files(pipeline, locations)
+    for warning in compared.warnings if _is_first_process() else ():
+        logger.warning("%s", warning)
+    if compared.faults:
+        raise ConfigError(compared.faults)
 
 
 def _run(run: Callable[[Call], None], call: Call) -> None:

@@ -269,7 +269,7 @@ DATA_STAGES = (
     {"convert"},
     {"workers"},
     {"batch", "collator", "negatives", "unknown_ids"},
-    {"inspect", "loader"},
+    {"inspect", "loader", "validation"},
 )
 DATA_LEVEL = {name: level for level, names in enumerate(DATA_STAGES) for name in names}
 

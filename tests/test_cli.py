@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +64,18 @@ def test_validate(folder, run, calls, capsys):
     ]
     assert calls == []
     assert not (folder / "runs").exists()
+
+
+def test_validate_looks_at_the_columns_of_the_files(run, calls, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parents[1])
+    flags = ["--config", "configs/quickstart.config", "--validate"]
+    assert cli.main("train", run, flags) == 0
+    assert capsys.readouterr().out == "ok\n"
+    assert cli.main("train", run, [*flags, "--set", "model.ranker.tasks[0].label=candidate_clik"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "train.parquet: no column candidate_clik. Did you mean candidate_is_click?" in shown.err
+    assert calls == []
 
 
 def test_validate_shows_warnings(folder, run, capsys):

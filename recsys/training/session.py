@@ -14,7 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys import config, environment, files
 from recsys import protos as pb
-from recsys.config.checks.effects import never_averaged, warmup_too_long
+from recsys.config.checks.effects import behind_the_end
 from recsys.data.batch import Batch, Position
 from recsys.data.convert import item_catalogue
 from recsys.data.loader import Loader
@@ -230,10 +230,9 @@ def _build(
 
     reader = loader("train", shuffle=True)
     total_steps = _total_steps(train, reader, progress)
-    if train.HasField("num_epochs") and train.schedule.warmup_steps >= total_steps and processes.is_main:
-        log.warning("train.schedule.warmup_steps: %s", warmup_too_long(train, total_steps))
-    if train.HasField("num_epochs") and processes.is_main and (what := never_averaged(train, total_steps)):
-        log.warning("train.weight_averaging: %s", what)
+    if train.HasField("num_epochs") and processes.is_main:
+        for finding in behind_the_end(pipeline, total_steps):
+            log.warning("%s: %s", finding.path, finding.text)
     step = TrainStep(model)
     wrapped = shard(step, pipeline, processes)
     optimizer = ScheduledOptimizer(wrapped, train, total_steps)

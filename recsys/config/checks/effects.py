@@ -24,27 +24,33 @@ def _accumulation(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding("train.accumulate_batches", what)
 
 
-def _warmup(pipeline: pb.Pipeline) -> Iterator[Finding]:
+def _length(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    if pipeline.train.HasField("num_steps"):
+        yield from behind_the_end(pipeline, pipeline.train.num_steps)
+
+
+def behind_the_end(pipeline: pb.Pipeline, steps: int) -> Iterator[Finding]:
+    """Lists settings that a run of `steps` optimizer steps is too short for.
+
+    A run of epochs knows its steps only when its training rows have been counted.
+    """
     train = pipeline.train
-    if train.HasField("num_steps") and train.schedule.warmup_steps >= train.num_steps:
-        yield Finding("train.schedule.warmup_steps", warmup_too_long(train, train.num_steps))
-
-
-def warmup_too_long(train: pb.Train, steps: int) -> str:
-    """The warning for a run of `steps` that ends before the learning rate has reached its peak."""
-    return (
-        f"{train.schedule.warmup_steps} is given and the run has {steps} steps, so it ends while the "
-        "learning rate still grows; give fewer"
-    )
-
-
-def _averaging(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    train = pipeline.train
-    if train.HasField("num_steps") and (what := never_averaged(train, train.num_steps)):
+    warmup, every = train.schedule.warmup_steps, train.evaluation.every_steps
+    if warmup >= steps:
+        what = "so it ends while the learning rate still grows; give fewer"
+        yield Finding(
+            "train.schedule.warmup_steps", f"{warmup} is given and the run has {steps} steps, {what}"
+        )
+    if pipeline.data.HasField("validation") and every > steps:
+        what = "so the model is evaluated only once, at the end; give fewer"
+        yield Finding(
+            "train.evaluation.every_steps", f"{every} is given and the run has {steps} steps, {what}"
+        )
+    if what := _never_averaged(train, steps):
         yield Finding("train.weight_averaging", what)
 
 
-def never_averaged(train: pb.Train, steps: int) -> str | None:
+def _never_averaged(train: pb.Train, steps: int) -> str | None:
     """The warning for a run of `steps` that ends before any weights are averaged; None if it does not."""
     averaging = train.weight_averaging
     swa = averaging.HasField("swa")
@@ -126,8 +132,7 @@ def _unevaluated(pipeline: pb.Pipeline) -> Iterator[Finding]:
 RULES = (
     _replicated,
     _accumulation,
-    _warmup,
-    _averaging,
+    _length,
     _masks,
     _tails,
     _single_valued,

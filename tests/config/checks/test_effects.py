@@ -77,6 +77,12 @@ WARNINGS = [
     (RANKER, ["train.num_epochs=1"], None),
     (
         RANKER,
+        ["train.num_steps=8", "train.evaluation.every_steps=9"],
+        "train.evaluation.every_steps: 9 is given and the run has 8 steps, so the model is evaluated",
+    ),
+    (RANKER, ["train.num_steps=8", "train.evaluation.every_steps=8"], None),
+    (
+        RANKER,
         [f"{TASK}.loss={{jrc {{pointwise_share: 0}}}}"],
         f"{TASK}.loss.jrc.pointwise_share: 0 is given: predictions order the candidates of a row",
     ),

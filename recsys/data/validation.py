@@ -1,0 +1,54 @@
+"""Compares a config with the files that it names, without reading a row: `--validate` calls it."""
+
+from typing import NamedTuple
+
+from recsys import protos as pb
+from recsys.config.checks import lines
+from recsys.config.checks.effects import behind_the_end
+from recsys.data.sources import Source, open_source
+from recsys.errors import DataError
+
+SPLITS = ("train", "validation", "test")
+
+
+class FileFindings(NamedTuple):
+    """Faults and warnings, one line each; a fault keeps a command from running."""
+
+    faults: list[str]
+    warnings: list[str]
+
+
+def compare_with_files(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> FileFindings:
+    """Looks for missing or wrong columns in the files of each split, and for settings behind the last step.
+
+    Files that cannot be opened are a warning: a config may be checked where its data is not.
+
+    Args:
+        pipeline: resolved.
+        locations: place of each field in the config file, by path, as `config.read` returns it.
+    """
+    faults: list[str] = []
+    warnings: list[str] = []
+    for split in SPLITS:
+        if not pipeline.data.HasField(split):
+            continue
+        try:
+            source = open_source(getattr(pipeline.data, split), pipeline)
+        except DataError as error:
+            warnings.append(f"data.{split}: its columns were not checked: {error}")
+            continue
+        try:
+            source.check(pipeline, "train" if split == "train" else "evaluate")
+        except DataError as error:
+            told = [f"data.{split}: {line}" for line in str(error).splitlines()]
+            # The last line lists all columns; once is enough.
+            faults += told[:-1] if faults else told
+        if split == "train" and pipeline.train.HasField("num_epochs"):
+            warnings += lines(list(behind_the_end(pipeline, _steps(pipeline, source))), locations or {})
+    return FileFindings(faults, warnings)
+
+
+def _steps(pipeline: pb.Pipeline, source: Source) -> int:
+    """Counts the steps of a run of epochs in one process; several processes make fewer."""
+    batches = -(-source.num_rows // pipeline.data.batch_size) * pipeline.train.num_epochs
+    return batches // pipeline.train.accumulate_batches
