@@ -1,6 +1,6 @@
 """The command line that all commands share: flags, logging, exit codes of errors.
 
-An entry point is a function of a `Call` and one line, `raise SystemExit(cli.main("train", run))`. Exit codes:
+An entry point is a function of a `Call` and one line, `return cli.main("train", run, arguments)`. Exit codes:
 0 done, 1 run time, 2 usage or config, 3 data, 4 non-finite loss, 5 environment, 130 and 143 after a signal,
 141 when nobody reads the output any more.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from recsys import config, environment
 from recsys import protos as pb
 from recsys.errors import ConfigError, InstallationError, RecsysError
-from recsys.flags import Parser
+from recsys.flags import Parser, PrintVersions
 from recsys.logs import is_for_console
 
 logger = logging.getLogger(__name__)
@@ -269,7 +269,7 @@ def _parser(
     shared.add_argument(
         "--log-level", choices=LEVELS, help=f"default: the variable {LOG_VARIABLE}, else info"
     )
-    shared.add_argument("--version", action=_Version, help="print versions of the libraries, stop")
+    shared.add_argument("--version", action=PrintVersions, help="print versions of the libraries, stop")
     return parser
 
 
@@ -278,19 +278,6 @@ def _level_of_variable(parser: argparse.ArgumentParser) -> str:
     if given.lower() not in LEVELS:
         parser.error(f"variable {LOG_VARIABLE}: invalid level: {given!r} (choose from {', '.join(LEVELS)})")
     return given.lower()
-
-
-class _Version(argparse.Action):
-    """Prints versions without importing the libraries."""
-
-    def __init__(self, option_strings, dest, help=None):
-        super().__init__(
-            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help
-        )
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        print("\n".join(f"{name} {version}" for name, version in environment.versions().items()))
-        parser.exit()
 
 
 class _StderrHandler(logging.Handler):

@@ -5,21 +5,18 @@ broken.
 """
 
 import sys
+from collections.abc import Sequence
 
-from recsys import environment
 from recsys.doctor_checks import Finding, diagnose
 from recsys.errors import InstallationError
-from recsys.flags import Parser
+from recsys.flags import Parser, PrintVersions
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("python -m recsys.doctor", description="Check this installation.", allow_abbrev=False)
     parser.add_argument("--quick", action="store_true", help="leave out compiling a package (about 30 s)")
-    parser.add_argument("--version", action="store_true", help="print the versions that matter and stop")
+    parser.add_argument("--version", action=PrintVersions, help="print the versions that matter and stop")
     options = parser.parse_args(arguments)
-    if options.version:
-        print("\n".join(f"{name} {version}" for name, version in environment.versions().items()))
-        return 0
     broken = []
     for finding in diagnose(quick=options.quick):
         print(render(finding), flush=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from recsys import environment
 from recsys.errors import InstallationError
 
-REINSTALL = f"{sys.executable} scripts/install.py"
+REINSTALL = f"{sys.executable} -m recsys.install"
 FAILURES = (
     ImportError,
     OSError,

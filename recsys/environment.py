@@ -1,6 +1,6 @@
 """Describes this machine: versions of libraries, driver, compilers.
 
-`scripts/install.py` reads the table of tested rows (so nothing here imports torch at the top), checkpoints
+`recsys.install` reads the table of tested rows (so nothing here imports torch at the top), checkpoints
 and packages record `versions()`, the exporter asks for `find_cxx()`, and `recsys.doctor` reports all of it.
 """
 
@@ -52,7 +52,7 @@ MINIMAL_PTXAS = (13, 3)
 PACKAGED_PTXAS = "nvidia-cuda-nvcc>=13.3"
 """A distribution with an assembler that is new enough."""
 
-REPAIR = "type `python scripts/install.py`; `python -m recsys.doctor` says what is wrong"
+REPAIR = "type `python -m recsys.install`; `python -m recsys.doctor` says what is wrong"
 """Advice about an installation that does not work, for the end of a sentence."""
 
 COMPILE_PROTOS = "python scripts/compile_protos.py"

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from recsys import cli, files
@@ -56,9 +57,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     cli.add_checkpoint(parser)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("evaluate", run, add_flags=add_flags)
+    return cli.main("evaluate", run, arguments, add_flags=add_flags)
 
 
 if __name__ == "__main__":

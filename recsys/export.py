@@ -3,6 +3,7 @@
 import argparse
 import logging
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from recsys import cli
@@ -56,9 +57,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     cli.add_checkpoint(own)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("export", run, add_flags=add_flags)
+    return cli.main("export", run, arguments, add_flags=add_flags)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,30 @@
 """An argument parser that answers a mistake with one line that says what was meant.
 
-Used by `cli`, `doctor`, `prepare` and the tools of `scripts/`. Needs only Python's standard library.
+Used by all commands and the tools of `scripts/`. Imports nothing but Python's standard library, and
+argcomplete when a shell asks for completions.
 """
 
 import argparse
 import difflib
+import os
 import re
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
+
+from recsys import environment
+
+COMPLETING = "_ARGCOMPLETE"
+"""Environment variable by which a shell asks for completions: how many words stand before the arguments."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that suggests the nearest flag for an unknown one."""
+    """An ArgumentParser that suggests the nearest flag for an unknown one, and completes in a shell."""
+
+    def parse_args(self, args=None, namespace=None):
+        """Parses arguments; when a shell asks for completions, prints those and ends the process."""
+        if COMPLETING in os.environ:
+            _complete(self)
+        return super().parse_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
@@ -21,6 +35,60 @@ class Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(given.partition("=")[0], known, n=1)
             hints += [f"Did you mean {near[0]}? "] if near and given.startswith("-") else []
         self.exit(2, f"{self.prog}: {message}. {''.join(hints)}--help lists the flags.\n")
+
+
+class PrintVersions(argparse.Action):
+    """Prints versions without importing the libraries."""
+
+    def __init__(self, option_strings, dest, help=None):
+        super().__init__(
+            option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help
+        )
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        print("\n".join(f"{name} {version}" for name, version in environment.versions().items()))
+        parser.exit()
+
+
+def split_command(parser: Parser, names: Iterable[str], arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the command that the first argument names, and the arguments behind it.
+
+    The command parses its arguments by itself, so that a misspelt flag is compared with its own flags.
+
+    Args:
+        parser: knows the flags that may stand instead of a command, such as --help.
+        names: the commands.
+    """
+    names = list(names)
+    if COMPLETING in os.environ:
+        return _command_of_shell(parser, names), []
+    parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
+    name = parser.parse_args(arguments[:1]).command
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"Did you mean {near[0]}? " if near else ""
+        parser.exit(2, f"{parser.prog}: no command {name!r}. {hint}Commands: {', '.join(names)}.\n")
+    return name, list(arguments[1:])
+
+
+def _command_of_shell(parser: Parser, names: list[str]) -> str:
+    """The command in the line that a shell completes; completes the command itself if it is not typed yet."""
+    from argcomplete.lexers import split_line
+
+    words = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))[3]
+    first = int(os.environ[COMPLETING])
+    if len(words) <= first or words[first] not in names:
+        parser.add_argument("command", choices=names)
+        _complete(parser)
+    os.environ[COMPLETING] = str(first + 1)
+    return words[first]
+
+
+def _complete(parser: Parser) -> None:
+    """Prints the completions that a shell asks for, and ends the process."""
+    import argcomplete
+
+    argcomplete.autocomplete(parser)
 
 
 def positive(text: str) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from recsys import cli, config
@@ -70,9 +71,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("predict", run, add_flags=_add_flags, config_file=_packaged_config)
+    return cli.main("predict", run, arguments, add_flags=_add_flags, config_file=_packaged_config)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """`python -m recsys.train`: trains the model of a config, or goes on where a run stopped."""
 
+from collections.abc import Sequence
+
 from recsys import cli
 from recsys.errors import Terminated
 
@@ -26,9 +28,9 @@ def run(call: cli.Call) -> None:
         raise Terminated(f"stopped by signal {outcome.signal}, saved as {outcome.checkpoint}", outcome.signal)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
-    return cli.main("train", run)
+    return cli.main("train", run, arguments)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,6 @@ make_venv() {
 # Changes with the Python and with each file that decides what an install does.
 current_stamp() {
     .venv/bin/python --version
-    cat pyproject.toml protos/*.proto recsys/environment.py scripts/install.py scripts/build_backend.py \
-        scripts/compile_protos.py | cksum
+    cat pyproject.toml protos/*.proto recsys/environment.py recsys/install.py scripts/install.py \
+        scripts/build_backend.py scripts/compile_protos.py | cksum
 }

@@ -1,205 +1,23 @@
-"""Install recsys and everything it needs into the Python that runs this script.
+"""Install this clone, editable, and everything it needs into the Python that runs this script.
 
     python scripts/install.py [--dev] [--dry-run]
 
-It keeps a torch that is installed (2.11, 2.12 or 2.13), else installs the newest tested one, and picks the
-fbgemm-gpu and torchrec that match it (`recsys.environment.TESTED`). With an NVIDIA driver that is torch 2.11,
-with whose Triton the kernels for Hopper work, an assembler that is right about them (nvidia-cuda-nvcc), and
-the CUDA build, fbgemm-gpu; it cannot be imported without a driver, so other machines get fbgemm-gpu-cpu.
-torchrec asks for the name `fbgemm-gpu` in either case, hence a stand-in distribution of that name, with
-nothing in it but the requirement on fbgemm-gpu-cpu of the same version. One pip call installs all, and
-`pip check` stays clean.
-
-pip's own settings hold (`PIP_INDEX_URL`, `PIP_EXTRA_INDEX_URL`, pip.conf). Standard library only; exit code 5
-when the machine does not fit, else pip's or `recsys.doctor`'s.
+`recsys.install` does the work and says how it chooses. This script is for a Python that has nothing installed
+yet; standard library only.
 """
 
 from __future__ import annotations
 
-import argparse
-import base64
-import hashlib
-import importlib.util
 import platform
-import shlex
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
-from typing import NamedTuple
-
-ROOT = Path(__file__).resolve().parent.parent
-WRONG_ENVIRONMENT = 5
 
 if sys.version_info < (3, 10):  # noqa: UP036 - this file is what tells users of an older Python
     sys.stderr.write(f"{sys.executable} is Python {platform.python_version()}; recsys needs >= 3.10\n")
-    sys.exit(WRONG_ENVIRONMENT)
+    sys.exit(5)
 
-sys.path.insert(0, str(ROOT))
-from recsys.environment import (  # noqa: E402
-    FOR_GPUS,
-    PACKAGED_PTXAS,
-    TESTED,
-    Row,
-    driver_version,
-    installed_version,
-    tested_row,
-)
-
-
-class Plan(NamedTuple):
-    """The commands to run, in order.
-
-    Attributes:
-        uninstall: distributions in the way: both builds of FBGEMM own the same files.
-        alias: where to write the stand-in for fbgemm-gpu, or None on a machine with a driver.
-        install: arguments of the one `pip install`.
-        reasons: one line per choice, for the user.
-    """
-
-    uninstall: list[str]
-    alias: Path | None
-    install: list[str]
-    reasons: list[str]
-
-
-class CannotInstall(Exception):
-    """This machine or its torch does not fit; the message says what to do."""
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Install recsys with matching torch, fbgemm, torchrec.")
-    parser.add_argument("--dev", action="store_true", help="also the test and lint tools")
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, change nothing")
-    options = parser.parse_args(arguments)
-    try:
-        plan = make_plan(
-            torch=installed_version("torch"),
-            fbgemm=installed_version("fbgemm-gpu"),
-            fbgemm_cpu=installed_version("fbgemm-gpu-cpu"),
-            driver=driver_version(),
-            system=f"{platform.system()} {platform.machine()}",
-            dev=options.dev,
-        )
-    except CannotInstall as error:
-        print(f"scripts/install.py: {error}", file=sys.stderr)
-        return WRONG_ENVIRONMENT
-    print("\n".join(plan.reasons))
-    return run(plan, dry_run=options.dry_run)
-
-
-def make_plan(
-    *,
-    torch: str | None,
-    fbgemm: str | None,
-    fbgemm_cpu: str | None,
-    driver: str | None,
-    system: str,
-    dev: bool,
-) -> Plan:
-    """Choose versions from what is installed and from the driver's version (None: not there).
-
-    Raises:
-        CannotInstall: no row fits the installed torch, or FBGEMM has no wheels for the system.
-    """
-    if system.lower() not in ("linux x86_64", "linux aarch64"):
-        raise CannotInstall(f"this is {system}; FBGEMM has wheels for Linux x86_64 and Linux aarch64 only")
-    cuda = driver is not None and not (torch or "").endswith("+cpu")
-    row, reasons = _choose_row(torch, cuda)
-    reasons.append(_why_build(cuda, driver))
-    if not cuda and torch is None:
-        reasons.append(
-            "(torch comes from pip's indexes; with PyTorch's CPU index among them it is ~10x smaller)"
-        )
-    alias = None if cuda else ROOT / "build" / f"fbgemm_gpu-{row.fbgemm}+cpu-py3-none-any.whl"
-    in_the_way = fbgemm_cpu is not None if cuda else fbgemm is not None and not fbgemm.endswith("+cpu")
-    present = {"fbgemm-gpu": fbgemm, "fbgemm-gpu-cpu": fbgemm_cpu}
-    uninstall = [name for name, version in present.items() if version] if in_the_way else []
-    install = [
-        f"torch=={torch or row.torch + '.0'}",
-        f"torchrec=={row.torchrec}",
-        str(alias.relative_to(ROOT)) if alias else f"fbgemm-gpu=={row.fbgemm}",
-        *([PACKAGED_PTXAS] if cuda else []),
-        "--editable",
-        ".[dev]" if dev else ".",
-    ]
-    return Plan(uninstall, alias, install, reasons)
-
-
-def run(plan: Plan, *, dry_run: bool) -> int:
-    """Print and (unless `dry_run`) execute the plan; the first exit code that is not 0 ends it."""
-    python = [sys.executable, "-m"]
-    commands = [[*python, "pip", "install", *plan.install], [*python, "recsys.doctor", "--quick"]]
-    if plan.uninstall:
-        commands.insert(0, [*python, "pip", "uninstall", "--yes", *plan.uninstall])
-    if not dry_run and importlib.util.find_spec("pip") is None:
-        print(f"{sys.executable} has no pip. Type: {sys.executable} -m ensurepip", file=sys.stderr)
-        return WRONG_ENVIRONMENT
-    if plan.alias is not None and not dry_run:
-        write_alias_wheel(plan.alias)
-    for command in commands:
-        print(f"+ {shlex.join(command)}", flush=True)
-        if not dry_run:
-            status = subprocess.run(command, cwd=ROOT, check=False).returncode
-            if status != 0:
-                return status
-    return 0
-
-
-def write_alias_wheel(path: Path) -> None:
-    """Write a wheel without code, named and versioned as `path` says, that requires fbgemm-gpu-cpu."""
-    name, version = path.name.split("-")[:2]
-    folder = f"{name}-{version}.dist-info"
-    texts = {
-        f"{folder}/METADATA": (
-            f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
-            "Summary: Stand-in on machines without an NVIDIA driver: the code is in fbgemm-gpu-cpu\n"
-            f"Requires-Dist: fbgemm-gpu-cpu=={version.removesuffix('+cpu')}\n"
-        ),
-        f"{folder}/WHEEL": (
-            "Wheel-Version: 1.0\nGenerator: scripts/install.py\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        ),
-    }
-    record = "".join(f"{file},{_record_hash(text)},{len(text.encode())}\n" for file, text in texts.items())
-    texts[f"{folder}/RECORD"] = record + f"{folder}/RECORD,,\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w") as wheel:
-        for file, text in texts.items():
-            wheel.writestr(file, text)
-
-
-def _choose_row(torch: str | None, cuda: bool) -> tuple[Row, list[str]]:
-    if torch is None and cuda:
-        return FOR_GPUS, [f"torch: {FOR_GPUS.torch}.0, the one that is tested on GPUs (none is installed)"]
-    if torch is None:
-        row = TESTED[-1]
-        return row, [f"torch: {row.torch}.0, the newest tested (none is installed)"]
-    row = tested_row(torch)
-    if row is None:
-        allowed = ", ".join(row.torch for row in TESTED)
-        raise CannotInstall(
-            f"torch {torch} is installed, tested are {allowed}. Use a fresh venv, or type: "
-            f"{sys.executable} -m pip uninstall torch"
-        )
-    reasons = [f"torch: {torch}, kept as installed"]
-    if cuda and row != FOR_GPUS:
-        reasons.append(f"(on a Hopper GPU the fastest kernels want torch {FOR_GPUS.torch}, for its Triton)")
-    return row, reasons
-
-
-def _why_build(cuda: bool, driver: str | None) -> str:
-    if cuda:
-        return f"fbgemm: CUDA build, for the NVIDIA driver {driver}"
-    reason = (
-        "torch is a CPU build" if driver is not None else "no NVIDIA driver (libnvidia-ml.so.1 does not load)"
-    )
-    return f"fbgemm: CPU build, {reason}"
-
-
-def _record_hash(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
-    return "sha256=" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from recsys.install import main
 
 if __name__ == "__main__":
     sys.exit(main())

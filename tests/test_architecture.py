@@ -22,7 +22,8 @@ LAYERS = (
     {"models"},
     {"scoring"},
     {"training", "inference"},
-    {"flags", "cli", "doctor_checks", "train", "evaluate", "export", "predict", "doctor", "prepare"},
+    {"flags", "cli", "doctor_checks", "train", "evaluate", "export", "predict", "doctor", "prepare"}
+    | {"__main__", "init", "install", "resources"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENTRY_POINTS = ("train", "evaluate", "export", "predict", "doctor")

@@ -35,7 +35,7 @@ def test_a_version_outside_the_row_is_an_error_with_a_remedy(change, culprit):
     versions = {name: version for name, version in {**RIGHT, **change}.items() if version is not None}
     (error,) = [f for f in doctor_checks.check_versions(versions) if f.state == "error"]
     assert error.name == culprit
-    assert "scripts/install.py" in error.remedy
+    assert "-m recsys.install" in error.remedy
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_a_wrong_result_is_an_error(monkeypatch):
 def test_exit_code_5_and_the_line_to_type(monkeypatch, capsys):
     findings = [
         doctor_checks.Finding("warning", "compiler", "none", "apt install g++"),
-        doctor_checks.Finding("error", "torch", "not installed", "python scripts/install.py"),
+        doctor_checks.Finding("error", "torch", "not installed", "python -m recsys.install"),
     ]
     monkeypatch.setattr(doctor, "diagnose", lambda quick: iter(findings))
     assert doctor.main([]) == 5
-    assert capsys.readouterr().out.endswith("Type:\n  python scripts/install.py\n")
+    assert capsys.readouterr().out.endswith("Type:\n  python -m recsys.install\n")
     monkeypatch.setattr(doctor, "diagnose", lambda quick: iter(findings[:1]))
     assert doctor.main([]) == 0
 

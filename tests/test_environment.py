@@ -197,7 +197,7 @@ def test_a_broken_installation_ends_a_command_with_exit_code_5_and_the_remedy(tm
     assert done.returncode == 5
     assert "Traceback" not in done.stderr
     assert f"torchrec cannot be imported ({cause}" in done.stderr
-    assert "python scripts/install.py" in done.stderr and "python -m recsys.doctor" in done.stderr
+    assert "python -m recsys.install" in done.stderr and "python -m recsys.doctor" in done.stderr
 
 
 def test_the_first_jagged_tensor_is_silent():

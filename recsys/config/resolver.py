@@ -276,7 +276,7 @@ def _count_ids(file: str) -> int | str:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    advice = "the preparation tools of scripts/ write it beside the data"
+    advice = "python -m recsys.prepare writes it beside the data"
     try:
         with fsspec.open(file, "rb") as opened:
             parquet = pq.ParquetFile(opened)

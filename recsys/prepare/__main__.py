@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from recsys.flags import Parser
+from recsys.flags import Parser, split_command
 from recsys.prepare import command, csv, kuairand, movielens, sequences
 
 TOOLS = {
@@ -33,10 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("tool", choices=TOOLS, help=argparse.SUPPRESS)
-    # Each tool parses its own flags, so that a misspelt one is compared with the flags of that tool.
-    tool = parser.parse_args(arguments[:1]).tool
-    return command.run(TOOLS[tool], list(arguments[1:]))
+    tool, rest = split_command(parser, TOOLS, arguments)
+    return command.run(TOOLS[tool], rest)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ RECORDING_PYTHON = '#!/bin/sh\n[ "$1" = --version ] && cat version || echo "$@" 
 @pytest.fixture
 def checkout(tmp_path):
     """The files that bootstrap reads, and a `.venv` whose python only records its calls."""
-    for name in ("pyproject.toml", "recsys/environment.py", "scripts", "protos"):
+    for name in ("pyproject.toml", "recsys/environment.py", "recsys/install.py", "scripts", "protos"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
@@ -51,7 +51,7 @@ def test_the_dev_install_serves_both_commands_but_not_the_other_way_round(checko
     assert installs(checkout) == ["scripts/install.py", "scripts/install.py --dev"]
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "protos/model.proto", "scripts/install.py", "version"])
+@pytest.mark.parametrize("changed", ["pyproject.toml", "protos/model.proto", "recsys/install.py", "version"])
 def test_a_change_that_decides_the_install_repeats_it(checkout, changed):
     bootstrap(checkout)
     with (checkout / changed).open("a") as file:

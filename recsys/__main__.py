@@ -1,0 +1,63 @@
+"""The console command `recsys`: `recsys train ...` is `python -m recsys.train ...`, and so on.
+
+A new command is one line of `COMMANDS`; its module has `main(arguments)`, which returns the exit code. No
+command's module is imported before it is chosen, so `recsys --help` answers at once.
+"""
+
+import importlib
+import sys
+from argparse import RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from recsys.flags import Parser, PrintVersions, split_command
+
+
+class Command(NamedTuple):
+    """A sub-command of `recsys`.
+
+    Attributes:
+        module: dotted name; its `main(arguments)` runs the command.
+        summary: one line for `recsys --help`.
+    """
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "install": Command("recsys.install", "install the torch, fbgemm and torchrec that fit this machine"),
+    "doctor": Command("recsys.doctor", "check the installation and say what to type if it is broken"),
+    "prepare": Command("recsys.prepare.__main__", "make training data from an event log"),
+    "train": Command("recsys.train", "train a model, or continue a run that stopped"),
+    "evaluate": Command("recsys.evaluate", "measure a trained model on a split"),
+    "export": Command("recsys.export", "compile a trained model into a package"),
+    "predict": Command("recsys.predict", "score or recommend with a package"),
+}
+
+COMPLETION = """\
+Tab completion: add one line to ~/.bashrc or ~/.zshrc, or the last one to ~/.config/fish/config.fish:
+  eval "$(register-python-argcomplete recsys)"
+  register-python-argcomplete --shell fish recsys | source"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command that the first argument names with the arguments behind it; returns its exit code."""
+    width = max(map(len, COMMANDS))
+    lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
+    parser = Parser(
+        "recsys",
+        usage="recsys COMMAND ...",
+        description=f"Generative recommenders from event log to recommendations.\n\ncommands:\n{lines}\n\n"
+        "`recsys COMMAND --help` lists the flags of a command.",
+        epilog=COMPLETION,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=PrintVersions, help="print versions, stop")
+    name, rest = split_command(parser, COMMANDS, sys.argv[1:] if arguments is None else arguments)
+    return importlib.import_module(COMMANDS[name].module).main(rest)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

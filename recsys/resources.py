@@ -1,0 +1,28 @@
+"""Finds what comes with the package: the ready configs and the sample of `recsys init`.
+
+Standard library only, since `recsys.install` runs before anything is installed.
+"""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+SAMPLE = _PACKAGE / "sample"
+"""Folder of the sample: `events.csv`, its `LICENSE`, and `SOURCE.md`, which says what it is."""
+
+
+def clone() -> Path | None:
+    """Returns the root of the clone that this package runs from, or None if it is installed from a wheel."""
+    root = _PACKAGE.parent
+    return root if (root / "pyproject.toml").is_file() and (root / "protos").is_dir() else None
+
+
+def ready_configs() -> dict[str, Path]:
+    """Returns the file of each ready config by its name, such as `ml_1m_hstu`.
+
+    They are in `configs/` of a clone. The build hook copies those that do not read a clone's test data into
+    the wheel.
+    """
+    root = clone()
+    folder = root / "configs" if root is not None else _PACKAGE / "ready_configs"
+    return {file.stem: file for file in sorted(folder.glob("*.config"))}
