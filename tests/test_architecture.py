@@ -21,6 +21,7 @@ LAYERS = (
     {"modules", "data"},
     {"models"},
     {"scoring"},
+    {"evaluation"},
     {"training", "inference"},
     {"flags", "cli", "doctor_checks", "train", "evaluate", "export", "predict", "doctor", "prepare"}
     | {"__main__", "init", "install", "resources"},

@@ -62,6 +62,18 @@ class MetricList(NamedTuple):
     kind: str | None
 
 
+class SeenRule(NamedTuple):
+    """The rule of evaluation and prediction for items that the user of a row has had.
+
+    Attributes:
+        removed: they are not recommended, so a target among them is a miss.
+        left_out: a target among them does not count at all, in place of a miss.
+    """
+
+    removed: bool = True
+    left_out: bool = False
+
+
 class ModelDeclaration:
     """Answers questions about the model of a config. A family overrides what differs from the defaults.
 
@@ -109,6 +121,11 @@ class ModelDeclaration:
         None for a model that scores the candidates of its rows.
         """
         return None
+
+    @property
+    def seen_rule(self) -> SeenRule:
+        """The rule for items of a row's history, of a model that searches items."""
+        return SeenRule()
 
     @property
     def softmax(self) -> pb.SoftmaxLoss:

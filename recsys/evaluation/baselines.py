@@ -1,0 +1,184 @@
+"""Baselines for models that search items: popularity, and item-to-item co-occurrence without training.
+
+`measure` fits them to the training rows, chooses the settings of co-occurrence on validation rows by a grid,
+and ranks the targets of a split by the rule of the config with the metrics of the config.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from recsys import protos as pb
+from recsys.config.declarations import SeenRule, model_of
+from recsys.config.registry import pick
+from recsys.evaluation.co_occurrence import CoOccurrence, Neighbors, Popularity, Settings, popularity
+from recsys.evaluation.interactions import Interactions, read
+from recsys.modules.metrics.base import compute_all
+
+GRID = {
+    "distance_power": (0.0, 1.0),
+    "recency": (0.4, 0.6, 0.8, 0.95),
+    "source_power": (0.5, 1.0),
+    "target_power": (0.0, 0.25),
+}
+"""Settings of `co_occurrence.Settings` that are tried, all combinations."""
+
+TUNING_ROWS = 2500
+"""Validation rows, evenly spread, on which settings are compared."""
+
+_MOST_SCORES = 2**22
+"""Scores in memory at once: 32 MiB."""
+
+
+class Baseline(Protocol):
+    """A model of histories, as `co_occurrence` has them."""
+
+    def scores(self, histories: Interactions) -> np.ndarray:
+        """Scores the catalogue for each row, float64 [B, V]; column k belongs to row k + 1 of the table."""
+        ...
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The result of one baseline.
+
+    Attributes:
+        name: "popularity", "co-occurrence, directed" or "co-occurrence, symmetric".
+        metrics: values by the names of the config's metrics.
+        settings: settings that were chosen on validation rows; None where there are none to choose.
+        baseline: the fitted model.
+    """
+
+    name: str
+    metrics: dict[str, float]
+    settings: Settings | None
+    baseline: Baseline
+
+
+def measure(pipeline: pb.Pipeline, split: str = "test") -> list[Measured]:
+    """Measures all baselines on a split.
+
+    Args:
+        pipeline: resolved; its model searches items. Settings are chosen on `data.validation` by
+            `train.evaluation.best_metric`; without validation rows or metrics the defaults of `Settings` are
+            taken.
+        split: "validation" or "test".
+
+    Raises:
+        DataError: files that are missing or do not fit the config.
+    """
+    rule = model_of(pipeline).seen_rule
+    train, rows = read(pipeline, "train"), read(pipeline, split)
+    counts = popularity(train)
+    plain = Popularity(counts)
+    results = [Measured("popularity", metrics(plain, rows, pipeline, rule), None, plain)]
+    tuning = None
+    if pipeline.data.HasField("validation"):
+        tuning = rows if split == "validation" else read(pipeline, "validation")
+        tuning = tuning.select(slice(0, None, -(-len(tuning.lengths) // TUNING_ROWS) or 1))
+    for symmetric in (False, True):
+        settings = choose(train, tuning, pipeline, rule, symmetric=symmetric)
+        model = CoOccurrence.fit(train, settings)
+        name = f"co-occurrence, {'symmetric' if symmetric else 'directed'}"
+        results.append(Measured(name, metrics(model, rows, pipeline, rule), settings, model))
+    return results
+
+
+def choose(
+    train: Interactions,
+    tuning: Interactions | None,
+    pipeline: pb.Pipeline,
+    rule: SeenRule,
+    *,
+    symmetric: bool,
+) -> Settings:
+    """Returns the settings of the grid with the best metric on validation rows, the first of equals."""
+    name = pipeline.train.evaluation.best_metric
+    if tuning is None or not name:
+        return Settings(symmetric=symmetric)
+    counts, best, chosen = popularity(train), -np.inf, Settings(symmetric=symmetric)
+    for distance_power in GRID["distance_power"]:
+        neighbors = Neighbors(train, distance_power=distance_power, symmetric=symmetric)
+        for recency, source_power in product(GRID["recency"], GRID["source_power"]):
+            tried = [
+                Settings(symmetric, distance_power, recency, source_power, target_power)
+                for target_power in GRID["target_power"]
+            ]
+            models = [CoOccurrence(neighbors, counts, settings) for settings in tried]
+            totals = [_Ranked(pipeline) for _ in tried]
+            for block in _blocks(tuning):
+                # Only the normalization differs between these settings.
+                sums = models[0].sums(block)
+                for model, total in zip(models, totals, strict=True):
+                    total.add(model.normalize(sums), block, rule)
+            for settings, total in zip(tried, totals, strict=True):
+                value = total.metrics()[name]
+                if value > best:
+                    best, chosen = value, settings
+    return chosen
+
+
+def metrics(
+    baseline: Baseline, rows: Interactions, pipeline: pb.Pipeline, rule: SeenRule
+) -> dict[str, float]:
+    """Computes the metrics of the config's model for the ranks that a baseline gives to the targets."""
+    ranked = _Ranked(pipeline)
+    for block in _blocks(rows):
+        ranked.add(baseline.scores(block), block, rule)
+    return ranked.metrics()
+
+
+class _Ranked:
+    """The metrics of a config's model, over blocks of scores."""
+
+    def __init__(self, pipeline: pb.Pipeline):
+        lists = model_of(pipeline).metrics()
+        chosen = [pick(metric) for metric_list in lists for metric in metric_list.metrics]
+        self._metrics = {metric.name: metric for metric in (part.cls(part.config) for part in chosen)}
+
+    def add(self, scores: np.ndarray, rows: Interactions, rule: SeenRule) -> None:
+        ranks, weights = map(torch.from_numpy, rank_targets(scores, rows, rule))
+        for metric in self._metrics.values():
+            metric.update(ranks, weights)
+
+    def metrics(self) -> dict[str, float]:
+        return compute_all(self._metrics)
+
+
+def rank_targets(scores: np.ndarray, rows: Interactions, rule: SeenRule) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks each target among the items of the catalogue, ties against it.
+
+    Args:
+        scores: [B, V], as `Baseline.scores` returns them.
+        rows: histories and targets.
+        rule: for items of a row's history.
+
+    Returns:
+        int64 [N], 1 for the best and V + 1 for a target that cannot be found, and float64 [N], 0 for a target
+        that does not count.
+    """
+    row_of_target = np.repeat(np.arange(len(rows.lengths)), rows.num_targets)
+    target = np.maximum(rows.targets - 1, 0)
+    limit = scores[row_of_target, target]
+    missed, weights = rows.targets == 0, np.ones(len(rows.targets))
+    seen = np.zeros(scores.shape, bool)
+    if rule.removed:
+        known = rows.items > 0
+        seen[rows.rows[known], rows.items[known] - 1] = True
+        repeated = seen[row_of_target, target] & ~missed
+        weights[repeated & rule.left_out] = 0
+        missed |= repeated
+    better = (scores[row_of_target] >= limit[:, None]) & ~seen[row_of_target]
+    # The target itself is among them unless it was removed, and then its rank is known.
+    ranks = np.where(missed, rows.num_items + 1, better.sum(axis=1))
+    return ranks, weights
+
+
+def _blocks(rows: Interactions) -> Iterator[Interactions]:
+    size = max(1, _MOST_SCORES // rows.num_items)
+    for start in range(0, len(rows.lengths), size):
+        yield rows.select(slice(start, start + size))
