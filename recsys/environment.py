@@ -100,6 +100,27 @@ def versions() -> dict[str, str]:
     return found
 
 
+def commit() -> str:
+    """Returns the git commit of the clone that this package runs from, with a word if files differ from it.
+
+    Empty for an installed package, and where git cannot tell.
+    """
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return ""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
 def protos_differ(root: Path | None = None) -> bool:
     """True in a clone whose `protos/` changed after `recsys/protos` was compiled, for example by a pull.
 

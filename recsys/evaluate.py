@@ -36,6 +36,8 @@ def run(call: cli.Call) -> None:
 
 
 def _report(result: "Evaluation", call: cli.Call) -> None:
+    from recsys.training.hooks.report_tested import update_report
+
     metrics, checkpoint = result.metrics, result.checkpoint.name
     width = max(len(name) for name in metrics)
     for name, value in metrics.items():
@@ -46,6 +48,7 @@ def _report(result: "Evaluation", call: cli.Call) -> None:
         record = {"checkpoint": checkpoint, "metrics": defined, **result.counts._asdict()}
         with files.naming_full_disk(call.run_dir):
             files.write_text(path, json.dumps(record, indent=1))
+            update_report(call.run_dir / "report.html")
         logger.info("%s on %s rows: %s", checkpoint, call.flags.split, path)
 
 

@@ -6,10 +6,13 @@ the hook add what the file lacks: the facts of this start and how it spent its t
 
 import os
 import platform
+import shlex
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -33,6 +36,7 @@ from recsys.training.hooks.report_page import (
     share_bar,
     tiles,
 )
+from recsys.training.hooks.report_tested import tested_section
 
 NAME = "report.html"
 
@@ -46,10 +50,11 @@ class Report(Hook):
     def __init__(self) -> None:
         self._run: Run | None = None
         self._spent = TimeSpent()
+        self._start: dict[str, str] = {}
 
     def started(self, run: Run) -> None:
         """Starts the clock."""
-        self._run, self._spent = run, TimeSpent()
+        self._run, self._spent, self._start = run, TimeSpent(), start_facts()
 
     def stepped(self, step: int) -> None:
         """Counts the time since the last call as a step."""
@@ -85,7 +90,18 @@ class Report(Hook):
         run, self._run = self._run, None
         path = run.folder / METRICS
         records = read_metrics(path) if path.exists() else []
-        files.write_text(run.folder / NAME, build(run, records, outcome, self._spent.shares()))
+        files.write_text(run.folder / NAME, build(run, records, outcome, self._spent.shares(), self._start))
+
+
+def start_facts() -> dict[str, str]:
+    """Says when and how this process was started: date, command, and in a clone of the package its commit."""
+    executable, *arguments = sys.orig_argv
+    commit = environment.commit()
+    return {
+        "started": f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC",
+        "command": shlex.join([Path(executable).name, *arguments]),
+        **({"commit": commit} if commit else {}),
+    }
 
 
 @dataclass
@@ -127,7 +143,13 @@ class TimeSpent:
         ]
 
 
-def build(run: Run, records: Sequence[Record], outcome: Outcome | None, shares: Sequence[Share]) -> str:
+def build(
+    run: Run,
+    records: Sequence[Record],
+    outcome: Outcome | None,
+    shares: Sequence[Share],
+    start: Mapping[str, str],
+) -> str:
     """The page as text.
 
     Args:
@@ -135,6 +157,7 @@ def build(run: Run, records: Sequence[Record], outcome: Outcome | None, shares: 
         records: of `metrics.jsonl`, all of them.
         outcome: None when an error ended the run.
         shares: where the time of this start went.
+        start: date, command and commit of this start.
     """
     logged = Logged(
         train=[record for record in records if record["kind"] == "train"],
@@ -147,6 +170,7 @@ def build(run: Run, records: Sequence[Record], outcome: Outcome | None, shares: 
         parts.append(section("Loss", grid(_loss_charts(logged))))
     else:
         parts.append(section("Loss", '<p class="empty">The run ended before anything was logged.</p>'))
+    parts.append(tested_section(run.folder))
     if logged.evaluations:
         parts += _metric_sections(logged)
     parts += diagnostics_sections(records, logged.best_step)
@@ -154,7 +178,7 @@ def build(run: Run, records: Sequence[Record], outcome: Outcome | None, shares: 
         parts += _optimizer_sections(logged)
     since = f"Since the last start, at step {run.first_step:,}." if run.first_step else ""
     parts.append(section("Where the time went", card(share_bar(shares)), since))
-    machine = {**run.facts, "processor": f"{os.cpu_count()} cores", "platform": platform.platform()}
+    machine = {**start, **run.facts, "processor": f"{os.cpu_count()} cores", "platform": platform.platform()}
     tables = card(facts_table(machine)) + card(facts_table(environment.versions()))
     parts.append(section("Environment", f'<div class="two">{tables}</div>'))
     config = card(f'<pre tabindex="0">{escape(run.config_text)}</pre>')

@@ -96,7 +96,7 @@ def reliability_chart(title: str, bins: Sequence[Pair], below: str = "") -> str:
         bins: by rising prediction.
         below: HTML under the chart.
     """
-    hint = '<span class="key">observed rate over mean prediction; on the dashed line both are equal</span>'
+    hint = '<span class="about">observed rate over mean prediction; on the dashed line both are equal</span>'
     head = f"<figcaption><b>{escape(title)}</b>{hint}</figcaption>"
     known = [pair for pair in bins if pair.predicted is not None and pair.observed is not None]
     if not known:

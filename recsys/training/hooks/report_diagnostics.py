@@ -68,7 +68,7 @@ def _slice_table(slices: Sequence[Record]) -> str:
             rows.append(f"<tr>{first}<td>{escape(split_name(name)[1])}</td>{cells}</tr>")
             first = ""
         rows.append("</tbody>")
-    return f'<table class="slices">{"".join(rows)}</table>'
+    return f'<table class="slices" tabindex="0">{"".join(rows)}</table>'
 
 
 def _slice_head(one: Record) -> str:

@@ -126,6 +126,7 @@ figure { margin: 0; padding: 12px 14px 8px; min-width: 0; }
 figcaption { font-size: 12.5px; display: flex; flex-wrap: wrap; gap: 1px 13px; align-items: baseline; }
 figcaption b { font-size: 13.5px; width: 100%; font-weight: 600; overflow-wrap: anywhere; }
 .key { color: var(--soft); white-space: nowrap; }
+.about { color: var(--soft); overflow-wrap: anywhere; }
 .key em { font-style: normal; color: var(--ink); font-variant-numeric: tabular-nums; }
 .key i, .swatch { display: inline-block; width: 9px; height: 9px; border-radius: 3px; background: var(--c);
   margin-right: 5px; }
@@ -139,6 +140,7 @@ svg { display: block; width: 100%; height: auto; overflow: visible; }
 .best { stroke: var(--soft); stroke-dasharray: 2 3; }
 .tick { fill: var(--soft); font-size: 10.5px; font-variant-numeric: tabular-nums; }
 .card { padding: 6px 16px; overflow-x: auto; }
+.slices td:first-of-type { position: sticky; left: -16px; background: var(--card); }
 table { border-collapse: collapse; font-size: 13.5px; width: 100%; }
 th { font-weight: 400; text-align: left; }
 thead th { color: var(--soft); font-size: 12.5px; }
@@ -167,6 +169,7 @@ pre { margin: 0; padding: 10px 0; font: 12.5px/1.55 ui-monospace, "SF Mono", Men
 @media (max-width: 560px) {
   main { padding: 20px 12px 40px; }
   .tiles { grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); }
+  .card:has(> .slices) { box-shadow: inset -18px 0 14px -14px var(--soft); }
   th, td { padding-right: 10px; } .metrics .n, .metrics th.group, .facts th { width: auto; }
 }
 @media print { pre { max-height: none; } main { padding: 0; } figure, .tile, .card { break-inside: avoid; } }

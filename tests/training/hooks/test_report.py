@@ -12,11 +12,13 @@ import pytest
 from recsys.training.diagnostics import DiagnosticResults
 from recsys.training.hooks import Diagnosed, Evaluated, Outcome, Run, Trained
 from recsys.training.hooks.metrics_file import MetricsFile
-from recsys.training.hooks.report import NAME, Report, build
+from recsys.training.hooks.report import NAME, Report, build, start_facts
 from recsys.training.hooks.report_page import Share
+from recsys.training.hooks.report_tested import update_report
 from recsys.training.state import Best
 from recsys.training.throughput import Rates
 
+START = {"started": "2026-11-24 01:02 UTC", "command": "python -m recsys.train --config x.config"}
 SHARES = [Share("computing steps", 30.0), Share("waiting for data", 10.0)]
 
 
@@ -58,8 +60,15 @@ RECORDS = [
 
 
 def a_run(folder, **changes):
-    values = {"config_text": "train {\n}\n", "first_step": 0, "total_steps": 70, "facts": {"device": "cpu"}}
-    return Run(folder=Path(folder), **(values | changes))
+    values = {
+        "folder": folder,
+        "config_text": "train {\n}\n",
+        "first_step": 0,
+        "total_steps": 70,
+        "facts": {"device": "cpu"},
+    }
+    values |= changes
+    return Run(**(values | {"folder": Path(values["folder"])}))
 
 
 def an_outcome(best=None, **changes):
@@ -69,7 +78,7 @@ def an_outcome(best=None, **changes):
 
 def page_of(records, **changes):
     best = Best("click/auc", 0.75, 60)
-    return build(a_run("runs/first", **changes), records, an_outcome(best), SHARES)
+    return build(a_run("runs/first", **changes), records, an_outcome(best), SHARES, START)
 
 
 class Balanced(HTMLParser):
@@ -212,7 +221,7 @@ def test_text_of_users_stays_text():
     ]
     run = a_run("runs/<s>", config_text=evil, facts={"<q>": "<w>"})
     outcome = an_outcome(Best("<u>t/auc", 0.5, 10), reason="a < b")
-    page = Balanced(build(run, records, outcome, [Share("<z>", 1.0)]))
+    page = Balanced(build(run, records, outcome, [Share("<z>", 1.0)], {"command": "<c>"}))
     assert not {"script", "i>a", "x", "u", "s", "q", "w", "z"} & set(page.tags)
     for text in (evil, "<i>a", "b&amp;", "<u>t", "<s>", "<q>", "<w>", "<z>"):
         assert any(text in shown for shown in page.texts), text
@@ -292,3 +301,48 @@ def test_time_is_split_by_what_it_went_to(tmp_path, monkeypatch):
         ["evaluation", "6.0 s", "30.0 %"],
         ["saving", "1.0 s", "5.0 %"],
     ]
+
+
+def test_the_page_says_when_and_by_which_command_the_run_was_started():
+    facts = dict(row for row in rows_of(page_of(RECORDS), "facts") if len(row) == 2)
+    assert facts["started"] == START["started"]
+    assert facts["command"] == START["command"]
+
+
+def test_a_start_is_described(monkeypatch):
+    monkeypatch.setattr("sys.orig_argv", ["/usr/bin/python3", "-m", "recsys.train", "--run-dir", "a b"])
+    facts = start_facts()
+    assert facts["command"] == "python3 -m recsys.train --run-dir 'a b'"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", facts["started"])
+
+
+def test_metrics_of_a_later_evaluation_are_added_to_the_page(tmp_path):
+    path = tmp_path / NAME
+    path.write_text(page_of(RECORDS, folder=tmp_path))
+    update_report(path)
+    assert "Metrics of recsys.evaluate" not in path.read_text()
+    written = {"checkpoint": "step-00000060", "metrics": {"click/auc": 0.625, "loss": None}}
+    (tmp_path / "test_metrics.json").write_text(json.dumps(written))
+    (tmp_path / "validation_metrics.json").write_text('{"metrics": "damaged"}')
+    for auc in (0.625, 0.75):
+        written["metrics"]["click/auc"] = auc
+        (tmp_path / "test_metrics.json").write_text(json.dumps(written))
+        update_report(path)
+        html = path.read_text()
+        Balanced(html)
+        assert rows_of(html, "tested") == [
+            ["metric", "test, step 60"],
+            ["click/auc", f"{auc:.4f}"],
+            ["loss", "–"],
+        ]
+    # A run that goes on writes the page anew, with the metrics that are there.
+    assert rows_of(page_of(RECORDS, folder=tmp_path), "tested") == rows_of(html, "tested")
+
+
+def test_a_report_of_an_earlier_version_stays_as_it_is(tmp_path):
+    (tmp_path / NAME).write_text("<html></html>")
+    (tmp_path / "test_metrics.json").write_text('{"metrics": {"loss": 1.0}}')
+    update_report(tmp_path / NAME)
+    assert (tmp_path / NAME).read_text() == "<html></html>"
+    update_report(tmp_path / "missing.html")
+    assert not (tmp_path / "missing.html").exists()
