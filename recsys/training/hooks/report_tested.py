@@ -23,7 +23,7 @@ def tested_section(folder: Path) -> str:
 
 
 def update_report(path: Path) -> None:
-    """Writes the newest metrics of `recsys.evaluate` into a report, if there is one that has a place for them."""
+    """Writes the newest metrics of `recsys.evaluate` into a report, if it has a place for them."""
     if not path.is_file():
         return
     text = path.read_text(encoding="utf-8")

@@ -60,15 +60,8 @@ RECORDS = [
 
 
 def a_run(folder, **changes):
-    values = {
-        "folder": folder,
-        "config_text": "train {\n}\n",
-        "first_step": 0,
-        "total_steps": 70,
-        "facts": {"device": "cpu"},
-    }
-    values |= changes
-    return Run(**(values | {"folder": Path(values["folder"])}))
+    values = {"config_text": "train {\n}\n", "first_step": 0, "total_steps": 70, "facts": {"device": "cpu"}}
+    return Run(folder=Path(folder), **(values | changes))
 
 
 def an_outcome(best=None, **changes):
@@ -76,9 +69,9 @@ def an_outcome(best=None, **changes):
     return Outcome(**(values | changes))
 
 
-def page_of(records, **changes):
+def page_of(records, folder="runs/first", **changes):
     best = Best("click/auc", 0.75, 60)
-    return build(a_run("runs/first", **changes), records, an_outcome(best), SHARES, START)
+    return build(a_run(folder, **changes), records, an_outcome(best), SHARES, START)
 
 
 class Balanced(HTMLParser):
