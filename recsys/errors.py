@@ -5,6 +5,12 @@ what is allowed and what to do; `recsys.cli.main` prints it without a traceback.
 """
 
 
+def shortened(value: object) -> str:
+    """Returns the `repr` of a value for a message, without the middle if it is long."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:50]}...{shown[-20:]} ({len(shown):,} characters)"
+
+
 class RecsysError(Exception):
     """Base of the errors that are meant for users; exit code 1 (run time)."""
 

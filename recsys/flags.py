@@ -12,9 +12,13 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from recsys import environment
+from recsys.errors import shortened
 
 COMPLETING = "_ARGCOMPLETE"
 """Environment variable by which a shell asks for completions: how many words stand before the arguments."""
+
+MOST = 10**12
+"""The largest integer that a flag takes; its products with units of time still fit 64 bits."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,7 +96,9 @@ def _complete(parser: Parser) -> None:
 
 
 def positive(text: str) -> int:
-    """The `type` of an argument that must be an integer above 0."""
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer above 0")
+    """The `type` of an argument that must be an integer from 1 to `MOST`."""
+    if not text.isdecimal() or not text.isascii() or not text.strip("0"):
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is not an integer above 0")
+    if len(text) > len(str(MOST)) or int(text) > MOST:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is too large; give at most {MOST}")
     return int(text)

@@ -76,17 +76,26 @@ def print_next(output: Path) -> None:
 
 
 @contextmanager
-def output_folder(target: Path, *, overwrite: bool) -> Iterator[Path]:
+def output_folder(target: Path, *, source: Path, overwrite: bool) -> Iterator[Path]:
     """Yields a folder to write into; it becomes `target` when the block ends, and vanishes when it fails.
 
+    Args:
+        target: the folder to make.
+        source: what is read; it must not lie in `target`.
+        overwrite: replace what is in `target`.
+
     Raises:
-        ConfigError: `target` has something in it and `overwrite` is off.
+        ConfigError: `target` has something in it and `overwrite` is off, or it holds the source.
     """
     occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
     if occupied and not overwrite:
         raise ConfigError(f"{target} exists; give another --output, or --overwrite to replace it")
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target} is a file; --output must name a folder")
+    if occupied and source.resolve().is_relative_to(target.resolve()):
+        raise ConfigError(
+            f"--output {target} holds the --input, which --overwrite would remove; give another"
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

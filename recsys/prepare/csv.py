@@ -31,15 +31,17 @@ besides that, the ids of the vocabularies must fit.
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import fields
 from datetime import datetime, timezone
 
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, shortened
 from recsys.flags import positive
 from recsys.prepare import command
 from recsys.prepare.dataset_writer import SEQUENCE_SIDES, Contents, Feature
-from recsys.prepare.events import TIME_UNITS, Log, LogColumns, find_logs, read_log
+from recsys.prepare.events import TIME_UNITS, Log, LogColumns
 from recsys.prepare.log_dataset import SECOND, LogInput, LogSettings, make_dataset
+from recsys.prepare.log_files import find_logs, read_log
 
 EARLIEST_YEAR = 1980
 """A log that ends before this year was probably read with a wrong unit of time."""
@@ -49,6 +51,12 @@ ABOUT = {
     "licence": "",
     "made_by": f"{command.PROGRAM} csv",
 }
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""Names that the config language takes."""
+
+MOST_ACTIONS = 63
+"""Bits of `actions` (int64) that can name an action."""
 
 RESERVED = frozenset(
     {"user_id", "request_id", "request_time", "timestamps", "order", "time_us", "actions", "watch_time"}
@@ -124,12 +132,7 @@ def _contents(options: argparse.Namespace, columns: LogColumns) -> Contents:
         *(Feature(name, ("USER",)) for name in options.user_feature),
         *(Feature(name, ("USER",), number=True) for name in options.user_number),
     )
-    names = [feature.name for feature in features] + list(columns.labels)
-    for name in names:
-        if names.count(name) > 1 or name in RESERVED:
-            raise ConfigError(
-                f"{name!r} would stand for two columns of the output; rename or leave out one of them"
-            )
+    _check_names(features, columns)
     return Contents(
         task=options.task,
         features=features,
@@ -137,6 +140,36 @@ def _contents(options: argparse.Namespace, columns: LogColumns) -> Contents:
         actions=tuple(columns.actions),
         watch_time=columns.watch_time is not None,
     )
+
+
+def _check_names(features: tuple[Feature, ...], columns: LogColumns) -> None:
+    """Refuses names that the config language does not take, and names that stand for two columns.
+
+    Raises:
+        ConfigError: such a name.
+    """
+    events = [*(feature.name for feature in features), *columns.labels]
+    events += [f"label_{name}" for name in columns.labels]
+    for name in events:
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"{shortened(name)} cannot be the name of a feature or label, which has ASCII letters, "
+                "digits and _, no digit first; rename the column"
+            )
+        if events.count(name) > 1 or name in RESERVED:
+            raise ConfigError(
+                f"{name!r} would stand for two columns of the output; rename or leave out one of them"
+            )
+    for feature in features:
+        if feature.sides == ("USER",) and feature.name.startswith(("uih_", "candidate_")):
+            raise ConfigError(
+                f"{feature.name!r} would stand for two columns of the output: a user's feature does not "
+                "begin with uih_ or candidate_; rename the column"
+            )
+    if len(columns.actions) > MOST_ACTIONS:
+        raise ConfigError(
+            f"--action: given {len(columns.actions)} times; there is room for {MOST_ACTIONS} bits"
+        )
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -181,15 +214,17 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def _pair(text: str) -> tuple[str, str]:
     name, mark, column = text.partition("=")
-    if not (name.isidentifier() and mark and column):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=COLUMN with a name of letters, digits and _")
+    if not (NAME.fullmatch(name) and mark and column):
+        raise argparse.ArgumentTypeError(
+            f"{shortened(text)} is not NAME=COLUMN with a name of letters, digits and _"
+        )
     return name, column
 
 
 def _delimiter(text: str) -> str:
     text = {"\\t": "\t", "tab": "\t"}.get(text, text)
     if len(text) != 1 or not text.isascii() or text in '"\r\n':
-        raise argparse.ArgumentTypeError(f"{text!r} is not one ASCII character other than a quote")
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is not one ASCII character other than a quote")
     return text
 
 
@@ -199,5 +234,5 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 < share < 0.5:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 0.5")
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is not a share between 0 and 0.5")
     return share

@@ -16,10 +16,9 @@ from zlib import crc32
 import numpy as np
 import polars as pl
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from recsys.errors import DataError
-from recsys.prepare.text_tables import NUMBER, check_columns, is_integer_text, text_batches, typed
+from recsys.errors import DataError, shortened
+from recsys.prepare.text_tables import NUMBER, is_integer_text, typed
 
 NUM_BUCKETS = 256
 HISTOGRAM_BINS = 1 << 20
@@ -219,12 +218,13 @@ def _by_bucket(events: pl.DataFrame) -> Iterator[tuple[int, pa.Table]]:
     """Yields the events of each bucket, in their order; a user's bucket is the same on every machine."""
     users = events["user_id"].unique(maintain_order=True)
     buckets = pl.Series([crc32(user.encode()) % NUM_BUCKETS for user in users.to_list()], dtype=pl.Int64)
-    chosen = events.join(pl.DataFrame({"user_id": users, "bucket": buckets}), on="user_id", how="left")
-    chosen = chosen.sort("bucket", "order")
-    starts = np.flatnonzero(np.diff(chosen["bucket"].to_numpy(), prepend=-1))
-    table = chosen.drop("bucket").to_arrow(compat_level=pl.CompatLevel.oldest())
+    chosen = events["user_id"].replace_strict(users, buckets, return_dtype=pl.Int64).to_numpy()
+    order = np.argsort(chosen, kind="stable")
+    chosen = chosen[order]
+    starts = np.flatnonzero(np.diff(chosen, prepend=-1))
+    table = events[pl.Series(order)].to_arrow(compat_level=pl.CompatLevel.oldest())
     for start, stop in zip(starts, [*starts[1:], len(table)], strict=True):
-        yield chosen["bucket"][int(start)], table.slice(start, stop - start)
+        yield int(chosen[start]), table.slice(start, stop - start)
 
 
 def _convert(piece: Piece, columns: LogColumns, offset: int) -> pl.DataFrame:
@@ -313,60 +313,4 @@ def _refuse(piece: Piece, name: str, bad: pl.Series, expected: str) -> None:
         value = piece.texts[name][places[0]]
         line = piece.first + places[0] if piece.lines is None else piece.lines[places[0]]
         where = f"{piece.where}, {piece.word} {line}"
-        raise DataError(f"{where}: {name} is {value!r}, expected {expected}")
-
-
-def read_log(path: Path, columns: LogColumns) -> Iterator[Piece]:
-    """Yields the columns of one file as text, some 100,000 lines at a time.
-
-    Raises:
-        DataError: a missing column, or a file that cannot be read.
-    """
-    if path.suffix != ".parquet":
-        delimiter = columns.delimiter or ("\t" if ".tsv" in path.suffixes else ",")
-        for line, texts in text_batches(path, columns.all(), delimiter=delimiter):
-            yield Piece(texts, str(path), line, "line", columns.time_unit)
-        return
-    try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-        check_columns(columns.all(), file.schema_arrow.names, str(path))
-        row = 0
-        for batch in file.iter_batches(1 << 17, columns=columns.all()):
-            frame = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch])))
-            is_moment = frame[columns.time].dtype.is_temporal()
-            yield Piece(
-                _as_text(frame, path), str(path), row, "row", "us" if is_moment else columns.time_unit
-            )
-            row += frame.height
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}") from error
-
-
-def _as_text(frame: pl.DataFrame, path: Path) -> pl.DataFrame:
-    columns = []
-    for column in frame.get_columns():
-        if column.dtype.is_nested() or column.dtype == pl.Binary:
-            raise DataError(f"{path}: column {column.name} is {column.dtype}; a log has one value a cell")
-        if column.dtype.is_temporal():
-            column = column.cast(pl.Datetime("us")).dt.epoch("us")
-        if column.dtype == pl.Boolean:
-            column = column.cast(pl.Int8)
-        columns.append(column.cast(pl.String).fill_null(""))
-    return pl.DataFrame(columns)
-
-
-def find_logs(source: Path) -> list[Path]:
-    """Lists the files of a log: `source` itself, or the text and parquet files in this folder.
-
-    Raises:
-        DataError: there is none.
-    """
-    if source.is_file():
-        return [source]
-    if not source.is_dir():
-        raise DataError(f"{source}: no such file or folder")
-    endings = (".csv", ".tsv", ".csv.gz", ".tsv.gz", ".parquet")
-    files = sorted(path for path in source.iterdir() if path.is_file() and path.name.endswith(endings))
-    if not files:
-        raise DataError(f"{source}: no file that ends in {', '.join(endings)}")
-    return files
+        raise DataError(f"{where}: {name} is {shortened(value)}, expected {expected}")

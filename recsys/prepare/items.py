@@ -13,22 +13,25 @@ from recsys.prepare.dataset_writer import plain_table
 
 ITEMS = "items.parquet"
 
+FIRST = ".first"
+"""A column name that no feature has."""
+
 
 def items_of(events: pl.DataFrame, features: Sequence[str]) -> pl.DataFrame:
     """Lists the items of events, with the features that each had in its last event.
 
-    Columns: item_id, first (the row of the input in which it occurs first), time_us and order of its last
+    Columns: item_id, `FIRST` (the row of the input in which it occurs first), time_us and order of its last
     event, features.
     """
     chosen = events.sort("time_us", "order").group_by("item_id", maintain_order=True)
-    return chosen.agg(pl.col("order").min().alias("first"), pl.col("time_us", "order", *features).last())
+    return chosen.agg(pl.col("order").min().alias(FIRST), pl.col("time_us", "order", *features).last())
 
 
 def join_items(parts: Sequence[pl.DataFrame]) -> pl.DataFrame:
     """Joins the `items_of` the parts of a log: item_id and features, in the order of the input."""
     chosen = pl.concat(parts).sort("time_us", "order").group_by("item_id", maintain_order=True)
-    joined = chosen.agg(pl.col("first").min(), pl.exclude("item_id", "first").last()).sort("first")
-    return joined.drop("first", "time_us", "order")
+    joined = chosen.agg(pl.col(FIRST).min(), pl.exclude("item_id", FIRST).last()).sort(FIRST)
+    return joined.drop(FIRST, "time_us", "order")
 
 
 def write_items(folder: Path, items: pl.DataFrame) -> None:

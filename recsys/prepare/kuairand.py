@@ -36,7 +36,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 
-from recsys.errors import ConfigError, DataError
+from recsys.errors import ConfigError, DataError, shortened
 from recsys.flags import positive
 from recsys.prepare import command
 from recsys.prepare.counters import PRIOR_POSITIVES, count_before, counter_names
@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
             slices, events["user_id"].to_numpy(), split, split != TRAIN, max_history=options.max_history
         )
     rows = request_rows(events, slices, users)
-    with command.output_folder(options.output, overwrite=options.overwrite) as folder:
+    with command.output_folder(options.output, source=options.input, overwrite=options.overwrite) as folder:
         writer = DatasetWriter(folder, contents, rows_per_group=options.rows_per_group)
         first = slices.candidate_start
         time = events["time_ms"].to_numpy()[first]
@@ -186,6 +186,14 @@ def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
         raise DataError(
             f"{files[0]}: video_id {videos.filter(pl.col('video_id').is_duplicated())[0, 0]} stands twice"
         )
+    tags = _tags(videos["tag"])
+    wrong = tags.list.eval(pl.element().is_null()).list.any().fill_null(True).arg_true()
+    if len(wrong):
+        raise DataError(
+            f"{files[0]} or another list of videos: tag of video {videos[wrong[0], 'video_id']} is "
+            f"{shortened(videos[wrong[0], 'tag'])}, expected integers with commas between them"
+        )
+    videos = videos.with_columns(tag=tags)
     events = log.join(videos, on="video_id", how="left", maintain_order="left")
     unknown = events.filter(pl.col("author_id").is_null())
     if unknown.height:
@@ -196,11 +204,6 @@ def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
         (pl.col(name) > 0).cast(pl.Int64) * (1 << bit) for bit, name in enumerate(ACTIONS)
     )
     seconds = (pl.col("play_time_ms") / 1000).cast(pl.Float32)
-    tags = (
-        pl.when(pl.col("tag") == "")
-        .then(pl.lit([], pl.List(pl.String)))
-        .otherwise(pl.col("tag").str.split(","))
-    )
     return events.select(
         "user_id",
         "time_ms",
@@ -210,7 +213,7 @@ def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
         "tab",
         item_id="video_id",
         timestamps=pl.col("time_ms") // 1000,
-        tag=tags.cast(pl.List(pl.Int64)),
+        tag="tag",
         duration=(pl.col("duration_ms") / 1000).cast(pl.Float32),
         actions=actions,
         watch_time=seconds,
@@ -219,6 +222,13 @@ def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
         label_is_like=pl.col("is_like").cast(pl.Float32),
         label_watch_time=seconds,
     )
+
+
+def _tags(texts: pl.Series) -> pl.Series:
+    """Splits tags at commas into lists of integers; a tag that is none becomes null."""
+    empty = pl.lit([], pl.List(pl.String))
+    lists = pl.when(texts == "").then(empty).otherwise(texts.str.split(","))
+    return pl.select(tag=lists.cast(pl.List(pl.Int64), strict=False))["tag"]
 
 
 def split_by_day(time_ms: pl.Series, validation_days: int, test_days: int) -> np.ndarray:

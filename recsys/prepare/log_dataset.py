@@ -90,7 +90,7 @@ def make_dataset(
         about: what the tool says in schema.json of source and licence.
         options: the flags that every tool has.
     """
-    with command.output_folder(options.output, overwrite=options.overwrite) as folder:
+    with command.output_folder(options.output, source=options.input, overwrite=options.overwrite) as folder:
         with tempfile.TemporaryDirectory(prefix=".parts-", dir=folder) as parts:
             log = cut_log(log_input.pieces, log_input.columns, Path(parts), part_rows=settings.part_rows)
             if not log.num_rows:

@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import lzma
 import zipfile
 from dataclasses import fields
 from pathlib import Path
@@ -61,7 +62,15 @@ from recsys.prepare.items import write_items
 from recsys.prepare.ratings import RatingSettings, write_ranking
 from recsys.prepare.rows import holdout_slices
 from recsys.prepare.starter_config import write_config
-from recsys.prepare.text_tables import INTEGER, NUMBER, TEXT, fingerprints, read_csv_stream, typed
+from recsys.prepare.text_tables import (
+    INTEGER,
+    NUMBER,
+    TEXT,
+    UNREADABLE,
+    fingerprints,
+    read_csv_stream,
+    typed,
+)
 
 RATINGS = {
     "userId": INTEGER,
@@ -84,6 +93,9 @@ NAMES = {
     "movies": ("movies.dat", "movies.csv"),
     "users": ("users.dat",),
 }
+BROKEN_ZIP = (*UNREADABLE, zipfile.BadZipFile, lzma.LZMAError, NotImplementedError, RuntimeError, ValueError)
+"""Errors of reading a zip file that is damaged, encrypted or packed by an unknown method."""
+
 NO_GENRES = "(no genres listed)"
 CONTENTS = Contents(
     task="retrieval",
@@ -116,10 +128,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Reads a release, splits it and writes the data set."""
     options = _options(arguments)
     release = read_release(options.input)
-    events = join_movies(release.ratings, release.movies)
+    events = join_movies(release.ratings, release.movies, options.input)
     inputs = [options.input] if options.input.is_file() else list(_files(options.input).values())
     about = ABOUT | {"inputs": fingerprints(inputs)}
-    with command.output_folder(options.output, overwrite=options.overwrite) as folder:
+    with command.output_folder(options.output, source=options.input, overwrite=options.overwrite) as folder:
         if options.task == "ranking":
             schema = write_ranking(
                 folder,
@@ -193,16 +205,18 @@ def read_release(path: Path) -> Release:
     return Release(tables["ratings"], movies, tables.get("users"))
 
 
-def join_movies(ratings: pl.DataFrame, movies: pl.DataFrame) -> pl.DataFrame:
+def join_movies(ratings: pl.DataFrame, movies: pl.DataFrame, source: Path) -> pl.DataFrame:
     """Joins ratings with their movies: events by user and time, ties in the order of the file."""
     known = movies.select("movieId", genres=_genres(movies), year=_years(movies))
     events = ratings.with_row_index("order").join(known, on="movieId", how="left", maintain_order="left")
     unknown = events.filter(pl.col("genres").is_null())
     if unknown.height:
-        raise DataError(f"movie {unknown[0, 'movieId']} is rated but not in the list of movies")
+        raise DataError(f"{source}: movie {unknown[0, 'movieId']} is rated but not in the list of movies")
     wrong = events.filter(~pl.col("rating").is_between(0.5, 5))
     if wrong.height:
-        raise DataError(f"rating {wrong[0, 'order'] + 1} is {wrong[0, 'rating']}, stars are 0.5 to 5")
+        raise DataError(
+            f"{source}: rating {wrong[0, 'order'] + 1} is {wrong[0, 'rating']}, stars are 0.5 to 5"
+        )
     stars = pl.col("rating").ceil().cast(pl.Int64)
     return events.sort("userId", "timestamp", "order").select(
         user_id="userId",
@@ -248,20 +262,23 @@ def _zipped(path: Path) -> dict[str, tuple[str, bytes]]:
     if not zipfile.is_zipfile(path):
         raise DataError(f"{path} is no zip file; --input takes a MovieLens zip file or its folder")
     chosen = {}
-    with zipfile.ZipFile(path) as archive:
-        for stem, names in NAMES.items():
-            there = [name for name in archive.namelist() if Path(name).name in names]
-            if len(there) == 1:
-                chosen[stem] = (f"{path}/{there[0]}", archive.read(there[0]))
-            elif there or stem != "users":
-                raise DataError(f"{path}: holds {len(there)} files {' or '.join(names)}, expected one")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for stem, names in NAMES.items():
+                there = [name for name in archive.namelist() if Path(name).name in names]
+                if len(there) == 1:
+                    chosen[stem] = (f"{path}/{there[0]}", archive.read(there[0]))
+                elif there or stem != "users":
+                    raise DataError(f"{path}: holds {len(there)} files {' or '.join(names)}, expected one")
+    except BROKEN_ZIP as error:
+        raise DataError(f"{path} cannot be read: {str(error)[:200]}; download it again") from error
     return chosen
 
 
 def _read_table(content: bytes, where: str, kinds: dict[str, str]) -> pl.DataFrame:
     """Parses a .csv file with a header, or a .dat file, which has `::` between values and no header."""
     if where.endswith(".csv"):
-        return read_csv_stream(io.BytesIO(content), where, kinds)
+        return read_csv_stream(lambda: io.BytesIO(content), where, kinds)
     # ml-1m's titles are latin-1; its other files are ASCII.
     lines = pl.Series("line", content.decode("latin-1").splitlines(), dtype=pl.String)
     fields = lines.str.split("::")

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import zip_longest
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 import numpy as np
 import polars as pl
 
-from recsys.errors import DataError
+from recsys.errors import DataError, shortened
 from recsys.prepare.events import Piece
+from recsys.prepare.text_tables import UNREADABLE
 
 USER, ITEM, TIME = "user", "item", "time"
 """Names of the columns of events read from these files."""
@@ -47,7 +48,9 @@ def read_sequences(path: Path, times: Path | None, time_unit: str) -> Iterator[P
         return Piece(texts, str(path), 0, "line", time_unit, np.array(lines))
 
     with _open(path) as item_file, _open(times) if times else nullcontext([]) as time_file:
-        for number, (line, time_line) in enumerate(zip_longest(item_file, time_file, fillvalue=""), start=1):
+        time_lines = _lines(time_file, times) if times else []
+        pairs = zip_longest(_lines(item_file, path), time_lines, fillvalue="")
+        for number, (line, time_line) in enumerate(pairs, start=1):
             fields = line.split()
             when = time_line.split() if times else [str(place) for place in range(len(fields))]
             if times and (fields[:1] != when[:1] or len(fields) != len(when)):
@@ -67,10 +70,32 @@ def read_sequences(path: Path, times: Path | None, time_unit: str) -> Iterator[P
 
 
 def _summary(fields: list[str]) -> str:
-    return f"user {fields[0]} with {len(fields) - 1} events" if fields else "no user"
+    if not fields:
+        return "no user"
+    user = fields[0] if len(fields[0]) < 80 else shortened(fields[0])
+    return f"user {user} with {len(fields) - 1} events"
 
 
-def _open(path: Path) -> TextIO:
+def _lines(file: BinaryIO, path: Path) -> Iterator[str]:
+    """Yields the lines of a file as text.
+
+    Raises:
+        DataError: it is cut off, damaged, or not UTF-8.
+    """
+    number = 1
+    try:
+        for number, line in enumerate(file, start=1):
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise DataError(
+            f"{path}, line {number}: byte {byte:#04x} is not UTF-8; convert the file to it"
+        ) from error
+    except UNREADABLE as error:
+        raise DataError(f"{path} cannot be read: {error}; is it complete?") from error
+
+
+def _open(path: Path) -> BinaryIO:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    return gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
+    return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")

@@ -7,7 +7,7 @@ import csv
 import difflib
 import gzip
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,8 +15,15 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.csv
 
-from recsys.errors import DataError
+from recsys.data.arrow import first_line
+from recsys.errors import DataError, shortened
 from recsys.files import sha256
+
+MOST_NAMES = 40
+"""Columns that an error lists; a file with more was probably read with a wrong delimiter."""
+
+UNREADABLE = (OSError, EOFError, zlib.error)
+"""Errors of reading a file that is cut off or damaged, packed or not."""
 
 INTEGER, NUMBER, TEXT = "an integer", "a number", "text"
 """Kinds of columns that `typed` knows, worded as in its messages."""
@@ -41,8 +48,14 @@ def fingerprints(files: list[Path]) -> list[dict[str, str | int]]:
     return [{"name": p.name, "bytes": p.stat().st_size, "sha256": sha256(p)} for p in files]
 
 
-def check_columns(wanted: list[str], present: list[str], where: str) -> None:
+def check_columns(wanted: list[str], present: list[str], where: str, hint: str = "") -> None:
     """Checks that each wanted column is there once.
+
+    Args:
+        wanted: names of columns.
+        present: the columns of the file.
+        where: what errors call the file.
+        hint: ends the error about a missing column.
 
     Raises:
         DataError: a wanted column is missing or there twice; the message suggests the nearest names.
@@ -58,37 +71,81 @@ def check_columns(wanted: list[str], present: list[str], where: str) -> None:
             near = difflib.get_close_matches(name, present, n=1)
             missing.append(f"{name}" + (f" (did you mean {near[0]}?)" if near else ""))
     if missing:
-        raise DataError(f"{where}: no column {', '.join(missing)}; it has {', '.join(present)}")
+        shown = ", ".join(name if len(name) < 80 else shortened(name) for name in present[:MOST_NAMES])
+        more = f" and {len(present) - MOST_NAMES} more" if len(present) > MOST_NAMES else ""
+        raise DataError(f"{where}: no column {', '.join(missing)}; it has {shown}{more}{hint}")
 
 
 def text_batches(
-    path: Path, columns: list[str], *, delimiter: str = ",", block_bytes: int = 1 << 24
+    open_file: Callable[[], BinaryIO],
+    where: str,
+    columns: list[str],
+    delimiter: str = ",",
+    block_bytes: int = 1 << 24,
+    *,
+    can_change_delimiter: bool = False,
 ) -> Iterator[tuple[int, pl.DataFrame]]:
     """Reads a CSV file with a header piece by piece; yields each piece's first line number and text columns.
 
+    Args:
+        open_file: opens the file at its beginning; called for each pass over it.
+        where: what errors call it.
+        columns: names of the columns to read.
+        delimiter: stands between values.
+        block_bytes: size of a piece; no line may be longer.
+        can_change_delimiter: the tool has a flag --delimiter, which errors may name.
+
     Raises:
-        DataError: no such file, a missing column, a line with too many or too few values.
+        DataError: a missing column, a line with too many or too few values, a file that cannot be read.
     """
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    with _open(path) as file:
-        yield from _text_batches(file, str(path), columns, delimiter, block_bytes)
+    try:
+        with open_file() as file:
+            header = _header(file, where, delimiter)
+        hint = _delimiter_hint(columns, header, delimiter) if can_change_delimiter else ""
+        check_columns(columns, header, where, hint)
+        with open_file() as file:
+            yield from _parsed(file, columns, delimiter, block_bytes)
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        fault = _bad_line(open_file, where, delimiter)
+        raise DataError(fault or f"{where}: {first_line(error)[:300]}") from error
+    except UNREADABLE as error:
+        raise DataError(f"{where} cannot be read: {error}; is it complete?") from error
+
+
+def _parsed(
+    file: BinaryIO, columns: list[str], delimiter: str, block_bytes: int
+) -> Iterator[tuple[int, pl.DataFrame]]:
+    """Parses an open file: yields the first line number and the text columns of each piece."""
+    reader = pa.csv.open_csv(
+        file,
+        read_options=pa.csv.ReadOptions(block_size=block_bytes),
+        parse_options=pa.csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False),
+        convert_options=pa.csv.ConvertOptions(
+            include_columns=columns, column_types=dict.fromkeys(columns, pa.string())
+        ),
+    )
+    line = 2
+    held = pl.DataFrame()
+    for batch in reader:
+        if held.height:
+            yield line, held
+            line += held.height
+        held = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch])))
+    # Blank lines after the last event are no events; anywhere else they are a mistake.
+    if (filled := _filled(held)).any():
+        yield line, held.head(filled.arg_true()[-1] + 1)
 
 
 def read_csv(path: Path, kinds: Mapping[str, str]) -> pl.DataFrame:
     """Reads a whole CSV file with the columns of `kinds`; errors as in `text_batches` and `typed`."""
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    with _open(path) as file:
-        return read_csv_stream(file, str(path), kinds)
+    return read_csv_stream(lambda: _open(path), str(path), kinds)
 
 
-def read_csv_stream(file: BinaryIO, where: str, kinds: Mapping[str, str]) -> pl.DataFrame:
-    """Does what `read_csv` does for an open, seekable file, which errors call `where`."""
-    pieces = [
-        typed(piece, kinds, where, line)
-        for line, piece in _text_batches(file, where, list(kinds), ",", 1 << 24)
-    ]
+def read_csv_stream(open_file: Callable[[], BinaryIO], where: str, kinds: Mapping[str, str]) -> pl.DataFrame:
+    """Does what `read_csv` does for a file that `open_file` opens and errors call `where`."""
+    pieces = [typed(piece, kinds, where, line) for line, piece in text_batches(open_file, where, list(kinds))]
     if not pieces:
         raise DataError(f"{where}: no rows behind the header")
     return pl.concat(pieces)
@@ -120,7 +177,7 @@ def typed(
             if len(bad):
                 value = texts[name][bad[0]]
                 raise DataError(
-                    f"{where}, {word} {first_line + bad[0]}: {name} is {value!r}, expected {kind}"
+                    f"{where}, {word} {first_line + bad[0]}: {name} is {shortened(value)}, expected {kind}"
                 )
         columns.append(column.alias(name))
     return pl.DataFrame(columns)
@@ -140,60 +197,52 @@ def is_integer_text(texts: pl.Series) -> bool:
     return bool(((numbers >= 0) & (numbers.cast(pl.String) == texts)).fill_null(False).all())
 
 
-def _text_batches(
-    file: BinaryIO, where: str, columns: list[str], delimiter: str, block_bytes: int
-) -> Iterator[tuple[int, pl.DataFrame]]:
-    try:
-        header = next(csv.reader(_lines(file), delimiter=delimiter), [])
-        check_columns(columns, header, where)
-        file.seek(0)
-        line = 2
-        texts = dict.fromkeys(columns, pa.string())
-        reader = pa.csv.open_csv(
-            file,
-            read_options=pa.csv.ReadOptions(block_size=block_bytes),
-            parse_options=pa.csv.ParseOptions(delimiter=delimiter, ignore_empty_lines=False),
-            convert_options=pa.csv.ConvertOptions(include_columns=columns, column_types=texts),
-        )
-        held = pl.DataFrame()
-        for batch in reader:
-            if held.height:
-                yield line, held
-                line += held.height
-            held = pl.DataFrame(pl.from_arrow(pa.Table.from_batches([batch])))
-        # Blank lines after the last event are no events; anywhere else they are a mistake.
-        if (filled := _filled(held)).any():
-            yield line, held.head(filled.arg_true()[-1] + 1)
-    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-        raise DataError(_bad_line(file, where, delimiter) or f"{where}: {error}") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{where} cannot be read: {error}; is it complete?") from error
-
-
 def _filled(texts: pl.DataFrame) -> pl.Series:
     """True for each row that has any text."""
     return texts.select(pl.any_horizontal(pl.all() != "")).to_series() if texts.width else pl.Series([False])
 
 
-def _bad_line(file: BinaryIO, where: str, delimiter: str) -> str:
+def _header(file: BinaryIO, where: str, delimiter: str) -> list[str]:
+    try:
+        return next(csv.reader(_lines(file), delimiter=delimiter), [])
+    except csv.Error as error:
+        raise DataError(f"{where}, line 1: {error}; its first line must name the columns") from error
+
+
+def _delimiter_hint(columns: list[str], header: list[str], delimiter: str) -> str:
+    """Names the delimiter at which the header has all columns, if there is one."""
+    line = delimiter.join(header)
+    for name, other in {",": ",", ";": ";", "tab": "\t", "|": "|"}.items():
+        if other != delimiter and set(columns) <= {value.strip('" ') for value in line.split(other)}:
+            return f". It has all of them with --delimiter '{name}'"
+    return ""
+
+
+def _bad_line(open_file: Callable[[], BinaryIO], where: str, delimiter: str) -> str:
     """Describes the first line whose number of values differs from the header's, or "" without one."""
-    file.seek(0)
-    reader = csv.reader(_lines(file), delimiter=delimiter)
     expected = None
     try:
-        for row in reader:
-            expected = expected or len(row)
-            if len(row) != expected:
-                return f"{where}, line {reader.line_num}: {len(row)} values, the header has {expected}"
+        with open_file() as file:
+            reader = csv.reader(_lines(file), delimiter=delimiter)
+            for row in reader:
+                expected = expected or len(row)
+                if len(row) != expected:
+                    return f"{where}, line {reader.line_num}: {len(row)} values, the header has {expected}"
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         return f"{where}, line {reader.line_num + 1}: byte {byte:#04x} is not UTF-8; convert the file to it"
+    except csv.Error as error:
+        return f"{where}, line {reader.line_num}: {error}"
+    except UNREADABLE:
+        return ""
     return ""
 
 
 def _lines(file: BinaryIO) -> Iterator[str]:
-    for line in file:
-        yield line.decode("utf-8-sig" if line.startswith(b"\xef\xbb\xbf") else "utf-8")
+    """Yields lines as text; a line ends with LF, CR LF, or CR alone."""
+    for block in file:
+        for line in block.splitlines(keepends=True):
+            yield line.decode("utf-8-sig" if line.startswith(b"\xef\xbb\xbf") else "utf-8")
 
 
 def _open(path: Path) -> BinaryIO:
