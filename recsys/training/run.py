@@ -2,7 +2,7 @@
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from recsys import protos as pb
 from recsys.data.counts import Counts
 from recsys.data.loader import Loader
 from recsys.errors import ConfigError, RecsysError
+from recsys.evaluation.reference import measure_reference
 from recsys.models import build_model, layout_rule
 from recsys.models.check_kernels import check_kernels
 from recsys.training import averaging, checkpoint, evaluator
@@ -74,6 +75,8 @@ def _train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome
     if reason := session.finish_reason():
         return _finished_before(session, run, reason)
     hooks = _hooks(session) if processes.is_main else []
+    if hooks:
+        run = replace(run, baselines=_baselines(pipeline))
     try:
         for hook in hooks:
             hook.started(run)
@@ -81,6 +84,14 @@ def _train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome
     finally:
         for hook in hooks:
             hook.close()
+
+
+def _baselines(pipeline: pb.Pipeline) -> dict[str, dict[str, float]]:
+    """Measures the baselines that are shown beside each evaluation; the log says why there are none."""
+    reference = measure_reference(pipeline)
+    if reference.skipped:
+        log.info("no baselines beside the evaluations: %s", reference.skipped)
+    return reference.metrics
 
 
 def _hooks(session: Session) -> list[Hook]:

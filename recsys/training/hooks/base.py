@@ -27,6 +27,7 @@ class Run:
         facts: lines about the run (device, processes, parameters), by topic.
         hyperparameters: what distinguishes runs of a sweep, by path in the config.
         splits: rows beside those for training: "validation", "test".
+        baselines: metrics on the validation rows of models without training, by name of the baseline.
     """
 
     folder: Path
@@ -36,6 +37,7 @@ class Run:
     facts: dict[str, str] = field(default_factory=dict)
     hyperparameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     splits: tuple[str, ...] = ()
+    baselines: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

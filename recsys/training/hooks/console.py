@@ -72,7 +72,8 @@ class Console(Hook):
             self._bar.evaluated(record)
         best = ", the best so far" if record.best else ""
         log.info("evaluation after step %d, %.1f s%s", record.step, record.seconds, best)
-        for line in metric_table(record.metrics):
+        baselines = {} if self._run is None else self._run.baselines
+        for line in compared_table(record.metrics, baselines) if baselines else metric_table(record.metrics):
             log.info("  %s", line)
         self._needs_head = True
 
@@ -193,6 +194,21 @@ def metric_table(metrics: Mapping[str, float]) -> list[str]:
     if max(map(len, table)) > WIDTH - 2:
         table = _table([list(column) for column in zip(["", *kinds], *rows, strict=True)])
     return table
+
+
+def compared_table(metrics: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Metrics as lines: a row for the model and one for each baseline, "-" for what a baseline has not."""
+    rows = {"model": metrics, **baselines}
+    cells = [
+        [name, *(_number(row.get(metric, math.nan)) for metric in metrics)] for name, row in rows.items()
+    ]
+    table = [["", *metrics], *cells]
+    lines = _table(table)
+    return (
+        lines
+        if max(map(len, lines)) <= WIDTH - 2
+        else _table([list(column) for column in zip(*table, strict=True)])
+    )
 
 
 def next_lines(outcome: Outcome, run: Run) -> list[str]:

@@ -43,6 +43,9 @@ NAME = "report.html"
 Record = dict[str, Any]
 """A line of `metrics.jsonl`."""
 
+Metrics = Mapping[str, float]
+"""Values by the name of the metric."""
+
 
 class Report(Hook):
     """Writes the page when the run ends, for whatever reason."""
@@ -172,7 +175,7 @@ def build(
         parts.append(section("Loss", '<p class="empty">The run ended before anything was logged.</p>'))
     parts.append(tested_section(run.folder))
     if logged.evaluations:
-        parts += _metric_sections(logged)
+        parts += _metric_sections(logged, run.baselines)
     parts += diagnostics_sections(records, logged.best_step)
     if logged.train:
         parts += _optimizer_sections(logged)
@@ -259,7 +262,7 @@ def _loss_charts(logged: Logged) -> list[str]:
     return charts
 
 
-def _metric_sections(logged: Logged) -> list[str]:
+def _metric_sections(logged: Logged, baselines: Mapping[str, Metrics]) -> list[str]:
     """A table, and a chart for each kind of metric with a curve for each task or k."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in logged.metrics:
@@ -274,17 +277,18 @@ def _metric_sections(logged: Logged) -> list[str]:
         ]
         title = split_name(names[0])[1] if len(names) == 1 else kind
         charts.append(logged.chart(title, curves, include=1.0 if kind == "calibration" else None))
-    table = section("Validation metrics", card(_metric_table(logged)))
+    table = section("Validation metrics", card(_metric_table(logged, baselines)))
     return [table, section("Validation metrics over steps", grid(charts))] if charts else [table]
 
 
-def _metric_table(logged: Logged) -> str:
-    """Metrics by task: at the best evaluation, at the last, and the way there."""
+def _metric_table(logged: Logged, baselines: Mapping[str, Metrics]) -> str:
+    """Metrics by task: at the best evaluation, at the last, of baselines, and the way there."""
     evaluations, best = logged.evaluations, logged.best_step
     last = evaluations[-1]
     columns = {f"best, step {r['step']:,}": r["metrics"] for r in evaluations if r["step"] == best}
     if last["step"] != best:
         columns[f"last, step {last['step']:,}"] = last["metrics"]
+    columns |= baselines
     heads = "".join(f'<th class="n">{head}</th>' for head in columns)
     rows = [f"<thead><tr><th>task</th><th>metric</th>{heads}<th>over steps</th></tr></thead>"]
     groups: dict[str, list[str]] = defaultdict(list)

@@ -180,5 +180,19 @@ def test_many_metrics_stand_below_each_other():
     ]
 
 
+def test_baselines_stand_below_the_model(caplog):
+    caplog.set_level("INFO", logger="recsys")
+    console = Console()
+    baselines = {"popularity": {"ndcg@10": 0.0192}, "co-occurrence": {"ndcg@10": 0.07}}
+    console.started(replace(RUN, baselines=baselines))
+    console.evaluated(Evaluated(50, {"ndcg@10": 0.0814, "loss": 5.5}, True, 1.0))
+    assert [record.message.strip() for record in caplog.records[-4:]] == [
+        "ndcg@10    loss",
+        "model           0.0814  5.5000",
+        "popularity      0.0192       -",
+        "co-occurrence   0.0700       -",
+    ]
+
+
 def test_a_model_without_tasks_has_a_single_row():
     assert metric_table({"hr@10": 0.5, "loss": 1.0}) == [" hr@10    loss", "0.5000  1.0000"]
