@@ -28,6 +28,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "install": Command("recsys.install", "install the torch, fbgemm and torchrec that fit this machine"),
     "doctor": Command("recsys.doctor", "check the installation and say what to type if it is broken"),
+    "init": Command("recsys.init", "start a project: sample data, a config, and a README with the commands"),
     "prepare": Command("recsys.prepare.__main__", "make training data from an event log"),
     "train": Command("recsys.train", "train a model, or continue a run that stopped"),
     "evaluate": Command("recsys.evaluate", "measure a trained model on a split"),

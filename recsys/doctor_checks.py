@@ -62,6 +62,8 @@ def diagnose(*, quick: bool = False) -> Iterator[Finding]:
     yield from check_driver(environment.versions(), environment.driver_version())
     cxx = environment.find_cxx()
     yield check_compiler(cxx)
+    if environment.installed_version("torch") is None:
+        return  # Everything below would fail for the same reason.
     yield attempt("fbgemm", run_fbgemm, REINSTALL)
     yield attempt("device", describe_device, REINSTALL)
     yield from check_ptxas()

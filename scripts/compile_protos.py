@@ -12,12 +12,15 @@ message, enum and option:
     from recsys import protos as pb
     pb.HstuMixer(num_heads=4)
 
-It also says which protos it was made from, by `SOURCES`; `recsys.environment.protos_differ` compares.
+The `.proto` files are copied beside them, for packages that extend the language: protoc finds them with
+`-I` and the folder that holds `recsys/`. `SOURCES` says which protos the package was made from;
+`recsys.environment.protos_differ` compares.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import sys
 import tempfile
 from importlib.resources import files
@@ -46,6 +49,8 @@ def compile_protos(root: Path = ROOT) -> list[Path]:
         descriptors = (Path(scratch) / "descriptors.bin").read_bytes()
         text = _init_text(descriptors) + f'\nSOURCES = "{_fingerprint(sources)}"\n'
         (generated / "__init__.py").write_text(text, encoding="utf-8")
+        for source in sources:
+            shutil.copyfile(source, generated / source.name)
         return _publish(generated, root / PACKAGE)
 
 
@@ -105,7 +110,7 @@ def _publish(generated: Path, target: Path) -> list[Path]:
             aside.write_bytes(content)
             aside.replace(destination)
             changed.append(destination)
-    for stale in target.glob("*_pb2.py*"):
+    for stale in (*target.glob("*_pb2.py*"), *target.glob("*.proto")):
         if stale.name not in fresh:
             stale.unlink()
             changed.append(stale)

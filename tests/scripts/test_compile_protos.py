@@ -46,6 +46,7 @@ def test_messages_of_every_file_are_in_the_package(root):
     assert evaluate(root, "print(*pb.__all__)") == "Feature Side SIDE_UNSPECIFIED USER Pipeline"
     assert evaluate(root, "print(pb.Feature().HasField('dim'))") == "False"
     assert (root / "recsys" / "protos" / "pipeline_pb2.pyi").exists()
+    assert (root / "recsys" / "protos" / "pipeline.proto").read_text() == PIPELINE
 
 
 def test_options_of_fields_are_in_the_package(root):
@@ -62,10 +63,10 @@ def test_options_of_fields_are_in_the_package(root):
 
 
 def test_only_what_changed_is_written(root):
-    assert len(compile_protos(root)) == 5
+    assert len(compile_protos(root)) == 7
     assert compile_protos(root) == []
     (root / "protos" / "feature.proto").write_text(FEATURE.replace("default = 3", "default = 4"))
-    assert [path.name for path in compile_protos(root)] == ["__init__.py", "feature_pb2.py"]
+    assert [path.name for path in compile_protos(root)] == ["__init__.py", "feature.proto", "feature_pb2.py"]
     assert evaluate(root, "print(pb.Feature().dim)") == "4"
 
 
@@ -81,6 +82,7 @@ def test_modules_of_a_deleted_proto_go_away(root):
     compile_protos(root)
     assert sorted(p.name for p in (root / "recsys" / "protos").iterdir() if p.is_file()) == [
         "__init__.py",
+        "feature.proto",
         "feature_pb2.py",
         "feature_pb2.pyi",
     ]
