@@ -1,5 +1,8 @@
 """Runs for tests, small enough to finish in a second: in this process, or in one that can be killed."""
 
+import contextlib
+import importlib
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -18,6 +22,7 @@ from recsys.training.hooks.metrics_file import NAME, read_metrics
 from recsys.training.restricted_unpickler import SafeReader, read_metadata
 
 CONFIG = "tests/integration/tiny.config"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def flags(folder: Path, *overrides: str) -> list[str]:
@@ -36,6 +41,44 @@ def train(folder: Path, *overrides: str) -> int:
 def evaluate(*arguments: str) -> int:
     """Runs the command in this process and returns its exit code."""
     return cli.main("evaluate", evaluate_command.run, list(arguments), add_flags=evaluate_command.add_flags)
+
+
+def command(name: str, *arguments: object, cwd: Path | None = None, code: int = 0, **variables: str) -> str:
+    """Runs `recsys.<name>` in this process, checks its exit code, and returns what it printed.
+
+    A process of its own would spend some five seconds on imports. Use `command_in_new_process` where a test
+    is about that process.
+    """
+    module = importlib.import_module(f"recsys.{name}")
+    printed = io.StringIO()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(printed))
+        stack.enter_context(contextlib.redirect_stderr(printed))
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(sys, "argv", [f"recsys.{name}", *map(str, arguments)])
+        patch.chdir(cwd or Path.cwd())
+        for variable, value in variables.items():
+            patch.setenv(variable, value)
+        try:
+            exit_code = module.main()
+        except SystemExit as end:
+            exit_code = end.code
+    assert exit_code == code, f"exit code {exit_code}, not {code}:\n{printed.getvalue()}"
+    return printed.getvalue()
+
+
+def command_in_new_process(name: str, *arguments: object, cwd: Path, code: int = 0) -> str:
+    """Runs `python -m recsys.<name>`, checks its exit code, and returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"recsys.{name}", *map(str, arguments)],
+        cwd=cwd,
+        env=one_thread() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
 
 
 def start(folder: Path, *overrides: str, own_group: bool = False) -> subprocess.Popen[str]:

@@ -8,8 +8,6 @@ package.
 import json
 import math
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +19,8 @@ import pytest
 
 from recsys.errors import DataError
 from recsys.inference.package import Package
-from tests.integration.runs import one_thread
+from tests.integration.runs import ROOT, command, command_in_new_process
 
-ROOT = Path(__file__).resolve().parents[2]
 RANKER = ("tests/integration/tiny.config", "train.num_steps=40", "train.evaluation.every_steps=40")
 RETRIEVER = (
     "configs/movielens_small_two_tower.config",
@@ -43,27 +40,12 @@ class Exported(NamedTuple):
     rows: Path
 
 
-def command(name: str, *flags: object, cwd: Path = ROOT, code: int = 0, **variables: str) -> str:
-    """Runs `python -m recsys.<name>` in a process of its own and returns what it printed."""
-    environment = one_thread() | {"PYTHONPATH": str(ROOT)} | variables
-    done = subprocess.run(
-        [sys.executable, "-m", f"recsys.{name}", *map(str, flags)],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
-
-
 def export(folder: Path, config: str, *overrides: str, rows: Path) -> Exported:
     settings = [part for override in overrides for part in ("--set", override)]
     run, alone = folder / "run", folder / "alone"
     command("train", "--config", config, "--run-dir", run, *settings)
     # Nothing but our own lines: a user cannot act on what libraries say about themselves.
-    said = command("export", "--run-dir", run).strip().splitlines()
+    said = command_in_new_process("export", "--run-dir", run, cwd=ROOT).strip().splitlines()
     assert all(" INFO " in line for line in said), said
     alone.mkdir()
     shutil.move(run / "export", alone / "export")
@@ -105,7 +87,9 @@ def auc(scores: np.ndarray, labels: np.ndarray) -> float:
 
 def test_a_rankers_predictions_have_the_evaluated_quality(ranker, tmp_path):
     rows = pq.read_table(ranker.rows)
-    found = predict(ranker.package, ranker.rows, tmp_path / "out")
+    flags = ("--package", ranker.package, "--input", ranker.rows, "--output", tmp_path / "out")
+    command_in_new_process("predict", *flags, cwd=ranker.package.parent)
+    found = pq.read_table(tmp_path / "out")
     for column in ("user_id", "request_id", "candidate_item_id"):
         assert found[column].to_pylist() == rows[column].to_pylist()
     metrics = evaluated(ranker)
