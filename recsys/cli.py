@@ -15,7 +15,8 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from recsys import config, environment
+import recsys.config as config
+from recsys import environment
 from recsys import protos as pb
 from recsys.errors import ConfigError, InstallationError, RecsysError
 from recsys.flags import Parser, PrintVersions

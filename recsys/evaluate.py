@@ -1,4 +1,7 @@
-"""`python -m recsys.evaluate`: metrics of a trained model on one split of the data."""
+"""`python -m recsys.evaluate`: metrics of a trained model on one split of the data.
+
+`recsys.evaluate(...)` calls the library's function `recsys.api.evaluate`.
+"""
 
 import argparse
 import json
@@ -7,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from recsys import cli, files
+from recsys.callable_module import make_callable
 
 if TYPE_CHECKING:
     from recsys.training.run import Evaluation
@@ -64,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code."""
     return cli.main("evaluate", run, arguments, add_flags=add_flags)
 
+
+make_callable(__name__)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -5,7 +5,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from recsys import cli, config
+import recsys.config as config
+from recsys import cli
 from recsys.errors import ConfigError
 
 MAY_CHANGE = ("predict", "data.bad_rows", "data.key_columns", "data.test")
@@ -41,9 +42,9 @@ def run(call: cli.Call) -> None:
 
 
 def _folder(flags: argparse.Namespace) -> Path:
-    if flags.package is None and flags.run_dir is None:
-        raise ConfigError("--package: not given; name a folder of recsys.export, or its run in --run-dir")
-    return Path(flags.package) if flags.package else Path(flags.run_dir) / "export"
+    if flags.package or flags.run_dir:
+        return Path(flags.package or Path(flags.run_dir) / "export")
+    raise ConfigError("--package: not given; name a folder of recsys.export, or its run in --run-dir")
 
 
 def _packaged_config(flags: argparse.Namespace) -> Path:
@@ -57,9 +58,8 @@ def _packaged_config(flags: argparse.Namespace) -> Path:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     own = parser.add_argument_group("predict flags")
-    own.add_argument(
-        "--package", metavar="DIR", help="folder that recsys.export wrote (default: <run-dir>/export)"
-    )
+    about = "folder that recsys.export wrote (default: <run-dir>/export)"
+    own.add_argument("--package", metavar="DIR", help=about)
     own.add_argument(
         "--input",
         metavar="PATH",

@@ -33,7 +33,8 @@ from google.protobuf import text_format
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from recsys import config, environment
+import recsys.config as config
+from recsys import environment
 from recsys import protos as pb
 from recsys.data.batch import Batch, LayoutRule
 from recsys.data.loader import Loader

@@ -40,7 +40,8 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from recsys import config, environment
+import recsys.config as config
+from recsys import environment
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader

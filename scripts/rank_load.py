@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from recsys import config
+import recsys.config as config
 from recsys import protos as pb
 from recsys.config import features
 from recsys.data.loader import Loader

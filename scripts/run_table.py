@@ -40,7 +40,8 @@ from pathlib import Path
 from typing import TextIO
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from recsys import config, files
+import recsys.config as config
+from recsys import files
 from recsys.flags import Parser, positive
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from recsys import config
+import recsys.config as config
 from recsys import protos as pb
 from recsys.errors import ConfigError
 

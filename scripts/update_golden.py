@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from recsys import config
+import recsys.config as config
 from recsys.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,6 +2,7 @@
 
 Commands call `prepare`, which is `load` + `check` + `resolve` with all findings in one ConfigError. The
 package stands below everything that reads a config; it builds no modules and imports no torch.
+`recsys.config(...)` calls the library's function `recsys.api.config`.
 
     ready = config.prepare("configs/quickstart.config", ["train.num_steps=100"])
     ready.pipeline.model.max_seq_len
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recsys import protos as pb
+from recsys.callable_module import make_callable
 from recsys.config import checks, textproto
 from recsys.config.resolver import Resolved, resolve
 from recsys.errors import ConfigError
@@ -19,13 +21,17 @@ from recsys.errors import ConfigError
 __all__ = [
     "FILE_NAME",
     "Loaded",
+    "Parsed",
     "Ready",
     "Resolved",
     "check",
     "check_device",
     "load",
+    "parse",
     "prepare",
+    "prepare_loaded",
     "read",
+    "read_parsed",
     "resolve",
     "to_text",
     "warnings",
@@ -46,6 +52,13 @@ class Loaded(NamedTuple):
 
     pipeline: pb.Pipeline
     locations: dict[str, str]
+
+
+class Parsed(NamedTuple):
+    """The readable part of a config, and the mistakes in the rest."""
+
+    loaded: Loaded
+    mistakes: list[str]
 
 
 class Ready(NamedTuple):
@@ -73,7 +86,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> pb.Pipeline:
 
 def read(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     """Like `load`, and also returns the place of every field."""
-    loaded, mistakes = _read(path, overrides)
+    loaded, mistakes = read_parsed(path, overrides)
     if mistakes:
         raise ConfigError(mistakes)
     return loaded
@@ -89,14 +102,30 @@ def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool
         ConfigError: with every finding. After mistakes in the text come findings about the part that could be
             read, without those about missing fields, because the unreadable part may hold them.
     """
-    loaded, mistakes = _read(path, overrides)
+    return prepare_loaded(*read_parsed(path, overrides), overrides, read_files=read_files)
+
+
+def prepare_loaded(
+    loaded: Loaded, mistakes: Sequence[str] = (), overrides: Sequence[str] = (), *, read_files: bool = True
+) -> Ready:
+    """Checks and resolves a config that was read with `parse`.
+
+    Args:
+        loaded: the config as written; it is not changed.
+        mistakes: findings of `parse`.
+        overrides: those that `loaded` contains, for warnings about them.
+        read_files: also read the sizes of vocabularies from their files.
+
+    Raises:
+        ConfigError: with every finding, as `prepare`.
+    """
     resolved = resolve(loaded.pipeline, read_files=False)
     findings = checks.findings(resolved.pipeline, resolved.origins)
     if mistakes:
         certain = [
             finding for finding in findings if finding.path in loaded.locations and not finding.missing
         ]
-        raise ConfigError(mistakes + checks.lines(certain, loaded.locations))
+        raise ConfigError([*mistakes, *checks.lines(certain, loaded.locations)])
     shown = checks.lines(findings, loaded.locations)
     try:
         resolved = resolve(loaded.pipeline, read_files=read_files, locations=loaded.locations)
@@ -140,8 +169,12 @@ def to_text(pipeline: pb.Pipeline, origins: dict[str, str] | None = None) -> str
     return textproto.write(pipeline, origins)
 
 
-def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[str]]:
-    """Returns the readable part of a config and the mistakes in the rest."""
+def read_parsed(path: str | Path, overrides: Sequence[str] = ()) -> Parsed:
+    """Reads the config in a file; mistakes are returned.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     file = Path(path)
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -151,13 +184,24 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Loaded, list[str]
     except OSError as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
         raise ConfigError(f"{path}: {why}{_neighbours(file)}") from None
+    return parse(text, str(path), overrides)
+
+
+def parse(text: str, name: str, overrides: Sequence[str] = ()) -> Parsed:
+    """Reads the config in a text.
+
+    Args:
+        text: in protobuf text format.
+        name: what findings call the text, usually its file.
+        overrides: assignments such as `train.num_steps=100`.
+    """
     pipeline = pb.Pipeline()
-    parsed = textproto.parse(text, pipeline, str(path))
-    locations = {"": str(path), **parsed.locations}
+    parsed = textproto.parse(text, pipeline, name)
+    locations = {"": name, **parsed.locations}
     mistakes = list(parsed.findings)
     for assignment in overrides:
         mistakes += textproto.override(pipeline, assignment, locations)
-    return Loaded(pipeline, locations), mistakes
+    return Parsed(Loaded(pipeline, locations), mistakes)
 
 
 def _replaced(overrides: Sequence[str]) -> list[str]:
@@ -178,3 +222,6 @@ def _neighbours(file: Path) -> str:
     names = sorted(p.name for p in folder.glob("*.config"))
     hint = textproto.did_you_mean(file.name, names).replace("Allowed here", "Configs there")
     return f". {hint}" if names else ""
+
+
+make_callable(__name__)

@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from recsys import config, files
+import recsys.config as config
+from recsys import files
 from recsys import protos as pb
 from recsys.config import features
 from recsys.config.declarations import model_of

@@ -2,6 +2,7 @@
 read, and prepares new items for the item tower.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +28,20 @@ def write_vectors(folder: Path, ids: pa.Array, vectors: Tensor) -> None:
         ids: [V], int64 or string.
         vectors: float32 [V, E] on the host.
     """
-    values = pa.array(vectors.contiguous().numpy().reshape(-1))
-    columns = {"id": ids, "vector": pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])}
+    table = vector_table({"id": ids}, vectors.contiguous().numpy())
     # Digits of vectors look random, so compression would cost time and save nothing.
-    pq.write_table(pa.table(columns), folder / FILE, compression="none", use_dictionary=["id"])
+    pq.write_table(table, folder / FILE, compression="none", use_dictionary=["id"])
+
+
+def vector_table(columns: Mapping[str, pa.Array], vectors: np.ndarray) -> pa.Table:
+    """Makes a table of some columns and `vector`, a list of E float32.
+
+    Args:
+        columns: [n] each, by name.
+        vectors: float32 [n, E].
+    """
+    values = pa.array(vectors.reshape(-1))
+    return pa.table({**columns, "vector": pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])})
 
 
 def read_vectors(folder: Path) -> Tensor:

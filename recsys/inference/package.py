@@ -24,7 +24,8 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from recsys import config, environment, files
+import recsys.config as config
+from recsys import environment, files
 from recsys import protos as pb
 from recsys.config.declarations import model_of
 from recsys.data.batch import Batch

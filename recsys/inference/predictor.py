@@ -33,6 +33,7 @@ from recsys.data.schema.contract import check_schema
 from recsys.data.sources import RowGroup, Source
 from recsys.data.unknown_ids import UnknownIds
 from recsys.errors import RecsysError
+from recsys.inference.eager import EagerPackage
 from recsys.inference.package import Package
 from recsys.inference.rows import Histories, runs, whole_histories
 from recsys.inference.search import Recall, open_search
@@ -79,12 +80,12 @@ class Predictor:
     """Scores row groups with a package.
 
     Args:
-        package: loaded.
+        package: loaded, or a model in eager mode.
         pipeline: its config, perhaps with other values in `predict`, `data.bad_rows` and `data.key_columns`;
             by default as it was exported.
     """
 
-    def __init__(self, package: Package, pipeline: pb.Pipeline | None = None):
+    def __init__(self, package: Package | EagerPackage, pipeline: pb.Pipeline | None = None):
         self.package = package
         changed = pipeline or package.pipeline
         self.settings = changed.predict
@@ -102,7 +103,8 @@ class Predictor:
         # The last schema that was checked: callers usually have one.
         self._fits: pa.Schema | None = None
         microbatch = self.settings.candidates_per_microbatch
-        self.scorer = Scorer(PackageProgram(package), self.pipeline, microbatch)
+        program = package if isinstance(package, EagerPackage) else PackageProgram(package)
+        self.scorer = Scorer(program, self.pipeline, microbatch)
         if package.items is None:
             bounds, outputs = limits(self.pipeline, self.settings, package), package.description.outputs
             self.scores = BlockScores(self.scorer, self._batch, bounds, len(outputs))
@@ -126,10 +128,7 @@ class Predictor:
             DataError: a column is missing or of a wrong type, or a row is bad and `data.bad_rows` does not
                 leave it out.
         """
-        if table.schema != self._fits:
-            check_schema(table.schema, self.pipeline, MODE, origin.path)
-            self._fits = table.schema
-        return self.answer(table, self.converter.block(table, origin, duplicates))
+        return self.answer(table, self._block(table, origin, duplicates))
 
     def answer(self, table: pa.Table, block: ColumnBlock) -> pa.Table:
         """`table` of what has been converted to a block."""
@@ -139,9 +138,32 @@ class Predictor:
             answer = answer.append_column(name, column)
         return answer.replace_schema_metadata({LEFT_OUT: str(int((block.codes != 0).sum()))})
 
+    def queries(self, table: pa.Table) -> np.ndarray:
+        """Computes the vector of each row that its next item is searched with, float32 [rows, E].
+
+        Args:
+            table: as for `table`, of a model that searches items. A row without history, and one that was
+                left out as bad, has zeros.
+
+        Raises:
+            DataError: as `table`.
+        """
+        block = self._block(table, ORIGIN, None)
+        vectors = [
+            self.scorer.score(self._batch(block.select(rows))).cpu().numpy()
+            for rows in runs(len(block.row), self.settings.batch_size)
+        ]
+        return np.concatenate([np.zeros((0, self.package.items.shape[1]), np.float32), *vectors])
+
     def recall(self) -> Recall | None:
         """Returns the share of the exact results that an index has found so far; None without an index."""
         return None if self.package.items is None else self.search.recall()
+
+    def _block(self, table: pa.Table, origin: Origin, duplicates: Duplicates | None) -> ColumnBlock:
+        if table.schema != self._fits:
+            check_schema(table.schema, self.pipeline, MODE, origin.path)
+            self._fits = table.schema
+        return self.converter.block(table, origin, duplicates)
 
     def _rank(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         names = self.package.description.outputs
@@ -180,7 +202,7 @@ class Predictor:
         return self.collator.collate(arrays, Position(), 0)
 
 
-def limits(pipeline: pb.Pipeline, settings: pb.Predict, package: Package) -> Limits:
+def limits(pipeline: pb.Pipeline, settings: pb.Predict, package: Package | EagerPackage) -> Limits:
     """Bounds the batches of a package, by the message `predict` and by the package's device."""
     device, longest = package.description.device, package.pipeline.data.max_candidates
     return Limits(

@@ -7,6 +7,7 @@ the same seed.
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,10 +56,16 @@ class Processes:
 def process_group() -> Iterator[Processes]:
     """The process group of the run; the block must leave no model, optimizer or pipeline behind.
 
+    If the caller already has a process group, the run uses it and leaves it alone.
+
     What survives the block still holds communicators, and a process that exits with those aborts at random:
     hence the collection and the barrier before the group goes. After an error there is no barrier: the other
     ranks may be gone.
     """
+    if dist.is_initialized():
+        yield Processes(dist.get_rank(), dist.get_world_size(), _device())
+        return
+    show_error = sys.excepthook
     processes = _start()
     try:
         yield processes
@@ -67,21 +74,28 @@ def process_group() -> Iterator[Processes]:
     finally:
         gc.collect()
         dist.destroy_process_group()
+        # torch.distributed puts the rank in front of each line of a traceback, and leaves it so.
+        sys.excepthook = show_error
 
 
 def _start() -> Processes:
-    cuda = torch.cuda.is_available()
-    local_rank = dist.get_node_local_rank(fallback_rank=0)
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
+    device = _device()
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, rank, world_size = dist.HashStore(), 0, 1
     if dist.is_torchelastic_launched():
         shared, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
         store = fresh_store(shared, rank, world_size, _TIMEOUT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     return Processes(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _device() -> torch.device:
+    """This process's GPU, or the CPU if there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
 
 
 def gather(value: Result) -> list[Result]:

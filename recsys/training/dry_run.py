@@ -4,7 +4,7 @@ import tempfile
 from contextlib import closing
 from pathlib import Path
 
-from recsys import config
+import recsys.config as config
 from recsys import protos as pb
 from recsys.data.batch import Batch
 from recsys.data.inspect import as_table, describe_sample

@@ -1,13 +1,16 @@
 """Runs training from config to last log line: opens the session, attaches the hooks, trains."""
 
 import logging
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from recsys import config, files
+import recsys.config as config
+from recsys import files
 from recsys import protos as pb
 from recsys.data.counts import Counts
 from recsys.data.loader import Loader
@@ -41,8 +44,23 @@ class Evaluation:
 log = logging.getLogger(__name__)
 
 
-def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
+def train(
+    pipeline: pb.Pipeline,
+    folder: Path,
+    processes: Processes,
+    *,
+    hooks: Callable[[Session], list[Hook]] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Outcome:
     """Trains the model of a resolved config in a run folder, from the last saved state if there is one.
+
+    Args:
+        pipeline: resolved.
+        folder: run folder.
+        processes: this rank.
+        hooks: makes the observers of the run, on rank 0; None makes `folder_hooks`.
+        weights: where a new run starts, by their names in the model; None starts with those that
+            `train.seed` draws.
 
     Raises:
         ConfigError: the config asks for what the device cannot do.
@@ -52,7 +70,7 @@ def train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
     with ExitStack() as stack:
         stack.enter_context(files.naming_full_disk(folder))
         on_main(lambda: _take(folder, stack))
-        return _train(pipeline, folder, processes)
+        return _train(open_session(pipeline, folder, processes, weights), hooks or folder_hooks)
 
 
 def _check_device(pipeline: pb.Pipeline, processes: Processes) -> None:
@@ -69,14 +87,13 @@ def _take(folder: Path, stack: ExitStack) -> None:
         )
 
 
-def _train(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Outcome:
-    session = open_session(pipeline, folder, processes)
+def _train(session: Session, make_hooks: Callable[[Session], list[Hook]]) -> Outcome:
     run = describe(session)
     if reason := session.finish_reason():
         return _finished_before(session, run, reason)
-    hooks = _hooks(session) if processes.is_main else []
+    hooks = make_hooks(session) if session.processes.is_main else []
     if hooks:
-        run = replace(run, baselines=_baselines(pipeline))
+        run = replace(run, baselines=_baselines(session.pipeline))
     try:
         for hook in hooks:
             hook.started(run)
@@ -94,7 +111,8 @@ def _baselines(pipeline: pb.Pipeline) -> dict[str, dict[str, float]]:
     return reference.metrics
 
 
-def _hooks(session: Session) -> list[Hook]:
+def folder_hooks(session: Session) -> list[Hook]:
+    """The hooks of a run folder: metrics.jsonl, TensorBoard, the report and the console."""
     from recsys.training.hooks.tensorboard import TensorBoard
 
     def items() -> Items | None:

@@ -5,14 +5,16 @@ together; `trainer` then only moves them.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from recsys import config, environment, files
+import recsys.config as config
+from recsys import environment, files
 from recsys import protos as pb
 from recsys.config.checks.effects import behind_the_end
 from recsys.data.batch import Batch, Position
@@ -172,8 +174,17 @@ class Session:
         return dict(self.wrapped.state_dict()) | averages | moved
 
 
-def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> Session:
+def open_session(
+    pipeline: pb.Pipeline, folder: Path, processes: Processes, weights: Mapping[str, Tensor] | None = None
+) -> Session:
     """Builds the run of a resolved config, or goes on with the one in `folder`. Collective.
+
+    Args:
+        pipeline: resolved.
+        folder: the run's.
+        processes: this rank.
+        weights: where a new run starts, by their names in the model; None starts with those that
+            `train.seed` draws.
 
     Raises:
         ConfigError: the folder holds the run of another config, or the data is shorter than one step.
@@ -188,7 +199,8 @@ def open_session(pipeline: pb.Pipeline, folder: Path, processes: Processes) -> S
         require_same_config(earlier, pipeline, str(folder))
     elif on_main(checkpoints.steps):
         raise RecsysError(f"every state in {checkpoints.folder} is damaged; train with another --run-dir")
-    session = _build(pipeline, folder, processes, checkpoints, state.progress if state else Progress())
+    progress = state.progress if state else Progress()
+    session = _build(pipeline, folder, processes, checkpoints, progress, weights)
     if saved and state:
         require_same_inputs(state.inputs, session.inputs)
         session.restore(saved, state)
@@ -215,11 +227,18 @@ def _warn_of_schedule(session: Session, earlier: pb.Train) -> None:
 
 
 def _build(
-    pipeline: pb.Pipeline, folder: Path, processes: Processes, checkpoints: Checkpoints, progress: Progress
+    pipeline: pb.Pipeline,
+    folder: Path,
+    processes: Processes,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    weights: Mapping[str, Tensor] | None,
 ) -> Session:
     train = pipeline.train
     seed_everything(train.seed)
     model = build_model(pipeline)
+    if weights is not None:
+        model.load_state_dict(weights)
     parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in model.named_children()}
     rule = layout_rule(pipeline)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,8 +13,12 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 def catching_signals(received: dict[int, int], *, announce: bool = False) -> Iterator[None]:
     """Counts SIGINT and SIGTERM in `received`; a second one of a kind has its default effect.
 
-    With `announce`, a note on stderr acknowledges the signal at once: an evaluation may be under way.
+    With `announce`, a note on stderr acknowledges the signal at once: an evaluation may be under way. Only
+    the main thread of a process can catch signals; in another thread nothing changes.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.getsignal(number) for number in HANDLED}
 
     def note(number: int, _frame: object) -> None:

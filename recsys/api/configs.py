@@ -1,0 +1,226 @@
+"""`recsys.config`: a resolved and checked config from a text, a file or another config."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import polars as pl
+import pyarrow as pa
+
+import recsys.config as configs
+from recsys import protos as pb
+from recsys.api.rows import Rows, to_table
+from recsys.config import Loaded, Parsed, textproto
+from recsys.config.features import PREFIX
+from recsys.data.arrow import one_array
+from recsys.data.sources.memory import MemoryFile
+from recsys.errors import ConfigError, DataError
+from recsys.prepare.dataset_writer import IdCounts
+
+_LATER = "memory:///rows-that-batches-will-give.parquet"
+"""Stands for the rows of training and validation while a config without them is checked."""
+
+_COUNTED_SIDES = (pb.CANDIDATE, pb.HISTORY, pb.USER)
+"""Sides whose columns hold the events, in the order of preference."""
+
+_NO_FILE = "vocabulary.file: not set"
+
+_HINT = (
+    "Or let recsys.config count the ids: give it vocabularies=ROWS with your training rows, or a dict from "
+    "the name of each table to its ids."
+)
+
+
+class Config:
+    """A config with everything filled in and checked; `print` shows each setting and where it comes from.
+
+    Attributes:
+        pipeline: the resolved message, to read settings such as `cfg.pipeline.model.embedding_dim`. Its
+            settings do not change: `recsys.config(cfg, ["train.num_steps=100"])` makes another config.
+        warnings: one line for each setting that is allowed but has no effect or a surprising one.
+    """
+
+    def __init__(self, loaded: Loaded, ready: configs.Ready, owned: Sequence[MemoryFile] = ()) -> None:
+        """Use `recsys.config`; `owned` are the tables in memory that the config names."""
+        self._loaded = loaded
+        self._origins = ready.origins
+        self._owned = tuple(owned)
+        self.pipeline = ready.pipeline
+        self.warnings = ready.warnings
+
+    def __str__(self) -> str:
+        return configs.to_text(self.pipeline, self._origins).rstrip()
+
+    def __repr__(self) -> str:
+        model, names = self.pipeline.model, ", ".join(feature.name for feature in self.pipeline.features)
+        return (
+            f"<recsys.Config: {model.WhichOneof('model')} of width {model.embedding_dim}, features {names}; "
+            "print it to see every setting>"
+        )
+
+
+def config(
+    source: str | Path | Config,
+    overrides: Sequence[str] = (),
+    *,
+    vocabularies: Rows | None = None,
+    items: Rows | None = None,
+) -> Config:
+    """Reads, completes and checks a config.
+
+    >>> cfg = recsys.config("configs/quickstart.config", ["train.num_steps=100"])
+    >>> print(cfg)  # every setting, with the origin of those that the file does not give
+
+    Args:
+        source: the text of a config, the path of a file, or a config to change.
+        overrides: assignments such as `train.num_steps=100`, as for the flag `--set` of the commands.
+        vocabularies: the ids of each embedding table that the config names no file for. Training rows, in
+            which ids are counted, the most frequent first; or a mapping from a table's name to its ids.
+        items: the features of a retriever's items, as a table with a row for each item; the place of
+            `data.item_file`.
+
+    Returns:
+        A config that `build`, `batches` and `fit` take. It may lack `data.train` and `data.validation`, for
+        these rows can come from data frames.
+
+    Raises:
+        ConfigError: with all findings, one line each, by line of the file.
+        DataError: the rows lack a column whose ids are to be counted.
+    """
+    loaded, mistakes = _parse(source, overrides)
+    owned = list(source._owned) if isinstance(source, Config) else []
+    pipeline = loaded.pipeline
+    if items is not None:
+        owned.append(MemoryFile(to_table(items, "items"), "items"))
+        pipeline.data.item_file = owned[-1].address
+    if vocabularies is not None and not mistakes:
+        owned += _add_vocabularies(pipeline, vocabularies)
+    ready = _prepare(loaded, mistakes, overrides)
+    return Config(loaded, ready, owned)
+
+
+def of_pipeline(pipeline: pb.Pipeline) -> Config:
+    """The config of a package, as it was resolved when it was made."""
+    loaded = Loaded(pipeline, {})
+    return Config(loaded, _prepare(loaded, (), ()))
+
+
+def with_sources(cfg: Config, sources: Mapping[str, pb.Source], overrides: Sequence[str] = ()) -> pb.Pipeline:
+    """The resolved pipeline of a config with other rows and overrides.
+
+    Args:
+        cfg: the config.
+        sources: rows by split, in place of those of the config. Without rows for validation, the settings of
+            evaluation are left out.
+        overrides: assignments.
+
+    Raises:
+        ConfigError: with all findings.
+    """
+    loaded, mistakes = _parse(cfg, overrides)
+    data = loaded.pipeline.data
+    for split, source in sources.items():
+        getattr(data, split).CopyFrom(source)
+    if not data.HasField("validation"):
+        loaded.pipeline.train.ClearField("evaluation")
+    # Tables in memory are not seen by other processes, and a notebook has no main module to start them from.
+    data.num_workers = 0
+    return configs.prepare_loaded(loaded, mistakes).pipeline
+
+
+def _parse(source: str | Path | Config, overrides: Sequence[str]) -> Parsed:
+    if isinstance(overrides, str):
+        raise ConfigError(f'overrides: give a list, ["{overrides}"]')
+    if isinstance(source, Config):
+        loaded = Loaded(pb.Pipeline(), dict(source._loaded.locations))
+        loaded.pipeline.CopyFrom(source._loaded.pipeline)
+        mistakes: list[str] = []
+        for assignment in overrides:
+            mistakes += textproto.override(loaded.pipeline, assignment, loaded.locations)
+        return Parsed(loaded, mistakes)
+    if isinstance(source, Path):
+        return configs.read_parsed(source, overrides)
+    if not isinstance(source, str):
+        raise ConfigError(
+            f"a {type(source).__name__} is given; give the text of a config, the path of a .config file, or "
+            "a recsys.Config"
+        )
+    # No path of a config has a brace or a line break, and no useful text lacks both.
+    is_text = "{" in source or "\n" in source
+    return configs.parse(source, "config", overrides) if is_text else configs.read_parsed(source, overrides)
+
+
+def _prepare(loaded: Loaded, mistakes: Sequence[str], overrides: Sequence[str]) -> configs.Ready:
+    checked = pb.Pipeline()
+    checked.CopyFrom(loaded.pipeline)
+    later = [split for split in ("train", "validation") if not checked.data.HasField(split)]
+    for split in later:
+        getattr(checked.data, split).parquet.paths.append(_LATER)
+    try:
+        ready = configs.prepare_loaded(Loaded(checked, loaded.locations), mistakes, overrides)
+    except ConfigError as error:
+        unknown = any(_NO_FILE in finding for finding in error.findings)
+        raise ConfigError([*error.findings, _HINT] if unknown else error.findings) from None
+    for split in later:
+        ready.pipeline.data.ClearField(split)
+    return ready
+
+
+def _add_vocabularies(pipeline: pb.Pipeline, vocabularies: Rows) -> list[MemoryFile]:
+    """Sets the file of each vocabulary that has none to a table in memory, and returns these tables."""
+    missing: dict[str, list[pb.Feature]] = {}
+    for feature in pipeline.features:
+        has_vocabulary = feature.HasField("id") and feature.id.HasField("vocabulary")
+        if has_vocabulary and not feature.id.vocabulary.file and not pipeline.data.vocabulary_dir:
+            missing.setdefault(feature.id.table or feature.name, []).append(feature)
+    counted = not isinstance(vocabularies, Mapping)
+    rows = to_table(vocabularies, "vocabularies") if counted else None
+    owned = []
+    for table, features in missing.items():
+        if rows is not None:
+            ids = _count(rows, table, features)
+        elif table in vocabularies:
+            ids = _listed(vocabularies[table], table)
+        else:
+            continue
+        owned.append(MemoryFile(ids, table))
+        for feature in features:
+            feature.id.vocabulary.file = owned[-1].address
+    return owned
+
+
+def _count(rows: pa.Table, table: str, features: list[pb.Feature]) -> pa.Table:
+    """Counts the ids of a table as the preparation tools do: each training event once.
+
+    In rows with candidates these are the events, and histories repeat them; an id that occurs in histories
+    only comes last, with count 0.
+    """
+    counts, rest = IdCounts(), []
+    for feature in features:
+        sides = [side for side in _COUNTED_SIDES if side in feature.sides]
+        columns = [PREFIX[side] + feature.name for side in sides]
+        present = [name for name in columns if name in rows.column_names]
+        if not present:
+            names = " or ".join(columns)
+            raise DataError(
+                f"vocabularies: no column {names} to count the ids of table {table} in; the rows have "
+                f"{', '.join(rows.column_names)}"
+            )
+        events = _values(rows[present[0]])
+        counts.add(events, pl.int_range(len(events), eager=True))
+        rest += [_values(rows[name]) for name in present[1:]]
+    return counts.table(min_count=1, catalogue=pl.concat(rest) if rest else None)
+
+
+def _values(column: pa.ChunkedArray) -> pl.Series:
+    """All values of a column of ids or of lists of ids, without nulls."""
+    array = one_array(column)
+    while pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        array = array.flatten()
+    return pl.Series(pl.from_arrow(array.drop_null()))
+
+
+def _listed(ids: Rows, table: str) -> pa.Table:
+    """A vocabulary of a column of ids, or of a table with the column `id` and perhaps `count`."""
+    if hasattr(ids, "column_names") or hasattr(ids, "columns"):
+        return to_table(ids, f"vocabularies[{table!r}]")
+    return to_table({"id": ids}, f"vocabularies[{table!r}]")

@@ -1,0 +1,318 @@
+"""`recsys.build`, `recsys.load` and the `Model` that they return, which answers questions about rows."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+import recsys.config as configs
+from recsys import protos as pb
+from recsys.api.batches import device
+from recsys.api.configs import Config, config, of_pipeline
+from recsys.api.rows import Rows, to_table
+from recsys.config import features
+from recsys.config.declarations import model_of
+from recsys.data.arrow import one_array
+from recsys.data.convert.row_checks import Lists
+from recsys.data.schema.contract import FileColumn, Kind, check_columns
+from recsys.data.schema.vocabulary import Vocabulary, mappings
+from recsys.errors import ConfigError, RecsysError
+from recsys.inference.eager import EagerPackage
+from recsys.inference.item_embeddings import vector_table
+from recsys.inference.package import DESCRIPTION, Package
+from recsys.inference.predictor import Predictor
+from recsys.models import base, build_model
+from recsys.training import checkpoint
+from recsys.training.resume import require_same_model
+from recsys.training.session import CHECKPOINTS
+from recsys.training.state import capture_rng, restore_rng, seed_everything
+
+
+class Model:
+    """A recommender that takes and gives original ids; ids that it does not know count as unknown.
+
+    A ranker scores the candidates of each row, a retriever searches all items. Rows may come as any table
+    that `recsys.batches` takes, and answers are pyarrow tables: the config's `data.key_columns`, then lists,
+    row by row in the order of the input. `answer.to_pandas()` and `polars.from_arrow(answer)` convert them.
+
+    Attributes:
+        config: the config that it was built from.
+        module: the PyTorch module, with the weights that `fit` trains; None for a package, which is compiled.
+        package: the package that it was loaded from, or None.
+    """
+
+    def __init__(self, cfg: Config, module: base.Model | None, package: Package | None = None) -> None:
+        """Use `recsys.build` or `recsys.load`; exactly one of `module` and `package` is given."""
+        self.config = cfg
+        self.module = module
+        self.package = package
+        self._predictor: Predictor | None = None
+        self._weights: list[tuple[int, int]] = []
+
+    def __repr__(self) -> str:
+        kind = self.config.pipeline.model.WhichOneof("model")
+        if self.module is None:
+            return f"<recsys.Model: {kind}, compiled, of {self.package.folder if self.package else ''}>"
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        return f"<recsys.Model: {kind} with {count:,} parameters>"
+
+    def score(self, rows: Rows) -> pa.Table:
+        """Scores the candidates that each row lists.
+
+        >>> model.score(frame)  # user_id, candidate_item_id, is_click: a list of probabilities for each row
+
+        Args:
+            rows: the inputs of the model, the key columns, and the candidates (`candidate_<feature>`).
+
+        Returns:
+            The key columns, the candidates, and their scores as a list for each row, in the same order: of a
+            ranker a column for each task, of a retriever the column `score`, null for an unknown item.
+
+        Raises:
+            DataError: a column is missing or has a wrong type, or a row is bad; names column and row.
+        """
+        table = to_table(rows)
+        with self._answering() as predictor:
+            if predictor.package.items is None:
+                return predictor.table(table)
+            return _candidate_scores(predictor, table)
+
+    def recommend(self, rows: Rows, k: int = 10, *, by: str | None = None) -> pa.Table:
+        """Recommends the best items: of all items for a retriever, of each row's candidates for a ranker.
+
+        >>> model.recommend(frame, k=5)  # user_id, item_id: the best first, score
+
+        Args:
+            rows: as for `score`; a retriever needs no candidates. Items of the history are left out, unless
+                the config sets `predict { remove_history: false }`.
+            k: items for each row, fewer where a row has fewer to choose from.
+            by: the task whose scores a ranker sorts by; the first by default.
+
+        Returns:
+            The key columns, the list of items, and the list of their scores.
+
+        Raises:
+            ConfigError: `k` is not between 1 and the number of items, or there is no such task.
+            DataError: as `score`.
+        """
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ConfigError(f"k: {k!r} is given; it must be a whole number of at least 1")
+        table = to_table(rows)
+        with self._answering() as predictor:
+            if predictor.package.items is None:
+                return _best_candidates(predictor, table, k, by)
+            if by is not None:
+                raise ConfigError(f"by: {by!r} is given; the model searches items and has no tasks")
+            if k > len(predictor.package.items):
+                raise ConfigError(f"k: {k} is given; the model knows {len(predictor.package.items)} items")
+            predictor.settings.top_k = k
+            return predictor.table(table)
+
+    def embeddings(self, rows: Rows | None = None, *, feature: str | None = None) -> pa.Table:
+        """Returns vectors: of items, of rows, or of a feature's ids.
+
+        >>> model.embeddings()  # id, vector: every item of a retriever, to put into a search engine
+        >>> model.embeddings(frame)  # key columns, vector: what each row's next item is searched with
+        >>> model.embeddings(feature="author_id")  # id, vector: the embedding table of a feature
+
+        Args:
+            rows: as for `recommend`; only for a retriever.
+            feature: an id feature with a vocabulary.
+
+        Returns:
+            `id` or the key columns, and `vector`, a list of E float32. A retriever's score is the product of
+            the vectors of a row and an item. A row without history has zeros.
+
+        Raises:
+            ConfigError: the model has no such vectors.
+            DataError: as `score`.
+        """
+        if feature is not None:
+            if rows is not None:
+                raise ConfigError("rows and feature are given; give one of them")
+            return self._table_vectors(feature)
+        with self._answering() as predictor:
+            if predictor.package.items is None:
+                raise ConfigError(
+                    "the model has no vectors of rows and items, only scores; feature='item_id' returns the "
+                    "embedding table of a feature"
+                )
+            if rows is None:
+                return vector_table({"id": predictor.vocabulary.ids}, predictor.package.items.numpy())
+            table = to_table(rows)
+            keys = {name: one_array(table[name]) for name in _present_keys(predictor, table)}
+            return vector_table(keys, predictor.queries(table))
+
+    def require_module(self, verb: str) -> base.Model:
+        """Returns the module to train or evaluate.
+
+        Raises:
+            ConfigError: the model is a package.
+        """
+        if self.module is None:
+            raise ConfigError(
+                f"a package is compiled to predict and cannot be {verb}; load the run folder that it was "
+                "exported from"
+            )
+        return self.module
+
+    def _table_vectors(self, feature: str) -> pa.Table:
+        module = self.require_module("asked for its tables")
+        message = next((f for f in self.config.pipeline.features if f.name == feature), None)
+        mapping = None if message is None else mappings(self.config.pipeline).get(message.id.table)
+        if message is None or not isinstance(mapping, Vocabulary):
+            known = [f.name for f in self.config.pipeline.features if f.id.HasField("vocabulary")]
+            what = f"feature: {feature!r} is given; id features with a vocabulary are {', '.join(known)}"
+            raise ConfigError(what)
+        name = f".{message.id.table}_table.weight"
+        (weight,) = (tensor for key, tensor in module.state_dict().items() if key.endswith(name))
+        places = mapping.layout.row_of(np.arange(len(mapping)))
+        return vector_table({"id": mapping.ids}, weight.detach().cpu().numpy()[places])
+
+    @contextmanager
+    def _answering(self) -> Iterator[Predictor]:
+        """The predictor of the weights as they are now, with the module in evaluation mode for the block."""
+        if self.module is None:
+            if self._predictor is None and self.package is not None:
+                self._predictor = Predictor(self.package, _copy(self.package.pipeline))
+            yield _present(self._predictor)
+            return
+        was_training = self.module.training
+        weights = [(p.data_ptr(), p._version) for p in self.module.parameters()]
+        if self._predictor is None or weights != self._weights:
+            package = EagerPackage(self.module)
+            self._predictor, self._weights = Predictor(package, _copy(package.pipeline)), weights
+        self.module.eval()
+        try:
+            yield _present(self._predictor)
+        finally:
+            self.module.train(was_training)
+
+
+def build(cfg: Config) -> Model:
+    """Builds the model of a config, with the weights that its `train.seed` draws.
+
+    >>> model = recsys.build(recsys.config("configs/quickstart.config"))
+
+    It stands on the GPU if there is one. The random generators of the process stay as they were.
+
+    Raises:
+        ConfigError: no `Config` is given.
+    """
+    if not isinstance(cfg, Config):
+        raise ConfigError(
+            f"cfg: a {type(cfg).__name__} is given; recsys.config makes a config of a text or file"
+        )
+    before = capture_rng(device())
+    try:
+        seed_everything(cfg.pipeline.train.seed)
+        module = build_model(cfg.pipeline)
+    finally:
+        restore_rng(before, device())
+    return Model(cfg, module.to(device()))
+
+
+def load(folder: str | Path, which: str = "best") -> Model:
+    """Loads a trained model from a run folder, or a package that `recsys.export` wrote.
+
+    >>> recsys.load("runs/quickstart").score(frame)
+    >>> recsys.load("runs/quickstart/export").score(frame)  # the same numbers, compiled
+
+    Args:
+        folder: run folder of `recsys.train` or of `fit(..., folder=...)`, or the folder of a package.
+        which: the state of a run: "best", "newest", or the number of a step that was kept.
+
+    Raises:
+        RecsysError: there is neither, or it is damaged.
+        ConfigError: vocabularies that the run's config names are gone.
+    """
+    folder = Path(folder)
+    if (folder / DESCRIPTION).is_file():
+        package = Package(folder)
+        return Model(of_pipeline(package.pipeline), None, package)
+    if not (folder / configs.FILE_NAME).is_file():
+        raise RecsysError(
+            f"{folder}: holds neither a run ({configs.FILE_NAME}) nor a package ({DESCRIPTION})"
+        )
+    cfg = config(folder / configs.FILE_NAME)
+    path = checkpoint.find(folder / CHECKPOINTS, which)
+    require_same_model(checkpoint.read_state(path), cfg.pipeline, path)
+    model = build(cfg)
+    checkpoint.load_weights(path, model.require_module("loaded"))
+    return model
+
+
+def _copy(pipeline: pb.Pipeline) -> pb.Pipeline:
+    copied = pb.Pipeline()
+    copied.CopyFrom(pipeline)
+    return copied
+
+
+def _present(predictor: Predictor | None) -> Predictor:
+    if predictor is None:
+        raise ValueError("a Model needs a module or a package")
+    return predictor
+
+
+def _present_keys(predictor: Predictor, table: pa.Table) -> list[str]:
+    return [name for name in predictor.pipeline.data.key_columns if name in table.column_names]
+
+
+def _best_candidates(predictor: Predictor, table: pa.Table, k: int, by: str | None) -> pa.Table:
+    """Sorts the candidates of each row by the score of a task, ties in the order of the row."""
+    tasks = model_of(predictor.pipeline).outputs
+    task = tasks[0] if by is None else by
+    if task not in tasks:
+        raise ConfigError(f"by: {task!r} is given; the tasks are {', '.join(tasks)}")
+    answer = predictor.table(table)
+    item = features.candidate_item(predictor.pipeline)
+    if item is None:
+        raise ConfigError("the model has no id feature of candidates, so there is nothing to recommend")
+    scores, items = one_array(answer[task]), one_array(answer[item])
+    starts, lengths = _spans(scores)
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    flat = scores.flatten().to_numpy(zero_copy_only=False)
+    order = np.lexsort((np.arange(len(flat)), -flat, row))
+    rank = np.arange(len(flat)) - np.repeat(starts, lengths)
+    chosen = pa.array(order[rank < k])
+    kept = np.minimum(lengths, k)
+    # A row that was left out as bad has null scores; its candidates are not among the answers.
+    good = items.filter(scores.is_valid())
+    answer = answer.select(_present_keys(predictor, table))
+    name = item.removeprefix(features.PREFIX[pb.CANDIDATE])
+    answer = answer.append_column(name, _lists(good.flatten().take(chosen), kept, scores))
+    return answer.append_column(features.SCORE, _lists(scores.flatten().take(chosen), kept, scores))
+
+
+def _candidate_scores(predictor: Predictor, table: pa.Table) -> pa.Table:
+    """Products of each row's vector with those of its candidates; null for an unknown item."""
+    name = features.PREFIX[pb.CANDIDATE] + predictor.item
+    item = features.searched_item(predictor.pipeline)
+    check_columns(table.schema, [FileColumn(name, pb.CANDIDATE, Kind.ID, feature=item)], "rows")
+    queries = predictor.queries(table)
+    lists = Lists.of(one_array(table[name]))
+    places = predictor.vocabulary.layout.id_of(predictor.vocabulary.map(lists.values))
+    row = np.repeat(np.arange(len(lists.lengths)), lists.lengths)
+    known = places >= 0
+    vectors = predictor.package.items.numpy()
+    scores = np.einsum("ne,ne->n", queries[row], vectors[np.maximum(places, 0)])
+    ends = np.concatenate([[0], np.cumsum(lists.lengths)]).astype(np.int32)
+    answer = table.select([*_present_keys(predictor, table), name])
+    values = pa.array(scores, mask=~known)
+    return answer.append_column(features.SCORE, pa.ListArray.from_arrays(ends, values))
+
+
+def _spans(lists: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of lists among their values, end to end; a null has none."""
+    lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return np.cumsum(lengths) - lengths, lengths
+
+
+def _lists(values: pa.Array, lengths: np.ndarray, like: pa.Array) -> pa.Array:
+    """A list a row of values that lie end to end; null where `like` is null."""
+    ends = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    offsets = pa.array(ends, mask=np.append(like.is_null().to_numpy(zero_copy_only=False), False))
+    return pa.ListArray.from_arrays(offsets, values)

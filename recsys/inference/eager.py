@@ -1,0 +1,94 @@
+"""A model in eager mode in the place of a package: what a `Predictor` needs to answer without an export."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.config.declarations import model_of
+from recsys.data.batch import Batch, Position
+from recsys.data.collator import Collator
+from recsys.data.convert.packer import Packer
+from recsys.inference.exporter import catalogue
+from recsys.models.base import Model, layout_rule
+from recsys.scoring.cache import UserCache
+from recsys.scoring.prefill import CachedModel, keeps_cache
+from recsys.scoring.signature import ScoringGraph, flatten
+
+
+class EagerDescription(NamedTuple):
+    """The part of a package's description that predictions need.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        outputs: names of the output's columns.
+    """
+
+    device: str
+    outputs: list[str]
+
+
+class EagerPackage:
+    """Runs the scoring graph of a model as it is, not compiled; a `Program` for a `Scorer`.
+
+    Args:
+        model: any weights, on any device. It is put into evaluation mode, and must keep its weights while
+            this object is used: the vectors of all items are computed here.
+
+    Attributes:
+        pipeline: the resolved config of the model.
+        description: device and outputs.
+        items: float32 [V, E] on the host, the vector of every item in the order of the vocabulary, if the
+            model searches items; else None.
+        device: the device that computes.
+    """
+
+    def __init__(self, model: Model) -> None:
+        declared = model_of(model.pipeline)
+        self.pipeline = model.pipeline
+        self.device = next(model.parameters()).device
+        self.description = EagerDescription(self.device.type, declared.outputs)
+        self._graph = ScoringGraph(model.eval())
+        self._cached = CachedModel(model) if keeps_cache(model) else None
+        self.items: Tensor | None = None
+        if declared.item_feature is not None:
+            batch = _empty_batch(model.pipeline).to(self.device)
+            self.items = catalogue(model, batch, model.pipeline)
+
+    def run(self, batch: Batch) -> Tensor:
+        """Scores a batch: ranking [N, tasks] predictions, retrieval [B, E] queries; float32."""
+        with torch.no_grad():
+            return self._graph(*(tensor.to(self.device) for tensor in flatten(batch))).float()
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Tells whether histories can be encoded apart from candidates."""
+        return self._cached is not None
+
+    def prefill(self, batch: Batch) -> UserCache:
+        """Encodes users and histories."""
+        with torch.no_grad():
+            return self._with_cache().prefill(batch.to(self.device))
+
+    def score(self, batch: Batch, cache: UserCache) -> Tensor:
+        """Scores candidates of the users of a cache."""
+        with torch.no_grad():
+            return self._with_cache().score(batch.to(self.device), cache)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Joins the scores of consecutive candidates."""
+        return torch.cat(list(parts))
+
+    def _with_cache(self) -> CachedModel:
+        if self._cached is None:
+            raise ValueError("the model scores without a cache")
+        return self._cached
+
+
+def _empty_batch(pipeline: pb.Pipeline) -> Batch:
+    """A batch for evaluation that has a filler row and, if the model searches items, the whole catalogue."""
+    rule = layout_rule(pipeline)
+    arrays = Packer(pipeline, rule, "evaluate").filler(1)
+    return Collator.open(pipeline, rule, "evaluate").collate(arrays, Position(), 0)
