@@ -196,11 +196,13 @@ def assert_near(
     close: float | None = None,
     floor: float = 1e-6,
     slack: float = 0.0,
+    absolute: float = 0.0,
 ) -> Compared:
     """The runner's outputs and gradients have the reference's types and are near those of float64.
 
     By norm an error may be twice that of the reference in the same types, plus `floor` of the exact norm,
-    plus `slack` an entry. With `close` the interpreter's entries are also compared, as by `assert_close`.
+    plus `slack` an entry, plus `absolute`. With `close` the interpreter's entries are also compared, as by
+    `assert_close`.
     """
     ours = results(problem, runner)
     theirs = results(problem, Runner("reference", runner.device))
@@ -211,7 +213,8 @@ def assert_near(
         assert torch.equal(got.isfinite(), finite)
         got, other, want = (torch.where(finite, one.double(), 0.0) for one in (got, other, want))
         other = torch.where(other.isfinite(), other, want)
-        allowed = 2 * (other - want).norm() + floor * want.norm() + slack * want.numel() ** 0.5
+        allowed = 2 * (other - want).norm() + floor * want.norm() + absolute
+        allowed += slack * want.numel() ** 0.5
         assert (got - want).norm() <= allowed, f"{(got - want).norm():.2e} > {allowed:.2e}"
         if close is not None and runner.is_interpreted:
             assert_close([got], [want], close)

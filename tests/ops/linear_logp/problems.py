@@ -1,72 +1,81 @@
-"""Inputs of `linear_logp`, and its formulas over one score after the other."""
+"""Problems for `linear_logp`, and its formulas over one score after the other."""
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from recsys.ops import linear_logp, linear_lse
+from tests.ops.harness import Problem, normal
+
 IGNORED = -100
+FLOATS = ("hidden", "weight", "bias", "temperature")
 
 
-def problem(rows, candidates, width, *, dtype=torch.float64, bias=True, ids=True, seed=0):
-    """Arguments by name. Row 0 and candidate 0, the last ones, ignored rows, and many accidental hits."""
+def problem(rows, candidates, width, *, bias=True, ids=True, seed=0, **options) -> Problem:
+    """Row 0 and candidate 0, the last ones, ignored rows, and many accidental hits."""
     generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
     target = torch.randint(candidates, (rows,), generator=generator)
     target[3::5] = IGNORED
     target[1::7], target[2::7] = 0, candidates - 1
-    given = {"hidden": normal(rows, width), "weight": normal(candidates, width), "target": target}
-    given["temperature"] = torch.tensor(0.7, dtype=torch.float64).to(normal(1).dtype)
+    tensors = {"hidden": normal(rows, width, seed=seed), "weight": normal(candidates, width, seed=seed + 1)}
+    tensors["temperature"] = torch.tensor(0.7, dtype=torch.float64)
     if bias:
-        given["bias"] = normal(candidates)
+        tensors["bias"] = normal(candidates, seed=seed + 2)
+    options |= {"target": target}
     if ids:
-        given["candidate_ids"] = torch.randint(max(1, candidates // 2), (candidates,), generator=generator)
-        given["target_ids"] = torch.randint(max(1, candidates // 2), (rows,), generator=generator)
+        candidate_ids = torch.randint(max(1, candidates // 2), (candidates,), generator=generator)
+        target_ids = torch.randint(max(1, candidates // 2), (rows,), generator=generator)
         counted = target != IGNORED
-        given["target_ids"][counted] = given["candidate_ids"][target[counted]]
-    return given
+        target_ids[counted] = candidate_ids[target[counted]]
+        options |= {"candidate_ids": candidate_ids, "target_ids": target_ids}
+    return Problem("linear_logp", linear_logp, tensors, options)
 
 
-def by_hand(given) -> tuple[Tensor, Tensor]:
-    """logp and lse, differentiable; scores summed one product after the other."""
-    found = []
-    bias = given.get("bias", torch.zeros(len(given["weight"]), dtype=torch.float64))
-    for i, true in enumerate(given["target"].tolist()):
+def without_target(given: Problem) -> Problem:
+    """The problem of `linear_lse`."""
+    options = {name: value for name, value in given.options.items() if name != "target"}
+    return Problem("linear_logp", linear_lse, given.tensors, options)
+
+
+def arguments_of(given: Problem) -> dict:
+    """The arguments of a problem by name; its floating point tensors require gradients."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in given.tensors.items()}
+    return leaves | given.options
+
+
+def leaves_of(arguments: dict) -> list[Tensor]:
+    """The floating point tensors among the arguments of an op."""
+    return [arguments[name] for name in FLOATS if name in arguments]
+
+
+def by_hand(
+    hidden,
+    weight,
+    target=None,
+    *,
+    bias=None,
+    temperature=1.0,
+    candidate_ids=None,
+    target_ids=None,
+    l2_normalize=False,
+):
+    """logp and lse, or lse alone without a target; scores are summed one product after the other."""
+    if l2_normalize:
+        hidden, weight = F.normalize(hidden, dim=1, eps=1e-6), F.normalize(weight, dim=1, eps=1e-6)
+    logp, lse = [], []
+    for i, row in enumerate(hidden):
+        true = None if target is None else target[i].item()
         scores = {}
-        for j, row in enumerate(given["weight"]):
-            same = "target_ids" in given and given["target_ids"][i] == given["candidate_ids"][j]
-            if j == true or not same:
-                product = sum(a * b for a, b in zip(given["hidden"][i], row, strict=True))
-                scores[j] = (product + bias[j]) / given["temperature"]
-        top = max((score.item() for score in scores.values()), default=-math.inf)
-        if scores:
-            lse = top + torch.log(sum(torch.exp(score - top) for score in scores.values()))
-        else:
-            lse = torch.tensor(-math.inf, dtype=torch.float64)
+        for j, candidate in enumerate(weight):
+            if j == true or target_ids is None or target_ids[i] != candidate_ids[j]:
+                product = sum(a * b for a, b in zip(row, candidate, strict=True))
+                scores[j] = (product if bias is None else product + bias[j]) / temperature
+        top = max((score.item() for score in scores.values()), default=0.0)
+        total = sum((torch.exp(score - top) for score in scores.values()), row.new_zeros(()))
+        lse.append(top + torch.log(total) if scores else row.new_tensor(-math.inf))
         if true == IGNORED:
-            found.append((torch.zeros_like(lse), lse.detach()))
-        else:
-            found.append((scores[true] - lse, lse))
-    logp, lse = zip(*found, strict=True)
-    return torch.stack(logp), torch.stack(lse)
-
-
-def leaves_of(given) -> list[Tensor]:
-    """The floating point tensors of a problem, with gradients enabled."""
-    names = ("hidden", "weight", "bias", "temperature")
-    return [given[name].requires_grad_() for name in names if isinstance(given.get(name), Tensor)]
-
-
-def cotangents(rows, dtype=torch.float64, device="cpu") -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(rows, generator=generator, dtype=torch.float64).to(device, dtype) for _ in range(2)]
-
-
-def gradients(outputs, leaves) -> list[Tensor]:
-    """Gradients for random cotangents of logp and lse, which differ."""
-    some = outputs[0]
-    given = cotangents(some.shape[0], some.dtype, some.device)
-    return list(torch.autograd.grad(list(outputs), leaves, given))
+            lse[-1] = lse[-1].detach()
+        logp.append(row.new_zeros(()) if true in (None, IGNORED) else scores[true] - lse[-1])
+    return torch.stack(lse) if target is None else (torch.stack(logp), torch.stack(lse))

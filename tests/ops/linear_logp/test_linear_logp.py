@@ -1,349 +1,424 @@
-"""`linear_logp` on a CPU against its formulas, one score after the other, and what it must refuse."""
+"""`linear_logp` by every backend: the reference against the formulas, the kernels against float64."""
 
 import dataclasses
 import math
 
+import hypothesis
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from hypothesis import strategies as st
 
+from recsys import protos as pb
+from recsys.modules.losses.softmax import IGNORED as NO_TARGET
+from recsys.modules.losses.softmax import SoftmaxLoss
 from recsys.ops import explain, last_backend, linear_logp, linear_lse
-from recsys.ops.linear_logp import hopper, logp_facts, reference
-from recsys.ops.runtime.dispatch import SUPPORTED
-from tests.ops.linear_logp.problems import IGNORED, by_hand, gradients, leaves_of, problem
+from recsys.ops.linear_logp import OP, norms_of, reference
+from recsys.ops.linear_logp.recompute import SHORTEST
+from tests.ops import harness
+from tests.ops.harness import REFERENCE, Runner, assert_close, assert_is, assert_near, normal, runners
+from tests.ops.linear_logp.problems import FLOATS, IGNORED, by_hand, problem, without_target
+from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, between_poison, interpreted
+
+INTERPRETER, ON_GPU = Runner("triton", "cpu"), Runner("triton", "cuda")
+
+everywhere = pytest.mark.parametrize("runner", runners("reference", "triton"))
+on_all_backends = pytest.mark.parametrize("runner", runners("reference", "triton", "sm90"))
+on_gpus = pytest.mark.parametrize("runner", runners("triton", "sm90", interpreter=False))
 
 
-@pytest.fixture(params=[1 << 19, 20], ids=["one block", "blocks"])
-def blocks(request, monkeypatch):
-    """All rows at once, and a row or two at a time."""
-    monkeypatch.setitem(reference.BLOCK_SCORES, "cpu", request.param)
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several tiles of both operands in the interpreter."""
+    if not INTERPRETED:
+        return
+    from recsys.ops.linear_logp import triton_ops
+
+    small = dict.fromkeys((64, 128, 256, 512), triton_ops.Blocks(32, 16, 4, 1))
+    for table in (triton_ops.FORWARD, triton_ops.OF_HIDDEN, triton_ops.OF_WEIGHT):
+        for kind in table:
+            monkeypatch.setitem(table, kind, small)
 
 
-@pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("ids", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "candidates"), [(9, 8), (1, 3), (4, 1), (2, 25)])
-def test_outputs_and_all_gradients_are_those_of_the_formulas(rows, candidates, bias, ids):
-    given = problem(rows, candidates, 3, bias=bias, ids=ids)
-    leaves = leaves_of(given)
-    out = linear_logp(**given)
-    assert last_backend("linear_logp") == "reference"
-    expected = by_hand(given)
-    for got, want in zip(out, expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    for got, want in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+def check(given, runner, dtype=torch.float32):
+    """Outputs and gradients: of the reference those of the formulas, of kernels near those of float64."""
+    if runner == REFERENCE:
+        assert_is(given, by_hand)
+    else:
+        floor = 2**-7 if dtype.itemsize == 2 else 1e-3
+        assert_near(given.cast(dtype), runner, close=1e-4, floor=floor, absolute=1e-4)
 
 
-@pytest.mark.usefixtures("blocks")
+SMALL = [
+    (9, 8, False, False),
+    (9, 8, True, True),
+    (1, 3, True, False),
+    (4, 1, False, True),
+    (2, 25, True, True),
+]
+
+
+@pytest.mark.parametrize("block", [1 << 19, 20], ids=["one block", "blocks"])
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(("rows", "candidates", "bias", "ids"), SMALL)
+def test_the_reference_is_the_formulas(rows, candidates, bias, ids, normalized, block, monkeypatch):
+    """All rows at once, and a row or two at a time. With a row of zeros, and a very short one."""
+    monkeypatch.setitem(reference.BLOCK_SCORES, "cpu", block)
+    given = problem(rows, candidates, 3, bias=bias, ids=ids, l2_normalize=normalized)
+    if rows > 2:
+        given.tensors["hidden"][2] = 0
+        given.tensors["weight"][0] *= 1e-9
+    assert_is(given, by_hand)
+    if candidates > 1:  # else every candidate is a hit
+        assert_is(without_target(given), by_hand)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("rows", "candidates", "width", "full", "split"),
+    [
+        (70, 150, 20, True, True),
+        (70, 150, 20, False, False),
+        (5, 33, 64, True, False),
+        (130, 3, 7, False, True),
+        (64, 96, 16, False, True),
+        (1, 1, 1, True, True),
+    ],
+)
+def test_several_tiles_and_parts_of_tiles(rows, candidates, width, full, split, monkeypatch):
+    """With everything optional and without; gradients of both operands in one launch and in two."""
+    from recsys.ops.linear_logp import triton_ops
+
+    monkeypatch.setitem(triton_ops.SPLIT_WIDTH, 4, 128 if split else 0)
+    check(problem(rows, candidates, width, bias=full, ids=full), INTERPRETER)
+
+
+# (dtype, width, bias, ids): each is compiled for once, whatever the sizes.
+VARIANTS = [
+    (torch.bfloat16, 64, False, False),
+    (torch.bfloat16, 50, True, True),
+    (torch.float16, 128, False, True),
+    (torch.float32, 50, True, False),
+    (torch.float32, 128, True, True),
+]
+ON_HOPPER = [(torch.bfloat16, 64), (torch.float16, 72), (torch.bfloat16, 128), (torch.bfloat16, 256)]
+ON_HOPPER += [(torch.float16, 264), (torch.bfloat16, 512), (torch.bfloat16, 50), (torch.float16, 100)]
+RANDOM = [("triton", *variant) for variant in VARIANTS] + [
+    ("sm90", *kind, False, False) for kind in ON_HOPPER
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "dtype", "width", "bias", "ids"), RANDOM)
+@hypothesis.settings(max_examples=15)
+@hypothesis.given(rows=st.integers(1, 3000), candidates=st.integers(1, 5000))
+def test_random_sizes(backend, dtype, width, bias, ids, rows, candidates):
+    if backend == "sm90" and not harness.is_hopper():
+        pytest.skip("needs a Hopper GPU")
+    given = problem(rows, candidates, width, bias=bias, ids=ids)
+    given.tensors["hidden"] /= width**0.5
+    check(given, Runner(backend, "cuda"), dtype)
+
+
+@pytest.mark.parametrize("runner", runners("triton", "sm90"))
+@pytest.mark.parametrize("width", [50, 128, 512])
+@pytest.mark.parametrize("full", [False, True])
+def test_rows_of_unit_length(width, full, runner):
+    """With a row of zeros, and one shorter than what rows are divided by at least."""
+    if runner.backend == "sm90" and full:
+        pytest.skip("it adds no bias and knows no ids")
+    size = (70, 150, 20) if runner.is_interpreted else (300, 2000, width)
+    if runner.is_interpreted and width != 50:
+        pytest.skip("one width is enough here")
+    given = problem(*size, bias=full, ids=full, l2_normalize=True)
+    given.tensors["hidden"][2] = 0
+    given.tensors["weight"][5] *= 1e-9
+    check(given, runner, torch.float32 if runner.is_interpreted else torch.bfloat16)
+    if runner == ON_GPU and width < 512:
+        check(given, runner, torch.float32)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("full", [False, True])
+def test_sums_alone(full, runner):
+    """No row has its target among the candidates; with ids, for a quarter of the rows nothing remains."""
+    size = (40, 50, 9) if runner.is_interpreted else (300, 2000, 50)
+    given = without_target(problem(*size, bias=full, ids=full, l2_normalize=full))
+    if full:
+        given.options["candidate_ids"][:] = 3
+        given.options["target_ids"][:] = torch.arange(size[0]) % 4
+    for dtype in (torch.float32,) if runner.is_interpreted else (torch.float32, torch.bfloat16):
+        check(given, runner, dtype)
+
+
+def exact(given):
+    """Outputs and leaves in float64, by the formulas."""
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in given.tensors.items()}
+    return by_hand(**leaves, **given.options), list(leaves.values())
+
+
+@everywhere
 @pytest.mark.parametrize("output", [0, 1])
-def test_each_output_alone_has_its_gradients(output):
+def test_one_output_alone(output, runner):
+    """The cotangents are expanded from one number, or strided."""
+    given, gradients = problem(9, 8, 3), []
+    for outputs, leaves in (harness.call(given.cast(torch.float32), runner), exact(given)):
+        cotangent = normal(9, 3)[:, 1] if output else torch.ones(()).expand(9)
+        gradients.append(torch.autograd.grad(outputs[output], leaves, cotangent.to(outputs[output])))
+    assert_close(*gradients, 1e-4)
+
+
+@everywhere
+@pytest.mark.parametrize("name", FLOATS)
+def test_one_gradient_alone(name, runner):
+    def with_others_detached(**arguments):
+        for other in set(FLOATS) - {name}:
+            arguments[other] = arguments[other].detach()
+        return linear_logp(**arguments)
+
     given = problem(9, 8, 3)
-    leaves = leaves_of(given)
-    cotangent = torch.randn(9, dtype=torch.float64)
-    pairs = [
-        torch.autograd.grad(f[output], leaves, cotangent) for f in (linear_logp(**given), by_hand(given))
-    ]
-    for got, want in zip(*pairs, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+    place = list(given.tensors).index(name)
+    alone = dataclasses.replace(given.cast(torch.float32), function=with_others_detached)
+    (outputs, leaves), (wanted, exact_leaves) = harness.call(alone, runner), exact(given)
+    got, want = harness.gradients(outputs, [leaves[place]]), harness.gradients(wanted, [exact_leaves[place]])
+    assert_close(got, want, 1e-4)
 
 
-@pytest.mark.parametrize("name", ["hidden", "weight", "bias", "temperature"])
-def test_one_gradient_alone(name):
-    given = problem(9, 8, 3)
-    leaf = given[name].requires_grad_()
-    (want,), (got,) = (gradients(out, [leaf]) for out in (by_hand(given), linear_logp(**given)))
-    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
+@pytest.mark.parametrize("runner", runners("triton", "sm90"))
+def test_halves(runner):
+    """The interpreter lacks bfloat16."""
+    size = (70, 90, 24) if runner.is_interpreted else (300, 2000, 512)
+    ids = runner.backend == "triton"
+    given = problem(*size, bias=ids, ids=ids)
+    given.tensors["hidden"] /= size[2] ** 0.5
+    assert_near(given.cast(runner.half), runner, floor=1e-3 if runner.is_interpreted else 2**-7)
 
 
-def test_lse_alone_leaves_out_every_hit():
-    given = problem(9, 8, 3)
-    target = given.pop("target")
-    hits = given["target_ids"][:, None] == given["candidate_ids"]
-    assert hits.any() and (target != IGNORED).any()
-    scores = (given["hidden"] @ given["weight"].T + given["bias"]) / given["temperature"]
-    leaves = leaves_of(given)
-    want = torch.logsumexp(
-        ((given["hidden"] @ given["weight"].T + given["bias"]) / 0.7).masked_fill(hits, -torch.inf), 1
-    )
-    got = linear_lse(**given)
-    assert scores.shape == (9, 8)
-    torch.testing.assert_close(got, want)
-    cotangent = torch.randn(9, dtype=torch.float64)
-    pairs = [torch.autograd.grad(out, leaves[:3], cotangent) for out in (got, want)]
-    for one, other in zip(*pairs, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def test_nothing_left_is_no_gradient():
-    hidden, weight = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
-    ids, wanted = torch.tensor([5, 5, 5, 5]), torch.tensor([5, 6])
-    lse = linear_lse(hidden, weight, candidate_ids=ids, target_ids=wanted)
-    assert lse[0] == -math.inf and lse[1].isfinite()
-    lse.backward(torch.ones(2))
-    assert not hidden.grad[0].any() and hidden.grad[1].all() and weight.grad.isfinite().all()
-
-
-def test_a_bias_of_minus_infinity_leaves_a_candidate_out():
-    given = problem(9, 8, 3, ids=False)
-    given["target"] = given["target"].clamp(max=6)
-    fewer = {name: value.clone() for name, value in given.items()}
-    fewer |= {"weight": fewer["weight"][:7], "bias": fewer["bias"][:7]}
-    given["bias"][7] = -torch.inf
-    outs, found = [], []
-    for one in (given, fewer):
-        leaves = leaves_of(one)
-        outs.append(linear_logp(**one))
-        found.append(gradients(outs[-1], leaves))
-    for got, want in zip(*outs, strict=True):
-        torch.testing.assert_close(got, want)
-    hidden, weight, bias, temperature = found[0]
-    assert not weight[7].any() and bias[7] == 0
-    for got, want in zip((hidden, weight[:7], bias[:7], temperature), found[1], strict=True):
-        torch.testing.assert_close(got, want)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sure_targets_keep_their_gradient_in_any_type(dtype):
-    """Scores 10 against two of 0: 1 - p = 2 / (exp(10) + 2) = 9.08e-5, which bfloat16 has no place for."""
-    hidden = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=dtype, requires_grad=True)
-    weight = torch.tensor([[10.0, 0.0], [0.0, 10.0], [0.0, 0.0]], dtype=dtype)
-    logp, lse = linear_logp(hidden, weight, torch.tensor([0, 1]))
+@on_all_backends
+def test_sure_targets_keep_their_gradient(runner):
+    """Scores 10 against two of 0: 1 - p = 2 / (exp(10) + 2) = 9.08e-5, which 16 bits have no place for."""
+    hidden = torch.eye(2, 16, dtype=runner.half, device=runner.device).requires_grad_()
+    weight = 10 * torch.eye(3, 16, dtype=runner.half, device=runner.device)
+    weight[2] = 0
+    target = torch.tensor([0, 1], device=runner.device)
+    logp, lse = linear_logp(hidden, weight, target, backend=runner.backend)
     (gradient,) = torch.autograd.grad(logp.sum(), hidden)
     rest = 2 / (math.exp(10) + 2)
-    assert logp.dtype == lse.dtype == torch.float32 and gradient.dtype == dtype
-    torch.testing.assert_close(logp, torch.full((2,), math.log1p(-rest)), rtol=1e-3, atol=0)
+    assert logp.dtype == lse.dtype == torch.float32 and gradient.dtype == runner.half
+    torch.testing.assert_close(logp.cpu(), torch.full((2,), math.log1p(-rest)), rtol=1e-3, atol=1e-6)
     expected = torch.tensor([[rest, -rest / 2], [-rest / 2, rest]]) * 10
-    torch.testing.assert_close(gradient.float(), expected, rtol=4e-3, atol=0)
+    torch.testing.assert_close(gradient[:, :2].float().cpu(), expected, rtol=6e-3, atol=0)
 
 
-def test_bfloat16_is_widened_before_the_first_product():
-    given = problem(40, 70, 24, dtype=torch.bfloat16)
-    exact = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
-    out, want = linear_logp(**given), linear_logp(**exact)
-    for one, other in zip(out, want, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
-    found, expected = [], []
-    for one, gradient in ((given, found), (exact, expected)):
-        leaves = leaves_of(one)
-        gradient += gradients(linear_logp(**one), leaves)
-    for got, right in zip(found, expected, strict=True):
-        assert got.dtype == torch.bfloat16
-        torch.testing.assert_close(got, right.bfloat16(), rtol=2**-7, atol=1e-4)
-
-
-def test_huge_scores_do_not_overflow():
-    hidden = torch.tensor([[1e5], [-1e5]], requires_grad=True)
-    logp, lse = linear_logp(hidden, torch.tensor([[1.0], [-1.0]]), torch.tensor([0, 0]))
-    torch.testing.assert_close(logp, torch.tensor([0.0, -2e5]))
-    torch.testing.assert_close(lse, torch.tensor([1e5, 1e5]))
-    (logp.sum() + lse.sum()).backward()
-    assert hidden.grad.isfinite().all()
-
-
-def test_ignored_rows_move_nothing_whatever_comes_from_above():
-    given = problem(9, 8, 3)
-    hidden = given["hidden"].requires_grad_()
-    out = linear_logp(**given)
-    upstream = torch.randn(9, dtype=torch.float64)
-    ignored = given["target"] == IGNORED
-    upstream[ignored] = torch.nan
-    (gradient,) = torch.autograd.grad([out.logp, out.lse], hidden, [upstream, upstream])
-    assert not gradient[ignored].any() and gradient[~ignored].all()
-    assert not out.logp[ignored].any() and out.logp[~ignored].all()
-
-
-def test_a_class_of_the_weight_can_be_ignored():
-    logp = linear_logp(torch.randn(3, 2), torch.randn(4, 2), torch.tensor([0, 1, 0]), ignore_index=0).logp
-    assert (logp == 0).tolist() == [True, False, True]
-
-
-def test_in_batch_negatives_of_one_another():
-    """Every row's positive is a candidate of the others, unless it is the same item."""
-    torch.manual_seed(3)
-    users, items = torch.randn(5, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
-    ids = torch.tensor([4, 7, 4, 9, 7])
-    logq = torch.rand(5, dtype=torch.float64).log()
-    logp = linear_logp(users, items, torch.arange(5), bias=-logq, candidate_ids=ids, target_ids=ids).logp
-    for i in range(5):
-        scores = [users[i] @ items[j] - logq[j] for j in range(5) if j == i or ids[j] != ids[i]]
-        want = users[i] @ items[i] - logq[i] - torch.logsumexp(torch.stack(scores), 0)
-        torch.testing.assert_close(logp[i], want)
-
-
-@pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("ids", [False, True])
-@pytest.mark.parametrize("op", [linear_logp, linear_lse])
-def test_normalised_rows_are_those_of_pytorch(op, ids):
-    """With a row of zeros, and one shorter than what rows are divided by at least."""
-    given = problem(9, 8, 3, bias=ids, ids=ids)
-    if op is linear_lse:
-        given.pop("target")
-    given["hidden"][2], given["weight"][5] = 0, given["weight"][5] * 1e-9
-    leaves = leaves_of(given)
-    unit = {name: F.normalize(given[name], dim=1, eps=1e-6) for name in ("hidden", "weight")}
-    outs = []
-    for out in (op(**given, l2_normalize=True), op(**(given | unit))):
-        outs.append([out, out.new_zeros(9)] if op is linear_lse else list(out))
-    for got, want in zip(*outs, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
-    cotangents = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
-    found = [
-        torch.autograd.grad(
-            [one for one in out if one.requires_grad], leaves, cotangents[: 2 - (op is linear_lse)]
-        )
-        for out in outs
-    ]
-    for got, want in zip(*found, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-
-
-def test_it_is_the_cross_entropy_of_pytorch():
-    hidden, weight = torch.randn(300, 20, requires_grad=True), torch.randn(999, 20, requires_grad=True)
-    target = torch.randint(999, (300,))
-    target[4] = -100
-    loss = F.cross_entropy(hidden @ weight.T, target, reduction="none")
-    logp = linear_logp(hidden, weight, target).logp
-    torch.testing.assert_close(-logp, loss)
-    upstream = torch.randn(300)
-    pairs = [torch.autograd.grad(out, (hidden, weight), upstream) for out in (-logp, loss)]
-    for got, want in zip(*pairs, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-
-
+@everywhere
 @pytest.mark.parametrize(("rows", "candidates"), [(0, 6), (3, 0), (0, 0)])
-def test_no_rows_and_no_candidates(rows, candidates):
-    hidden = torch.randn(rows, 2, requires_grad=True)
-    weight, bias = torch.randn(candidates, 2, requires_grad=True), torch.randn(candidates, requires_grad=True)
-    temperature = torch.tensor(2.0, requires_grad=True)
-    logp, lse = linear_logp(hidden, weight, torch.full((rows,), -100), bias=bias, temperature=temperature)
-    assert logp.shape == lse.shape == (rows,)
-    leaves = (hidden, weight, bias, temperature)
-    found = torch.autograd.grad(logp.sum() + lse.sum(), leaves)
+def test_no_rows_and_no_candidates(rows, candidates, runner):
+    given = problem(rows, max(candidates, 1), 2, ids=False)
+    given.tensors["weight"], given.tensors["bias"] = torch.randn(candidates, 2), torch.randn(candidates)
+    given.options["target"] = torch.full((rows,), IGNORED)
+    outputs, leaves = harness.call(given.cast(torch.float32), runner)
+    assert [tuple(out.shape) for out in outputs] == [(rows,), (rows,)]
+    found = torch.autograd.grad(sum(out.sum() for out in outputs), leaves)
     for leaf, gradient in zip(leaves, found, strict=True):
         assert gradient.shape == leaf.shape and not gradient.any()
 
 
-def test_backward_keeps_a_few_numbers_a_row(monkeypatch):
-    monkeypatch.setitem(reference.BLOCK_SCORES, "cpu", 100)
-    given = problem(50, 30, 4, dtype=torch.float32)
-    inputs = {leaf.data_ptr() for leaf in leaves_of(given)}
-    saved = []
-
-    def pack(tensor):
-        if tensor.data_ptr() not in inputs:
-            saved.append(tensor.numel())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        linear_logp(**given)
-    assert saved and max(saved) <= 50
+@everywhere
+def test_transposed_operands_and_gradients(runner):
+    weight = torch.randn(20, 50).to(runner.device).t().requires_grad_()
+    hidden = torch.randn(40, 40).to(runner.device)[:, ::2].requires_grad_()
+    dense = [leaf.detach().contiguous().requires_grad_() for leaf in (hidden, weight)]
+    target = torch.arange(40, device=runner.device)
+    cotangent, pairs = torch.randn(40, 2).to(runner.device)[:, 0], []
+    for leaves, backend in (((hidden, weight), runner.backend), (dense, "reference")):
+        logp = linear_logp(*leaves, target, backend=backend).logp
+        pairs.append([logp, *torch.autograd.grad(logp, leaves, cotangent)])
+    assert_close(*pairs, 1e-4)
 
 
-def test_views_and_transposed_operands():
-    weight = torch.randn(4, 30, dtype=torch.float64).t().requires_grad_()
-    hidden = torch.randn(9, 8, dtype=torch.float64)[:, ::2].requires_grad_()
-    given = {"hidden": hidden, "weight": weight, "target": torch.arange(27)[::3]}
-    dense = {"hidden": hidden.contiguous(), "weight": weight.contiguous(), "target": given["target"].clone()}
-    outs = [linear_logp(**one) for one in (given, dense)]
-    for got, want in zip(*outs, strict=True):
-        torch.testing.assert_close(got, want)
-    for got, want in zip(*(gradients(out, (hidden, weight)) for out in outs), strict=True):
-        torch.testing.assert_close(got, want)
+@interpreted
+def test_the_gradient_of_the_temperature_is_not_made_of_rounded_ones():
+    """One row, one candidate: hidden's and the weight's gradient are rounded to three digits, the
+    temperature's is d lse z / -temperature, once."""
+    hidden, weight = (torch.full((1, 16), number, dtype=torch.float16) for number in (0.5, 0.75))
+    temperature = torch.tensor(0.7, requires_grad=True)
+    upstream = torch.tensor([1.000488])  # rounds to 1 in float16
+    lse = linear_lse(hidden, weight, temperature=temperature, backend="triton")
+    (gradient,) = torch.autograd.grad(lse, temperature, upstream)
+    torch.testing.assert_close(gradient, -upstream[0] * 6 / 0.7**2, rtol=1e-6, atol=0)
 
 
-def test_autocast_does_not_reach_the_scores():
-    given = problem(9, 8, 3, dtype=torch.float32)
-    leaves = leaves_of(given)
-    plain = linear_logp(**given)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = linear_logp(**given)
-        found = gradients(inside, leaves)
-    for got, want in zip((*inside, *found), (*plain, *gradients(plain, leaves)), strict=True):
-        assert torch.equal(got, want)
+@interpreted
+def test_nothing_is_written_outside(monkeypatch):
+    given = problem(70, 150, 20).cast(torch.float32)
+    with harness.guarded_memory(monkeypatch) as buffers:
+        outputs, leaves = harness.call(given, INTERPRETER)
+        torch.autograd.grad(outputs, leaves, [torch.ones(70), torch.ones(70)])
+    assert len(buffers) >= 6
 
 
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(0.5))
+@interpreted
+@pytest.mark.parametrize("number", [1, 3])
+def test_the_number_of_parts_changes_nothing_but_rounding(number, monkeypatch):
+    from recsys.ops.linear_logp import triton_ops
 
-    def forward(self, hidden, weight, target):
-        return linear_logp(hidden, weight, target, temperature=self.temperature, ignore_index=-1)
-
-
-def test_a_compiled_graph():
-    counts, head = CompileCounterWithBackend("aot_eager"), Head()
-    compiled = torch.compile(head, backend=counts, fullgraph=True, dynamic=True)
-    for rows in (50, 9, 33):
-        hidden, weight = torch.randn(rows, 6, requires_grad=True), torch.randn(40, 6, requires_grad=True)
-        target = torch.randint(40, (rows,))
-        target[::4] = -1
-        got, want = compiled(hidden, weight, target), head(hidden, weight, target)
-        torch.testing.assert_close(got, want)
-        leaves = (hidden, weight, head.temperature)
-        for one, other in zip(gradients(got, leaves), gradients(want, leaves), strict=True):
-            torch.testing.assert_close(one, other)
-    assert counts.frame_count == 1
+    given = problem(40, 90, 9).cast(torch.float32)
+    want = harness.results(given, INTERPRETER)
+    monkeypatch.setattr(triton_ops, "MAX_PARTS", number)
+    assert_close(harness.results(given, INTERPRETER), want, 5e-5)
 
 
-def arguments(**changes):
-    given = {"hidden": torch.zeros(5, 6), "weight": torch.zeros(9, 6), "target": torch.arange(5)}
-    return given | changes
+@interpreted
+@pytest.mark.parametrize("full", [False, True])
+def test_the_library_ops(full, monkeypatch):
+    """Schemas and shapes without numbers, on which a compiler relies."""
+    from recsys.ops.linear_logp import launch, triton_ops
+
+    monkeypatch.setattr(launch, "wrap_triton", WithNumbersOnly)
+    monkeypatch.setattr(launch, "_launch", None)
+    given = problem(40, 50, 9, ids=full, bias=full).cast(torch.float32)
+    arguments = given.tensors | given.options
+    arguments["target"].clamp_(min=-1)
+    arguments["temperature"] = arguments["temperature"].reshape(1)
+    names = ("hidden", "weight", "bias", "temperature", "target", "candidate_ids", "target_ids")
+    operands = (*(arguments.get(name) for name in names), None, None)
+    upstream = (torch.randn(40), torch.randn(40), torch.ones(40))
+    harness.opcheck(triton_ops.forward_op, operands)
+    for requested in ([True, True, full, True], [False, True, False, False]):
+        harness.opcheck(triton_ops.backward_op, (*operands, *upstream, requested))
 
 
-LONG = torch.zeros(5, dtype=torch.int64)
-WRONG = [
-    ({"hidden": torch.zeros(5, 2, 3)}, ValueError, r"hidden must have shape .* got \(5, 2, 3\)"),
-    ({"hidden": torch.zeros(5, 6, dtype=torch.int64)}, TypeError, "hidden must be a floating point tensor"),
-    ({"weight": None}, TypeError, "weight must be a floating point tensor, got NoneType"),
-    ({"weight": torch.zeros(9, 5)}, ValueError, "weight must have the width of hidden, 6, got 5"),
-    ({"weight": torch.zeros(9, 6).half()}, TypeError, "weight must have the dtype of hidden, torch.float32"),
-    ({"weight": torch.zeros(9, 6, device="meta")}, ValueError, "weight is on meta, hidden on cpu"),
-    ({"target": LONG.int()}, TypeError, "target must be an int64 tensor, got a tensor of torch.int32"),
-    ({"target": LONG[:4]}, ValueError, r"target must have shape \[5\], the rows of hidden, got \(4,\)"),
-    ({"target": LONG.to("meta")}, ValueError, "target is on meta, hidden on cpu"),
-    (
-        {"target": LONG - 1},
-        ValueError,
-        "target of row 0 is -1, which is no row of weight: allowed are 0 to 8",
-    ),
-    ({"target": LONG + 9}, ValueError, "target of row 0 is 9, .* ignore_index = -100"),
-    ({"target": torch.tensor([0, 8, -100, 9, -2])}, ValueError, "target of row 3 is 9"),
-    ({"bias": torch.zeros(6)}, ValueError, r"bias must have shape \[9\], the rows of weight, got \(6,\)"),
-    ({"bias": LONG}, TypeError, "bias must be a floating point tensor"),
-    ({"temperature": 0.0}, ValueError, "temperature must be positive and finite, got 0"),
-    ({"temperature": torch.tensor(-1.0)}, ValueError, "temperature must be above 0, got -1.0"),
-    ({"temperature": torch.ones(2)}, ValueError, r"temperature must hold one number, got shape \(2,\)"),
-    ({"target_ids": LONG}, ValueError, "candidate_ids and target_ids belong together"),
-    ({"candidate_ids": LONG, "target_ids": LONG}, ValueError, r"candidate_ids must have shape \[9\]"),
-    ({"ignore_index": None}, TypeError, "ignore_index must be an int, got NoneType"),
-    ({"backend": "cuda"}, ValueError, "linear_logp has no backend 'cuda'; it has auto, .*reference"),
-]
+@interpreted
+def test_auto_stays_with_the_reference_on_a_cpu_and_wide_rows_are_refused():
+    def answer(width, dtype):
+        given = problem(2, 3, width).cast(dtype)
+        return dict(explain("linear_logp", **given.tensors, **given.options).rows)["triton"]
+
+    given = problem(2, 3, 4).cast(torch.float32)
+    linear_logp(**given.tensors, **given.options)
+    assert last_backend("linear_logp") == "reference"
+    for dtype, width in ((torch.float32, 128), (torch.float16, 512)):
+        assert answer(width, dtype).ok
+        assert f"takes up to {width}" in answer(width + 1, dtype).reason
 
 
-@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=[message for *_, message in WRONG])
-def test_wrong_arguments_are_named(changes, error, message):
-    with pytest.raises(error, match=message):
-        linear_logp(**arguments(**changes))
+@interpreted
+@pytest.mark.parametrize("stride", [20, 24])
+def test_gradients_of_rows_through_their_unit_forms(stride):
+    """With a row that is divided by a constant, and columns behind the last that count for nothing."""
+    from recsys.ops.linear_logp import row_launch
+
+    generator = torch.Generator().manual_seed(0)
+    rows, grad = torch.randn(70, 20, generator=generator), torch.randn(70, stride, generator=generator)
+    rows[3] = 1e-8
+    rows.requires_grad_()
+    unit = torch.nn.functional.normalize(rows, dim=1, eps=SHORTEST)
+    (want,) = torch.autograd.grad(unit, rows, grad[:, :20])
+    norms = norms_of(rows, rows)[0]
+    got = row_launch.project(between_poison(grad), between_poison(rows.detach()), between_poison(norms))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_explain_answers_for_it():
-    assert dict(explain("linear_logp", **arguments()).rows)["reference"].ok
+test_in_the_interpreter = harness.interpreter_test(__file__)
 
 
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize(
-    ("items", "width", "auto"), [(131_072, 128, True), (131_071, 128, False), (10**6, 16, False)]
-)
-def test_auto_leaves_small_catalogues_to_triton(items, width, auto, normalized, monkeypatch):
-    """Below 2^24 entries of the weight; who names the backend gets it."""
-    monkeypatch.setattr(hopper.triton_support, "missing_for_hopper", lambda: "")
-    monkeypatch.setattr(hopper.triton_support, "support", lambda device, dtype: SUPPORTED)
-    given = (torch.empty(7, width, device="meta"), torch.empty(items, width, device="meta"))
-    target = torch.empty(7, dtype=torch.int64, device="meta")
-    facts = logp_facts(*(one.bfloat16() for one in given), target, l2_normalize=normalized)
-    support = hopper.supports(dataclasses.replace(facts, device="cuda"))
-    assert (support.ok, support.auto) == (True, auto)
+# --- on a GPU ---------------------------------------------------------------------------------------------
+
+
+def plain(rows, candidates, width=64):
+    """A loss over a catalogue in bfloat16: neither bias nor ids."""
+    return problem(rows, candidates, width, bias=False, ids=False).cast(torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_loss_of_a_retriever_in_bfloat16(drawn):
+    """With the whole catalogue, or with candidates that were drawn."""
+    targets = torch.randint(1000, (700,))
+    targets[::9] = NO_TARGET
+    tensors = {"queries": normal(700, 50), "items": normal(400 if drawn else 1000, 50, seed=1)}
+    options = {"targets": targets, "l2_normalize": True}
+    if drawn:
+        tensors["positives"] = normal(700, 50, seed=2)
+        options |= {"item_ids": torch.randint(1000, (400,)), "log_weights": torch.randn(400)}
+    loss = SoftmaxLoss(pb.SoftmaxLoss(temperature=0.05))
+    found = []
+    for dtype, backend in ((torch.bfloat16, "triton"), (torch.float64, "reference")):
+        leaves = {name: tensor.cuda().to(dtype).requires_grad_() for name, tensor in tensors.items()}
+        moved = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+        out = loss(**leaves, **moved)
+        assert last_backend("linear_logp") == backend
+        found.append([out.detach(), *harness.gradients([out], list(leaves.values()))])
+    assert found[0][0].dtype == torch.float32
+    for ours, want in zip(*found, strict=True):
+        assert (ours.double() - want).norm() <= 2.0**-7 * want.norm()
+
+
+@pytest.mark.gpu
+@harness.needs_hopper
+def test_auto_takes_the_fastest_that_can():
+    def taken(given, **options):
+        moved = harness.on_device(given, ON_GPU)
+        linear_logp(**moved.tensors, **moved.options, **options)
+        return last_backend("linear_logp")
+
+    large, before = plain(30, 140_000, 128), OP.fallbacks.copy()
+    assert taken(large) == taken(large, l2_normalize=True) == "sm90"
+    assert taken(plain(30, 130_000, 128)) == "triton"
+    assert OP.fallbacks == before
+    biased = problem(30, 140_000, 128, ids=False).cast(torch.bfloat16)
+    assert taken(biased) == "triton"
+    assert OP.fallbacks - before == {("sm90", "it adds no bias"): 1}
+    assert taken(problem(30, 40, 64, bias=False).cast(torch.bfloat16)) == "triton"
+    for width, expected in ((64, "triton"), (65, "reference")):
+        assert taken(problem(30, 40, width).cast(torch.float32)) == expected
+    assert taken(plain(30, 40, 520)) == "reference"
+
+
+@on_gpus
+def test_wrong_targets_are_nan_and_write_nothing(runner):
+    given = harness.on_device(plain(200, 300), runner)
+    target = given.options["target"].clone()
+    ignored = (target == IGNORED).nonzero()[:, 0]
+    for row, number in zip(ignored.tolist(), (-1, 300, 2**40, -(2**40), 301), strict=False):
+        target[row] = number
+    right = harness.results(given, runner)
+    found = harness.results(given.with_options(target=target), runner)
+    assert torch.equal(found[0].isnan(), target != given.options["target"])
+    found[0] = torch.where(found[0].isnan(), 0, found[0])
+    harness.assert_equal(found, right)
+
+
+@on_gpus
+def test_the_same_bits_each_time_for_all_sizes_and_one_artefact(runner):
+    from recsys.ops.linear_logp import triton_kernels, triton_rows
+
+    sizes = [(1, 3), (7, 512), (512, 4097), (2048, 100), (4097, 7)]
+    kernels = [triton_kernels.forward_kernel, triton_kernels.backward_kernel]
+    kernels += [triton_rows.finish_kernel, triton_rows.upstream_kernel]
+    harness.assert_same_bits_of_one_artefact([plain(*size, 128) for size in sizes], runner, *kernels)
+
+
+@on_gpus
+def test_nothing_waits_for_the_device(runner):
+    harness.assert_nothing_waits(plain(500, 900), runner)
+
+
+@pytest.mark.gpu
+def test_memory_is_that_of_the_inputs():
+    """Scores of 2048 x 200,000 would be 780 MiB in bfloat16."""
+    hidden, weight = (
+        torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        for rows in (2048, 200_000)
+    )
+    target = torch.randint(200_000, (2048,), device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    linear_logp(hidden, weight, target, backend="triton").logp.sum().backward()
+    beyond = torch.cuda.max_memory_allocated() - before - weight.grad.numel() * 2
+    assert beyond < 64 * 2**20
+
+
+@pytest.mark.gpu
+def test_a_compiled_graph_serves_all_sizes():
+    problems = [plain(*size) for size in ((50, 900), (9, 40), (3000, 333))]
+    harness.assert_compiles_once(problems, ON_GPU, close=2e-2)

@@ -7,7 +7,8 @@ import torch.multiprocessing as mp
 
 from recsys.ops import linear_logp
 from recsys.ops.linear_logp.parallel import linear_logp_sharded
-from tests.ops.linear_logp.problems import cotangents, gradients, leaves_of, problem
+from tests.ops.harness import gradients
+from tests.ops.linear_logp.problems import arguments_of, leaves_of, problem
 
 CANDIDATES = 24
 
@@ -15,32 +16,33 @@ CANDIDATES = 24
 def compare(rank: int, cuts: tuple[int, int, int], ids: bool) -> None:
     """Outputs, all gradients at once, and single ones; a large score sets the ranks' sums far apart. Without
     ids the rows are normalised."""
-    given = problem(17, CANDIDATES, 5, ids=ids) | {"l2_normalize": not ids}
-    given["bias"][3] += 40
+    whole = problem(17, CANDIDATES, 5, ids=ids, l2_normalize=not ids)
+    whole.tensors["bias"][3] += 40
+    given = arguments_of(whole)
     leaves = leaves_of(given)
     want = linear_logp(**given)
-    of_hidden, of_weight, of_bias, of_temperature = gradients(want, leaves)
+    hidden_grad, weight_grad, bias_grad, temperature_grad = gradients(want, leaves)
     mine = slice(cuts[rank], cuts[rank + 1])
-    right = (of_hidden, of_weight[mine], of_bias[mine], of_temperature)
-    own = given | {name: value.detach().clone() for name, value in given.items() if name != "l2_normalize"}
+    right = (hidden_grad, weight_grad[mine], bias_grad[mine], temperature_grad)
+    shard = given | {name: value.detach().clone() for name, value in given.items() if name != "l2_normalize"}
     for name in ("weight", "bias", *(("candidate_ids",) if ids else ())):
-        own[name] = own[name][mine].clone()
+        shard[name] = shard[name][mine].clone()
 
     def sharded(operands):
         group = dist.group.WORLD
         return linear_logp_sharded(**operands, group=group, first_row=cuts[rank], num_rows=CANDIDATES)
 
-    leaves = leaves_of(own)
-    got = sharded(own)
+    leaves = [leaf.requires_grad_() for leaf in leaves_of(shard)]
+    got = sharded(shard)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     for one, other in zip(gradients(got, leaves), right, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
     for name, other in zip(("hidden", "weight", "bias", "temperature"), right, strict=True):
-        plain = own | {key: value.detach() for key, value in own.items() if key != "l2_normalize"}
+        plain = shard | {key: value.detach() for key, value in shard.items() if key != "l2_normalize"}
         leaf = plain[name].requires_grad_()
-        (one,) = torch.autograd.grad(list(sharded(plain)), leaf, cotangents(17))
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+        (alone,) = gradients(sharded(plain), [leaf])
+        torch.testing.assert_close(alone, other, rtol=1e-11, atol=1e-11)
 
 
 def nothing_left(rank: int) -> None:

@@ -7,7 +7,8 @@ import torch.multiprocessing as mp
 
 from recsys.ops import last_backend, linear_logp
 from recsys.ops.linear_logp.parallel import linear_logp_sharded
-from tests.ops.linear_logp.problems import gradients, leaves_of, problem
+from tests.ops.harness import gradients
+from tests.ops.linear_logp.problems import arguments_of, leaves_of, problem
 
 pytestmark = pytest.mark.gpu
 
@@ -17,23 +18,25 @@ CUTS = (0, 1300, CANDIDATES)
 
 def compare(rank: int, backend: str, full: bool) -> None:
     """Outputs and all gradients against the reference over the whole weight, in float64."""
-    given = problem(500, CANDIDATES, 72, dtype=torch.bfloat16, bias=full, ids=full)
-    given["hidden"] = given["hidden"] / 72**0.5
-    exact = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
+    whole = problem(500, CANDIDATES, 72, bias=full, ids=full)
+    whole.tensors["hidden"] /= 72**0.5
+    whole = whole.cast(torch.bfloat16)
+    exact = arguments_of(whole.cast(torch.float64))
     mine = slice(CUTS[rank], CUTS[rank + 1])
-    own = {name: value.cuda() for name, value in given.items()}
+    shard = {name: value.detach().cuda() for name, value in arguments_of(whole).items()}
     for name in ("weight", "bias", "candidate_ids"):
-        if name in own:
-            own[name] = own[name][mine].clone()
+        if name in shard:
+            shard[name] = shard[name][mine].clone()
+    leaves = [leaf.requires_grad_() for leaf in leaves_of(shard)]
     options = {"l2_normalize": full}
-    leaves, own_leaves = leaves_of(exact), leaves_of(own)
     want = linear_logp(**exact, **options)
     place = {"group": dist.group.WORLD, "first_row": CUTS[rank], "num_rows": CANDIDATES}
-    got = linear_logp_sharded(**own, **options, **place, backend=backend)
+    got = linear_logp_sharded(**shard, **options, **place, backend=backend)
     assert last_backend("linear_logp") == backend
-    of_rank = [one[mine] if one.shape[:1] == (CANDIDATES,) else one for one in gradients(want, leaves)]
-    found = [*got, *gradients(got, own_leaves)]
-    for ours, right in zip(found, [*want, *of_rank], strict=True):
+    whole_grads = gradients(want, leaves_of(exact))
+    grads = [grad[mine] if grad.shape[:1] == (CANDIDATES,) else grad for grad in whole_grads]
+    found = [*got, *gradients(got, leaves)]
+    for ours, right in zip(found, [*want, *grads], strict=True):
         assert (ours.detach().cpu().double() - right).norm() <= 2**-7 * right.norm() + 1e-4
 
 
