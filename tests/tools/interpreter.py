@@ -3,12 +3,16 @@
 Triton decides when it is imported whether it interprets, so such tests run in a separate process. A file
 marks them `interpreted`, which `tests/conftest.py` skips in the process that everything else runs in; another
 test of the file starts the interpreter's process with `run_interpreted`.
+
+Importing PyTorch and Triton takes seconds of CPU time, so one process imports them and forks for each file.
 """
 
+import functools
 import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -30,14 +34,40 @@ def starts_it(test):
     return pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")(test)
 
 
+IMPORTED_ONCE = """
+import os, sys
+import pytest, torch, triton, triton.language, recsys.ops
+torch.set_num_threads(1)
+for line in sys.stdin:
+    file, output = line.rstrip("\\n").split("\\t")
+    child = os.fork()
+    if child == 0:
+        for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, output, os.O_WRONLY)):
+            os.dup2(os.open(path, flags), descriptor)
+        os.dup2(1, 2)
+        code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "interpreted", file])
+        sys.stdout.flush()
+        os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs the tests of each file that a line of its input names, and answers with the exit code."""
+
+
+@functools.cache
+def _interpreter() -> subprocess.Popen[str]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", IMPORTED_ONCE]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+
+
 def run_interpreted(file: str) -> None:
     """Passes if the tests of `file` that are marked `interpreted` do, in the interpreter."""
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "interpreted"]
-    command = [sys.executable, "-m", "pytest", *options, file]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = _interpreter()
+    with tempfile.NamedTemporaryFile("r") as output:
+        print(file, output.name, sep="\t", file=process.stdin, flush=True)
+        code = process.stdout.readline().strip()
+        assert code == "0", f"exit code {code or 'of the whole process'}\n{output.read()}"
 
 
 def mend_interpreter(monkeypatch) -> None:
