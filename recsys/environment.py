@@ -87,17 +87,17 @@ def versions() -> dict[str, str]:
 
     `fbgemm-gpu` ends in `+cpu` when the build for machines without a GPU is installed.
     """
-    found = {"recsys": recsys.__version__, "python": platform.python_version()}
+    by_package = {"recsys": recsys.__version__, "python": platform.python_version()}
     for name in _RECORDED:
         version = installed_version(name)
         if version is not None:
-            found[name] = version
+            by_package[name] = version
     cpu, cuda = installed_version("fbgemm-gpu-cpu"), installed_version("fbgemm-gpu")
     if cpu is not None:
-        found["fbgemm-gpu"] = f"{cpu}+cpu"
+        by_package["fbgemm-gpu"] = f"{cpu}+cpu"
     elif cuda is not None:
-        found["fbgemm-gpu"] = cuda
-    return found
+        by_package["fbgemm-gpu"] = cuda
+    return by_package
 
 
 def commit() -> str:
@@ -185,8 +185,8 @@ def prefer_packaged_ptxas() -> None:
     if "TRITON_PTXAS_PATH" in os.environ or spec is None or spec.submodule_search_locations is None:
         return
     folders = map(Path, spec.submodule_search_locations)
-    found = [path for folder in folders for path in folder.glob("cu*/bin/ptxas")]
-    best = max(found, key=lambda path: version_numbers(tool_version(str(path))), default=None)
+    assemblers = [path for folder in folders for path in folder.glob("cu*/bin/ptxas")]
+    best = max(assemblers, key=lambda path: version_numbers(tool_version(str(path))), default=None)
     if best is not None and version_numbers(tool_version(str(best))) >= MINIMAL_PTXAS:
         os.environ["TRITON_PTXAS_PATH"] = str(best)
 

@@ -48,13 +48,13 @@ def run(call: cli.Call) -> None:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Flags of this command."""
-    own = parser.add_argument_group("export flags")
-    own.add_argument(
+    group = parser.add_argument_group("export flags")
+    group.add_argument(
         "--output",
         metavar="DIR",
         help="folder of the package; an older one in it is replaced (default: <run-dir>/export)",
     )
-    cli.add_checkpoint(own)
+    cli.add_checkpoint(group)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

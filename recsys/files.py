@@ -73,8 +73,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
     """
     aside = path.with_name(f".{path.name}.partial")
     aside.mkdir(parents=True, exist_ok=True)
-    with _own_folder(aside) as own:
-        if not own:
+    with _own_folder(aside) as is_ours:
+        if not is_ours:
             raise RecsysError(f"{path}: another process is writing this folder; wait for it, or take another")
         try:
             yield aside
@@ -91,12 +91,12 @@ def _own_folder(path: Path) -> Iterator[bool]:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            own = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+            is_ours = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
         except BlockingIOError:
-            own = False
-        for left in path.iterdir() if own else ():
+            is_ours = False
+        for left in path.iterdir() if is_ours else ():
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-        yield own
+        yield is_ours
     finally:
         os.close(descriptor)
 
@@ -168,10 +168,10 @@ def manifest_faults(folder: Path) -> list[str]:
 def not_in_manifest(folder: Path) -> list[Path]:
     """Files in a folder that its manifest does not name, sorted; all files if there is no manifest."""
     try:
-        known = {folder / name for name in [MANIFEST, *_listed(folder)]}
+        listed = {folder / name for name in [MANIFEST, *_listed(folder)]}
     except (OSError, ValueError, KeyError, TypeError):
-        known = set()
-    return sorted(path for path in folder.rglob("*") if not path.is_dir() and path not in known)
+        listed = set()
+    return sorted(path for path in folder.rglob("*") if not path.is_dir() and path not in listed)
 
 
 def _listed(folder: Path) -> dict[str, dict[str, object]]:

@@ -33,11 +33,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
         unknown = message.removeprefix("unrecognized arguments: ").split()
-        known = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())
+        flags = re.findall(r"(?<![\w-])--[a-z][a-z-]*", self.format_help())
         hints = []
-        for given in unknown if unknown != message.split() else ():
-            near = difflib.get_close_matches(given.partition("=")[0], known, n=1)
-            hints += [f"Did you mean {near[0]}? "] if near and given.startswith("-") else []
+        for argument in unknown if unknown != message.split() else ():
+            near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1)
+            hints += [f"Did you mean {near[0]}? "] if near and argument.startswith("-") else []
         self.exit(2, f"{self.prog}: {message}. {''.join(hints)}--help lists the flags.\n")
 
 

@@ -17,11 +17,11 @@ log = logging.getLogger("recsys.predict")
 
 def run(call: cli.Call) -> None:
     """Score candidates, or recommend items, with an exported package."""
-    fixed = [given for given in call.flags.set if not given.startswith(MAY_CHANGE)]
+    fixed = [override for override in call.flags.set if not override.startswith(MAY_CHANGE)]
     if fixed:
         allowed = ", ".join(MAY_CHANGE)
         raise ConfigError(
-            [f"--set {given}: compiled into the package; only {allowed} may change" for given in fixed]
+            [f"--set {override}: compiled into the package; only {allowed} may change" for override in fixed]
         )
     # Heavy imports come last: --help, --validate and --print-config need none of them.
     from recsys import environment
@@ -57,16 +57,16 @@ def _packaged_config(flags: argparse.Namespace) -> Path:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    own = parser.add_argument_group("predict flags")
+    group = parser.add_argument_group("predict flags")
     about = "folder that recsys.export wrote (default: <run-dir>/export)"
-    own.add_argument("--package", metavar="DIR", help=about)
-    own.add_argument(
+    group.add_argument("--package", metavar="DIR", help=about)
+    group.add_argument(
         "--input",
         metavar="PATH",
         nargs="+",
         help="parquet or .csv files, folders or patterns (default: data.test)",
     )
-    own.add_argument(
+    group.add_argument(
         "--output", metavar="DIR", help="folder of the predictions (default: <run-dir>/predictions)"
     )
 

@@ -162,12 +162,12 @@ class ModelDeclaration:
 
     def metrics(self) -> list[MetricList]:
         """Every metric of the model, in the order in which logs show them."""
-        found = []
+        lists = []
         for index, task in enumerate(self.tasks):
             kind = choices.loss_kind(task.loss)
             path, prefix = f"{self.path}.tasks[{index}]", f"{task.name}/"
-            found.append(MetricList(task.metrics, path, prefix, kind if kind in TASK_KINDS else None))
-        return found
+            lists.append(MetricList(task.metrics, path, prefix, kind if kind in TASK_KINDS else None))
+        return lists
 
 
 class MixerDeclaration:

@@ -69,32 +69,32 @@ def columns(pipeline: pb.Pipeline, side: int | None = None) -> list[Column]:
         pipeline: resolved.
         side: return columns of this side only; pb.ITEM selects the catalogue's, which no event file has.
     """
-    found = []
+    result = []
     for feature in pipeline.features:
         for feature_side in sorted(set(feature.sides)):
             if feature_side == side or (side is None and feature_side != pb.ITEM):
-                found.append(_column(feature, feature_side))
-    return found
+                result.append(_column(feature, feature_side))
+    return result
 
 
 def candidate_item(pipeline: pb.Pipeline) -> str | None:
     """Column that identifies the candidates: that of the first single-valued id feature on their side."""
-    found = (
+    names = (
         feature.name
         for feature in pipeline.features
         if pb.CANDIDATE in feature.sides and feature.HasField("id") and not feature.id.multi_valued
     )
-    name = next(found, None)
+    name = next(names, None)
     return None if name is None else PREFIX[pb.CANDIDATE] + name
 
 
 def item_columns(pipeline: pb.Pipeline) -> list[Column]:
     """One column of each feature of events or candidates, in the config's order: the content of an item."""
-    found: dict[str, Column] = {}
+    by_name: dict[str, Column] = {}
     for column in columns(pipeline):
         if column.side != pb.USER:
-            found.setdefault(column.feature.name, column)
-    return list(found.values())
+            by_name.setdefault(column.feature.name, column)
+    return list(by_name.values())
 
 
 def tables(pipeline: pb.Pipeline) -> list[Table]:
@@ -106,22 +106,22 @@ def tables(pipeline: pb.Pipeline) -> list[Table]:
     Raises:
         ValueError: the model searches items, and no id feature has the name that it gives.
     """
-    found: dict[str, Table] = {}
+    by_name: dict[str, Table] = {}
     for column in [*columns(pipeline), *columns(pipeline, pb.ITEM)]:
         if column.table is None:
             continue
-        known = found.get(column.table)
-        names = (known.columns if known else ()) + (column.name,)
-        found[column.table] = Table(column.table, table_rows(column.feature), column.width, names)
+        earlier = by_name.get(column.table)
+        names = (earlier.columns if earlier else ()) + (column.name,)
+        by_name[column.table] = Table(column.table, table_rows(column.feature), column.width, names)
     model = model_of(pipeline)
     if model.item_feature is not None:
-        table = found.get(_item_table(pipeline, model.item_feature))
+        table = by_name.get(_item_table(pipeline, model.item_feature))
         if table is None:
             what = f"{model.item_feature!r} is given; no id feature has this name"
             raise ValueError(f"{model.path}.item_feature: {what}")
         names = (*table.columns, *shared_columns(pipeline))
-        found[table.name] = Table(table.name, table.rows, table.width, names)
-    return list(found.values())
+        by_name[table.name] = Table(table.name, table.rows, table.width, names)
+    return list(by_name.values())
 
 
 def shared_columns(pipeline: pb.Pipeline) -> list[str]:

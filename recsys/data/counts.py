@@ -30,9 +30,9 @@ class Counts(NamedTuple):
         candidates = by_name.get(TRUNCATED_CANDIDATES, 0)
         return cls(sum(by_name.values()) - histories - candidates, histories, candidates)
 
-    def plus(self, other: "Counts") -> "Counts":
+    def plus(self, addend: "Counts") -> "Counts":
         """Adds two counts field by field."""
-        return Counts(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return Counts(*(mine + theirs for mine, theirs in zip(self, addend, strict=True)))
 
 
 class RowCounter:

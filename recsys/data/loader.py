@@ -195,8 +195,8 @@ class Loader:
         return arrays
 
     def _stream(self, schedule: list[tuple[int, int]] | BatchSchedule) -> Generator[BatchArrays]:
-        most = self._num_workers if isinstance(schedule, BatchSchedule) else len(schedule)
-        num_workers = min(self._num_workers, most)
+        useful = self._num_workers if isinstance(schedule, BatchSchedule) else len(schedule)
+        num_workers = min(self._num_workers, useful)
         if num_workers == 0:
             yield from self._read_here(schedule)
             return

@@ -243,13 +243,13 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
     package.write_tensors(folder / package.GOLDEN, package.golden_tensors(flatten(source.batches[0]), golden))
 
 
-def _golden_items(model: Model, source: Source, most: int | None = None) -> dict[str, Tensor]:
-    """Returns inputs and vectors of the first `most` items of the catalogue, or of all."""
+def _golden_items(model: Model, source: Source, limit: int | None = None) -> dict[str, Tensor]:
+    """Returns inputs and vectors of the first `limit` items of the catalogue, or of all of them."""
     batch = source.batches[0]
     with torch.no_grad():
         vectors = model.item_vectors(batch)
-    inputs = first_items(flatten_items(batch, source.pipeline), item_signature(source.pipeline), most)
-    return package.golden_tensors(inputs, vectors[:most])
+    inputs = first_items(flatten_items(batch, source.pipeline), item_signature(source.pipeline), limit)
+    return package.golden_tensors(inputs, vectors[:limit])
 
 
 def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
@@ -289,8 +289,8 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
     ways = zip(
         ("largest_difference", "largest_difference_cached"), zip(*differences, strict=True), strict=False
     )
-    for name, found in ways:
-        report[name] = max(found)
+    for name, errors in ways:
+        report[name] = max(errors)
     if of_items:
         report["largest_difference_items"] = max(of_items)
     for name in report:

@@ -61,12 +61,12 @@ def new_items(pipeline: pb.Pipeline, table: pa.Table) -> tuple[Tensor, ...]:
     Raises:
         DataError: a column is missing, or holds invalid values.
     """
-    item, known = features.searched_item(pipeline), mappings(pipeline)
-    described = convert(pipeline, table, known, "items")
-    found = [known[item.id.table].map(item_ids(table, item))]
+    item, vocabularies = features.searched_item(pipeline), mappings(pipeline)
+    described = convert(pipeline, table, vocabularies, "items")
+    inputs = [vocabularies[item.id.table].map(item_ids(table, item))]
     for column in features.columns(pipeline, pb.ITEM):
         flat = described[column.name]
-        found.append(flat.values)
+        inputs.append(flat.values)
         if flat.offsets is not None:
-            found.append(np.diff(flat.offsets))
-    return tuple(torch.from_numpy(np.ascontiguousarray(column)) for column in found)
+            inputs.append(np.diff(flat.offsets))
+    return tuple(torch.from_numpy(np.ascontiguousarray(column)) for column in inputs)

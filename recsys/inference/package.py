@@ -233,9 +233,9 @@ def require_replaceable(folder: Path) -> None:
         return
     if not (folder / DESCRIPTION).is_file():
         raise PackageError(f"{folder} is not empty and holds no package: give another --output")
-    for other in files.not_in_manifest(folder):
+    for path in files.not_in_manifest(folder):
         raise PackageError(
-            f"{other} is no part of the package in {folder}, which a new one replaces with all that is in "
+            f"{path} is no part of the package in {folder}, which a new one replaces with all that is in "
             "it: move it, or give another --output"
         )
 
@@ -301,13 +301,13 @@ def _require_device(folder: Path, description: Description) -> None:
         if torch.cuda.is_available():
             log.info("%s: compiled for a CPU; a package exported on this machine would use its GPU", folder)
         return
-    made = f"{folder}: compiled for a GPU of architecture {description.target}"
+    compiled_for = f"{folder}: compiled for a GPU of architecture {description.target}"
     again = "export the run again on a machine like this one, or predict where there is such a GPU"
     if not torch.cuda.is_available():
-        raise PackageError(f"{made}; PyTorch finds no GPU here: {again}")
-    found = architecture()
-    if found != description.target:
-        raise PackageError(f"{made}; {torch.cuda.get_device_name()} here is {found}: {again}")
+        raise PackageError(f"{compiled_for}; PyTorch finds no GPU here: {again}")
+    present = architecture()
+    if present != description.target:
+        raise PackageError(f"{compiled_for}; {torch.cuda.get_device_name()} here is {present}: {again}")
 
 
 def _read_config(folder: Path) -> pb.Pipeline:

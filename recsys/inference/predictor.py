@@ -132,9 +132,9 @@ class Predictor:
 
     def answer(self, table: pa.Table, block: ColumnBlock) -> pa.Table:
         """`table` of what has been converted to a block."""
-        found = (self._rank if self.package.items is None else self._retrieve)(block, table)
+        columns = (self._rank if self.package.items is None else self._retrieve)(block, table)
         answer = table.select(list(self.pipeline.data.key_columns))
-        for name, column in found.items():
+        for name, column in columns.items():
             answer = answer.append_column(name, column)
         return answer.replace_schema_metadata({LEFT_OUT: str(int((block.codes != 0).sum()))})
 
@@ -170,8 +170,8 @@ class Predictor:
         flat = self.scores.of(block)
         lengths = _lengths(block.lengths[pb.CANDIDATE], block)
         item = features.candidate_item(self.pipeline)
-        found = {item: table[item]} if item else {}
-        return found | {name: _lists(pa.array(flat[:, i]), lengths) for i, name in enumerate(names)}
+        columns = {item: table[item]} if item else {}
+        return columns | {name: _lists(pa.array(flat[:, i]), lengths) for i, name in enumerate(names)}
 
     def _retrieve(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         k = self.settings.top_k
@@ -188,12 +188,12 @@ class Predictor:
             best = self.search.best(queries, k, removed=removed, removed_lengths=removed_lengths)
             items.append(best.items.numpy())
             scores.append(best.scores.numpy())
-        found = np.concatenate(items)
-        some = found >= 0
-        lengths = _lengths(some.sum(axis=1), block)
+        numbers = np.concatenate(items)
+        is_item = numbers >= 0
+        lengths = _lengths(is_item.sum(axis=1), block)
         return {
-            self.item: _lists(self.vocabulary.ids.take(pa.array(found[some])), lengths),
-            features.SCORE: _lists(pa.array(np.concatenate(scores)[some]), lengths),
+            self.item: _lists(self.vocabulary.ids.take(pa.array(numbers[is_item])), lengths),
+            features.SCORE: _lists(pa.array(np.concatenate(scores)[is_item]), lengths),
         }
 
     def _batch(self, block: ColumnBlock) -> Batch:

@@ -74,15 +74,15 @@ class Program:
         return tuple(output) if isinstance(output, list | tuple) else (output,)
 
     def _own(self, weights: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-        found = {}
+        constants = {}
         for name in self._compiled.get_constant_fqns():
             # A constant that only this program has is stored under the program's name.
-            own = weights.get(f"{path.stem}/{name}", weights.get(name))
-            if own is None:
+            weight = weights.get(f"{path.stem}/{name}", weights.get(name))
+            if weight is None:
                 raise PackageError(f"{path}: its weight {name} is missing: export it again")
-            found[name] = own
-        self._compiled.load_constants(found, check_full_update=True, user_managed=True)
-        return found
+            constants[name] = weight
+        self._compiled.load_constants(constants, check_full_update=True, user_managed=True)
+        return constants
 
 
 def enter_device(device: torch.device) -> None:
@@ -115,9 +115,9 @@ def check_inputs(inputs: tuple[Tensor, ...], specs: Sequence[TensorSpec]) -> tup
     sizes: dict[str, int] = {}
     for spec, tensor in zip(specs, inputs, strict=True):
         if tensor.dtype != spec.dtype or tensor.dim() != len(spec.dims):
-            given = f"{tensor.dtype} with {tensor.dim()} dims"
+            actual = f"{tensor.dtype} with {tensor.dim()} dims"
             raise PackageError(
-                f"input {spec.name} is {given}; the package takes {spec.dtype} with {len(spec.dims)}"
+                f"input {spec.name} is {actual}; the package takes {spec.dtype} with {len(spec.dims)}"
             )
         for name, size in zip(spec.dims, tensor.shape, strict=True):
             wanted = int(name) if name.isdigit() else sizes.setdefault(name, size)

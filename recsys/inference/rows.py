@@ -1,4 +1,4 @@
-"""Prepares converted rows for a package: cuts them into pieces of bounded length, reads whole histories."""
+"""Prepares converted rows for a package: cuts long rows into pieces and reads whole histories."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,28 +18,27 @@ from recsys.errors import ConfigError
 
 @dataclass
 class Histories:
-    """The events of some rows: int64 rows of the item table, end to end, and int64 [rows] events of each row.
-
-    A row that was left out has no events.
-    """
+    """The events of the rows of a table. A row that was left out has no events."""
 
     items: np.ndarray
+    """int64 [events]: the item of each event as a row of the item table; histories follow one another."""
     lengths: np.ndarray
+    """int64 [rows]: the number of events of each row."""
 
     def of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the events of a run of rows, and the number of events of each row."""
+        """Returns the items of a run of rows [events], and each row's number of events [rows], both int64."""
         start, stop = self.lengths[: rows.start].sum(), self.lengths[: rows.stop].sum()
         return torch.from_numpy(self.items[start:stop]), torch.from_numpy(self.lengths[rows])
 
 
-def in_pieces(block: ColumnBlock, most: int) -> ColumnBlock:
-    """Splits the rows of a block that have more than `most` candidates into several rows, in the same order.
+def in_pieces(block: ColumnBlock, max_len: int) -> ColumnBlock:
+    """Splits rows with more than `max_len` candidates into several rows; candidates keep their order.
 
-    A candidate's score depends on its own target group only, so with `most` from `piece_size` the scores are
-    those of the whole rows, in the same order.
+    A candidate's score depends on its own target group only. If `max_len` comes from `piece_size`, no group
+    is cut, so the scores are those of the whole rows.
     """
     lengths = block.lengths[pb.CANDIDATE]
-    row, cut = cut_into_pieces(lengths, most)
+    row, cut = cut_into_pieces(lengths, max_len)
     if len(row) == len(lengths):
         return block
     # Pieces repeat the row and its history; candidates stay in place and are only counted anew.
@@ -51,18 +50,25 @@ def in_pieces(block: ColumnBlock, most: int) -> ColumnBlock:
 
 
 class Pieces(NamedTuple):
-    """The row of each piece and its number of candidates, both int64 [pieces]."""
+    """Rows cut into pieces."""
 
     row: np.ndarray
+    """int64 [pieces]: the row that each piece was cut from."""
     lengths: np.ndarray
+    """int64 [pieces]: the number of candidates of each piece."""
 
 
-def cut_into_pieces(lengths: np.ndarray, most: int) -> Pieces:
-    """Cuts rows with `lengths` candidates into pieces of at most `most`; each row has at least one piece."""
-    count = np.maximum(-(-lengths // most), 1)
+def cut_into_pieces(lengths: np.ndarray, max_len: int) -> Pieces:
+    """Cuts rows into pieces of at most `max_len` candidates. A row without candidates is one piece.
+
+    Args:
+        lengths: int64 [rows], the number of candidates of each row.
+        max_len: the largest number of candidates of a piece.
+    """
+    count = np.maximum(-(-lengths // max_len), 1)
     row = np.repeat(np.arange(len(lengths)), count)
-    skipped = most * (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count))
-    return Pieces(row, np.minimum(lengths[row] - skipped, most))
+    skipped = max_len * (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count))
+    return Pieces(row, np.minimum(lengths[row] - skipped, max_len))
 
 
 def whole_histories(table: pa.Table, block: ColumnBlock, column: str, vocabulary: Vocabulary) -> Histories:
@@ -80,14 +86,17 @@ def whole_histories(table: pa.Table, block: ColumnBlock, column: str, vocabulary
     return Histories(vocabulary.map(lists.values), lengths)
 
 
-def runs(total: int, most: int) -> Iterator[slice]:
-    """Yields 0, 1, ... total - 1 in runs of at most `most`."""
-    for start in range(0, total, most):
-        yield slice(start, min(start + most, total))
+def runs(total: int, max_len: int) -> Iterator[slice]:
+    """Yields slices of at most `max_len` that cover 0, 1, ... total - 1."""
+    for start in range(0, total, max_len):
+        yield slice(start, min(start + max_len, total))
 
 
 def bounded_runs(lengths: Sequence[int], rows: int, total: int) -> Iterator[slice]:
-    """Yields runs of at most `rows` neighbors whose lengths sum to at most `total`; a longer one is alone."""
+    """Yields slices of neighboring rows: at most `rows` of them, whose lengths add up to at most `total`.
+
+    A row that is longer than `total` is yielded alone.
+    """
     start, held = 0, 0
     for place, length in enumerate(lengths):
         if place > start and (place - start == rows or held + length > total):
@@ -99,9 +108,9 @@ def bounded_runs(lengths: Sequence[int], rows: int, total: int) -> Iterator[slic
 
 
 def given_source(paths: Sequence[str] | None, pipeline: pb.Pipeline) -> pb.Source:
-    """Returns the source of the rows to predict: files named on a command line, or else `data.test`.
+    """Returns the source of the rows to predict: the files of the command line, or `data.test` without any.
 
-    The files are CSV if all names end in `.csv` or `.csv.gz`, else parquet.
+    The files are read as CSV if all names end in `.csv` or `.csv.gz`, else parquet.
 
     Raises:
         ConfigError: no file is named, and the config has no `data.test`.

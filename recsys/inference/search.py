@@ -77,8 +77,8 @@ class ExactSearch:
     def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
         """See `Search`."""
         queries = queries.to(self._items.device)
-        found = top_k(queries, self._items, k, removed=removed, removed_lengths=removed_lengths)
-        return TopK(found.scores.cpu(), found.items.cpu())
+        best = top_k(queries, self._items, k, removed=removed, removed_lengths=removed_lengths)
+        return TopK(best.scores.cpu(), best.items.cpu())
 
     def recall(self) -> None:
         """See `Search`."""
@@ -136,25 +136,25 @@ class FaissIndex:
 
     def _look_up(self, queries: np.ndarray, k: int, gone: "_Removed") -> np.ndarray:
         """Returns int64 [B, k] items of the index that are not removed; -1 where it found too few."""
-        found = np.full((len(queries), k), -1, np.int64)
+        numbers = np.full((len(queries), k), -1, np.int64)
         # Rows with similar numbers of removed items are searched together, so that few fetch too many.
         classes = np.ceil(np.log2(gone.counts + 1)).astype(np.int64)
         for size_class in np.unique(classes):
             rows = np.flatnonzero(classes == size_class)
-            found[rows] = self._fetch(queries[rows], k, gone.select(rows))
-        return found
+            numbers[rows] = self._fetch(queries[rows], k, gone.select(rows))
+        return numbers
 
     def _fetch(self, queries: np.ndarray, k: int, gone: "_Removed") -> np.ndarray:
         fetched = min(k + int(gone.counts.max()), len(self._vectors))
-        found = np.full((len(queries), k), -1, np.int64)
+        numbers = np.full((len(queries), k), -1, np.int64)
         if not fetched:
-            return found
+            return numbers
         items = self._index.search(np.ascontiguousarray(queries), fetched)[1]
         struck = (items < 0) | gone.among(items)
         order = struck.argsort(axis=1, kind="stable")[:, :k]
         best = np.where(np.take_along_axis(struck, order, 1), -1, np.take_along_axis(items, order, 1))
-        found[:, : best.shape[1]] = best
-        return found
+        numbers[:, : best.shape[1]] = best
+        return numbers
 
     def _ordered(self, queries: np.ndarray, items: np.ndarray) -> TopK:
         """Returns the found items with their exact scores, in the order of `top_k`."""
@@ -164,9 +164,9 @@ class FaissIndex:
         order = np.lexsort((items, -scores), axis=1)
         return TopK(*(torch.from_numpy(np.take_along_axis(columns, order, 1)) for columns in (scores, items)))
 
-    def _compare(self, found: Tensor, truth: Tensor, first: int) -> None:
+    def _compare(self, answers: Tensor, truth: Tensor, first: int) -> None:
         """Counts how many of the true items of the rows from `first` on were found."""
-        for ours, theirs in zip(found[first:].numpy(), truth[first:].numpy(), strict=True):
+        for ours, theirs in zip(answers[first:].numpy(), truth[first:].numpy(), strict=True):
             wanted = theirs[theirs >= 0]
             self._wanted += len(wanted)
             self._hits += int(np.isin(wanted, ours).sum())
@@ -190,8 +190,8 @@ class _Removed:
     def of(cls, removed: Tensor, removed_lengths: Tensor, num_items: int) -> "_Removed":
         """Builds it from the arguments of `top_k`, without items that are not in the catalogue."""
         items, rows = removed.numpy(), _rows(removed_lengths.numpy())
-        known = (items >= 0) & (items < num_items)
-        pairs = np.unique(np.stack([rows[known], items[known]]), axis=1)
+        in_catalogue = (items >= 0) & (items < num_items)
+        pairs = np.unique(np.stack([rows[in_catalogue], items[in_catalogue]]), axis=1)
         return cls(pairs[1], np.bincount(pairs[0], minlength=len(removed_lengths)), num_items)
 
     def select(self, rows: np.ndarray) -> "_Removed":
@@ -232,9 +232,9 @@ def _build(faiss: ModuleType, config: pb.FaissIndex, vectors: np.ndarray) -> Any
         index.add(vectors)
     except RuntimeError as error:
         said = str(error).strip().splitlines()[-1]
-        given = f"factory {config.factory!r}" + (f" and search {config.search!r}" if config.search else "")
+        settings = f"factory {config.factory!r}" + (f" and search {config.search!r}" if config.search else "")
         raise ConfigError(
-            f"predict.index.faiss: faiss cannot build {given} of {len(vectors)} items with "
+            f"predict.index.faiss: faiss cannot build {settings} of {len(vectors)} items with "
             f"{vectors.shape[1]} numbers: {said}"
         ) from error
     return index

@@ -31,13 +31,13 @@ def check_kernels(pipeline: pb.Pipeline, device: str) -> None:
 
 def describe_kernels(pipeline: pb.Pipeline, device: str) -> list[str]:
     """Lines that say which backend each use of attention takes, and why it takes no other."""
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for op, path, backend, facts in _uses(pipeline, device):
         chosen = op.select(facts, backend).__name__.rpartition(".")[2]
         why = str(op.explain(facts)).partition("\n")[2]
         sort = f"{facts.device}, {str(facts.dtype).removeprefix('torch.')}, {path}.backend: {backend}"
-        found[f"kernel of {op.name}: {chosen} ({sort})\n{why}"] = None
-    return list(found)
+        lines[f"kernel of {op.name}: {chosen} ({sort})\n{why}"] = None
+    return list(lines)
 
 
 def _uses(pipeline: pb.Pipeline, device: str) -> Iterator[AttentionUse]:

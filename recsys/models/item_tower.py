@@ -37,39 +37,39 @@ def item_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
     First come the items as rows of their table (0 for one that training did not know), then each column of
     side ITEM, and behind a multi-valued column `<column>.counts`, the number of values of each item.
     """
-    found = [TensorSpec(features.NEGATIVES, torch.int64, (ITEMS,))]
+    inputs = [TensorSpec(features.NEGATIVES, torch.int64, (ITEMS,))]
     for number, column in enumerate(features.columns(pipeline, pb.ITEM)):
         size = f"values_{number}" if column.multi_valued else ITEMS
         dtype = torch.float32 if column.table is None else torch.int64
-        found.append(TensorSpec(column.name, dtype, (size,)))
+        inputs.append(TensorSpec(column.name, dtype, (size,)))
         if column.multi_valued:
-            found.append(TensorSpec(f"{column.name}.counts", torch.int64, (ITEMS,)))
-    return found
+            inputs.append(TensorSpec(f"{column.name}.counts", torch.int64, (ITEMS,)))
+    return inputs
 
 
 def flatten_items(batch: Batch, pipeline: pb.Pipeline) -> tuple[Tensor, ...]:
     """Returns the inputs of the item tower for the negatives of a batch that was read for evaluation."""
-    found = []
+    tensors = []
     for spec in item_signature(pipeline):
         column = spec.name.removesuffix(".counts")
         if column != spec.name:
-            found.append(batch.value_counts[column])
+            tensors.append(batch.value_counts[column])
         elif spec.dtype == torch.float32:
-            found.append(batch.numbers[column])
+            tensors.append(batch.numbers[column])
         else:
             # A column is a slice, and compiled code needs tensors that begin at an aligned address.
-            found.append(batch.ids[column].values().clone())
-    return tuple(found)
+            tensors.append(batch.ids[column].values().clone())
+    return tuple(tensors)
 
 
-def first_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec], most: int | None) -> tuple[Tensor, ...]:
-    """Cuts inputs of the item tower down to the first `most` items."""
-    given = {spec.name: tensor for spec, tensor in zip(specs, inputs, strict=True)}
-    found = []
+def first_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec], count: int | None) -> tuple[Tensor, ...]:
+    """Cuts inputs of the item tower down to the first `count` items; None keeps all."""
+    by_name = {spec.name: tensor for spec, tensor in zip(specs, inputs, strict=True)}
+    first = []
     for spec, tensor in zip(specs, inputs, strict=True):
-        counts = given.get(f"{spec.name}.counts")
-        found.append(tensor[:most] if counts is None else tensor[: int(counts[:most].sum())])
-    return tuple(found)
+        counts = by_name.get(f"{spec.name}.counts")
+        first.append(tensor[:count] if counts is None else tensor[: int(counts[:count].sum())])
+    return tuple(first)
 
 
 def example_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec]) -> tuple[Tensor, ...]:
@@ -79,13 +79,13 @@ def example_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec]) -> tuple[
     with a size of 0 or 1 is right for no other size.
     """
     times = 2 if inputs[0].shape[0] == 1 else 1
-    given = {spec.name: torch.cat([tensor] * times) for spec, tensor in zip(specs, inputs, strict=True)}
-    for name in [spec.name for spec in specs if f"{spec.name}.counts" in given]:
-        missing = max(0, 2 - given[name].shape[0])
-        given[name] = torch.cat([given[name], given[name].new_zeros(missing)])
-        given[f"{name}.counts"] = given[f"{name}.counts"].clone()
-        given[f"{name}.counts"][-1:] += missing
-    return tuple(given.values())
+    by_name = {spec.name: torch.cat([tensor] * times) for spec, tensor in zip(specs, inputs, strict=True)}
+    for name in [spec.name for spec in specs if f"{spec.name}.counts" in by_name]:
+        missing = max(0, 2 - by_name[name].shape[0])
+        by_name[name] = torch.cat([by_name[name], by_name[name].new_zeros(missing)])
+        by_name[f"{name}.counts"] = by_name[f"{name}.counts"].clone()
+        by_name[f"{name}.counts"][-1:] += missing
+    return tuple(by_name.values())
 
 
 class ItemTower(nn.Module):
@@ -108,9 +108,9 @@ class ItemTower(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """Takes the tensors that `item_signature` lists."""
-        given = dict(zip(self.names, tensors, strict=True))
-        nothing = given[features.NEGATIVES].new_zeros(0)
-        values = [given.get(key, nothing) for key in self.keys]
+        by_name = dict(zip(self.names, tensors, strict=True))
+        nothing = by_name[features.NEGATIVES].new_zeros(0)
+        values = [by_name.get(key, nothing) for key in self.keys]
         sizes = [tensor.shape[0] for tensor in values]
         ids = KeyedJaggedTensor(
             keys=self.keys,
@@ -121,6 +121,6 @@ class ItemTower(nn.Module):
             stride=1,
             length_per_key=sizes,
         )
-        counts = {name: given.get(f"{name}.counts", nothing) for name in self.multi_valued}
+        counts = {name: by_name.get(f"{name}.counts", nothing) for name in self.multi_valued}
         real = nothing.to(torch.float32)
-        return self.model.item_vectors(Items(ids, counts, {n: given.get(n, real) for n in self.numbers}))
+        return self.model.item_vectors(Items(ids, counts, {n: by_name.get(n, real) for n in self.numbers}))

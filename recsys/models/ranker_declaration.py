@@ -47,8 +47,8 @@ class RankerDeclaration(ModelDeclaration):
             return
         stacks = [stack.channel for stack in self.config.mixer.mixture.stacks]
         if stacks and stacks != names:
-            given, wanted = (", ".join(map(repr, listed)) or "none" for listed in (stacks, names))
+            stacked, wanted = (", ".join(map(repr, listed)) or "none" for listed in (stacks, names))
             what = (
-                f"the stacks are for {given}; {path} has {wanted}. Name the same channels in the same order"
+                f"the stacks are for {stacked}; {path} has {wanted}. Name the same channels in the same order"
             )
             yield Finding("model.ranker.mixer.mixture.stacks", what)

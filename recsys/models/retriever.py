@@ -263,24 +263,24 @@ class NextItemLoss(nn.Module):
         if len(outputs.items) == self.num_items and not len(outputs.batch_items):
             # The catalogue is the table without row 0, which stands for unknown items.
             rows = torch.where(has_target, target - 1, IGNORED)
-            found = self.loss(outputs.queries, outputs.items, rows, l2_normalize=self.l2_normalize)
+            losses = self.loss(outputs.queries, outputs.items, rows, l2_normalize=self.l2_normalize)
         else:
-            found = self._sampled(outputs, batch, torch.where(has_target, target, IGNORED))
+            losses = self._sampled(outputs, batch, torch.where(has_target, target, IGNORED))
         count = items.shape[0]
         weights = torch.repeat_interleave(batch.sample_weight, batch.uih_lengths, output_size=count)
         weights = weights * has_target
-        return Losses((self.name,), (found * weights).sum()[None], weights.sum()[None], (1.0,))
+        return Losses((self.name,), (losses * weights).sum()[None], weights.sum()[None], (1.0,))
 
     def _sampled(self, outputs: RetrieverOutputs, batch: Batch, target: Tensor) -> Tensor:
         """Returns losses [U] against the batch's negatives; every target is among the batch's items."""
-        known = batch.ids[features.BATCH_ITEMS].values()
+        batch_ids = batch.ids[features.BATCH_ITEMS].values()
         negatives, ids = outputs.items, batch.ids[features.NEGATIVES].values()
         # Positions without a target are compared with a row of zeros behind the items; their loss is dropped.
         others = torch.cat([outputs.batch_items, outputs.batch_items.new_zeros(1, negatives.shape[1])])
         others = widen(others)  # the gradients of an item are summed over all positions that look for it
-        positives = others[torch.searchsorted(known, target)]
+        positives = others[torch.searchsorted(batch_ids, target)]
         if self.in_batch:
-            negatives, ids = torch.cat([negatives, outputs.batch_items]), torch.cat([ids, known])
+            negatives, ids = torch.cat([negatives, outputs.batch_items]), torch.cat([ids, batch_ids])
         log_weights = batch.numbers.get(features.LOG_WEIGHTS)
         return self.loss(
             outputs.queries,

@@ -94,13 +94,13 @@ class RetrieverDeclaration(ModelDeclaration):
 
     def _item(self) -> Iterator[Finding]:
         pipeline, name = self.pipeline, self.config.item_feature
-        known = {feature.name: (index, feature) for index, feature in enumerate(pipeline.features)}
-        if name and name not in known:
-            hint = did_you_mean(name, known)
+        by_name = {feature.name: (index, feature) for index, feature in enumerate(pipeline.features)}
+        if name and name not in by_name:
+            hint = did_you_mean(name, by_name)
             yield Finding("model.retriever.item_feature", f"no feature is called {name!r}. {hint}")
-        if name not in known:
+        if name not in by_name:
             return
-        index, item = known[name]
+        index, item = by_name[name]
         path, who = f"features[{index}]", "it is the item of the retriever"
         if not item.id.HasField("vocabulary"):
             yield Finding(path, f"{who}, whose catalogue is a vocabulary; use id {{ vocabulary {{}} }}")
@@ -139,9 +139,11 @@ class RetrieverDeclaration(ModelDeclaration):
             )
             yield Finding(f"{_ENCODER}.residual", f"{what} are needed; add them or drop it")
         widths = {feature.name: feature.id.embedding_dim for feature in pipeline.features}
-        width, given = pipeline.model.embedding_dim, widths.get(self.config.item_feature)
-        if given not in (None, width):
-            what = f"the item's embedding is {given} wide, model.embedding_dim is {width}; make them equal"
+        width, item_width = pipeline.model.embedding_dim, widths.get(self.config.item_feature)
+        if item_width not in (None, width):
+            what = (
+                f"the item's embedding is {item_width} wide, model.embedding_dim is {width}; make them equal"
+            )
             yield Finding(f"{_ENCODER}.residual", what)
 
     def _leaks(self) -> Iterator[Finding]:

@@ -93,13 +93,13 @@ class TaskPredictions(nn.Module):
 
 def task_metrics(tasks: Iterable[pb.Task]) -> dict[str, Metric]:
     """Builds the metrics of all tasks, named `<task>/<metric>`."""
-    found = {}
+    metrics = {}
     for task in tasks:
         for choice in task.metrics:
             chosen = pick(choice)
             metric = chosen.cls(chosen.config)
-            found[f"{task.name}/{metric.name}"] = metric
-    return found
+            metrics[f"{task.name}/{metric.name}"] = metric
+    return metrics
 
 
 def task_rows(outputs: TaskOutputs, batch: Batch) -> MetricRows:

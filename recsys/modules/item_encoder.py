@@ -29,17 +29,17 @@ class ItemEncoder(nn.Module):
         super().__init__()
         width = pipeline.model.embedding_dim
         columns = features.columns(pipeline, pb.ITEM)
-        own = features.searched_item(pipeline).id.embedding_dim
+        own_width = features.searched_item(pipeline).id.embedding_dim
         self.names = [column.name for column in columns]
         self.residual = config.residual
         self.joins_own = config.own_embedding and not config.residual
-        total = sum(column.width for column in columns) + own * self.joins_own
+        total = sum(column.width for column in columns) + own_width * self.joins_own
         if not total:
             raise ValueError("item_encoder: no feature has the side ITEM, and own_embedding is not an input")
-        if config.residual and (own != width or not config.own_embedding):
+        if config.residual and (own_width != width or not config.own_embedding):
             raise ValueError(
                 f"item_encoder.residual: an own embedding of width {width} is needed to add to; "
-                f"own_embedding is {str(config.own_embedding).lower()}, its width {own}"
+                f"own_embedding is {str(config.own_embedding).lower()}, its width {own_width}"
             )
         self.layers = build_mlp(config.mlp, total, width)
         if config.residual:
@@ -47,16 +47,16 @@ class ItemEncoder(nn.Module):
             nn.init.zeros_(self.layers[-1].weight)
             nn.init.zeros_(self.layers[-1].bias)
 
-    def forward(self, own: Tensor, known: Mapping[str, Tensor]) -> Tensor:
+    def forward(self, embedding: Tensor, values: Mapping[str, Tensor]) -> Tensor:
         """Returns the vectors of n items, [n, E].
 
         Args:
-            own: [n, width], the items' own embeddings.
-            known: column of side ITEM -> [n, width], numbers as [n, 1].
+            embedding: [n, width], the items' own embeddings.
+            values: [n, width] by column of side ITEM; numbers are [n, 1].
         """
-        parts = [own] if self.joins_own else []
-        vectors = self.layers(torch.cat([*parts, *(known[name] for name in self.names)], dim=1))
-        return own + vectors if self.residual else vectors
+        parts = [embedding] if self.joins_own else []
+        vectors = self.layers(torch.cat([*parts, *(values[name] for name in self.names)], dim=1))
+        return embedding + vectors if self.residual else vectors
 
     def flops(self, items: int) -> int:
         """FLOP for n items; see `recsys.modules.flops`."""

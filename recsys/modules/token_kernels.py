@@ -139,14 +139,14 @@ def times_kernel(
     is_event = inside & (row >= first_event) & (row < first_candidate)
     is_candidate = inside & (row >= first_candidate)
     event = (row - first_event) // PER_EVENT
-    own = tl.load(events + event, mask=is_event, other=0)
+    event_time = tl.load(events + event, mask=is_event, other=0)
     after = tl.load(events + event + 1, mask=is_event & (position + 1 < history_end), other=0)
     after = tl.where(position + 1 < history_end, after, asked)
     if PER_EVENT == 2:  # the content token of an event is followed by its action token, at the same time
-        after = tl.where((row - first_event) % 2 == 0, own, after)
+        after = tl.where((row - first_event) % 2 == 0, event_time, after)
     wanted = tl.load(candidates + row - first_candidate, mask=is_candidate, other=0)
     place = times + token * 3
-    tl.store(place, tl.where(is_candidate, wanted, tl.where(is_event, own, asked)), mask=inside)
+    tl.store(place, tl.where(is_candidate, wanted, tl.where(is_event, event_time, asked)), mask=inside)
     tl.store(place + 1, tl.where(is_candidate, wanted, tl.where(is_event, after, asked)), mask=inside)
     tl.store(place + 2, tl.where(is_candidate, wanted, asked), mask=inside)
 

@@ -40,7 +40,7 @@ def packed(pieces: Sequence[Piece], size: int) -> Iterator[list[Piece]]:
     """Joins consecutive pieces as long as they fit into `size` candidates when padded to the longest one."""
     run: list[Piece] = []
     for piece in pieces:
-        if run and (len(run) + 1) * max(piece.count, *(other.count for other in run)) > size:
+        if run and (len(run) + 1) * max(piece.count, *(earlier.count for earlier in run)) > size:
             yield run
             run = []
         run.append(piece)

@@ -39,18 +39,18 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
     """
     candidates = model_of(pipeline).reads_candidates("predict")
     used = [c for c in features.columns(pipeline) if candidates or c.side != pb.CANDIDATE]
-    found = []
+    inputs = []
     for number, column in enumerate(used):
         size = _SIZE[column.side]
         if column.table is not None:
-            own = f"values_{number}" if column.multi_valued else size
-            found.append(TensorSpec(column.name, torch.int64, (own,)))
+            values_size = f"values_{number}" if column.multi_valued else size
+            inputs.append(TensorSpec(column.name, torch.int64, (values_size,)))
         if column.multi_valued:
-            found.append(TensorSpec(f"{column.name}.counts", torch.int64, (size,)))
+            inputs.append(TensorSpec(f"{column.name}.counts", torch.int64, (size,)))
     for column in sorted(used, key=lambda column: column.name):
         if column.table is None:
-            found.append(TensorSpec(column.name, torch.float32, (_SIZE[column.side],)))
-    found += [
+            inputs.append(TensorSpec(column.name, torch.float32, (_SIZE[column.side],)))
+    inputs += [
         TensorSpec("request_time", torch.int64, (ROWS,)),
         TensorSpec("uih_lengths", torch.int64, (ROWS,)),
         TensorSpec("uih_timestamps", torch.int64, (EVENTS,)),
@@ -59,12 +59,12 @@ def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
     ]
     for number, channel in enumerate(layout_rule(pipeline).channels):
         events = f"channel_{number}_events"
-        found.append(TensorSpec(f"channel.{channel.name}.events", torch.int64, (events,)))
-        found.append(TensorSpec(f"channel.{channel.name}.lengths", torch.int64, (ROWS,)))
+        inputs.append(TensorSpec(f"channel.{channel.name}.events", torch.int64, (events,)))
+        inputs.append(TensorSpec(f"channel.{channel.name}.lengths", torch.int64, (ROWS,)))
     if candidates:
-        found.append(TensorSpec("num_candidates", torch.int64, (ROWS,)))
-        found.append(TensorSpec("candidate_timestamps", torch.int64, (CANDIDATES,)))
-    return [*found, TensorSpec("steps", torch.int64, (LONGEST,))]
+        inputs.append(TensorSpec("num_candidates", torch.int64, (ROWS,)))
+        inputs.append(TensorSpec("candidate_timestamps", torch.int64, (CANDIDATES,)))
+    return [*inputs, TensorSpec("steps", torch.int64, (LONGEST,))]
 
 
 def flatten(batch: Batch) -> tuple[Tensor, ...]:
@@ -76,14 +76,14 @@ def flatten(batch: Batch) -> tuple[Tensor, ...]:
         prefixes = (features.PREFIX[pb.CANDIDATE], features.PREFIX[pb.ITEM])
         return not (searches_items and (name in of_items or name.startswith(prefixes)))
 
-    found = []
+    tensors = []
     for name in filter(used, batch.ids.keys()):
         # The clone is aligned: a column is a slice, and compiled code expects aligned addresses.
-        found.append(batch.ids[name].values().clone())
+        tensors.append(batch.ids[name].values().clone())
         if name in batch.value_counts:
-            found.append(batch.value_counts[name])
-    found += [batch.numbers[name] for name in sorted(filter(used, batch.numbers))]
-    found += [
+            tensors.append(batch.value_counts[name])
+    tensors += [batch.numbers[name] for name in sorted(filter(used, batch.numbers))]
+    tensors += [
         batch.request_time,
         batch.uih_lengths,
         batch.uih_timestamps,
@@ -92,10 +92,10 @@ def flatten(batch: Batch) -> tuple[Tensor, ...]:
     ]
     if batch.channel_layout is not None:
         for name, events in batch.channel_events.items():
-            found += [events, batch.channel_lengths[name]]
+            tensors += [events, batch.channel_lengths[name]]
     if not searches_items:
-        found += [batch.num_candidates, batch.candidate_timestamps]
-    return (*found, steps(batch.layout.max_len, batch.request_time.device))
+        tensors += [batch.num_candidates, batch.candidate_timestamps]
+    return (*tensors, steps(batch.layout.max_len, batch.request_time.device))
 
 
 def steps(longest: int, device: torch.device) -> Tensor:

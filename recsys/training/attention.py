@@ -77,12 +77,12 @@ class AttentionCall:
         """The call restricted to one sample, in float32 on the host."""
         layout = self.layout.on_host()
         rows = slice(int(layout.offsets[number]), int(layout.offsets[number + 1]))
-        one = slice(number, number + 1)
+        sample = slice(number, number + 1)
         return replace(
             self,
             q=_to_host(self.q[rows]),
             k=_to_host(self.k[rows]),
-            layout=SequenceLayout(layout.lengths[one], layout.num_targets[one], layout.num_contextual),
+            layout=SequenceLayout(layout.lengths[sample], layout.num_targets[sample], layout.num_contextual),
             bias=None if self.bias is None else _bias_of(self.bias, rows),
         )
 
@@ -92,11 +92,11 @@ class AttentionRecorder:
 
     Args:
         batch: its rows are the samples to choose from.
-        most: pictures of a layer.
+        max_rows: the largest number of pictures per layer.
     """
 
-    def __init__(self, batch: Batch, most: int):
-        self._rows = _choose(batch, most)
+    def __init__(self, batch: Batch, max_rows: int):
+        self._rows = _choose(batch, max_rows)
         self._names = [_name(batch, row) for row in self._rows]
         self._calls: list[list[AttentionCall]] = []
         self._num_layers = 0
@@ -151,17 +151,19 @@ def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
     return intervals.contain(layout.positions())
 
 
-def shown_tokens(layout: SequenceLayout, most: int = MOST_TOKENS) -> Tensor:
-    """int64 [n], the tokens of a layout of one sample that a picture has room for: all, or of contextual
-    tokens and of targets the first, at most a quarter of `most` each, and of the history the newest.
+def shown_tokens(layout: SequenceLayout, max_tokens: int = MOST_TOKENS) -> Tensor:
+    """Returns the tokens of a layout of one sample that a picture shows, int64 [n] with n <= `max_tokens`.
+
+    If not all tokens fit, the picture shows the first contextual tokens and the first targets, at most
+    `max_tokens` // 4 of each, and the newest events.
     """
-    if layout.total_len <= most:
+    if layout.total_len <= max_tokens:
         return torch.arange(layout.total_len)
     kinds = layout.kinds()
     history, targets = (kinds == UIH).nonzero()[:, 0], (kinds == TARGET).nonzero()[:, 0]
-    contextual = torch.arange(layout.num_contextual)[: most // 4]
-    targets = targets[: most // 4]
-    room = most - len(contextual) - len(targets)
+    contextual = torch.arange(layout.num_contextual)[: max_tokens // 4]
+    targets = targets[: max_tokens // 4]
+    room = max_tokens - len(contextual) - len(targets)
     return torch.cat([contextual, history[max(len(history) - room, 0) :], targets])
 
 
@@ -180,7 +182,7 @@ def _picture(call: AttentionCall, name: str, layer: int, num_layers: int) -> Att
     )
 
 
-def _choose(batch: Batch, most: int) -> list[int]:
+def _choose(batch: Batch, max_rows: int) -> list[int]:
     """Picks rows of different users, from users with few events to the one with the most."""
     lengths, groups, weights = (x.tolist() for x in (batch.uih_lengths, batch.group, batch.sample_weight))
     users: dict[int, int] = {}
@@ -188,7 +190,7 @@ def _choose(batch: Batch, most: int) -> list[int]:
         if length and weight:
             users.setdefault(group if any(groups) else row, row)
     by_length = sorted(users.values(), key=lengths.__getitem__)
-    count = min(most, len(by_length))
+    count = min(max_rows, len(by_length))
     return [by_length[(number + 1) * len(by_length) // count - 1] for number in range(count)]
 
 

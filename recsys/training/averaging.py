@@ -1,10 +1,10 @@
-"""The average of the weights along a run, as `train.weight_averaging` asks for it.
+"""Averages the weights over the steps of a run, as `train.weight_averaging` configures it.
 
-Evaluation, the best state and export use the average; training goes on with the weights themselves. How often
-the average has moved follows from the step, so there is no state beside its tensors, which checkpoints hold
-behind `checkpoint.AVERAGE`. Every rank averages what it holds: its part of a sharded table, and all of the
-rest. The arithmetic is that of `torch.optim.swa_utils`; its `AveragedModel` is a deep copy of a module, which
-a model with sharded tables does not allow.
+Evaluation, the best state and export use the average; training continues with the weights themselves. The
+number of updates follows from the step, so the average has no state but its tensors, which checkpoints store
+under the prefix `checkpoint.AVERAGE`. Each rank averages its own shards of the tables and all other weights.
+The arithmetic is that of `torch.optim.swa_utils`. Its `AveragedModel` cannot be used here: it copies the
+whole module, which a model with sharded tables does not allow.
 """
 
 from collections.abc import Collection, Iterator
@@ -24,13 +24,13 @@ _CHUNK = 2**24
 
 
 class WeightAverage:
-    """An average of weights, none of which has counted yet.
+    """Keeps the average of a model's weights.
 
     Args:
-        weights: of the model by name behind `MODEL`, as they are trained in place: `state_dict()` of a model
-            over ranks. Numbers that are not floating point are left out.
-        constants: names among them that are no parameters.
-        config: resolved.
+        weights: the `state_dict()` of the (sharded) model, with names that begin with `MODEL`. The tensors
+            are trained in place. Those that are not floating point are not averaged.
+        constants: names among `weights` that are no parameters, and are not averaged either.
+        config: the resolved message.
     """
 
     def __init__(self, weights: Tensors, constants: Collection[str], config: pb.WeightAveraging):
@@ -47,11 +47,11 @@ class WeightAverage:
         self._first = config.swa.start_step if config.HasField("swa") else self._every
 
     def updates(self, step: int) -> int:
-        """Number of times the average has been updated when `step` steps are done."""
+        """Returns how often the average has been updated after `step` steps."""
         return 0 if step < self._first else (step - self._first) // self._every + 1
 
     def update(self, step: int) -> None:
-        """Adds the weights after `step` steps to the average if they count. Call it after every step."""
+        """Updates the average if one is due after `step` steps. Call it after every step."""
         number = self.updates(step)
         if number == self.updates(step - 1) or not self._live:
             return
@@ -62,7 +62,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self, step: int) -> Iterator[None]:
-        """Swaps the average into the model for this block; before the first update the weights stay."""
+        """Puts the average into the model within the block. Before the first update it changes nothing."""
         if not self.updates(step):
             yield
             return
@@ -73,12 +73,15 @@ class WeightAverage:
             self._exchange()
 
     def take_over(self, step: int) -> None:
-        """Puts the average into the model for good. The model must not be trained or saved afterwards."""
+        """Puts the average into the model permanently; do not train or save the model afterwards."""
         if self.updates(step):
             self._exchange()
 
     def tensors(self, step: int) -> dict[str, Tensor | ShardedTensor]:
-        """Tensors that a checkpoint stores under `AVERAGE`; evaluation uses them at any step."""
+        """Returns the tensors that a checkpoint stores, with names that begin with `AVERAGE`.
+
+        Before the first update they are the weights, so a checkpoint can be evaluated at any step.
+        """
         if not self.updates(step):
             for average, weight in zip(self._average, self._live, strict=True):
                 average.copy_(weight)
@@ -88,22 +91,22 @@ class WeightAverage:
     def _exchange(self) -> None:
         for weight, average in zip(self._live, self._average, strict=True):
             chunks = zip(weight.view(-1).split(_CHUNK), average.view(-1).split(_CHUNK), strict=True)
-            for one, other in chunks:
-                kept = one.clone()
-                one.copy_(other)
-                other.copy_(kept)
+            for weight_chunk, average_chunk in chunks:
+                weight_copy = weight_chunk.clone()
+                weight_chunk.copy_(average_chunk)
+                average_chunk.copy_(weight_copy)
 
 
 def ema_decay(config: pb.Ema, number: int) -> float:
-    """Share of the average that its update `number`, from 1 on, keeps; the first one keeps nothing.
+    """Returns the share of the old average that update `number` keeps. Update 1 keeps nothing.
 
-    Source: the decay of TensorFlow's `ExponentialMovingAverage` with `num_updates`, counted behind the first.
+    Source: the decay of TensorFlow's `ExponentialMovingAverage`, whose `num_updates` is `number - 1` here.
     """
     return min(config.decay, (number - 1) / (number + 8))
 
 
 def describe(config: pb.WeightAveraging) -> str:
-    """Describes a resolved config in words."""
+    """Describes a resolved config in words, for the log."""
     if config.HasField("swa"):
         swa = config.swa
         return f"mean of the weights after every {swa.every_steps} step(s) from step {swa.start_step} on"
@@ -113,7 +116,7 @@ def describe(config: pb.WeightAveraging) -> str:
 def _copy(tensor: Tensor | ShardedTensor) -> Tensor | ShardedTensor:
     if not isinstance(tensor, ShardedTensor):
         return tensor.detach().clone(memory_format=torch.contiguous_format)
-    shards = [Shard(own.tensor.detach().clone(), own.metadata) for own in tensor.local_shards()]
+    shards = [Shard(shard.tensor.detach().clone(), shard.metadata) for shard in tensor.local_shards()]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, tensor.metadata(), process_group=tensor._process_group
     )

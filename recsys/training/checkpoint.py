@@ -1,9 +1,10 @@
 """Writes, finds, verifies and loads the saved states of a run.
 
 `checkpoints/step-00001000/` holds the tensors as torch.distributed.checkpoint writes them, `state.json` with
-everything that is not a tensor, and `manifest.json` with a hash of every file. A state is written to a folder
-beside its place and renamed when it is complete. A folder whose manifest is missing or does not match is
-ignored, so a run that is killed while it saves falls back to the previous state. Reading executes nothing.
+everything that is not a tensor, and `manifest.json` with a hash of every file. A state is written to a
+temporary folder, which is renamed when it is complete. A folder whose manifest is missing or does not match
+is ignored, so a run that is killed while it saves falls back to the previous state. Loading a state executes
+no code from its files.
 """
 
 import json
@@ -29,10 +30,10 @@ from recsys.training.state import Best, SavedState
 
 STATE = "state.json"
 MODEL = "model."
-"""Prefix of the weights among the tensors; the rest of the name is that of `Model.state_dict()`."""
+"""Prefix of the names of weights; the rest is the name in `Model.state_dict()`."""
 
 AVERAGE = "average."
-"""Prefix of averages of the weights (`averaging`), otherwise named like the weights."""
+"""Prefix of the names of averaged weights (see `averaging`); the rest is the name of the weight."""
 
 Tensors = Mapping[str, Tensor | ShardedTensor]
 
@@ -40,12 +41,13 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The saved states of one run. All but `steps` are collective: all ranks call it, and all return or raise
-    the same.
+    """The saved states of one run.
+
+    `newest` and `save` are collective: all ranks must call them, and all return or raise the same.
 
     Args:
         folder: `run_dir/checkpoints`, on a disk that all ranks see.
-        keep: newest valid states that survive pruning, at least 2, besides the best one.
+        keep: how many of the newest valid states survive pruning, at least 2. The best state survives too.
     """
 
     def __init__(self, folder: Path, keep: int = 2):
@@ -56,26 +58,26 @@ class Checkpoints:
         self._damaged: set[Path] = set()
 
     def steps(self) -> list[Path]:
-        """Saved states from old to new, whole or not, as this rank sees them."""
+        """Returns the folders of all saved states, oldest first, damaged ones included. Not collective."""
         return sorted(
             path for path in self.folder.glob("step-*") if path.name.removeprefix("step-").isdigit()
         )
 
     def newest(self) -> Path | None:
-        """The newest state whose manifest holds, or None; damaged ones are named in a warning and passed
-        over. Collective.
+        """Returns the newest undamaged state, or None. Damaged states are skipped with a warning.
+        Collective.
         """
         return on_main(self.newest_here)
 
     def save(self, tensors: Tensors, state: SavedState) -> Path:
-        """Writes the state of a step, then removes the states that are no longer kept; the best one is.
+        """Writes a state, then removes states that need not be kept. Collective.
 
         Args:
-            tensors: what each rank holds, by name; a ShardedTensor is written shard by shard.
-            state: everything else; no number in it is NaN.
+            tensors: the tensors of this rank by name; a ShardedTensor is written shard by shard.
+            state: everything else. Its numbers must not be NaN.
 
         Raises:
-            RecsysError: no space left, or the folder cannot be written. Older states are untouched.
+            RecsysError: no space is left, or the folder cannot be written. Older states are untouched.
         """
         path = self.folder / _name(state.progress.step)
         aside = self.folder / f".{path.name}.partial"
@@ -92,7 +94,7 @@ class Checkpoints:
         return path
 
     def newest_here(self) -> Path | None:
-        """`newest`, as this rank sees it. Not collective."""
+        """Returns what `newest` returns, from this rank's view of the disk. Not collective."""
         for path in reversed(self.steps()):
             faults = files.manifest_faults(path)
             if not faults:
@@ -114,8 +116,8 @@ class Checkpoints:
         self._prune(state.progress.best)
 
     def _prune(self, best: Best | None) -> None:
-        """Removes old states and the remains of interrupted ones, each renamed first so that no half of one
-        has a name.
+        """Removes old states and remains of interrupted ones. Each state is renamed first, so that a folder
+        named like a state is never half removed.
         """
         whole = [x for x in self.steps() if x not in self._damaged]
         kept = {*whole[-self.keep :], *(x for x in whole if best and x.name == _name(best.step))}
@@ -126,10 +128,10 @@ class Checkpoints:
 
 
 def read_state(path: Path) -> SavedState:
-    """Reads the `state` that was passed to `Checkpoints.save`.
+    """Reads the part of a state that is not a tensor, as `Checkpoints.save` wrote it.
 
     Raises:
-        RecsysError: it cannot be read.
+        RecsysError: the file cannot be read, or is not what this version writes.
     """
     try:
         return SavedState.from_json(json.loads((path / STATE).read_text(encoding="utf-8")))
@@ -141,12 +143,15 @@ def read_state(path: Path) -> SavedState:
 
 
 def find(folder: Path, which: str) -> Path:
-    """A whole state in `run_dir/checkpoints`: "best", "newest", or the number of a step. Not collective.
+    """Returns the folder of an undamaged state. Not collective.
 
-    Best is what the newest state says, and the newest itself where nothing was evaluated.
+    Args:
+        folder: `run_dir/checkpoints`.
+        which: "best", "newest", or the number of a step. The newest state names the best one; if nothing has
+            been evaluated, "best" is the newest.
 
     Raises:
-        RecsysError: there is none, or it is damaged.
+        RecsysError: there is no such state, or it is damaged.
         ConfigError: `which` is none of the three.
     """
     checkpoints = Checkpoints(folder)
@@ -166,25 +171,26 @@ def find(folder: Path, which: str) -> Path:
 
 
 def load(path: Path, tensors: Tensors, prefix: str = "") -> None:
-    """Fills tensors from a saved state, in place, cut as they are cut now. Collective.
+    """Fills tensors in place from a saved state, whose tables may have been sharded differently. Collective.
 
     Args:
-        path: folder of the state.
-        tensors: by name.
-        prefix: the part of the state that is wanted, such as `MODEL`; everything by default.
+        path: the folder of the state.
+        tensors: the tensors of this rank by name.
+        prefix: the names to load begin with this, such as `MODEL`; all names by default.
 
     Raises:
-        RecsysError: names, shapes or types differ from the saved ones, either way.
+        RecsysError: a name is on one side only, or a shape or type differs.
     """
     _load(path, tensors, prefix, alone=False)
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Fills a plain model (no process group, nothing sharded) with the weights of a saved state, whoever
-    wrote it: their averages, where it has some.
+    """Fills a model that is not sharded with the weights of a saved state. Not collective.
+
+    Averages take the place of weights that have one. Any number of ranks may have written the state.
 
     Raises:
-        RecsysError: the state is damaged, or a weight is missing, unknown or has another shape or type.
+        RecsysError: the state is damaged, or a weight is missing, unknown, or has another shape or type.
     """
     _require_whole(path)
     weights = {MODEL + name: tensor for name, tensor in model.state_dict().items()}
@@ -192,26 +198,25 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 
 def load_evaluated(path: Path, weights: Tensors) -> None:
-    """Fills a model with the weights of a saved state that evaluation and export use: their averages, where
-    it has some. Collective.
+    """Fills a model with the weights that evaluation and export use: averages if there are any. Collective.
 
     Args:
-        path: folder of the state.
-        weights: by name behind `MODEL`.
+        path: the folder of the state.
+        weights: the weights of this rank, with names that begin with `MODEL`.
 
     Raises:
-        RecsysError: names, shapes or types differ from the saved ones, either way.
+        RecsysError: a name is on one side only, or a shape or type differs.
     """
     _load_evaluated(path, weights, alone=False)
 
 
 def local_bytes(tensors: Tensors) -> int:
-    """Bytes of what this rank holds."""
+    """Returns the number of bytes of the tensors and shards on this rank."""
     return sum(part.numel() * part.element_size() for part in local_parts(tensors))
 
 
 def local_parts(tensors: Tensors) -> list[Tensor]:
-    """The tensors that this rank holds: plain ones, and its shards of the others."""
+    """Returns the tensors on this rank: plain tensors, and its shards of sharded ones."""
     parts: list[Tensor] = []
     for tensor in tensors.values():
         sharded = isinstance(tensor, ShardedTensor)

@@ -87,10 +87,10 @@ def evaluate(
 
 def counted(loader: Loader) -> Counts:
     """Rows of all ranks that the last evaluation left out or cut. Collective."""
-    found = Counts()
+    total = Counts()
     for counts in gather(loader.counter.counts):
-        found = found.plus(counts)
-    return found
+        total = total.plus(counts)
+    return total
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""Keys of a run's process group that no earlier attempt has used.
+"""Gives each attempt of a run its own keys in the store through which its processes meet.
 
-`torchrun` keeps its store when it restarts processes, and PyTorch puts nothing before the keys of an attempt
-(pytorch#135712): without this, new processes read the addresses of dead ones and wait for them.
+`torchrun` keeps the store when it restarts processes, and PyTorch does not tell the keys of one attempt from
+those of another (pytorch#135712). With shared keys, new processes would read the addresses of dead ones and
+wait for them.
 """
 
 import time
@@ -17,18 +18,19 @@ _PAUSE = 0.01
 
 
 def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> PrefixStore:
-    """Returns the store under a prefix that only the ranks of this attempt agree on. Collective.
+    """Returns the store under a prefix that only the ranks of this attempt know. Collective.
 
-    Each rank posts a random word, which nobody can have answered before; rank 0 answers with the common
-    prefix. Words that a dead attempt left are answered too, and nobody reads those answers.
+    Each rank posts a new random word, and rank 0 answers each word with the common prefix. Rank 0 also
+    answers words that a dead attempt has left, but nobody reads those answers.
 
     Args:
-        store: kept over attempts; its `get` waits.
-        rank: this process. world_size: how many there are.
-        timeout: how long rank 0 waits for the others.
+        store: the store, which outlives attempts; its `get` blocks until the key is set.
+        rank: the number of this process.
+        world_size: the number of processes.
+        timeout: how long rank 0 waits for the other ranks.
 
     Raises:
-        RecsysError: on rank 0, when a rank does not come.
+        RecsysError: on rank 0, if a rank does not start in time.
     """
     word = uuid.uuid4().hex
     if rank > 0:
@@ -42,8 +44,8 @@ def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) ->
             raise RecsysError(
                 f"{world_size - 1 - arrived} of {world_size} processes did not start in {timeout}"
             )
-        for other in range(1, world_size):
-            if store.check([f"hello/{other}"]):
-                store.set(f"answer/{store.get(f'hello/{other}').decode()}", word)
+        for peer in range(1, world_size):
+            if store.check([f"hello/{peer}"]):
+                store.set(f"answer/{store.get(f'hello/{peer}').decode()}", word)
         time.sleep(_PAUSE)
     return PrefixStore(word, store)

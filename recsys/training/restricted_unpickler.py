@@ -83,8 +83,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES)
-        if known:
+        is_allowed = (module, name) in _ALLOWED or (module == "torch" and name in _DTYPES)
+        if is_allowed:
             return super().find_class(module, name)
         if module.split(".")[0] == "pathlib" and name in _PATHS:
             return _path_text

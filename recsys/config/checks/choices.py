@@ -33,8 +33,8 @@ def directed(field: FieldDescriptor) -> bool:
 
 def part(message: Message, name: str) -> Message | None:
     """The message in a field; None if the field is not set or does not exist."""
-    known = name in message.DESCRIPTOR.fields_by_name
-    return getattr(message, name) if known and message.HasField(name) else None
+    is_field = name in message.DESCRIPTOR.fields_by_name
+    return getattr(message, name) if is_field and message.HasField(name) else None
 
 
 def loss_kind(loss: pb.Loss) -> str | None:

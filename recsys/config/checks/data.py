@@ -126,23 +126,25 @@ def _tables(pipeline: pb.Pipeline) -> Iterator[Finding]:
         embedded = feature.HasField("id") or feature.numeric.HasField("bucketize")
         if not embedded or not table:
             continue
-        other = pipeline.features[first.setdefault(table, index)]
-        if other is feature or first[table] == index:
+        first_feature = pipeline.features[first.setdefault(table, index)]
+        if first_feature is feature or first[table] == index:
             continue
         path = f"features[{index}]"
-        if not (other.HasField("id") and feature.HasField("id")):
+        if not (first_feature.HasField("id") and feature.HasField("id")):
             yield Finding(
                 f"{path}.name",
                 f"table {table} belongs to features[{first[table]}]; give the id feature another table",
             )
             continue
-        if other.id.embedding_dim != feature.id.embedding_dim:
+        if first_feature.id.embedding_dim != feature.id.embedding_dim:
             yield Finding(
                 f"{path}.id.embedding_dim",
-                _disagree(table, first[table], feature.id.embedding_dim, other.id.embedding_dim),
+                _disagree(table, first[table], feature.id.embedding_dim, first_feature.id.embedding_dim),
             )
-        if _mapping(other) != _mapping(feature):
-            yield Finding(f"{path}.id", _disagree(table, first[table], _mapping(feature), _mapping(other)))
+        if _mapping(first_feature) != _mapping(feature):
+            yield Finding(
+                f"{path}.id", _disagree(table, first[table], _mapping(feature), _mapping(first_feature))
+            )
 
 
 def _widths(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -158,8 +160,8 @@ def _widths(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(place, f"{what} model.embedding.placement: REPLICATED")
 
 
-def _disagree(table: str, other: int, mine: object, theirs: object) -> str:
-    return f"{mine}, but features[{other}] of the same table {table} has {theirs}; make them equal"
+def _disagree(table: str, first_index: int, mine: object, theirs: object) -> str:
+    return f"{mine}, but features[{first_index}] of the same table {table} has {theirs}; make them equal"
 
 
 def _mapping(feature: pb.Feature) -> str:
@@ -203,9 +205,11 @@ def _synthetic(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for name in ("train", "validation", "test"):
         source, path = getattr(pipeline.data, name).synthetic, f"data.{name}.synthetic"
         for what in ("history_len", "candidates"):
-            least, most = getattr(source, f"min_{what}"), getattr(source, f"max_{what}")
-            if least > most:
-                yield Finding(f"{path}.min_{what}", f"{least} is given, above max_{what}, which is {most}")
+            smallest, largest = getattr(source, f"min_{what}"), getattr(source, f"max_{what}")
+            if smallest > largest:
+                yield Finding(
+                    f"{path}.min_{what}", f"{smallest} is given, above max_{what}, which is {largest}"
+                )
 
 
 RULES = (

@@ -46,8 +46,8 @@ def _named(listed: MetricList) -> Iterator[MetricName]:
 def fits_preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """The model must be able to take the sequences of its preprocessor."""
     model = model_of(pipeline)
-    given = choices.part(model.config, "preprocessor")
-    field = choices.chosen(given) if given is not None else None
+    preprocessor_config = choices.part(model.config, "preprocessor")
+    field = choices.chosen(preprocessor_config) if preprocessor_config is not None else None
     if field is not None and model.kind not in choices.models(field):
         fitting = " or ".join(_fitting(pb.Preprocessor, choices.models, {model.kind}))
         what = f"does not fit a {model.kind}; use {fitting}"

@@ -19,14 +19,14 @@ def _content(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """The features of an item must be wide enough for a slice, and not too wide for padding."""
     items = [feature for feature in pipeline.features if {pb.HISTORY, pb.CANDIDATE} & set(feature.sides)]
     width, wanted = sum(_width(feature) for feature in items), pipeline.model.embedding_dim
-    given = f"the features of an item are {width} wide and model.embedding_dim is {wanted}"
+    widths = f"the features of an item are {width} wide and model.embedding_dim is {wanted}"
     for message, path in descend(pipeline.model, "model"):
         if not isinstance(message, pb.ContextualPreprocessor):
             continue
         if message.HasField("content_slice") and width < wanted:
-            yield Finding(f"{path}.content_slice", f"{given}; use content_pad, or content")
+            yield Finding(f"{path}.content_slice", f"{widths}; use content_pad, or content")
         if message.HasField("content_pad") and width > wanted:
-            yield Finding(f"{path}.content_pad", f"{given}; use content_slice, or content")
+            yield Finding(f"{path}.content_pad", f"{widths}; use content_slice, or content")
 
 
 def _width(feature: pb.Feature) -> int:

@@ -23,13 +23,13 @@ def sharded(pipeline: pb.Pipeline) -> bool:
 def _evaluation(pipeline: pb.Pipeline) -> Iterator[Finding]:
     evaluation, path = pipeline.train.evaluation, "train.evaluation"
     if evaluation.HasField("best_metric"):
-        known = {metric.name: metric for metric in metric_names(pipeline)}
+        metrics = {metric.name: metric for metric in metric_names(pipeline)}
         name = evaluation.best_metric
-        if name not in known:
+        if name not in metrics:
             yield Finding(
-                f"{path}.best_metric", f"the model has no metric {name!r}. {did_you_mean(name, known)}"
+                f"{path}.best_metric", f"the model has no metric {name!r}. {did_you_mean(name, metrics)}"
             )
-        elif not known[name].directed:
+        elif not metrics[name].directed:
             what = f"{name} is best at 1, neither high nor low; choose another metric"
             yield Finding(f"{path}.best_metric", what)
     if not pipeline.data.HasField("validation"):

@@ -204,9 +204,9 @@ def _enums(pipeline: pb.Pipeline) -> Iterator[Finding]:
         for field, value in message.ListFields():
             if field.enum_type is None:
                 continue
-            known = field.enum_type.values_by_number
+            values = field.enum_type.values_by_number
             for number in value if field.is_repeated else [value]:
-                if number == 0 or number not in known:
+                if number == 0 or number not in values:
                     allowed = ", ".join(enum_names(field))
                     yield Finding(
                         join(path, field.name), f"{number} is no value; it must be one of {allowed}"

@@ -53,11 +53,11 @@ def descend(message: Message, path: str = "") -> Iterator[Child]:
 
 def lines(findings: Iterable[Finding], locations: Mapping[str, str]) -> list[str]:
     """Writes findings as text, each behind the place of its field or of the nearest message around it."""
-    found = []
+    messages = []
     for path, text, _ in findings:
         place = path
         while place and place not in locations:
             place = place[: max(place.rfind("."), place.rfind("["), 0)]
         where = locations.get(place)
-        found.append(f"{where}: {path}: {text}" if where else f"{path}: {text}")
-    return found
+        messages.append(f"{where}: {path}: {text}" if where else f"{path}: {text}")
+    return messages

@@ -189,23 +189,23 @@ class Converter:
         # Predictions need a score for each candidate, so they cut none.
         cut = data.HasField("max_candidates") and self.mode != "predict"
         if data.HasField("max_candidates"):
-            most, setting = (
+            limits, setting = (
                 np.full(len(events), data.max_candidates),
                 f"data.max_candidates is {data.max_candidates}",
             )
         elif self._rule.targets and self.pipeline.model.max_seq_len:
             max_seq_len = self.pipeline.model.max_seq_len
             before = self._rule.num_contextual + self._rule.tokens_per_event * events
-            most, setting = max_seq_len - before, f"model.max_seq_len is {max_seq_len}"
+            limits, setting = max_seq_len - before, f"model.max_seq_len is {max_seq_len}"
         else:
             return
-        rows = np.flatnonzero(num_candidates > most) if not cut else np.empty(0, np.int64)
+        rows = np.flatnonzero(num_candidates > limits) if not cut else np.empty(0, np.int64)
         findings.add(
             "too_many_candidates",
             rows,
             lambda i: (
                 f"{num_candidates[rows[i]]} candidates behind {events[rows[i]]} events; at most "
-                f"{max(0, most[rows[i]])} fit ({setting}). Raise it or split the row."
+                f"{max(0, limits[rows[i]])} fit ({setting}). Raise it or split the row."
             ),
         )
 

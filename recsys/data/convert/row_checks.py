@@ -271,14 +271,14 @@ def check_repeats(findings: RowFindings, keys: pa.Table) -> None:
 
     `plan.duplicates` finds those that are in different tables.
     """
-    hashes, known = hash_keys(keys)
-    _, first, place = np.unique(hashes[known], return_index=True, return_inverse=True)
-    again = np.flatnonzero(first[place] != np.arange(len(known)))
-    rows = known[again]
+    hashes, complete_rows = hash_keys(keys)
+    _, first, place = np.unique(hashes[complete_rows], return_index=True, return_inverse=True)
+    again = np.flatnonzero(first[place] != np.arange(len(complete_rows)))
+    rows = complete_rows[again]
 
     def sentence(i: int) -> str:
         key = same_key(keys.slice(rows[i], 1).to_pylist()[0])
-        return f"{key} as another row, {rows[i] - known[first[place[again[i]]]]} before it."
+        return f"{key} as another row, {rows[i] - complete_rows[first[place[again[i]]]]} before it."
 
     findings.add("duplicate_key", rows, sentence)
 

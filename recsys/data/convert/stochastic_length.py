@@ -52,9 +52,9 @@ def subsample(
         timestamps: int64 [sum of lengths], seconds, oldest first in each row.
         rows: uint64 [rows], a hash of each row and the epoch, from which all randomness comes.
     """
-    most = limit(config, max_history_len)
+    max_len = limit(config, max_history_len)
     whole = max_history_len**config.alpha / np.maximum(lengths, 1).astype(np.float64) ** 2
-    subsampled = np.flatnonzero((lengths > most) & (uniform(combine(rows.view(np.int64), 0)) >= whole))
+    subsampled = np.flatnonzero((lengths > max_len) & (uniform(combine(rows.view(np.int64), 0)) >= whole))
     keep = np.ones(len(timestamps), bool)
     ends = np.cumsum(lengths)
     starts = ends - lengths
@@ -66,9 +66,9 @@ def subsample(
     keys = _keys(config, row, place, timestamps[event], rows[subsampled], counts)
     # Ranked within each row by key, the largest first.
     order = np.lexsort((-keys, row))
-    keep[event[order]] = place < most
+    keep[event[order]] = place < max_len
     left = lengths.copy()
-    left[subsampled] = most
+    left[subsampled] = max_len
     return KeptEvents(np.flatnonzero(keep), left)
 
 

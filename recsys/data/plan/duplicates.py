@@ -83,9 +83,9 @@ def find_duplicates(source: Source, pipeline: pb.Pipeline) -> Duplicates | None:
         return None
     skip = data.bad_rows.policy == pb.BadRows.SKIP
     names = list(dict.fromkeys([*data.key_columns, features.REQUEST_TIME]))
-    search = _Search(source, names, most=data.bad_rows.limit + 1 if skip else 1)
+    search = _Search(source, names, limit=data.bad_rows.limit + 1 if skip else 1)
     duplicates = search.run()
-    if len(duplicates.rows) == search.most:
+    if len(duplicates.rows) == search.limit:
         row = int(duplicates.rows[0])
         what = f"{duplicates.name(row)}: {same_key(search.key(row))} as {duplicates.first(0)}."
         if not skip:
@@ -110,10 +110,10 @@ def count_repeated(source: Source, names: list[str]) -> int:
 
 
 class _Search:
-    """Finds the first `most` repeated rows of a source, by some columns."""
+    """Finds the first `limit` repeated rows of a source, by some columns."""
 
-    def __init__(self, source: Source, names: list[str], most: int) -> None:
-        self.most = most
+    def __init__(self, source: Source, names: list[str], limit: int) -> None:
+        self.limit = limit
         # The files that a copy opens are closed when it goes.
         self._source = copy.copy(source)
         self._names = names
@@ -125,7 +125,7 @@ class _Search:
         """Searches the hashes part by part, so that those of a part fit into memory."""
         num_parts = -(-int(self._starts[-1]) // _HASHES)
         pairs = sorted(pair for part in range(num_parts) for pair in self._search_part(part, num_parts))
-        pairs = np.asarray(pairs[: self.most], np.int64).reshape(-1, 2)
+        pairs = np.asarray(pairs[: self.limit], np.int64).reshape(-1, 2)
         ends = np.cumsum([sum(file.rows) for file in self._source.files], dtype=np.int64)
         return Duplicates(pairs[:, 0], pairs[:, 1], ends, [file.path for file in self._source.files])
 
@@ -145,8 +145,8 @@ class _Search:
             return pairs
         for rows, hashes in self._rows(part, num_parts):
             places = np.minimum(np.searchsorted(twice, hashes), len(twice) - 1)
-            known = twice[places] == hashes
-            rows, places = rows[known], places[known]
+            is_repeated = twice[places] == hashes
+            rows, places = rows[is_repeated], places[is_repeated]
             new = first[places] == _NO_ROW
             fresh, at = np.unique(places[new], return_index=True)
             first[fresh] = rows[new][at]
@@ -160,7 +160,7 @@ class _Search:
                     further_firsts.setdefault(place, []).append(row)
                     continue
                 pairs.append((row, repeated))
-                if len(pairs) == self.most:
+                if len(pairs) == self.limit:
                     return pairs
         return pairs
 

@@ -134,11 +134,11 @@ class EpochPlan:
         # A divisor of num_lanes, so that readers which divide num_lanes still meet whole lanes.
         if num_groups == 0:
             return 0
-        most = max(1, num_groups // self._mixed)
+        limit = max(1, num_groups // self._mixed)
         return max(
             n
             for n in range(1, self._settings.num_lanes + 1)
-            if self._settings.num_lanes % n == 0 and n <= most
+            if self._settings.num_lanes % n == 0 and n <= limit
         )
 
 

@@ -17,11 +17,11 @@ def hash_keys(keys: pa.Table) -> tuple[np.ndarray, np.ndarray]:
         uint64 [rows], the hashes; int64 [n], the rows without a null. Rows with one are reported elsewhere.
     """
     columns = [one_array(column) for column in keys.columns]
-    known = np.ones(len(keys), bool)
+    is_complete = np.ones(len(keys), bool)
     for column in columns:
         if column.null_count:
-            known &= column.is_valid().to_numpy(zero_copy_only=False)
-    return combine(*(key_hash(column) for column in columns)), np.flatnonzero(known)
+            is_complete &= column.is_valid().to_numpy(zero_copy_only=False)
+    return combine(*(key_hash(column) for column in columns)), np.flatnonzero(is_complete)
 
 
 def key_hash(values: pa.Array) -> np.ndarray:

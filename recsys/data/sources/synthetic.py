@@ -118,10 +118,10 @@ class SyntheticSource(Source):
             self._mappings = mappings(self._pipeline)
         mapping = self._mappings[column.feature.id.table or column.feature.name]
         # The inverse of the distribution function of x^-a on [1, n].
-        most = max(1, mapping.rows - 1)
+        num_ids = max(1, mapping.rows - 1)
         uniform = random.random(count)
-        rank = (1 - uniform * (1 - most ** (1 - _POWER))) ** (1 / (1 - _POWER))
-        rows = np.clip(rank.astype(np.int64), 1, most)
+        rank = (1 - uniform * (1 - num_ids ** (1 - _POWER))) ** (1 / (1 - _POWER))
+        rows = np.clip(rank.astype(np.int64), 1, num_ids)
         # A vocabulary has its most frequent ids first, wherever their rows are.
         return mapping.ids.take(pa.array(rows - 1)) if isinstance(mapping, Vocabulary) else pa.array(rows)
 

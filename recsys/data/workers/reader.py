@@ -104,8 +104,8 @@ class Reader:
 
     def plan(self, epoch: int) -> EpochPlan:
         """Returns the plan of an epoch."""
-        known = self._plan is not None and epoch == self._epoch
-        return self._plan if known else EpochPlan(self.source.row_groups, self.settings, epoch)
+        is_current = self._plan is not None and epoch == self._epoch
+        return self._plan if is_current else EpochPlan(self.source.row_groups, self.settings, epoch)
 
     def begin(self, epoch: int) -> None:
         """Starts an epoch: counts from 0, with nothing in memory. `read` does so when the epoch changes."""

@@ -74,5 +74,5 @@ def logsumexp_of_rows(values: Tensor, counted: Tensor, rows: SequenceLayout) -> 
     nothing = top == -torch.inf
     top = top.masked_fill(nothing, 0)
     total = segment_sum((values - top.index_select(0, row)).exp(), rows.lengths)
-    found = total.masked_fill(nothing, 1).log() + top
-    return found.masked_fill(nothing, -torch.inf).index_select(0, row)
+    sums = total.masked_fill(nothing, 1).log() + top
+    return sums.masked_fill(nothing, -torch.inf).index_select(0, row)

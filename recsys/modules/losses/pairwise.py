@@ -32,18 +32,18 @@ class PairwiseLoss(RankingLoss):
     def __init__(self, config: pb.PairwiseLoss):
         super().__init__()
         self.pointwise_share = checked_share("pointwise_share", config.pointwise_share)
-        given = pb.PairwiseLoss()
-        given.CopyFrom(config)
-        if given.WhichOneof("pointwise") is None:
-            given.binary_cross_entropy.SetInParent()
-        pointwise = pick(given)
+        complete = pb.PairwiseLoss()
+        complete.CopyFrom(config)
+        if complete.WhichOneof("pointwise") is None:
+            complete.binary_cross_entropy.SetInParent()
+        pointwise = pick(complete)
         self.pointwise = pointwise.cls(pointwise.config)
         self.kind = self.pointwise.kind
 
     def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
-        own = self.pointwise(logits, labels, rows)
+        points = self.pointwise(logits, labels, rows)
         pairs = pair_losses(widen(logits), labels, rows)
-        return self.pointwise_share * own + (1 - self.pointwise_share) * pairs
+        return self.pointwise_share * points + (1 - self.pointwise_share) * pairs
 
     def predict(self, logits: Tensor) -> Tensor:
         return self.pointwise.predict(logits)
@@ -60,12 +60,12 @@ def pair_losses(logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
     size = max(1, BLOCK_PAIRS.get(logits.device.type, BLOCK_PAIRS["cuda"]) // max(1, rows.max_len))
     if len(logits) <= size:
         return _means(logits, labels, row, others, other_labels)
-    found = []
+    means = []
     for start in range(0, len(logits), size):
         block = slice(start, start + size)
         inputs = (logits[block], labels[block], row[block], others, other_labels)
-        found.append(checkpoint(_means, *inputs, use_reentrant=False, preserve_rng_state=False))
-    return torch.cat(found)
+        means.append(checkpoint(_means, *inputs, use_reentrant=False, preserve_rng_state=False))
+    return torch.cat(means)
 
 
 def _means(logits: Tensor, labels: Tensor, row: Tensor, others: Tensor, other_labels: Tensor) -> Tensor:

@@ -47,16 +47,16 @@ def _of_all(batch: Batch, tokens_per_event: int) -> View:
     count = batch.uih_timestamps.shape[0]
     rows = _rows(batch, torch.arange(count, device=index.device), tokens_per_event)
     sizes = [batch.layout.num_contextual * batch.layout.batch_size, count * tokens_per_event]
-    own, tokens, targets = inverse.split([*sizes, batch.candidate_timestamps.shape[0]])
+    prefix, tokens, targets = inverse.split([*sizes, batch.candidate_timestamps.shape[0]])
     each = tokens.view(count, tokens_per_event).unbind(1)
-    return View(rows.index_select(0, index), times, torch.cat([own, *each, targets]))
+    return View(rows.index_select(0, index), times, torch.cat([prefix, *each, targets]))
 
 
 def _of_channel(batch: Batch, layout: SequenceLayout, name: str, tokens_per_event: int) -> View:
     events, lengths = batch.channel_events[name], batch.channel_lengths[name]
     index = layout.assemble_index()
-    own = batch.uih_timestamps.index_select(0, events)
-    times = _times(batch, layout, own, lengths, tokens_per_event)
+    event_times = batch.uih_timestamps.index_select(0, events)
+    times = _times(batch, layout, event_times, lengths, tokens_per_event)
     rows = _rows(batch, events, tokens_per_event)
     return View(rows.index_select(0, index), times)
 
@@ -70,9 +70,9 @@ def _rows(batch: Batch, events: Tensor, tokens_per_event: int) -> Tensor:
     count = batch.candidate_timestamps.shape[0]
     within = torch.arange(tokens_per_event, device=events.device)
     history = (events[:, None] + within * num_events).flatten()
-    own = torch.arange(first, device=events.device)
+    prefix = torch.arange(first, device=events.device)
     candidates = torch.arange(count, device=events.device)
-    return torch.cat([own, first + history, last + candidates])
+    return torch.cat([prefix, first + history, last + candidates])
 
 
 def _times(

@@ -45,17 +45,17 @@ class Items:
 
 
 def frequent_items(
-    pipeline: pb.Pipeline, weights: Mapping[str, Tensor | ShardedTensor], most: int = MOST
+    pipeline: pb.Pipeline, weights: Mapping[str, Tensor | ShardedTensor], limit: int = MOST
 ) -> Items | None:
-    """The first items of the vocabulary, which are the most frequent ones.
+    """Returns the first items of the vocabulary, which are the most frequent ones.
 
     If a table is sharded over ranks, only the items in this rank's shard are returned.
 
     Args:
-        pipeline: resolved. The item is the one that the model searches; without one, the first id of
-            candidates that has a vocabulary.
-        weights: of the model, by name.
-        most: items.
+        pipeline: the resolved config. The items are those that the model searches, or else those of the
+            first id feature of candidates that has a vocabulary.
+        weights: the model's weights by name.
+        limit: the largest number of items.
 
     Returns:
         None when no item has a vocabulary, or when this rank has none of their rows.
@@ -65,7 +65,7 @@ def frequent_items(
         return None
     (name,) = (name for name in weights if name.endswith(f".{item.id.table}_table.weight"))
     count = item.id.vocabulary.size
-    rows = ShardedRowLayout(count, sharded_name(pipeline, item.id.table)).row_of(np.arange(min(most, count)))
+    rows = ShardedRowLayout(count, sharded_name(pipeline, item.id.table)).row_of(np.arange(min(limit, count)))
     part = _part(weights[name])
     if part is None:
         return None
@@ -77,7 +77,7 @@ def frequent_items(
     vectors = part.rows[torch.from_numpy(rows[places] - part.first)]
     folder = posixpath.dirname(posixpath.dirname(item.id.vocabulary.file))
     names = _names(posixpath.join(folder, NAMES), ids)
-    return Items(vectors.detach().cpu(), ids, [names.get(one, "") for one in ids])
+    return Items(vectors.detach().cpu(), ids, [names.get(item_id, "") for item_id in ids])
 
 
 def _item(pipeline: pb.Pipeline) -> pb.Feature | None:
@@ -125,7 +125,7 @@ def _names(path: str, ids: list[str]) -> dict[str, str]:
             table = pq.read_table(file)
         texts = table["id"].cast(pa.string())
         wanted = table.filter(pc.is_in(texts, value_set=pa.array(ids, pa.string())))
-        return {str(one["id"]): str(one["name"]) for one in wanted.select(["id", "name"]).to_pylist()}
+        return {str(row["id"]): str(row["name"]) for row in wanted.select(["id", "name"]).to_pylist()}
     except (OSError, KeyError, pa.ArrowException) as error:
         log.warning(
             "%s: no names are taken from it (%s); it should have columns `id` and `name`", path, error

@@ -331,9 +331,9 @@ def _optimizer_sections(logged: Logged) -> list[str]:
     optimizers.append(chart("gradient norm, before clipping", _points(train, "grad_norm")))
     speed = []
     for title, (key, factor) in _SPEED.items():
-        known = [Point(step, value * factor) for step, value in _points(train, key) if value is not None]
-        if known:
-            speed.append(chart(title, known))
+        measured = [Point(step, value * factor) for step, value in _points(train, key) if value is not None]
+        if measured:
+            speed.append(chart(title, measured))
     return [section("Optimizers", grid(optimizers)), section("Speed", grid(speed))]
 
 

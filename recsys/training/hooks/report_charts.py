@@ -98,19 +98,19 @@ def reliability_chart(title: str, bins: Sequence[Pair], below: str = "") -> str:
     """
     hint = '<span class="about">observed rate over mean prediction; on the dashed line both are equal</span>'
     head = f"<figcaption><b>{escape(title)}</b>{hint}</figcaption>"
-    known = [pair for pair in bins if pair.predicted is not None and pair.observed is not None]
-    if not known:
+    filled = [pair for pair in bins if pair.predicted is not None and pair.observed is not None]
+    if not filled:
         return f'<figure class="chart">{head}<p class="empty">No value was defined.</p>{below}</figure>'
-    high = 1.06 * max(max(pair.predicted, pair.observed) for pair in known) or 1.0
+    high = 1.06 * max(max(pair.predicted, pair.observed) for pair in filled) or 1.0
     x = Axis(0.0, high, _LEFT, WIDTH - _RIGHT)
     y = Axis(0.0, high, HEIGHT - _BOTTOM, _TOP)
     diagonal = f'x1="{_number(x.start)}" y1="{_number(y.start)}" x2="{_number(x.end)}" y2="{_number(y.end)}"'
-    places = [(_number(x.place(pair.predicted)), _number(y.place(pair.observed))) for pair in known]
+    places = [(_number(x.place(pair.predicted)), _number(y.place(pair.observed))) for pair in filled]
     line = " ".join(f"{across},{up}" for across, up in places)
     dots = [
         f'<circle class="dot s0" cx="{across}" cy="{up}" r="3"><title>{pair.candidates:,} candidates: '
         f"predicted {number(pair.predicted)}, observed {number(pair.observed)}</title></circle>"
-        for (across, up), pair in zip(places, known, strict=True)
+        for (across, up), pair in zip(places, filled, strict=True)
     ]
     parts = [
         _grid(x, y, None, whole=False),

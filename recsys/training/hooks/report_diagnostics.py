@@ -26,8 +26,8 @@ def diagnostics_sections(records: Sequence[Record], best_step: int | None) -> li
     shown = best_step if best_step in by_step else last
     parts = _sections(by_step[shown], "the best state" if shown == best_step else "the last state")
     if last != shown:
-        other = "".join(_sections(by_step[last], "the last state"))
-        parts.append(folded(f"The same for the last state, step {last:,}", other))
+        last_sections = "".join(_sections(by_step[last], "the last state"))
+        parts.append(folded(f"The same for the last state, step {last:,}", last_sections))
     return parts
 
 
@@ -71,10 +71,10 @@ def _slice_table(slices: Sequence[Record]) -> str:
     return f'<table class="slices" tabindex="0">{"".join(rows)}</table>'
 
 
-def _slice_head(one: Record) -> str:
-    least, most = one["history"]
-    events = "no events" if most == 0 else f"{least:,}–{most:,} events"
-    rows, candidates = _count(one["rows"], "row"), _count(one["candidates"], "candidate")
+def _slice_head(record: Record) -> str:
+    shortest, longest = record["history"]
+    events = "no events" if longest == 0 else f"{shortest:,}–{longest:,} events"
+    rows, candidates = _count(record["rows"], "row"), _count(record["candidates"], "candidate")
     return f"{events}<small>{rows}</small><small>{candidates}</small>"
 
 

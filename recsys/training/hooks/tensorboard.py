@@ -80,7 +80,10 @@ class TensorBoard(Hook):
         items = self._items()
         if items is not None:
             # The first column is what the picture shows beside a point.
-            labels = [[_one_line(name or one), one] for name, one in zip(items.names, items.ids, strict=True)]
+            labels = [
+                [_one_line(name or item_id), item_id]
+                for name, item_id in zip(items.names, items.ids, strict=True)
+            ]
             self._open.add_embedding(
                 items.vectors, labels, global_step=outcome.step, tag="items", metadata_header=["name", "id"]
             )

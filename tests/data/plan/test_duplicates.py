@@ -248,6 +248,6 @@ def test_memory_is_bounded_when_every_row_is_the_same(monkeypatch):
 
     monkeypatch.setattr(duplicates, "_fold", watched)
     source = Tables([[same] * 200])
-    found = duplicates._Search(source, ["user", "request_time"], most=3).run()
+    found = duplicates._Search(source, ["user", "request_time"], limit=3).run()
     assert found.rows.tolist() == [1, 2, 3] and found.firsts.tolist() == [0, 0, 0]
     assert largest <= 200

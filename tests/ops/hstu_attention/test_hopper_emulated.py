@@ -1,5 +1,7 @@
 """The Hopper kernel's logic on a CPU: masks, barriers, buffers, by `tests/tools/gluon_emulator.py`."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -62,24 +64,34 @@ def test_one_causal_sample(shape):
     check(layout_of(samples(0, [shape])), AttentionMask())
 
 
-@pytest.mark.parametrize("contextual", [0, 3, 70])
+CONTEXTUAL = (0, 3, 70)
+LONG_MASKS = (AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5))
+
+
 @pytest.mark.parametrize(
-    "mask", [*MASKS[::5], AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)]
+    ("mask", "contextual"),
+    [(mask, CONTEXTUAL[i % 3]) for i, mask in enumerate(MASKS[::5])]
+    + list(itertools.product(LONG_MASKS, CONTEXTUAL)),
 )
 def test_masks(mask, contextual):
+    """Masks longer than a block meet each number of contextual tokens, the others one number each."""
     shapes = [(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)]
     check(layout_of(samples(contextual, shapes)), mask, heads=1)
 
 
-@pytest.mark.parametrize("how", ["", "held", "out_in_q"])
-@pytest.mark.parametrize(("strips", "q_tiles"), [(2, 1), (2, 2), (3, 1), (3, 2)])
-@pytest.mark.parametrize(("keys", "stages"), [(128, 2), (64, 2), (64, 3), (32, 4)])
-def test_sizes(strips, q_tiles, keys, stages, how):
-    sizes = launch.Sizes(keys, stages, strips, how == "held", how == "out_in_q", 160, 24, q_tiles)
-    mask = AttentionMask(window=100, prefix=10)
-    shapes = [(400, 5), (3, 0), (130, 60)]
-    for some in (mask, AttentionMask()):
-        check(layout_of(samples(2, shapes)), some, sizes=sizes, heads=1)
+TILES = ((2, 1), (2, 2), (3, 1), (3, 2))
+BLOCKS = ((128, 2), (64, 2), (64, 3), (32, 4))
+
+
+@pytest.mark.parametrize("tile", range(4))
+@pytest.mark.parametrize("block", range(4))
+def test_sizes(block, tile):
+    """All pairs of strips, buffers of rows, buffers of keys, and ways of the rows of q and the output."""
+    strips, q_tiles = TILES[tile]
+    how = ("", "held", "out_in_q")[(block + tile) % 3]
+    sizes = launch.Sizes(*BLOCKS[block], strips, how == "held", how == "out_in_q", 160, 24, q_tiles)
+    for mask in (AttentionMask(window=100, prefix=10), AttentionMask()):
+        check(layout_of(samples(2, [(400, 5), (3, 0), (130, 60)])), mask, sizes=sizes, heads=1)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +132,7 @@ def test_contextual_rows_see_those_in_blocks_behind_their_strip(dim, contextual)
 def test_the_mask_by_keys(contextual):
     """Compares all pairs of samples of many kinds with `visible_pairs`."""
     seen_by_keys = as_python(backward.seen_by_keys, stand_ins(Machine(0)))
-    masks = [*MASKS, AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)]
-    for mask in masks:
+    for mask in (*MASKS, *LONG_MASKS):
         rule = [Number(n) for n in (contextual, mask.window or 0, mask.prefix, mask.target_group_size)]
         flags = tuple(launch.rules(mask).values())
         for uih, targets in [(150, 3), (0, 2), (0, 0), (40, 150), (1, 30), (300, 0)]:

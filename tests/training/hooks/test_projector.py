@@ -39,7 +39,7 @@ def test_rows_behind_the_unknown_one_with_ids_and_names(folder):
     pq.write_table(names, folder / "names.parquet")
     pipeline = retriever(folder)
     found = weights(pipeline)
-    items = frequent_items(pipeline, found, most=3)
+    items = frequent_items(pipeline, found, limit=3)
     assert items.ids == ["300", "301", "302"]
     assert items.names == ["Toy Story", "Jumanji", ""]
     table = found["embed.tables.dim_8.embeddings.item_id_table.weight"]
@@ -60,7 +60,7 @@ def test_of_a_cut_table_this_ranks_part(folder, monkeypatch, placement, first):
     (name,) = (name for name in whole if name.endswith("item_id_table.weight"))
     part = projector._Part(first, whole[name][first : first + 7])
     monkeypatch.setattr(projector, "_part", lambda weight: part)
-    items = frequent_items(pipeline, whole, most=5)
+    items = frequent_items(pipeline, whole, limit=5)
     rows = rows_of(pipeline, IDS[:5]).tolist()
     here = [(str(one), row) for one, row in zip(IDS, rows, strict=False) if first <= row < first + 7]
     if not here:
@@ -84,7 +84,7 @@ def test_names_that_cannot_be_used_are_left_out(folder, caplog, content):
     else:
         (folder / "names.parquet").write_bytes(content)
     pipeline = retriever(folder)
-    assert frequent_items(pipeline, weights(pipeline), most=2).names == ["", ""]
+    assert frequent_items(pipeline, weights(pipeline), limit=2).names == ["", ""]
     assert "names.parquet: no names are taken from it" in caplog.text
 
 
@@ -93,6 +93,6 @@ def test_of_a_ranker_the_first_vocabulary_of_a_candidate_is_the_item(folder):
     path = folder / "vocabulary/item_id.parquet"
     pq.write_table(pa.table({"id": IDS}), path)
     pipeline.features[2].id.vocabulary.file = str(path)
-    assert frequent_items(pipeline, weights(pipeline), most=2).ids == ["300", "301"]
+    assert frequent_items(pipeline, weights(pipeline), limit=2).ids == ["300", "301"]
     del pipeline.features[2]
-    assert frequent_items(pipeline, weights(pipeline), most=2) is None
+    assert frequent_items(pipeline, weights(pipeline), limit=2) is None

@@ -85,11 +85,15 @@ def check(runner, batch, num_cached, mask, *, dim=3, v_dim=2, heads=1, bias_rows
     torch.testing.assert_close(out.double().cpu(), parts.new(expected), rtol=close, atol=close)
 
 
+MASK_CASES = [(mask, 3 * (i % 2), "ragged") for i, mask in enumerate(MASKS[1::5])]
+MASK_CASES += [(mask, 3, cached) for mask in MASKS[1::25] for cached in ("nothing cached", "all cached")]
+
+
 @everywhere
-@pytest.mark.parametrize("num_cached", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize(("mask", "contextual"), list(zip(MASKS[1::5], [0, 3] * 5, strict=True)), ids=str)
-def test_new_tokens_get_their_rows_of_the_whole(mask, contextual, num_cached, runner):
-    check(runner, samples(contextual, SHAPES), num_cached, mask)
+@pytest.mark.parametrize(("mask", "contextual", "cached"), MASK_CASES, ids=str)
+def test_new_tokens_get_their_rows_of_the_whole(mask, contextual, cached, runner):
+    """Ragged caches meet all masks; caches of nothing and of everything do not depend on the mask."""
+    check(runner, samples(contextual, SHAPES), CUTS[cached], mask)
 
 
 @everywhere
@@ -106,8 +110,11 @@ def test_against_the_loops(mask, runner):
 
 
 @everywhere
-@pytest.mark.parametrize("parts", [2, 8])
-@pytest.mark.parametrize(("mask", "rows"), list(zip(MASKS[1::6], [0, 2, None] * 3, strict=False)), ids=str)
+@pytest.mark.parametrize(
+    ("mask", "rows", "parts"),
+    list(zip(MASKS[1::6], [0, 2, None] * 3, [2, 8] * 4, strict=False)),
+    ids=str,
+)
 def test_keys_in_parts(mask, rows, parts, monkeypatch, runner):
     """Parts of several blocks, of one and of none; sums that nobody has written would be NaN."""
     from recsys.ops.hstu_attention.cached import triton_ops

@@ -1,5 +1,6 @@
 """The Hopper gradients of two kernels, without a GPU: logic in the emulator, then what is assembled."""
 
+import itertools
 import re
 
 import pytest
@@ -49,10 +50,18 @@ def test_one_causal_sample(emulated, shape, dim):
     check([shape], 0, AttentionMask(), dim)
 
 
-@pytest.mark.parametrize("dim", [64, 256])
-@pytest.mark.parametrize("contextual", [0, 3, 70, 130])
-@pytest.mark.parametrize("mask", [*MASKS[::5], AttentionMask(window=40, prefix=9), EVERYTHING])
+CONTEXTUAL = (0, 3, 70, 130)
+MASKED_CASES = [
+    (mask, CONTEXTUAL[(i + kernel) % 4], dim)
+    for i, mask in enumerate((*MASKS[::5], AttentionMask(window=40, prefix=9)))
+    for kernel, dim in enumerate((64, 256))
+]
+MASKED_CASES += itertools.product((EVERYTHING,), CONTEXTUAL, (64, 256))
+
+
+@pytest.mark.parametrize(("mask", "contextual", "dim"), MASKED_CASES)
 def test_masks(emulated, mask, contextual, dim):
+    """The mask with everything meets each number of contextual tokens, the others one number each."""
     check([(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20)], contextual, mask, dim)
 
 

@@ -80,13 +80,13 @@ def assert_equal_cached_lists(seed: int, where: str = "cpu") -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 def test_the_same_lists(few_lanes, seed):
     assert_equal_lists(seed)
 
 
 @interpreted
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(25))
 def test_the_same_lists_with_a_cache(few_lanes, seed):
     assert_equal_cached_lists(seed)
 
