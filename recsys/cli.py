@@ -177,10 +177,13 @@ def _prepare_and_run(
     path = None
     if config_file is None:
         path = _config_path(flags, needs_config)
-        ready = config.prepare(path, flags.set) if path is not None else None
+        ready = config.prepare(path, flags.set, imports=flags.imports) if path is not None else None
         folder = flags.run_dir or (Path("runs") / path.stem if path is not None else None)
     else:
-        ready = config.prepare(config_file(flags), flags.set, read_files=False)
+        # A package may come from anybody, so its config causes no import of Python modules.
+        ready = config.prepare(
+            config_file(flags), flags.set, read_files=False, imports=flags.imports, follow_imports=False
+        )
         folder = flags.run_dir
     if ready is not None:
         # Warnings about the config of a run folder were shown when the run began.
@@ -255,6 +258,15 @@ def _parser(
         default=[],
         help="override a field, for example train.num_steps=100, or a whole list, data.key_columns=['a', "
         "'b']; may be repeated",
+    )
+    shared.add_argument(
+        "--import",
+        dest="imports",
+        metavar="MODULE",
+        action="append",
+        default=[],
+        help="import a Python module that adds components of its own, see docs/extending.md; a run remembers "
+        "it; may be repeated",
     )
     default = "" if own_config else " (default: runs/<name of the config>)"
     shared.add_argument("--run-dir", metavar="DIR", help=f"folder of the run{default}")

@@ -161,6 +161,11 @@ def reference(sources: list[Commented]) -> str:
 
 def _message(source: Commented, message: pb2.DescriptorProto, path: tuple[int, ...]) -> list[str]:
     parts = [f"### {message.name}", source.comments.get(path, "")]
+    if message.extension_range:
+        parts.append(
+            "Installed packages may add choices: `[package.name] { ... }`, see [docs/extending.md]"
+            "(../docs/extending.md)."
+        )
     rows = []
     needed = REQUIRED.get(getattr(pb, message.name), ())
     for index, field in enumerate(message.field):

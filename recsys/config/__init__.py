@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from recsys import protos as pb
 from recsys.callable_module import make_callable
-from recsys.config import checks, textproto
+from recsys.config import checks, extensions, textproto
 from recsys.config.resolver import Resolved, resolve
 from recsys.errors import ConfigError
 
@@ -75,34 +75,60 @@ class Ready(NamedTuple):
     warnings: list[str]
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> pb.Pipeline:
+def load(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    imports: Sequence[str] = (),
+    follow_imports: bool = True,
+) -> pb.Pipeline:
     """Reads the config in a file, with overrides such as `train.num_steps=100`; neither resolved nor checked.
+
+    Args:
+        imports: modules to import first, because they extend the config language.
+        follow_imports: also import the modules that the config lists. False for the config of a package,
+            which may come from anybody.
 
     Raises:
         ConfigError: with every mistake in the file and the overrides.
     """
-    return read(path, overrides).pipeline
+    return read(path, overrides, imports=imports, follow_imports=follow_imports).pipeline
 
 
-def read(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
+def read(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    imports: Sequence[str] = (),
+    follow_imports: bool = True,
+) -> Loaded:
     """Like `load`, and also returns the place of every field."""
-    loaded, mistakes = read_parsed(path, overrides)
+    loaded, mistakes = read_parsed(path, overrides, imports=imports, follow_imports=follow_imports)
     if mistakes:
         raise ConfigError(mistakes)
     return loaded
 
 
-def prepare(path: str | Path, overrides: Sequence[str] = (), *, read_files: bool = True) -> Ready:
+def prepare(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    read_files: bool = True,
+    imports: Sequence[str] = (),
+    follow_imports: bool = True,
+) -> Ready:
     """Loads, checks and resolves a config.
 
     Args:
         read_files: also read the sizes of vocabularies from their files.
+        imports, follow_imports: as in `load`.
 
     Raises:
         ConfigError: with every finding. After mistakes in the text come findings about the part that could be
             read, without those about missing fields, because the unreadable part may hold them.
     """
-    return prepare_loaded(*read_parsed(path, overrides), overrides, read_files=read_files)
+    parsed = read_parsed(path, overrides, imports=imports, follow_imports=follow_imports)
+    return prepare_loaded(*parsed, overrides, read_files=read_files)
 
 
 def prepare_loaded(
@@ -169,11 +195,17 @@ def to_text(pipeline: pb.Pipeline, origins: dict[str, str] | None = None) -> str
     return textproto.write(pipeline, origins)
 
 
-def read_parsed(path: str | Path, overrides: Sequence[str] = ()) -> Parsed:
+def read_parsed(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    imports: Sequence[str] = (),
+    follow_imports: bool = True,
+) -> Parsed:
     """Reads the config in a file; mistakes are returned.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: the file cannot be read, or a module cannot be imported.
     """
     file = Path(path)
     try:
@@ -184,17 +216,49 @@ def read_parsed(path: str | Path, overrides: Sequence[str] = ()) -> Parsed:
     except OSError as error:
         why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
         raise ConfigError(f"{path}: {why}{_neighbours(file)}") from None
-    return parse(text, str(path), overrides)
+    return parse(text, str(path), overrides, imports=imports, follow_imports=follow_imports)
 
 
-def parse(text: str, name: str, overrides: Sequence[str] = ()) -> Parsed:
+def parse(
+    text: str,
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    imports: Sequence[str] = (),
+    follow_imports: bool = True,
+) -> Parsed:
     """Reads the config in a text.
 
     Args:
         text: in protobuf text format.
         name: what findings call the text, usually its file.
         overrides: assignments such as `train.num_steps=100`.
+        imports, follow_imports: as in `load`.
+
+    Raises:
+        ConfigError: a module cannot be imported.
     """
+    extensions.load(imports)
+    loaded, mistakes = _parse(text, name, overrides)
+    listed = [module for module in loaded.pipeline.imports if module not in extensions.loaded()]
+    if listed and follow_imports:
+        where = loaded.locations.get("imports", name)
+        extensions.load(listed, f"{where}: imports:")
+        loaded, mistakes = _parse(text, name, overrides)
+    elif listed and mistakes:
+        flags = " ".join(f"--import {module}" for module in listed)
+        mistakes.append(
+            f"{name}: it was made with {flags}; give that again, since a package imports no code by itself"
+        )
+    for module in imports:
+        if module not in loaded.pipeline.imports:
+            loaded.locations[f"imports[{len(loaded.pipeline.imports)}]"] = "--import"
+            loaded.pipeline.imports.append(module)
+    return Parsed(loaded, mistakes)
+
+
+def _parse(text: str, name: str, overrides: Sequence[str]) -> Parsed:
+    """Parses a text and applies overrides."""
     pipeline = pb.Pipeline()
     parsed = textproto.parse(text, pipeline, name)
     locations = {"": name, **parsed.locations}

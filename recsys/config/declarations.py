@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from google.protobuf.message import Message
 
 from recsys import protos as pb
-from recsys.config import registry
+from recsys.config import fields, registry
 from recsys.config.checks import choices
 from recsys.config.checks.walk import Finding
 
@@ -80,7 +80,8 @@ class ModelDeclaration:
     Attributes:
         pipeline: the config, resolved unless a method says otherwise.
         config: the family's message inside `pipeline`.
-        kind: name of the family's field in `pb.Model`, empty if the config chooses no model.
+        kind: name of the family's field in `pb.Model`, `[acme.dot]` for a family of another package; empty if
+            the config chooses no model.
         path: path of `config` in the pipeline.
     """
 
@@ -198,12 +199,12 @@ class MixerDeclaration:
 
 def model_of(pipeline: pb.Pipeline) -> ModelDeclaration:
     """The declaration of a config's model; the defaults, without tasks, if the config chooses none."""
-    kind = pipeline.model.WhichOneof("model")
-    if kind is None:
+    field = fields.chosen(pipeline.model)
+    if field is None:
         return ModelDeclaration(pipeline, pb.Model(), "")
-    config = getattr(pipeline.model, kind)
+    config = fields.value_of(pipeline.model, field)
     declared = registry.declaration(type(config)) or ModelDeclaration
-    return declared(pipeline, config, kind)
+    return declared(pipeline, config, fields.name_of(field))
 
 
 def mixer_of(pipeline: pb.Pipeline) -> MixerDeclaration | None:
@@ -212,7 +213,7 @@ def mixer_of(pipeline: pb.Pipeline) -> MixerDeclaration | None:
     config = _chosen_part(model.config, "mixer")
     if config is None:
         return None
-    name = model.config.mixer.WhichOneof("mixer")
+    name = fields.name_of(fields.chosen(model.config.mixer))
     declared = registry.declaration(type(config)) or MixerDeclaration
     return declared(config, f"{model.path}.mixer.{name}", pipeline.model)
 
@@ -220,5 +221,5 @@ def mixer_of(pipeline: pb.Pipeline) -> MixerDeclaration | None:
 def _chosen_part(config: Message, name: str) -> Message | None:
     """The message that is chosen in a field of `config` with a oneof over components."""
     choice = choices.part(config, name)
-    field = choices.chosen(choice) if choice is not None else None
-    return None if field is None else getattr(choice, field.name)
+    field = fields.chosen(choice) if choice is not None else None
+    return None if field is None else fields.value_of(choice, field)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
+from recsys.config import fields
+
 DECLARATIONS = "recsys.models"
 """Package whose import registers the declarations of every family and mixer; it does not import torch."""
 
@@ -81,18 +83,16 @@ def declaration(message: type[Message]) -> type | None:
 
 
 def pick(choice: Message) -> Component:
-    """The class and message of the field that is set in a message with a single oneof, such as `pb.Mixer`.
+    """The class and message of what is set in a holder of one choice, such as `pb.Mixer`.
 
     Raises:
         ValueError: nothing is set, or no class is registered for what is set.
     """
-    descriptor = choice.DESCRIPTOR
-    (oneof,) = descriptor.oneofs
-    field = choice.WhichOneof(oneof.name)
+    field = fields.chosen(choice)
     if field is None:
-        allowed = ", ".join(f.name for f in oneof.fields)
-        raise ValueError(f"{descriptor.name}: nothing is set; choose one of {allowed}")
-    config = getattr(choice, field)
+        allowed = ", ".join(map(fields.name_of, fields.alternatives(choice)))
+        raise ValueError(f"{choice.DESCRIPTOR.name}: nothing is set; choose one of {allowed}")
+    config = fields.value_of(choice, field)
     return Component(lookup(type(config)), config)
 
 
@@ -111,10 +111,21 @@ def lookup(message: type[Message]) -> type:
 
 
 def registered(choice: type[Message]) -> dict[str, Component]:
-    """Every field of a oneof message with its class and a message of defaults; tests loop over it."""
-    (oneof,) = choice.DESCRIPTOR.oneofs
+    """Every alternative of a holder with its class and a message of defaults; tests loop over it."""
     found = {}
-    for field in oneof.fields:
-        message = field.message_type._concrete_class
-        found[field.name] = Component(lookup(message), message())
+    for field in fields.alternatives(choice):
+        message = fields.type_of(field)
+        found[fields.name_of(field)] = Component(lookup(message), message())
     return found
+
+
+def modules_of(message: type[Message]) -> list[str]:
+    """Lists the modules of the classes that are registered for a message, as far as they can be imported."""
+    key = message.DESCRIPTOR.full_name
+    modules = [classes[key].__module__ for classes in (_CLASSES, _DECLARATIONS) if key in classes]
+    return [module for module in modules if module != "__main__"]
+
+
+def has_class(message: type[Message]) -> bool:
+    """Returns whether a class is registered for a message of another package, which is imported already."""
+    return message.DESCRIPTOR.full_name in _CLASSES

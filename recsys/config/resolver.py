@@ -13,7 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from recsys import protos as pb
-from recsys.config import checks
+from recsys.config import checks, fields
 from recsys.config.checks import Finding, choices
 from recsys.config.checks.walk import descend
 from recsys.config.declarations import Choice, mixer_of, model_of
@@ -172,9 +172,8 @@ def _model(pipeline: pb.Pipeline) -> Iterator[Choice]:
         return
     positional = choices.part(family.preprocessor, "positional")
     if positional is not None:
-        path = (
-            f"{family.path}.preprocessor.{family.config.preprocessor.WhichOneof('preprocessor')}.positional"
-        )
+        name = fields.name_of(fields.chosen(family.config.preprocessor))
+        path = f"{family.path}.preprocessor.{name}.positional"
         yield Choice(positional, path, "num_positions", model.max_seq_len + 1, "model.max_seq_len + 1")
 
 
@@ -192,18 +191,18 @@ def _layers(pipeline: pb.Pipeline, origins: dict[str, str]) -> None:
 
 
 def _to_tokens(
-    message: Message, path: str, unit: str, fields: tuple[str, ...], factor: int, origins: dict[str, str]
+    message: Message, path: str, unit: str, names: tuple[str, ...], factor: int, origins: dict[str, str]
 ) -> None:
     """Turns lengths in events into tokens; an impossible length stays, so that `checks` can name it."""
     if getattr(message, unit) != pb.EVENTS:
         return
     setattr(message, unit, pb.TOKENS)
     origins[checks.join(path, unit)] = "EVENTS is given"
-    for field in fields:
-        events = getattr(message, field)
+    for name in names:
+        events = getattr(message, name)
         if 0 < events <= _LARGEST_INT32 // factor:
-            setattr(message, field, events * factor)
-            origins[checks.join(path, field)] = f"{events} events, tokens of an event: {factor}"
+            setattr(message, name, events * factor)
+            origins[checks.join(path, name)] = f"{events} events, tokens of an event: {factor}"
 
 
 def _tasks(pipeline: pb.Pipeline) -> Iterator[Choice]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import recsys.config as config
 from recsys import files
 from recsys import protos as pb
-from recsys.config import features
+from recsys.config import extensions, features
 from recsys.config.declarations import model_of
 from recsys.data.batch import Batch
 from recsys.data.loader import Loader
@@ -274,7 +274,8 @@ def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
         package.write_tensors(trial / f"{number:04d}.safetensors", tensors)
     if source.model.item_tower() is not None:
         package.write_tensors(folder / ITEM_TRIAL, _golden_items(source.model, source))
-    command = [sys.executable, "-m", "recsys.inference.exporter", str(folder)]
+    modules = extensions.modules_of(source.pipeline)
+    command = [sys.executable, "-m", "recsys.inference.exporter", str(folder), *modules]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise ParityError(
@@ -319,4 +320,5 @@ def _trial(folder: Path) -> Iterator[list[float]]:
 
 
 if __name__ == "__main__":
+    extensions.load(sys.argv[2:])
     print(json.dumps(list(_trial(Path(sys.argv[1])))))

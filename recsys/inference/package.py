@@ -311,7 +311,7 @@ def _require_device(folder: Path, description: Description) -> None:
 
 
 def _read_config(folder: Path) -> pb.Pipeline:
-    pipeline = config.load(folder / config.FILE_NAME)
+    pipeline = config.load(folder / config.FILE_NAME, follow_imports=False)
     for feature in pipeline.features:
         if feature.HasField("id") and feature.id.HasField("vocabulary"):
             feature.id.vocabulary.file = str(folder / feature.id.vocabulary.file)

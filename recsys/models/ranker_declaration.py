@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from recsys import protos as pb
+from recsys.config import fields
 from recsys.config.checks.values import limit
 from recsys.config.checks.walk import Finding
 from recsys.config.declarations import ModelDeclaration
@@ -40,7 +41,8 @@ class RankerDeclaration(ModelDeclaration):
                 yield Finding(
                     f"{path}[{index}].name", f"{name!r} is the name of several channels; rename one"
                 )
-        mixer = self.config.mixer.WhichOneof("mixer")
+        chosen = fields.chosen(self.config.mixer)
+        mixer = fields.name_of(chosen) if chosen is not None else None
         if names and mixer not in (None, "mixture"):
             yield Finding(path, f"mixer.{mixer} mixes one sequence; use mixer.mixture with a stack a channel")
         if mixer != "mixture":

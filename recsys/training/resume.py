@@ -15,7 +15,7 @@ from google.protobuf import text_format
 from google.protobuf.message import Message
 
 from recsys import protos as pb
-from recsys.config import registry
+from recsys.config import fields, registry
 from recsys.config.declarations import ModelDeclaration
 from recsys.data.schema.vocabulary import fingerprints
 from recsys.data.sources.base import FileMark
@@ -29,6 +29,7 @@ MAY_CHANGE = (
     "train.log_every_steps",
     "train.evaluation",
     "train.checkpoint",
+    "train.hooks",
     "data.validation",
     "data.test",
     "data.eval_batch_size",
@@ -42,6 +43,7 @@ MAY_CHANGE = (
     "features.id.vocabulary.file",
     "export",
     "predict",
+    "imports",
 )
 """Fields that a resumed run may change. No batch that was read depends on them, and no update that was made,
 except through a learning-rate schedule that ends with the run (see `changed_schedule`). Files may move:
@@ -63,12 +65,11 @@ KERNELS = ("backend", "compile", "deterministic", "recompute")
 
 def model_may_change() -> tuple[str, ...]:
     """Fields that evaluation and export may change, because they do not change what weights mean."""
-    (families,) = pb.Model.DESCRIPTOR.oneofs
-    fields = list(MODEL_MAY_CHANGE)
-    for family in families.fields:
-        declared = registry.declaration(family.message_type._concrete_class) or ModelDeclaration
-        fields += [f"model.{family.name}.{field}" for field in declared.may_change]
-    return tuple(fields)
+    paths = list(MODEL_MAY_CHANGE)
+    for family in fields.alternatives(pb.Model):
+        declared = registry.declaration(fields.type_of(family)) or ModelDeclaration
+        paths += [f"model.{fields.name_of(family)}.{path}" for path in declared.may_change]
+    return tuple(paths)
 
 
 def saved_config(state: SavedState, path: Path) -> pb.Pipeline:
@@ -224,15 +225,15 @@ def _changed(
 def _leaves(message: Message, prefix: str = "") -> dict[str, Any]:
     """Every number and text of a message by path such as `features[0].id.table`; defaults count as given."""
     leaves: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value, path = getattr(message, field.name), prefix + field.name
+    for field in fields.all_of(message):
+        value, path = fields.value_of(message, field), prefix + fields.name_of(field)
         if field.enum_type is not None:
             names = field.enum_type.values_by_number
             value = [names[v].name for v in value] if field.is_repeated else names[value].name
         if field.is_repeated:
             for index, item in enumerate(value):
                 leaves |= _leaf(item, f"{path}[{index}]")
-        elif message.HasField(field.name) or field.has_default_value:
+        elif fields.is_set(message, field) or field.has_default_value:
             leaves |= _leaf(value, path)
     return leaves
 

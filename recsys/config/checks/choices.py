@@ -7,13 +7,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from recsys import protos as pb
-
-
-def chosen(choice: Message) -> FieldDescriptor | None:
-    """The field that is set in a message with a single oneof, such as `pb.Loss`; None if none is."""
-    (oneof,) = choice.DESCRIPTOR.oneofs
-    name = choice.WhichOneof(oneof.name)
-    return choice.DESCRIPTOR.fields_by_name[name] if name else None
+from recsys.config import fields
 
 
 def labels(field: FieldDescriptor) -> list[str]:
@@ -42,9 +36,9 @@ def loss_kind(loss: pb.Loss) -> str | None:
 
     None for no loss, and for a loss of which the schema does not say it, which another rule finds.
     """
-    field = chosen(loss)
+    field = fields.chosen(loss)
     if field is None:
         return None
     # A loss around another one takes the labels of that one.
-    around = [labels(inner) for inner, _ in getattr(loss, field.name).ListFields()]
+    around = [labels(inner) for inner, _ in fields.value_of(loss, field).ListFields()]
     return next((kinds[0] for kinds in (*around, labels(field)) if kinds), None)

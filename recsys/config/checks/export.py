@@ -3,16 +3,16 @@
 from collections.abc import Iterator
 
 from recsys import protos as pb
-from recsys.config import registry
+from recsys.config import fields, registry
 from recsys.config.checks.walk import Finding
 from recsys.config.declarations import MixerDeclaration, mixer_of, model_of
 
 
 def caching_mixers() -> list[str]:
     """Names of the mixers that can score with a cache."""
-    (oneof,) = pb.Mixer.DESCRIPTOR.oneofs
     declared = {
-        field.name: registry.declaration(field.message_type._concrete_class) for field in oneof.fields
+        fields.name_of(field): registry.declaration(fields.type_of(field))
+        for field in fields.alternatives(pb.Mixer)
     }
     return [name for name, mixer in declared.items() if (mixer or MixerDeclaration).keeps_cache]
 
@@ -28,8 +28,8 @@ def _cached_scoring(pipeline: pb.Pipeline) -> Iterator[Finding]:
     elif not model.keeps_cache:
         yield Finding(path, f"a {model.kind} keeps no cache; drop it")
     elif mixer is not None and not mixer.keeps_cache:
-        name = mixer.path.rpartition(".")[2]
-        what = f"mixer.{name} keeps no cache; drop it, or use {' or '.join(caching_mixers())}"
+        name = mixer.path.removeprefix(f"{model.path}.")
+        what = f"{name} keeps no cache; drop it, or use {' or '.join(caching_mixers())}"
         yield Finding(path, what)
 
 

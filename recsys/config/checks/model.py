@@ -8,6 +8,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from recsys import protos as pb
+from recsys.config import fields
 from recsys.config.checks import choices
 from recsys.config.checks.sequence import num_contextual, tokens_per_event
 from recsys.config.checks.walk import Finding, descend
@@ -35,9 +36,9 @@ def metric_names(pipeline: pb.Pipeline) -> list[MetricName]:
 
 def _named(listed: MetricList) -> Iterator[MetricName]:
     for index, metric in enumerate(listed.metrics):
-        field = choices.chosen(metric)
+        field = fields.chosen(metric)
         if field is not None:
-            config = getattr(metric, field.name)
+            config = fields.value_of(metric, field)
             name = f"{field.name}@{config.k}" if "k" in config.DESCRIPTOR.fields_by_name else field.name
             path = f"{listed.path}.metrics[{index}]"
             yield MetricName(f"{listed.prefix}{name}", path, choices.directed(field))
@@ -47,11 +48,11 @@ def fits_preprocessor(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """The model must be able to take the sequences of its preprocessor."""
     model = model_of(pipeline)
     preprocessor_config = choices.part(model.config, "preprocessor")
-    field = choices.chosen(preprocessor_config) if preprocessor_config is not None else None
+    field = fields.chosen(preprocessor_config) if preprocessor_config is not None else None
     if field is not None and model.kind not in choices.models(field):
         fitting = " or ".join(_fitting(pb.Preprocessor, choices.models, {model.kind}))
         what = f"does not fit a {model.kind}; use {fitting}"
-        yield Finding(f"{model.path}.preprocessor.{field.name}", what)
+        yield Finding(f"{model.path}.preprocessor.{fields.name_of(field)}", what)
 
 
 def _family(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -75,19 +76,20 @@ def _tasks(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for loss, path, kinds in model_of(pipeline).losses():
-        field, kind = choices.chosen(loss), choices.loss_kind(loss)
+        field, kind = fields.chosen(loss), choices.loss_kind(loss)
         if field is None or kind in kinds:
             continue
-        what = f"is a loss of {kind}" if kind else "protos/loss.proto does not say which labels it is for"
+        unsaid = f"{field.file.name.removeprefix('recsys/')} does not say which labels it is for"
+        what = f"is a loss of {kind}" if kind else unsaid
         allowed = ", ".join(_fitting(pb.Loss, choices.labels, kinds))
-        yield Finding(f"{path}.{field.name}", f"{what}; use one of {allowed}")
+        yield Finding(f"{path}.{fields.name_of(field)}", f"{what}; use one of {allowed}")
 
 
 def _fitting(
     choice: type[Message], fits: Callable[[FieldDescriptor], list[str]], kinds: set[str] | frozenset[str]
 ) -> list[str]:
     """Names of the choices that fit at least one of `kinds`."""
-    return [field.name for field in choice.DESCRIPTOR.fields if kinds & set(fits(field))]
+    return [fields.name_of(field) for field in fields.alternatives(choice) if kinds & set(fits(field))]
 
 
 def _metrics(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -104,11 +106,11 @@ def _fit(listed: MetricList) -> Iterator[Finding]:
     if listed.kind is None:
         return
     for index, metric in enumerate(listed.metrics):
-        field = choices.chosen(metric)
+        field = fields.chosen(metric)
         if field is not None and listed.kind not in choices.labels(field):
             allowed = ", ".join(_fitting(pb.Metric, choices.labels, {listed.kind}))
             what = f"does not fit a {listed.kind} task; use one of {allowed}"
-            yield Finding(f"{listed.path}.metrics[{index}].{field.name}", what)
+            yield Finding(f"{listed.path}.metrics[{index}].{fields.name_of(field)}", what)
 
 
 def _groups(pipeline: pb.Pipeline) -> Iterator[Finding]:

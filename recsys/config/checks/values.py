@@ -8,7 +8,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from recsys import protos as pb
+from recsys.config import fields
 from recsys.config.checks.walk import Finding, descend, join
+from recsys.config.registry import has_class
 from recsys.config.textproto import enum_names
 
 
@@ -166,7 +168,7 @@ def numbers(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """Numbers must be in their range."""
     for message, path in descend(pipeline):
         ranges = RANGES.get(type(message), {})
-        for field, value in message.ListFields():
+        for field, value in message.ListFields() if ranges else ():
             if field.name not in ranges:
                 continue
             holds, words = ranges[field.name]
@@ -181,9 +183,9 @@ def numbers(pipeline: pb.Pipeline) -> Iterator[Finding]:
 
 def _required(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for message, path in descend(pipeline):
-        fields = message.DESCRIPTOR.fields_by_name
+        by_name = message.DESCRIPTOR.fields_by_name
         for name in REQUIRED.get(type(message), ()):
-            if not (getattr(message, name) if _can_be_empty(fields[name]) else message.HasField(name)):
+            if not (getattr(message, name) if _can_be_empty(by_name[name]) else message.HasField(name)):
                 yield Finding(join(path, name), "not set; it is needed", missing=True)
 
 
@@ -193,10 +195,31 @@ def _can_be_empty(field: FieldDescriptor) -> bool:
 
 def _choices(pipeline: pb.Pipeline) -> Iterator[Finding]:
     for message, path in descend(pipeline):
+        if message.DESCRIPTOR.is_extendable:
+            yield from _choice(message, path)
+            continue
         for oneof in message.DESCRIPTOR.oneofs:
             if message.WhichOneof(oneof.name) is None:
                 names = ", ".join(field.name for field in oneof.fields)
                 yield Finding(path or oneof.name, f"nothing is chosen; set one of {names}", missing=True)
+
+
+def _choice(holder: Message, path: str) -> Iterator[Finding]:
+    """A holder takes one alternative, and a message of another package needs a class that carries it out."""
+    alternatives = fields.alternatives(holder)
+    names = [fields.name_of(field) for field in alternatives if fields.is_set(holder, field)]
+    if not names:
+        allowed = ", ".join(map(fields.name_of, alternatives)) or "the extensions of an imported package"
+        yield Finding(path, f"nothing is chosen; set one of {allowed}", missing=True)
+    if len(names) > 1:
+        yield Finding(path, f"only one of a kind, and {' and '.join(names)} are set; keep one")
+    for field in alternatives:
+        if field.is_extension and fields.is_set(holder, field) and not has_class(fields.type_of(field)):
+            message = field.message_type.full_name
+            what = (
+                f"no class is registered for {message}; write @register({field.message_type.name}) above one"
+            )
+            yield Finding(join(path, fields.name_of(field)), f"{what}, in a module that is imported")
 
 
 def _enums(pipeline: pb.Pipeline) -> Iterator[Finding]:

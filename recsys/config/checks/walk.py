@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from google.protobuf.message import Message
 
+from recsys.config.fields import name_of
+
 
 class Finding(NamedTuple):
     """One fault of a config.
@@ -37,7 +39,7 @@ def children(message: Message, path: str) -> Iterator[Child]:
     for field, value in message.ListFields():
         if field.message_type is None:
             continue
-        place = join(path, field.name)
+        place = join(path, name_of(field))
         if field.is_repeated:
             yield from (Child(inner, f"{place}[{index}]") for index, inner in enumerate(value))
         else:

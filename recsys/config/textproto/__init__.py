@@ -3,7 +3,7 @@
 Protobuf's own parser stops at the first mistake and knows neither paths nor lines. `parser` walks the text
 along the descriptors, skips the parts that it cannot use and goes on. Text that it accepts has the meaning
 that protobuf's parser gives it (a test compares them). It accepts less: decimal numbers only, names and no
-numbers for enum values, no extensions, no `nan` and `inf`, no `\\x` escapes in strings.
+numbers for enum values, no `nan` and `inf`, no `\\x` escapes in strings.
 """
 
 from recsys.config.textproto.overrides import override

@@ -7,10 +7,14 @@ from typing import NamedTuple
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from recsys.config import fields
+from recsys.config.textproto.names import field_of
 from recsys.config.textproto.parser import assign
-from recsys.config.textproto.scalars import did_you_mean
+from recsys.config.textproto.scalars import Mistake
 
-_STEP = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([0-9]{1,9})\])?\Z")
+_STEP = re.compile(r"([A-Za-z_][A-Za-z0-9_]*|\[[A-Za-z0-9_.]+\])(?:\[([0-9]{1,9})\])?\Z")
+_DOT = re.compile(r"\.(?![^\[\]]*\])")
+"""A dot between two fields; those in the brackets of an extension's name are none."""
 
 
 def override(message: Message, assignment: str, locations: MutableMapping[str, str]) -> list[str]:
@@ -54,17 +58,17 @@ class _BadPath(Exception):
 
 def _find(message: Message, path: str) -> _Place:
     """Returns the field at the end of a path and creates absent messages on the way."""
-    steps = path.split(".")
+    steps = _DOT.split(path)
     for depth, step in enumerate(steps, 1):
         here, last = ".".join(steps[:depth]), depth == len(steps)
         match = _STEP.match(step)
         if match is None:
             raise _BadPath(f"{step!r} is not the name of a field, with [index] for one of a repeated field")
         name, index = match[1], match[2]
-        field = message.DESCRIPTOR.fields_by_name.get(name)
-        if field is None:
-            names = [f.name for f in message.DESCRIPTOR.fields]
-            raise _BadPath(f"{here}: no such field. {did_you_mean(name, names)}")
+        try:
+            field = field_of(message, name)
+        except Mistake as mistake:
+            raise _BadPath(f"{here}: {mistake}") from None
         if last and index is None:
             return _Place(message, field)
         if last:
@@ -77,7 +81,7 @@ def _find(message: Message, path: str) -> _Place:
 
 def _step(message: Message, field: FieldDescriptor, index: str | None, here: str) -> Message:
     """Returns the message inside `field`."""
-    inner = getattr(message, field.name)
+    inner = fields.value_of(message, field)
     if field.is_repeated:
         if index is None:
             raise _BadPath(f"{here}: repeated; say which one, for example {field.name}[0]")
@@ -86,8 +90,8 @@ def _step(message: Message, field: FieldDescriptor, index: str | None, here: str
         return inner[int(index)]
     if index is not None:
         raise _BadPath(f"{here}: not repeated; leave [{index}] out")
-    chosen = message.WhichOneof(field.containing_oneof.name) if field.containing_oneof else None
-    if chosen not in (None, field.name):
-        parent = here.rpartition(".")[0]
-        raise _BadPath(f"{here}: {chosen} is chosen; replace it first: {parent}.{field.name}={{...}}")
+    for rival in fields.rivals(message, field):
+        if fields.is_set(message, rival):
+            chosen = fields.name_of(rival)
+            raise _BadPath(f"{here}: {chosen} is chosen; replace it first: {here}={{...}}")
     return inner

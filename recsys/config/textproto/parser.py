@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from recsys.config.textproto.scalars import Mistake, Token, convert, did_you_mean, kind_of, quote
+from recsys.config import fields
+from recsys.config.textproto.names import field_of
+from recsys.config.textproto.scalars import Mistake, Token, convert, kind_of, quote
 
 _TOKEN = re.compile(
     r"""(?P<blank>[ \t\r\n\f\v]+|\#[^\n]*)
+      | (?P<extension>\[[ \t]*[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+[ \t]*\])
       | (?P<word>[A-Za-z_][A-Za-z0-9_]*)
       | (?P<number>\.?[0-9](?:[eE][+-]|[A-Za-z0-9_.])*)
       | (?P<string>"(?:[^"\\\n]|\\[^\n])*"|'(?:[^'\\\n]|\\[^\n])*')
@@ -50,7 +53,8 @@ def assign(text: str, message: Message, field: FieldDescriptor, path: str, where
 
     Quotes around a string are optional, and an empty text clears the field. `where` begins each finding.
     """
-    message.ClearField(field.name)
+    for cleared in (field, *fields.rivals(message, field)) if text.strip() else (field,):
+        fields.clear(message, cleared)
     if not text.strip():
         return Parsed([], {})
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING and text.lstrip()[0] not in "\"'[":
@@ -120,22 +124,21 @@ class _Parser:
         seen: dict[str, Token] = {}
         while not self._closing() and self._peek().kind != "end":
             name = self._peek()
-            if name.kind != "word":
+            if name.kind not in ("word", "extension"):
                 self._syntax(name, f"expected the name of a field, found {name.text!r}")
                 self._skip_line(name)
                 continue
             self._next()
-            here = f"{path}.{name.text}" if path else name.text
-            field = message.DESCRIPTOR.fields_by_name.get(name.text)
-            if field is None:
-                fields = [f.name for f in message.DESCRIPTOR.fields]
-                self._finding(name, here, f"no such field. {did_you_mean(name.text, fields)}")
-                self._skip_value(name)
-            elif clash := _clash(field, seen):
-                self._finding(name, here, clash)
+            written = "".join(name.text.split())
+            here = f"{path}.{written}" if path else written
+            try:
+                field = field_of(message, written)
+                _require_no_clash(message, field, seen)
+            except Mistake as mistake:
+                self._finding(name, here, str(mistake))
                 self._skip_value(name)
             else:
-                seen.setdefault(name.text, name)
+                seen.setdefault(written, name)
                 self._field(message, field, here, name)
             if self._peek().text in (",", ";"):
                 self._next()
@@ -189,7 +192,7 @@ class _Parser:
             if field.is_repeated:
                 inner = getattr(message, field.name).add()
             else:
-                inner = getattr(message, field.name)
+                inner = fields.value_of(message, field)
                 inner.SetInParent()
             self.message(inner, path)
             self._next()
@@ -287,17 +290,14 @@ class _Parser:
         self._found.append((token.line, token.column, f"{self._place(token)}: {what}"))
 
 
-def _clash(field: FieldDescriptor, seen: dict[str, Token]) -> str:
-    """Says why a field may not stand here: it, or another choice of its oneof, stands earlier in the text."""
-    if field.is_repeated:
-        return ""
-    if field.name in seen:
-        return f"set twice, first in line {seen[field.name].line}; keep one"
-    if field.containing_oneof is not None:
-        for other in field.containing_oneof.fields:
-            if other.name in seen:
-                return f"only one of a kind, and line {seen[other.name].line} chose {other.name}; keep one"
-    return ""
+def _require_no_clash(message: Message, field: FieldDescriptor, seen: dict[str, Token]) -> None:
+    """Raises Mistake if the field, or another one of the same choice, stands earlier in the text."""
+    name = fields.name_of(field)
+    if name in seen and not field.is_repeated:
+        raise Mistake(f"set twice, first in line {seen[name].line}; keep one")
+    for rival in map(fields.name_of, fields.rivals(message, field)):
+        if rival in seen:
+            raise Mistake(f"only one of a kind, and line {seen[rival].line} chose {rival}; keep one")
 
 
 def _store(message: Message, field: FieldDescriptor, value: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from recsys.config.fields import name_of
 from recsys.config.textproto.scalars import quote
 
 _WIDTH = 100
@@ -22,18 +23,19 @@ def write(message: Message, remarks: Mapping[str, str] | None = None) -> str:
 
 def _lines(message: Message, path: str, indent: str, remarks: Mapping[str, str]) -> Iterator[str]:
     for field, value in message.ListFields():
-        here = f"{path}.{field.name}" if path else field.name
+        name = name_of(field)
+        here = f"{path}.{name}" if path else name
         if field.message_type is not None:
             for index, inner in enumerate(value) if field.is_repeated else [(None, value)]:
                 place = here if index is None else f"{here}[{index}]"
                 remark = _remark(place, remarks)
                 inside = list(_lines(inner, place, f"{indent}  ", remarks))
                 if inside:
-                    yield f"{indent}{field.name} {{{remark}"
+                    yield f"{indent}{name} {{{remark}"
                     yield from inside
                     yield f"{indent}}}"
                 else:
-                    yield f"{indent}{field.name} {{}}{remark}"
+                    yield f"{indent}{name} {{}}{remark}"
         elif field.is_repeated:
             yield from _list(field, [_scalar(field, item) for item in value], indent, _remark(here, remarks))
         else:

@@ -8,6 +8,7 @@ import fsspec
 import pyarrow as pa
 
 from recsys import protos as pb
+from recsys.config import fields
 from recsys.config.registry import pick
 from recsys.data.schema.contract import Mode, check_same_schema, check_schema, needed_columns
 from recsys.errors import DataError
@@ -133,7 +134,7 @@ def open_source(source: pb.Source, pipeline: pb.Pipeline) -> Source:
     Raises:
         DataError: nothing is set in it, or its files cannot be read.
     """
-    if source.WhichOneof("source") is None:
+    if fields.chosen(source) is None:
         raise DataError(
             "a source of rows is empty. Set one of parquet, csv, synthetic, e.g. data.train.parquet.paths."
         )

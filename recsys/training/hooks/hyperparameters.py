@@ -4,10 +4,11 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from recsys import protos as pb
+from recsys.config import fields
 from recsys.config.checks.walk import children, join
 
 _DATA = {"batch_size", "max_history_len", "max_candidates"}
-_WITHOUT_EFFECT = ("train.log_every_steps", "train.evaluation", "train.checkpoint")
+_WITHOUT_EFFECT = ("train.log_every_steps", "train.evaluation", "train.checkpoint", "train.hooks")
 
 Value = bool | int | float | str
 
@@ -47,6 +48,10 @@ def _scalars(message: Message) -> dict[str, Value]:
             settings[field.name] = _show(field, value)
     for oneof in message.DESCRIPTOR.oneofs:
         chosen = message.WhichOneof(oneof.name)
+        if chosen is None and message.DESCRIPTOR.is_extendable:
+            chosen = next(
+                (fields.name_of(field) for field, _ in message.ListFields() if field.is_extension), None
+            )
         if chosen is not None:
             settings[oneof.name] = chosen
     return settings

@@ -1,0 +1,147 @@
+"""Imports the packages that extend the config language with messages of their own.
+
+Importing such a package registers its messages with protobuf and its classes with `config.registry`. A
+command imports the modules of `--import` and those that the config of a run lists in `imports`. The entry
+points of installed packages in the group `recsys.components` are imported only once a config names an
+extension that is not known yet. The config of an exported package never causes an import.
+"""
+
+import copyreg
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+
+from google.protobuf.message import Message
+
+from recsys import protos as pb
+from recsys.config import fields, registry
+from recsys.errors import ConfigError
+
+GROUP = "recsys.components"
+"""Group of the entry points by which an installed package is found without `--import`."""
+
+HOLDERS = [
+    pb.Model,
+    pb.Preprocessor,
+    pb.Mixer,
+    pb.Postprocessor,
+    pb.Head,
+    pb.Loss,
+    pb.Metric,
+    pb.Source,
+    pb.Hook,
+]
+"""Messages that packages extend."""
+
+_LOADED: list[str] = []
+_BROKEN: dict[str, str] = {}
+"""The fault of each entry point that cannot be imported, by its module."""
+
+
+def load(modules: Iterable[str], where: str = "--import") -> None:
+    """Imports modules that extend the config language, installed ones or those of the current folder.
+
+    Args:
+        modules: names such as `acme` or `acme.mixers`.
+        where: the flag or the place in a config that names them, for errors.
+
+    Raises:
+        ConfigError: a module cannot be imported, or declares extensions that a config cannot hold.
+    """
+    for module in modules:
+        if module in _LOADED:
+            continue
+        if os.getcwd() not in sys.path and "" not in sys.path:
+            # The console command `recsys`, other than `python -m`, does not look into the current folder.
+            sys.path.append(os.getcwd())
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            raise ConfigError(f"{where} {module}: {_why(error, module)}") from error
+        _require_messages(f"{where} {module}")
+        _LOADED.append(module)
+
+
+def discover() -> None:
+    """Imports the entry points of installed packages; `unknown` names those that cannot be imported."""
+    for entry in metadata.entry_points(group=GROUP):
+        if entry.module not in _BROKEN:
+            try:
+                load([entry.module], f"entry point {entry.name} of {GROUP}: import")
+            except ConfigError as error:
+                _BROKEN[entry.module] = str(error)
+
+
+def loaded() -> tuple[str, ...]:
+    """Names of the modules that were imported, in order."""
+    return tuple(_LOADED)
+
+
+def unknown(message: Message, name: str) -> str:
+    """Describes what is wrong with an extension that `message` does not have, and what to do.
+
+    Args:
+        message: the message in which a config names it.
+        name: the name in brackets.
+    """
+    if not message.DESCRIPTOR.is_extendable:
+        names = ", ".join(field.name for field in message.DESCRIPTOR.fields)
+        return f"{message.DESCRIPTOR.name} takes no extensions. Allowed here: {names or 'nothing'}."
+    for holder in HOLDERS:
+        if fields.find(holder, name) is not None:
+            return f"extends {holder.DESCRIPTOR.name}, and cannot stand in {message.DESCRIPTOR.name}"
+    faults = "".join(f" ({fault})" for fault in _BROKEN.values())
+    return f"no such extension is registered; give --import with the package that declares it{faults}"
+
+
+def _why(error: Exception, module: str) -> str:
+    text = f"cannot be imported: {type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+        return f"{text}. Install it, or add the folder that holds it to PYTHONPATH"
+    if "descriptor pool" in str(error):
+        return (
+            f"{text}. Its .proto uses a name or number that another one has: give its package and its "
+            "extension fields others, and compile it again with python -m recsys.compile_protos"
+        )
+    return text
+
+
+def _require_messages(where: str) -> None:
+    """Refuses extensions that are no single message: a holder's choice is always one."""
+    for holder in HOLDERS:
+        for field in fields.extensions(holder):
+            if field.message_type is None or field.is_repeated:
+                raise ConfigError(
+                    f"{where}: {field.file.name}: the extension {field.full_name} of "
+                    f"{holder.DESCRIPTOR.name} must be a message, and not repeated"
+                )
+
+
+def modules_of(message: Message) -> list[str]:
+    """Lists the modules that another process must import before it can read and use `message`.
+
+    These are the modules of the extensions in it, and of the classes that are registered for them.
+    """
+    modules: dict[str, None] = {}
+    for field, value in message.ListFields():
+        if field.is_extension:
+            modules |= dict.fromkeys([type(value).__module__, *registry.modules_of(type(value))])
+        if field.message_type is not None:
+            for inner in value if field.is_repeated else [value]:
+                modules |= dict.fromkeys(modules_of(inner))
+    return list(modules)
+
+
+def _unpickle(modules: Sequence[str], content: bytes) -> pb.Pipeline:
+    load(modules, "reader process: import")
+    return pb.Pipeline.FromString(content)
+
+
+def _pickle(pipeline: pb.Pipeline) -> tuple:
+    return _unpickle, (modules_of(pipeline), pipeline.SerializeToString())
+
+
+# A reader process knows no extensions when it receives its config, and would drop them.
+copyreg.pickle(pb.Pipeline, _pickle)

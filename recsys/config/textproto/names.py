@@ -1,0 +1,30 @@
+"""Finds the field that a name in a text or a path means; a wrong name becomes a Mistake with a hint."""
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from recsys.config import extensions, fields
+from recsys.config.textproto.scalars import Mistake, did_you_mean
+
+
+def field_of(message: Message, name: str) -> FieldDescriptor:
+    """Returns the field of `message` that a config calls `name`, e.g. `hstu` or `[acme.gru]`.
+
+    If no extension has the name, the entry points of installed packages are imported and asked.
+
+    Raises:
+        Mistake: there is no such field.
+    """
+    field = fields.find(message, name)
+    if field is not None:
+        return field
+    if not name.startswith("["):
+        raise Mistake(f"no such field. {did_you_mean(name, map(fields.name_of, fields.all_of(message)))}")
+    extensions.discover()
+    field = fields.find(message, name)
+    if field is not None:
+        return field
+    hint = did_you_mean(name, map(fields.name_of, fields.extensions(message)))
+    if hint.startswith("Did"):
+        raise Mistake(f"no such extension is registered. {hint}")
+    raise Mistake(extensions.unknown(message, name))
