@@ -17,6 +17,12 @@ def clone() -> Path | None:
     return root if (root / "pyproject.toml").is_file() and (root / "protos").is_dir() else None
 
 
+def protos() -> Path:
+    """Returns the folder of the `.proto` files: `protos/` of a clone; a wheel has them in `recsys/protos`."""
+    root = clone()
+    return root / "protos" if root is not None else _PACKAGE / "protos"
+
+
 def ready_configs() -> dict[str, Path]:
     """Returns the file of each ready config by its name, such as `ml_1m_hstu`.
 

@@ -7,6 +7,7 @@ extension that is not known yet. The config of an exported package never causes 
 """
 
 import copyreg
+import difflib
 import importlib
 import os
 import sys
@@ -80,18 +81,16 @@ def loaded() -> tuple[str, ...]:
 
 
 def unknown(message: Message, name: str) -> str:
-    """Describes what is wrong with an extension that `message` does not have, and what to do.
-
-    Args:
-        message: the message in which a config names it.
-        name: the name in brackets.
-    """
+    """Describes why `message` does not have the extension that a config calls `name`, and what to do."""
     if not message.DESCRIPTOR.is_extendable:
         names = ", ".join(field.name for field in message.DESCRIPTOR.fields)
         return f"{message.DESCRIPTOR.name} takes no extensions. Allowed here: {names or 'nothing'}."
     for holder in HOLDERS:
         if fields.find(holder, name) is not None:
             return f"extends {holder.DESCRIPTOR.name}, and cannot stand in {message.DESCRIPTOR.name}"
+    known = [fields.name_of(field) for field in fields.extensions(message)]
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"no such extension is registered. Did you mean {near[0]}?"
     faults = "".join(f" ({fault})" for fault in _BROKEN.values())
     return f"no such extension is registered; give --import with the package that declares it{faults}"
 

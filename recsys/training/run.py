@@ -12,6 +12,7 @@ from torch import Tensor
 import recsys.config as config
 from recsys import files
 from recsys import protos as pb
+from recsys.config import registry
 from recsys.data.counts import Counts
 from recsys.data.loader import Loader
 from recsys.errors import ConfigError, RecsysError
@@ -118,7 +119,9 @@ def folder_hooks(session: Session) -> list[Hook]:
     def items() -> Items | None:
         return frequent_items(session.pipeline, session.wrapped.state_dict())
 
-    return [MetricsFile(), TensorBoard(items), Report(), Console()]
+    chosen = [registry.pick(hook) for hook in session.pipeline.train.hooks]
+    further = [component.cls(component.config) for component in chosen]
+    return [MetricsFile(), TensorBoard(items), Report(), *further, Console()]
 
 
 def describe(session: Session) -> Run:

@@ -22,9 +22,6 @@ def field_of(message: Message, name: str) -> FieldDescriptor:
         raise Mistake(f"no such field. {did_you_mean(name, map(fields.name_of, fields.all_of(message)))}")
     extensions.discover()
     field = fields.find(message, name)
-    if field is not None:
-        return field
-    hint = did_you_mean(name, map(fields.name_of, fields.extensions(message)))
-    if hint.startswith("Did"):
-        raise Mistake(f"no such extension is registered. {hint}")
-    raise Mistake(extensions.unknown(message, name))
+    if field is None:
+        raise Mistake(extensions.unknown(message, name))
+    return field

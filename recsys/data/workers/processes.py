@@ -10,6 +10,8 @@ import signal
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 
+from recsys.config import extensions
+
 _IMPORTS = ["recsys.data.workers.pool"]
 
 
@@ -18,7 +20,8 @@ def context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     chosen = multiprocessing.get_context("forkserver")
-    chosen.set_forkserver_preload(_IMPORTS)
+    # Modules of other packages are imported once, by the server, and not by each of its forks.
+    chosen.set_forkserver_preload([*_IMPORTS, *extensions.loaded()])
     return chosen
 
 
