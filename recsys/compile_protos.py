@@ -63,7 +63,7 @@ def _compile(root: Path, sources: list[Path]) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         descriptors = Path(scratch) / "descriptors.bin"
         include = [
-            f"-Irecsys/protos={resources.protos()}",
+            f"-Irecsys/protos={resources.PROTOS}",
             f"-I{root}",
             f"-I{files('grpc_tools') / '_proto'}",
         ]

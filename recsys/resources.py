@@ -10,17 +10,14 @@ _PACKAGE = Path(__file__).resolve().parent
 SAMPLE = _PACKAGE / "sample"
 """Folder of the sample: `events.csv`, its `LICENSE`, and `SOURCE.md`, which says what it is."""
 
+PROTOS = _PACKAGE / "protos"
+"""Folder of the compiled config language, which also holds the `.proto` files that it was made of."""
+
 
 def clone() -> Path | None:
     """Returns the root of the clone that this package runs from, or None if it is installed from a wheel."""
     root = _PACKAGE.parent
     return root if (root / "pyproject.toml").is_file() and (root / "protos").is_dir() else None
-
-
-def protos() -> Path:
-    """Returns the folder of the `.proto` files: `protos/` of a clone; a wheel has them in `recsys/protos`."""
-    root = clone()
-    return root / "protos" if root is not None else _PACKAGE / "protos"
 
 
 def ready_configs() -> dict[str, Path]:
