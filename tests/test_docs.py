@@ -14,8 +14,7 @@ from scripts import docs_hooks, draw_docs
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
-TEXTS = [*PAGES, *sorted(ROOT.glob("*.md")), ROOT / "experiments/README.md"]
-OTHERS = [path for path in TEXTS if path.is_file()]
+TEXTS = [*PAGES, *sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("experiments/**/*.md"))]
 
 
 def name(path: Path) -> str:
@@ -42,7 +41,7 @@ def test_the_site_builds_and_needs_no_network(tmp_path):
         assert loaded and not [address for address in loaded if re.match(r"(https?:)?//", address)]
 
 
-@pytest.mark.parametrize("path", OTHERS, ids=name)
+@pytest.mark.parametrize("path", TEXTS, ids=name)
 def test_links_to_files_of_the_repository_lead_somewhere(path):
     """MkDocs checks links between pages; links of the web are not followed."""
     text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
@@ -65,7 +64,7 @@ def anchors(path: Path) -> set[str]:
 def whole_configs() -> list[tuple[str, str]]:
     """Page and text of each fenced block that is a whole config."""
     found = []
-    for path in OTHERS:
+    for path in TEXTS:
         blocks = re.findall(r"^```\w*\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S)
         found += [
             (name(path), block) for block in blocks if re.match(r"data\b", block) and "model {" in block

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Where the time of a call of attention goes: on the GPU kernel by kernel, on the host function by function.
 
-python experiments/2026-11-22-gpu-sm90/measure.py [--backend sm90] [--case NAME ...] [--host] [--profile]
+python experiments/archive/2026-11-22-gpu-sm90/measure.py [--backend sm90] [--case NAME ...] [--host] [--profile]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from scripts.bench_cases import cases, useful_flop
 from scripts.bench_ops import attend, make_inputs
 
