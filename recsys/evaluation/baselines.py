@@ -109,8 +109,8 @@ def choose(
                 for target_power in GRID["target_power"]
             ]
             models = [CoOccurrence(neighbors, counts, settings) for settings in tried]
-            totals = [_Ranked(pipeline) for _ in tried]
-            for block in _blocks(tuning):
+            totals = [Ranked(pipeline) for _ in tried]
+            for block in row_blocks(tuning):
                 # Only the normalization differs between these settings.
                 sums = models[0].sums(block)
                 for model, total in zip(models, totals, strict=True):
@@ -126,13 +126,13 @@ def metrics(
     baseline: Baseline, rows: Interactions, pipeline: pb.Pipeline, rule: SeenRule
 ) -> dict[str, float]:
     """Computes the metrics of the config's model for the ranks that a baseline gives to the targets."""
-    ranked = _Ranked(pipeline)
-    for block in _blocks(rows):
+    ranked = Ranked(pipeline)
+    for block in row_blocks(rows):
         ranked.add(baseline.scores(block), block, rule)
     return ranked.metrics()
 
 
-class _Ranked:
+class Ranked:
     """The metrics of a config's model, over blocks of scores."""
 
     def __init__(self, pipeline: pb.Pipeline):
@@ -141,11 +141,13 @@ class _Ranked:
         self._metrics = {metric.name: metric for metric in (part.cls(part.config) for part in chosen)}
 
     def add(self, scores: np.ndarray, rows: Interactions, rule: SeenRule) -> None:
+        """Adds the rows of a block; the arguments are those of `rank_targets`."""
         ranks, weights = map(torch.from_numpy, rank_targets(scores, rows, rule))
         for metric in self._metrics.values():
             metric.update(ranks, weights)
 
     def metrics(self) -> dict[str, float]:
+        """Returns the values over all blocks by name."""
         return compute_all(self._metrics)
 
 
@@ -178,7 +180,8 @@ def rank_targets(scores: np.ndarray, rows: Interactions, rule: SeenRule) -> tupl
     return ranks, weights
 
 
-def _blocks(rows: Interactions) -> Iterator[Interactions]:
+def row_blocks(rows: Interactions) -> Iterator[Interactions]:
+    """Yields runs of rows whose scores fit into memory."""
     size = max(1, _MOST_SCORES // rows.num_items)
     for start in range(0, len(rows.lengths), size):
         yield rows.select(slice(start, start + size))

@@ -49,19 +49,21 @@ class Interactions:
         )
 
 
-def read(pipeline: pb.Pipeline, split: str) -> Interactions:
+def read(pipeline: pb.Pipeline, split: str | pb.Source, mode: Mode | None = None) -> Interactions:
     """Reads the whole histories of a split, also beyond `data.max_history_len`, and its targets.
 
     Args:
         pipeline: resolved; its model searches items.
-        split: "train" (without targets), "validation" or "test".
+        split: "train" (without targets), "validation", "test", or another source.
+        mode: purpose of the rows; by default "predict" for "train", else "evaluate".
 
     Raises:
         DataError: files that are missing or do not fit the config.
     """
     item = features.searched_item(pipeline)
     parts: list[Interactions] = []
-    for batch in open_rows(pipeline, split, "predict" if split == "train" else "evaluate").epoch(0):
+    default: Mode = "predict" if split == "train" else "evaluate"
+    for batch in open_rows(pipeline, split, mode or default).epoch(0):
         ids = batch.ids[features.PREFIX[pb.HISTORY] + item.name]
         targets = batch.ids.to_dict().get(features.PREFIX[pb.CANDIDATE] + item.name)
         lengths = batch.num_candidates if targets is not None else batch.num_candidates * 0
@@ -75,7 +77,7 @@ def read(pipeline: pb.Pipeline, split: str) -> Interactions:
 _ARRAYS = ("items", "lengths", "targets", "num_targets")
 
 
-def open_rows(pipeline: pb.Pipeline, split: str, mode: Mode) -> Loader:
+def open_rows(pipeline: pb.Pipeline, split: str | pb.Source, mode: Mode) -> Loader:
     """Opens a split for reading in this process, with whole histories.
 
     Raises:

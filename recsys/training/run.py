@@ -17,7 +17,7 @@ from recsys.data.counts import Counts
 from recsys.data.loader import Loader
 from recsys.errors import ConfigError, RecsysError
 from recsys.evaluation.reference import measure_reference
-from recsys.models import build_model, layout_rule
+from recsys.models import Model, build_model, layout_rule
 from recsys.models.check_kernels import check_kernels
 from recsys.training import averaging, checkpoint, evaluator
 from recsys.training.distributed import Processes, on_main, shard
@@ -40,6 +40,14 @@ class Evaluation:
     checkpoint: Path
     metrics: dict[str, float]
     counts: Counts
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with the weights of a saved state."""
+
+    checkpoint: Path
+    model: Model
 
 
 log = logging.getLogger(__name__)
@@ -173,12 +181,7 @@ def evaluate(
     """
     if not pipeline.data.HasField(split):
         raise ConfigError(f"data.{split}: absent, so there is nothing to evaluate on")
-    _check_device(pipeline, processes)
-    path = on_main(lambda: checkpoint.find(folder / CHECKPOINTS, which))
-    require_same_model(checkpoint.read_state(path), pipeline, path)
-    step = TrainStep(build_model(pipeline))
-    wrapped = shard(step, pipeline, processes)
-    checkpoint.load_evaluated(path, wrapped.state_dict())
+    loaded = load_model(pipeline, folder, processes, which)
     loader = Loader.open(
         pipeline,
         split,
@@ -187,5 +190,19 @@ def evaluate(
         world_size=processes.world_size,
         mode="evaluate",
     )
-    metrics = evaluator.evaluate(step.model, loader, processes.device, limit)
-    return Evaluation(path, metrics, evaluator.counted(loader))
+    metrics = evaluator.evaluate(loaded.model, loader, processes.device, limit)
+    return Evaluation(loaded.checkpoint, metrics, evaluator.counted(loader))
+
+
+def load_model(pipeline: pb.Pipeline, folder: Path, processes: Processes, which: str) -> LoadedModel:
+    """Builds the model of a run with the weights of a saved state, its tables sharded in place. Collective.
+
+    Args and Raises: as `evaluate`.
+    """
+    _check_device(pipeline, processes)
+    path = on_main(lambda: checkpoint.find(folder / CHECKPOINTS, which))
+    require_same_model(checkpoint.read_state(path), pipeline, path)
+    step = TrainStep(build_model(pipeline))
+    wrapped = shard(step, pipeline, processes)
+    checkpoint.load_evaluated(path, wrapped.state_dict())
+    return LoadedModel(path, step.model)
