@@ -128,6 +128,12 @@ class ModelDeclaration:
         """The rule for items of a row's history, of a model that searches items."""
         return SeenRule()
 
+    def removes_seen(self, mode: str) -> bool:
+        """Returns whether reading to `train`, `evaluate` or `predict` needs all items of a row's history."""
+        if self.item_feature is None or mode == "train":
+            return False
+        return self.pipeline.predict.remove_history if mode == "predict" else self.seen_rule.removed
+
     @property
     def softmax(self) -> pb.SoftmaxLoss:
         """The softmax over the catalogue; empty for a model that searches none."""

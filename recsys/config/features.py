@@ -26,6 +26,10 @@ NEGATIVES = "negatives"
 BATCH_ITEMS = "batch_items"
 """Key of the distinct items of a batch's histories, ascending; only if negatives are sampled."""
 
+SEEN = "seen"
+"""Column of converted rows with all items of a row's history, also those beyond `data.max_history_len`, as
+rows of the item table; only if the model removes them."""
+
 LOG_WEIGHTS = "log_weights"
 """Key of the numbers that are added to the scores of `NEGATIVES` and, behind them, `BATCH_ITEMS`: the
 correction for how often an item is drawn."""

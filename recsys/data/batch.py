@@ -75,6 +75,10 @@ class Batch(Pipelineable):
         labels: by task name, [N] float32.
         sample_weight: [B] float32; 0 marks a filler row that keeps ranks in step.
         group: [B] int64 hash of the row's user, for per-user metrics; 0 if the config names no key column.
+        seen: int64 items of each row's whole history, also beyond `data.max_history_len`, as rows of the item
+            table; none unless the model removes them from what it finds.
+        seen_layout: the layout of `seen` over rows.
+        repeated: [N] bool, candidates that are among their row's `seen`.
         position: the batch's place in the data.
         rows: origin of its rows.
     """
@@ -93,6 +97,9 @@ class Batch(Pipelineable):
     labels: dict[str, Tensor]
     sample_weight: Tensor
     group: Tensor
+    seen: Tensor | None = None
+    seen_layout: SequenceLayout | None = None
+    repeated: Tensor | None = None
     channel_layout: SequenceLayout | None = None
     channel_events: dict[str, Tensor] = field(default_factory=dict)
     channel_lengths: dict[str, Tensor] = field(default_factory=dict)

@@ -10,25 +10,27 @@ from typing import NamedTuple
 
 TRUNCATED_HISTORY = "truncated_history"
 TRUNCATED_CANDIDATES = "truncated_candidates"
+REPEATED_TARGETS = "repeated_targets"
 
-_TRUNCATED = (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES)
+_NOT_LEFT_OUT = (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES, REPEATED_TARGETS)
 
 logger = logging.getLogger(__name__)
 
 
 class Counts(NamedTuple):
-    """Rows that were left out as bad (data.bad_rows), and rows whose history or candidates were cut."""
+    """Rows that were left out as bad (data.bad_rows), rows whose history or candidates were cut, and targets
+    that evaluation removes because their user has had them."""
 
     left_out: int = 0
     cut_histories: int = 0
     cut_candidates: int = 0
+    repeated_targets: int = 0
 
     @classmethod
     def of(cls, by_name: Mapping[str, int]) -> "Counts":
-        """Sums up counts by reason: every reason but truncation means that the row was left out."""
-        histories = by_name.get(TRUNCATED_HISTORY, 0)
-        candidates = by_name.get(TRUNCATED_CANDIDATES, 0)
-        return cls(sum(by_name.values()) - histories - candidates, histories, candidates)
+        """Sums up counts by reason: all but those of `_NOT_LEFT_OUT` mean that the row was left out."""
+        others = [by_name.get(name, 0) for name in _NOT_LEFT_OUT]
+        return cls(sum(by_name.values()) - sum(others), *others)
 
     def plus(self, addend: "Counts") -> "Counts":
         """Adds two counts field by field."""
@@ -45,7 +47,8 @@ class RowCounter:
 
     Attributes:
         rows: rows that were read since `begin`, including those that were left out.
-        by_name: rows left out by reason, and rows that were cut (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES).
+        by_name: rows left out by reason, and rows that were cut (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES),
+            and REPEATED_TARGETS.
     """
 
     def __init__(self, name: str, of_rank: str = "", *, by_epoch: bool) -> None:
@@ -72,11 +75,19 @@ class RowCounter:
     def log(self, epoch: int) -> None:
         """Warns about rows that were left out; logs cut rows again only when their numbers change."""
         where = f"{self._name} rows{f' of epoch {epoch}' if self._by_epoch else ''}{self._of_rank}"
-        left_out, histories, candidates = self.counts
+        left_out, histories, candidates, repeated = self.counts
         if left_out:
-            reasons = [(name, count) for name, count in self.by_name.most_common() if name not in _TRUNCATED]
+            reasons = [
+                (name, count) for name, count in self.by_name.most_common() if name not in _NOT_LEFT_OUT
+            ]
             listed = ", ".join(f"{name} {count:,}" for name, count in reasons)
             logger.warning("%s: %s were left out (%s)", where, self._share(left_out), listed)
+        if repeated:
+            logger.info(
+                "%s: %s targets are in the history of their row, so seen: REMOVE removes them",
+                where,
+                f"{repeated:,}",
+            )
         parts = [
             f"{self._share(count)} had more {what}, the {kept} were read"
             for count, what, kept in (

@@ -35,7 +35,7 @@ from recsys.data.unknown_ids import UnknownIds
 from recsys.errors import RecsysError
 from recsys.inference.eager import EagerPackage
 from recsys.inference.package import Package
-from recsys.inference.rows import Histories, runs, whole_histories
+from recsys.inference.rows import runs
 from recsys.inference.search import Recall, open_search
 from recsys.inference.shared_rows import BlockScores, Limits, PackageProgram
 from recsys.models.base import layout_rule
@@ -93,6 +93,7 @@ class Predictor:
         self.pipeline.CopyFrom(package.pipeline)
         self.pipeline.data.bad_rows.CopyFrom(changed.data.bad_rows)
         self.pipeline.data.key_columns[:] = changed.data.key_columns
+        self.pipeline.predict.CopyFrom(changed.predict)
         # A row's candidates are cut into pieces here, so no row is too long.
         self.pipeline.data.ClearField("max_candidates")
         rule = layout_rule(self.pipeline)
@@ -176,15 +177,12 @@ class Predictor:
     def _retrieve(self, block: ColumnBlock, table: pa.Table) -> dict[str, pa.Array | pa.ChunkedArray]:
         k = self.settings.top_k
         items, scores = [np.zeros((0, k), np.int64)], [np.zeros((0, k), np.float32)]
-        column = features.PREFIX[pb.HISTORY] + self.item
-        seen = whole_histories(table, block, column, self.vocabulary)
-        if not self.settings.remove_history:
-            seen = Histories(seen.items[:0], np.zeros_like(seen.lengths))
-        seen = replace(seen, items=self.vocabulary.layout.id_of(seen.items))
         for rows in runs(len(block.row), self.settings.batch_size):
-            removed, removed_lengths = seen.of(rows)
-            queries = self.scorer.score(self._batch(block.select(rows))).cpu()
+            batch = self._batch(block.select(rows))
+            queries = self.scorer.score(batch).cpu()
             # An unknown item is at place -1, which is passed over.
+            removed = torch.from_numpy(self.vocabulary.layout.id_of(batch.seen.numpy()))
+            removed_lengths = batch.seen_layout.lengths
             best = self.search.best(queries, k, removed=removed, removed_lengths=removed_lengths)
             items.append(best.items.numpy())
             scores.append(best.scores.numpy())

@@ -1,34 +1,14 @@
-"""Prepares converted rows for a package: cuts long rows into pieces and reads whole histories."""
+"""Prepares converted rows for a package: cuts long rows into pieces."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import torch
 
 from recsys import protos as pb
-from recsys.data.arrow import one_array
 from recsys.data.convert.column_block import ColumnBlock
-from recsys.data.convert.row_checks import Lists
-from recsys.data.schema.vocabulary import Vocabulary
 from recsys.errors import ConfigError
-
-
-@dataclass
-class Histories:
-    """The events of the rows of a table. A row that was left out has no events."""
-
-    items: np.ndarray
-    """int64 [events]: the item of each event as a row of the item table; histories follow one another."""
-    lengths: np.ndarray
-    """int64 [rows]: the number of events of each row."""
-
-    def of(self, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the items of a run of rows [events], and each row's number of events [rows], both int64."""
-        start, stop = self.lengths[: rows.start].sum(), self.lengths[: rows.stop].sum()
-        return torch.from_numpy(self.items[start:stop]), torch.from_numpy(self.lengths[rows])
 
 
 def in_pieces(block: ColumnBlock, max_len: int) -> ColumnBlock:
@@ -69,21 +49,6 @@ def cut_into_pieces(lengths: np.ndarray, max_len: int) -> Pieces:
     row = np.repeat(np.arange(len(lengths)), count)
     skipped = max_len * (np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count))
     return Pieces(row, np.minimum(lengths[row] - skipped, max_len))
-
-
-def whole_histories(table: pa.Table, block: ColumnBlock, column: str, vocabulary: Vocabulary) -> Histories:
-    """Reads all events of a table's rows, including those beyond `data.max_history_len`.
-
-    Args:
-        table: the table from which `block` was converted.
-        column: name of a single-valued id column of side HISTORY.
-        vocabulary: the column's vocabulary.
-    """
-    good = block.codes == 0
-    lists = Lists.of(one_array(table.filter(pa.array(good))[column]))
-    lengths = np.zeros(len(good), np.int64)
-    lengths[good] = lists.lengths
-    return Histories(vocabulary.map(lists.values), lengths)
 
 
 def runs(total: int, max_len: int) -> Iterator[slice]:

@@ -98,6 +98,7 @@ class Retriever(Model):
             l2_normalize=config.l2_normalize,
         )
         self.metric_choices = list(config.metrics)
+        self.leaves_out_repeated = config.repeated_targets == pb.Retriever.LEAVE_OUT
 
     def forward(self, batch: Batch) -> RetrieverOutputs:
         """Returns a query for every event, and the vectors of the batch's negatives."""
@@ -157,20 +158,24 @@ class Retriever(Model):
         weights = torch.repeat_interleave(
             batch.sample_weight, batch.num_candidates, output_size=ranks.shape[0]
         )
+        if self.leaves_out_repeated:
+            weights = weights * ~batch.repeated
         return {"": (ranks, weights)}
 
     def ranks(self, outputs: RetrieverOutputs, batch: Batch) -> Tensor:
-        """Returns the rank of each candidate among all items that its row has not seen, int64 [N]; 1 is best.
+        """Returns the rank of each candidate among the catalogue, int64 [N]; 1 is best.
 
-        Ties count against the model. An unknown candidate cannot be found, so its rank is V + 1.
+        Ties count against the model. Items that the batch's rows have seen are removed. A candidate among
+        them and an unknown one cannot be found, so their rank is V + 1.
         """
         return rank_targets(
             last_of_each(outputs.queries, batch.uih_lengths),
             outputs.items,
             targets=batch.ids[self.candidates].values(),
             num_targets=batch.num_candidates,
-            seen=batch.ids[self.history].values(),
-            seen_layout=batch.layout.history_only().layout,
+            removed=batch.seen,
+            removed_layout=batch.seen_layout,
+            missed=batch.repeated,
             max_scores=MAX_SCORES,
         )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from recsys import protos as pb
 from recsys.config.checks.values import limit
 from recsys.config.checks.walk import Finding, descend
-from recsys.config.declarations import Choice, LossField, MetricList, ModelDeclaration
+from recsys.config.declarations import Choice, LossField, MetricList, ModelDeclaration, SeenRule
 from recsys.config.registry import declare
 from recsys.config.textproto import did_you_mean
 
@@ -23,12 +23,18 @@ class RetrieverDeclaration(ModelDeclaration):
     """Declares `Retriever`: it turns a history into a query and searches the catalogue of one feature."""
 
     has_targets = False
-    may_change = ("metrics",)
+    may_change = ("metrics", "seen", "repeated_targets")
 
     @property
     def item_feature(self) -> str:
         """The config names it."""
         return self.config.item_feature
+
+    @property
+    def seen_rule(self) -> SeenRule:
+        """The config gives it."""
+        left_out = self.config.repeated_targets == pb.Retriever.LEAVE_OUT
+        return SeenRule(self.config.seen == pb.Retriever.REMOVE, left_out)
 
     @property
     def softmax(self) -> pb.SoftmaxLoss:
@@ -53,7 +59,8 @@ class RetrieverDeclaration(ModelDeclaration):
         return [MetricList(self.config.metrics, self.path, "", "retrieval")]
 
     def choices(self) -> Iterator[Choice]:
-        """Positions from the start of the history, and contextual tokens that do not read it."""
+        """The rule for seen items, positions from the start, and contextual tokens that read no history."""
+        yield from self._seen()
         origin = "next-item training"
         for message, path in descend(self.config, self.path):
             if isinstance(message, pb.PositionalEncoder):
@@ -88,9 +95,25 @@ class RetrieverDeclaration(ModelDeclaration):
                 yield Finding(f"{path}.target_window", what)
             if message.target_group_size > 1:
                 yield Finding(f"{path}.target_group_size", what)
+        removed, predict = self.seen_rule.removed, self.pipeline.predict
+        if self.config.HasField("seen") and predict.HasField("remove_history"):
+            if removed != predict.remove_history:
+                said = f"{str(predict.remove_history).lower()} is given, {self.path}.seen says otherwise"
+                what = f"{said}: evaluation does not tell what these predictions are worth; drop it"
+                yield Finding("predict.remove_history", what)
+        if self.config.repeated_targets == pb.Retriever.LEAVE_OUT and not removed:
+            yield Finding(f"{self.path}.repeated_targets", "without effect: seen KEEP removes no target")
         if self.config.postprocessor.HasField("l2_norm") and self.config.l2_normalize:
             what = "without effect: l2_normalize gives queries and items unit length in any case"
             yield Finding("model.retriever.postprocessor.l2_norm", what)
+
+    def _seen(self) -> Iterator[Choice]:
+        """One rule for evaluation and prediction, whichever of the two fields the config sets."""
+        predict = self.pipeline.predict
+        if predict.HasField("remove_history") and not predict.remove_history:
+            yield Choice(self.config, self.path, "seen", pb.Retriever.KEEP, "predict.remove_history")
+        removed = self.config.seen == pb.Retriever.REMOVE
+        yield Choice(predict, "predict", "remove_history", removed, f"{self.path}.seen")
 
     def _item(self) -> Iterator[Finding]:
         pipeline, name = self.pipeline, self.config.item_feature

@@ -123,6 +123,26 @@ def test_fills_in_what_a_retriever_leaves_open(write, path, value):
     assert at(config.resolve(config.load(write(RETRIEVER)), read_files=False).pipeline, path) == value
 
 
+@pytest.mark.parametrize(
+    ("overrides", "seen", "remove_history", "warns"),
+    [
+        ([], pb.Retriever.REMOVE, True, False),
+        (["predict.remove_history=false"], pb.Retriever.KEEP, False, False),
+        (["model.retriever.seen=KEEP"], pb.Retriever.KEEP, False, False),
+        (["model.retriever.seen=REMOVE", "predict.remove_history=false"], pb.Retriever.REMOVE, False, True),
+    ],
+)
+def test_evaluation_and_prediction_follow_one_rule_for_seen_items(
+    write, overrides, seen, remove_history, warns
+):
+    """Also for a config that is older than `seen` and says `remove_history`."""
+    ready = config.read(write(RETRIEVER), overrides)
+    resolved = config.resolve(ready.pipeline, read_files=False).pipeline
+    assert (resolved.model.retriever.seen, resolved.predict.remove_history) == (seen, remove_history)
+    said = [line for line in config.warnings(ready.pipeline, ready.locations) if "remove_history" in line]
+    assert bool(said) == warns
+
+
 def test_a_package_of_three_digits_is_compared_with_two(write):
     resolved = config.resolve(config.load(write(RANKER), ["model.precision=BF16"]), read_files=False).pipeline
     assert resolved.export.parity_tolerance == 2e-2

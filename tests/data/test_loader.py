@@ -261,7 +261,7 @@ def test_cut_candidates_are_a_warning_where_they_are_evaluated(sample, caplog):
     reading = Loader.open(sample.pipeline, "validation", RULE)
     for _ in range(2):
         list(reading.epoch(0))
-    assert reading.counter.counts == (0, 0, 2)
+    assert reading.counter.counts == (0, 0, 2, 0)
     training, evaluating = caplog.records
     assert [training.levelname, evaluating.levelname] == ["INFO", "WARNING"]
     what = "2 of 4 had more candidates than data.max_candidates, the first were read"

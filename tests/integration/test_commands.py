@@ -22,7 +22,12 @@ def test_evaluate_repeats_what_training_measured(tmp_path, capsys, caplog):
     measured = {step: record["metrics"] for step, record in records(tmp_path, "evaluation").items()}
     assert measured[2] != measured[4]
     lengths = pc.list_value_length(pq.read_table("tests/data/kuairand/validation.parquet")["uih_timestamps"])
-    cut = {"left_out": 0, "cut_histories": pc.sum(pc.greater(lengths, 20)).as_py(), "cut_candidates": 0}
+    cut = {
+        "left_out": 0,
+        "cut_histories": pc.sum(pc.greater(lengths, 20)).as_py(),
+        "cut_candidates": 0,
+        "repeated_targets": 0,
+    }
     for step in (2, 4):
         arguments = ("--run-dir", str(tmp_path), "--split", "validation", "--checkpoint", str(step))
         assert evaluate(*arguments) == 0

@@ -17,10 +17,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from recsys import protos as pb
 from recsys.errors import DataError
 from recsys.inference import exporter
 from recsys.inference.package import Package
-from tests.integration.runs import ROOT, command, command_in_new_process
+from recsys.inference.predictor import Predictor
+from tests.integration.runs import ROOT, command, command_in_new_process, evaluate
 
 RANKER = ("tests/integration/tiny.config", "train.num_steps=40", "train.evaluation.every_steps=40")
 RETRIEVER = (
@@ -63,7 +65,6 @@ def ranker(tmp_path_factory):
 def retriever(tmp_path_factory):
     folder = tmp_path_factory.mktemp("retriever")
     table = pq.read_table(ROOT / "tests/data/movielens/test.parquet")
-    # Evaluation sees the newest 200 events and removes those; prediction removes all that the user has seen.
     short = table.filter(pc.less_equal(pc.list_value_length(table["uih_item_id"]), 50))
     pq.write_table(short, folder / "rows.parquet", row_group_size=100)
     return export(folder, *RETRIEVER, rows=folder / "rows.parquet")
@@ -123,6 +124,56 @@ def test_a_retrievers_predictions_have_the_evaluated_quality(retriever, tmp_path
         gains.append(1 / math.log2(1 + rank) if rank else 0.0)
     assert np.mean(hits) == pytest.approx(metrics["hit_rate@10"], abs=1e-6)
     assert np.mean(gains) == pytest.approx(metrics["ndcg@10"], abs=1e-6)
+
+
+@pytest.fixture(scope="module")
+def repeats(retriever, tmp_path_factory):
+    """Rows of which every other one has a target that its user had before, also beyond 200 events."""
+    rows = pq.read_table(ROOT / "tests/data/movielens/test.parquet").to_pylist()
+    rows.sort(key=lambda row: -len(row["uih_item_id"]))
+    rows = rows[:40] + rows[-80:]
+    for number, row in enumerate(rows):
+        if number % 2:
+            row["candidate_item_id"] = [row["uih_item_id"][0 if number % 4 == 1 else -1]]
+    path = tmp_path_factory.mktemp("repeats") / "rows.parquet"
+    schema = pq.read_schema(ROOT / "tests/data/movielens/test.parquet")
+    pq.write_table(pa.Table.from_pylist(rows, schema), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("seen", "remove_history", "left_out"),
+    [("REMOVE", True, False), ("REMOVE", True, True), ("KEEP", False, False)],
+)
+def test_evaluation_says_what_predictions_find_where_users_repeat_items(
+    retriever, repeats, seen, remove_history, left_out
+):
+    """HR@10 and NDCG@10 from the lists of ten items, against the metrics of `recsys.evaluate`."""
+    package = Package(retriever.package)
+    pipeline = pb.Pipeline()
+    pipeline.CopyFrom(package.pipeline)
+    pipeline.predict.remove_history = remove_history
+    rows = pq.read_table(repeats)
+    lists = Predictor(package, pipeline).table(rows)["item_id"].to_pylist()
+    gains, repeated = [], 0
+    for row, items in zip(rows.to_pylist(), lists, strict=True):
+        (target,) = row["candidate_item_id"]
+        known = target in row["uih_item_id"]
+        repeated += known
+        if not (known and left_out):
+            gains.append(1 / math.log2(2 + items.index(target)) if target in items else 0.0)
+    assert repeated >= 60
+    choices = [f"model.retriever.seen={seen}", "model.retriever.metrics=[{hit_rate {}}, {ndcg {}}]"]
+    choices += [f"model.retriever.repeated_targets={'LEAVE_OUT' if left_out else 'MISS'}"]
+    choices += [f'data.test={{parquet {{paths: "{repeats}"}}}}']
+    flags = [part for choice in choices for part in ("--set", choice)]
+    assert evaluate("--run-dir", str(retriever.run), *flags) == 0
+    written = json.loads((retriever.run / "test_metrics.json").read_text())
+    assert written["metrics"]["ndcg@10"] == pytest.approx(np.mean(gains), abs=1e-6)
+    assert written["metrics"]["hit_rate@10"] == pytest.approx(np.mean(np.array(gains) > 0), abs=1e-6)
+    assert written["repeated_targets"] == (repeated if seen == "REMOVE" else 0)
+    # An untrained query is close to its last event, so only KEEP finds repeats.
+    assert seen == "REMOVE" or np.mean(np.array(gains)[1::2] > 0) > np.mean(np.array(gains)[::2] > 0)
 
 
 def test_top_k_and_history_can_be_chosen(retriever, tmp_path):

@@ -13,6 +13,9 @@ def brute_force(queries, items, targets, seen):
                 ranks.append(len(items) + 1)
                 continue
             scores = {k + 1: float(query @ item) for k, item in enumerate(items)}
+            if target in seen[row]:
+                ranks.append(len(items) + 1)
+                continue
             others = [k for k in scores if k != target and k not in seen[row]]
             ranks.append(1 + sum(not scores[k] < scores[target] for k in others))
     return ranks
@@ -25,8 +28,11 @@ def ranks(queries, items, targets, seen, max_scores=10**6):
         items,
         targets=flat,
         num_targets=torch.tensor([len(one) for one in targets]),
-        seen=torch.tensor(sum(seen, []), dtype=torch.int64),
-        seen_layout=SequenceLayout(torch.tensor([len(one) for one in seen])),
+        removed=torch.tensor(sum(seen, []), dtype=torch.int64),
+        removed_layout=SequenceLayout(torch.tensor([len(one) for one in seen])),
+        missed=torch.tensor(
+            [item in row for row, wanted in zip(seen, targets, strict=True) for item in wanted]
+        ).bool(),
         max_scores=max_scores,
     ).tolist()
 
@@ -45,13 +51,13 @@ def test_equals_brute_force_whatever_the_block(max_scores):
 
 def test_ties_count_against_the_model():
     queries, items = torch.zeros(4, 3), torch.randn(10, 3)
-    # 10 items less what the row has seen, its target not counted as seen.
-    assert ranks(queries, items, TARGETS, SEEN) == [8, 8, 9, 11, 10]
+    # 10 items less what the row has seen; a seen target and an unknown one cannot be found.
+    assert ranks(queries, items, TARGETS, SEEN) == [8, 8, 11, 11, 10]
 
 
 def test_scores_that_are_no_numbers_find_nothing():
     items = torch.randn(10, 3)
-    assert ranks(torch.full((4, 3), torch.nan), items, TARGETS, SEEN) == [8, 8, 9, 11, 10]
+    assert ranks(torch.full((4, 3), torch.nan), items, TARGETS, SEEN) == [8, 8, 11, 11, 10]
 
 
 def test_no_targets():

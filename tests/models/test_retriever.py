@@ -290,7 +290,8 @@ def test_ranks_and_metrics_follow_from_scores_by_hand(model, pipeline):
     for row, query in zip(rows, queries, strict=True):
         for target in row.values["candidate_item_id"]:
             others = set(range(1, 21)) - set(row.values["uih_item_id"]) - {target}
-            expected.append(1 + sum(bool(query @ items[k] >= query @ items[target]) for k in others))
+            better = sum(bool(query @ items[k] >= query @ items[target]) for k in others)
+            expected.append(21 if target in row.values["uih_item_id"] else 1 + better)
             weights.append(row.weight)
     assert model.ranks(outputs, batch).tolist() == expected
     # Without history every item scores 0 and all ties count against the model.

@@ -286,8 +286,14 @@ def batch_of(pipeline: pb.Pipeline, rows: Sequence[Row], negatives: Sequence[int
             keys.append(name)
             values += own
             lengths += [len(own)] + [0] * (len(rows) - 1)
+    seen = [row.values.get("uih_item_id", []) for row in rows]
+    wanted = [row.values.get("candidate_item_id", []) for row in rows]
+    repeated = [item in known for items, known in zip(wanted, seen, strict=True) for item in items]
     return Batch(
         layout=layout(uih_lengths),
+        seen=_ints(sum(seen, [])),
+        seen_layout=SequenceLayout(_ints(list(map(len, seen)))),
+        repeated=torch.tensor(repeated, dtype=torch.bool),
         channel_layout=SequenceLayout.join([layout(n) for n in channel_lengths.values()])
         if channels
         else None,

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 
 from recsys import protos as pb
 from recsys.config import features
+from recsys.config.declarations import model_of
 from recsys.data.arrow import integers, one_array
 from recsys.data.convert import row_checks
 from recsys.data.convert.column_block import ColumnBlock, FlatColumn, flat_indices, offsets_of, pick
@@ -86,6 +87,9 @@ class Converter:
         self._name_hashes = dict(zip(names, hash_text(pa.array(names, pa.string())), strict=True))
         self._tables = {column.name: column.table for column in features.columns(pipeline)}
         self._rule = rule
+        self._seen = None
+        if model_of(pipeline).removes_seen(mode):
+            self._seen = features.PREFIX[pb.HISTORY] + features.searched_item(pipeline).name
 
     @classmethod
     def open(cls, pipeline: pb.Pipeline, rule: LayoutRule, *, mode: Mode) -> "Converter":
@@ -120,6 +124,9 @@ class Converter:
         flat = {name: to_flat(column, self._mapping(name)) for name, column in cells.items()}
         if self._unknown_rates:
             self._show_unknown(flat, cells, origin, np.flatnonzero(good))
+        if self._seen is not None:
+            offsets = cells[self._seen].lists[0].offsets
+            flat[features.SEEN] = FlatColumn(pb.USER, flat[self._seen].values, offsets)
         spans = self._spans(cells, left.num_rows)
         kept = {side: flat_indices(span.starts, span.lengths) for side, span in spans.items()}
         if self.mode == "train" and self.pipeline.data.HasField("stochastic_length"):

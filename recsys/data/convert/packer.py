@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from recsys import protos as pb
 from recsys.config import features
+from recsys.config.declarations import model_of
 from recsys.data.convert.channels import select
 from recsys.data.convert.column_block import ColumnBlock, FlatColumn, offsets_of
 from recsys.data.convert.converter import (
@@ -25,7 +26,7 @@ from recsys.data.convert.converter import (
     UIH_WATCH_TIME,
 )
 from recsys.data.convert.row_checks import REASONS
-from recsys.data.counts import TRUNCATED_CANDIDATES, TRUNCATED_HISTORY
+from recsys.data.counts import REPEATED_TARGETS, TRUNCATED_CANDIDATES, TRUNCATED_HISTORY
 from recsys.data.schema.contract import FileColumn, Kind, Mode, file_columns
 from recsys.data.schema.layout_rule import LayoutRule
 
@@ -35,9 +36,9 @@ class BatchArrays:
     """One batch as numpy arrays; fields as in `Batch`.
 
     `id_values` and `id_lengths` go column by column, in the order of `features.columns`. `counts` are the
-    numbers of rows that were left out, by reason (row_checks.REASONS), and of rows that were cut
-    (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES). `channel_lengths` are int64 [rows], events of each row in a
-    channel.
+    numbers of rows that were left out, by reason (row_checks.REASONS), of rows that were cut
+    (TRUNCATED_HISTORY, TRUNCATED_CANDIDATES), and of repeated targets (REPEATED_TARGETS). `channel_lengths`
+    are int64 [rows], events of each row in a channel.
     """
 
     uih_lengths: np.ndarray
@@ -53,6 +54,9 @@ class BatchArrays:
     candidate_timestamps: np.ndarray
     channel_events: dict[str, np.ndarray]
     channel_lengths: dict[str, np.ndarray]
+    seen: np.ndarray
+    seen_lengths: np.ndarray
+    repeated: np.ndarray
     labels: dict[str, np.ndarray]
     sample_weight: np.ndarray
     group: np.ndarray
@@ -105,6 +109,8 @@ class Packer:
         self._columns = features.columns(pipeline)
         self._channels = rule.channels
         self._in_file = file_columns(pipeline, mode)
+        item = model_of(pipeline).item_feature
+        self._target = None if item is None else features.PREFIX[pb.CANDIDATE] + item
 
     def pack(self, block: ColumnBlock) -> BatchArrays:
         """Makes the arrays of a batch of all rows of a block, in new memory."""
@@ -128,6 +134,8 @@ class Packer:
             channel.name: select(channel, masks, watch_time, lengths[pb.HISTORY])
             for channel in self._channels
         }
+        seen, seen_lengths = _seen(flat, num_rows)
+        repeated = self._repeated(flat, seen, seen_lengths, lengths[pb.CANDIDATE])
         return {
             "uih_lengths": lengths[pb.HISTORY],
             "num_candidates": lengths[pb.CANDIDATE],
@@ -146,6 +154,9 @@ class Packer:
             ),
             "channel_events": {name: channel.events for name, channel in channels.items()},
             "channel_lengths": {name: channel.lengths for name, channel in channels.items()},
+            "seen": seen,
+            "seen_lengths": seen_lengths,
+            "repeated": repeated,
             "labels": {
                 column.task.name: _labels(column.task, flat[column.name].values)
                 for column in self._in_file
@@ -157,8 +168,19 @@ class Packer:
             "row": block.row,
             # A slice would be sent to the other process with its whole table.
             "keys": block.keys.take(pa.array(np.arange(num_rows))) if block.keys is not None else None,
-            "counts": _count(block),
+            "counts": _count(block, repeated),
         }
+
+    def _repeated(
+        self, flat: dict[str, FlatColumn], seen: np.ndarray, seen_lengths: np.ndarray, num_targets: np.ndarray
+    ) -> np.ndarray:
+        """Marks the targets that their row has seen, bool [candidates]."""
+        if not len(seen) or self._target not in flat:
+            return np.zeros(num_targets.sum(), bool)
+        target = flat[self._target].values.astype(np.int64)
+        rows, keys = np.arange(len(num_targets)), 1 + max(int(seen.max()), int(target.max(initial=0)))
+        known = np.repeat(rows, seen_lengths) * keys + seen
+        return (target > 0) & np.isin(np.repeat(rows, num_targets) * keys + target, known)
 
     def filler(self, num_rows: int) -> BatchArrays:
         """Makes a batch of filler rows, for a rank that runs out of rows before the others."""
@@ -236,12 +258,21 @@ def _labels(task: pb.Task, values: np.ndarray) -> np.ndarray:
     return ((values.astype(np.int64, copy=False) & mask) != 0).astype(np.float32)
 
 
-def _count(block: ColumnBlock) -> Counter[str]:
-    """Counts the rows that were left out or cut, by reason."""
+def _seen(flat: dict[str, FlatColumn], num_rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the items that the rows have seen, and how many each row has; none if they are not removed."""
+    if features.SEEN not in flat:
+        return np.empty(0, np.int64), np.zeros(num_rows, np.int64)
+    _, values, offsets = flat[features.SEEN]
+    return values, np.diff(offsets)
+
+
+def _count(block: ColumnBlock, repeated: np.ndarray) -> Counter[str]:
+    """Counts the rows that were left out or cut, by reason, and repeated targets."""
     by_code = np.bincount(block.codes, minlength=len(REASONS) + 1)[1:].tolist()
     counts = Counter(dict(zip(REASONS, by_code, strict=True)))
     counts[TRUNCATED_HISTORY] = int(block.cut[pb.HISTORY].sum())
     counts[TRUNCATED_CANDIDATES] = int(block.cut[pb.CANDIDATE].sum())
+    counts[REPEATED_TARGETS] = int(repeated.sum())
     return +counts
 
 
