@@ -6,6 +6,11 @@ It is composed as text rather than printed from a message so that it can have co
 import shlex
 from pathlib import Path
 
+from recsys.prepare.starter_settings import SMALL_LOG, StarterSettings, choose_settings
+
+OFF = "#: "
+"""Stands before each line of the config that is switched off."""
+
 
 def write_config(schema: dict, folder: Path, address: Path) -> None:
     """Writes `starter.config` into `folder` for data that will stand at `address`.
@@ -21,13 +26,15 @@ def write_config(schema: dict, folder: Path, address: Path) -> None:
 
 def starter_config(schema: dict, address: str) -> str:
     """Returns the text of a Pipeline; a relative `address` counts from where the command runs."""
-    ranking = schema["task"] == "ranking"
+    ranking, settings = schema["task"] == "ranking", choose_settings(schema)
+    others = [] if ranking else schema["features"][1:]
     parts = [
-        _head(schema, address),
-        _data(schema, address),
+        _head(schema, address, settings),
+        _data(schema, address, settings),
         *(_feature(entry) for entry in schema["features"] if ranking or entry["name"] == "item_id"),
-        _ranker(schema) if ranking else _retriever(schema),
-        _train(schema),
+        *([_item_features(others)] if others else []),
+        _ranker(schema, settings) if ranking else _retriever(schema, settings),
+        _train(schema, settings),
     ]
     return "\n".join(parts)
 
@@ -38,26 +45,35 @@ def train_command(folder: Path) -> str:
     return f"python -m recsys.train --config {config} --run-dir {run}"
 
 
-def _head(schema: dict, address: str) -> str:
+def _head(schema: dict, address: str, settings: StarterSettings) -> str:
+    command = train_command(Path(address))
     lines = [
         f"# A first {schema['task']} model on {address}, to change as you like.",
         "# configs/REFERENCE.md explains every field.",
-        f"#   {train_command(Path(address))}",
+        f"#   {command}",
+        f"# Sizes and rates fit {settings.rows:,} training rows: see recsys/prepare/starter_settings.py.",
     ]
-    if schema["task"] == "retrieval":
-        lines.append("# Other features of items stand in the files too; add them under `features`.")
+    if settings.blend:
+        lines += [
+            "# With so few users, counting which items follow each other is hard to beat; training shows",
+            "# it beside each evaluation (co-occurrence). The blend of both is mostly ahead of either.",
+            "# This measures the blend, and with --output DIR recommends:",
+            f"#   python -m recsys.blend{command[command.index(' --run-dir') :]}",
+        ]
     return "\n".join(lines) + "\n"
 
 
-def _data(schema: dict, address: str) -> str:
+def _data(schema: dict, address: str, settings: StarterSettings) -> str:
     lines = ["data {"]
     for split in ("train", "validation", "test"):
         paths = sorted({_glob(file) for file in schema["splits"][split]["files"]})
         lines += [f'  {split} {{ parquet {{ paths: "{address}/{path}" }} }}' for path in paths]
+    lines.append(f'  vocabulary_dir: "{address}/vocabulary"')
+    if schema["task"] == "retrieval" and len(schema["features"]) > 1:
+        lines.append(f'  {OFF}item_file: "{address}/items.parquet"')
     lines += [
-        f'  vocabulary_dir: "{address}/vocabulary"',
-        f"  batch_size: {_batch_size(schema)}",
-        "  max_history_len: 200",
+        f"  batch_size: {settings.batch_size}",
+        f"  max_history_len: {settings.max_history_len}",
     ]
     if schema["task"] == "ranking":
         lines.append(f"  max_candidates: {schema['settings']['max_candidates']}")
@@ -65,11 +81,14 @@ def _data(schema: dict, address: str) -> str:
     return "\n".join([*lines, "}", ""])
 
 
-def _batch_size(schema: dict) -> int:
-    """Chooses the rows per batch: few enough for some twenty steps per epoch where there are few rows."""
-    rows = schema["splits"]["train"]["rows"]
-    sizes = (128, 64, 32, 16) if schema["task"] == "retrieval" else (64, 32, 16)
-    return next((size for size in sizes if rows >= 20 * size), 8)
+def _item_features(entries: list[dict]) -> str:
+    """Returns the features of items that a two-tower model knows, switched off, with what they are for."""
+    about = (
+        f"# A two-tower model also knows what items are: remove each `{OFF.strip()}`. It may pay where many\n"
+        "# items are new; on MovieLens it did not (experiments/2026-11-22-two-tower).\n"
+    )
+    text = "".join(_feature({**entry, "sides": ["ITEM"]}) for entry in entries)
+    return about + "".join(f"{OFF}{line}\n" for line in text.splitlines())
 
 
 def _glob(file: str) -> str:
@@ -91,25 +110,28 @@ def _feature(entry: dict) -> str:
     return head + f"  id {{ vocabulary {{}}{many} }}\n}}\n"
 
 
-def _ranker(schema: dict) -> str:
+def _ranker(schema: dict, settings: StarterSettings) -> str:
     signed = {name for split in schema["splits"].values() for name in split.get("labels_below_0", ())}
     tasks = "".join(_task(name, kind, name in signed) for name, kind in schema["labels"].items())
+    width, dropout = settings.embedding_dim, settings.dropout
     return f"""model {{
-  embedding_dim: 32
+  embedding_dim: {width}
   ranker {{
     preprocessor {{
       contextual {{
-        content {{ hidden: 64 }}
+        content {{ hidden: {2 * width} }}
 {_action(schema, "        ")}        positional {{
           origin: END
           num_time_buckets: 64 time_scale: SQRT time_unit: 3600
         }}
-        dropout: 0.1
+        dropout: {dropout}
       }}
     }}
-    mixer {{ hstu {{ num_layers: 2 num_heads: 2 qk_dim: 16 dropout: 0.1 }} }}
+    mixer {{
+      hstu {{ num_layers: {settings.num_layers} num_heads: 2 qk_dim: {width // 2} dropout: {dropout} }}
+    }}
     postprocessor {{ layer_norm {{}} }}
-    head {{ fusion {{ mlp {{ hidden: 64 }} }} }}
+    head {{ fusion {{ mlp {{ hidden: {2 * width} }} }} }}
 {tasks}  }}
 }}
 """
@@ -136,27 +158,22 @@ def _task(name: str, kind: str, signed: bool) -> str:
     return f'    tasks {{ name: "{name}" loss {{ {loss} }} {metrics} }}\n'
 
 
-def _retriever(schema: dict) -> str:
+def _retriever(schema: dict, settings: StarterSettings) -> str:
+    width, dropout = settings.embedding_dim, settings.dropout
+    mixer = _small_mixer(settings) if settings.rows < SMALL_LOG else _large_mixer(settings)
+    tower = f"    {OFF}item_encoder {{ mlp {{ hidden: {2 * width} }} residual: true }}\n"
     return f"""model {{
-  embedding_dim: 50
+  embedding_dim: {width}
   embedding {{ placement: REPLICATED }}
   retriever {{
     item_feature: "item_id"
-    preprocessor {{
+{tower if len(schema["features"]) > 1 else ""}    preprocessor {{
       uih {{
 {_action(schema, "        ")}        positional {{ origin: START }}
-        dropout: 0.2
+        dropout: {dropout}
       }}
     }}
-    mixer {{
-      hstu {{
-        num_layers: 2 num_heads: 1 qk_dim: 50
-        activation: UVQK gate: UGN dropout: 0.2
-        bias {{}}
-        mask {{ contextual_reads_history: false }}
-      }}
-    }}
-    loss {{ softmax {{ temperature: 0.05 full {{}} }} }}
+{mixer}    loss {{ softmax {{ temperature: 0.05 full {{}} }} }}
     metrics {{ ndcg {{ k: 10 }} }}
     metrics {{ hit_rate {{ k: 10 }} }}
     metrics {{ hit_rate {{ k: 50 }} }}
@@ -166,17 +183,37 @@ def _retriever(schema: dict) -> str:
 """
 
 
-def _train(schema: dict) -> str:
+def _small_mixer(settings: StarterSettings) -> str:
+    return f"""    mixer {{
+      sasrec {{
+        num_layers: {settings.num_layers} num_heads: 2 dropout: {settings.dropout}
+        mask {{ contextual_reads_history: false }}
+      }}
+    }}
+"""
+
+
+def _large_mixer(settings: StarterSettings) -> str:
+    return f"""    mixer {{
+      hstu {{
+        num_layers: {settings.num_layers} num_heads: 2 qk_dim: {settings.embedding_dim // 2}
+        activation: UVQK gate: UGN dropout: {settings.dropout}
+        bias {{}}
+        mask {{ contextual_reads_history: false }}
+      }}
+    }}
+"""
+
+
+def _train(schema: dict, settings: StarterSettings) -> str:
     ranking = schema["task"] == "ranking"
-    epochs = 2 if ranking else 20
-    steps = epochs * -(-schema["splits"]["train"]["rows"] // _batch_size(schema))
     sparse = "  sparse_optimizer { row_wise_adagrad { lr: 0.02 } }\n" if ranking else ""
     beta = "" if ranking else " beta2: 0.98"
     return f"""train {{
-  num_epochs: {epochs}
-  dense_optimizer {{ adamw {{ lr: 1e-3{beta} }} }}
-{sparse}  schedule {{ warmup_steps: {min(100, steps // 10)} cosine {{}} }}
+  num_epochs: {settings.num_epochs}
+  dense_optimizer {{ adamw {{ lr: {settings.lr:g}{beta} }} }}
+{sparse}  schedule {{ warmup_steps: {settings.warmup_steps} cosine {{}} }}
   max_grad_norm: 1
-  evaluation {{ patience: {2 if ranking else 5} }}
+  evaluation {{ every_steps: {settings.every_steps} patience: {settings.patience} }}
 }}
 """
