@@ -189,6 +189,11 @@ class MixerDeclaration:
     keeps_cache: ClassVar[bool] = False
     """True if the mixer can score candidates against keys and values that it kept of a history."""
 
+    @property
+    def reads_times(self) -> bool:
+        """True if what the mixer computes depends on the times of tokens."""
+        return False
+
     def __init__(self, config: Message, path: str, model: pb.Model):
         self.config = config
         self.path = path

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from recsys import protos as pb
 from recsys.config.checks.values import limit
 from recsys.config.checks.walk import Finding, descend
-from recsys.config.declarations import Choice, LossField, MetricList, ModelDeclaration, SeenRule
+from recsys.config.declarations import Choice, LossField, MetricList, ModelDeclaration, SeenRule, mixer_of
 from recsys.config.registry import declare
 from recsys.config.textproto import did_you_mean
 
@@ -101,6 +101,11 @@ class RetrieverDeclaration(ModelDeclaration):
                 said = f"{str(predict.remove_history).lower()} is given, {self.path}.seen says otherwise"
                 what = f"{said}: evaluation does not tell what these predictions are worth; drop it"
                 yield Finding("predict.remove_history", what)
+        mixer, timed = mixer_of(self.pipeline), self.config.postprocessor.HasField("timestamp_layer_norm")
+        if self.config.preprocessor.uih.query_time == pb.UihPreprocessor.LAST_EVENT:
+            if mixer is not None and not mixer.reads_times and not timed:
+                what = "without effect: neither mixer nor postprocessor reads times"
+                yield Finding(f"{self.path}.preprocessor.uih.query_time", what)
         if self.config.repeated_targets == pb.Retriever.LEAVE_OUT and not removed:
             yield Finding(f"{self.path}.repeated_targets", "without effect: seen KEEP removes no target")
         if self.config.postprocessor.HasField("l2_norm") and self.config.l2_normalize:

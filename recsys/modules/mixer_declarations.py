@@ -28,6 +28,7 @@ limit(
         "output_dropout": BELOW_ONE,
         "stochastic_depth": BELOW_ONE,
         "scale_len": POSITIVE,
+        "alpha": POSITIVE,
     },
     required=("qk_dim",),
 )
@@ -44,6 +45,11 @@ class HstuDeclaration(MixerDeclaration):
     """Declares `HstuMixer`."""
 
     keeps_cache = True
+
+    @property
+    def reads_times(self) -> bool:
+        """In a bias with time buckets."""
+        return self.config.HasField("bias") and self.config.bias.num_time_buckets > 0
 
     def choices(self) -> Iterator[Choice]:
         """The width of values, the divisor of attention weights and the positions of the bias tables."""

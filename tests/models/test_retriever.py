@@ -77,6 +77,24 @@ def test_the_future_does_not_reach_the_past(model, pipeline):
         assert not torch.isclose(after[cut:], before[cut:]).all(1).any()
 
 
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_query_that_knows_its_own_time_only_does_not_see_the_time_of_its_target(knows):
+    change = "model { retriever { preprocessor { uih { query_time: LAST_EVENT } } } }"
+    pipeline = pipeline_of(RETRIEVER, "" if knows else change)
+    model = build(pipeline)
+    row = random_row(pipeline, 6, 1)
+    later = row.changed(request_time=row.request_time + 10**6)
+    asked, asked_later = (model.query(batch_of(pipeline, [given])) for given in (row, later))
+    assert torch.equal(asked, asked_later) != knows
+    # In training the target of a position is the next event.
+    times = [*row.uih_timestamps[:5], row.uih_timestamps[5] - 10**6]
+    queries, moved = (
+        model(batch_of(pipeline, [given])).queries for given in (row, row.changed(uih_timestamps=times))
+    )
+    assert torch.equal(queries[4], moved[4]) != knows
+    assert torch.equal(queries[:4], moved[:4])
+
+
 def test_later_events_may_be_missing(model, pipeline):
     row = random_row(pipeline, 6, 1)
     whole = model(batch_of(pipeline, [row])).queries

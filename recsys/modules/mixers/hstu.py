@@ -65,15 +65,17 @@ class HstuMixer(Mixer):
         self.output_dropout = nn.Dropout(config.output_dropout)
         self.attention_width = config.num_heads * (config.qk_dim + config.v_dim)
         self.scale_len, self.backend = config.scale_len, config.backend
+        self.alpha = config.alpha if config.HasField("alpha") else config.qk_dim**-0.5
         self.deterministic = config.deterministic if config.HasField("deterministic") else None
         self.attention = partial(
             hstu_attention,
+            alpha=self.alpha,
             scale_len=config.scale_len,
             backend=config.backend,
             deterministic=self.deterministic,
         )
         self.cached_attention = partial(
-            hstu_attention_cached, scale_len=config.scale_len, backend=config.backend
+            hstu_attention_cached, alpha=self.alpha, scale_len=config.scale_len, backend=config.backend
         )
 
     @classmethod
@@ -128,7 +130,7 @@ class HstuMixer(Mixer):
         problem = Problem(
             layout,
             mask,
-            self.qk_dim**-0.5,
+            self.alpha,
             self.scale_len,
             bias,
             deterministic=is_deterministic(self.deterministic),

@@ -46,6 +46,7 @@ class UihPreprocessor(nn.Module):
         if config.HasField("positional"):
             self.positional = PositionalEncoder(config.positional, embedding_dim=width)
         self.dropout = nn.Dropout(config.dropout)
+        self.knows_target_time = config.query_time == pb.UihPreprocessor.TARGET
 
     @staticmethod
     def layout_rule(config: pb.UihPreprocessor, pipeline: pb.Pipeline) -> LayoutRule:
@@ -53,7 +54,9 @@ class UihPreprocessor(nn.Module):
         return LayoutRule(num_contextual=0, targets=False)
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
-        """Makes the tokens of every history; the last event's next timestamp is the request time.
+        """Makes the tokens of every history.
+
+        The next timestamp of an event is the time that the query behind it knows, by `query_time`.
 
         Args:
             embeddings: column -> [n, width].
@@ -65,7 +68,9 @@ class UihPreprocessor(nn.Module):
         if self.action is not None:
             values = values + self.action(batch.uih_actions, batch.uih_watch_time)
         times = batch.uih_timestamps
-        after = following(times, batch.uih_lengths, last=batch.request_time)
+        after = times
+        if self.knows_target_time:
+            after = following(times, batch.uih_lengths, last=batch.request_time)
         if self.positional is not None:
             count = times.shape[0]
             request = torch.repeat_interleave(batch.request_time, batch.uih_lengths, output_size=count)

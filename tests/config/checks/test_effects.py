@@ -71,6 +71,24 @@ WARNINGS = [
     (RETRIEVER, ["predict.index={faiss {}}"], None),
     (
         RETRIEVER,
+        ["model.retriever.preprocessor.uih.query_time=LAST_EVENT"],
+        "uih.query_time: without effect: neither mixer nor postprocessor reads times",
+    ),
+    (
+        RETRIEVER,
+        [
+            "model.retriever.preprocessor.uih.query_time=LAST_EVENT",
+            "model.retriever.mixer={hstu {qk_dim: 4 bias {}}}",
+        ],
+        None,
+    ),
+    (
+        RETRIEVER,
+        ["model.retriever.seen=KEEP", "model.retriever.repeated_targets=LEAVE_OUT"],
+        "model.retriever.repeated_targets: without effect: seen KEEP removes no target",
+    ),
+    (
+        RETRIEVER,
         ["data.item_file=items.parquet"],
         "data.item_file: without effect: no feature has the side ITEM",
     ),

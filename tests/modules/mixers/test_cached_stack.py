@@ -36,7 +36,7 @@ STACKS = {
     "biased masks": f"{STACK} {BIAS} {GROUPS['masks']}",
     "biased tails": f"{STACK} {BIAS} {GROUPS['tails']}",
     "places": f"{STACK} {PLACES} {GROUPS['plain']}",
-    "research form": f"{STACK} num_layers: 2 activation: UVQK gate: UGN norm: GROUP_NORM",
+    "research form": f"{STACK} num_layers: 2 activation: UVQK gate: UGN norm: GROUP_NORM alpha: 1",
 }
 MIXERS = {name: f"hstu {{ {stack} }}" for name, stack in STACKS.items()} | {
     f"{name} channels": f"mixture {{ {' '.join(f'stacks {{ hstu {{ {STACKS[n]} }} }}' for n in stacks)} }}"

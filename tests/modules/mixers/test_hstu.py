@@ -15,11 +15,13 @@ def config(**fields):
     return pb.HstuMixer(num_heads=2, qk_dim=4, v_dim=3, scale_len=5.0, mask={}, **fields)
 
 
-@pytest.mark.parametrize("per_head", [False, True])
-def test_layers_follow_each_other_each_with_its_own_bias(per_head):
+@pytest.mark.parametrize(("per_head", "alpha"), [(False, None), (True, 1.0)])
+def test_layers_follow_each_other_each_with_its_own_bias(per_head, alpha):
     mask = {"window": 2, "prefix": 1, "target_window": True, "target_group_size": 2}
     given = config(num_layers=3, bias={"num_positions": 6, "num_time_buckets": 30, "per_head": per_head})
     given.mask.CopyFrom(pb.AttentionMask(**mask))
+    if alpha is not None:
+        given.alpha = alpha
     mixer = HstuMixer(given, embedding_dim=WIDTH).double()
     for parameter in mixer.parameters():
         torch.nn.init.normal_(parameter)
@@ -29,7 +31,12 @@ def test_layers_follow_each_other_each_with_its_own_bias(per_head):
         assert tables.position.shape == ((2, 6) if per_head else (6,))
         bias = RelativeBias(tables.position, tables.time, sequence.timestamps, sequence.next_timestamps)
         attend = partial(
-            hstu_attention, layout=sequence.layout, mask=AttentionMask(**mask), scale_len=5.0, bias=bias
+            hstu_attention,
+            layout=sequence.layout,
+            mask=AttentionMask(**mask),
+            alpha=alpha or 0.5,
+            scale_len=5.0,
+            bias=bias,
         )
         x = layer(x, attend)
     torch.testing.assert_close(mixer(sequence).values, x)
