@@ -10,6 +10,7 @@ import recsys.config as configs
 from recsys import protos as pb
 from recsys.api.rows import Rows, to_table
 from recsys.config import Loaded, Parsed, textproto
+from recsys.config.declarations import model_of
 from recsys.config.features import PREFIX
 from recsys.data.arrow import one_array
 from recsys.data.sources.memory import MemoryFile
@@ -51,11 +52,9 @@ class Config:
         return configs.to_text(self.pipeline, self._origins).rstrip()
 
     def __repr__(self) -> str:
-        model, names = self.pipeline.model, ", ".join(feature.name for feature in self.pipeline.features)
-        return (
-            f"<recsys.Config: {model.WhichOneof('model')} of width {model.embedding_dim}, features {names}; "
-            "print it to see every setting>"
-        )
+        names = ", ".join(feature.name for feature in self.pipeline.features)
+        kind, width = model_of(self.pipeline).kind, self.pipeline.model.embedding_dim
+        return f"<recsys.Config: {kind} of width {width}, features {names}; print it to see every setting>"
 
 
 def config(

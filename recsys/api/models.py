@@ -53,7 +53,7 @@ class Model:
         self._weights: list[tuple[int, int]] = []
 
     def __repr__(self) -> str:
-        kind = self.config.pipeline.model.WhichOneof("model")
+        kind = model_of(self.config.pipeline).kind
         if self.module is None:
             return f"<recsys.Model: {kind}, compiled, of {self.package.folder if self.package else ''}>"
         count = sum(parameter.numel() for parameter in self.module.parameters())

@@ -245,15 +245,17 @@ def parse(
         where = loaded.locations.get("imports", name)
         extensions.load(listed, f"{where}: imports:")
         loaded, mistakes = _parse(text, name, overrides)
-    elif listed and mistakes:
-        flags = " ".join(f"--import {module}" for module in listed)
-        mistakes.append(
-            f"{name}: it was made with {flags}; give that again, since a package imports no code by itself"
-        )
+    if any(extensions.UNKNOWN in mistake for mistake in mistakes) and extensions.discover():
+        loaded, mistakes = _parse(text, name, overrides)
     for module in imports:
         if module not in loaded.pipeline.imports:
             loaded.locations[f"imports[{len(loaded.pipeline.imports)}]"] = "--import"
             loaded.pipeline.imports.append(module)
+    if listed and mistakes and not follow_imports:
+        flags = " ".join(f"--import {module}" for module in listed)
+        mistakes.append(
+            f"{name}: it was made with {flags}; give that again, since a package imports no code by itself"
+        )
     return Parsed(loaded, mistakes)
 
 

@@ -36,6 +36,12 @@ HOLDERS = [
 ]
 """Messages that packages extend."""
 
+UNKNOWN = "no such extension is registered"
+"""Beginning of the finding about an extension that no imported package declares."""
+
+_POOL = "descriptor pool"
+"""Words of protobuf's error about a file whose names or numbers are taken."""
+
 _LOADED: list[str] = []
 _BROKEN: dict[str, str] = {}
 """The fault of each entry point that cannot be imported, by its module."""
@@ -65,14 +71,21 @@ def load(modules: Iterable[str], where: str = "--import") -> None:
         _LOADED.append(module)
 
 
-def discover() -> None:
-    """Imports the entry points of installed packages; `unknown` names those that cannot be imported."""
+def discover() -> bool:
+    """Imports the entry points of installed packages, and returns whether there were any to import.
+
+    `unknown` names those that cannot be imported.
+    """
+    before = len(_LOADED) + len(_BROKEN)
     for entry in metadata.entry_points(group=GROUP):
         if entry.module not in _BROKEN:
             try:
                 load([entry.module], f"entry point {entry.name} of {GROUP}: import")
             except ConfigError as error:
+                if _POOL in str(error):
+                    raise  # protobuf keeps traces of the refused file, and must not be asked any more
                 _BROKEN[entry.module] = str(error)
+    return len(_LOADED) + len(_BROKEN) > before
 
 
 def loaded() -> tuple[str, ...]:
@@ -90,16 +103,16 @@ def unknown(message: Message, name: str) -> str:
             return f"extends {holder.DESCRIPTOR.name}, and cannot stand in {message.DESCRIPTOR.name}"
     known = [fields.name_of(field) for field in fields.extensions(message)]
     if near := difflib.get_close_matches(name, known, n=1):
-        return f"no such extension is registered. Did you mean {near[0]}?"
+        return f"{UNKNOWN}. Did you mean {near[0]}?"
     faults = "".join(f" ({fault})" for fault in _BROKEN.values())
-    return f"no such extension is registered; give --import with the package that declares it{faults}"
+    return f"{UNKNOWN}; give --import with the package that declares it{faults}"
 
 
 def _why(error: Exception, module: str) -> str:
     text = f"cannot be imported: {type(error).__name__}: {error}"
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
         return f"{text}. Install it, or add the folder that holds it to PYTHONPATH"
-    if "descriptor pool" in str(error):
+    if _POOL in str(error):
         return (
             f"{text}. Its .proto uses a name or number that another one has: give its package and its "
             "extension fields others, and compile it again with python -m recsys.compile_protos"

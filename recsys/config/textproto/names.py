@@ -10,8 +10,6 @@ from recsys.config.textproto.scalars import Mistake, did_you_mean
 def field_of(message: Message, name: str) -> FieldDescriptor:
     """Returns the field of `message` that a config calls `name`, e.g. `hstu` or `[acme.gru]`.
 
-    If no extension has the name, the entry points of installed packages are imported and asked.
-
     Raises:
         Mistake: there is no such field.
     """
@@ -20,8 +18,4 @@ def field_of(message: Message, name: str) -> FieldDescriptor:
         return field
     if not name.startswith("["):
         raise Mistake(f"no such field. {did_you_mean(name, map(fields.name_of, fields.all_of(message)))}")
-    extensions.discover()
-    field = fields.find(message, name)
-    if field is None:
-        raise Mistake(extensions.unknown(message, name))
-    return field
+    raise Mistake(extensions.unknown(message, name))
