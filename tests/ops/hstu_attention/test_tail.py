@@ -1,5 +1,7 @@
 """Attention of which only the newest history is read: equal there, with all gradients of keys and values."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from recsys.ops.hstu_attention.reference import run
 from tests.ops.cases import MASKS, layout_of, samples
 
 SHAPES = [(150, 3), (0, 2), (0, 0), (260, 0), (1, 140), (20, 20), (300, 5)]
-SOME_MASKS = [*MASKS[::7], AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5)]
+LONG_MASKS = (AttentionMask(window=40, prefix=9), AttentionMask(130, 70, True, 5))
 
 
 def case(layout: SequenceLayout, tail: int, dim: int, heads: int, seed: int = 0):
@@ -69,9 +71,14 @@ def sm90(monkeypatch):
     return results
 
 
-@pytest.mark.parametrize("contextual", [0, 3, 70])
-@pytest.mark.parametrize("mask", SOME_MASKS, ids=str)
+CONTEXTUAL = (0, 3, 70)
+CASES = [(mask, CONTEXTUAL[i % 3]) for i, mask in enumerate(MASKS[::7])]
+CASES += itertools.product(LONG_MASKS, CONTEXTUAL)
+
+
+@pytest.mark.parametrize(("mask", "contextual"), CASES, ids=str)
 def test_hopper_kernels_in_the_emulator(sm90, mask, contextual):
+    """Masks longer than a block meet each number of contextual tokens, the others one number each."""
     layout = layout_of(samples(contextual, SHAPES))
     for tail in (1, 70):
         tensors, index = case(layout, tail, 64, 1)

@@ -9,11 +9,14 @@ pytest.importorskip("triton", reason="Triton is not installed (pip install trito
 from recsys.ops.hstu_attention.cached import hopper_launch
 from tests.ops.hstu_attention.test_hopper_compile import assembled, check_loop, check_resources, product_loops
 
-CASES = [*hopper_launch.SIZES.items(), *hopper_launch.LARGE_SIZES.items()]
+SIZES = [*hopper_launch.SIZES.items(), *hopper_launch.LARGE_SIZES.items()]
+# Groups of targets change the loop of new keys only, in the same way for all sizes.
+CASES = [(*sizes, False) for sizes in SIZES] + [
+    pytest.param(*sizes, True, marks=[pytest.mark.slow] * (number > 0)) for number, sizes in enumerate(SIZES)
+]
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("dim", "sizes"), CASES)
+@pytest.mark.parametrize(("dim", "sizes", "grouped"), CASES)
 def test_it_fits_and_its_products_overlap(dim, sizes, grouped, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     environment.prefer_packaged_ptxas()
