@@ -44,7 +44,15 @@ recsys predict  --run-dir runs/sample
 
 The last one writes `runs/sample/predictions/*.parquet`: for each request of the test split the ids of the
 user and of the videos shown, and the probabilities of a click and of a long view. `runs/sample/report.html`
-shows how the training went.
+shows how the training went. The same from Python, without `export`:
+
+```python
+import polars, recsys
+
+model = recsys.load("runs/sample")
+best = model.recommend(polars.read_parquet("sample/test"), k=3, by="click")
+print(polars.from_arrow(best))
+```
 
 | | |
 | --- | --- |

@@ -22,8 +22,10 @@ def project(tmp_path_factory):
 
 
 def commands(text):
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    return [shlex.split(line) for line in "".join(blocks).replace("\\\n", " ").splitlines()]
+    """The flags of each command that stands on lines of its own."""
+    return [
+        shlex.split(line) for line in re.findall(r"^recsys (.*)", text.replace("\\\n", " "), re.MULTILINE)
+    ]
 
 
 def test_the_sample_has_the_events_of_the_test_data():
@@ -47,13 +49,13 @@ def test_the_project_has_the_data_its_licence_and_a_config_that_is_right(project
 
 def test_the_commands_of_its_readme_are_those_that_exist(project, monkeypatch):
     lines = commands((project / "README.md").read_text(encoding="utf-8"))
-    assert [line[1] for line in lines] == ["train", "evaluate", "export", "predict", "prepare"]
+    assert [line[0] for line in lines] == ["train", "evaluate", "export", "predict", "prepare"]
     for line in lines[:4]:
         with pytest.raises(SystemExit, match="0"):
-            console.main([*line[1:], "--help"])
+            console.main([*line, "--help"])
     # The last one makes the same data again.
     monkeypatch.chdir(project)
-    flags = lines[4][3:]
+    flags = lines[4][2:]
     flags[flags.index("sample")] = "again"
     csv.main(flags)
     for file in (project / "sample").rglob("*.parquet"):

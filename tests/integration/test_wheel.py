@@ -23,6 +23,16 @@ def run(command, folder, **variables):
     return done.stdout + done.stderr
 
 
+class Installed:
+    """The console command in `site`; the libraries come from the environment of the tests."""
+
+    def __init__(self, site):
+        self.site = site
+
+    def __call__(self, folder, *arguments):
+        return run([self.site / "bin" / "recsys", *arguments], folder, PYTHONPATH=str(self.site))
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """A wheel of what an sdist of this tree holds, so that neither lacks a file."""
@@ -42,11 +52,10 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recsys(wheel, tmp_path_factory):
-    """Runs the installed console command; the libraries come from the environment of the tests."""
     site = tmp_path_factory.mktemp("site")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]
     run([*pip, "--target", site, wheel], site)
-    return lambda folder, *arguments: run([site / "bin" / "recsys", *arguments], folder, PYTHONPATH=str(site))
+    return Installed(site)
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +92,14 @@ def test_the_project_that_init_makes_is_right_outside_the_clone(project, recsys)
 
 @pytest.mark.slow
 def test_the_commands_of_its_readme_run_outside_the_clone(project, recsys):
-    lines = re.findall(r"^recsys (.*)", (project / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    readme = (project / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^recsys (.*)", readme, re.MULTILINE)
     train, evaluate, export, predict = (shlex.split(line) for line in lines[:4])
     said = recsys(project, *train, "--set", "train.num_steps=4", "--set", "data.num_workers=1")
     assert "all 4 steps are done" in said
     assert "click/auc" in recsys(project, *evaluate)
+    (snippet,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert "1_374" in run([sys.executable, "-c", snippet], project, PYTHONPATH=str(recsys.site))
     recsys(project, *export)
     recsys(project, *predict)
     assert list((project / "runs/sample/predictions").glob("*.parquet"))
