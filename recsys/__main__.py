@@ -32,6 +32,7 @@ COMMANDS = {
     "prepare": Command("recsys.prepare.__main__", "make training data from an event log"),
     "train": Command("recsys.train", "train a model, or continue a run that stopped"),
     "evaluate": Command("recsys.evaluate", "measure a trained model on a split"),
+    "sweep": Command("recsys.sweep", "train combinations of settings, compare them on validation"),
     "blend": Command("recsys.blend", "blend a trained model with item co-occurrence"),
     "export": Command("recsys.export", "compile a trained model into a package"),
     "compile-protos": Command("recsys.compile_protos", "compile the .proto files of a package of yours"),
