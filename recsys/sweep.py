@@ -54,9 +54,7 @@ def _find_rate(call: cli.Call) -> None:
             shown = list(zip(tested.rates, tested.losses, strict=True))
             for rate, loss in shown[:: max(1, len(shown) // 20)]:
                 print(f"{rate:>8.1e}  {loss:.4f}")
-            print(
-                "the loss falls fastest at the suggested rate; on small logs 3 to 5 times as much may be better"
-            )
+            print("the loss falls fastest at the suggested rate; small logs may want 3 to 5 times as much")
             print(f"suggested: --set train.dense_optimizer.adamw.lr={tested.suggested:g}")
 
 
