@@ -21,12 +21,14 @@ if TYPE_CHECKING:
         Fit,
         Hook,
         Model,
+        PreparedEvents,
         batches,
         build,
         config,
         evaluate,
         fit,
         load,
+        prepare_events,
     )
 
 __version__ = "0.1.0"
@@ -37,12 +39,14 @@ __all__ = [
     "Fit",
     "Hook",
     "Model",
+    "PreparedEvents",
     "batches",
     "build",
     "config",
     "evaluate",
     "fit",
     "load",
+    "prepare_events",
 ]
 
 _CALLABLE_MODULES = ("config", "evaluate")

@@ -12,6 +12,7 @@ environment.import_torchrec_quietly()
 
 from recsys.api.batches import Batches, batches  # noqa: E402
 from recsys.api.configs import Config, config  # noqa: E402
+from recsys.api.events import PreparedEvents, prepare_events  # noqa: E402
 from recsys.api.fitting import Fit, evaluate, fit  # noqa: E402
 from recsys.api.models import Model, build, load  # noqa: E402
 from recsys.training.hooks import Hook  # noqa: E402
@@ -22,10 +23,12 @@ __all__ = [
     "Fit",
     "Hook",
     "Model",
+    "PreparedEvents",
     "batches",
     "build",
     "config",
     "evaluate",
     "fit",
     "load",
+    "prepare_events",
 ]

@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import fsspec
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 import recsys.config as configs
 from recsys import protos as pb
@@ -101,6 +103,28 @@ def of_pipeline(pipeline: pb.Pipeline) -> Config:
     """The config of a package, as it was resolved when it was made."""
     loaded = Loaded(pipeline, {})
     return Config(loaded, _prepare(loaded, (), ()))
+
+
+def in_memory(cfg: Config) -> Config:
+    """The same config without its rows, and with tables in memory in the place of its other files."""
+    loaded, mistakes = _parse(cfg, ())
+    data = loaded.pipeline.data
+    for field in ("train", "validation", "test", "vocabulary_dir"):
+        data.ClearField(field)
+    owned: dict[str, MemoryFile] = {}
+
+    def copy(path: str, name: str) -> str:
+        if path not in owned:
+            with fsspec.open(path, "rb") as file:
+                owned[path] = MemoryFile(pq.read_table(file), name)
+        return owned[path].address
+
+    for feature, resolved in zip(loaded.pipeline.features, cfg.pipeline.features, strict=True):
+        if resolved.HasField("id") and resolved.id.HasField("vocabulary"):
+            feature.id.vocabulary.file = copy(resolved.id.vocabulary.file, resolved.id.table)
+    if data.item_file:
+        data.item_file = copy(data.item_file, "items")
+    return Config(loaded, _prepare(loaded, mistakes, ()), list(owned.values()))
 
 
 def with_sources(cfg: Config, sources: Mapping[str, pb.Source], overrides: Sequence[str] = ()) -> pb.Pipeline:

@@ -17,8 +17,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+import recsys
 from recsys import protos as pb
-from recsys.errors import DataError
+from recsys.errors import ConfigError, DataError
 from recsys.inference import exporter
 from recsys.inference.package import Package
 from recsys.inference.predictor import Predictor
@@ -174,6 +175,28 @@ def test_evaluation_says_what_predictions_find_where_users_repeat_items(
     assert written["repeated_targets"] == (repeated if seen == "REMOVE" else 0)
     # An untrained query is close to its last event, so only KEEP finds repeats.
     assert seen == "REMOVE" or np.mean(np.array(gains)[1::2] > 0) > np.mean(np.array(gains)[::2] > 0)
+
+
+@pytest.mark.parametrize("family", ["ranker", "retriever"])
+def test_the_library_answers_alike_for_a_run_and_its_package(family, request, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    exported = request.getfixturevalue(family)
+    run, package = recsys.load(exported.run), recsys.load(exported.package)
+    table = pq.read_table(exported.rows).slice(0, 200)
+    answers = [model.score(table).to_pydict() for model in (run, package)]
+    assert answers[0].keys() == answers[1].keys()
+    compared = [name for name, values in answers[0].items() if isinstance(values[0], list)]
+    for name in compared:
+        ours, theirs = ([x for row in answer[name] for x in row] for answer in answers)
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    if family == "retriever":
+        # Items whose scores nearly agree may change places; the scores in falling order may not.
+        best = [model.recommend(table, k=5)["score"].to_pylist() for model in (run, package)]
+        for ours, theirs in zip(*best, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+        assert run.embeddings()["id"].to_pylist() == package.embeddings()["id"].to_pylist()
+    with pytest.raises(ConfigError, match="a package is compiled to predict and cannot be evaluated"):
+        recsys.evaluate(package, table)
 
 
 def test_top_k_and_history_can_be_chosen(retriever, tmp_path):
