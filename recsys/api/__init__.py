@@ -15,15 +15,19 @@ from recsys.api.configs import Config, config  # noqa: E402
 from recsys.api.events import PreparedEvents, prepare_events  # noqa: E402
 from recsys.api.fitting import Fit, evaluate, fit  # noqa: E402
 from recsys.api.models import Model, build, load  # noqa: E402
+from recsys.errors import ConfigError, DataError, RecsysError  # noqa: E402
 from recsys.training.hooks import Hook  # noqa: E402
 
 __all__ = [
     "Batches",
     "Config",
+    "ConfigError",
+    "DataError",
     "Fit",
     "Hook",
     "Model",
     "PreparedEvents",
+    "RecsysError",
     "batches",
     "build",
     "config",
