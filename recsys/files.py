@@ -12,9 +12,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from recsys import typed_json
 from recsys.errors import RecsysError
 
 MANIFEST = "manifest.json"
@@ -153,15 +155,18 @@ def manifest_faults(folder: Path) -> list[str]:
         files = _listed(folder)
     except FileNotFoundError:
         return [f"{folder / MANIFEST}: missing"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         return [f"{folder / MANIFEST}: not a manifest ({error})"]
     faults = []
     for name, entry in files.items():
         path = folder / name
-        if not path.is_file():
-            faults.append(f"{path}: missing")
-        elif {"sha256": sha256(path), "bytes": path.stat().st_size} != entry:
-            faults.append(f"{path}: its bytes differ from the manifest")
+        try:
+            if not path.is_file():
+                faults.append(f"{path}: missing")
+            elif ListedFile(sha256(path), path.stat().st_size) != entry:
+                faults.append(f"{path}: its bytes differ from the manifest")
+        except (OSError, ValueError) as error:
+            faults.append(f"{path}: cannot be read ({error})")
     return faults
 
 
@@ -169,10 +174,23 @@ def not_in_manifest(folder: Path) -> list[Path]:
     """Files in a folder that its manifest does not name, sorted; all files if there is no manifest."""
     try:
         listed = {folder / name for name in [MANIFEST, *_listed(folder)]}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, TypeError):
         listed = set()
     return sorted(path for path in folder.rglob("*") if not path.is_dir() and path not in listed)
 
 
-def _listed(folder: Path) -> dict[str, dict[str, object]]:
-    return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+@dataclass(frozen=True)
+class ListedFile:
+    """The entry of a file in a manifest."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    files: dict[str, ListedFile]
+
+
+def _listed(folder: Path) -> dict[str, ListedFile]:
+    return typed_json.parse((folder / MANIFEST).read_bytes(), _Manifest).files

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "recsys"
 
 # Each layer may import itself and what stands before it.
 LAYERS = (
-    {"errors", "environment", "files", "logs", "protos", "callable_module"},
+    {"errors", "environment", "files", "logs", "protos", "callable_module", "typed_json"},
     {"config"},
     {"ops"},
     {"modules", "data"},

@@ -18,16 +18,19 @@ import json
 import logging
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypedDict
 
 import pyarrow as pa
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 import recsys.config as config
-from recsys import environment, files
+from recsys import environment, files, typed_json
 from recsys import protos as pb
 from recsys.config.declarations import model_of
+from recsys.data.arrow import first_line
 from recsys.data.batch import Batch
 from recsys.inference.cached_programs import WEIGHTS, CachedDescription, CachedPrograms
 from recsys.inference.item_embeddings import new_items, read_vectors
@@ -76,6 +79,23 @@ class Description:
     format: int = FORMAT
 
 
+class _Format(TypedDict):
+    format: int
+
+
+_DAMAGED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    OSError,
+    SafetensorError,
+    pa.ArrowException,
+)
+"""Errors that loading damaged files of a package can raise."""
+
+
 class Package:
     """A loaded package.
 
@@ -107,6 +127,17 @@ class Package:
         self.description = _read_description(folder)
         _require_device(folder, self.description)
         self.pipeline = _read_config(folder)
+        try:
+            self._load(folder)
+            if check_golden:
+                self._check_golden()
+        except _DAMAGED as error:
+            raise PackageError(
+                f"{folder}: cannot be loaded ({first_line(error)}): export it again"
+            ) from error
+
+    def _load(self, folder: Path) -> None:
+        """Loads the item vectors and the programs."""
         self.items = read_vectors(folder) if model_of(self.pipeline).item_feature is not None else None
         specs = [TensorSpec.from_json(entry) for entry in self.description.inputs]
         device, libraries = torch.device(self.description.device), self.description.op_libraries
@@ -120,8 +151,6 @@ class Package:
         if self.description.item_inputs is not None:
             of_items = [TensorSpec.from_json(entry) for entry in self.description.item_inputs]
             self.item_tower = Program(folder / ITEM_TOWER, of_items, device, libraries)
-        if check_golden:
-            self._check_golden()
 
     def run(self, batch: Batch) -> Tensor:
         """Scores a batch: ranking [N, tasks] predictions, retrieval [B, E] queries; float32 on the package's
@@ -287,12 +316,14 @@ def _require_package(folder: Path) -> None:
 
 
 def _read_description(folder: Path) -> Description:
-    stored = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-    if stored.get("format") != FORMAT:
-        raise PackageError(
-            f"{folder}: package format {stored.get('format')}, this version reads format {FORMAT}"
-        )
-    return Description(**stored)
+    try:
+        content = (folder / DESCRIPTION).read_bytes()
+        stored = typed_json.parse(content, _Format)["format"]
+        if stored == FORMAT:
+            return typed_json.parse(content, Description)
+    except (OSError, ValueError, TypeError) as error:
+        raise PackageError(f"{folder / DESCRIPTION}: cannot be read ({error}): export it again") from error
+    raise PackageError(f"{folder}: package format {stored}, this version reads format {FORMAT}")
 
 
 def _require_device(folder: Path, description: Description) -> None:

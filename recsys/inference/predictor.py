@@ -13,14 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from recsys import files
+from recsys import files, typed_json
 from recsys import protos as pb
 from recsys.config import features
 from recsys.data.batch import Batch, Position
@@ -335,7 +335,13 @@ def _begin(predictor: Predictor, source: Source, output: Path) -> None:
     if not any(output.glob("part-*.parquet")):
         files.write_text(noted, json.dumps(job, indent=1) + "\n")
         return
-    before = json.loads(noted.read_text(encoding="utf-8"))
+    try:
+        before = typed_json.parse(noted.read_bytes(), dict[str, Any])
+    except (OSError, ValueError, TypeError) as error:
+        raise RecsysError(
+            f"{noted}: cannot be read ({error}), so it is unknown what the predictions beside it are of: "
+            "give another --output, or remove that folder"
+        ) from error
     changed = [what for name, what in JOB_PARTS.items() if before.get(name) != job[name]]
     if changed:
         raise RecsysError(

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torchrec.distributed.types import ShardedTensor
 
-from recsys import files
+from recsys import files, typed_json
 from recsys.errors import ConfigError, RecsysError
 from recsys.training.distributed import gather, on_main
-from recsys.training.restricted_unpickler import SafeReader, read_metadata
+from recsys.training.restricted_unpickler import DAMAGED_TENSORS, SafeReader, read_metadata
 from recsys.training.state import Best, SavedState
 
 STATE = "state.json"
@@ -134,10 +134,10 @@ def read_state(path: Path) -> SavedState:
         RecsysError: the file cannot be read, or is not what this version writes.
     """
     try:
-        return SavedState.from_json(json.loads((path / STATE).read_text(encoding="utf-8")))
+        return typed_json.parse((path / STATE).read_bytes(), SavedState)
     except (OSError, ValueError) as error:
         raise RecsysError(f"{path / STATE}: cannot be read ({error})") from error
-    except (KeyError, TypeError) as error:
+    except TypeError as error:
         what = f"an unexpected or missing part ({error})"
         raise RecsysError(f"{path / STATE}: {what}; was it saved by another version of recsys?") from error
 
@@ -243,7 +243,13 @@ def _load(path: Path, tensors: Tensors, prefix: str, alone: bool) -> None:
 def _fill(path: Path, tensors: Tensors, stored: Mapping[str, Any], alone: bool) -> None:
     with _without_advice():
         _require_equal(path, tensors, stored)
-        dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)
+        try:
+            dcp.load(dict(tensors), storage_reader=SafeReader(path), no_dist=alone)
+        except (CheckpointException, *DAMAGED_TENSORS) as error:
+            what = _message(error).strip().splitlines()[-1][:300]
+            raise RecsysError(
+                f"checkpoint {path} cannot be loaded ({what}); remove it to use an older one"
+            ) from error
 
 
 def _require_whole(path: Path) -> Path:
@@ -296,10 +302,13 @@ def _explain(error: Exception, path: Path, needed: int) -> RecsysError:
     written = sum(x.stat().st_size for x in path.glob("*")) if path.is_dir() else 0
     if "No space left" in str(error) or free < max(needed - written, 1 << 20):
         return _no_space(path.parent, needed, free)
-    # An error on some ranks: keep the message of each, without the stacks.
+    return RecsysError(f"{path}: the checkpoint could not be written: {_message(error)}")
+
+
+def _message(error: Exception) -> str:
+    """The message of an error; of one on some ranks the message of each, without the stacks."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
-    what = "; ".join(dict.fromkeys(str(failure) for failure, _ in failures)) or error
-    return RecsysError(f"{path}: the checkpoint could not be written: {what}")
+    return "; ".join(dict.fromkeys(str(failure) for failure, _ in failures)) or str(error)
 
 
 def _no_space(folder: Path, needed: int, free: int) -> RecsysError:

@@ -8,6 +8,7 @@ checkpoint's folder.
 import io
 import pickle
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,24 @@ _DTYPES = {str(x).removeprefix("torch.") for x in vars(torch).values() if isinst
 
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")
 
-_DAMAGED = (pickle.UnpicklingError, EOFError, ValueError, TypeError, KeyError, IndexError, AttributeError)
-"""Errors that unpickling damaged bytes can raise."""
+_DAMAGED = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    ImportError,
+    MemoryError,
+    RuntimeError,
+    struct.error,
+)
+"""Errors that unpickling damaged bytes and using the result can raise; RecursionError is a RuntimeError."""
+
+DAMAGED_TENSORS = (*_DAMAGED, OSError)
+"""Errors that reading tensors from damaged files can raise."""
 
 
 class SafeReader(FileSystemReader):
@@ -64,15 +81,22 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / ".metadata"
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        return _checked(metadata, path)
     except OSError as error:
         raise RecsysError(f"{path}: {error.strerror}") from error
     except _DAMAGED as error:
         raise RecsysError(f"{path}: not the metadata of a checkpoint ({error})") from error
+
+
+def _checked(metadata: object, path: Path) -> Metadata:
+    """Returns the metadata if it holds nothing but tensors in files of its folder."""
     if not isinstance(metadata, Metadata):
         raise RecsysError(f"{path}: holds a {type(metadata).__name__}, not the metadata of a checkpoint")
     for name, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise RecsysError(f"{path}: {name} is not a tensor; only tensors are loaded")
+        if not isinstance(entry.properties.dtype, torch.dtype) or not isinstance(entry.size, torch.Size):
+            raise RecsysError(f"{path}: {name} has no size or dtype; not the metadata of a checkpoint")
     for info in metadata.storage_data.values():
         if not _DATA_FILE.fullmatch(info.relative_path):
             raise RecsysError(f"{path}: {info.relative_path!r} is not a file in the checkpoint's folder")

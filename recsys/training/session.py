@@ -135,7 +135,12 @@ class Session:
         self.optimizer.resume(self.progress.step)
         rank, device = self.processes.rank, self.processes.device
         if state.world_size == self.processes.world_size:
-            restore_rng(state.rng[rank], device)
+            try:
+                restore_rng(state.rng[rank], device)
+            except (ValueError, IndexError) as error:
+                raise RecsysError(
+                    f"{path / checkpoint.STATE}: damaged ({error}); remove {path} to go on from an older one"
+                ) from error
         else:
             seed_everything(_seed(self.pipeline, rank, self.progress.step))
 

@@ -55,11 +55,6 @@ class Window:
         losses = {name: value / n for name, value in self.losses.items()}
         return Window(n, self.loss / n, losses, self.counts)
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Window":
-        """Reads a window that `Progress.to_json` wrote."""
-        return cls(**{**value, "counts": Counts(*value.get("counts", ()))})
-
 
 @dataclass
 class Progress:
@@ -81,16 +76,6 @@ class Progress:
     best: Best | None = None
     evaluations_without_gain: int = 0
     window: Window = field(default_factory=Window)
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values; `from_json` is its inverse, bit for bit."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Progress":
-        """Reads progress that `to_json` wrote."""
-        best = Best(**value["best"]) if value["best"] else None
-        return cls(**{**value, "best": best, "window": Window.from_json(value["window"])})
 
 
 @dataclass
@@ -125,22 +110,8 @@ class SavedState:
     world_size: int
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values; `from_json` is its inverse."""
+        """JSON values, which `typed_json.parse` reads."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "SavedState":
-        """Reads a state that `to_json` wrote.
-
-        Raises:
-            KeyError, TypeError: other JSON.
-        """
-        inputs = Inputs(
-            files=[FileMark(**mark) for mark in value["inputs"]["files"]],
-            vocabularies=value["inputs"]["vocabularies"],
-            items=value["inputs"].get("items"),
-        )
-        return cls(**{**value, "progress": Progress.from_json(value["progress"]), "inputs": inputs})
 
 
 def seed_everything(seed: int) -> None:
@@ -167,14 +138,21 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:
-    """Restores generators from `capture_rng`; those that were not captured stay as they are."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(_to_bytes(state["torch"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_to_bytes(state["cuda"]), device)
+    """Restores generators from `capture_rng`; those that were not captured stay as they are.
+
+    Raises:
+        ValueError: it is no state of theirs.
+    """
+    try:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+        torch.set_rng_state(_to_bytes(state["torch"]))
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(_to_bytes(state["cuda"]), device)
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"no state of random numbers ({error})") from error
 
 
 def _to_text(state: torch.Tensor) -> str:

@@ -2,10 +2,12 @@
 
 import json
 import random
+from dataclasses import asdict
 
 import numpy as np
 import torch
 
+from recsys import typed_json
 from recsys.data.counts import Counts
 from recsys.training.state import Best, Progress, Window, capture_rng, restore_rng, seed_everything
 
@@ -40,10 +42,10 @@ def test_progress_comes_back_bit_for_bit():
     progress.best = Best("auc", 0.1 + 0.2, 2)
     progress.window.add(1 / 3, {"a": 0.1}, Counts())
     progress.window.add(1 / 7, {"a": 0.7}, Counts(1, 2, 3))
-    again = Progress.from_json(json.loads(json.dumps(progress.to_json())))
+    again = typed_json.parse(json.dumps(asdict(progress)), Progress)
     assert again == progress
     assert again.window.losses["a"] == 0.1 + 0.7
-    assert Progress.from_json(json.loads(json.dumps(Progress().to_json()))) == Progress()
+    assert typed_json.parse(json.dumps(asdict(Progress())), Progress) == Progress()
 
 
 def test_a_window_holds_means():
@@ -54,6 +56,6 @@ def test_a_window_holds_means():
 
 
 def test_a_state_from_before_rows_were_counted_is_read():
-    saved = Progress().to_json()
+    saved = asdict(Progress())
     del saved["window"]["counts"]
-    assert Progress.from_json(saved) == Progress()
+    assert typed_json.parse(json.dumps(saved), Progress) == Progress()

@@ -15,9 +15,10 @@ prediction: `candidates`, mean prediction (`predicted`), share of positives (`ob
 import json
 import math
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO, TypedDict
 
-from recsys import files
+from recsys import files, typed_json
+from recsys.errors import RecsysError, shortened
 from recsys.training.hooks.base import Diagnosed, Evaluated, Hook, Run, Trained
 
 NAME = "metrics.jsonl"
@@ -33,7 +34,7 @@ class MetricsFile(Hook):
         """Opens the file."""
         path = run.folder / NAME
         if path.exists():
-            records = [r for r in read_metrics(path) if r["step"] <= run.first_step]
+            records = [record for record in read_metrics(path) if record["step"] <= run.first_step]
             files.write_text(path, "".join(_line(record) for record in records))
         self._file = path.open("a", encoding="utf-8")
 
@@ -88,14 +89,82 @@ class MetricsFile(Hook):
         self._file.flush()
 
 
+class _NeededOfTrain(TypedDict):
+    step: int
+    loss: float | None
+    losses: dict[str, float | None]
+    samples_per_s: float
+    data_wait: float
+
+
+class _TrainRecord(_NeededOfTrain, total=False):
+    lr: dict[str, float | None]
+    grad_norm: float | None
+    tokens_per_s: float | None
+    tflop_per_s: float | None
+    mfu: float | None
+    memory_bytes: int | None
+
+
+class _EvaluationRecord(TypedDict):
+    step: int
+    metrics: dict[str, float | None]
+    best: bool
+
+
+class _Lengths(NamedTuple):
+    shortest: int
+    longest: int
+
+
+class _Slice(TypedDict):
+    history: _Lengths
+    rows: int
+    candidates: int
+    metrics: dict[str, float | None]
+
+
+class _Bin(TypedDict):
+    candidates: float
+    predicted: float | None
+    observed: float | None
+
+
+class _DiagnosticsRecord(TypedDict):
+    step: int
+    slices: list[_Slice]
+    calibration: dict[str, list[_Bin]]
+
+
+class _AnyRecord(TypedDict):
+    kind: str
+
+
+_RECORDS = {"train": _TrainRecord, "evaluation": _EvaluationRecord, "diagnostics": _DiagnosticsRecord}
+"""Entries of the lines of each kind that are read again; lines have more."""
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`; a last line that was cut off is left out."""
+    """The records of a `metrics.jsonl`; a last line that was cut off is left out.
+
+    Raises:
+        RecsysError: another line is damaged.
+    """
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
         try:
+            kind = typed_json.parse(line, _AnyRecord)["kind"]
+            if kind not in _RECORDS:
+                raise TypeError(f"kind is {shortened(kind)}, expected one of {', '.join(_RECORDS)}")
+            typed_json.parse(line, _RECORDS[kind])
             records.append(json.loads(line))
-        except ValueError:
-            break
+        except (ValueError, TypeError) as error:
+            if number == len(lines) and isinstance(error, ValueError):
+                break
+            raise RecsysError(
+                f"{path}, line {number}: damaged ({error}); remove the line, or the file, and start again"
+            ) from error
     return records
 
 
