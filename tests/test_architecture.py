@@ -26,7 +26,7 @@ LAYERS = (
     {"flags", "prepare"},
     {"api"},
     {"cli", "doctor_checks", "train", "evaluate", "export", "predict", "doctor"}
-    | {"blend", "sweep", "__main__", "compile_protos", "init", "install", "resources"},
+    | {"baseline", "blend", "sweep", "__main__", "compile_protos", "init", "install", "resources"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 ENTRY_POINTS = ("train", "evaluate", "export", "predict", "doctor")

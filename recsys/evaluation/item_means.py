@@ -1,0 +1,141 @@
+"""A baseline for models that score candidates: the mean label of each item in the training rows.
+
+A candidate is predicted as `(sum + k * mean) / (count + k)`: sum and count of its item's training labels, and
+the mean of all. The smoothing k is chosen on validation rows. A second baseline predicts the mean of all.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from recsys import protos as pb
+from recsys.config import features
+from recsys.config.declarations import MetricList, model_of
+from recsys.config.registry import pick
+from recsys.data.loader import Loader
+from recsys.models.base import layout_rule
+from recsys.modules.metrics.base import compute_all
+
+SMOOTHING = (1, 10, 100, 1000)
+"""Values of k that are tried."""
+
+_CHOSEN_BY = {"binary": pb.Metric(auc=pb.Auc()), "regression": pb.Metric(mse=pb.Mse())}
+"""The metric by which k is chosen, by kind of label: the AUC, or the mean squared error."""
+
+
+@dataclass(frozen=True)
+class MeasuredMeans:
+    """The result of one baseline.
+
+    Attributes:
+        name: "item means" or "mean".
+        metrics: values by the names of the config's metrics.
+        settings: the smoothing that was chosen for each task.
+    """
+
+    name: str
+    metrics: dict[str, float]
+    settings: dict[str, float]
+
+
+class Candidates(NamedTuple):
+    """The candidates of a split, as evaluation reads them.
+
+    Attributes:
+        items: int64 [N], hashes of the items' original ids.
+        labels: float32 [N] by task.
+        groups: int64 [N], hash of the row's user.
+    """
+
+    items: np.ndarray
+    labels: dict[str, np.ndarray]
+    groups: np.ndarray
+
+
+def measure(pipeline: pb.Pipeline, split: str = "test") -> list[MeasuredMeans]:
+    """Measures both baselines on a split.
+
+    Args:
+        pipeline: resolved; its model scores candidates, whose item is the first single-valued id feature of
+            side CANDIDATE.
+        split: "validation" or "test". Without validation rows the smoothing is 10.
+
+    Raises:
+        DataError: files that are missing or do not fit the config.
+    """
+    train, rows = _read(pipeline, "train"), _read(pipeline, split)
+    tuning = _read(pipeline, "validation") if pipeline.data.HasField("validation") else None
+    of_items, of_all, chosen = {}, {}, {}
+    for metric_list in model_of(pipeline).metrics():
+        if metric_list.kind is None:
+            continue
+        task = metric_list.prefix.rstrip("/")
+        k = SMOOTHING[1]
+        if tuning is not None:
+            k = choose(train, tuning, task, metric_list.kind)
+        chosen[task] = float(k)
+        of_items |= _metrics(metric_list, predictions(train, rows.items, task, k), rows, task)
+        mean = np.full(len(rows.items), train.labels[task].mean(dtype=np.float64))
+        of_all |= _metrics(metric_list, mean, rows, task)
+    return [MeasuredMeans("item means", of_items, chosen), MeasuredMeans("mean", of_all, {})]
+
+
+def choose(train: Candidates, tuning: Candidates, task: str, kind: str) -> int:
+    """Returns the smoothing with the best metric on validation rows, the first of equals."""
+    metric_list = MetricList([_CHOSEN_BY[kind]], "", "", kind)
+    values = []
+    for k in SMOOTHING:
+        (value,) = _metrics(metric_list, predictions(train, tuning.items, task, k), tuning, task).values()
+        values.append(value if kind == "binary" else -value)
+    # An AUC without both classes is NaN.
+    return SMOOTHING[int(np.argmax(np.nan_to_num(values)))]
+
+
+def predictions(train: Candidates, items: np.ndarray, task: str, k: float) -> np.ndarray:
+    """Returns the smoothed mean label of each item, float64 [N]; one without training rows has the mean."""
+    labels = train.labels[task].astype(np.float64)
+    known, place = np.unique(train.items, return_inverse=True)
+    means = (np.bincount(place, weights=labels) + k * labels.mean()) / (np.bincount(place) + k)
+    found = np.minimum(np.searchsorted(known, items), len(known) - 1)
+    return np.where(known[found] == items, means[found], labels.mean())
+
+
+def _metrics(metric_list: MetricList, predicted: np.ndarray, rows: Candidates, task: str) -> dict[str, float]:
+    parts = [pick(metric) for metric in metric_list.metrics]
+    built = {metric.name: metric for metric in (part.cls(part.config) for part in parts)}
+    columns: list[Tensor] = [
+        torch.from_numpy(predicted),
+        torch.from_numpy(rows.labels[task]),
+        torch.ones(len(predicted)),
+        torch.from_numpy(rows.groups),
+    ]
+    for metric in built.values():
+        metric.update(*columns)
+    return {f"{metric_list.prefix}{name}": value for name, value in compute_all(built).items()}
+
+
+def _read(pipeline: pb.Pipeline, split: str) -> Candidates:
+    here = pb.Pipeline()
+    here.CopyFrom(pipeline)
+    here.data.num_workers = 0
+    if split == "train":
+        # A model is trained on some candidates of a long row; counting takes all.
+        here.data.max_candidates = 2**31 - 1
+    column = features.candidate_item(here)
+    for feature in here.features:
+        if column == features.PREFIX[pb.CANDIDATE] + feature.name:
+            # A vocabulary may leave rare items out, and their means are known all the same.
+            feature.id.hash.num_buckets, feature.id.table = 2**31 - 1, "hashes of items"
+    items, groups, labels = [], [], {task.name: [] for task in model_of(here).tasks}
+    for batch in Loader.open(here, split, layout_rule(here), mode="evaluate").epoch(0):
+        count = batch.candidate_timestamps.shape[0]
+        rows = torch.repeat_interleave(batch.num_candidates, output_size=count)
+        items.append(batch.ids[column].values() if column else torch.zeros(count, dtype=torch.int64))
+        groups.append(batch.group[rows])
+        for name, parts in labels.items():
+            parts.append(batch.labels[name])
+    joined = {name: torch.cat(parts).numpy() for name, parts in labels.items()}
+    return Candidates(torch.cat(items).numpy(), joined, torch.cat(groups).numpy())
