@@ -318,7 +318,9 @@ def test_the_errors_of_the_page_are_those_of_the_commands(results):
     assert shown and all(any(line in result.text for result in results.values()) for line in shown)
 
 
-def test_the_mixer_of_the_page_computes_its_formula(results):
+def test_the_mixer_of_the_page_is_short_and_computes_its_formula(project, results):
+    files = [project / "acme" / name for name in ("gru.proto", "gru.py")]
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) < 60
     assert results["gru"] == (0, "equal\n"), results["gru"].text
 
 
