@@ -23,7 +23,7 @@ from recsys.data.sources.memory import PROTOCOL
 from recsys.errors import ConfigError, DataError, RecsysError
 from recsys.logs import is_for_console
 from recsys.training import checkpoint, evaluator, run
-from recsys.training.distributed import on_main, process_group
+from recsys.training.distributed import gather, on_main, process_group
 from recsys.training.hooks import Hook, Outcome
 from recsys.training.hooks.console import Console
 from recsys.training.hooks.metrics_file import NAME, MetricsFile, read_metrics
@@ -230,6 +230,8 @@ def _run_folder(folder: str | Path | None) -> Iterator[Path]:
     place = on_main(lambda: Path(tempfile.mkdtemp(prefix="recsys-")))
     try:
         yield place
+        # Other ranks may still be reading.
+        gather(None)
     finally:
         shutil.rmtree(place, ignore_errors=True)
 

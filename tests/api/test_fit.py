@@ -2,9 +2,12 @@
 
 import gc
 import logging
+import os
 import random
 import re
+import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
@@ -20,6 +23,7 @@ import recsys
 from recsys import cli
 from recsys import train as train_command
 from recsys.errors import ConfigError, DataError, NonFiniteLossError, RecsysError
+from recsys.training.signals import catching_signals
 from tests.integration import runs
 
 DATA = "tests/data/kuairand"
@@ -194,6 +198,28 @@ def test_hooks_hear_of_a_run_in_order(train, validation):
     assert hook.events == [
         ("started", 2), ("stepped", 1), ("stepped", 2), ("evaluated", 2), ("finished", 2), ("closed", 0),
     ]  # fmt: skip
+
+
+def test_an_interrupt_stops_after_the_step_and_keeps_what_was_learned(train):
+    class Interrupts(recsys.Hook):
+        def stepped(self, step):
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    stopped, whole = recsys.build(config()), recsys.build(config())
+    result = recsys.fit(stopped, train, steps=8, callbacks=[Interrupts()], progress=False)
+    assert (result.step, result.reason) == (3, f"signal {signal.SIGINT:d} asked for it")
+    recsys.fit(whole, train, steps=3, progress=False)
+    assert same(stopped.module.state_dict(), whole.module.state_dict())
+
+
+def test_signals_are_caught_in_the_main_thread_only():
+    def entered():
+        with catching_signals({}):
+            return signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(entered).result() is signal.getsignal(signal.SIGINT)
 
 
 def test_polars_frames_train_like_the_tables_they_hold(train, fitted, validation):
