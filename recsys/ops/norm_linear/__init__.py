@@ -53,7 +53,6 @@ def norm_linear(
     dtype: torch.dtype | None = None,
     keep_normed: bool = True,
     silu: bool = False,
-    out: Tensor | None = None,
     backend: str = "auto",
 ) -> NormLinear:
     """`split(norm(x) @ weight^T + bias)`, or `split(silu(...))`.
@@ -71,7 +70,6 @@ def norm_linear(
         dtype: type of the product and its result; None for that of x.
         keep_normed: if False, backward computes norm(x) again instead of keeping it.
         silu: applies SiLU to all parts; backward then keeps their values before it.
-        out: memory for the parts, side by side: [T, N] of type `dtype`, contiguous. Without gradients only.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
@@ -79,9 +77,9 @@ def norm_linear(
         have their own types; bitwise repeatable as far as the device's matrix products are.
 
     Raises:
-        TypeError, ValueError: naming the argument. RuntimeError: `out` where gradients are asked for.
+        TypeError, ValueError: naming the argument.
     """
-    facts = _facts(x, norm_weight, norm_bias, weight, bias, widths, eps=eps, dtype=dtype, out=out)
+    facts = _facts(x, norm_weight, norm_bias, weight, bias, widths, eps=eps, dtype=dtype)
     run = OP.select(facts, backend).run
     return run(
         x,
@@ -94,7 +92,6 @@ def norm_linear(
         dtype=facts.compute_dtype,
         keep_normed=keep_normed,
         silu=silu,
-        out=out,
     )
 
 
@@ -110,14 +107,13 @@ def _facts(
     dtype: torch.dtype | None = None,
     keep_normed: bool = True,
     silu: bool = False,
-    out: Tensor | None = None,
 ) -> NormLinearFacts:
     """Validates the arguments for all backends and returns their static facts."""
     named = {"norm_weight": norm_weight, "norm_bias": norm_bias, "weight": weight, "bias": bias}
     for name, tensor in {"x": x, **named}.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a floating point tensor, got {given}")
+            actual = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a floating point tensor, got {actual}")
         if tensor.device != x.device:
             raise ValueError(f"{name} is on {tensor.device}, x on {x.device}")
     if x.dim() != 2 or x.shape[1] == 0:
@@ -135,21 +131,7 @@ def _facts(
     check_number("eps", eps, positive=True)
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating point type, got {dtype}")
-    if out is not None:
-        _check_out(out, x, columns, dtype or x.dtype)
     return NormLinearFacts(x.device.type, x.dtype, dtype or x.dtype, width)
-
-
-def _check_out(out: Tensor, x: Tensor, columns: int, dtype: torch.dtype) -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError("norm_linear computes no gradients into `out`; call it under torch.no_grad()")
-    if out.dtype != dtype or out.device != x.device:
-        raise TypeError(f"out must be {dtype} on {x.device}, got {out.dtype} on {out.device}")
-    if tuple(out.shape) != (x.shape[0], columns) or not out.is_contiguous():
-        wanted, strides = [int(x.shape[0]), columns], out.stride()
-        raise ValueError(
-            f"out must be contiguous, of shape {wanted}, got {tuple(out.shape)}, strides {strides}"
-        )
 
 
 OP = Op("norm_linear", __name__, backends=("triton", "reference"), facts=_facts)

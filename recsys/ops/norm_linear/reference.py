@@ -28,7 +28,6 @@ def run(
     dtype: torch.dtype,
     keep_normed: bool,
     silu: bool,
-    out: Tensor | None,
 ) -> NormLinear:
     """One operation after the other; makes no buffer for gradients."""
 
@@ -43,6 +42,4 @@ def run(
         joined = checkpoint(project, x, use_reentrant=False, preserve_rng_state=False)
     if silu:
         joined = F.silu(joined)
-    if out is not None:
-        joined = out.copy_(joined)
     return NormLinear(tuple(joined.split(widths, dim=1)), x, None)

@@ -45,12 +45,11 @@ def run(
     dtype: torch.dtype,
     keep_normed: bool,
     silu: bool,
-    out: Tensor | None,
 ) -> NormLinear:
     """Computes statistics and gradients of parameters in float32."""
     ops = triton_support.load(_OPS)
     if not torch.is_grad_enabled():
-        joined = ops.forward(x, norm_weight, norm_bias, weight, bias, eps, dtype, out)
+        joined = ops.forward(x, norm_weight, norm_bias, weight, bias, eps, dtype)
         if silu:
             joined = F.silu(joined, inplace=True)
         return NormLinear(tuple(joined.split(widths, dim=1)), x, None)

@@ -42,13 +42,9 @@ def forward(
     bias: Tensor,
     eps: float,
     dtype: torch.dtype,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Computes the projection [T, N] without gradients."""
-    normed = launch_norm(x, norm_weight, norm_bias, eps, dtype)
-    if out is None:
-        return linear(normed, weight, bias)
-    return torch.addmm(bias.to(dtype), normed, weight.to(dtype).t(), out=out)
+    return linear(launch_norm(x, norm_weight, norm_bias, eps, dtype), weight, bias)
 
 
 class NormLinear(torch.autograd.Function):

@@ -80,6 +80,20 @@ def previous_stage(cursor, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def skip_blocks(count, cursor, rings, STAGES: gl.constexpr):
+    """Frees the buffers of `count` blocks in two rings, whose barriers are (full, free, full, free), without
+    reading them. Returns the cursor behind them."""
+    for _number in range(count):
+        stage, parity = cursor
+        mbarrier.wait(rings[0].index(stage), parity)
+        mbarrier.arrive(rings[1].index(stage))
+        mbarrier.wait(rings[2].index(stage), parity)
+        mbarrier.arrive(rings[3].index(stage))
+        cursor = next_stage(cursor, STAGES)
+    return cursor
+
+
+@gluon.jit
 def load_rows(descriptor, sample, first, column, full, buffer):
     """Starts a copy of a box into `buffer`: rows from `first` on of a sample, columns from `column` on.
 

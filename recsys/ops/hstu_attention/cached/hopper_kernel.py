@@ -23,7 +23,6 @@ from recsys.ops.hstu_attention.hopper.forward import (
     barriers_of_rows,
     finish_step,
     silu,
-    skip_blocks,
     start_step,
 )
 from recsys.ops.hstu_attention.work_list.item import (
@@ -43,6 +42,7 @@ from recsys.ops.runtime.gluon_pieces import (
     next_stage,
     publish,
     read_slot,
+    skip_blocks,
 )
 
 
@@ -219,7 +219,7 @@ def attend(
         group = row // group_size * group_size
     seen = group // BLOCK_N
     past = (gl.minimum(row + STRIP, tile[1]) + BLOCK_N - 1) // BLOCK_N
-    cursor = skip_blocks(seen - new_first, cursor, barriers, SIZES)
+    cursor = skip_blocks(seen - new_first, cursor, barriers[2:6], STAGES)
     for block in range(seen, past):
         stage, parity = cursor
         mbarrier.wait(k_full.index(stage), parity)
@@ -235,7 +235,7 @@ def attend(
         total = warpgroup_mma_wait(0, deps=(total,))
         mbarrier.arrive(v_free.index(stage))
         cursor = next_stage(cursor, STAGES)
-    cursor = skip_blocks(new_first + new_count - past, cursor, barriers, SIZES)
+    cursor = skip_blocks(new_first + new_count - past, cursor, barriers[2:6], STAGES)
     mbarrier.arrive(q_free)
     return total, cursor
 
@@ -272,7 +272,7 @@ def computing_group(
                 SIZES, GROUPED,
             )  # fmt: skip
         else:  # past the end of the sample
-            cursor = skip_blocks(blocks[2], cursor, barriers, SIZES)
+            cursor = skip_blocks(blocks[2], cursor, barriers[2:6], SIZES[2])
             mbarrier.arrive(q_free.index(at))
         turn += 1
         following = turn % Q_TILES * STRIPS + strip

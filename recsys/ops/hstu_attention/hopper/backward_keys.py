@@ -28,7 +28,15 @@ from recsys.ops.hstu_attention.hopper.backward import (
     weight_and_slope,
 )
 from recsys.ops.hstu_attention.hopper.forward import block_at, masked_block, num_blocks, num_masked
-from recsys.ops.runtime.gluon_pieces import STRIP, new_buffers, new_slots, next_stage, opaque, read_slot
+from recsys.ops.runtime.gluon_pieces import (
+    STRIP,
+    new_buffers,
+    new_slots,
+    next_stage,
+    opaque,
+    read_slot,
+    skip_blocks,
+)
 
 
 @gluon.jit
@@ -87,20 +95,6 @@ def num_before(strip: gl.constexpr, tile, runs, num_contextual, BLOCK_M: gl.cons
 
 
 @gluon.jit
-def skip_blocks(count, cursor, barriers, STAGES: gl.constexpr):
-    """Frees the buffers of `count` blocks without reading them."""
-    q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
-    for _number in range(count):
-        stage, parity = cursor
-        mbarrier.wait(q_full.index(stage), parity)
-        mbarrier.arrive(q_free.index(stage))
-        mbarrier.wait(g_full.index(stage), parity)
-        mbarrier.arrive(g_free.index(stage))
-        cursor = next_stage(cursor, STAGES)
-    return cursor
-
-
-@gluon.jit
 def computing_group(
     strip: gl.constexpr, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha,
     inverse_scale, rule, SIZES: gl.constexpr, RULE: gl.constexpr,
@@ -136,7 +130,7 @@ def computing_group(
                 SIZES, RULE, True,
             )  # fmt: skip
             cursor = next_stage(cursor, STAGES)
-        cursor = skip_blocks(before, cursor, barriers, STAGES)
+        cursor = skip_blocks(before, cursor, barriers[0:4], STAGES)
         for _number in range(masked, count):
             grad_k, grad_v = add_rows(
                 (grad_k, grad_v), 0, cursor, slots, buffers, barriers, strip, tile, half_alpha, rule,

@@ -59,6 +59,7 @@ from recsys.ops.runtime.gluon_pieces import (
     new_slots,
     next_stage,
     opaque,
+    skip_blocks,
     store_rows,
     tanh,
 )
@@ -291,21 +292,6 @@ def finish_step(total, weight, following, cursor, barriers):
 
 
 @gluon.jit
-def skip_blocks(count, cursor, barriers, SIZES: gl.constexpr):
-    """Frees the buffers of `count` blocks without reading them."""
-    STAGES: gl.constexpr = SIZES[2]
-    k_full, k_free, v_full, v_free = barriers[2], barriers[3], barriers[4], barriers[5]
-    for _number in range(count):
-        stage, parity = cursor
-        mbarrier.wait(k_full.index(stage), parity)
-        mbarrier.arrive(k_free.index(stage))
-        mbarrier.wait(v_full.index(stage), parity)
-        mbarrier.arrive(v_free.index(stage))
-        cursor = next_stage(cursor, STAGES)
-    return cursor
-
-
-@gluon.jit
 def free_rows_before(turn, barriers, strip: gl.constexpr, STRIPS: gl.constexpr, Q_TILES: gl.constexpr):
     """Frees the buffer of q from which the tile before stores its outputs, once the copy has read it."""
     if turn > 0:
@@ -396,7 +382,7 @@ def computing_group(
     place, tile, runs, unmasked, head = read_item_slot(slots.index(0))
     while place < num_places:
         past = blocks_past(strip, tile, runs, rule[0], BLOCK_N, RULE[3])
-        cursor = skip_blocks(past, cursor, barriers, SIZES)
+        cursor = skip_blocks(past, cursor, barriers[2:6], SIZES[2])
         at = turn % Q_TILES * STRIPS + strip
         total = gl.zeros([STRIP, D], gl.float32, sums)
         if past < num_blocks(runs):
