@@ -10,7 +10,8 @@
 `python -m recsys.train --config <output>/starter.config --run-dir runs/<name>`.
 
 - Ids stay as they are: int64 when every one is a whole number, else text.
-- Every line is an event. Events are ordered by user and time, equal times in the order of the input.
+- Every line is an event. Events are ordered by user and time, equal times in the order of the input, shuffled
+  (--ties shuffle) or by another column (--ties COLUMN). schema.json has the share of events that tie.
 - ranking: a request is a run of one user's events, each at most --session-gap seconds after the one before
   it, cut after --max-candidates; its history is what the user did strictly before. The latest --test-share of
   all events is the test split, the --validation-share before it validation; their histories end where the
@@ -37,7 +38,7 @@ from datetime import datetime, timezone
 
 from recsys.errors import ConfigError, shortened
 from recsys.flags import positive
-from recsys.prepare import command
+from recsys.prepare import command, ties
 from recsys.prepare.dataset_writer import SEQUENCE_SIDES, Contents, Feature
 from recsys.prepare.events import TIME_UNITS, Log, LogColumns
 from recsys.prepare.log_dataset import SECOND, LogInput, LogSettings, make_dataset
@@ -116,6 +117,8 @@ def _columns(options: argparse.Namespace) -> LogColumns:
         actions=dict(options.action),
         watch_time=options.watch_time_column,
         watch_time_scale=0.001 if options.watch_time_unit == "ms" else 1.0,
+        ties=options.ties,
+        seed=options.seed,
     )
 
 
@@ -209,6 +212,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-count", type=positive, default=1, help="training events of a known id")
     command.add_core(parser, " (retrieval)")
     command.add_part_rows(parser)
+    ties.add_flags(parser, None)
     return parser.parse_args(arguments)
 
 

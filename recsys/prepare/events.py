@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from recsys.errors import DataError, shortened
 from recsys.prepare.text_tables import NUMBER, is_integer_text, typed
+from recsys.prepare.ties import FILE, SHUFFLE, TIE, shuffle_keys
 
 NUM_BUCKETS = 256
 HISTOGRAM_BINS = 1 << 20
@@ -40,6 +41,8 @@ class LogColumns:
         labels: name -> column. regression: names of labels that may be any number, the others are 0 or 1.
         actions: name of bit 0, 1, ... -> column that sets it where above 0.
         watch_time: column, or None. watch_time_scale: seconds of its unit.
+        ties: order of a user's events of one time: `ties.FILE`, `ties.SHUFFLE`, or a column to sort by.
+        seed: of the shuffle.
     """
 
     user: str
@@ -54,10 +57,13 @@ class LogColumns:
     actions: Mapping[str, str] = field(default_factory=dict)
     watch_time: str | None = None
     watch_time_scale: float = 1.0
+    ties: str = FILE
+    seed: int = 0
 
     def all(self) -> list[str]:
         """Lists every column to read, once."""
         watch = [self.watch_time] if self.watch_time else []
+        watch += [self.ties] if self.ties not in (FILE, SHUFFLE) else []
         names = [self.user, self.item, self.time, *self.ids, *self.numbers, *self.labels.values()]
         return list(dict.fromkeys([*names, *self.actions.values(), *watch]))
 
@@ -73,6 +79,7 @@ class Log:
         first_time, last_time: range of the events' times, microseconds since 1970.
         min_user_events: `part` leaves out users with fewer events.
         items: column `id`, text: the items that `part` keeps; None keeps all.
+        tie_type: type to sort the column `TIE` as; None without such a column.
     """
 
     num_rows: int
@@ -82,9 +89,10 @@ class Log:
     last_time: int
     min_user_events: int = 1
     items: pl.DataFrame | None = None
+    tie_type: pl.DataType | None = None
 
     def part(self, number: int) -> pl.DataFrame:
-        """Reads the events of one part, ordered by user and time, ties in the order of the input.
+        """Reads the events of one part, ordered by user and time, ties as `LogColumns.ties` says.
 
         Columns: user_id, item_id (int64 or text), time_us, timestamps (s), order (row of the input), features
         under their names, label_<name>, actions, watch_time.
@@ -94,7 +102,10 @@ class Log:
         frame = frame.with_columns(
             *(pl.col(name).cast(pl.Int64) for name in numbers), timestamps=pl.col("time_us") // 1_000_000
         )
-        return frame.sort("user_id", "time_us", "order")
+        if self.tie_type is None:
+            return frame.sort("user_id", "time_us", "order")
+        frame = frame.with_columns(pl.col(TIE).cast(self.tie_type))
+        return frame.sort("user_id", "time_us", TIE, "order").drop(TIE)
 
     def keep_core(self, min_user_events: int, min_item_events: int) -> None:
         """Leaves out users and items with fewer events, again and again, until all that are left have enough.
@@ -179,12 +190,17 @@ def cut_log(pieces: Iterator[Piece], columns: LogColumns, folder: Path, *, part_
     integer_ids = dict.fromkeys(("user_id", "item_id", *columns.ids), True)
     rows = np.zeros(NUM_BUCKETS, dtype=np.int64)
     first_time, last_time = LATEST, 0
+    tie_types = [pl.Int64(), pl.Float64(), pl.String()] if columns.ties != FILE else [None]
+    if columns.ties == SHUFFLE:
+        tie_types = [pl.UInt64()]
     with ExitStack() as stack:
         writers: dict[int, pa.RecordBatchStreamWriter] = {}
         for piece in pieces:
             events = _convert(piece, columns, int(rows.sum()))
             for name in integer_ids:
                 integer_ids[name] = integer_ids[name] and is_integer_text(events[name])
+            while len(tie_types) > 1 and events[TIE].cast(tie_types[0], strict=False).null_count():
+                del tie_types[0]
             first_time = min(first_time, events["time_us"].min())
             last_time = max(last_time, events["time_us"].max())
             for bucket, table in _by_bucket(events):
@@ -194,7 +210,7 @@ def cut_log(pieces: Iterator[Piece], columns: LogColumns, folder: Path, *, part_
                 writers[bucket].write_table(table)
                 rows[bucket] += len(table)
     parts = [[_bucket_file(folder, bucket) for bucket in part] for part in _parts(rows, part_rows)]
-    return Log(int(rows.sum()), parts, integer_ids, first_time, last_time)
+    return Log(int(rows.sum()), parts, integer_ids, first_time, last_time, tie_type=tie_types[0])
 
 
 def _parts(rows: np.ndarray, part_rows: int) -> list[list[int]]:
@@ -238,6 +254,10 @@ def _convert(piece: Piece, columns: LogColumns, offset: int) -> pl.DataFrame:
         **{name: texts[name] for name in columns.ids},
         **{name: _numbers(piece, name).cast(pl.Float32) for name in columns.numbers},
     }
+    if columns.ties == SHUFFLE:
+        events[TIE] = shuffle_keys(events["order"].to_numpy(), columns.seed)
+    elif columns.ties != FILE:
+        events[TIE] = texts[columns.ties]
     for name, column in columns.labels.items():
         events[f"label_{name}"] = _label(piece, column, any_number=name in columns.regression)
     if columns.actions:

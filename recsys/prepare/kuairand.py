@@ -38,7 +38,7 @@ import polars as pl
 
 from recsys.errors import ConfigError, DataError, shortened
 from recsys.flags import positive
-from recsys.prepare import command
+from recsys.prepare import command, ties
 from recsys.prepare.counters import PRIOR_POSITIVES, count_before, counter_names
 from recsys.prepare.dataset_writer import (
     SEQUENCE_SIDES,
@@ -53,6 +53,7 @@ from recsys.prepare.dataset_writer import (
 from recsys.prepare.rows import Slices, freeze_histories, request_slices
 from recsys.prepare.starter_config import write_config
 from recsys.prepare.text_tables import INTEGER, TEXT, find_files, fingerprints, id_column, read_csv
+from recsys.prepare.ties import FILE, sort_events
 
 ACTIONS = (
     "is_click",
@@ -120,7 +121,9 @@ def main(arguments: list[str] | None = None) -> None:
     logs = find_files(options.input, "log_standard*.csv*", "the standard log")
     users = find_files(options.input, "user_features*.csv*", "user features")
     videos = find_files(options.input, "video_features_basic*.csv*", "video features")
-    log, dropped = read_log(logs, modulus=options.user_modulus)
+    log, dropped = read_log(logs, modulus=options.user_modulus, ties=options.ties, seed=options.seed)
+    tied = ties.TieCounter()
+    tied.add(log["user_id"].to_numpy(), log["time_ms"].to_numpy())
     events = join_videos(log, videos)
     split = split_by_day(events["time_ms"], options.validation_days, options.test_days)
     contents = CONTENTS
@@ -153,6 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
             "inputs": fingerprints([*logs, *users, *videos]),
             "settings": {name: getattr(options, name) for name in names},
             "dropped": dropped,
+            "ties": tied.describe(options.ties, options.seed),
         }
         if options.counters:
             about["counters"] = ABOUT_COUNTERS
@@ -160,11 +164,14 @@ def main(arguments: list[str] | None = None) -> None:
         write_config(schema, folder, options.output)
     for name, figures in schema["splits"].items():
         print(f"{name}: {figures['rows']} requests, {figures['candidates']} candidates")
+    print(ties.report(schema["ties"]))
     command.print_next(options.output)
 
 
-def read_log(files: list[Path], *, modulus: int = 1) -> tuple[pl.DataFrame, dict[str, int]]:
-    """Reads impressions by user and time, ties in the order of the files; counts what is left out."""
+def read_log(
+    files: list[Path], *, modulus: int = 1, ties: str = FILE, seed: int = 0
+) -> tuple[pl.DataFrame, dict[str, int]]:
+    """Reads impressions by user and time, ties as `sort_events` orders them; counts what is left out."""
     pieces = [read_csv(path, dict.fromkeys(LOG, INTEGER)) for path in files]
     log = pl.concat(pieces).with_row_index("order").with_columns(pl.col("order").cast(pl.Int64))
     negative = log.filter(pl.min_horizontal(LOG) < 0)
@@ -175,7 +182,7 @@ def read_log(files: list[Path], *, modulus: int = 1) -> tuple[pl.DataFrame, dict
         raise DataError(f"no impression is left with --user-modulus {modulus}")
     once = log.unique(subset=LOG, keep="first", maintain_order=True)
     dropped = {"impressions_logged_twice": log.height - once.height}
-    return once.sort("user_id", "time_ms", "order"), dropped
+    return sort_events(once, "user_id", "time_ms", ties, seed), dropped
 
 
 def join_videos(log: pl.DataFrame, files: list[Path]) -> pl.DataFrame:
@@ -301,4 +308,5 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--no-counters", dest="counters", action="store_false", help="no counters of videos and authors"
     )
+    ties.add_flags(parser, [name for name in LOG if name not in ("user_id", "time_ms")])
     return parser.parse_args(arguments)

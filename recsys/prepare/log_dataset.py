@@ -21,6 +21,7 @@ from recsys.prepare.items import items_of, join_items, write_items
 from recsys.prepare.rows import freeze_histories, holdout_slices, request_slices
 from recsys.prepare.starter_config import write_config
 from recsys.prepare.text_tables import fingerprints
+from recsys.prepare.ties import FILE, TieCounter, report
 
 SECOND = 1_000_000
 """Microseconds per second: times are in microseconds until rows are cut."""
@@ -43,6 +44,7 @@ class LogSettings:
         min_count: training events that make an id known (ranking).
         part_rows: events in memory at a time.
         min_user_events, min_item_events: users and items with fewer events are left out (retrieval).
+        ties, seed: order of a user's events of one time; see `ties`.
     """
 
     task: str
@@ -56,6 +58,8 @@ class LogSettings:
     part_rows: int = 2_000_000
     min_user_events: int = 1
     min_item_events: int = 1
+    ties: str = FILE
+    seed: int = 0
 
 
 class LogInput(NamedTuple):
@@ -98,7 +102,8 @@ def make_dataset(
             if max(settings.min_user_events, settings.min_item_events) > 1:
                 log.keep_core(settings.min_user_events, settings.min_item_events)
             writer = DatasetWriter(folder, contents, rows_per_group=options.rows_per_group)
-            items = _write_parts(writer, log, settings)
+            tied = TieCounter()
+            items = _write_parts(writer, log, settings, tied)
         for split in (TRAIN, VALIDATION, TEST):
             if split not in writer.splits:
                 raise DataError(f"{log_input.path}: no rows for the {split} split; {_remedy(settings.task)}")
@@ -113,16 +118,20 @@ def make_dataset(
             "settings": dict(vars(settings)),
             "input_columns": _input_columns(log_input.columns),
             "input_rows": log.num_rows,
+            "ties": tied.describe(settings.ties, settings.seed),
         }
         schema = writer.write_schema(described, sizes)
         write_config(schema, folder, options.output)
     for name, split in schema["splits"].items():
         print(f"{name}: {split['rows']} rows, {split['candidates']} candidates")
+    print(report(schema["ties"]))
     return log
 
 
-def _write_parts(writer: DatasetWriter, log: Log, settings: LogSettings) -> pl.DataFrame | None:
-    """Writes the rows of all parts; returns the items of a retrieval log with their features."""
+def _write_parts(
+    writer: DatasetWriter, log: Log, settings: LogSettings, tied: TieCounter
+) -> pl.DataFrame | None:
+    """Writes the rows of all parts, counts ties; returns the items of a retrieval log with their features."""
     bounds = log.time_quantiles(1 - settings.validation_share - settings.test_share, 1 - settings.test_share)
     item_features = [feature.name for feature in writer.contents.features[1:]]
     items = []
@@ -130,6 +139,7 @@ def _write_parts(writer: DatasetWriter, log: Log, settings: LogSettings) -> pl.D
         events = log.part(number)
         if not events.height:
             continue
+        tied.add(events["user_id"].rle_id().to_numpy(), events["time_us"].to_numpy())
         if settings.task == "ranking":
             _write_ranking(writer, events, number, bounds, settings)
         else:

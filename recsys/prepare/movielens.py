@@ -8,7 +8,7 @@ Takes the zip file or folder of a release with ratings.dat (`::`, ml-1m and ml-1
 
 - All ratings count, whatever their stars; no user or movie is left out.
 - Order: by user and time, equal times in the order of the file (a stable sort; another order moves up to a
-  quarter of the targets, so it belongs to the protocol).
+  quarter of the targets, so it belongs to the protocol). --ties shuffles them or sorts them by a column.
 - `uih_actions` holds the stars: bit ceil(stars), so 3.5 and 4 stars are bit 4.
 
 --task retrieval (default), which movie is rated next: leave-one-out splits, one row a user.
@@ -47,7 +47,7 @@ import pyarrow.parquet as pq
 
 from recsys.errors import ConfigError, DataError
 from recsys.flags import positive
-from recsys.prepare import command
+from recsys.prepare import command, ties
 from recsys.prepare.dataset_writer import (
     SEQUENCE_SIDES,
     TEST,
@@ -71,6 +71,7 @@ from recsys.prepare.text_tables import (
     read_csv_stream,
     typed,
 )
+from recsys.prepare.ties import sort_events
 
 RATINGS = {
     "userId": INTEGER,
@@ -128,9 +129,11 @@ def main(arguments: list[str] | None = None) -> None:
     """Reads a release, splits it and writes the data set."""
     options = _options(arguments)
     release = read_release(options.input)
-    events = join_movies(release.ratings, release.movies, options.input)
+    events = join_movies(release.ratings, release.movies, options.input, options.ties, options.seed)
+    tied = ties.TieCounter()
+    tied.add(events["user_id"].to_numpy(), events["timestamps"].to_numpy())
     inputs = [options.input] if options.input.is_file() else list(_files(options.input).values())
-    about = ABOUT | {"inputs": fingerprints(inputs)}
+    about = ABOUT | {"inputs": fingerprints(inputs), "ties": tied.describe(options.ties, options.seed)}
     with command.output_folder(options.output, source=options.input, overwrite=options.overwrite) as folder:
         if options.task == "ranking":
             schema = write_ranking(
@@ -149,6 +152,7 @@ def main(arguments: list[str] | None = None) -> None:
         write_config(schema, folder, options.output)
     users, movies = events["user_id"].n_unique(), release.movies.height
     print(f"{users} users, {events.height} ratings, {movies} movies in the release")
+    print(ties.report(schema["ties"]))
     if options.task == "ranking":
         for name, split in schema["splits"].items():
             print(f"{name}: {split['rows']} rows, {split['candidates']} candidates")
@@ -205,8 +209,10 @@ def read_release(path: Path) -> Release:
     return Release(tables["ratings"], movies, tables.get("users"))
 
 
-def join_movies(ratings: pl.DataFrame, movies: pl.DataFrame, source: Path) -> pl.DataFrame:
-    """Joins ratings with their movies: events by user and time, ties in the order of the file."""
+def join_movies(
+    ratings: pl.DataFrame, movies: pl.DataFrame, source: Path, ties: str, seed: int
+) -> pl.DataFrame:
+    """Joins ratings with their movies: events by user and time, ties as `ties.sort_events` orders them."""
     known = movies.select("movieId", genres=_genres(movies), year=_years(movies))
     events = ratings.with_row_index("order").join(known, on="movieId", how="left", maintain_order="left")
     unknown = events.filter(pl.col("genres").is_null())
@@ -218,7 +224,7 @@ def join_movies(ratings: pl.DataFrame, movies: pl.DataFrame, source: Path) -> pl
             f"{source}: rating {wrong[0, 'order'] + 1} is {wrong[0, 'rating']}, stars are 0.5 to 5"
         )
     stars = pl.col("rating").ceil().cast(pl.Int64)
-    return events.sort("userId", "timestamp", "order").select(
+    return sort_events(events, "userId", "timestamp", ties, seed).select(
         user_id="userId",
         order=pl.col("order").cast(pl.Int64),
         timestamps="timestamp",
@@ -317,6 +323,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=positive, help=f"ranking: {what}; default: {value}")
     command.add_evaluation_history(parser)
     parser.set_defaults(evaluation_history=None)
+    ties.add_flags(parser, ["movieId", "rating"])
     options = parser.parse_args(arguments)
     ranking_flags = [name for name in RANKING_SETTINGS if getattr(options, name) is not None]
     if options.task != "ranking" and ranking_flags:

@@ -24,8 +24,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from recsys.errors import ConfigError
 from recsys.flags import positive
-from recsys.prepare import command
+from recsys.prepare import command, ties
 from recsys.prepare.dataset_writer import SEQUENCE_SIDES, Contents, Feature
 from recsys.prepare.events import TIME_UNITS, LogColumns
 from recsys.prepare.log_dataset import LogInput, LogSettings, make_dataset
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     log_input = LogInput(
         path=options.input,
         files=[options.input, *([options.times] if options.times else [])],
-        columns=LogColumns(USER, ITEM, TIME),
+        columns=LogColumns(USER, ITEM, TIME, ties=options.ties, seed=options.seed),
         pieces=read_sequences(options.input, options.times, unit),
     )
     settings = LogSettings(
@@ -54,6 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
         part_rows=options.part_rows,
         min_user_events=options.min_user_events,
         min_item_events=options.min_item_events,
+        ties=options.ties,
+        seed=options.seed,
     )
     contents = Contents(task="retrieval", features=(Feature("item_id", SEQUENCE_SIDES),))
     make_dataset(log_input, contents, settings, ABOUT, options)
@@ -67,4 +70,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
     command.add_core(parser)
     command.add_part_rows(parser)
-    return parser.parse_args(arguments)
+    ties.add_flags(parser, [])
+    options = parser.parse_args(arguments)
+    if options.ties != ties.FILE and options.times is None:
+        raise ConfigError(f"--ties {options.ties} orders events of one time, and without --times none tie")
+    return options
