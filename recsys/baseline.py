@@ -21,6 +21,7 @@ def run(call: cli.Call) -> None:
     environment.import_torchrec_quietly()
     from recsys.config.declarations import model_of
     from recsys.evaluation import baselines, item_means
+    from recsys.evaluation.protocol import describe, protocol
 
     pipeline, split = call.pipeline, call.flags.split
     for name in ("train", split):
@@ -36,9 +37,11 @@ def run(call: cli.Call) -> None:
             settings = found.settings._asdict() if found.settings is not None else {}
             table.append({"name": found.name, "metrics": found.metrics, "settings": settings})
     if call.flags.json:
-        print(json.dumps({"split": split, "baselines": table}, indent=1))
+        print(json.dumps({"split": split, "protocol": protocol(pipeline), "baselines": table}, indent=1))
     else:
         print("\n".join(lines(table)))
+        if settings := protocol(pipeline):
+            print(f"protocol: {describe(settings)}")
 
 
 def lines(table: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -40,6 +40,7 @@ def run(call: cli.Call) -> None:
 
 
 def _report(result: "Evaluation", call: cli.Call) -> None:
+    from recsys.evaluation.protocol import describe, protocol
     from recsys.training.hooks.report_tested import update_report
 
     metrics, checkpoint = result.metrics, result.checkpoint.name
@@ -49,10 +50,14 @@ def _report(result: "Evaluation", call: cli.Call) -> None:
     if not call.dry_run:
         path = call.run_dir / f"{call.flags.split}_metrics.json"
         defined = {name: value if value == value else None for name, value in metrics.items()}
+        settings = protocol(call.pipeline)
         record = {"checkpoint": checkpoint, "metrics": defined, **result.counts._asdict()}
+        record["protocol"] = settings
         with files.naming_full_disk(call.run_dir):
             files.write_text(path, json.dumps(record, indent=1))
             update_report(call.run_dir / "report.html")
+        if settings:
+            logger.info("protocol: %s", describe(settings))
         logger.info("%s on %s rows: %s", checkpoint, call.flags.split, path)
 
 

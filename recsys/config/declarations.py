@@ -128,6 +128,11 @@ class ModelDeclaration:
         """The rule for items of a row's history, of a model that searches items."""
         return SeenRule()
 
+    @property
+    def protocol(self) -> dict[str, str]:
+        """Settings of the model that decide how evaluation ranks and what it counts, by name."""
+        return {}
+
     def removes_seen(self, mode: str) -> bool:
         """Returns whether reading to `train`, `evaluate` or `predict` needs all items of a row's history."""
         if self.item_feature is None or mode == "train":

@@ -37,6 +37,17 @@ class RetrieverDeclaration(ModelDeclaration):
         return SeenRule(self.config.seen == pb.Retriever.REMOVE, left_out)
 
     @property
+    def protocol(self) -> dict[str, str]:
+        """The rule for seen items, and the time that a query knows if the mixer reads times."""
+        rule, uih, mixer = self.seen_rule, self.config.preprocessor.uih, mixer_of(self.pipeline)
+        found = {"seen": pb.Retriever.Seen.Name(self.config.seen)}
+        if rule.removed:
+            found["repeated_targets"] = pb.Retriever.RepeatedTargets.Name(self.config.repeated_targets)
+        if mixer is not None and mixer.reads_times:
+            found["query_time"] = pb.UihPreprocessor.QueryTime.Name(uih.query_time)
+        return found
+
+    @property
     def softmax(self) -> pb.SoftmaxLoss:
         """The softmax of the next-item loss."""
         return self.config.loss.softmax

@@ -32,7 +32,8 @@ def test_evaluate_repeats_what_training_measured(tmp_path, capsys, caplog):
         arguments = ("--run-dir", str(tmp_path), "--split", "validation", "--checkpoint", str(step))
         assert evaluate(*arguments) == 0
         written = json.loads((tmp_path / "validation_metrics.json").read_text())
-        assert written == {"checkpoint": f"step-{step:08d}", "metrics": measured[step], **cut}
+        expected = {"checkpoint": f"step-{step:08d}", "metrics": measured[step], **cut, "protocol": {}}
+        assert written == expected
         assert f"{measured[step]['is_click/auc']:.5f}" in capsys.readouterr().out
     best = max(measured, key=lambda step: measured[step]["is_click/auc"])
     assert evaluate("--run-dir", str(tmp_path), "--split", "validation") == 0
