@@ -32,7 +32,7 @@ def test_pictures_are_drawn_from_the_code():
 )
 def test_the_site_builds_and_needs_no_network(tmp_path):
     """Strict: a missing page, anchor or documented name is an error."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -53,6 +53,12 @@ def test_links_to_files_of_the_repository_lead_somewhere(path):
             linked = path.parent / file if file else path
             if anchor and linked.suffix == ".md":
                 assert anchor in anchors(linked), target
+
+
+@pytest.mark.parametrize("path", [*PAGES, *sorted(ROOT.glob("*.md"))], ids=name)
+def test_files_that_a_page_names_exist(path):
+    named = re.findall(r"`((?:scripts|configs|recsys|tests)/[\w./-]+)`", path.read_text(encoding="utf-8"))
+    assert [file for file in named if not (ROOT / file).exists()] == []
 
 
 def anchors(path: Path) -> set[str]:

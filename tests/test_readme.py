@@ -1,6 +1,7 @@
-"""Runs the commands of the README as written, in a folder where a reader could type them.
+"""Runs the commands of README, CONTRIBUTING and docs/ as written, in a folder where a reader could type them.
 
-Each one is in `RUN`, with what is added to make it short, or in `NOT_RUN`, with the reason.
+Each one is in `RUN`, with what is added to make it short, or in `NOT_RUN`, with the reason. A command that
+stands on several pages runs once.
 """
 
 import csv
@@ -18,60 +19,98 @@ import pytest
 from tests.integration.runs import one_thread
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 SHORT = (
     "--set train.num_epochs= --set train.num_steps=6 --set train.schedule={} --set data.num_workers=0 "
     "--set train.evaluation.every_steps=6 --set data.batch_size=4"
 )
 RUN = {
-    "python -m recsys.prepare csv --input clicks.csv.gz --output data/clicks --task retrieval "
+    "recsys prepare csv --input clicks.csv.gz --output data/clicks --task retrieval "
     "--user-column uid --item-column sku --time-column ts --time-unit ms": "",
-    "python -m recsys.train --config data/clicks/starter.config --run-dir runs/clicks": SHORT,
-    "python -m recsys.evaluate --run-dir runs/clicks": "",
+    "recsys train --config data/clicks/starter.config --run-dir runs/clicks": SHORT,
+    "recsys train --config data/clicks/starter.config --run-dir runs/clicks-wide "
+    "--set model.embedding_dim=128": "--validate",
+    "recsys evaluate --run-dir runs/clicks": "",
     # A package takes a minute to compile: the quickstart makes one, and predicts with it.
-    "python -m recsys.export --run-dir runs/clicks": "--dry-run",
-    "python -m recsys.predict --package runs/clicks/export --input data/clicks/latest "
+    "recsys export --run-dir runs/clicks": "--dry-run",
+    "recsys predict --package runs/clicks/export --input data/clicks/latest "
     "--output runs/clicks/recommendations": "--help",
-    "python -m recsys.train --config x.config --validate": "",
-    "python -m recsys.train --config x.config --print-config": "",
-    "python -m recsys.train --config x.config --dry-run": "--set data.num_workers=0",
-    "python -m recsys.train --config x.config --set train.seed=2 --set model.embedding_dim=128": "--validate",
+    "recsys train --config x.config --validate": "",
+    "recsys train --config x.config --print-config": "",
+    "recsys train --config x.config --dry-run": "--set data.num_workers=0",
+    "recsys train --config x.config --set train.seed=2 --set model.embedding_dim=128": "--validate",
     "torchrun --nproc-per-node 2 -m recsys.train --config x.config": "--validate",
-    "python scripts/install.py": "--dry-run",
-    "python -m recsys.doctor": "--version",
+    "python scripts/install.py --dev": "--dry-run",
     "python scripts/config_reference.py": "--check",
+    "python scripts/draw_docs.py": "--check",
 }
 NOT_RUN = {
     "scripts/quickstart": "tests/scripts/test_quickstart.py",
     "scripts/test": "it is what runs this test",
     "scripts/test --slow": "it is what runs the tests that this one leaves out",
-    "python -m recsys.train --config configs/ml_1m_hstu.config --run-dir runs/ml_1m_hstu": "its data is not "
+    "recsys train --config configs/ml_1m_hstu.config --run-dir runs/ml_1m_hstu": "its data is not "
     "bundled; tests/integration/test_ready_configs.py trains every ready config",
-    "python -m recsys.evaluate --run-dir runs/ml_1m_hstu": "the same",
+    "recsys evaluate --run-dir runs/ml_1m_hstu": "the same",
+    "recsys train --config configs/quickstart.config --run-dir runs/quickstart": "the quickstart runs it",
+    "recsys evaluate --run-dir runs/quickstart": "the quickstart runs it",
+    "recsys evaluate --run-dir runs/clicks --split validation": "tests/integration/test_commands.py",
+    "recsys evaluate --run-dir runs/clicks --checkpoint newest": "tests/integration/test_commands.py",
     "python scripts/compile_protos.py": "the tests import what it makes",
+    "python scripts/update_golden.py": "tests/test_golden.py compares what it writes",
+    "python -m mkdocs serve": "it serves until it is stopped; tests/test_docs.py builds the site",
+    "recsys init my_project": "tests/test_init.py",
+    "recsys doctor": "tests/test_doctor.py",
+    "recsys install": "it changes the environment; tests/test_install.py",
+    "recsys prepare csv --input log.parquet --output data/log --task ranking --user-column uid "
+    "--item-column sku --time-column when --time-unit iso --label click=clicked --action click=clicked "
+    "--item-feature brand": "tests/prepare makes ranking data of many logs",
+    "recsys blend --run-dir runs/clicks": "tests of recsys.blend run it on a model that learned something",
+    "recsys predict --run-dir runs/clicks --set 'predict.index={faiss {}}'": "it needs a package and faiss; "
+    "tests/inference",
+    "python scripts/popularity_baseline.py --data data/ml-1m": "its data is not bundled",
+    "scripts/gpu_check experiments/2026-12-31-my-gpu": "it needs a GPU",
     "scripts/gpu_check": "it needs a GPU",
+    "scripts/test tests/ops -k mask": "a part of what runs this test",
+    "scripts/test tests/ops/linear_logp -k interpret": "the same",
+    "scripts/test tests/ops/hstu_attention/test_triton_compile.py": "the same",
+    "scripts/test tests/ops/hstu_attention/test_hopper_emulated.py": "the same",
+    "scripts/test tests/ops/<op>": "a pattern, not a command",
 }
+COMMAND = re.compile(
+    r"(python|torchrun) \S|scripts/\w+( |$)|recsys (doctor|install)$|recsys [a-z-]+ .*(--\w|my_project)"
+)
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+OWN_TESTS = ("extending.md",)
+"""Pages whose code a test of their own extracts and runs."""
 
 
 def commands(text: str) -> list[str]:
     """Command lines of fenced blocks and of code within sentences, without comments and double spaces."""
-    blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    blocks = [block for language, block in FENCED.findall(text) if not language]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    lines += re.findall(r"`([^`\n]+)`", FENCED.sub("", text))
     plain = (re.sub(r"\s+", " ", line.split(" # ")[0].split("  #")[0]).strip() for line in lines)
-    return [line for line in plain if re.match(r"(python|torchrun) \S|scripts/\w+( |$)", line)]
+    return [line for line in plain if COMMAND.match(line)]
+
+
+def all_commands() -> list[str]:
+    """Commands of all pages, each once, in the order of pages."""
+    pages = [page.read_text(encoding="utf-8") for page in PAGES if page.name not in OWN_TESTS]
+    return list(dict.fromkeys(line for page in pages for line in commands(page)))
 
 
 def test_every_command_is_run_or_has_a_reason():
-    found = commands(README)
-    assert len(found) >= 15
-    assert set(found) == RUN.keys() | NOT_RUN.keys()
+    assert set(all_commands()) == RUN.keys() | NOT_RUN.keys()
 
 
 def test_commands_are_found():
-    text = "Type `python -m a` or `a.py`.\n\n```\npython b \\\n    --c   # why\n+ python no\n```\n"
-    assert commands(text) == ["python b --c", "python -m a"]
+    text = "`python -m a`, `recsys b --c`, `a.py`\n\n```\npython b \\\n    --c   # why\n+ python no\n```\n"
+    assert commands(text) == ["python b --c", "python -m a", "recsys b --c"]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +138,7 @@ def clicks() -> Iterator[tuple[str, str, str]]:
 def outputs(home) -> dict[str, str]:
     """Output of each command of `RUN`, run in order since they build on each other."""
     found = {}
-    for line in commands(README):
+    for line in all_commands():
         if line in RUN:
             command = [*python(shlex.split(line)), *shlex.split(RUN[line])]
             environment = one_thread() | {"PYTHONPATH": str(ROOT)}
@@ -114,16 +153,26 @@ def outputs(home) -> dict[str, str]:
 def python(words: list[str]) -> list[str]:
     """A command line for the Python that runs the tests."""
     program, *rest = words
-    return [sys.executable, *(["-m", "torch.distributed.run"] if program == "torchrun" else []), *rest]
+    module = {"torchrun": ["-m", "torch.distributed.run"], "recsys": ["-m", "recsys"]}.get(program, [])
+    return [sys.executable, *module, *rest]
 
 
 def test_commands_run(outputs, home):
     assert outputs.keys() == RUN.keys()
     assert (home / "runs/clicks/report.html").is_file() and (home / "runs/clicks/test_metrics.json").is_file()
-    assert "ndcg@10" in outputs["python -m recsys.evaluate --run-dir runs/clicks"]
+    assert "ndcg@10" in outputs["recsys evaluate --run-dir runs/clicks"]
     (validated,) = (text for line, text in outputs.items() if line.endswith("x.config --validate"))
     assert validated.strip().endswith("ok")
     (printed,) = (text for line, text in outputs.items() if line.endswith("--print-config"))
     assert "model.embedding_dim" in printed
     (shown,) = (text for line, text in outputs.items() if line.endswith("--dry-run"))
     assert "position  kind" in shown and not (home / "runs/x").exists()
+
+
+def test_the_python_snippet_of_the_readme_runs(outputs, home, monkeypatch, capsys):
+    text = PAGES[0].read_text(encoding="utf-8")
+    (snippet,) = (block for language, block in FENCED.findall(text) if language == "python")
+    monkeypatch.chdir(home)
+    exec(compile(snippet.replace("steps=300", "steps=2"), "README.md", "exec"), {})  # noqa: S102
+    printed = capsys.readouterr().out
+    assert "user_id" in printed and "item_id" in printed
