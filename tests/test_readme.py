@@ -60,6 +60,10 @@ NOT_RUN = {
     "python scripts/update_golden.py": "tests/test_golden.py compares what it writes",
     "python -m mkdocs serve": "it serves until it is stopped; tests/test_docs.py builds the site",
     "recsys init my_project": "tests/test_init.py",
+    "recsys init my_project --config NAME": "the same",
+    "recsys init --help": "the same",
+    "python -m recsys.train": "the name of a command, without its flags",
+    "python scripts/install.py": "it changes the environment; tests/test_install.py",
     "recsys doctor": "tests/test_doctor.py",
     "recsys install": "it changes the environment; tests/test_install.py",
     "recsys prepare csv --input log.parquet --output data/log --task ranking --user-column uid "
