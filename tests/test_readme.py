@@ -72,7 +72,7 @@ NOT_RUN = {
     "recsys blend --run-dir runs/clicks": "tests of recsys.blend run it on a model that learned something",
     "recsys predict --run-dir runs/clicks --set 'predict.index={faiss {}}'": "it needs a package and faiss; "
     "tests/inference",
-    "python scripts/popularity_baseline.py --data data/ml-1m": "its data is not bundled",
+    "recsys baseline --config x.config": "tests/test_baseline.py",
     "scripts/gpu_check experiments/2026-12-31-my-gpu": "it needs a GPU",
     "scripts/gpu_check": "it needs a GPU",
     "scripts/test tests/ops -k mask": "a part of what runs this test",
