@@ -10,7 +10,7 @@ from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from recsys.flags import Parser, PrintVersions, split_command
+from recsys.flags import Parser, PrintVersions, closed_pipe, split_command
 
 
 class Command(NamedTuple):
@@ -60,8 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=PrintVersions, help="print versions, stop")
-    name, rest = split_command(parser, COMMANDS, sys.argv[1:] if arguments is None else arguments)
-    return importlib.import_module(COMMANDS[name].module).main(rest)
+    try:
+        name, rest = split_command(parser, COMMANDS, sys.argv[1:] if arguments is None else arguments)
+        return importlib.import_module(COMMANDS[name].module).main(rest)
+    except BrokenPipeError:
+        return closed_pipe()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ An entry point is a function of a `Call` and one line, `return cli.main("train",
 import argparse
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -19,7 +18,7 @@ import recsys.config as config
 from recsys import environment
 from recsys import protos as pb
 from recsys.errors import ConfigError, InstallationError, RecsysError
-from recsys.flags import Parser, PrintVersions
+from recsys.flags import Parser, PrintVersions, closed_pipe
 from recsys.logs import is_for_console
 
 logger = logging.getLogger(__name__)
@@ -153,10 +152,7 @@ def _guard(action: Callable[[], int | None]) -> int:
         logger.debug("it happened here", exc_info=True)
         return InstallationError.exit_code
     except BrokenPipeError:
-        # `| head` has read enough. Drop the rest of the buffer, or Python complains when it exits.
-        with open(os.devnull, "w", encoding="utf-8") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return closed_pipe()
     except OSError as error:
         # A full disk, a folder that is read-only: the system's message says what to do.
         logger.error("%s", error)

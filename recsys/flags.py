@@ -8,6 +8,8 @@ import argparse
 import difflib
 import os
 import re
+import signal
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -93,6 +95,14 @@ def _complete(parser: Parser) -> None:
     import argcomplete
 
     argcomplete.autocomplete(parser)
+
+
+def closed_pipe() -> int:
+    """Drops the rest of the output, which nobody reads any more (`| head`), and returns the exit code 141."""
+    # Python would complain about the closed pipe when it exits.
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def positive(text: str) -> int:

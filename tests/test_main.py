@@ -55,6 +55,14 @@ def test_help_and_version_import_no_library():
         assert not {"torch", "numpy", "polars", "pyarrow", "google.protobuf", "recsys.config"} & {*imported}
 
 
+def test_a_reader_that_has_read_enough_ends_a_command_quietly():
+    for command in ("--version", "install --dry-run"):
+        # Unbuffered, so that each line meets the closed pipe.
+        line = f"(sleep 0.5; {sys.executable} -u -m recsys {command}; echo $? >&2) | true"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+        assert done.stderr == "141\n"
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

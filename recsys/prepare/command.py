@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from recsys.errors import ConfigError, RecsysError
-from recsys.flags import Parser, positive
+from recsys.flags import Parser, closed_pipe, positive
 from recsys.prepare.starter_config import train_command
 
 PROGRAM = "python -m recsys.prepare"
@@ -22,6 +22,8 @@ def run(main: Callable[[list[str] | None], None], arguments: list[str] | None = 
     except RecsysError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
+    except BrokenPipeError:
+        return closed_pipe()
     except OSError as error:
         # A full disk or a folder without permission: the system's own message says what to do.
         sys.stderr.write(f"error: {error}\n")
