@@ -30,6 +30,8 @@ class PreparedEvents:
         train, validation, test: rows.
         latest: the whole history of each user at the end of the log, to make recommendations from; None for
             ranking.
+        items: the features of each item, for `recsys.config(..., items=data.items)` with an item encoder;
+            None for ranking and without features.
     """
 
     config: Config
@@ -37,6 +39,7 @@ class PreparedEvents:
     validation: pa.Table
     test: pa.Table
     latest: pa.Table | None
+    items: pa.Table | None
 
     def __repr__(self) -> str:
         sizes = f"{self.train.num_rows} rows to train on, {self.validation.num_rows} and {self.test.num_rows}"
@@ -134,4 +137,5 @@ def _read(folder: Path) -> PreparedEvents:
 
     splits = {split: rows(split) for split in ("train", "validation", "test")}
     present = {split: table for split, table in splits.items() if table is not None}
-    return PreparedEvents(in_memory(config(folder / "starter.config")), **present, latest=rows("latest"))
+    cfg = in_memory(config(folder / "starter.config"))
+    return PreparedEvents(cfg, **present, latest=rows("latest"), items=rows("items"))

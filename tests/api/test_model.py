@@ -229,8 +229,10 @@ def test_a_log_becomes_rows_and_a_model(tmp_path):
             "what": [f"i{(user + step) % 7}" for user in range(6) for step in range(5)],
             "when": pl.Series([86_400 * step + user for user in range(6) for step in range(5)]),
         }
-    ).with_columns(pl.from_epoch("when"))
-    data = recsys.prepare_events(events, user="who", item="what", time="when")
+    ).with_columns(pl.from_epoch("when"), kind="kind of " + pl.col("what"))
+    data = recsys.prepare_events(events, user="who", item="what", time="when", item_features=["kind"])
+    items = data.items.to_pylist()
+    assert {row["item_id"]: row["kind"] for row in items} == {f"i{n}": f"kind of i{n}" for n in range(7)}
     assert data.test["candidate_item_id"].to_pylist() == [[f"i{(user + 4) % 7}"] for user in range(6)]
     assert data.validation["candidate_item_id"].to_pylist() == [[f"i{(user + 3) % 7}"] for user in range(6)]
     assert data.train["uih_item_id"].to_pylist() == [[f"i{(u + s) % 7}" for s in range(3)] for u in range(6)]
