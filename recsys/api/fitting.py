@@ -177,8 +177,8 @@ def _in_folder(hooks: list[Hook]) -> Any:
 
 
 def _in_memory(hooks: list[Hook]) -> Any:
-    def make(_: Session) -> list[Hook]:
-        return [MetricsFile(), _Progress(), *hooks]
+    def make(session: Session) -> list[Hook]:
+        return [MetricsFile(), _Progress(), *run.configured_hooks(session.pipeline), *hooks]
 
     return make
 

@@ -127,9 +127,13 @@ def folder_hooks(session: Session) -> list[Hook]:
     def items() -> Items | None:
         return frequent_items(session.pipeline, session.wrapped.state_dict())
 
-    chosen = [registry.pick(hook) for hook in session.pipeline.train.hooks]
-    further = [component.cls(component.config) for component in chosen]
-    return [MetricsFile(), TensorBoard(items), Report(), *further, Console()]
+    return [MetricsFile(), TensorBoard(items), Report(), *configured_hooks(session.pipeline), Console()]
+
+
+def configured_hooks(pipeline: pb.Pipeline) -> list[Hook]:
+    """Builds the hooks that a config lists in `train.hooks`."""
+    chosen = [registry.pick(hook) for hook in pipeline.train.hooks]
+    return [component.cls(component.config) for component in chosen]
 
 
 def describe(session: Session) -> Run:

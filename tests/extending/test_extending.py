@@ -96,6 +96,18 @@ def main():
 
 METADATA = "Metadata-Version: 2.1\nName: toys\nVersion: 1.0\n"
 
+FIT = """
+import acme, recsys
+from pathlib import Path
+
+def main():
+    hook = f"train.hooks=[{{[acme.score_table] {{file: '{Path.cwd() / 'fit.csv'}'}}}}]"
+    model = recsys.build(recsys.config(Path("acme.config"), [hook]))
+    print(model)
+    recsys.fit(model, steps=1, progress=False)
+    return 0
+"""
+
 COMMANDS = """
 import contextlib, importlib, io, json, sys
 results = []
@@ -135,6 +147,7 @@ def project(tmp_path_factory) -> Path:
     (folder / "clash" / "clash.proto").write_text(CLASH)
     (folder / "note" / "note.proto").write_text(NOTE)
     (folder / "gru_check.py").write_text(GRU_CHECK)
+    (folder / "fit_check.py").write_text(FIT)
     for name in ("tests", "configs"):
         (folder / name).symlink_to(ROOT / name)
     compile_protos([folder / name for name in ("acme", "toys", "clash", "note")])
@@ -280,6 +293,7 @@ def results(project) -> dict[str, Result]:
     """Results of all commands that need no other process than one, by name; of mistakes, by their text."""
     lines = {text: [*line, "--validate"] for text, line in MISTAKES.items()} | {
         "gru": ["gru_check"],
+        "fit": ["fit_check"],
         "validate": [*ACME, *settings(f"{MIXER}.[acme.gru].num_layers=3"), "--validate"],
         "print": [*ACME, "--print-config"],
         "train": [*ACME, "--run-dir", "acme_run"],
@@ -344,6 +358,12 @@ def test_components_of_the_page_train_and_resume_without_a_flag(project, results
     assert written[2, "loss"] == evaluated[2]["metrics"]["loss"]
     assert results["other config"].code == 2
     assert f"{MIXER}.[acme.gru].num_layers: 2" in results["other config"].text
+
+
+def test_components_train_from_python_with_the_hooks_of_the_config(project, results):
+    assert results["fit"].code == 0 and "ranker with" in results["fit"].text, results["fit"].text
+    lines = (project / "fit.csv").read_text().splitlines()
+    assert any(line.startswith("1,watch_time/within,") for line in lines)
 
 
 def test_components_of_an_entry_point_train(results):
