@@ -27,12 +27,13 @@ def test_evaluate_repeats_what_training_measured(tmp_path, capsys, caplog):
         "cut_histories": pc.sum(pc.greater(lengths, 20)).as_py(),
         "cut_candidates": 0,
         "repeated_targets": 0,
+        "protocol": {},
     }
     for step in (2, 4):
         arguments = ("--run-dir", str(tmp_path), "--split", "validation", "--checkpoint", str(step))
         assert evaluate(*arguments) == 0
         written = json.loads((tmp_path / "validation_metrics.json").read_text())
-        expected = {"checkpoint": f"step-{step:08d}", "metrics": measured[step], **cut, "protocol": {}}
+        expected = {"checkpoint": f"step-{step:08d}", "metrics": measured[step], **cut}
         assert written == expected
         assert f"{measured[step]['is_click/auc']:.5f}" in capsys.readouterr().out
     best = max(measured, key=lambda step: measured[step]["is_click/auc"])
