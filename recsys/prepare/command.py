@@ -34,12 +34,22 @@ def run(main: Callable[[list[str] | None], None], arguments: list[str] | None = 
     return 0
 
 
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Keeps the lines of the description, and shows the default of each flag that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        has_none = action.default in (None, False, [], argparse.SUPPRESS) or "default" in (action.help or "")
+        if has_none or isinstance(action, argparse._StoreFalseAction):
+            return action.help or ""
+        return f"{action.help or ''} (default: %(default)s)".strip()
+
+
 def parser(tool: str, description: str) -> argparse.ArgumentParser:
     """The parser of one tool, with the flags that every tool has."""
     flags = Parser(
         prog=f"{PROGRAM} {tool}",
         description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     flags.add_argument("--input", type=Path, required=True, help="where the original files are")

@@ -23,7 +23,9 @@
   --min-item-events leave out users and items with fewer events, again and again until all have as many
   (a k-core). With features of items `items.parquet` has those of the whole catalogue, each as in the item's
   last event, for `retriever { item_encoder }`.
-- An empty cell of a feature is the unknown id; an empty user, item, time or number is an error.
+- An empty cell of a feature is the unknown id; an empty user, item, time or number is an error, unless --fill
+  says what it counts as. --item-list and --user-list take cells of several categories (a|b|c).
+- A label or an action may be a condition: --label 'liked=rating>=4', --action 'bought=event==purchase'.
 
 Memory: the log is cut by user into parts of at most about --part-rows events, worked on one at a time;
 besides that, the ids of the vocabularies must fit.
@@ -39,6 +41,7 @@ from datetime import datetime, timezone
 from recsys.errors import ConfigError, shortened
 from recsys.flags import positive
 from recsys.prepare import command, ties
+from recsys.prepare.conditions import Signal
 from recsys.prepare.dataset_writer import SEQUENCE_SIDES, Contents, Feature
 from recsys.prepare.events import TIME_UNITS, Log, LogColumns
 from recsys.prepare.log_dataset import SECOND, LogInput, LogSettings, make_dataset
@@ -104,6 +107,9 @@ def _columns(options: argparse.Namespace) -> LogColumns:
         )
     if options.task == "ranking" and max(options.min_user_events, options.min_item_events) > 1:
         raise ConfigError("--min-user-events and --min-item-events are for --task retrieval")
+    for name, text in labels.items():
+        if text.endswith(":regression") and _signal("--label", text.removesuffix(":regression")).sign:
+            raise ConfigError(f"--label {name}={text}: a condition is 0 or 1; leave out :regression")
     return LogColumns(
         user=options.user_column,
         item=options.item_column,
@@ -112,9 +118,12 @@ def _columns(options: argparse.Namespace) -> LogColumns:
         delimiter=options.delimiter,
         ids=(*options.item_feature, *options.user_feature),
         numbers=(*options.item_number, *options.user_number),
-        labels={name: column.removesuffix(":regression") for name, column in labels.items()},
+        lists=(*options.item_list, *options.user_list),
+        list_delimiter=options.list_delimiter,
+        fills=dict(options.fill),
+        labels={name: _signal("--label", text.removesuffix(":regression")) for name, text in labels.items()},
         regression=frozenset(name for name, column in labels.items() if column.endswith(":regression")),
-        actions=dict(options.action),
+        actions={name: _signal("--action", text) for name, text in options.action},
         watch_time=options.watch_time_column,
         watch_time_scale=0.001 if options.watch_time_unit == "ms" else 1.0,
         ties=options.ties,
@@ -123,7 +132,7 @@ def _columns(options: argparse.Namespace) -> LogColumns:
 
 
 def _contents(options: argparse.Namespace, columns: LogColumns) -> Contents:
-    user = options.user_feature + options.user_number
+    user = options.user_feature + options.user_list + options.user_number
     if options.task == "retrieval" and user:
         raise ConfigError(
             f"--task retrieval does not use features of users ({', '.join(user)}); leave them out"
@@ -131,8 +140,10 @@ def _contents(options: argparse.Namespace, columns: LogColumns) -> Contents:
     features = (
         Feature("item_id", SEQUENCE_SIDES),
         *(Feature(name, SEQUENCE_SIDES) for name in options.item_feature),
+        *(Feature(name, SEQUENCE_SIDES, multi_valued=True) for name in options.item_list),
         *(Feature(name, SEQUENCE_SIDES, number=True) for name in options.item_number),
         *(Feature(name, ("USER",)) for name in options.user_feature),
+        *(Feature(name, ("USER",), multi_valued=True) for name in options.user_list),
         *(Feature(name, ("USER",), number=True) for name in options.user_number),
     )
     _check_names(features, columns)
@@ -180,20 +191,24 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--task", choices=("ranking", "retrieval"), required=True)
     for side in ("user", "item", "time"):
         parser.add_argument(f"--{side}-column", required=True, help=f"the {side} of each event")
-    parser.add_argument("--time-unit", choices=TIME_UNITS, default="s")
+    parser.add_argument(
+        "--time-unit", choices=TIME_UNITS, default="s", help="unit of times since 1970, or dates as text"
+    )
     parser.add_argument("--delimiter", type=_delimiter, help=r"of a text file; default: , and \t for .tsv")
     parser.add_argument(
-        "--label", type=_pair, action="append", default=[], metavar="NAME=COLUMN[:regression]",
-        help="what to predict: 0 or 1, or with :regression any number",
+        "--label", type=_pair, action="append", default=[], metavar="NAME=COLUMN[>=VALUE|:regression]",
+        help="what to predict: a column of 0 and 1, a condition such as 'liked=rating>=4' or "
+        "'bought=event==purchase' (>= > <= < == !=), or with :regression any number",
     )  # fmt: skip
     parser.add_argument(
-        "--action", type=_pair, action="append", default=[], metavar="NAME=COLUMN",
-        help="a bit of the history's actions, set where the column is above 0",
+        "--action", type=_pair, action="append", default=[], metavar="NAME=COLUMN[>=VALUE]",
+        help="a bit of the history's actions, set where the column is above 0, or where a condition holds",
     )  # fmt: skip
     parser.add_argument("--watch-time-column", help="how long an item was used")
-    parser.add_argument("--watch-time-unit", choices=("s", "ms"), default="s")
+    parser.add_argument("--watch-time-unit", choices=("s", "ms"), default="s", help="unit of that column")
     for side in ("item", "user"):
-        for kind, what in (("feature", "a category"), ("number", "a number")):
+        kinds = (("feature", "a category"), ("list", "several categories in a cell"), ("number", "a number"))
+        for kind, what in kinds:
             parser.add_argument(
                 f"--{side}-{kind}",
                 action="append",
@@ -201,19 +216,38 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
                 metavar="COLUMN",
                 help=f"{what} of the {side}",
             )
+    parser.add_argument("--list-delimiter", default="|", help="stands between the categories of a cell")
+    parser.add_argument(
+        "--fill", type=_fill, action="append", default=[], metavar="COLUMN=VALUE",
+        help="what an empty cell of a column counts as",
+    )  # fmt: skip
     parser.add_argument(
         "--session-gap", type=positive, default=60, help="longest pause in a request, seconds"
     )
     parser.add_argument("--max-candidates", type=positive, default=10, help="most candidates of a request")
     parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
-    parser.add_argument("--validation-share", type=_share, default=0.1)
-    parser.add_argument("--test-share", type=_share, default=0.1)
+    parser.add_argument("--validation-share", type=_share, default=0.1, help="of all events (ranking)")
+    parser.add_argument("--test-share", type=_share, default=0.1, help="of all events (ranking)")
     command.add_evaluation_history(parser)
     parser.add_argument("--min-count", type=positive, default=1, help="training events of a known id")
     command.add_core(parser, " (retrieval)")
     command.add_part_rows(parser)
     ties.add_flags(parser, None)
     return parser.parse_args(arguments)
+
+
+def _signal(flag: str, text: str) -> Signal:
+    try:
+        return Signal.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} ...={text}: {error}") from error
+
+
+def _fill(text: str) -> tuple[str, str]:
+    column, mark, value = text.partition("=")
+    if not (column and mark and value):
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is not COLUMN=VALUE")
+    return column, value
 
 
 def _pair(text: str) -> tuple[str, str]:

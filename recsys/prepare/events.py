@@ -18,6 +18,7 @@ import polars as pl
 import pyarrow as pa
 
 from recsys.errors import DataError, shortened
+from recsys.prepare.conditions import OPERATORS, Signal
 from recsys.prepare.text_tables import NUMBER, is_integer_text, typed
 from recsys.prepare.ties import FILE, SHUFFLE, TIE, shuffle_keys
 
@@ -38,8 +39,10 @@ class LogColumns:
         time_unit: "s", "ms", "us" since 1970, or "iso" for dates as text (UTC when they name no zone).
         delimiter: of text files; None: a comma, a tab for .tsv.
         ids: categories to keep under their names. numbers: numbers to keep.
-        labels: name -> column. regression: names of labels that may be any number, the others are 0 or 1.
-        actions: name of bit 0, 1, ... -> column that sets it where above 0.
+        lists: columns of several categories in a cell, with `list_delimiter` between them.
+        fills: column -> what its empty cells count as.
+        labels: name -> origin. regression: names of labels that may be any number, the others are 0 or 1.
+        actions: name of bit 0, 1, ... -> origin; without a condition it is set where the column is above 0.
         watch_time: column, or None. watch_time_scale: seconds of its unit.
         ties: order of a user's events of one time: `ties.FILE`, `ties.SHUFFLE`, or a column to sort by.
         seed: of the shuffle.
@@ -52,9 +55,12 @@ class LogColumns:
     delimiter: str | None = None
     ids: tuple[str, ...] = ()
     numbers: tuple[str, ...] = ()
-    labels: Mapping[str, str] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()
+    list_delimiter: str = "|"
+    fills: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[str, Signal] = field(default_factory=dict)
     regression: frozenset[str] = frozenset()
-    actions: Mapping[str, str] = field(default_factory=dict)
+    actions: Mapping[str, Signal] = field(default_factory=dict)
     watch_time: str | None = None
     watch_time_scale: float = 1.0
     ties: str = FILE
@@ -64,8 +70,9 @@ class LogColumns:
         """Lists every column to read, once."""
         watch = [self.watch_time] if self.watch_time else []
         watch += [self.ties] if self.ties not in (FILE, SHUFFLE) else []
-        names = [self.user, self.item, self.time, *self.ids, *self.numbers, *self.labels.values()]
-        return list(dict.fromkeys([*names, *self.actions.values(), *watch]))
+        names = [self.user, self.item, self.time, *self.ids, *self.lists, *self.numbers, *self.fills]
+        signals = [signal.column for signal in (*self.labels.values(), *self.actions.values())]
+        return list(dict.fromkeys([*names, *signals, *watch]))
 
 
 @dataclass
@@ -100,7 +107,11 @@ class Log:
         frame = self._read(number)
         numbers = [name for name, integer in self.integer_ids.items() if integer]
         frame = frame.with_columns(
-            *(pl.col(name).cast(pl.Int64) for name in numbers), timestamps=pl.col("time_us") // 1_000_000
+            *(
+                pl.col(name).cast(pl.List(pl.Int64) if frame.schema[name].is_nested() else pl.Int64)
+                for name in numbers
+            ),
+            timestamps=pl.col("time_us") // 1_000_000,
         )
         if self.tie_type is None:
             return frame.sort("user_id", "time_us", "order")
@@ -187,7 +198,7 @@ def cut_log(pieces: Iterator[Piece], columns: LogColumns, folder: Path, *, part_
     Raises:
         DataError: a value that does not parse; with file and line.
     """
-    integer_ids = dict.fromkeys(("user_id", "item_id", *columns.ids), True)
+    integer_ids = dict.fromkeys(("user_id", "item_id", *columns.ids, *columns.lists), True)
     rows = np.zeros(NUM_BUCKETS, dtype=np.int64)
     first_time, last_time = LATEST, 0
     tie_types = [pl.Int64(), pl.Float64(), pl.String()] if columns.ties != FILE else [None]
@@ -198,7 +209,9 @@ def cut_log(pieces: Iterator[Piece], columns: LogColumns, folder: Path, *, part_
         for piece in pieces:
             events = _convert(piece, columns, int(rows.sum()))
             for name in integer_ids:
-                integer_ids[name] = integer_ids[name] and is_integer_text(events[name])
+                integer_ids[name] = integer_ids[name] and is_integer_text(
+                    events[name].explode(empty_as_null=False) if name in columns.lists else events[name]
+                )
             while len(tie_types) > 1 and events[TIE].cast(tie_types[0], strict=False).null_count():
                 del tie_types[0]
             first_time = min(first_time, events["time_us"].min())
@@ -245,6 +258,8 @@ def _by_bucket(events: pl.DataFrame) -> Iterator[tuple[int, pa.Table]]:
 
 def _convert(piece: Piece, columns: LogColumns, offset: int) -> pl.DataFrame:
     """Converts a piece to the columns of `Log.part`, with ids as text and without `timestamps`."""
+    filled = [pl.col(name).replace("", value) for name, value in columns.fills.items()]
+    piece = piece._replace(texts=piece.texts.with_columns(filled))
     texts = piece.texts
     events = {
         "user_id": _present(piece, columns.user),
@@ -252,16 +267,18 @@ def _convert(piece: Piece, columns: LogColumns, offset: int) -> pl.DataFrame:
         "time_us": _microseconds(piece, columns.time),
         "order": pl.int_range(offset, offset + texts.height, eager=True),
         **{name: texts[name] for name in columns.ids},
+        **{name: _lists(texts[name], columns.list_delimiter) for name in columns.lists},
         **{name: _numbers(piece, name).cast(pl.Float32) for name in columns.numbers},
     }
     if columns.ties == SHUFFLE:
         events[TIE] = shuffle_keys(events["order"].to_numpy(), columns.seed)
     elif columns.ties != FILE:
         events[TIE] = texts[columns.ties]
-    for name, column in columns.labels.items():
-        events[f"label_{name}"] = _label(piece, column, any_number=name in columns.regression)
+    for name, signal in columns.labels.items():
+        events[f"label_{name}"] = _label(piece, signal, any_number=name in columns.regression)
     if columns.actions:
-        bits = [(_numbers(piece, column) > 0).cast(pl.Int64) for column in columns.actions.values()]
+        signals = [s if s.sign else s._replace(sign=">", value="0") for s in columns.actions.values()]
+        bits = [_is_set(piece, signal) for signal in signals]
         events["actions"] = sum((values * (1 << bit) for bit, values in enumerate(bits[1:], 1)), bits[0])
     if columns.watch_time:
         seconds = _numbers(piece, columns.watch_time) * columns.watch_time_scale
@@ -282,7 +299,24 @@ def _numbers(piece: Piece, name: str) -> pl.Series:
     return typed(texts, {name: NUMBER}, piece.where, piece.first, word=piece.word)[name]
 
 
-def _label(piece: Piece, column: str, *, any_number: bool) -> pl.Series:
+def _lists(texts: pl.Series, delimiter: str) -> pl.Series:
+    """Splits cells into lists of their categories, without blanks around them and without empty ones."""
+    stripped = pl.element().str.strip_chars()
+    return texts.str.split(delimiter).list.eval(stripped.filter(stripped != ""))
+
+
+def _is_set(piece: Piece, signal: Signal) -> pl.Series:
+    """Returns 1 where the condition of a signal holds, else 0; int64."""
+    compare = OPERATORS[signal.sign]
+    if signal.number is None:
+        return compare(piece.texts[signal.column], signal.value).cast(pl.Int64)
+    return compare(_numbers(piece, signal.column), signal.number).cast(pl.Int64)
+
+
+def _label(piece: Piece, signal: Signal, *, any_number: bool) -> pl.Series:
+    if signal.sign:
+        return _is_set(piece, signal).cast(pl.Float32)
+    column = signal.column
     values = _numbers(piece, column)
     if not any_number:
         _refuse(

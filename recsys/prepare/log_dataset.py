@@ -209,13 +209,14 @@ def _remedy(task: str) -> str:
     return "some user needs at least 3 events"
 
 
-def _input_columns(columns: LogColumns) -> dict[str, str]:
+def _input_columns(columns: LogColumns) -> dict[str, object]:
     """Maps columns of the data set to the columns of the log that they were made from."""
     return {
         "user_id": columns.user,
         "item_id": columns.item,
         "timestamps": columns.time,
         **({"watch_time": columns.watch_time} if columns.watch_time else {}),
-        **{f"candidate_{name}": column for name, column in columns.labels.items()},
-        **{f"action {name}": column for name, column in columns.actions.items()},
+        **{f"candidate_{name}": str(signal) for name, signal in columns.labels.items()},
+        **{f"action {name}": str(signal) for name, signal in columns.actions.items()},
+        **({"fills": dict(columns.fills)} if columns.fills else {}),
     }

@@ -1,0 +1,58 @@
+"""Conditions on a column that set a label or an action: `rating>=4`, `event==purchase`."""
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+_CONDITION = re.compile(r"(?P<column>.+?)(?P<sign>>=|<=|==|!=|>|<)(?P<value>.*)", re.DOTALL)
+
+
+class Signal(NamedTuple):
+    """The origin of a label or an action.
+
+    Attributes:
+        column: the column of the log.
+        sign: one of `OPERATORS`; "" takes the column as it is.
+        value: what the column is compared with.
+    """
+
+    column: str
+    sign: str = ""
+    value: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> "Signal":
+        """Reads `COLUMN` or `COLUMN>=4`.
+
+        Raises:
+            ValueError: an order of values that are no numbers, such as `>=high`.
+        """
+        match = _CONDITION.fullmatch(text)
+        if match is None:
+            return cls(text)
+        signal = cls(**{name: part.strip() for name, part in match.groupdict().items()})
+        if signal.number is None and signal.sign not in ("==", "!="):
+            raise ValueError(f"{signal.value!r} is no number; {signal.sign} compares numbers")
+        return signal
+
+    @property
+    def number(self) -> float | None:
+        """The value as a number; None if it is a text, which is compared as it stands."""
+        try:
+            number = float(self.value)
+        except ValueError:
+            return None
+        return number if abs(number) < float("inf") else None
+
+    def __str__(self) -> str:
+        return f"{self.column}{self.sign}{self.value}"
