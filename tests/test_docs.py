@@ -61,6 +61,14 @@ def test_files_that_a_page_names_exist(path):
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 
+def test_every_experiment_is_in_the_index():
+    index = (ROOT / "experiments/README.md").read_text(encoding="utf-8")
+    readmes = sorted(ROOT.glob("experiments/**/*/README.md"))
+    folders = [path.parent for path in readmes]
+    missing = [path.name for path in folders if f"({path.relative_to(ROOT / 'experiments')}" not in index]
+    assert folders and missing == []
+
+
 def anchors(path: Path) -> set[str]:
     """Anchors of the headings of a Markdown file, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
