@@ -94,8 +94,8 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mas
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a floating point tensor, got {given}")
+            actual = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a floating point tensor, got {actual}")
         if tensor.dim() != 3:
             raise ValueError(f"{name} must have shape [total_len, heads, dim], got {tuple(tensor.shape)}")
         if tensor.dtype != q.dtype:

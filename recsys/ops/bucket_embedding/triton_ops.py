@@ -101,7 +101,7 @@ def launch_embed(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor],
 
 def sorted_by_bucket(buckets: Tensor, num_buckets: int) -> Segments:
     """Rows [T] sorted by bucket; rows of one bucket keep their order."""
-    dtype = next(dtype for most, dtype in KEYS if num_buckets <= most)
+    dtype = next(dtype for limit, dtype in KEYS if num_buckets <= limit)
     # Buckets outside of the table stay outside: -1 (255 as uint8) and num_buckets.
     keys, order = torch.sort(buckets.clamp(-1, num_buckets).to(dtype), stable=True)
     numbers = torch.arange(num_buckets + 1, dtype=dtype, device=keys.device)

@@ -122,8 +122,8 @@ def _facts(
     """Validates the arguments for all backends and returns their static facts."""
     for name, tensor in (("attended", attended), ("u", u), ("weight", weight), ("bias", bias)):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name} must be a floating point tensor, got {given}")
+            actual = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"{name} must be a floating point tensor, got {actual}")
         if tensor.device != attended.device:
             raise ValueError(f"{name} is on {tensor.device}, attended on {attended.device}")
     if attended.dim() != 2 or attended.shape[1] == 0:
@@ -155,8 +155,8 @@ def _facts(
 
 def _check_seed(seed: Tensor, attended: Tensor) -> None:
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
-        given = f"a tensor of {seed.dtype}" if isinstance(seed, Tensor) else type(seed).__name__
-        raise TypeError(f"seed must be an int64 tensor, got {given}")
+        actual = f"a tensor of {seed.dtype}" if isinstance(seed, Tensor) else type(seed).__name__
+        raise TypeError(f"seed must be an int64 tensor, got {actual}")
     if tuple(seed.shape) != (1,):
         raise ValueError(f"seed must have shape [1], got {tuple(seed.shape)}")
     if seed.device != attended.device:

@@ -123,7 +123,7 @@ def launch_backward(
         "STRIDE_U": int(u.stride(0)),
         "STRIDE_GU": int(grad_u.stride(0)),
     }
-    given = (
+    tensors = (
         grad_out,
         attended,
         u,
@@ -134,7 +134,7 @@ def launch_backward(
     launch(
         backward_kernel,
         workers * options.num_groups,
-        (*given, grad_a, grad_u, sums),
+        (*tensors, grad_a, grad_u, sums),
         (num_rows, workers),
         strides | _constants(width, options, blocks),
         wrap,

@@ -61,8 +61,8 @@ def gather_rows(
     return OP.select(_checked(sources, maps, inverse), backend).run(sources, maps, inverse)
 
 
-def _as_tuple(given: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return (given,) if isinstance(given, Tensor) else tuple(given)
+def _as_tuple(values: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return (values,) if isinstance(values, Tensor) else tuple(values)
 
 
 def _facts(
@@ -105,9 +105,9 @@ def _known_facts(device: str, dtype: torch.dtype, num_maps: int) -> GatherFacts:
     return GatherFacts(device, dtype, num_maps)
 
 
-def _name(name: str, number: int, given: tuple[Tensor, ...]) -> str:
+def _name(name: str, number: int, tensors: tuple[Tensor, ...]) -> str:
     """Return the name of one of several tensors in a message."""
-    return name if len(given) == 1 else f"{name}[{number}]"
+    return name if len(tensors) == 1 else f"{name}[{number}]"
 
 
 def _refuse_index(name: str, tensor: Tensor, values: Tensor, dimensions: str) -> None:

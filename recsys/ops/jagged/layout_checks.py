@@ -15,8 +15,8 @@ def require_int_vector(name: str, value: object) -> Tensor:
         TypeError, ValueError: it is not, with `name`.
     """
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
-        given = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be an int32 or int64 tensor, got {given}")
+        actual = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {actual}")
     if value.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(value.shape)}")
     return value

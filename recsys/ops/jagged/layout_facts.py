@@ -227,10 +227,10 @@ class LayoutFacts:
         if torch.compiler.is_compiling():
             return build()
         try:
-            known = key in self._memo
+            is_kept = key in self._memo
         except TypeError:  # the key has a symbolic size
             return build()
-        if not known:
+        if not is_kept:
             self._memo[key] = build()
         return self._memo[key]
 

@@ -131,12 +131,12 @@ def count_pairs(mask: AttentionMask, layout: SequenceLayout, tail: int | None = 
     """
     host = layout.on_host()
     contextual, uih, targets = host.num_contextual, host.num_uih, host.num_targets
-    most = max(host.max_len, 1) if mask.window is None else mask.window + mask.prefix
-    near = uih.clamp(max=most)
+    limit = max(host.max_len, 1) if mask.window is None else mask.window + mask.prefix
+    near = uih.clamp(max=limit)
     contextual_sees = contextual + uih if mask.contextual_reads_history else contextual
-    history = _pairs_of_history(uih, contextual, most)
+    history = _pairs_of_history(uih, contextual, limit)
     if tail is not None:
-        history = history - _pairs_of_history((uih - tail).clamp(min=0), contextual, most)
+        history = history - _pairs_of_history((uih - tail).clamp(min=0), contextual, limit)
     target_sees = contextual + (near if mask.target_window else uih)
     size = mask.target_group_size
     rest = targets % size
@@ -144,9 +144,9 @@ def count_pairs(mask: AttentionMask, layout: SequenceLayout, tail: int | None = 
     return int((contextual * contextual_sees + history + targets * target_sees + within_groups).sum())
 
 
-def _pairs_of_history(count: Tensor, contextual: int, most: int) -> Tensor:
+def _pairs_of_history(count: Tensor, contextual: int, limit: int) -> Tensor:
     """The pairs of the first `count` history tokens: token h sees `contextual` and min(h, most) tokens."""
-    near = count.clamp(max=most)
+    near = count.clamp(max=limit)
     return count * contextual + near * (near + 1) // 2 + (count - near) * near
 
 

@@ -24,7 +24,7 @@ def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | Non
     joined = torch.cat(list(index))
     if is_exporting():
         return _take(rows, joined)
-    return _GatherRows.apply(rows, joined, inverse, [one.shape[0] for one in index])
+    return _GatherRows.apply(rows, joined, inverse, [rows_of_index.shape[0] for rows_of_index in index])
 
 
 def gather_rows(values: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor:
@@ -48,12 +48,12 @@ def invert_each(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
     """
     if len(sizes) == 1:
         return invert(index, num_rows)[None]
-    found, before = [], 0
+    inverses, before = [], 0
     for part in index.split(list(sizes)):
-        own = invert(part, num_rows)
-        found.append(torch.where(own < 0, own, own + before))
+        inverse = invert(part, num_rows)
+        inverses.append(torch.where(inverse < 0, inverse, inverse + before))
         before += part.shape[0]
-    return torch.stack(found)
+    return torch.stack(inverses)
 
 
 class _GatherRows(torch.autograd.Function):
@@ -80,7 +80,7 @@ class _GatherRows(torch.autograd.Function):
         if inverse.shape[0] == 1:
             return _take(grad, inverse[0]), None, None, None
         wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-        total = sum(_take(grad, one).to(wide) for one in inverse)
+        total = sum(_take(grad, places).to(wide) for places in inverse)
         return total.to(grad.dtype), None, None, None
 
 

@@ -42,7 +42,7 @@ def run(values: Sequence[Tensor], index: Sequence[Tensor], inverse: Tensor | Non
     ops = triton_support.load(_OPS)
     joined = index[0] if len(index) == 1 else torch.cat(list(index))
     if torch.compiler.is_compiling():
-        return ops.gather_rows_triton(list(values), joined, inverse, [one.shape[0] for one in index])
-    if torch.is_grad_enabled() and any(one.requires_grad for one in values):
-        return ops.GatherRows.apply(joined, inverse, [one.shape[0] for one in index], *values)
+        return ops.gather_rows_triton(list(values), joined, inverse, [tensor.shape[0] for tensor in index])
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in values):
+        return ops.GatherRows.apply(joined, inverse, [tensor.shape[0] for tensor in index], *values)
     return ops.launch_gather(values, joined)

@@ -69,7 +69,7 @@ class GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, index: Tensor, inverse: Tensor | None, sizes: list[int], *values: Tensor) -> Tensor:
         ctx.save_for_backward(index, inverse)
-        ctx.sizes, ctx.rows = sizes, [one.shape[0] for one in values]
+        ctx.sizes, ctx.rows = sizes, [tensor.shape[0] for tensor in values]
         return launch_gather(values, index)
 
     @staticmethod
@@ -90,10 +90,10 @@ def launch_gather(values: Sequence[Tensor], index: Tensor, wrap: Wrap | None = N
     out = first.new_empty((num_out, *first.shape[1:]))
     if is_zero(num_out) or width == 0:
         return out
-    rows = [_movable(one, width) for one in _few(values)]
-    plan = _plan(width, first.element_size(), tuple([int(one.stride(0)) for one in rows]))
+    rows = [_movable(tensor, width) for tensor in _few(values)]
+    plan = _plan(width, first.element_size(), tuple([int(tensor.stride(0)) for tensor in rows]))
     missing = MAX_SOURCES - len(rows)
-    ends = accumulate([one.shape[0] for one in rows])
+    ends = accumulate([tensor.shape[0] for tensor in rows])
     launch(
         gather_kernel,
         plan.programs(num_out),
@@ -230,7 +230,7 @@ def gather_rows_triton_backward(grad_out: Tensor, places: Tensor, num_rows: int)
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     values, index, inverse, sizes = inputs
     ctx.save_for_backward(index, inverse)
-    ctx.sizes, ctx.rows = sizes, [one.shape[0] for one in values]
+    ctx.sizes, ctx.rows = sizes, [tensor.shape[0] for tensor in values]
 
 
 def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:

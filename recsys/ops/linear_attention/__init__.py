@@ -110,8 +110,8 @@ def _facts(
 
 def _check_float(name: str, tensor: object, q: Tensor) -> None:
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-        given = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} must be a floating point tensor, got {given}")
+        actual = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} must be a floating point tensor, got {actual}")
     if tensor.device != q.device:
         raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
 

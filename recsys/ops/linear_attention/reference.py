@@ -163,7 +163,7 @@ def _fake(
 
 
 def _fake_backward(grad_out: Tensor, grad_final: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(one.new_empty(one.shape) for one in rest[:5])
+    return tuple(tensor.new_empty(tensor.shape) for tensor in rest[:5])
 
 
 linear_attention_op = opaque_op("linear_attention", _forward, _fake)

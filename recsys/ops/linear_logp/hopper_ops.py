@@ -108,11 +108,11 @@ def _copied(rows: Tensor, norms: Tensor | None) -> Tensor:
     return whole
 
 
-def of_given_rows(made: Gradients, operands: Operands) -> Gradients:
+def of_given_rows(grads: Gradients, operands: Operands) -> Gradients:
     """Gradients of `operands`, given those of `with_own_rows(operands)`."""
-    return made._replace(
-        hidden=_of_given(made.hidden, operands.hidden, operands.hidden_norms),
-        weight=_of_given(made.weight, operands.weight, operands.weight_norms),
+    return grads._replace(
+        hidden=_of_given(grads.hidden, operands.hidden, operands.hidden_norms),
+        weight=_of_given(grads.weight, operands.weight, operands.weight_norms),
     )
 
 
@@ -145,10 +145,10 @@ def backward(operands: Operands, output_grads: OutputGrads, requested: Requested
     """As `triton_ops.launch_backward`."""
     own = launch.prepared(with_own_rows(operands))
     if width_of(own) <= NARROW:
-        made = triton_ops.launch_backward(own, output_grads, requested)
+        grads = triton_ops.launch_backward(own, output_grads, requested)
     else:
-        made = gradients(own, *row_launch.rows_by_torch(own, output_grads, sides(own)), requested)
-    return of_given_rows(made, operands)
+        grads = gradients(own, *row_launch.rows_by_torch(own, output_grads, sides(own)), requested)
+    return of_given_rows(grads, operands)
 
 
 def fused_backward(
@@ -161,11 +161,11 @@ def fused_backward(
     """As `triton_ops.fused_backward`."""
     own = launch.prepared(with_own_rows(operands))
     if width_of(own) <= NARROW:
-        made = triton_ops.fused_backward(own, outputs, grad_logp, grad_lse, requested)
+        grads = triton_ops.fused_backward(own, outputs, grad_logp, grad_lse, requested)
     else:
         by_row = row_launch.rows_of(own, outputs, (grad_logp, grad_lse), sides(own))
-        made = gradients(own, *by_row, requested)
-    return of_given_rows(made, operands)
+        grads = gradients(own, *by_row, requested)
+    return of_given_rows(grads, operands)
 
 
 def sides(operands: Operands) -> tuple[row_launch.Side, row_launch.Side]:
@@ -189,8 +189,8 @@ def gradients(
         return wide_gradients(operands, vectors, rows, marks.hidden, requested)
     grad_hidden = grad_weight = grad_scale = None
     if requested.hidden or requested.scale:
-        given = (operands, vectors, rows, marks.hidden)
-        grad_hidden, grad_scale = _launch_side(*given, of_weight=False, with_scale=requested.scale)
+        shared = (operands, vectors, rows, marks.hidden)
+        grad_hidden, grad_scale = _launch_side(*shared, of_weight=False, with_scale=requested.scale)
     if requested.weight:
         grad_weight, _ = _launch_side(operands, vectors, rows, marks.weight, of_weight=True)
     return Gradients(grad_hidden if requested.hidden else None, grad_weight, None, grad_scale)
@@ -211,8 +211,8 @@ def _launch_side(
     num_own, columns = own.shape
     width = width_of(operands)
     sizes = (OF_WEIGHT if of_weight else OF_HIDDEN)[width]
-    most = min(launch.MAX_PARTS, 1 + launch.PART_NUMBERS // (num_own * columns))
-    cut = cut_for(own, other, sizes, most)
+    max_parts = min(launch.MAX_PARTS, 1 + launch.PART_NUMBERS // (num_own * columns))
+    cut = cut_for(own, other, sizes, max_parts)
     dtype = own.dtype if of_weight and cut.parts == 1 else scale.dtype
     grad = own.new_empty(cut.parts, num_own, columns, dtype=dtype)
     grad_scale = scale.new_empty(cut.parts, num_own) if with_scale else scale
@@ -304,11 +304,11 @@ class Cut(NamedTuple):
     programs: int
 
 
-def cut_for(own: Tensor, other: Tensor, sizes: Sizes, most: int) -> Cut:
+def cut_for(own: Tensor, other: Tensor, sizes: Sizes, max_parts: int) -> Cut:
     """One program per processor, and the number of parts that keeps all of them busy to the end."""
     processors = launch.processors(own.device)
     tiles, blocks = -(-own.shape[0] // sizes.rows), -(-other.shape[0] // sizes.others)
-    parts, per_part = launch.balanced(tiles, blocks, processors, min(most, blocks))
+    parts, per_part = launch.balanced(tiles, blocks, processors, min(max_parts, blocks))
     units = tiles * parts
     return Cut((own.shape[0], other.shape[0], tiles, units, per_part), parts, min(units, processors))
 

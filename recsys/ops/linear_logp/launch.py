@@ -63,7 +63,7 @@ def prepared(operands: Operands) -> Operands:
     hidden, weight, bias, scale, target, candidate_ids, target_ids, *norms = operands
     bias = None if bias is None else to_whole_tiles(bias.float())
     candidate_ids, target_ids, *norms = (
-        None if one is None else to_whole_tiles(one) for one in (candidate_ids, target_ids, *norms)
+        None if vector is None else to_whole_tiles(vector) for vector in (candidate_ids, target_ids, *norms)
     )
     target = None if target is None else target.contiguous()
     matrices = (hidden.contiguous(), weight.contiguous())
@@ -103,13 +103,14 @@ def processors(device: torch.device) -> int:
 
 
 @lru_cache(maxsize=1024)
-def balanced(own_tiles: int, tiles: int, slots: int, most: int) -> tuple[int, int]:
-    """RowSums, `most` or fewer, and tiles a part, for which so many slots are done first."""
+def balanced(own_tiles: int, tiles: int, slots: int, max_parts: int) -> tuple[int, int]:
+    """Returns the number of parts, at most `max_parts`, with which the slots are done first, and the tiles of
+    a part."""
 
     def rounds(parts: int) -> int:
         per_part = -(-tiles // parts)
         return -(-own_tiles * -(-tiles // per_part) // slots) * (per_part + 1)
 
-    parts = min(range(1, max(1, most) + 1), key=rounds)
+    parts = min(range(1, max(1, max_parts) + 1), key=rounds)
     per_part = -(-tiles // parts)
     return -(-tiles // per_part), per_part

@@ -192,19 +192,19 @@ class Softmax(torch.autograd.Function):
         operands, outputs = Operands(*saved), RowOutputs(maximum, total, logp, lse)
         requested, shard = RequestedGrads(*ctx.needs_input_grad[:4]), ctx.shard
         if ctx.backend.can_fuse(operands, shard):
-            made = ctx.backend.fused_backward(operands, outputs, grad_logp, grad_lse, requested)
+            grads = ctx.backend.fused_backward(operands, outputs, grad_logp, grad_lse, requested)
         else:
             output_grads = _score_grads(grad_logp, grad_lse, outputs, operands, target, shard)
-            made = ctx.backend.gradients(operands, output_grads, requested)
+            grads = ctx.backend.gradients(operands, output_grads, requested)
         if shard.group is not None:
-            for tensor in (made.hidden, made.scale):
+            for tensor in (grads.hidden, grads.scale):
                 if tensor is not None:
                     dist.all_reduce(tensor, group=shard.group)
         return (
-            None if made.hidden is None else made.hidden.to(operands.hidden.dtype),
-            made.weight,
-            None if made.bias is None else made.bias.to(operands.bias.dtype),
-            made.scale,
+            None if grads.hidden is None else grads.hidden.to(operands.hidden.dtype),
+            grads.weight,
+            None if grads.bias is None else grads.bias.to(operands.bias.dtype),
+            grads.scale,
             *(None for _ in range(6)),
         )
 

@@ -153,8 +153,8 @@ def _wide(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
 
 def _blocks(operands: Operands) -> Iterator[slice]:
     rows, candidates = operands.hidden.shape[0], operands.weight.shape[0]
-    most = BLOCK_SCORES.get(operands.hidden.device.type, BLOCK_SCORES["cuda"])
-    size = max(1, most // candidates)
+    max_scores = BLOCK_SCORES.get(operands.hidden.device.type, BLOCK_SCORES["cuda"])
+    size = max(1, max_scores // candidates)
     for start in range(0, rows, size):
         yield slice(start, start + size)
 

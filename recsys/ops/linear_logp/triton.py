@@ -39,9 +39,9 @@ def supports(facts: LogpFacts) -> Support:
     able = triton_support.support(facts.device, facts.dtype)
     if facts.dtype.itemsize == 4 and facts.width > LIBRARY_FROM:
         able = able._replace(auto=False)
-    if not able.ok or facts.width <= (most := MAX_WIDTH[facts.dtype.itemsize]):
+    if not able.ok or facts.width <= (max_width := MAX_WIDTH[facts.dtype.itemsize]):
         return able
-    reason = f"hidden has {facts.width} columns, in {facts.dtype} it takes up to {most}"
+    reason = f"hidden has {facts.width} columns, in {facts.dtype} it takes up to {max_width}"
     return able._replace(ok=False, reason=reason)
 
 

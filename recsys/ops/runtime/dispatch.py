@@ -172,9 +172,9 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     Raises:
         ValueError: no op of this name.
     """
-    known = _op(op if isinstance(op, str) else op.__name__)
+    registered = _op(op if isinstance(op, str) else op.__name__)
     kwargs.pop("backend", None)
-    return known.explain(known.facts(*args, **kwargs))
+    return registered.explain(registered.facts(*args, **kwargs))
 
 
 def last_backend(op: str) -> str | None:

@@ -83,9 +83,9 @@ def launch(
         return
     require_one_code(kernel, len(boxes) + len(pointers), numbers)
     descriptors = [gluon_descriptor(box) for box in boxes]
-    made = kernel[(programs,)](*descriptors, *pointers, *numbers, **constants())
+    artefact = kernel[(programs,)](*descriptors, *pointers, *numbers, **constants())
     if compiled is None:
-        _keep(kernel, key, made, device, pointers)
+        _keep(kernel, key, artefact, device, pointers)
 
 
 def launch_specialized(
@@ -108,9 +108,9 @@ def launch_specialized(
     if compiled is not None and _relaunch(compiled, device, programs, arguments):
         return
     described = [describe(value) if isinstance(value, Boxes) else value for value in arguments]
-    made = kernel[(programs,)](*described, **constants)
+    artefact = kernel[(programs,)](*described, **constants)
     if compiled is None:
-        _keep(kernel, key, made, device, tensors)
+        _keep(kernel, key, artefact, device, tensors)
 
 
 def _kind(argument: Boxes | Tensor | float) -> Hashable:
@@ -130,14 +130,14 @@ def _specialized_parameters(kernel: Any, number: int) -> tuple[int, ...]:
     place = (id(kernel), number)
     if place not in _PLACES:
         parameters = getattr(kernel, "params", [])[:number]
-        _PLACES[place] = tuple(i for i, one in enumerate(parameters) if not one.do_not_specialize)
+        _PLACES[place] = tuple(i for i, parameter in enumerate(parameters) if not parameter.do_not_specialize)
     return _PLACES[place]
 
 
-def _keep(kernel: Any, key: Hashable, made: Any, device: torch.device, tensors: Sequence[Tensor]) -> None:
+def _keep(kernel: Any, key: Hashable, artefact: Any, device: torch.device, tensors: Sequence[Tensor]) -> None:
     """Keeps a kernel that Triton has just launched, if `_relaunch` can launch it."""
     if isinstance(kernel, triton.JITFunction) and _aligned(tensors):
-        compiled = _compiled(kernel, made, device)
+        compiled = _compiled(kernel, artefact, device)
         if compiled is not None:
             _COMPILED[(id(kernel), device.index, key)] = compiled
 
@@ -240,31 +240,34 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
     return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
 
 
-def _compiled(kernel: Any, made: Any, device: torch.device) -> _Compiled | None:
+def _compiled(kernel: Any, artefact: Any, device: torch.device) -> _Compiled | None:
     """The arguments of `_relaunch`, or None where it cannot launch this kernel with this Triton."""
     if not triton.__version__.startswith(LAUNCHED_BY) or torch.cuda.current_device() != device.index:
         return None
-    launcher = getattr(made, "run", None)
+    launcher = getattr(artefact, "run", None)
     if not isinstance(launcher, CudaLauncher):
         return None
     scratch = launcher.global_scratch_size + launcher.profile_scratch_size
     if scratch or launcher.launch_cooperative_grid or launcher.launch_pdl or launcher.num_ctas != 1:
         return None
     launch = launcher.launch
-    if descriptors := getattr(made.metadata, "tensordesc_meta", None) or ():
+    if descriptors := getattr(artefact.metadata, "tensordesc_meta", None) or ():
         inside = dict(zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True))
         launch = inside["launcher"].cell_contents
     encodings = tuple(
         _Encoding(
-            one["swizzle"], one["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[one["elem_type"]], one["block_size"]
+            descriptor["swizzle"],
+            descriptor["elem_size"],
+            TMA_DTYPE_DEVICE_TO_HOST[descriptor["elem_type"]],
+            descriptor["block_size"],
         )
-        for one in descriptors
+        for descriptor in descriptors
     )
     return _Compiled(
         kernel=kernel,
         launch=launch,
-        function=made.function,
-        metadata=made.packed_metadata,
+        function=artefact.function,
+        metadata=artefact.packed_metadata,
         encodings=encodings,
         encode=driver.active.utils.fill_tma_descriptor,
         constants=(None,) * len(kernel.constexprs),

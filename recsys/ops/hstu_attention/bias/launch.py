@@ -80,17 +80,17 @@ def bias_arguments(
     edges = time_edges(num_buckets)  # a constant of the model, also in a traced graph
     exact = layout.memo(("time_edges", num_buckets), lambda: _constant(edges, time.device, wrap))
     rounded = layout.memo(("float_time_edges", num_buckets), exact.float)
-    given = bias.timestamps, bias.next_timestamps
+    times = bias.timestamps, bias.next_timestamps
 
     def build() -> list[Tensor]:
-        return _times(*given, items, rows, keys, wrap)
+        return _times(*times, items, rows, keys, wrap)
 
     return [
         position,
         time,
         exact,
         rounded,
-        *(_kept(layout, ("bias_times", rows, keys), given, build) if shared else build()),
+        *(_kept(layout, ("bias_times", rows, keys), times, build) if shared else build()),
         position.stride(0) if position.dim() == 2 else 0,
         time.stride(0) if time.dim() == 2 else 0,
         reach,
@@ -228,13 +228,13 @@ def _near_buckets(
 ) -> list[Tensor]:
     """Return the near buckets of rows and of keys, see `near_buckets_kernel`."""
     size = timestamps.shape[0] + ptx.NEAR_SIZE
-    found = [timestamps.new_empty(size, ptx.NEAR_BYTES, dtype=torch.uint8) for _ in range(2)]
+    buckets = [timestamps.new_empty(size, ptx.NEAR_BYTES, dtype=torch.uint8) for _ in range(2)]
     edges = _constant(time_edges(num_buckets), timestamps.device, unwrapped)
     near_buckets_kernel[(items.shape[0],)](
-        timestamps, next_timestamps, *found, edges, items, timestamps.shape[0], num_buckets,
+        timestamps, next_timestamps, *buckets, edges, items, timestamps.shape[0], num_buckets,
         COLUMNS=items.shape[1],
     )  # fmt: skip
-    return found
+    return buckets
 
 
 def _records(
@@ -284,7 +284,7 @@ def _distances(layout: SequenceLayout, num_positions: int, reach: int, device: t
 def record_numbers(num_buckets: int) -> list[tuple[int, int, int]]:
     """Describe each word: (number, -1, -1), (-1, table entry, -1) or (-1, entry, entry to subtract)."""
     edges, last = time_edges(num_buckets), num_buckets - 1
-    made = [(-1, min(bucket, last), -1) for bucket in range(ptx.MOST_BUCKETS)]
+    numbers = [(-1, min(bucket, last), -1) for bucket in range(ptx.MOST_BUCKETS)]
     for cell in range(ptx.NUM_CELLS):
         first, end = ((4 + n % 4) * 2 ** (n // 4) for n in (cell, cell + 1))  # in quarters of seconds
         first, end = -(-first // 4), -(-end // 4)
@@ -292,11 +292,11 @@ def record_numbers(num_buckets: int) -> list[tuple[int, int, int]]:
             min(bisect_right(edges, seconds) - 1, last) for seconds in (first, max(first, end - 1))
         )
         edge = edges[above] if above > below else -1
-        made += [(edge, -1, -1), (-1, below, -1), (-1, above, -1), (below | above << 16, -1, -1)]
+        numbers += [(edge, -1, -1), (-1, below, -1), (-1, above, -1), (below | above << 16, -1, -1)]
     for bucket in range(num_buckets):
         later = [min(bucket + n, last) for n in range(4)]
-        made += [(-1, bucket, -1)] + [(-1, later[n], later[n - 1]) for n in range(1, 4)]
-    return made
+        numbers += [(-1, bucket, -1)] + [(-1, later[n], later[n - 1]) for n in range(1, 4)]
+    return numbers
 
 
 @lru_cache(maxsize=64)

@@ -40,8 +40,8 @@ def is_packed(kernel: str, q: Tensor, v: Tensor, bias: RelativeBias | None) -> b
     knows."""
     if bias is None or not _is_hopper(q.device):
         return False
-    known = can_pack(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]))
-    return known and bias_launch.can_pack(bias)
+    has_sizes = can_pack(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]))
+    return has_sizes and bias_launch.can_pack(bias)
 
 
 @lru_cache(maxsize=16)
@@ -69,9 +69,15 @@ def launch_with_declared_memory(
     except RuntimeError as error:
         if "invalid argument" not in str(error):
             raise
-        given = [describe(one) if isinstance(one, Boxes) else one for one in arguments]
-        made = kernel.warmup(*given, grid=(programs,), **compiled_for)
-        of_function = ctypes.c_void_p(made.function), DYNAMIC_SHARED_BYTES, ctypes.c_int(made.metadata.shared)
+        described = [
+            describe(argument) if isinstance(argument, Boxes) else argument for argument in arguments
+        ]
+        compiled = kernel.warmup(*described, grid=(programs,), **compiled_for)
+        of_function = (
+            ctypes.c_void_p(compiled.function),
+            DYNAMIC_SHARED_BYTES,
+            ctypes.c_int(compiled.metadata.shared),
+        )
         if ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(*of_function) != 0:
             raise
         again()
@@ -107,8 +113,8 @@ def bias_constants(packed: bool, blocks: Blocks, rows_first: bool, sums: bool = 
     if not packed:
         return dict.fromkeys(("BIAS_TEXT", "BIAS_CONSTRAINTS", "BEGIN_TEXT"), "")
     others, warps = blocks.keys if rows_first else blocks.rows, blocks.num_warps
-    made, begin = _add_bias(others // 8, warps, rows_first, _has_near(blocks)), _begin(warps, sums)
-    return {"BIAS_TEXT": made.text, "BIAS_CONSTRAINTS": made.constraints, "BEGIN_TEXT": begin}
+    assembly, begin = _add_bias(others // 8, warps, rows_first, _has_near(blocks)), _begin(warps, sums)
+    return {"BIAS_TEXT": assembly.text, "BIAS_CONSTRAINTS": assembly.constraints, "BEGIN_TEXT": begin}
 
 
 def tables_constants(blocks: Blocks, sums: Sums | None) -> dict[str, str]:
@@ -116,9 +122,9 @@ def tables_constants(blocks: Blocks, sums: Sums | None) -> dict[str, str]:
     block; empty without sums."""
     if sums is None:
         return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "FINISH_TEXT"), "")
-    made = _add_to_tables(blocks.rows // 8, blocks.num_warps, _has_near(blocks))
+    assembly = _add_to_tables(blocks.rows // 8, blocks.num_warps, _has_near(blocks))
     finish = _finish_sums(blocks.num_warps)
-    return {"TABLES_TEXT": made.text, "TABLES_CONSTRAINTS": made.constraints, "FINISH_TEXT": finish}
+    return {"TABLES_TEXT": assembly.text, "TABLES_CONSTRAINTS": assembly.constraints, "FINISH_TEXT": finish}
 
 
 def _has_near(blocks: Blocks) -> bool:

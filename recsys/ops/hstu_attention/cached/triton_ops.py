@@ -113,8 +113,8 @@ def num_parts(problem: CachedProblem, blocks: Blocks, num_heads: int, device: to
     layout, num_keys = problem.layout, problem.cache_layout.max_len
     tiles = max(layout.total_len // blocks.rows, min(layout.batch_size, layout.total_len))
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(device) // (tiles * num_heads)
-    most = min(wanted, num_keys // (LEAST_BLOCKS * blocks.keys), MOST_PARTS)
-    return 1 << max(most, 1).bit_length() - 1
+    limit = min(wanted, num_keys // (LEAST_BLOCKS * blocks.keys), MOST_PARTS)
+    return 1 << max(limit, 1).bit_length() - 1
 
 
 def call_op(

@@ -119,8 +119,8 @@ def _in_sections(
     if section is None or layout.batch_size == 0:
         return work
     number = sections_of(layout.lengths, section).index_select(0, tiles.sample)
-    most = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits more blocks
-    return torch.where(tiles.length > 0, (layout.total_len - number) * most + work, 0)
+    largest = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits more blocks
+    return torch.where(tiles.length > 0, (layout.total_len - number) * largest + work, 0)
 
 
 def sections_of(lengths: Tensor, section: int) -> Tensor:
