@@ -55,7 +55,7 @@ def test_the_loss_is_the_weighted_sum_of_the_means():
 
 def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole(monkeypatch):
     other = torch.tensor(
-        [2.0, 4.0, 4.0, 15.0, 1.0, 7.0, 500.0, 30.0, 0.0, 10.0, 0.0, 1.0], dtype=torch.float64
+        [2.0, 4.0, 4.0, 15.0, 1.0, 7.0, 500.0, 30.0, 0.0, 10.0, 0.0, 0.0, 1.0], dtype=torch.float64
     )
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
@@ -80,7 +80,9 @@ def test_one_collective_carries_all_tasks_and_counts(monkeypatch):
 
 
 def test_a_rank_without_candidates_takes_the_others_mean(monkeypatch):
-    other = torch.tensor([2.0, 4.0, 4.0, 16.0, 1.0, 7.0, 500.0, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    other = torch.tensor(
+        [2.0, 4.0, 4.0, 16.0, 1.0, 7.0, 500.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64
+    )
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
     sums = torch.zeros(2, requires_grad=True)
