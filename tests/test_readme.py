@@ -72,7 +72,10 @@ NOT_RUN = {
     "recsys blend --run-dir runs/clicks": "tests of recsys.blend run it on a model that learned something",
     "recsys predict --run-dir runs/clicks --set 'predict.index={faiss {}}'": "it needs a package and faiss; "
     "tests/inference",
-    "recsys baseline --config x.config": "tests/test_baseline.py",
+    "recsys sweep --config x.config --vary 'model.embedding_dim=[32,64]' "
+    "--vary 'train.seed=[1,2]'": "tests/training/test_sweep.py",
+    "recsys sweep --config x.config --find-lr": "the same",
+    "recsys baseline --config x.config": "tests/evaluation/test_item_means.py",
     "scripts/gpu_check experiments/2026-12-31-my-gpu": "it needs a GPU",
     "scripts/gpu_check": "it needs a GPU",
     "scripts/test tests/ops -k mask": "a part of what runs this test",
