@@ -256,5 +256,5 @@ def test_json_is_read_into_what_a_dataclass_declares():
     ):
         with pytest.raises(TypeError, match=message):
             typed_json.parse(text, FileMark)
-    with pytest.raises(TypeError, match="it has 4 entries, at most 3"):
-        typed_json.parse("[1, 2, 3, 4]", Counts)
+    with pytest.raises(TypeError, match="it has 5 entries, at most 4"):
+        typed_json.parse("[1, 2, 3, 4, 5]", Counts)
