@@ -1,4 +1,7 @@
-"""`linear_attention`: a recurrence over jagged samples; the state of each head is a matrix that decays."""
+"""`linear_attention`: a recurrence over jagged samples; the state of each head is a matrix that decays.
+
+Its time grows with the length of a sample, where attention's grows with the square.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +47,15 @@ def linear_attention(
     log_decay: Tensor,
     layout: SequenceLayout,
     *,
+    beta: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
     backend: str = "auto",
 ) -> LinearAttention:
     """`S_i = diag(exp(log_decay_i)) S_(i-1) + k_i v_i^T` and `out_i = scale S_i^T q_i` for each head.
+
+    With `beta` it is the delta rule, which replaces what the state answers to a key instead of adding to it:
+    `S_i = (I - beta_i k_i k_i^T) diag(exp(log_decay_i)) S_(i-1) + beta_i k_i v_i^T`.
 
     The recurrence runs over contextual tokens, then history. Each target goes on from the state behind the
     history by itself: it sees no other target and does not change `final_state`.
@@ -58,23 +65,28 @@ def linear_attention(
         V], dtype and device of q; V may differ from D. log_decay: [T, H, D], or [T, H] for one number per
         head; finite and floating point, at most 0 in a state
             that forgets. It decays the state before token i.
+        beta: [T, H] floating point, the share of its answer that a key replaces. It forgets nothing else if
+            keys have length 1 and beta is in [0, 1]; long keys let the state grow.
         scale: None for `1 / sqrt(D)`; an explicit 0.0 means 0.0.
         initial_state: [B, H, D, V] floating point, the state before each sample; None for zeros.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        Both results are differentiable in q, k, v, log_decay and initial_state, and summed in at least
+        Both results are differentiable in q, k, v, log_decay, beta and initial_state, and summed in at least
         float32.
 
     Raises:
         TypeError, ValueError: naming the argument.
 
-    Source: Yang et al., Gated Linear Attention Transformers, arXiv 2312.06635, its recurrent form.
+    Source: Yang et al., Gated Linear Attention Transformers, arXiv 2312.06635, its recurrent form; the delta
+    rule with a decay as in Yang et al., Gated Delta Networks, arXiv 2412.06464.
     """
-    facts = _facts(q, k, v, log_decay, layout, scale=scale, initial_state=initial_state)
+    facts = _facts(q, k, v, log_decay, layout, beta=beta, scale=scale, initial_state=initial_state)
     scale = scale_of(q) if scale is None else scale
     run = OP.select(facts, backend).run
-    return LinearAttention(*run(q, k, v, log_decay, layout, scale=scale, initial_state=initial_state))
+    return LinearAttention(
+        *run(q, k, v, log_decay, layout, beta=beta, scale=scale, initial_state=initial_state)
+    )
 
 
 def _facts(
@@ -84,6 +96,7 @@ def _facts(
     log_decay: Tensor,
     layout: SequenceLayout,
     *,
+    beta: Tensor | None = None,
     scale: float | None = None,
     initial_state: Tensor | None = None,
 ) -> LinearAttentionFacts:
@@ -95,6 +108,10 @@ def _facts(
         raise ValueError(
             f"log_decay must have the shape of q, {shape}, or {shape[:2]}, got {tuple(log_decay.shape)}"
         )
+    if beta is not None:
+        _check_float("beta", beta, q)
+        if tuple(beta.shape) != shape[:2]:
+            raise ValueError(f"beta must have shape {shape[:2]}, got {tuple(beta.shape)}")
     if initial_state is not None:
         _check_float("initial_state", initial_state, q)
         expected = (layout.batch_size, *shape[1:], v.shape[2])
@@ -116,4 +133,4 @@ def _check_float(name: str, tensor: object, q: Tensor) -> None:
         raise ValueError(f"{name} is on {tensor.device}, q on {q.device}")
 
 
-OP = Op("linear_attention", __name__, backends=("reference",), facts=_facts)
+OP = Op("linear_attention", __name__, backends=("triton", "reference"), facts=_facts)

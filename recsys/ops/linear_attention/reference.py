@@ -33,6 +33,7 @@ def run(
     log_decay: Tensor,
     layout: SequenceLayout,
     *,
+    beta: Tensor | None,
     scale: float,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -40,20 +41,33 @@ def run(
     if log_decay.dim() == 2:
         log_decay = log_decay[:, :, None].expand(q.shape)
     if initial_state is None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        initial_state = q.new_zeros(layout.batch_size, *q.shape[1:], v.shape[2], dtype=wide)
+        initial_state = zero_state(q, v, layout)
     if torch.compiler.is_compiling():
         facts = (layout.lengths, layout.offsets, layout.num_targets, layout.num_contextual, layout.max_len)
-        return linear_attention_op(q, k, v, log_decay, initial_state, *facts, scale)
-    return _attend(q, k, v, log_decay, initial_state, layout, scale)
+        return linear_attention_op(q, k, v, log_decay, beta, initial_state, *facts, scale)
+    return _attend(q, k, v, log_decay, beta, initial_state, layout, scale)
+
+
+def zero_state(q: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
+    """The state [B, H, D, V] before any token, at least float32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_zeros(layout.batch_size, *q.shape[1:], v.shape[2], dtype=wide)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, layout: SequenceLayout, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    state: Tensor,
+    layout: SequenceLayout,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         tokens = (q.to(wide) * scale, k.to(wide), v.to(wide), log_decay.to(wide))
+        tokens = tokens if beta is None else (*tokens, beta.to(wide))
         rows = _padded_rows(layout)
         padded = [torch.cat([part, part.new_zeros(1, *part.shape[1:])])[rows] for part in tokens]
         state, outputs = state.to(wide), []
@@ -74,12 +88,24 @@ def _padded_rows(layout: SequenceLayout) -> Tensor:
     return torch.cat([history.index, history.index.new_full((1,), -1)])[history.layout.padded_index().index]
 
 
-def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The output [B, c, H, V] and the state behind tokens [B, c, H, ...], given the state before them."""
     total = g.cumsum(1)
     carried = torch.einsum("bihd,bhdv->bihv", q * total.exp(), state)
     earlier = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
     between = (total[:, :, None] - total[:, None]).masked_fill(~earlier[:, :, None, None], -torch.inf).exp()
+    if beta is not None:
+        # The values that the tokens really add: v less what the state answers to their keys by then.
+        answers = torch.einsum("bihd,bhdv->bihv", k * total.exp(), state)
+        overlap = (k[:, :, None] * k[:, None] * between).sum(4).permute(0, 3, 1, 2).tril(-1)
+        weight = beta.transpose(1, 2)[..., None]
+        wanted = weight * (v - answers).transpose(1, 2)
+        added_values = torch.linalg.solve_triangular(
+            weight * overlap, wanted, upper=False, unitriangular=True
+        )
+        v = added_values.transpose(1, 2)
     scores = (q[:, :, None] * k[:, None] * between).sum(4)
     remains = total[:, -1]
     added = torch.einsum("bjhd,bjhv->bhdv", k * (remains[:, None] - total).exp(), v)
@@ -89,9 +115,11 @@ def _chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[T
 
 def _alone(state: Tensor, rows: Tensor, layout: SequenceLayout, tokens: tuple[Tensor, ...]) -> Tensor:
     """The output [N, H, V] of targets, each of which follows its sample's state by itself."""
-    q, k, v, g = (part[rows] for part in tokens)
-    carried = torch.einsum("nhd,nhdv->nhv", q * g.exp(), state[layout.sample_ids()[rows]])
-    return carried + (q * k).sum(2, keepdim=True) * v
+    q, k, v, g, *beta = (part[rows] for part in tokens)
+    decayed = g.exp()[..., None] * state[layout.sample_ids()[rows]]
+    if beta:
+        v = beta[0][..., None] * (v - torch.einsum("nhd,nhdv->nhv", k, decayed))
+    return torch.einsum("nhd,nhdv->nhv", q, decayed) + (q * k).sum(2, keepdim=True) * v
 
 
 def _places(layout: SequenceLayout, max_len: int) -> Tensor:
@@ -116,6 +144,7 @@ def _forward(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
+    beta: Tensor | None,
     state: Tensor,
     lengths: Tensor,
     offsets: Tensor,
@@ -126,7 +155,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     layout = _layout(q, lengths, offsets, num_targets, num_contextual, max_len)
     with torch.no_grad():
-        out, final = _attend(q, k, v, log_decay, state, layout, scale)
+        out, final = _attend(q, k, v, log_decay, beta, state, layout, scale)
     return out, final.clone()  # without any history it is the given state
 
 
@@ -137,6 +166,7 @@ def _backward_op(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor,
+    beta: Tensor | None,
     state: Tensor,
     lengths: Tensor,
     offsets: Tensor,
@@ -144,26 +174,37 @@ def _backward_op(
     num_contextual: int,
     max_len: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     layout = _layout(q, lengths, offsets, num_targets, num_contextual, max_len)
     with torch.enable_grad():
-        leaves = [part.detach().requires_grad_() for part in (q, k, v, log_decay, state)]
-        results = _attend(*leaves, layout, scale)
-        of_q, of_k, of_v, of_g, of_state = torch.autograd.grad(
-            results, leaves, (grad_out, grad_final), materialize_grads=True
+        names = ("q", "k", "v", "log_decay", "beta", "state")
+        given = dict(zip(names, (q, k, v, log_decay, beta, state), strict=True))
+        leaves = {
+            name: tensor.detach().requires_grad_() for name, tensor in given.items() if tensor is not None
+        }
+        results = _attend(**{"beta": None, **leaves}, layout=layout, scale=scale)
+        gradients = torch.autograd.grad(
+            results, list(leaves.values()), (grad_out, grad_final), materialize_grads=True
         )
-    return of_q.contiguous(), of_k.contiguous(), of_v.contiguous(), of_g.contiguous(), of_state.clone()
+    by_name = dict(zip(leaves, gradients, strict=True))
+    of_beta = by_name["beta"] if beta is not None else q.new_empty(0)
+    return (
+        *(by_name[name].contiguous() for name in ("q", "k", "v", "log_decay")),
+        of_beta.contiguous(),
+        by_name["state"].clone(),
+    )
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, *rest: Any
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     return v.new_empty(v.shape), state.new_empty(state.shape, dtype=wide)
 
 
 def _fake_backward(grad_out: Tensor, grad_final: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in rest[:5])
+    of_beta = rest[0].new_empty(0) if rest[4] is None else rest[4].new_empty(rest[4].shape)
+    return (*(part.new_empty(part.shape) for part in rest[:4]), of_beta, rest[5].new_empty(rest[5].shape))
 
 
 linear_attention_op = opaque_op("linear_attention", _forward, _fake)
@@ -171,8 +212,11 @@ linear_attention_backward_op = opaque_op("linear_attention_backward", _backward_
 
 
 def _backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = linear_attention_backward_op(grad_out, grad_final, *ctx.saved_tensors, *ctx.rest)
-    return (*gradients, *(None,) * 6)
+    q, k, v, log_decay, of_beta, state = linear_attention_backward_op(
+        grad_out, grad_final, *ctx.saved_tensors, *ctx.rest
+    )
+    of_beta = None if ctx.saved_tensors[4] is None else of_beta
+    return (q, k, v, log_decay, of_beta, state, *(None,) * 6)
 
 
-differentiable(linear_attention_op, _backward, saving(8))
+differentiable(linear_attention_op, _backward, saving(9))

@@ -1,4 +1,4 @@
-"""`linear_attention` against its recurrence, token by token in float64."""
+"""`linear_attention` against its recurrence, token by token in float64, with and without the delta rule."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from recsys.ops.linear_attention import reference
 HEADS, DIM, V_DIM = 2, 3, 5
 
 
-def problem(shapes, contextual=0, dtype=torch.float64, seed=0, strength=1.0):
+def problem(shapes, contextual=0, dtype=torch.float64, seed=0, strength=1.0, delta=False):
     """A layout of (history, targets) samples, and leaves for it."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.tensor(shapes, dtype=torch.int64).reshape(-1, 2)
@@ -34,11 +34,14 @@ def problem(shapes, contextual=0, dtype=torch.float64, seed=0, strength=1.0):
         "log_decay": -strength * normal(rows, HEADS, DIM).abs(),
         "initial_state": normal(samples, HEADS, DIM, V_DIM),
     }
+    if delta:
+        leaves["k"] = torch.nn.functional.normalize(leaves["k"], dim=-1)
+        leaves["beta"] = torch.rand(rows, HEADS, generator=generator, dtype=torch.float64)
     return layout, {name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()}
 
 
-def by_hand(layout, q, k, v, log_decay, initial_state, scale):
-    """The two formulas, one token and head at a time."""
+def by_hand(layout, q, k, v, log_decay, initial_state, scale, beta=None):
+    """The formulas, one token and head at a time."""
     out, final = [None] * layout.total_len, []
     for sample, (start, end) in enumerate(pairwise(layout.offsets.tolist())):
         first_target = end - int(layout.num_targets[sample])
@@ -47,7 +50,12 @@ def by_hand(layout, q, k, v, log_decay, initial_state, scale):
             rows = []
             for head in range(HEADS):
                 decayed = log_decay[row, head].exp()[:, None] * states[head]
-                state = decayed + torch.outer(k[row, head], v[row, head])
+                key, value = k[row, head], v[row, head]
+                if beta is None:
+                    state = decayed + torch.outer(key, value)
+                else:
+                    replaced = torch.eye(DIM, dtype=key.dtype) - beta[row, head] * torch.outer(key, key)
+                    state = replaced @ decayed + beta[row, head] * torch.outer(key, value)
                 rows.append(scale * (state.T @ q[row, head]))
                 if row < first_target:
                     states[head] = state
@@ -75,8 +83,9 @@ def check(layout, leaves, scale=0.7):
 @pytest.mark.parametrize(
     "shapes", [[(5, 2), (0, 3), (40, 0), (0, 0)], [(1, 0)], [(0, 4)], [(16, 1), (17, 0), (33, 2)]]
 )
-def test_outputs_states_and_all_gradients_are_those_of_the_recurrence(shapes, contextual):
-    check(*problem(shapes, contextual))
+@pytest.mark.parametrize("delta", [False, True])
+def test_outputs_states_and_all_gradients_are_those_of_the_recurrence(shapes, contextual, delta):
+    check(*problem(shapes, contextual, delta=delta))
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=4), st.integers(0, 2))
@@ -204,9 +213,12 @@ def test_it_is_one_node_of_an_exported_graph():
 
 
 def test_the_library_op():
-    layout, leaves = problem([(20, 2), (0, 0)], contextual=1, dtype=torch.float32)
+    layout, leaves = problem([(20, 2), (0, 0)], contextual=1, dtype=torch.float32, delta=True)
     facts = (layout.lengths, layout.offsets, layout.num_targets, 1, layout.max_len, 0.5)
-    torch.library.opcheck(reference.linear_attention_op, (*leaves.values(), *facts))
+    order = ("q", "k", "v", "log_decay", "beta", "initial_state")
+    for beta in (leaves["beta"], None):
+        arguments = [(leaves | {"beta": beta})[name] for name in order]
+        torch.library.opcheck(reference.linear_attention_op, (*arguments, *facts))
 
 
 Q = torch.zeros(5, HEADS, DIM)
@@ -230,8 +242,13 @@ WRONG = [
         ValueError,
         r"initial_state must have shape \[samples, heads, D, V\] = \(1, 2, 3, 5\), got \(1, 2, 5, 3\)",
     ),
+    ({"beta": Q}, ValueError, r"beta must have shape \(5, 2\), got \(5, 2, 3\)"),
     ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
-    ({"backend": "triton"}, ValueError, "linear_attention has no backend 'triton'; it has auto, reference"),
+    (
+        {"backend": "sm90"},
+        ValueError,
+        "linear_attention has no backend 'sm90'; it has auto, triton, reference",
+    ),
 ]
 
 

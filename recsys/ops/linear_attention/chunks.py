@@ -1,0 +1,96 @@
+"""`ChunkTable`: a batch's tokens cut into chunks for the kernels of `linear_attention`.
+
+The history of each sample is cut into chunks of `size` tokens, then its targets are; no chunk holds tokens of
+two samples. Runs of chunks form segments, which kernels can go through at the same time. All sizes that a
+launch needs are bounds that follow from the sizes of tensors, so nothing waits for the device, and surplus
+rows of the tables are empty.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.jagged.layout_facts import offsets_from_lengths
+
+CHUNK_COLUMNS = ("sample", "first row", "number of tokens", "1 if they are targets")
+
+SEGMENT_COLUMNS = ("sample", "first chunk", "chunks of history", "chunks of targets behind them")
+"""Only the last segment of a sample has its targets."""
+
+
+class ChunkTable(NamedTuple):
+    """The chunks of a layout, sample by sample: those of the history, then those of targets."""
+
+    chunks: Tensor
+    """int64 [bound of chunks, 4], `CHUNK_COLUMNS`; surplus rows have no tokens."""
+    segments: Tensor
+    """int64 [bound of segments, 4], `SEGMENT_COLUMNS`; surplus rows have sample -1."""
+    segment_offsets: Tensor
+    """int64 [B + 1], the first segment of each sample; every sample has at least one."""
+
+
+def chunk_table(
+    lengths: Tensor, offsets: Tensor, num_targets: Tensor, total_len: int, size: int, per_segment: int
+) -> ChunkTable:
+    """Cuts samples into chunks and segments on the device of the tensors.
+
+    Args:
+        lengths, num_targets: int64 [B]; offsets: int64 [B + 1]; see `SequenceLayout`.
+        total_len: tokens of all samples.
+        size: tokens of a chunk.
+        per_segment: chunks of history in a segment; 0 makes each sample one segment.
+    """
+    batch = lengths.shape[0]
+    history = lengths - num_targets
+    of_history, of_targets = _parts(history, size), _parts(num_targets, size)
+    chunk_offsets = offsets_from_lengths(of_history + of_targets)
+    bound = total_len // size + 2 * batch
+    number = torch.arange(bound, device=lengths.device)
+    sample = torch.searchsorted(chunk_offsets[1:], number, right=True).clamp(max=batch - 1)
+    place = number - chunk_offsets[sample]
+    behind = place - of_history[sample]
+    is_target = behind >= 0
+    begin = torch.where(is_target, history[sample] + behind * size, place * size)
+    end = torch.where(is_target, lengths[sample], history[sample])
+    count = torch.where(number < chunk_offsets[-1], (end - begin).clamp(0, size), 0)
+    chunks = torch.stack([sample, offsets[sample] + begin, count, is_target.long()], 1)
+
+    per_sample = _parts(of_history, per_segment).clamp(min=1) if per_segment else torch.ones_like(lengths)
+    segment_offsets = offsets_from_lengths(per_sample)
+    bound = batch + (total_len // (size * per_segment) if per_segment else 0)
+    number = torch.arange(bound, device=lengths.device)
+    sample = torch.searchsorted(segment_offsets[1:], number, right=True)
+    exists = sample < batch
+    sample = sample.clamp(max=batch - 1)
+    skipped = (number - segment_offsets[sample]) * per_segment
+    left = of_history[sample] - skipped
+    is_last = number + 1 == segment_offsets[sample + 1]
+    segments = torch.stack(
+        [
+            torch.where(exists, sample, -1),
+            chunk_offsets[sample] + skipped,
+            torch.where(is_last, left, per_segment),
+            torch.where(is_last, of_targets[sample], 0),
+        ],
+        1,
+    )
+    return ChunkTable(chunks, segments, segment_offsets)
+
+
+def chunk_table_of(layout: SequenceLayout, size: int, per_segment: int) -> ChunkTable:
+    """The table of a layout, which keeps it for the other layers of a model."""
+
+    def build() -> ChunkTable:
+        return chunk_table(
+            layout.lengths, layout.offsets, layout.num_targets, layout.total_len, size, per_segment
+        )
+
+    return layout.memo(("chunk_table", size, per_segment), build)
+
+
+def _parts(count: Tensor, size: int) -> Tensor:
+    return (count + size - 1) // size

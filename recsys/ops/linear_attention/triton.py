@@ -1,0 +1,52 @@
+"""The Triton backend of `linear_attention`: chunks of 64 tokens, tensor cores, states in float32.
+
+This module itself needs no Triton: the kernels are in `triton_scores` (pairs within a chunk) and
+`triton_scan` (the state from chunk to chunk), their launches in `triton_ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys.ops.jagged.layout import SequenceLayout
+from recsys.ops.linear_attention import LinearAttentionFacts
+from recsys.ops.linear_attention.reference import zero_state
+from recsys.ops.runtime import triton_support
+from recsys.ops.runtime.dispatch import Support
+
+MAX_WIDTH = 128
+
+_OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
+
+triton_support.preload(_OPS)
+
+
+def supports(facts: LinearAttentionFacts) -> Support:
+    """As `triton_support.support`, for keys and values of up to 128 columns a head."""
+    able = triton_support.support(facts.device, facts.dtype)
+    width = max(facts.qk_dim, facts.v_dim)
+    if able.ok and width > MAX_WIDTH:
+        return able._replace(ok=False, reason=f"a head has {width} columns, it takes up to {MAX_WIDTH}")
+    return able
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    layout: SequenceLayout,
+    *,
+    beta: Tensor | None,
+    scale: float,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output [T, H, V] and final state [B, H, D, V]; the arguments have been validated."""
+    ops = triton_support.load(_OPS)
+    if initial_state is None:
+        initial_state = zero_state(q, v, layout)
+    facts = (layout.lengths, layout.offsets, layout.num_targets)
+    if torch.compiler.is_compiling():
+        return ops.linear_attention_triton(q, k, v, log_decay, beta, initial_state, *facts, scale)
+    return ops.LinearAttentionFunction.apply(q, k, v, log_decay, beta, initial_state, layout, scale)

@@ -1,0 +1,110 @@
+"""Triton kernels of `linear_attention` against float64: in the interpreter (small chunks) and on a GPU."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from recsys.ops import SequenceLayout, linear_attention
+from tests.ops import harness
+from tests.ops.harness import Problem, Runner, assert_near, normal, results, runners, shrink
+from tests.tools.interpreter import INTERPRETED
+
+HEADS = 2
+RAGGED = [(37, 3), (0, 2), (16, 0), (5, 20), (0, 0)]
+LONG = [(700, 64), (1, 0), (2500, 5), (64, 1)]
+ON_GPU = Runner("triton", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    if INTERPRETED:
+        from recsys.ops.linear_attention import triton_ops
+
+        shrink(monkeypatch, triton_ops, CHUNK=16, SHORTEST_SEGMENT=1)
+
+
+def layout_of(shapes, contextual=1) -> SequenceLayout:
+    counts = torch.tensor(shapes).reshape(-1, 2)
+    return SequenceLayout(counts.sum(1) + contextual, counts[:, 1].contiguous(), contextual)
+
+
+def problem(shapes, dims, *, per_head=False, delta=False, strength=1.0) -> Problem:
+    """Decays of up to `strength`; keys of length 1 for the delta rule."""
+    layout, (dim, v_dim) = layout_of(shapes), dims
+    rows = layout.total_len
+    decay = -strength * torch.rand(rows, HEADS, *([] if per_head else [dim]), dtype=torch.float64)
+    tensors = {
+        "q": normal(rows, HEADS, dim),
+        "k": normal(rows, HEADS, dim, seed=1),
+        "v": normal(rows, HEADS, v_dim, seed=2),
+        "log_decay": decay,
+        "initial_state": normal(len(shapes), HEADS, dim, v_dim, seed=3),
+    }
+    if delta:
+        tensors["k"] = F.normalize(tensors["k"], dim=-1)
+        tensors["beta"] = torch.rand(rows, HEADS, dtype=torch.float64)
+
+    def function(layout, **arguments):
+        return tuple(linear_attention(layout=layout.to(arguments["q"].device), **arguments))
+
+    return Problem("linear_attention", function, tensors, {"layout": layout})
+
+
+FORMS = [
+    pytest.param({"per_head": per_head, "delta": delta}, id=f"{decay} decay{', delta rule' * delta}")
+    for per_head, decay in ((False, "channel"), (True, "head"))
+    for delta in (False, True)
+]
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("form", FORMS)
+def test_outputs_states_and_all_gradients(form, runner):
+    """Chunks and segments that are full, partial and missing, widths that are no powers of two."""
+    shapes = RAGGED if runner.is_interpreted else LONG
+    narrow = problem(shapes, (5, 18), **form).cast(torch.float32)
+    assert_near(narrow, runner, close=1e-5, floor=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (32, 96)])
+def test_bfloat16_on_a_gpu(dims, form):
+    """Products take bfloat16, so an error may be that of three roundings."""
+    narrow = problem(LONG, dims, **form).cast(
+        torch.bfloat16, log_decay=torch.float32, initial_state=torch.float32, beta=torch.float32
+    )
+    assert_near(narrow, ON_GPU, floor=6e-3)
+
+
+@pytest.mark.parametrize("runner", runners("triton"))
+@pytest.mark.parametrize("delta", [False, True])
+def test_decays_of_minus_20_a_token(delta, runner):
+    """No exponent of a negated sum: exp(20 * 64) would be infinite."""
+    narrow = problem([(40, 2)], (16, 16), delta=delta, strength=20.0).cast(torch.float32)
+    assert_near(narrow, runner, close=1e-5, floor=1e-5)
+
+
+@pytest.mark.gpu
+def test_small_and_big_batches_share_one_artefact():
+    """Two widths in turn, then five sizes in rapid succession: the same bits, nothing is compiled anew."""
+    from recsys.ops.linear_attention import triton_scan, triton_scores
+
+    other = problem(RAGGED, (32, 32)).cast(torch.bfloat16)
+    sizes = [[(5, 0)], [(700, 3)], [(64, 64), (63, 1)], [(2000, 0), (1, 1)], [(30, 2)] * 7]
+    problems = [problem(size, (64, 64)).cast(torch.bfloat16) for size in sizes]
+    before = [results(problems[1], ON_GPU), results(other, ON_GPU)]
+    after = [results(problems[1], ON_GPU), results(other, ON_GPU)]
+    for first, second in zip(before, after, strict=True):
+        harness.assert_equal(first, second)
+    kernels = (triton_scan.forward_kernel, triton_scan.backward_kernel, triton_scores.pair_gradients_kernel)
+    harness.assert_same_bits_of_one_artefact(problems, ON_GPU, *kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("delta", [False, True])
+def test_nothing_waits_for_the_gpu(delta):
+    harness.assert_nothing_waits(problem([(64, 5)], (64, 64), delta=delta).cast(torch.bfloat16), ON_GPU)
+
+
+test_in_the_interpreter = harness.interpreter_test(__file__)
