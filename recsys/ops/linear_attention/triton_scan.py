@@ -75,8 +75,8 @@ def forward_kernel(
         state = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
         end_decay = tl.zeros([1, 1 if PER_HEAD else BLOCK_D], tl.float32)
     else:
-        pointer, inside = _state_at(starts, number * H + head, D, V, BLOCK_D, BLOCK_V)
-        state = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+        start, inside = _state_at(starts, number * H + head, D, V, BLOCK_D, BLOCK_V)
+        state = tl.load(start, mask=inside, other=0.0).to(tl.float32)
     if MODE == "out":
         end += num_target_chunks
     for step in range(0, end):
@@ -186,8 +186,8 @@ def backward_kernel(
         state_grad = tl.zeros([BLOCK_D, BLOCK_V], tl.float32)
         end_decay = tl.zeros([1, 1 if PER_HEAD else BLOCK_D], tl.float32)
     else:
-        pointer, inside = _state_at(ends, number * H + head, D, V, BLOCK_D, BLOCK_V)
-        state_grad = tl.load(pointer, mask=inside, other=0.0).to(tl.float32)
+        end, inside = _state_at(ends, number * H + head, D, V, BLOCK_D, BLOCK_V)
+        state_grad = tl.load(end, mask=inside, other=0.0).to(tl.float32)
     for step in range(0, num_history + num_target_chunks):
         # Targets first: they stand behind the history.
         is_history = step >= num_target_chunks
@@ -252,5 +252,5 @@ def backward_kernel(
             tl.store(end_decays + (number * H + head) * D + d, decay, mask=d < D)
     else:
         if is_first:
-            pointer, inside = _state_at(grad_starts, sample * H + head, D, V, BLOCK_D, BLOCK_V)
-            tl.store(pointer, state_grad, mask=inside)
+            start, inside = _state_at(grad_starts, sample * H + head, D, V, BLOCK_D, BLOCK_V)
+            tl.store(start, state_grad, mask=inside)
