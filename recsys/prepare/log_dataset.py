@@ -106,7 +106,7 @@ def make_dataset(
             items = _write_parts(writer, log, settings, tied)
         for split in (TRAIN, VALIDATION, TEST):
             if split not in writer.splits:
-                raise DataError(f"{log_input.path}: no rows for the {split} split; {_remedy(settings.task)}")
+                raise DataError(f"{log_input.path}: no rows for the {split} split; {_remedy(settings.task, split)}")
         if items is not None and items.width > 1:
             write_items(folder, items)
         sizes = writer.write_vocabularies(
@@ -203,10 +203,12 @@ def _write_retrieval(
         writer.write(split, f"{split}/part-{number:05d}.parquet", table, slices, plain_table(rows))
 
 
-def _remedy(task: str) -> str:
+def _remedy(task: str, split: str) -> str:
     if task == "ranking":
         return "events must differ in time; change --validation-share or --test-share"
-    return "some user needs at least 3 events"
+    # The last two events of a user are held out, and a training row has an event and the one behind it.
+    fewest = {TRAIN: 4, VALIDATION: 3, TEST: 2}
+    return f"some user needs at least {fewest[split]} events"
 
 
 def _input_columns(columns: LogColumns) -> dict[str, object]:

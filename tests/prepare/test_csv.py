@@ -343,6 +343,10 @@ def test_a_log_without_anything_to_hold_out_is_refused(tmp_path, capsys):
     few = [{**line, "who": str(number // 2)} for number, line in enumerate(LINES)]
     assert prepare(write(tmp_path / "log.csv", few), tmp_path / "made", *RETRIEVAL) == 3
     assert "no rows for the validation split; some user needs at least 3 events" in capsys.readouterr().err
+    # A user of three has one event before those held out, and nothing behind it to learn.
+    three = [{**line, "who": str(number // 3)} for number, line in enumerate(LINES[: len(LINES) // 3 * 3])]
+    assert prepare(write(tmp_path / "log.csv", three), tmp_path / "made", *RETRIEVAL) == 3
+    assert "no rows for the train split; some user needs at least 4 events" in capsys.readouterr().err
 
 
 def test_a_file_cut_short_is_named(tmp_path, capsys):
