@@ -7,7 +7,7 @@ broken.
 import sys
 from collections.abc import Sequence
 
-from recsys.doctor_checks import Finding, diagnose
+from recsys.doctor_checks import CheckResult, diagnose
 from recsys.errors import InstallationError
 from recsys.flags import Parser, PrintVersions
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def render(finding: Finding) -> str:
+def render(finding: CheckResult) -> str:
     """One finding as text: state, name, detail, and the remedy on a separate line."""
     indent = "\n" + " " * 10
     text = f"{finding.state:<9} {finding.name}: " + finding.detail.replace("\n", indent)

@@ -32,7 +32,7 @@ FAILURES = (
 )
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """One line of the report.
 
     Attributes:
@@ -50,13 +50,15 @@ class WrongResult(RuntimeError):
     """A check ran and computed a wrong result."""
 
 
-def diagnose(*, quick: bool = False) -> Iterator[Finding]:
+def diagnose(*, quick: bool = False) -> Iterator[CheckResult]:
     """Run every check, cheap ones first, and yield each finding as soon as it is known.
 
     Args:
         quick: leave out compiling and loading a package (about half a minute).
     """
-    yield Finding("ok", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield CheckResult(
+        "ok", "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
     yield from check_versions(environment.versions())
     yield attempt("config language", compare_protos, environment.COMPILE_PROTOS)
     yield from check_driver(environment.versions(), environment.driver_version())
@@ -75,34 +77,36 @@ def diagnose(*, quick: bool = False) -> Iterator[Finding]:
         )
 
 
-def attempt(name: str, check: Callable[[], str], remedy: str) -> Finding:
+def attempt(name: str, check: Callable[[], str], remedy: str) -> CheckResult:
     """Run a check that returns its detail; an exception becomes an error with `remedy`."""
     try:
-        return Finding("ok", name, check())
+        return CheckResult("ok", name, check())
     except FAILURES as failure:
         # An InstallationError advises to run the doctor, which is under way.
         error = failure.__cause__ if isinstance(failure, InstallationError) else failure
         first_line = next(iter(str(error).strip().splitlines()), "")
-        return Finding("error", name, f"{type(error).__name__}: {first_line}", remedy)
+        return CheckResult("error", name, f"{type(error).__name__}: {first_line}", remedy)
 
 
-def check_versions(versions: dict[str, str]) -> Iterator[Finding]:
+def check_versions(versions: dict[str, str]) -> Iterator[CheckResult]:
     """Compare the installed torch, fbgemm and torchrec with the rows that were tested together."""
     torch = versions.get("torch")
     if torch is None:
-        yield Finding("error", "torch", "not installed", REINSTALL)
+        yield CheckResult("error", "torch", "not installed", REINSTALL)
         return
     row = environment.tested_row(torch)
     if row is None:
         known = ", ".join(row.torch for row in environment.TESTED)
-        yield Finding("error", "torch", f"{torch}; tested: {known}", f"pip uninstall -y torch && {REINSTALL}")
+        yield CheckResult(
+            "error", "torch", f"{torch}; tested: {known}", f"pip uninstall -y torch && {REINSTALL}"
+        )
         return
-    yield Finding("ok", "torch", torch)
+    yield CheckResult("ok", "torch", torch)
     for name, wanted in (("fbgemm-gpu", row.fbgemm), ("torchrec", row.torchrec), ("torchmetrics", "1.0.3")):
         found = versions.get(name, "not installed")
         right = found.split("+")[0] == wanted
         detail = found if right else f"{found}; torch {row.torch} wants {wanted}"
-        yield Finding("ok" if right else "error", name, detail, "" if right else REINSTALL)
+        yield CheckResult("ok" if right else "error", name, detail, "" if right else REINSTALL)
 
 
 def compare_protos() -> str:
@@ -112,7 +116,7 @@ def compare_protos() -> str:
     return "compiled"
 
 
-def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[Finding]:
+def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[CheckResult]:
     """Check that FBGEMM's build fits: the CUDA build needs a driver, the CPU build ignores a GPU."""
     fbgemm = versions.get("fbgemm-gpu")
     if fbgemm is None:
@@ -123,24 +127,26 @@ def check_driver(versions: dict[str, str], driver: str | None) -> Iterator[Findi
         remedy = REINSTALL
         if versions.get("torch", "").endswith("+cpu"):
             remedy = f"pip uninstall -y torch && {REINSTALL}"
-        yield Finding("warning", "driver", detail, remedy)
+        yield CheckResult("warning", "driver", detail, remedy)
     elif driver is None and not cpu_build:
-        yield Finding("error", "driver", "none, and fbgemm's CUDA build does not load without one", REINSTALL)
+        yield CheckResult(
+            "error", "driver", "none, and fbgemm's CUDA build does not load without one", REINSTALL
+        )
     else:
-        yield Finding(
+        yield CheckResult(
             "ok", "driver", "NVIDIA driver" if driver else "no NVIDIA driver: everything runs on the CPU"
         )
 
 
-def check_compiler(cxx: str | None) -> Finding:
+def check_compiler(cxx: str | None) -> CheckResult:
     """Check that there is a C++ compiler, which `recsys.export` needs."""
     if cxx is None:
         detail = "no C++ compiler ($CXX, g++, clang++): recsys.export cannot work"
-        return Finding("warning", "C++ compiler", detail, "apt install g++")
-    return Finding("ok", "C++ compiler", f"{cxx} {environment.tool_version(cxx)}")
+        return CheckResult("warning", "C++ compiler", detail, "apt install g++")
+    return CheckResult("ok", "C++ compiler", f"{cxx} {environment.tool_version(cxx)}")
 
 
-def check_ptxas() -> Iterator[Finding]:
+def check_ptxas() -> Iterator[CheckResult]:
     """Check the assembler: that of Triton 3.6 and 3.7 miscompiles some Hopper code; 13.3 does not."""
     environment.prefer_packaged_ptxas()
     path = environment.find_ptxas()
@@ -150,14 +156,14 @@ def check_ptxas() -> Iterator[Finding]:
         named = os.environ.get("TRITON_PTXAS_PATH")
         if named:
             detail = f"TRITON_PTXAS_PATH names {named}, which cannot be run: kernels cannot be compiled"
-            yield Finding("warning", "ptxas", detail, environment.newer_ptxas())
+            yield CheckResult("warning", "ptxas", detail, environment.newer_ptxas())
         return
     version = environment.tool_version(path)
     if environment.version_numbers(version) >= environment.MINIMAL_PTXAS:
-        yield Finding("ok", "ptxas", f"{version} ({path})")
+        yield CheckResult("ok", "ptxas", f"{version} ({path})")
         return
     detail = f"{version or 'unknown version'} ({path}); before 13.3 it miscompiles some kernels on Hopper"
-    yield Finding("warning", "ptxas", detail, environment.newer_ptxas())
+    yield CheckResult("warning", "ptxas", detail, environment.newer_ptxas())
 
 
 def describe_device() -> str:

@@ -39,7 +39,7 @@ def run(call: cli.Call) -> None:
         log.info("dry run: %d batches to compare on, nothing is written", len(rows))
         return
     output = Path(call.flags.output or call.run_dir / "export")
-    done = exporter.export(exporter.Source(pipeline, model.to(device).eval(), step, rows), output)
+    done = exporter.export(exporter.ExportSource(pipeline, model.to(device).eval(), step, rows), output)
     log.info("%d real rows agree with the evaluated model to %.1e", done.rows, done.difference)
     log.info("package: %s", done.folder)
     folder = shlex.quote(str(done.folder))

@@ -32,7 +32,7 @@ from recsys.ops.hstu_attention import Problem, reference  # noqa: E402
 from scripts.bench_cases import Case, cases, useful_flop  # noqa: E402
 
 if TYPE_CHECKING:
-    from recsys.ops.hstu_attention.hopper.launch import Sizes
+    from recsys.ops.hstu_attention.hopper.launch import ForwardSizes
 
 CHANGES: dict[int, tuple[list[dict[str, int | bool]], list[dict[str, int | bool]]]] = {
     64: (
@@ -50,7 +50,7 @@ CHANGES: dict[int, tuple[list[dict[str, int | bool]], list[dict[str, int | bool]
 ROUNDS, CALLS = 5, 4
 
 
-def choices_of(dim: int) -> list[Sizes]:
+def choices_of(dim: int) -> list[ForwardSizes]:
     """The sizes in use and those that differ from them by one of `CHANGES`."""
     from recsys.ops.hstu_attention.hopper.launch import LONG_SIZES, SIZES
 

@@ -87,7 +87,7 @@ def test_what_a_check_raises_becomes_an_error():
     def broken():
         raise OSError("libfoo.so: undefined symbol: bar\nmore")
 
-    assert doctor_checks.attempt("x", broken, "do this") == doctor_checks.Finding(
+    assert doctor_checks.attempt("x", broken, "do this") == doctor_checks.CheckResult(
         "error", "x", "OSError: libfoo.so: undefined symbol: bar", "do this"
     )
 
@@ -113,8 +113,8 @@ def test_a_wrong_result_is_an_error(monkeypatch):
 
 def test_exit_code_5_and_the_line_to_type(monkeypatch, capsys):
     findings = [
-        doctor_checks.Finding("warning", "compiler", "none", "apt install g++"),
-        doctor_checks.Finding("error", "torch", "not installed", "python -m recsys.install"),
+        doctor_checks.CheckResult("warning", "compiler", "none", "apt install g++"),
+        doctor_checks.CheckResult("error", "torch", "not installed", "python -m recsys.install"),
     ]
     monkeypatch.setattr(doctor, "diagnose", lambda quick: iter(findings))
     assert doctor.main([]) == 5

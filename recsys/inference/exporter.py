@@ -71,7 +71,7 @@ class Exported:
 
 
 @dataclass
-class Source:
+class ExportSource:
     """The input of an export.
 
     Attributes:
@@ -87,7 +87,7 @@ class Source:
     batches: list[Batch]
 
 
-def export(source: Source, folder: Path) -> Exported:
+def export(source: ExportSource, folder: Path) -> Exported:
     """Writes the package of a model to `folder` and replaces an older one there once the new one is proven.
 
     Raises:
@@ -152,7 +152,7 @@ def comparison_rows(pipeline: pb.Pipeline) -> list[Batch]:
     return batches
 
 
-def _compile_programs(source: Source, graph: ScoringGraph, folder: Path) -> None:
+def _compile_programs(source: ExportSource, graph: ScoringGraph, folder: Path) -> None:
     """Compiles the whole model, the item tower, and with `export.cached_scoring` the `cached_programs`."""
     pipeline, example = source.pipeline, _example(source.batches)
     cached = pipeline.export.cached_scoring
@@ -204,7 +204,7 @@ def _example(batches: list[Batch]) -> Batch:
     )
 
 
-def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
+def _write_sides(source: ExportSource, folder: Path, golden: Tensor) -> None:
     """Writes every file of the package except the compiled graphs."""
     pipeline, model = source.pipeline, source.model
     stored = pb.Pipeline()
@@ -243,7 +243,7 @@ def _write_sides(source: Source, folder: Path, golden: Tensor) -> None:
     package.write_tensors(folder / package.GOLDEN, package.golden_tensors(flatten(source.batches[0]), golden))
 
 
-def _golden_items(model: Model, source: Source, limit: int | None = None) -> dict[str, Tensor]:
+def _golden_items(model: Model, source: ExportSource, limit: int | None = None) -> dict[str, Tensor]:
     """Returns inputs and vectors of the first `limit` items of the catalogue, or of all of them."""
     batch = source.batches[0]
     with torch.no_grad():
@@ -258,7 +258,7 @@ def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
     return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
 
 
-def _prove(source: Source, folder: Path, expected: list[Tensor]) -> float:
+def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
     """Runs every batch through the package in a fresh process and writes `parity.json`.
 
     Returns:

@@ -8,7 +8,7 @@ import torch
 from recsys import files
 from recsys import protos as pb
 from recsys.errors import RecsysError
-from recsys.inference.exporter import Source, export, why_it_failed
+from recsys.inference.exporter import ExportSource, export, why_it_failed
 from recsys.inference.program import PackageError
 from recsys.models import build_model
 from tests.modules.pipelines import RANKER, batch_of, pipeline_of, random_rows
@@ -36,7 +36,7 @@ def refused(folder) -> str:
     """The error of an export to a folder; nothing in it may have changed."""
     before = {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()}
     with pytest.raises(PackageError) as caught:
-        export(Source(pb.Pipeline(), torch.nn.Identity(), 1, []), folder)
+        export(ExportSource(pb.Pipeline(), torch.nn.Identity(), 1, []), folder)
     assert {path: path.read_bytes() for path in folder.parent.rglob("*") if path.is_file()} == before
     return str(caught.value)
 
@@ -69,5 +69,5 @@ def test_a_comparison_of_nothing_proves_nothing(tmp_path):
     model = build_model(pipeline).eval()
     batch = batch_of(pipeline, random_rows(pipeline, [(3, 0), (4, 0), (0, 0)]))
     with pytest.raises(RecsysError, match="have no candidates, so nothing would be compared"):
-        export(Source(pipeline, model, 1, [batch]), tmp_path / "export")
+        export(ExportSource(pipeline, model, 1, [batch]), tmp_path / "export")
     assert list(tmp_path.iterdir()) == []

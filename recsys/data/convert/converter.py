@@ -17,7 +17,7 @@ from recsys.config.declarations import model_of
 from recsys.data.arrow import integers, one_array
 from recsys.data.convert import row_checks
 from recsys.data.convert.column_block import ColumnBlock, FlatColumn, flat_indices, offsets_of, pick
-from recsys.data.convert.row_checks import Cells, Lists, RowFindings
+from recsys.data.convert.row_checks import ColumnValues, Lists, RowFindings
 from recsys.data.convert.stochastic_length import subsample
 from recsys.data.hashing import combine, draw_places, hash_text
 from recsys.data.plan.duplicates import Duplicates
@@ -148,13 +148,13 @@ class Converter:
             keys=table.select(list(self.pipeline.data.key_columns)) if self.mode != "train" else None,
         )
 
-    def _cells(self, table: pa.Table) -> dict[str, Cells]:
+    def _cells(self, table: pa.Table) -> dict[str, ColumnValues]:
         present = [column for column in self._columns if column.name in table.column_names]
         return {column.name: cells_of(table, column) for column in present}
 
-    def _check(self, table: pa.Table, cells: dict[str, Cells]) -> RowFindings:
+    def _check(self, table: pa.Table, cells: dict[str, ColumnValues]) -> RowFindings:
         findings = RowFindings(table.num_rows)
-        first: dict[int, Cells] = {}
+        first: dict[int, ColumnValues] = {}
         for name, values in cells.items():
             row_checks.check_nulls(findings, values, one_array(table[name]))
             row_checks.check_values(findings, values)
@@ -165,7 +165,7 @@ class Converter:
             # Tasks may share a column; `cells` has it with the last of these tasks.
             if column.kind is Kind.LABEL and cells[column.name].column is not column:
                 shared = cells[column.name]
-                row_checks.check_label(findings, Cells(column, shared.lists, shared.values))
+                row_checks.check_label(findings, ColumnValues(column, shared.lists, shared.values))
         request_time = integers(cells[REQUEST_TIME].values)
         events = cells[UIH_TIMESTAMPS].lists[0]
         row_checks.check_order(findings, events, request_time)
@@ -216,7 +216,7 @@ class Converter:
             ),
         )
 
-    def _spans(self, cells: dict[str, Cells], num_rows: int) -> dict[int, _Spans]:
+    def _spans(self, cells: dict[str, ColumnValues], num_rows: int) -> dict[int, _Spans]:
         """Finds the elements that are kept of each row's lists."""
         data = self.pipeline.data
         events, candidates = cells[UIH_TIMESTAMPS].lists[0], _candidates(cells)
@@ -238,7 +238,7 @@ class Converter:
         return self.mappings.get(self._tables.get(column))
 
     def _show_unknown(
-        self, flat: dict[str, FlatColumn], cells: dict[str, Cells], origin: Origin, rows: np.ndarray
+        self, flat: dict[str, FlatColumn], cells: dict[str, ColumnValues], origin: Origin, rows: np.ndarray
     ) -> None:
         """Sets a share of the ids to row 0, so that the row of unknown ids is trained."""
         state = self._draws(_UNKNOWN, origin, rows)
@@ -276,16 +276,16 @@ class Converter:
         return key_hash(one_array(table[name]))
 
 
-def cells_of(table: pa.Table, column: FileColumn) -> Cells:
+def cells_of(table: pa.Table, column: FileColumn) -> ColumnValues:
     """Takes the values of one column of a table, with the lists around them."""
     array, lists = one_array(table[column.name]), ()
     for _ in range(column.depth):
         lists = (*lists, Lists.of(array))
         array = lists[-1].values
-    return Cells(column, lists, _plain(array))
+    return ColumnValues(column, lists, _plain(array))
 
 
-def to_flat(cells: Cells, mapping: Mapping | None) -> FlatColumn:
+def to_flat(cells: ColumnValues, mapping: Mapping | None) -> FlatColumn:
     """Converts checked values to numpy arrays: ids become rows of their table, numbers are scaled.
 
     Args:
@@ -350,5 +350,5 @@ def _plain(values: pa.Array) -> pa.Array:
     return values.cast(pa.int64()) if pa.types.is_null(values.type) else values
 
 
-def _candidates(cells: dict[str, Cells]) -> Lists | None:
+def _candidates(cells: dict[str, ColumnValues]) -> Lists | None:
     return next((values.lists[0] for values in cells.values() if values.column.side == pb.CANDIDATE), None)

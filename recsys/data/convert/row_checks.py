@@ -106,7 +106,7 @@ class Lists:
         return np.searchsorted(self.offsets, places, side="right") - 1
 
 
-class Cells:
+class ColumnValues:
     """The values of one column with the row of each, for checks and their sentences."""
 
     def __init__(self, column: FileColumn, lists: tuple[Lists, ...], values: pa.Array) -> None:
@@ -147,7 +147,7 @@ class Cells:
             findings.add(reason, self.rows(places), sentence)
 
 
-def check_nulls(findings: RowFindings, cells: Cells, array: pa.Array) -> None:
+def check_nulls(findings: RowFindings, cells: ColumnValues, array: pa.Array) -> None:
     """Reports nulls in place of a whole list, or of a plain value without a `fill`."""
     column = cells.column
     if array.null_count and (column.depth or not has_fill(column)):
@@ -168,7 +168,7 @@ def _instead_of_null(column: FileColumn) -> str:
     return "; numeric.fill of the feature gives nulls a value" if column.kind is Kind.NUMBER else ""
 
 
-def check_values(findings: RowFindings, cells: Cells) -> None:
+def check_values(findings: RowFindings, cells: ColumnValues) -> None:
     """Reports nulls inside lists, wrong signs, values out of range and NaN, by the column's kind."""
     values, column = cells.values, cells.column
     if values.null_count and cells.lists and not has_fill(column):
@@ -181,7 +181,7 @@ def check_values(findings: RowFindings, cells: Cells) -> None:
         _check_range(findings, cells)
 
 
-def check_label(findings: RowFindings, cells: Cells) -> None:
+def check_label(findings: RowFindings, cells: ColumnValues) -> None:
     """Reports labels that the loss of their task cannot take."""
     loss, numbers = cells.column.task.loss, floats(cells.values)
     if loss_kind(loss) == "binary":
@@ -192,7 +192,7 @@ def check_label(findings: RowFindings, cells: Cells) -> None:
         cells.report(findings, "label", bad, "is {value}; log(1 + label) wants labels of 0 or more")
 
 
-def check_ragged(findings: RowFindings, cells: Cells, first: Cells) -> None:
+def check_ragged(findings: RowFindings, cells: ColumnValues, first: ColumnValues) -> None:
     """Reports rows whose lists of events, or of candidates, differ in length."""
     if np.array_equal(cells.lists[0].offsets, first.lists[0].offsets):
         return
@@ -288,7 +288,7 @@ def has_fill(column: FileColumn) -> bool:
     return column.kind is Kind.NUMBER and column.feature.numeric.HasField("fill")
 
 
-def _check_range(findings: RowFindings, cells: Cells) -> None:
+def _check_range(findings: RowFindings, cells: ColumnValues) -> None:
     values = cells.values
     if pa.types.is_floating(values.type):
         numbers = floats(values)
@@ -324,7 +324,7 @@ def floats(values: pa.Array) -> np.ndarray:
     return values.to_numpy(zero_copy_only=False)
 
 
-def _check_floats(findings: RowFindings, cells: Cells) -> None:
+def _check_floats(findings: RowFindings, cells: ColumnValues) -> None:
     """Reports NaN, infinities, and numbers that are too large for float32."""
     values, limit = cells.values, _largest(cells.column)
     if len(values) and not values.null_count:

@@ -28,7 +28,7 @@ WARPS = 4
 """Warps of a warp group."""
 
 
-class Sizes(NamedTuple):
+class KernelSizes(NamedTuple):
     """Sizes of a kernel for one width."""
 
     others: int  # BLOCK_N
@@ -43,10 +43,10 @@ class Sizes(NamedTuple):
         return STRIP.value * self.strips
 
 
-FORWARD = {64: Sizes(128, 6, 4, 120), 128: Sizes(128, 4, 4, 120), 256: Sizes(64, 4, 2, 240)}
+FORWARD = {64: KernelSizes(128, 6, 4, 120), 128: KernelSizes(128, 4, 4, 120), 256: KernelSizes(64, 4, 2, 240)}
 """Sizes of the forward kernel, by width."""
 
-OF_HIDDEN = {128: Sizes(128, 4, 2, 240), 256: Sizes(64, 4, 2, 240)}
+OF_HIDDEN = {128: KernelSizes(128, 4, 2, 240), 256: KernelSizes(64, 4, 2, 240)}
 
 OF_WEIGHT = dict(OF_HIDDEN)
 
@@ -60,8 +60,8 @@ PIECE = 8
 WIDE_FROM = 257
 """Width from which on gradients of scores are written to memory, a section of the candidates at a time."""
 
-WIDE_SUMS = Sizes(128, 5, 2, 240)
-WIDE_SCORE_GRADS = Sizes(128, 3, 2, 240)
+WIDE_SUMS = KernelSizes(128, 5, 2, 240)
+WIDE_SCORE_GRADS = KernelSizes(128, 3, 2, 240)
 """Here a stage holds 64 columns of the weight."""
 
 SECTION_NUMBERS = 1 << 25
@@ -304,7 +304,7 @@ class Cut(NamedTuple):
     programs: int
 
 
-def cut_for(own: Tensor, other: Tensor, sizes: Sizes, max_parts: int) -> Cut:
+def cut_for(own: Tensor, other: Tensor, sizes: KernelSizes, max_parts: int) -> Cut:
     """One program per processor, and the number of parts that keeps all of them busy to the end."""
     processors = launch.processors(own.device)
     tiles, blocks = -(-own.shape[0] // sizes.rows), -(-other.shape[0] // sizes.others)
@@ -313,13 +313,13 @@ def cut_for(own: Tensor, other: Tensor, sizes: Sizes, max_parts: int) -> Cut:
     return Cut((own.shape[0], other.shape[0], tiles, units, per_part), parts, min(units, processors))
 
 
-def boxes(own: Tensor, other: Tensor, sizes: Sizes, width: int) -> tuple[Boxes, Boxes]:
+def boxes(own: Tensor, other: Tensor, sizes: KernelSizes, width: int) -> tuple[Boxes, Boxes]:
     """The blocks that the descriptors of two matrices load."""
     own, other = (with_loadable_rows(matrix.unsqueeze(1)) for matrix in (own, other))
     return Boxes(own, STRIP.value, width), Boxes(other, sizes.others, width)
 
 
-def constants_of(sizes: Sizes, width: int) -> dict[str, Any]:
+def constants_of(sizes: KernelSizes, width: int) -> dict[str, Any]:
     """The compile-time constants of the kernels, by the names of their parameters."""
     columns = {"BLOCK_D": width} if width < WIDE_FROM else {"CHUNKS": width // CHUNK.value}
     return {

@@ -89,7 +89,7 @@ def test_sizes(block, tile):
     """All pairs of strips, buffers of rows, buffers of keys, and ways of the rows of q and the output."""
     strips, q_tiles = TILES[tile]
     how = ("", "held", "out_in_q")[(block + tile) % 3]
-    sizes = launch.Sizes(*BLOCKS[block], strips, how == "held", how == "out_in_q", 160, 24, q_tiles)
+    sizes = launch.ForwardSizes(*BLOCKS[block], strips, how == "held", how == "out_in_q", 160, 24, q_tiles)
     for mask in (AttentionMask(window=100, prefix=10), AttentionMask()):
         check(layout_of(samples(2, [(400, 5), (3, 0), (130, 60)])), mask, sizes=sizes, heads=1)
 

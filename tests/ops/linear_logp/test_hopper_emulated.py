@@ -95,7 +95,7 @@ def compare(operands, parts, upstream, *, exactly):
 
 @pytest.mark.parametrize(("others", "stages", "strips"), [(64, 2, 2), (128, 3, 2), (128, 2, 4)])
 def test_other_sizes(others, stages, strips, monkeypatch):
-    sizes = hopper_ops.Sizes(others, stages, strips, 120)
+    sizes = hopper_ops.KernelSizes(others, stages, strips, 120)
     monkeypatch.setitem(hopper_ops.FORWARD, 128, sizes)
     for table in (hopper_ops.OF_HIDDEN, hopper_ops.OF_WEIGHT):
         monkeypatch.setitem(table, 128, sizes._replace(strips=2))

@@ -18,7 +18,7 @@ WARPS = 4
 """Warps per strip."""
 
 
-class Sizes(NamedTuple):
+class CandidateSizes(NamedTuple):
     """Sizes of the kernel for one width of the heads."""
 
     keys: int  # BLOCK_N
@@ -29,15 +29,15 @@ class Sizes(NamedTuple):
     loading_registers: int = 24
 
 
-SIZES = {64: Sizes(128, 3), 128: Sizes(128, 2)}
+SIZES = {64: CandidateSizes(128, 3), 128: CandidateSizes(128, 2)}
 """Sizes by width of the heads."""
 
-LARGE_SIZES = {64: Sizes(64, 4, strips=4, computing_registers=112)}
+LARGE_SIZES = {64: CandidateSizes(64, 4, strips=4, computing_registers=112)}
 """Sizes for so many candidates that tiles of twice as many rows occupy the GPU: four warp groups fill one
 another's gaps better than two."""
 
 
-def sizes_for(dim: int, num_rows: int, num_heads: int, processors: int) -> Sizes:
+def sizes_for(dim: int, num_rows: int, num_heads: int, processors: int) -> CandidateSizes:
     """The sizes with which the last processor finishes first, for full tiles and samples of equal length."""
     small, large = SIZES[dim], LARGE_SIZES.get(dim)
     if large is None:
@@ -56,7 +56,7 @@ def forward(
     cache_k: Tensor,
     cache_v: Tensor,
     problem: CachedProblem,
-    sizes: Sizes | None = None,
+    sizes: CandidateSizes | None = None,
 ) -> Tensor:
     """`hstu_attention_cached` [T, H, D] in 16 bits without bias, for new tokens that are all targets and see
     everything that is cached; the arguments have been validated. `sizes` for tests."""

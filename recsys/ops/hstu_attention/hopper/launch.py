@@ -25,7 +25,7 @@ CACHED_BYTES = 24 * 2**20
 an H100 or H200 (50 and 60 MB, in two halves that may hold the same lines twice)."""
 
 
-class Sizes(NamedTuple):
+class ForwardSizes(NamedTuple):
     """Sizes of the forward kernel for one width of the heads."""
 
     keys: int  # BLOCK_N
@@ -44,16 +44,16 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    64: Sizes(64, 6, 2, True, False, 240, 24, 2),
-    128: Sizes(64, 4, 2, True, False, 240, 24, 2),
-    256: Sizes(64, 2, 2, False, True, 232, 40),
+    64: ForwardSizes(64, 6, 2, True, False, 240, 24, 2),
+    128: ForwardSizes(64, 4, 2, True, False, 240, 24, 2),
+    256: ForwardSizes(64, 2, 2, False, True, 232, 40),
 }
 """Sizes by width of the heads. On the diagonal a strip sees one or three quarters of a block of 128 keys, but
 half or all of one of 64 keys."""
 
 LONG_SIZES = {
-    64: Sizes(64, 6, 3, True, False, 160, 32, 2),
-    128: Sizes(64, 4, 3, False, True, 160, 32, 2),
+    64: ForwardSizes(64, 6, 3, True, False, 160, 32, 2),
+    128: ForwardSizes(64, 4, 3, False, True, 160, 32, 2),
 }
 """Sizes for rows that see many keys. Three strips share what is read, a third less, and the tensor cores have
 work while one strip computes weights. At 128 columns the outputs leave through the two buffers of q."""
@@ -91,7 +91,13 @@ ROUNDED_LINES = 64
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, sizes: Sizes | None = None, *, captured: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    sizes: ForwardSizes | None = None,
+    *,
+    captured: bool = True,
 ) -> Tensor:
     """`hstu_attention` [T, H, D] in 16 bits without bias; the arguments have been validated.
 
@@ -190,7 +196,7 @@ def backward(
     return Gradients(*gradients, None, None)
 
 
-def sizes_for(dim: int, seen: float, window: int | None = None) -> Sizes:
+def sizes_for(dim: int, seen: float, window: int | None = None) -> ForwardSizes:
     """Sizes of the forward kernel for rows that see so many keys on average."""
     many = seen > (MANY_KEYS if window is None else MANY_IN_WINDOW)
     return LONG_SIZES[dim] if many and dim in LONG_SIZES else SIZES[dim]

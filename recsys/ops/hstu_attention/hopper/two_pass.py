@@ -22,7 +22,7 @@ from recsys.ops.runtime.gluon_pieces import STRIP
 from recsys.ops.runtime.hopper_launch import launch, programs_for
 
 
-class Sizes(NamedTuple):
+class TwoPassSizes(NamedTuple):
     """Sizes of both kernels for one width of the heads."""
 
     rows: int  # of a block, for tiles of keys
@@ -37,9 +37,9 @@ class Sizes(NamedTuple):
 
 
 SIZES = {
-    64: Sizes(64, 4, 2, 64, 4, 4, True, 240, 24),
-    128: Sizes(64, 3, 1, 128, 2, 2, True, 240, 24),
-    256: Sizes(64, 2, 0, 64, 2, 1, False, 232, 40),
+    64: TwoPassSizes(64, 4, 2, 64, 4, 4, True, 240, 24),
+    128: TwoPassSizes(64, 3, 1, 128, 2, 2, True, 240, 24),
+    256: TwoPassSizes(64, 2, 0, 64, 2, 1, False, 232, 40),
 }
 """Sizes by width of the heads."""
 
@@ -50,7 +50,7 @@ def backward(
     k: Tensor,
     v: Tensor,
     problem: Problem,
-    sizes: Sizes | None = None,
+    sizes: TwoPassSizes | None = None,
     *,
     captured: bool = True,
 ) -> Gradients:
@@ -66,7 +66,12 @@ def backward(
 
 
 def launch_keys(
-    operands: list[Tensor], grad_k: Tensor, grad_v: Tensor, counter: Tensor, problem: Problem, sizes: Sizes
+    operands: list[Tensor],
+    grad_k: Tensor,
+    grad_v: Tensor,
+    counter: Tensor,
+    problem: Problem,
+    sizes: TwoPassSizes,
 ) -> None:
     """Launches the kernel of dK and dV; `operands`: q, dO, k and v."""
     q, grad_out, k, v = operands
@@ -100,7 +105,7 @@ def launch_keys(
 
 
 def launch_rows(
-    operands: list[Tensor], grad_q: Tensor, counter: Tensor, problem: Problem, sizes: Sizes
+    operands: list[Tensor], grad_q: Tensor, counter: Tensor, problem: Problem, sizes: TwoPassSizes
 ) -> None:
     """Launches the kernel of dQ."""
     q, grad_out, k, v = operands
@@ -141,7 +146,7 @@ def _numbers(items: Tensor, operands: list[Tensor], problem: Problem) -> tuple[i
     return (items.shape[0], num_heads, *(tensor.stride(1) for tensor in operands), *scalars(problem))
 
 
-def _constants(problem: Problem, dim: int, sizes: Sizes) -> dict[str, Any]:
+def _constants(problem: Problem, dim: int, sizes: TwoPassSizes) -> dict[str, Any]:
     """Compile-time constants of both kernels, by the names of their parameters."""
     return {
         "D": dim,
