@@ -129,7 +129,7 @@ def points_of(svg, curve):
 
 
 def rows_of(html, css):
-    table = re.search(rf'<table class="{css}">.*?</table>', html, re.S).group()
+    table = re.search(rf'<table class="{css}"[^>]*>.*?</table>', html, re.S).group()
     rows = re.findall(r"<tr>.*?</tr>", table, re.S)
     return [[re.sub(r"<[^>]+>", "", c) for c in re.findall(r"<t[hd].*?</t[hd]>", r, re.S)] for r in rows]
 
