@@ -13,6 +13,10 @@ hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("fixed")
 
 
+LONG_FILES = {"test_quickstart.py", "test_export_predict.py", "test_readme.py", "test_hopper_kernel.py"}
+"""Files that take longest. They come first, so that no worker is left alone with one of them at the end."""
+
+
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
 
@@ -39,6 +43,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip_gpu)
         if "slow" in item.keywords and not config.getoption("--slow"):
             item.add_marker(skip_slow)
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 @pytest.fixture(autouse=True)

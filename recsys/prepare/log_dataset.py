@@ -106,7 +106,9 @@ def make_dataset(
             items = _write_parts(writer, log, settings, tied)
         for split in (TRAIN, VALIDATION, TEST):
             if split not in writer.splits:
-                raise DataError(f"{log_input.path}: no rows for the {split} split; {_remedy(settings.task, split)}")
+                raise DataError(
+                    f"{log_input.path}: no rows for the {split} split; {_remedy(settings.task, split)}"
+                )
         if items is not None and items.width > 1:
             write_items(folder, items)
         sizes = writer.write_vocabularies(
