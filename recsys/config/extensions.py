@@ -65,7 +65,7 @@ def load(modules: Iterable[str], where: str = "--import") -> None:
             sys.path.append(os.getcwd())
         try:
             importlib.import_module(module)
-        except Exception as error:
+        except Exception as error:  # code of the user's, which may raise anything when it is imported
             raise ConfigError(f"{where} {module}: {_why(error, module)}") from error
         _require_messages(f"{where} {module}")
         _LOADED.append(module)

@@ -360,6 +360,13 @@ def _backward_stages(problem: Problem) -> int:
     return 1 if problem.beta is not None and problem.q.shape[2] > 64 else 2
 
 
+def _traced(arguments: tuple[Any, ...], facts: tuple[Tensor, Tensor, Tensor], scale: float) -> Problem:
+    """The problem of a traced graph; `facts` are lengths, offsets and numbers of targets."""
+    per_segment = TRACED_SEGMENT if arguments[4] is None else 0
+    table = chunk_table(*facts, arguments[0].shape[0], CHUNK, per_segment)
+    return _problem(*arguments, table, scale, wrap_triton, per_segment > 0)
+
+
 @traceable_op("linear_attention_triton")
 def linear_attention_triton(
     q: Tensor,
@@ -374,10 +381,9 @@ def linear_attention_triton(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """`linear_attention` for traced graphs."""
-    segment = TRACED_SEGMENT if beta is None else 0
-    table = chunk_table(lengths, offsets, num_targets, q.shape[0], CHUNK, segment)
-    problem = _problem(q, k, v, log_decay, beta, initial_state, table, scale, wrap_triton, segment > 0)
-    return launch_forward(problem)
+    return launch_forward(
+        _traced((q, k, v, log_decay, beta, initial_state), (lengths, offsets, num_targets), scale)
+    )
 
 
 @traceable_op("linear_attention_triton_backward")
@@ -397,9 +403,7 @@ def linear_attention_triton_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the arguments; that of beta is empty without the delta rule."""
-    segment = TRACED_SEGMENT if beta is None else 0
-    table = chunk_table(lengths, offsets, num_targets, q.shape[0], CHUNK, segment)
-    problem = _problem(q, k, v, log_decay, beta, initial_state, table, scale, wrap_triton, segment > 0)
+    problem = _traced((q, k, v, log_decay, beta, initial_state), (lengths, offsets, num_targets), scale)
     return tuple(launch_backward(problem, final, grad_out, grad_final))
 
 

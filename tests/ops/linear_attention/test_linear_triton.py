@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from recsys.ops import SequenceLayout, linear_attention
 from tests.ops import harness
 from tests.ops.harness import Problem, Runner, assert_near, normal, results, runners, shrink
-from tests.tools.interpreter import INTERPRETED
+from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
 
 HEADS = 2
 RAGGED = [(37, 3), (0, 2), (16, 0), (5, 20), (0, 0)]
@@ -88,6 +88,28 @@ def test_decays_of_minus_20_a_token(delta, runner):
     """No exponent of a negated sum: exp(20 * 64) would be infinite."""
     narrow = problem([(40, 2)], (16, 16), delta=delta, strength=20.0).cast(torch.float32)
     assert_near(narrow, runner, close=1e-5, floor=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_ops_of_traced_graphs(delta, monkeypatch):
+    """Schema, shapes without numbers and registered gradients; the numbers are those of the reference."""
+    from recsys.ops.linear_attention import reference, triton_ops
+
+    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
+    layout = layout_of([(20, 2), (3, 0)])
+    tensors = problem([(20, 2), (3, 0)], (16, 16), delta=delta).cast(torch.float32).tensors
+    names = ("q", "k", "v", "log_decay", "beta", "initial_state")
+    leaves = [tensors[name].requires_grad_() if name in tensors else None for name in names]
+    facts = (layout.lengths, layout.offsets, layout.num_targets, 0.5)
+    arguments = (*leaves, *facts)
+    harness.opcheck(triton_ops.linear_attention_triton, arguments, differentiable=True)
+    given = {"beta": leaves[4], "scale": 0.5, "initial_state": leaves[5]}
+    wanted = reference.run(*leaves[:4], layout, **given)
+    outputs = triton_ops.linear_attention_triton(*arguments)
+    present = [leaf for leaf in leaves if leaf is not None]
+    harness.assert_close(outputs, wanted, 1e-5)
+    harness.assert_close(*(harness.gradients(results, present) for results in (outputs, wanted)), 1e-5)
 
 
 @pytest.mark.gpu
