@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recsys import cli
+from recsys.config import fields
 from recsys.errors import ConfigError, Terminated
 
 
@@ -55,7 +56,8 @@ def _find_rate(call: cli.Call) -> None:
             for rate, loss in shown[:: max(1, len(shown) // 20)]:
                 print(f"{rate:>8.1e}  {loss:.4f}")
             print("the loss falls fastest at the suggested rate; small logs may want 3 to 5 times as much")
-            print(f"suggested: --set train.dense_optimizer.adamw.lr={tested.suggested:g}")
+            chosen = fields.name_of(fields.chosen(call.pipeline.train.dense_optimizer))
+            print(f"suggested: --set train.dense_optimizer.{chosen}.lr={tested.suggested:g}")
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -33,6 +33,9 @@ HOLDERS = [
     pb.Metric,
     pb.Source,
     pb.Hook,
+    pb.DenseOptimizer,
+    pb.SparseOptimizer,
+    pb.Schedule,
 ]
 """Messages that packages extend."""
 

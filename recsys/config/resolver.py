@@ -108,8 +108,7 @@ def _imply(message: Message, path: str, origins: dict[str, str]) -> None:
 def _imply_fields(message: Message, path: str, names: tuple[str, ...], origins: dict[str, str]) -> None:
     for name in names:
         field = message.DESCRIPTOR.fields_by_name[name]
-        oneof = field.containing_oneof
-        if message.WhichOneof(oneof.name) if oneof else message.HasField(name):
+        if any(fields.is_set(message, rival) for rival in (field, *fields.rivals(message, field))):
             continue
         getattr(message, name).SetInParent()
         origins[checks.join(path, name)] = "default"

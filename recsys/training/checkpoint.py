@@ -25,13 +25,11 @@ from torchrec.distributed.types import ShardedTensor
 from recsys import files, typed_json
 from recsys.errors import ConfigError, RecsysError
 from recsys.training.distributed import gather, on_main
+from recsys.training.names import MODEL
 from recsys.training.restricted_unpickler import DAMAGED_TENSORS, SafeReader, read_metadata
 from recsys.training.state import Best, SavedState
 
 STATE = "state.json"
-MODEL = "model."
-"""Prefix of the names of weights; the rest is the name in `Model.state_dict()`."""
-
 AVERAGE = "average."
 """Prefix of the names of averaged weights (see `averaging`); the rest is the name of the weight."""
 

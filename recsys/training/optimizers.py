@@ -1,24 +1,32 @@
-"""Optimizers of a run: AdamW for all dense weights, FBGEMM's fused optimizers for sharded tables.
+"""Optimizers of a run: one for all dense weights, and one of FBGEMM's fused ones for sharded tables.
 
-A fused optimizer updates the looked-up rows inside the backward pass; all that is left to do outside is to
-tell it the learning rate. `ScheduledOptimizer` puts both behind the two calls that TorchRec's pipelines
-make for every batch, `zero_grad` and `step`.
+The config chooses both, from `dense_optimizers` and `sparse_optimizers`. A fused optimizer updates the
+looked-up rows inside the backward pass; all that is left to do outside is to tell it the learning rate.
+`ScheduledOptimizer` puts both behind the two calls that TorchRec's pipelines make for every batch,
+`zero_grad` and `step`.
 """
 
+import logging
 from typing import Any
 
-import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardedTensor
-from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from recsys import protos as pb
-from recsys.training.schedules import factor
+from recsys.config import fields, registry
+from recsys.errors import ConfigError
+from recsys.training.dense_optimizers import DenseGroup, DenseOptimizer
+from recsys.training.names import MODEL, fits, without_match
+from recsys.training.schedules import curve
+from recsys.training.sparse_optimizers import SparseOptimizer
+
+log = logging.getLogger(__name__)
 
 
 class ScheduledOptimizer:
@@ -34,9 +42,11 @@ class ScheduledOptimizer:
         total_steps: steps of the whole run, for the schedule.
 
     Raises:
+        ConfigError: a pattern of `train.dense_optimizer.groups` fits no parameter.
         ValueError: there are sharded tables and no optimizer for them.
 
     Attributes:
+        peaks: learning rate at the schedule's peak, `dense`, and `sparse` if there are sharded tables.
         steps: steps done.
         accumulated: batches since the last step; 0 is where the state may be saved.
         last_grad_norm: norm of the dense gradients of the last step before clipping, a scalar on the device,
@@ -46,15 +56,14 @@ class ScheduledOptimizer:
     def __init__(self, model: nn.Module, train: pb.Train, total_steps: int):
         self.dense = dense_optimizer(model, train.dense_optimizer)
         self.fused = fused_optimizer(model)
-        self.peaks = {"dense": train.dense_optimizer.adamw.lr}
+        self.peaks = {"dense": _chosen_dense(train.dense_optimizer).lr}
         if self.fused is not None:
-            kind = train.sparse_optimizer.WhichOneof("optimizer")
-            if kind is None:
+            chosen = _chosen_sparse(train.sparse_optimizer)
+            if chosen is None:
                 # Otherwise FBGEMM would train by SGD with its own learning rate.
                 raise ValueError("tables are sharded, but train.sparse_optimizer is not set")
-            self.peaks["sparse"] = getattr(train.sparse_optimizer, kind).lr
-        self.schedule = train.schedule
-        self.total_steps = total_steps
+            self.peaks["sparse"] = chosen.lr
+        self._factor_of = curve(train.schedule, total_steps)
         self.accumulate_batches = train.accumulate_batches
         self.max_grad_norm = train.max_grad_norm if train.HasField("max_grad_norm") else None
         self.steps = 0
@@ -63,7 +72,7 @@ class ScheduledOptimizer:
 
     def learning_rates(self) -> dict[str, float]:
         """Learning rates of the next or current step: `dense`, and `sparse` if there are sharded tables."""
-        now = factor(self.steps, self.schedule, self.total_steps)
+        now = self._factor_of(self.steps)
         return {name: peak * now for name, peak in self.peaks.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -101,7 +110,8 @@ class ScheduledOptimizer:
         for optimizer in (self.dense, self.fused):
             if optimizer is not None:
                 for parameter, state in optimizer.state_dict()["state"].items():
-                    tensors |= {f"{parameter}.{name}": value for name, value in state.items()}
+                    kept = {name: value for name, value in state.items() if value is not None}
+                    tensors |= {f"{parameter}.{name}": value for name, value in kept.items()}
         return tensors
 
     def resume(self, steps: int) -> None:
@@ -113,33 +123,95 @@ class ScheduledOptimizer:
 
 
 def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimizer:
-    """AdamW over all parameters that no fused optimizer trains, keyed by their names in `model`.
+    """The chosen optimizer over all parameters that no fused optimizer trains, keyed by their names in
+    `model`.
 
     Weight decay shrinks matrices, the weights of linear layers: not biases, norms, tables or other learned
-    vectors. Its state is made here and not in the first step, so that every checkpoint has the same
-    tensors.
+    vectors, unless a group of the config says so. Its state is made here and not in the first step, so that
+    every checkpoint has the same tensors.
+
+    Raises:
+        ConfigError: a pattern of `config.groups` fits no parameter.
     """
-    adamw = config.adamw
-    matrices = {layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)}
+    chosen = _chosen_dense(config)
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
-
-    def build(params: dict[str, nn.Parameter]) -> torch.optim.AdamW:
-        groups = [
-            {"params": [p for p in params.values() if p in matrices], "weight_decay": adamw.weight_decay},
-            {"params": [p for p in params.values() if p not in matrices], "weight_decay": 0.0},
-        ]
-        betas = (adamw.beta1, adamw.beta2)
-        return torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=adamw.eps, fused=True
-        )
-
-    optimizer = KeyedOptimizerWrapper(parameters, build, pass_params_dict=True)
-    optimizer.init_state()  # a step along zero gradients at rate 0: weights stay as they are
-    optimizer.zero_grad()
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    _set_rate(optimizer, adamw.lr)
+    optimizer = _keyed(chosen, parameters, _groups(model, parameters, config, chosen.weight_decay))
+    _make_state(optimizer)
+    states = optimizer.state
+    for name, parameter in parameters.items():
+        state = states.get(parameter, {})
+        if "step" in state:
+            state["step"].zero_()
+        if strangers := [key for key, value in state.items() if not isinstance(value, Tensor | None)]:
+            what = f"its state {', '.join(strangers)} of {name} is no tensor, so it could not be saved"
+            raise TypeError(f"{type(chosen).__name__}: {what}")
+    _set_rate(optimizer, chosen.lr)
     return optimizer
+
+
+def _make_state(optimizer: KeyedOptimizer) -> None:
+    """Makes a step along zero gradients at rate 0, which leaves the weights as they are."""
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        # Some optimizers add decayed weights to the gradient, which would go into their state.
+        group["weight_decay"] = 0.0
+    optimizer.init_state()
+    optimizer.zero_grad()
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+
+
+def _chosen_dense(config: pb.DenseOptimizer) -> DenseOptimizer:
+    chosen = registry.pick(config)
+    return chosen.cls(chosen.config)
+
+
+def _chosen_sparse(config: pb.SparseOptimizer) -> SparseOptimizer | None:
+    if fields.chosen(config) is None:
+        return None
+    chosen = registry.pick(config)
+    return chosen.cls(chosen.config)
+
+
+def _groups(
+    model: nn.Module, parameters: dict[str, nn.Parameter], config: pb.DenseOptimizer, weight_decay: float
+) -> list[DenseGroup]:
+    """Sorts parameters into the groups of the config, and each of them into matrices and others."""
+    matrices = {layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)}
+    left = {name.removeprefix(MODEL): parameter for name, parameter in parameters.items()}
+    names, findings, groups = list(left), [], []
+    for place, group in enumerate([*config.groups, pb.ParameterGroup(parameters=["*"])]):
+        path = f"train.dense_optimizer.groups[{place}]"
+        if place < len(config.groups):
+            findings += without_match(group.parameters, names, f"{path}.parameters")
+        taken = {name: left.pop(name) for name in list(left) if fits(name, group.parameters)}
+        if place < len(config.groups):
+            log.info("%s trains %d parameters: %s", path, len(taken), ", ".join(taken))
+        for are_matrices in (True, False):
+            decay = group.weight_decay if group.HasField("weight_decay") else weight_decay * are_matrices
+            sorted_out = [p for p in taken.values() if (p in matrices) == are_matrices]
+            if sorted_out:
+                groups.append(DenseGroup(sorted_out, are_matrices, decay, group.lr_scale))
+    if findings and len(parameters) < len(dict(model.named_parameters())):
+        findings.append("train.dense_optimizer.groups: sharded tables have none; see train.sparse_optimizer")
+    if findings:
+        raise ConfigError(findings)
+    return groups
+
+
+def _keyed(
+    chosen: DenseOptimizer, parameters: dict[str, nn.Parameter], groups: list[DenseGroup]
+) -> KeyedOptimizer:
+    """Builds the optimizers of all groups, as one that knows the names of its parameters."""
+    keyed, trained = [], set()
+    for optimizer in chosen.build(groups):
+        members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        named = {name: parameter for name, parameter in parameters.items() if parameter in members}
+        keyed.append(KeyedOptimizerWrapper(named, lambda _, optimizer=optimizer: optimizer))
+        trained |= named.keys()
+    if missing := parameters.keys() - trained:
+        raise ValueError(f"{type(chosen).__name__} does not train {', '.join(sorted(missing))}")
+    return keyed[0] if len(keyed) == 1 else CombinedOptimizer(keyed)
 
 
 def fused_optimizer(model: nn.Module) -> KeyedOptimizer | None:
@@ -154,21 +226,17 @@ def fused_params(config: pb.SparseOptimizer) -> dict[str, Any]:
 
     An id outside its table stops the run; by default FBGEMM would warn once and train row 0.
     """
-    kind = config.WhichOneof("optimizer")
-    if kind is None:
+    chosen = _chosen_sparse(config)
+    if chosen is None:
         return {}
-    chosen = getattr(config, kind)
-    common = {
+    settings = chosen.fused_params()
+    return settings | {
+        "optimizer": EmbOptimType(settings["optimizer"]),
         "learning_rate": chosen.lr,
-        "eps": chosen.eps,
         "bounds_check_mode": BoundsCheckMode.FATAL,
     }
-    if kind == "adam":
-        betas = {"beta1": chosen.beta1, "beta2": chosen.beta2}
-        return {"optimizer": EmbOptimType.ADAM, **common, **betas}
-    return {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, **common}
 
 
 def _set_rate(optimizer: KeyedOptimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("lr_scale", 1.0)

@@ -66,6 +66,9 @@ def test_one_class_a_message(classes):
         (pb.Loss, "recsys.modules.losses"),
         (pb.Metric, "recsys.modules.metrics"),
         (pb.Source, "recsys.data.sources"),
+        (pb.DenseOptimizer, "recsys.training.dense_optimizers"),
+        (pb.SparseOptimizer, "recsys.training.sparse_optimizers"),
+        (pb.Schedule, "recsys.training.schedules"),
     ],
     ids=lambda value: value.DESCRIPTOR.name if hasattr(value, "DESCRIPTOR") else "",
 )

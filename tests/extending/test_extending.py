@@ -170,7 +170,8 @@ def acme_config() -> str:
         "loss { mean_squared_error { log1p: true } }": "loss { [acme.huber] { delta: 2 } }",
         "metrics { mae {} } }": "metrics { [acme.within] { range: 20 } } metrics { mae {} } }",
         "num_steps: 16": "num_steps: 2\n  hooks { [acme.score_table] {} }",
-        "warmup_steps: 4 cosine {}": "constant {}",
+        "adamw { lr: 2e-3 weight_decay: 0.01 }": "[acme.signum] { weight_decay: 0.01 }",
+        "warmup_steps: 4 cosine {}": "[acme.inverse_root] { flat_steps: 1 }",
         "every_steps: 6": "every_steps: 2",
     }
     for old, new in changes.items():
@@ -352,6 +353,8 @@ def test_components_of_the_page_train_and_resume_without_a_flag(project, results
     assert re.search(r"going on from .*step-0*2\b", results["resume"].text)
     evaluated = records(project / "acme_run", "evaluation")
     assert 0 <= evaluated[2]["metrics"]["watch_time/within"] <= 1
+    rates = {step: record["lr"]["dense"] for step, record in records(project / "acme_run").items()}
+    assert rates == pytest.approx({1: 1e-4, 2: 1e-4, 3: 1e-4 * 0.5**0.5})
     table = (project / "acme_run" / "scores.csv").read_text().splitlines()
     written = {(int(step), name): float(value) for step, name, value in (line.split(",") for line in table)}
     assert written.keys() >= {(2, "is_click/auc"), (3, "is_click/auc"), (3, "watch_time/within")}

@@ -156,6 +156,13 @@ def test_fused_params_name_every_setting():
     assert adam["optimizer"].value == "adam"
     assert [adam[key] for key in ("learning_rate", "beta1", "beta2", "eps")] == [0.2, 0.8, 0.9, 1e-6]
     assert adagrad["bounds_check_mode"].name == adam["bounds_check_mode"].name == "FATAL"
+    rowwise = fused_params(
+        pb.SparseOptimizer(
+            partial_row_wise_adam=pb.PartialRowWiseAdam(lr=0.2, beta1=0.7, beta2=0.8, eps=1e-6)
+        )
+    )
+    assert rowwise["optimizer"].value == "partial_row_wise_adam"
+    assert [rowwise[key] for key in ("learning_rate", "beta1", "beta2", "eps")] == [0.2, 0.7, 0.8, 1e-6]
     assert fused_params(pb.SparseOptimizer()) == {}
 
 
@@ -186,9 +193,9 @@ def table(model: nn.Module) -> Tensor:
 def sharded():
     """Wraps models for a process group of one."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    optimizer = pb.SparseOptimizer(row_wise_adagrad=pb.RowWiseAdagrad(lr=0.5, eps=1e-3))
+    row_wise = pb.SparseOptimizer(row_wise_adagrad=pb.RowWiseAdagrad(lr=0.5, eps=1e-3))
 
-    def wrap(config: pb.Train, steps: int):
+    def wrap(config: pb.Train, steps: int, optimizer: pb.SparseOptimizer = row_wise):
         config.sparse_optimizer.CopyFrom(optimizer)
         processes = Processes(0, 1, torch.device("cpu"))
         model = shard(Looked(), pb.Pipeline(train=config), processes)
@@ -224,6 +231,102 @@ def test_the_kernel_follows_the_schedule(sharded):
         torch.testing.assert_close(table(model), expected)
     (momentum,) = (value for name, value in optimizer.tensors().items() if "momentum1" in name)
     torch.testing.assert_close(momentum.local_shards()[0].tensor.flatten(), sums)
+
+
+def train_table(model, optimizer, steps: list[tuple[list[int], Tensor]]) -> list[Tensor]:
+    """Trains on ids and the gradients of their rows; returns the gradient of the whole table in each step."""
+    gradients = []
+    for ids, upstream in steps:
+        weight = model.module.scale.weight.detach()
+        gradients.append(torch.zeros(4, 4).index_add_(0, torch.tensor(ids), upstream @ weight))
+        optimizer.zero_grad()
+        model(lookup(*ids)).backward(upstream)
+        optimizer.step()
+    return gradients
+
+
+SPARSE = {
+    "sgd": (pb.SparseOptimizer(sgd=pb.SparseSgd(lr=0.5)), torch.optim.SGD, {}),
+    "adagrad": (
+        pb.SparseOptimizer(adagrad=pb.SparseAdagrad(lr=0.5, eps=1e-3)),
+        torch.optim.Adagrad,
+        {"eps": 1e-3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_table_moves_as_by_torch_and_its_state_survives_a_stop(sharded, name):
+    """These two leave rows without a gradient alone, so torch's optimizer of the whole table is the same."""
+    config, reference, settings = SPARSE[name]
+    schedule = pb.Schedule(step=pb.StepDecay(every_steps=2, factor=0.5))
+    steps = [([1, 3, 1], torch.randn(3, 4)) for _ in range(3)] + [([0, 3], torch.randn(2, 4))]
+    model, optimizer = sharded(train(schedule=schedule), 4, config)
+    expected = nn.Parameter(table(model))
+    by_torch = reference([expected], lr=0.5, **settings)
+    gradients = train_table(model, optimizer, steps[:3])
+    saved = {key: value for key, value in optimizer.tensors().items() if "tables" in key}
+    assert len(saved) == (name == "adagrad")
+
+    again, goes_on = sharded(train(schedule=schedule), 4, config)
+    for fresh, old in zip(again.state_dict().values(), model.state_dict().values(), strict=True):
+        copy_tensor(fresh, old)
+    for key, value in goes_on.tensors().items():
+        copy_tensor(value, optimizer.tensors()[key])
+    goes_on.resume(3)
+    gradients += train_table(model, optimizer, steps[3:])
+    train_table(again, goes_on, steps[3:])
+    assert torch.equal(table(again), table(model))
+
+    for rate, gradient in zip((0.5, 0.5, 0.25, 0.25), gradients, strict=True):
+        by_torch.param_groups[0]["lr"], expected.grad = rate, gradient
+        by_torch.step()
+    torch.testing.assert_close(table(model), expected.detach())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row_wise", [False, True])
+def test_adam_of_a_table_by_its_formula(row_wise):
+    """In float64: only rows with a gradient move, and t counts batches; FBGEMM has it on CUDA only."""
+    settings = {"lr": 0.1, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+    config = train()
+    if row_wise:
+        config.sparse_optimizer.partial_row_wise_adam.CopyFrom(pb.PartialRowWiseAdam(**settings))
+    else:
+        config.sparse_optimizer.adam.CopyFrom(pb.SparseAdam(**settings))
+    device = torch.device("cuda", 0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = shard(Looked(), pb.Pipeline(train=config), Processes(0, 1, device))
+        optimizer = ScheduledOptimizer(model, config, total_steps=3)
+        expected = table(model).cpu().double()
+        m, v = torch.zeros(4, 4).double(), torch.zeros(4, 1 if row_wise else 4).double()
+        for t, ids in enumerate(([1, 3, 1], [0, 3], [1]), start=1):
+            upstream = torch.randn(len(ids), 4)
+            weight = model.module.scale.weight.detach().cpu()
+            gradient = torch.zeros(4, 4).index_add_(0, torch.tensor(ids), upstream @ weight).double()
+            optimizer.zero_grad()
+            model(lookup(*ids).to(device)).backward(upstream.to(device))
+            optimizer.step()
+            square = gradient.square().mean(1, keepdim=True) if row_wise else gradient.square()
+            for row in set(ids):
+                m[row] = 0.8 * m[row] + 0.2 * gradient[row]
+                v[row] = 0.9 * v[row] + 0.1 * square[row]
+                scale = torch.sqrt(v[row] / (1 - 0.9**t)) + 1e-6
+                expected[row] -= 0.1 * m[row] / (1 - 0.8**t) / scale
+            torch.testing.assert_close(table(model).cpu(), expected.float(), rtol=1e-4, atol=1e-5)
+    finally:
+        model = optimizer = None
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def copy_tensor(to: Tensor, source: Tensor) -> None:
+    pairs = [(to, source)] if isinstance(to, Tensor) and not hasattr(to, "local_shards") else []
+    if not pairs:
+        pairs = [(a.tensor, b.tensor) for a, b in zip(to.local_shards(), source.local_shards(), strict=True)]
+    for target, value in pairs:
+        target.detach().copy_(value)
 
 
 def test_sharded_tables_are_not_dense_and_move_with_every_batch(sharded):

@@ -3,6 +3,9 @@
 import math
 
 import pytest
+import torch
+from google.protobuf import text_format
+from torch.optim import lr_scheduler
 
 from recsys import protos as pb
 from recsys.training.schedules import factor
@@ -54,6 +57,49 @@ def test_a_single_step():
     assert curve(pb.Schedule(cosine=pb.CosineDecay()), 1) == [1.0]
 
 
+def torch_curve(make, steps: int) -> list[float]:
+    """The rates of one of torch's own schedulers, for a peak of 1."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler, rates = make(optimizer), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+SAME_AS_TORCH = {
+    "step {every_steps: 3 factor: 0.5}": lambda o: lr_scheduler.StepLR(o, 3, gamma=0.5),
+    "polynomial {power: 3}": lambda o: lr_scheduler.PolynomialLR(o, total_iters=12, power=3),
+    "cosine_restarts {first_steps: 4}": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 4),
+    "cosine_restarts {first_steps: 2 growth: 3 final_factor: 0.25}": (
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2, T_mult=3, eta_min=0.25)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", SAME_AS_TORCH)
+def test_decays_are_those_of_torch_and_begin_where_the_warm_up_ends(text):
+    expected = torch_curve(SAME_AS_TORCH[text], 12)
+    assert curve(text_format.Parse(text, pb.Schedule()), 12) == pytest.approx(expected)
+    warm = text_format.Parse(f"warmup_steps: 4 {text}", pb.Schedule())
+    assert curve(warm, 15) == pytest.approx([0.25, 0.5, 0.75, *expected])
+
+
+def test_a_polynomial_ends_at_its_final_factor():
+    config = pb.Schedule(polynomial=pb.PolynomialDecay(power=2, final_factor=0.2))
+    assert curve(config, 4, 6) == pytest.approx([1.0, 0.65, 0.4, 0.25, 0.2, 0.2])
+
+
+@pytest.mark.parametrize("decay", ["step", "cosine_restarts"])
+def test_decays_of_their_own_length_do_not_depend_on_that_of_the_run(decay):
+    config = pb.Schedule(
+        step=pb.StepDecay(every_steps=3) if decay == "step" else None,
+        cosine_restarts=pb.CosineRestarts(first_steps=3, growth=2) if decay != "step" else None,
+    )
+    assert curve(config, 20) == curve(config, 5, 20)
+
+
 def test_a_decay_must_be_chosen():
-    with pytest.raises(ValueError, match="choose constant, linear or cosine"):
+    with pytest.raises(ValueError, match="choose one of constant, linear, cosine"):
         factor(0, pb.Schedule(warmup_steps=3), 10)

@@ -7,12 +7,16 @@ from recsys.config.checks.model import metric_names
 from recsys.config.checks.walk import Finding
 from recsys.config.textproto import did_you_mean
 
+_CUDA_ONLY = ("adam", "partial_row_wise_adam")
+"""Sparse optimizers that FBGEMM has on CUDA only."""
+
 
 def device(pipeline: pb.Pipeline, kind: str) -> Iterator[Finding]:
     """Settings that a device, `cpu` or `cuda`, cannot carry out."""
-    if kind == "cpu" and sharded(pipeline) and pipeline.train.sparse_optimizer.HasField("adam"):
-        what = "FBGEMM has it on CUDA only; on a CPU use row_wise_adagrad"
-        yield Finding("train.sparse_optimizer.adam", what)
+    for name in _CUDA_ONLY:
+        if kind == "cpu" and sharded(pipeline) and pipeline.train.sparse_optimizer.HasField(name):
+            what = "FBGEMM has it on CUDA only; on a CPU use row_wise_adagrad"
+            yield Finding(f"train.sparse_optimizer.{name}", what)
 
 
 def sharded(pipeline: pb.Pipeline) -> bool:
@@ -40,4 +44,10 @@ def _evaluation(pipeline: pb.Pipeline) -> Iterator[Finding]:
         yield Finding(f"{path}.patience", "no metric says what an improvement is; give the model a metric")
 
 
-RULES = (_evaluation,)
+def _nesterov(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    sgd = pipeline.train.dense_optimizer.sgd
+    if sgd.nesterov and sgd.momentum == 0:
+        yield Finding("train.dense_optimizer.sgd.nesterov", "it looks along the momentum; set momentum too")
+
+
+RULES = (_evaluation, _nesterov)

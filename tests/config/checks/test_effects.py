@@ -126,9 +126,10 @@ def test_settings_without_effect_are_warnings(tmp_path, text, overrides, message
     )
 
 
-def test_sparse_adam_needs_cuda(tmp_path):
-    pipeline = load(RANKER, ["train.sparse_optimizer={adam {}}"], tmp_path).pipeline
-    with pytest.raises(ConfigError, match="train.sparse_optimizer.adam: FBGEMM has it on CUDA only"):
+@pytest.mark.parametrize("name", ["adam", "partial_row_wise_adam"])
+def test_sparse_adam_needs_cuda(tmp_path, name):
+    pipeline = load(RANKER, [f"train.sparse_optimizer={{{name} {{}}}}"], tmp_path).pipeline
+    with pytest.raises(ConfigError, match=f"train.sparse_optimizer.{name}: FBGEMM has it on CUDA only"):
         config.check_device(pipeline, "cpu")
     config.check_device(pipeline, "cuda")
     pipeline.model.embedding.placement = pb.Embedding.REPLICATED

@@ -253,6 +253,15 @@ RANKER_RULES = [
         "train.dense_optimizer={adamw {beta2: 1}}",
         "adamw.beta2: 1.0 is given; it must be at least 0 and below 1",
     ),
+    (
+        "train.dense_optimizer={sgd {nesterov: true}}",
+        "train.dense_optimizer.sgd.nesterov: it looks along the momentum; set momentum too",
+    ),
+    (
+        "train.dense_optimizer.groups=[{}]",
+        "train.dense_optimizer.groups[0].parameters: not set; it is needed",
+    ),
+    ("train.schedule={step {}}", "train.schedule.step.every_steps: not set; it is needed"),
 ]
 
 RETRIEVER_RULES = [
