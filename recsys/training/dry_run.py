@@ -48,7 +48,8 @@ def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
 
 def _step(session: Session, batch: Batch) -> float:
     session.optimizer.zero_grad()
-    loss, result = session.wrapped(batch.to(session.processes.device))
+    loss, pending = session.wrapped(batch.to(session.processes.device))
+    result = pending.wait()
     loss.backward()
     session.optimizer.step()
     return result.loss

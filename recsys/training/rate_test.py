@@ -4,7 +4,6 @@ A fresh model trains some steps on its own data while the rate grows evenly on a
 the rate at which the smoothed loss falls fastest. Nothing is kept.
 """
 
-import math
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from recsys import protos as pb
-from recsys.errors import ConfigError
+from recsys.errors import ConfigError, NonFiniteLossError
 from recsys.training.distributed import Processes
 from recsys.training.session import open_session
 
@@ -58,8 +57,10 @@ def find_rate(pipeline: pb.Pipeline, processes: Processes) -> RateTest:
                 total = 0.0
                 for _ in range(session.accumulate):
                     optimizer.zero_grad()
-                    loss, result = session.wrapped(next(batches).to(processes.device))
-                    if not math.isfinite(result.loss):
+                    loss, pending = session.wrapped(next(batches).to(processes.device))
+                    try:
+                        result = pending.wait()
+                    except NonFiniteLossError:
                         return _tested(rates, losses)
                     loss.backward()
                     optimizer.step()

@@ -1,8 +1,9 @@
 """Computes one loss from one batch, the same on any number of ranks.
 
 `TrainStep` is what TorchRec's pipeline traces and runs: model, objective, and a single sum over ranks that
-carries the losses of all tasks, the counts for the log, and whether a rank was asked to stop. A loss that is
-not finite stops every rank here, before the backward pass, in which sharded tables are already updated.
+carries the losses of all tasks, the counts for the log, and whether a rank was asked to stop. Nothing here
+waits for the device: the numbers travel to the host behind the step, as a `PendingResult`, which says there
+whether a loss was finite.
 """
 
 import math
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from recsys.data.batch import Batch, Position
+from recsys.data.batch import Batch
 from recsys.data.counts import Counts
 from recsys.errors import NonFiniteLossError
 from recsys.models.base import Losses, Model
@@ -30,8 +31,6 @@ class StepResult:
         samples: rows, fillers left out. tokens: tokens of the sequences.
         flop: FLOP that forward and backward pass need.
         signals: by number of the signal, how often the ranks got it.
-        position: the last of them in the plan.
-        history_lengths: int64 [B] on the host, of this rank's rows only.
         counts: rows left out or cut.
     """
 
@@ -41,21 +40,73 @@ class StepResult:
     tokens: int
     flop: float
     signals: dict[int, int]
-    position: Position
-    history_lengths: Tensor
     counts: Counts
 
 
+class PendingResult:
+    """The result of a step that the device may still be computing.
+
+    Args:
+        losses: the tasks' names and weights.
+        sums: float64 on the device: sums and counts of all tasks, the number of rows, and `numbers` if they
+            had to be summed over ranks.
+        numbers: what follows `sums` if it is not in them.
+        signals: the signals that are counted.
+
+    Attributes:
+        position: the last of all ranks' batches in the plan.
+        history_lengths: int64 [B] on the host, of this rank's rows only.
+    """
+
+    def __init__(
+        self, losses: Losses, sums: Tensor, numbers: list[float], signals: list[int], batch: Batch
+    ) -> None:
+        self._names, self._weights = losses.names, losses.weights
+        self._numbers, self._signals = numbers, signals
+        self._sums = sums.to("cpu", non_blocking=True)
+        self._copied: torch.cuda.Event | None = None
+        if sums.is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        self.position = batch.position
+        self.history_lengths = _history_lengths(batch)
+
+    def wait(self) -> StepResult:
+        """Returns the result as soon as the device has computed it.
+
+        Raises:
+            NonFiniteLossError: the loss of some task is not finite, on all ranks alike. The step has moved
+                weights all the same, so they must not be used.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        values, tasks = self._sums.tolist() + self._numbers, len(self._names)
+        sums, targets = values[:tasks], values[tasks : 2 * tasks]
+        samples, tokens, flop, *others = values[2 * tasks :]
+        means = {n: s / (c or 1.0) for n, s, c in zip(self._names, sums, targets, strict=True)}
+        _require_finite(means)
+        first_signal = len(others) - len(self._signals)
+        return StepResult(
+            losses=means,
+            loss=sum(w * means[n] for n, w in zip(self._names, self._weights, strict=True)),
+            samples=int(samples),
+            tokens=int(tokens),
+            flop=flop,
+            signals=dict(zip(self._signals, map(int, others[first_signal:]), strict=True)),
+            counts=Counts(*map(int, others[:first_signal])),
+        )
+
+
 class TrainStep(nn.Module):
-    """Model and objective as one module: batch in, (loss to differentiate, StepResult) out."""
+    """Model and objective as one module: batch in, (loss to differentiate, PendingResult) out."""
 
     def __init__(self, model: Model):
         super().__init__()
         self.model = model
         self.sum_over_ranks = SumOverRanks(model.flops)
 
-    def forward(self, batch: Batch) -> tuple[Tensor, StepResult]:
-        """Raises NonFiniteLossError on all ranks when the loss of one is not finite."""
+    def forward(self, batch: Batch) -> tuple[Tensor, PendingResult]:
+        """Runs the model on a batch of any size."""
         outputs = self.model(batch)
         losses = self.model.objective(outputs, batch)
         return self.sum_over_ranks(losses, batch)
@@ -75,48 +126,52 @@ class SumOverRanks(nn.Module):
         super().__init__()
         self.count_flops = count_flops
         self.received = dict.fromkeys((int(number) for number in HANDLED), 0)
+        self._weights = torch.empty(0)
 
-    def forward(self, losses: Losses, batch: Batch) -> tuple[Tensor, StepResult]:
+    def forward(self, losses: Losses, batch: Batch) -> tuple[Tensor, PendingResult]:
         """This rank's loss, scaled so that the mean of its gradients over ranks is the gradient of the total
         loss.
         """
         # The backward pass has two products for each one of the forward pass: a gradient for either factor.
         flop = 3 * self.count_flops(batch)
         counts = batch.rows.counts if batch.rows else Counts()
-        numbers = [batch.sequences.total_len, flop, *counts, *self.received.values()]
-        packed = torch.cat(
+        numbers = [float(n) for n in (batch.sequences.total_len, flop, *counts, *self.received.values())]
+        sums = torch.cat(
             [
                 losses.sums.detach().double(),
                 losses.counts.detach().double(),
                 (batch.sample_weight > 0).sum().double()[None],
-                torch.tensor(numbers, dtype=torch.float64).to(losses.sums.device, non_blocking=True),
             ]
         )
-        world_size = dist.get_world_size()
+        world_size, tasks = dist.get_world_size(), len(losses.names)
         if world_size > 1:
-            dist.all_reduce(packed)
-        tasks = len(losses.names)
-        packed = packed.tolist()
-        sums, targets = packed[:tasks], packed[tasks : 2 * tasks]
-        samples, tokens, flop, *others = packed[2 * tasks :]
-        means = {n: s / (c or 1.0) for n, s, c in zip(losses.names, sums, targets, strict=True)}
-        _require_finite(means)
-        scale = torch.tensor(
-            [w * world_size / (c or 1.0) for w, c in zip(losses.weights, targets, strict=True)],
-            dtype=losses.sums.dtype,
-        ).to(losses.sums.device, non_blocking=True)
-        result = StepResult(
-            losses=means,
-            loss=sum(w * means[n] for n, w in zip(losses.names, losses.weights, strict=True)),
-            samples=int(samples),
-            tokens=int(tokens),
-            flop=flop,
-            signals=dict(zip(self.received, map(int, others[len(counts) :]), strict=True)),
-            position=batch.position,
-            history_lengths=batch.layout.on_host().num_uih,
-            counts=Counts(*map(int, others[: len(counts)])),
-        )
-        return (losses.sums * scale).sum(), result
+            sums = torch.cat([sums, _on_device(numbers, sums.device)])
+            dist.all_reduce(sums)
+            numbers = []
+        targets = sums[tasks : 2 * tasks]
+        weights = self._weights_on(sums.device, losses.weights)
+        scale = weights * world_size / torch.where(targets == 0, 1.0, targets)
+        result = PendingResult(losses, sums, numbers, list(self.received), batch)
+        return (losses.sums * scale.to(losses.sums.dtype)).sum(), result
+
+    def _weights_on(self, device: torch.device, weights: tuple[float, ...]) -> Tensor:
+        """float64 [tasks], the same in every step."""
+        if self._weights.device != device or len(self._weights) != len(weights):
+            self._weights = _on_device(list(weights), device)
+        return self._weights
+
+
+def _on_device(numbers: list[float], device: torch.device) -> Tensor:
+    """float64 numbers; their copy to a GPU waits for nothing."""
+    host = torch.tensor(numbers, dtype=torch.float64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def _history_lengths(batch: Batch) -> Tensor:
+    host = batch.layout.host_copy
+    if host is None:
+        raise ValueError(f"the lengths are on {batch.layout.device} only; take a layout built on the host")
+    return host.lengths - host.num_targets - batch.layout.num_contextual
 
 
 def _require_finite(means: dict[str, float]) -> None:

@@ -2,12 +2,15 @@
 
 The parts are elsewhere: `train_step` turns a batch into a loss, `optimizers` update weights, `session` builds
 and saves, hooks show what happens. All ranks run the same loop; what one of them alone
-learns (a signal, a loss that is not finite) travels in the one sum of each step.
+learns (a signal, a loss that is not finite) travels in the one sum of each step. On a GPU the loop reads that
+sum one batch late, so that the host prepares a step while the device computes the one before; whatever shows
+or saves results reads all of them first.
 """
 
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
@@ -18,7 +21,7 @@ from torch import Tensor
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardedModule
 
-from recsys.data.batch import Batch
+from recsys.data.batch import Batch, Position
 from recsys.data.loader import Loader
 from recsys.errors import NonFiniteLossError, RecsysError
 from recsys.training.diagnostics import DiagnosticResults, Diagnostics
@@ -28,10 +31,13 @@ from recsys.training.session import Session
 from recsys.training.signals import catching_signals
 from recsys.training.state import Best, Window
 from recsys.training.throughput import Meter, peak_flop_per_s, peak_memory
-from recsys.training.train_step import StepResult
+from recsys.training.train_step import PendingResult
 
 NUM_PICTURES = 4
 """Show the attention of this many samples."""
+
+LATE_BATCHES = {"cuda": 1}
+"""By kind of device, how many batches may be under way before the loop reads a result; 0 if not named."""
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +61,8 @@ class Trainer:
         self._meter = Meter(peak_flop_per_s(device), world_size)
         self._pipeline = _pipeline(session)
         self._batches: Iterator[Batch] | None = None
+        self._unread: deque[tuple[int, PendingResult]] = deque()
+        self._late = LATE_BATCHES.get(device.type, 0)
         self._evaluate_at = 0
         self._checkpoint: Path | None = None
         self._diagnosed: set[int] = set()
@@ -66,22 +74,26 @@ class Trainer:
         """Runs until the last step, the end of patience, or a signal; the state is saved then. Collective.
 
         Raises:
-            NonFiniteLossError: on all ranks, before that loss moved any weight.
+            NonFiniteLossError: on all ranks; the weights that this loss moved are not saved or evaluated.
         """
         stream = self._meter.watch(self._session.batches())
         received, announce = self._session.step.sum_over_ranks.received, self._session.processes.is_main
         with closing(stream), catching_signals(received, announce=announce):
             while not self._session.finish_reason() and not self._signal:
-                result = self._train(stream)
-                self._maybe_log(result)
+                position = self._train(stream)
+                self._maybe_log(position)
                 evaluated = self._maybe_evaluate()
                 self._maybe_save(evaluated)
             self._session.end()
             self._maybe_diagnose_best()
         return self._outcome()
 
-    def _train(self, stream: Iterator[Batch]) -> StepResult:
-        """Trains one step: forward and backward on each of its batches, then the update of the weights."""
+    def _train(self, stream: Iterator[Batch]) -> Position:
+        """Trains one step: forward and backward on each of its batches, then the update of the weights.
+
+        Returns:
+            The last batch's place in the data.
+        """
         session, progress = self._session, self._session.progress
         if self._batches is None:
             # The pipeline reads ahead. It gets only the batches up to the next evaluation, so that it
@@ -90,25 +102,47 @@ class Trainer:
             self._pipeline.reset()
             self._batches = islice(stream, (self._evaluate_at - progress.step) * session.accumulate)
         self._rates = session.optimizer.learning_rates()
+        position = Position()
         for _ in range(session.accumulate):
             try:
                 result = self._pipeline.progress(self._batches)
-            except NonFiniteLossError as error:
-                raise NonFiniteLossError(f"step {progress.step + 1}: {error}") from None
             except StopIteration:
                 raise RecsysError(
                     f"the reader of epoch {progress.epoch} ended before its last batch"
                 ) from None
+            self._history_lengths.append(result.history_lengths)
+            position = result.position
+            session.advance(position)
+            self._unread.append((progress.step + 1, result))
+            self._read_results(self._late)
+        session.moved()
+        if session.processes.world_size == 1:
+            self._notice(session.step.sum_over_ranks.received)
+        for hook in self._hooks:
+            hook.stepped(progress.step)
+        return position
+
+    def _read_results(self, late: int = 0) -> None:
+        """Waits for the results of all batches but the last `late` ones and counts them.
+
+        Raises:
+            NonFiniteLossError: naming the step.
+        """
+        progress = self._session.progress
+        while len(self._unread) > late:
+            step, pending = self._unread.popleft()
+            try:
+                result = pending.wait()
+            except NonFiniteLossError as error:
+                raise NonFiniteLossError(f"step {step}: {error}") from None
             progress.window.add(result.loss, result.losses, result.counts)
             progress.samples += result.samples
             self._meter.add(result.samples, result.tokens, result.flop)
-            self._history_lengths.append(result.history_lengths)
-            session.advance(result.position)
-        session.moved()
-        self._signal = next((number for number, times in result.signals.items() if times), 0)
-        for hook in self._hooks:
-            hook.stepped(progress.step)
-        return result
+            self._notice(result.signals)
+
+    def _notice(self, signals: dict[int, int]) -> None:
+        """Lets the loop end after this step if there was a signal."""
+        self._signal = self._signal or next((number for number, times in signals.items() if times), 0)
 
     def _next_evaluation(self) -> int:
         session, step = self._session, self._session.progress.step
@@ -116,18 +150,19 @@ class Trainer:
         following = (step // every + 1) * every if every else step + session.steps_to_epoch_end()
         return min(following, session.total_steps)
 
-    def _maybe_log(self, result: StepResult) -> None:
+    def _maybe_log(self, position: Position) -> None:
         session, progress = self._session, self._session.progress
         at_end = progress.step == session.total_steps
         if progress.step % session.pipeline.train.log_every_steps and not at_end:
             return
+        self._read_results()
         rates = self._meter.take()
         batches_left = (session.total_steps - progress.step) * session.accumulate
         means, progress.window = progress.window.means(), Window()
         lengths, self._history_lengths = torch.cat(self._history_lengths), []
         record = Trained(
             step=progress.step,
-            epoch=result.position.epoch,
+            epoch=position.epoch,
             loss=means.loss,
             losses=means.losses,
             lr=self._rates,
@@ -146,6 +181,7 @@ class Trainer:
         if progress.step < self._evaluate_at:
             return False
         self._batches = None
+        self._read_results()
         if session.validation is None:
             return True
         began = time.perf_counter()
@@ -210,6 +246,7 @@ class Trainer:
         improved = progress.best is not None and progress.best.step == progress.step
         if not (due or improved or session.finish_reason() or self._signal):
             return
+        self._read_results()
         self._grad_norm()
         with self._meter.paused():
             self._checkpoint = session.save()

@@ -43,12 +43,13 @@ def losses(sums: torch.Tensor, counts: list[float]) -> Losses:
 
 def test_the_loss_is_the_weighted_sum_of_the_means():
     sums = torch.tensor([6.0, 20.0], requires_grad=True)
-    loss, result = SumOverRanks(count_flops)(losses(sums, [4.0, 5.0]), BATCH)
+    loss, pending = SumOverRanks(count_flops)(losses(sums, [4.0, 5.0]), BATCH)
+    result = pending.wait()
     assert loss.item() == result.loss == 6 / 4 + 0.25 * 20 / 5
     assert result.losses == {"click": 1.5, "time": 4.0}
-    assert (result.samples, result.tokens, result.position) == (2, 23, Position(2, 5))
+    assert (result.samples, result.tokens, pending.position) == (2, 23, Position(2, 5))
     assert result.flop == 3 * 1000
-    assert result.history_lengths.tolist() == [15, 0, 0]
+    assert pending.history_lengths.tolist() == [15, 0, 0]
     loss.backward()
     assert sums.grad.tolist() == [1 / 4, pytest.approx(0.25 / 5)]
 
@@ -60,10 +61,11 @@ def test_gradients_are_scaled_such_that_the_mean_over_ranks_is_that_of_the_whole
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
     sums = torch.tensor([6.0, 20.0], requires_grad=True)
-    loss, result = SumOverRanks(count_flops)(losses(sums, [4.0, 5.0]), BATCH)
+    loss, pending = SumOverRanks(count_flops)(losses(sums, [4.0, 5.0]), BATCH)
+    result = pending.wait()
     assert result.losses == {"click": (6 + 2) / (4 + 4), "time": (20 + 4) / (5 + 15)}
     assert (result.samples, result.tokens, result.flop) == (3, 30, 3500)
-    assert result.history_lengths.tolist() == [15, 0, 0]
+    assert pending.history_lengths.tolist() == [15, 0, 0]
     assert result.signals == {2: 0, 15: 1}
     assert result.counts == Counts(left_out=31, cut_histories=2, cut_candidates=10)
     loss.backward()
@@ -86,7 +88,8 @@ def test_a_rank_without_candidates_takes_the_others_mean(monkeypatch):
     monkeypatch.setattr(train_step.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(train_step.dist, "all_reduce", lambda packed: packed.add_(other))
     sums = torch.zeros(2, requires_grad=True)
-    loss, result = SumOverRanks(count_flops)(losses(sums, [0.0, 0.0]), BATCH)
+    loss, pending = SumOverRanks(count_flops)(losses(sums, [0.0, 0.0]), BATCH)
+    result = pending.wait()
     assert result.losses == {"click": 2 / 4, "time": 4 / 16}
     assert loss.item() == 0
     loss.backward()
@@ -95,14 +98,16 @@ def test_a_rank_without_candidates_takes_the_others_mean(monkeypatch):
 
 def test_weights_may_add_up_to_less_than_one():
     sums = torch.tensor([0.1, 0.3], requires_grad=True)
-    loss, result = SumOverRanks(count_flops)(losses(sums, [0.25, 0.5]), BATCH)
+    loss, pending = SumOverRanks(count_flops)(losses(sums, [0.25, 0.5]), BATCH)
+    result = pending.wait()
     assert result.losses == pytest.approx({"click": 0.4, "time": 0.6})
     assert loss.item() == pytest.approx(0.4 + 0.25 * 0.6)
 
 
 def test_a_task_without_targets_is_zero_and_gives_no_gradient():
     sums = torch.tensor([6.0, 0.0], requires_grad=True)
-    loss, result = SumOverRanks(count_flops)(losses(sums, [4.0, 0.0]), BATCH)
+    loss, pending = SumOverRanks(count_flops)(losses(sums, [4.0, 0.0]), BATCH)
+    result = pending.wait()
     assert result.losses == {"click": 1.5, "time": 0.0}
     assert loss.item() == 1.5
 
@@ -110,10 +115,10 @@ def test_a_task_without_targets_is_zero_and_gives_no_gradient():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_named(value):
     with pytest.raises(NonFiniteLossError, match=f"^the loss of task time is {value}$"):
-        SumOverRanks(count_flops)(losses(torch.tensor([6.0, value]), [4.0, 5.0]), BATCH)
+        SumOverRanks(count_flops)(losses(torch.tensor([6.0, value]), [4.0, 5.0]), BATCH)[1].wait()
 
 
 def test_a_signal_is_told_to_all():
     module = SumOverRanks(count_flops)
     module.received[15] = 1
-    assert module(losses(torch.ones(2), [1.0, 1.0]), BATCH)[1].signals == {2: 0, 15: 1}
+    assert module(losses(torch.ones(2), [1.0, 1.0]), BATCH)[1].wait().signals == {2: 0, 15: 1}
