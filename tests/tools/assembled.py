@@ -6,8 +6,10 @@ import importlib.util
 import os
 import re
 import subprocess
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,7 +31,8 @@ needs_gluon = pytest.mark.skipif(
 )
 
 
-class Assembled(NamedTuple):
+@dataclass(frozen=True)
+class Assembled:
     """A kernel after the compiler and the assembler.
 
     Attributes:
@@ -60,7 +63,7 @@ class Assembled(NamedTuple):
         """Bits of each load and store of several words of 32 bits."""
         return [32 * int(count) for count in re.findall(r"(?:ld|st)\.global\S*\.v(\d)\.b32", self.ptx)]
 
-    @property
+    @cached_property
     def sass(self) -> str:
         """The machine code, disassembled."""
         return disassembled(self.cubin)
@@ -83,8 +86,6 @@ def assemble(
         constants: compile-time ones; `num_warps` and `num_stages` among them are options.
         boxes: shapes of the blocks that descriptors of bfloat16 tensors show, for kernels in Gluon.
     """
-    from triton import compile as compiled
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     options = {"num_warps": 4} | {k: constants[k] for k in ("num_warps", "num_stages") if k in constants}
@@ -107,14 +108,28 @@ def assemble(
         if signature[name].startswith("*") or (signature[name] == "i32" and name.startswith("stride")):
             aligned[(index,)] = [["tt.divisibility", 16]]
     source = source_of(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return assembled(compile_to_ptx(source, options, folder), folder)
+
+
+def compile_to_ptx(source: Any, options: dict[str, Any], folder: Path, capability: int = 90) -> Any:
+    """Triton's compiled kernel without machine code: the assembler takes longest, and `assembled` runs it."""
+    from triton import compile as triton_compile
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+
     environment.prefer_packaged_ptxas()
-    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache")):
-        made = compiled(source, target=GPUTarget("cuda", 90, 32), options=options)
+    fresh_cache = mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder / "cache"))
+    with fresh_cache, mock.patch.object(CUDABackend, "make_cubin", lambda *_: b""):
+        return triton_compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def assembled(compiled: Any, folder: Path, target: str = "sm_90a") -> Assembled:
+    """Assembles the PTX of a compiled kernel."""
     ptx, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
-    ptx.write_text(made.asm["ptx"])
-    command = [environment.find_ptxas(), "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)]
+    ptx.write_text(compiled.asm["ptx"])
+    command = [environment.find_ptxas(), "-v", f"--gpu-name={target}", str(ptx), "-o", str(cubin)]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return Assembled(made.asm["ptx"], made.metadata.shared, report, cubin)
+    return Assembled(compiled.asm["ptx"], compiled.metadata.shared, report, cubin)
 
 
 def disassembled(cubin: Path) -> str:

@@ -5,8 +5,6 @@ The mask with everything in it and other sizes to choose from with `--slow`. Ski
 
 import os
 import re
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ if not triton.__version__.startswith("3.6."):
 from recsys.ops import AttentionMask  # noqa: E402
 from recsys.ops.hstu_attention.hopper import launch  # noqa: E402
 from recsys.ops.hstu_attention.hopper.launch import LONG_SIZES, SIZES  # noqa: E402
+from tests.tools.assembled import SHARED_MEMORY, Assembled, assemble  # noqa: E402
 
 SPILLED = 128
 """Bytes that may be: numbers of a tile, far from the loops over blocks."""
@@ -50,20 +49,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def fresh_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
-@dataclass
-class Made:
-    ptx: str
-    shared: int  # bytes
-    report: str  # of ptxas
-    sass: str
-
-
-def compiled(dim, sizes, mask, folder: Path) -> Made:
+def compiled(dim, sizes, mask, folder: Path) -> Assembled:
     function = launch.forward_kernel
     windowed, target_window, grouped, reads = MASKS[mask]
     constants = {
@@ -85,38 +71,15 @@ def compiled(dim, sizes, mask, folder: Path) -> Made:
     return assembled(function, constants, rows, folder)
 
 
-def assembled(function, constants, rows, folder: Path, others: dict[str, str] | None = None) -> Made:
+def assembled(function, constants, rows, folder: Path, others: dict[str, str] | None = None) -> Assembled:
     """`rows`: of the boxes of each descriptor, which have all columns of a head; `others`: types of more."""
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    types = {name: f"tensordesc<bf16[1,1,{n},{constants['D']}],{layout!r}>" for name, n in rows.items()}
-    types |= {"items": "*i64", "counter": "*i32", "half_alpha": "fp32", "inverse_scale": "fp32"}
-    types |= others or {}
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names
-    }
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(function.arg_names)
-        if name.startswith("stride") or signature[name].startswith("*")
-    }
-    source = GluonASTSource(function, signature=signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    ptx, cubin = folder / "kernel.ptx", folder / "kernel.cubin"
-    ptx.write_text(made.asm["ptx"])
-    command = [environment.find_ptxas(), "-v", "--gpu-name=sm_90a", str(ptx), "-o", str(cubin)]
-    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    sass = subprocess.run([disassembler, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    return Made(made.asm["ptx"], made.metadata.shared, report, sass)
+    types = {"items": "*i64", "counter": "*i32", "half_alpha": "fp32", "inverse_scale": "fp32"}
+    boxes = {name: (1, 1, n, constants["D"]) for name, n in rows.items()}
+    return assemble(function, types | (others or {}), constants, folder, other="i32", boxes=boxes)
 
 
 @pytest.mark.parametrize(("dim", "sizes", "mask"), CASES)
 def test_it_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
-    environment.prefer_packaged_ptxas()
     made = compiled(dim, sizes, mask, tmp_path)
     registers = sizes.strips * sizes.computing_registers + sizes.loading_registers
     check_resources(made, registers)
@@ -134,7 +97,6 @@ def test_it_fits_and_nothing_waits_that_need_not(dim, sizes, mask, tmp_path):
 def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path):
     from triton.experimental.gluon import language as gl
 
-    environment.prefer_packaged_ptxas()
     sizes, keys = launch.BACKWARD_SIZES[dim], 64 * launch.BACKWARD_STRIPS
     names = ("WINDOWED", "TARGET_WINDOW", "GROUPED", "CONTEXTUAL_READS")
     constants = launch.constants_of(sizes, AttentionMask()) | {"D": dim}
@@ -145,7 +107,7 @@ def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=4)
     part = f"tensordesc<fp32[1,1,{sizes.rows},{dim // 2}],{layout!r}>"
     made = assembled(launch.backward_kernel, constants, rows, tmp_path, {"dq_desc": part})
-    assert made.shared <= 227 * 1024
+    assert made.shared <= SHARED_MEMORY
     assert "serializ" not in made.report, made.report
     assert "UTMAREDG.4D.ADD" in made.sass
     # Triton's barriers of a warp group; those of the strips have numbers from 4 on.
@@ -173,7 +135,7 @@ def test_the_backward_fits_and_its_loops_keep_their_numbers(dim, mask, tmp_path)
 
 def check_resources(made, registers):
     """`registers`: of one thread of each warp group, added up."""
-    assert made.shared <= 227 * 1024
+    assert made.shared <= SHARED_MEMORY
     assert "serializ" not in made.report, made.report
     assert registers * 128 <= 65536
     if (

@@ -5,8 +5,6 @@ Every entry of the table of block sizes with `--slow`; without, one width of the
 
 import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import torch
 from recsys import environment
 from recsys.ops import AttentionMask, CachedRelativeBias, SequenceLayout
 from recsys.ops.hstu_attention.triton.block_sizes import BLOCKS, CHOSEN_WITH, SMALL_BLOCKS
+from tests.tools.assembled import SHARED_MEMORY, assembled, compile_to_ptx
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
@@ -92,14 +91,8 @@ def cases_of(sizes):
     ]
 
 
-@pytest.fixture(autouse=True)
-def fresh_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
-def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, capability=90):
+def compiled(folder, kernel, biased, width, itemsize, *, precision="tf32x3", sizes=SIZES, capability=90):
     """The PTX of a kernel with everything that the mask can ask of it."""
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from recsys.ops.hstu_attention.bias import table_kernels
@@ -146,7 +139,7 @@ def compiled(kernel, biased, width, itemsize, precision="tf32x3", sizes=SIZES, c
     options = {"num_warps": blocks.num_warps, "num_stages": blocks.num_stages}
     if blocks.max_registers is not None:
         options["maxnreg"] = blocks.max_registers
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return compile_to_ptx(source, options, folder, capability)
 
 
 def assemblies_of(kernel, blocks):
@@ -175,45 +168,33 @@ def assemblies_of(kernel, blocks):
     return dict(zip(names, bias + tables, strict=True))
 
 
-def assemble(ptx: str, folder: Path, target: str = "sm_90a") -> str:
-    """Return the report of ptxas on the kernel."""
-    path = folder / "kernel.ptx"
-    path.write_text(ptx)
-    command = [environment.find_ptxas(), "-v", f"--gpu-name={target}", str(path), "-o", str(folder / "cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
-def check_spills(report, kernel, width, itemsize):
+def check_spills(made, width, itemsize):
     version = environment.version_numbers(environment.tool_version(environment.find_ptxas()))
     chosen_for = triton.__version__.startswith(CHOSEN_WITH) and version >= environment.MINIMAL_PTXAS
     if chosen_for and (width, itemsize) != (256, 4):
-        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report)
-        assert spilled.groups() == ("0", "0"), report
+        assert made.spills == 0, made.report
 
 
 @pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SIZES))
 def test_it_fits_into_the_registers_and_the_shared_memory(kernel, biased, width, itemsize, tmp_path):
-    environment.prefer_packaged_ptxas()
-    made = compiled(kernel, biased, width, itemsize)
-    assert made.metadata.shared <= 227 * 1024
-    report = assemble(made.asm["ptx"], tmp_path)
-    assert "serializ" not in report, report  # of wgmma: each would wait for the one before it
-    check_spills(report, kernel, width, itemsize)
+    made = assembled(compiled(tmp_path, kernel, biased, width, itemsize), tmp_path)
+    assert made.shared <= SHARED_MEMORY
+    assert "serializ" not in made.report, made.report  # of wgmma: each would wait for the one before it
+    check_spills(made, width, itemsize)
 
 
 @pytest.mark.parametrize("capability", [80, 89])
 @pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SMALL_SIZES))
 def test_it_fits_into_other_gpus(kernel, biased, width, itemsize, capability, tmp_path):
-    environment.prefer_packaged_ptxas()
-    made = compiled(kernel, biased, width, itemsize, sizes=SMALL_SIZES, capability=capability)
-    assert made.metadata.shared <= SMALL_SHARED
-    check_spills(assemble(made.asm["ptx"], tmp_path, f"sm_{capability}"), kernel, width, itemsize)
+    made = compiled(tmp_path, kernel, biased, width, itemsize, sizes=SMALL_SIZES, capability=capability)
+    made = assembled(made, tmp_path, f"sm_{capability}")
+    assert made.shared <= SMALL_SHARED
+    check_spills(made, width, itemsize)
 
 
 @pytest.mark.parametrize("kernel", ["forward", "cached"])
-def test_products_of_16_bits_use_the_instructions_of_hopper(kernel):
-    environment.prefer_packaged_ptxas()
-    ptx = compiled(kernel, False, 128, 2).asm["ptx"]
+def test_products_of_16_bits_use_the_instructions_of_hopper(kernel, tmp_path):
+    ptx = compiled(tmp_path, kernel, False, 128, 2).asm["ptx"]
     assert "wgmma.mma_async" in ptx
     copies = re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", ptx)
     assert copies and set(copies) == {"0x10"}  # of keys and values: 16 bytes at a time
@@ -223,9 +204,9 @@ def test_products_of_16_bits_use_the_instructions_of_hopper(kernel):
 @pytest.mark.parametrize(
     "width", [64, *(pytest.param(width, marks=pytest.mark.slow) for width in (128, 256))]
 )
-def test_sums_by_time_bucket_are_each_in_one_thread(kernel, width):
+def test_sums_by_time_bucket_are_each_in_one_thread(kernel, width, tmp_path):
     """Else several threads would add the same sum to memory."""
-    code = compiled(kernel, True, width, 2).asm["ttgir"]
+    code = compiled(tmp_path, kernel, True, width, 2).asm["ttgir"]
     layouts = set(re.findall(r'"red\.[^\n]*-> tensor<\d+xi32, (#\w+)>', code))
     assert layouts
     for layout in layouts:
@@ -234,12 +215,12 @@ def test_sums_by_time_bucket_are_each_in_one_thread(kernel, width):
 
 
 @pytest.mark.parametrize("kernel", [name for name, _ in BLOCKS if name.startswith("packed_")])
-def test_packed_scores_are_where_the_assembly_takes_them_to_be(kernel):
+def test_packed_scores_are_where_the_assembly_takes_them_to_be(kernel, tmp_path):
     """16 rows a warp, 8 columns after the other: all that the assembly handles is laid out like that."""
     for width, itemsize in BLOCKS[kernel, True]:
         blocks = BLOCKS[kernel, True][width, itemsize]
         others = blocks.rows if kernel in ("packed_keys", "packed_sums") else blocks.keys
-        code = compiled(kernel, True, width, itemsize).asm["ttgir"]
+        code = compiled(tmp_path, kernel, True, width, itemsize).asm["ttgir"]
         packed = re.findall(rf"packed_element = {others // 2} .*-> tensor<(\d+)x(\d+)x\w+, (#\w+)>", code)
         assert len(packed) == (2 if kernel == "packed_sums" else 1)
         for rows, columns, layout in packed:

@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 
-from recsys import environment
 from recsys.ops import AttentionMask, RelativeBias
 from recsys.ops.hstu_attention import Problem
 from tests.ops.attention import times_of
 from tests.ops.cases import layout_of, relative_bias, samples
 from tests.ops.hstu_attention.test_triton_packed import HEADS, on_hopper  # noqa: F401
+from tests.tools.assembled import assembled, compile_to_ptx
 from tests.tools.interpreter import INTERPRETED, interpreted, run_interpreted, starts_it
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
@@ -103,17 +103,14 @@ def test_the_kernel_in_the_emulator():
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_programs_share_a_processor_and_no_product_waits(every, dtype, tmp_path, monkeypatch):
+def test_two_programs_share_a_processor_and_no_product_waits(every, dtype, tmp_path):
     """Registers without spills, shared memory with that of the assembly, products under way at a time."""
-    from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
     from recsys.ops.hstu_attention.bias.hopper_launch import BLOCKS, biased_kernel
     from tests.ops.hstu_attention import test_triton_compile as compiling
 
-    environment.prefer_packaged_ptxas()
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     constants = {"WINDOWED": every, "TARGET_WINDOW": False, "GROUPED": every, "CONTEXTUAL_READS": True}
     constants |= compiling.assemblies_of("packed_sums", BLOCKS)
     types = compiling.POINTERS | {"time_table": "i32", "near": "u8", "records": "i32"}
@@ -136,11 +133,11 @@ def test_two_programs_share_a_processor_and_no_product_waits(every, dtype, tmp_p
         if name.startswith("stride_") or signature[name].startswith("*")
     }
     source = GluonASTSource(biased_kernel, signature=signature, constexprs=constants, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    report = compiling.assemble(made.asm["ptx"], tmp_path)
-    compiling.check_spills(report, "biased", DIM, 2)
-    assert "serializ" not in report, report
-    (declared,) = re.findall(r"(\d+) bytes smem", report)
+    made = compile_to_ptx(source, {"num_warps": 4}, tmp_path)
+    program = assembled(made, tmp_path)
+    compiling.check_spills(program, DIM, 2)
+    assert "serializ" not in program.report, program.report
+    (declared,) = re.findall(r"(\d+) bytes smem", program.report)
     assert 2 * (made.metadata.shared + int(declared) + 1024) <= 228 * 1024
     packed = re.findall(r"packed_element = 32 .*-> tensor<64x64x\w+, (#\w+)>", made.asm["ttgir"])
     assert len(packed) == 2

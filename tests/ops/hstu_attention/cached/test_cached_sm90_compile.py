@@ -2,8 +2,6 @@
 
 import pytest
 
-from recsys import environment
-
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
 from recsys.ops.hstu_attention.cached import hopper_launch
@@ -17,9 +15,7 @@ CASES = [(*sizes, False) for sizes in SIZES] + [
 
 
 @pytest.mark.parametrize(("dim", "sizes", "grouped"), CASES)
-def test_it_fits_and_its_products_overlap(dim, sizes, grouped, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    environment.prefer_packaged_ptxas()
+def test_it_fits_and_its_products_overlap(dim, sizes, grouped, tmp_path):
     constants = {
         "D": dim,
         "BLOCK_N": sizes.keys,

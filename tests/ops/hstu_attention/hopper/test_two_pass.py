@@ -8,7 +8,6 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
-from recsys import environment
 from recsys.ops import AttentionMask
 from recsys.ops.hstu_attention.hopper import two_pass
 from recsys.ops.hstu_attention.hopper.two_pass import SIZES
@@ -99,22 +98,15 @@ def check_assembled(made, dim, block, num_loops, num_masked):
     return [[name for name in loop if name.startswith(("HGMMA", "WARPGROUP.DEPBAR"))] for loop in names]
 
 
-@pytest.fixture
-def assembler(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    environment.prefer_packaged_ptxas()
-    return tmp_path
-
-
 @pytest.mark.parametrize("mask", MASKED)
 @pytest.mark.parametrize("dim", SIZES)
-def test_tiles_of_keys_assembled(assembler, dim, mask):
+def test_tiles_of_keys_assembled(tmp_path, dim, mask):
     sizes = SIZES[dim]
     chosen = constants(dim, mask, BLOCK_M=sizes.rows, STAGES=sizes.stages)
     boxes = {"q_desc": sizes.rows, "g_desc": sizes.rows} | dict.fromkeys(("dk_desc", "dv_desc"), 64)
     if sizes.v_tiles == 0:
         boxes |= dict.fromkeys(("k_desc", "v_desc"), 64)
-        made = compiling.assembled(two_pass.wide_keys_kernel, chosen, boxes, assembler)
+        made = compiling.assembled(two_pass.wide_keys_kernel, chosen, boxes, tmp_path)
         for loop in check_assembled(made, dim, sizes.rows, num_loops=3, num_masked=1):
             waits = [i for i, name in enumerate(loop) if name.startswith("WARP")]
             assert waits == [dim // 16, dim // 16 + 1 + sizes.rows // 16], (
@@ -123,7 +115,7 @@ def test_tiles_of_keys_assembled(assembler, dim, mask):
         return
     chosen["V_STAGES"] = sizes.v_tiles
     boxes |= dict.fromkeys(("k_desc", "v_desc"), 128)
-    made = compiling.assembled(two_pass.keys_kernel, chosen, boxes, assembler)
+    made = compiling.assembled(two_pass.keys_kernel, chosen, boxes, tmp_path)
     for loop in check_assembled(made, dim, sizes.rows, num_loops=4, num_masked=2):
         waits = [i for i, name in enumerate(loop) if name.startswith("WARP")]
         both, sums = 2 * dim // 16, sizes.rows // 16
@@ -134,7 +126,7 @@ def test_tiles_of_keys_assembled(assembler, dim, mask):
 
 @pytest.mark.parametrize("mask", MASKED)
 @pytest.mark.parametrize("dim", SIZES)
-def test_tiles_of_rows_assembled(assembler, dim, mask):
+def test_tiles_of_rows_assembled(tmp_path, dim, mask):
     sizes = SIZES[dim]
     chosen = constants(
         dim, mask, BLOCK_N=sizes.keys, K_STAGES=sizes.k_stages, V_STAGES=sizes.v_stages, APART=sizes.apart
@@ -142,7 +134,7 @@ def test_tiles_of_rows_assembled(assembler, dim, mask):
     boxes = dict.fromkeys(("q_desc", "g_desc", "dq_desc"), 64) | dict.fromkeys(
         ("k_desc", "v_desc"), sizes.keys
     )
-    made = compiling.assembled(two_pass.rows_kernel, chosen, boxes, assembler)
+    made = compiling.assembled(two_pass.rows_kernel, chosen, boxes, tmp_path)
     both = 2 * dim // 16
     for loop in check_assembled(made, dim, sizes.keys, num_loops=4, num_masked=2):
         waits = [i for i, name in enumerate(loop) if name.startswith("WARP")]
