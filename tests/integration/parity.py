@@ -1,10 +1,10 @@
 """Compares predictions of a trained run with its evaluation on the same rows, without compilation.
 
-The program of a package is captured as the exporter does and runs in this process: all of a package but
-AOTInductor, in seconds.
+The program of a package runs in this process: the scoring graph, or what the exporter captures of it, which
+takes seconds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,6 @@ from recsys.data.schema.vocabulary import mappings
 from recsys.inference import exporter
 from recsys.inference.cached_programs import CachedPrograms, compile_programs
 from recsys.models import Model, Ranker, build_model, layout_rule
-from recsys.models.signature import TensorSpec
 from recsys.scoring.cached_signature import CacheSpec
 from recsys.scoring.signature import ScoringGraph, flatten, scoring_signature
 from recsys.training import checkpoint
@@ -50,27 +49,22 @@ def evaluated_batches(pipeline: pb.Pipeline) -> list[Batch]:
 
 
 def captured(model: Model, batch: Batch) -> Callable[..., Tensor]:
-    """The program that a package is compiled from."""
-    return capture(ScoringGraph(model).eval(), scoring_signature(model.pipeline), flatten(batch))
-
-
-def capture(graph: nn.Module, specs: Sequence[TensorSpec], example: tuple[Tensor, ...]) -> Callable[..., Any]:
-    """A graph with every named size dynamic."""
+    """The program that a package is compiled from, with every named size dynamic."""
+    graph, specs = ScoringGraph(model).eval(), scoring_signature(model.pipeline)
     dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims if not name.isdigit()}
     shapes = tuple(
         {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
     )
     with symbolic.patch(backed_size_oblivious=True), torch.no_grad():
-        return torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False).module()
+        return torch.export.export(graph, flatten(batch), dynamic_shapes=(shapes,), strict=False).module()
 
 
-def with_captured_cache(package: SimpleNamespace, model: Ranker) -> SimpleNamespace:
-    """The same package as if it were exported with `export.cached_scoring`."""
+def with_cache(package: SimpleNamespace, model: Ranker) -> SimpleNamespace:
+    """The same package as if it were exported with `export.cached_scoring`; its graphs are not captured."""
     runs = []
 
-    def compile_to(graph, specs, example, name):
-        program = capture(graph, specs, example)
-        runs.append(lambda inputs: as_tuple(program(*inputs)))
+    def compile_to(graph: nn.Module, *_: object) -> None:
+        runs.append(torch.no_grad()(lambda inputs: as_tuple(graph(*inputs))))
 
     compile_programs(model, compile_to)
     cached = CachedPrograms(model.pipeline, CacheSpec.of(model), *runs)
@@ -82,10 +76,13 @@ def as_tuple(output: Any) -> tuple[Tensor, ...]:
 
 
 def captured_package(model: Model, batches: list[Batch]) -> SimpleNamespace:
-    """A package for `Predictor` whose program was captured from the first batch and agrees with the model on
-    all batches."""
+    """A package for `Predictor` whose program was captured from the first batch."""
+    return package_of(model, batches, captured(model, batches[0]))
+
+
+def package_of(model: Model, batches: list[Batch], program: Callable[..., Tensor]) -> SimpleNamespace:
+    """A package for `Predictor` with a program that agrees with the model on all batches."""
     pipeline = model.pipeline
-    program = captured(model, batches[0])
     with torch.no_grad():
         for batch in batches:
             torch.testing.assert_close(program(*flatten(batch)), model.score(batch), **close(pipeline))

@@ -1,6 +1,6 @@
-"""Other forms of sequences: trained, captured as for a package, predicted, equal to evaluation.
+"""Other forms of sequences: trained, predicted as by a package, equal to evaluation.
 
-All in this process; the program is captured and not compiled, which `test_export_predict` does.
+All in this process. `tests/scoring` captures the scoring graphs of these forms.
 """
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 from recsys import config
 from recsys.inference.predictor import Predictor
 from recsys.scoring import scorer
+from recsys.scoring.signature import ScoringGraph
 from tests.integration import parity
 from tests.integration.runs import CONFIG, records, train
 
@@ -54,8 +55,8 @@ def test_trains_and_predicts_what_evaluation_says(tmp_path, form, monkeypatch):
 
     model = parity.trained_model(tmp_path / "run", pipeline)
     batches = parity.evaluated_batches(pipeline)
-    package = parity.captured_package(model, batches)
+    package = parity.package_of(model, batches, ScoringGraph(model).eval())
     parity.assert_predicted(model, batches, rows, Predictor(package).table(rows))
-    cached = parity.with_captured_cache(package, model)
+    cached = parity.with_cache(package, model)
     monkeypatch.setattr(scorer, "ONE_PASS", 0)  # else such short lists would not use it
     parity.assert_predicted(model, batches, rows, Predictor(cached).table(rows))

@@ -16,9 +16,8 @@ from recsys import export as export_command
 from recsys import predict as predict_command
 from recsys.data.loader import Loader
 from recsys.models import build_model, layout_rule
-from recsys.scoring.signature import flatten
+from recsys.scoring.signature import ScoringGraph, flatten
 from recsys.training import checkpoint
-from tests.integration import parity
 from tests.integration.runs import CONFIG, evaluate, train
 
 ROWS = 300
@@ -89,14 +88,14 @@ def check(found: dict[str, np.ndarray], metrics: dict[str, float]) -> None:
     assert error == pytest.approx(metrics["watch_time/mae"], rel=1e-4)
 
 
-def test_the_captured_graph_predicts_with_the_evaluated_quality(trained):
+def test_the_scoring_graph_predicts_with_the_evaluated_quality(trained):
     pipeline = config.prepare(CONFIG, trained.overrides).pipeline
     model = build_model(pipeline).eval()
     checkpoint.load_weights(checkpoint.find(trained.run / "checkpoints", "best"), model)
     loader = Loader.open(pipeline, "validation", layout_rule(pipeline), mode="predict")
     batches = list(loader.epoch())
-    program = parity.captured(model, batches[0])
-    scores = torch.cat([program(*flatten(batch)) for batch in batches]).detach().numpy()
+    graph = ScoringGraph(model).eval()
+    scores = torch.cat([graph(*flatten(batch)) for batch in batches]).detach().numpy()
     check(dict(zip(("clicked", "liked", "watch_time"), scores.T, strict=True)), trained.metrics)
 
 
