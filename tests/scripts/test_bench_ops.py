@@ -92,6 +92,7 @@ def test_a_backend_that_cannot_run_is_passed_over(capsys):
     assert "tiny: triton is passed over: it needs" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_several_processes_answer_as_one():
     jobs = [(case, backend) for case in bench_ops.tiny_cases()[1:] for backend in ("reference", "triton")]
     answers = bench_ops.compare_all(jobs, "cpu", workers=2)
