@@ -1,16 +1,15 @@
 """Runs several trainings in one process group, one after the other, for `test_distributed.py`.
 
-    torchrun --nproc-per-node 2 tests/integration/ranks.py JOBS.json
-
 A job is `{"folder", "overrides"}`, with `"nan": [rank, step]` to spoil a loss or `"save_to"` to only load and
 save. What a rank sees goes to `<folder>/rank-<rank>.json`.
 """
 
+import gc
 import json
-import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from recsys import config
 from recsys.errors import RecsysError
@@ -60,16 +59,15 @@ def run(job: dict, processes: Processes) -> dict:
             hook.close()
 
 
-def main() -> None:
-    """Runs all jobs of a file."""
-    torch.set_num_threads(1)
+def main(rank: int, jobs: str, store: str) -> None:
+    """Runs all jobs of a file on one of two ranks."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     with process_group() as processes:
-        for job in json.loads(Path(sys.argv[1]).read_text()):
+        for job in json.loads(Path(jobs).read_text()):
             folder = Path(job["folder"])
             folder.mkdir(parents=True, exist_ok=True)
             seen = run(job, processes)
-            (folder / f"rank-{processes.rank}.json").write_text(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main()
+            (folder / f"rank-{rank}.json").write_text(json.dumps(seen))
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()

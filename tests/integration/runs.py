@@ -20,6 +20,7 @@ from recsys import evaluate as evaluate_command
 from recsys import train as train_command
 from recsys.training.hooks.metrics_file import NAME, read_metrics
 from recsys.training.restricted_unpickler import SafeReader, read_metadata
+from tests.tools.forks import Fork, start_command
 
 CONFIG = "tests/integration/tiny.config"
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,17 +82,9 @@ def command_in_new_process(name: str, *arguments: object, cwd: Path, code: int =
     return done.stdout + done.stderr
 
 
-def start(folder: Path, *overrides: str, own_group: bool = False) -> subprocess.Popen[str]:
-    """Starts the command in a new process, on request in a new process group, and returns at once."""
-    command = [sys.executable, "-m", "recsys.train", *flags(folder, *overrides)]
-    return subprocess.Popen(
-        command,
-        env=one_thread(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=own_group,
-    )
+def start(folder: Path, *overrides: str, new_group: bool = False) -> Fork:
+    """Starts the command in a process for itself, on request in a new process group, and returns at once."""
+    return start_command("train", *flags(folder, *overrides), new_group=new_group)
 
 
 def torchrun(ranks: int, *command: str) -> subprocess.Popen[str]:
@@ -106,14 +99,14 @@ def torchrun(ranks: int, *command: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], code: int = 0) -> str:
+def finish(process: Fork | subprocess.Popen[str], code: int = 0) -> str:
     """Waits for the process, checks its exit code, and returns its output."""
     output, _ = process.communicate(timeout=120)
     assert process.returncode == code, f"exit code {process.returncode}, not {code}:\n{output}"
     return output
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], process: Fork | subprocess.Popen[str]) -> None:
     """Returns as soon as a condition about a running process holds."""
     deadline = time.monotonic() + 60
     while not condition():

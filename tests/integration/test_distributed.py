@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,6 +14,7 @@ from recsys.training import checkpoint
 from recsys.training.distributed import process_group
 from tests.integration import ranks
 from tests.integration.runs import evaluate, finish, flags, records, tensors, torchrun, train, wait_for
+from tests.tools.forks import run_ranks, start_command
 
 STILL = (
     "model.ranker.preprocessor.contextual.dropout=0",
@@ -90,7 +92,7 @@ def two_ranks(folder, jobs) -> Path:
     ]
     path = folder / "jobs.json"
     path.write_text(json.dumps(listed))
-    finish(torchrun(2, "-m", ranks.__name__, str(path)))
+    run_ranks(ranks.main, str(path), str(folder / "store"))
     return folder / "two"
 
 
@@ -167,10 +169,15 @@ def test_all_ranks_stop_at_the_step_in_which_one_loss_is_nan(two_ranks):
     assert sorted(records(two_ranks / "nan")) == [1, 2]
 
 
-def test_evaluate_under_torchrun_finds_what_one_process_finds(two_ranks):
+def test_evaluate_on_two_ranks_finds_what_one_process_finds(two_ranks):
+    """With the variables that torchrun sets; `test_readme` and the slow test below start it."""
     chosen = ("--run-dir", str(two_ranks / "uneven"), "--split", "validation")
     written = two_ranks / "uneven" / "validation_metrics.json"
-    finish(torchrun(2, "-m", "recsys.evaluate", *chosen))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    for process in [start_command("evaluate", *chosen, RANK=rank, **shared) for rank in "01"]:
+        finish(process)
     found = json.loads(written.read_text())
     assert evaluate(*chosen) == 0
     expected = json.loads(written.read_text())

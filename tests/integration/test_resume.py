@@ -163,7 +163,7 @@ def test_stopped_by_a_signal_then_continued_from_a_damaged_checkpoint(tmp_path, 
 def test_a_signal_to_all_processes_of_a_run_stops_it_as_well(tmp_path):
     """`timeout` and torchrun send it to a whole group: readers are not to die before the state is saved."""
     many = ("data.num_workers=2", "data.prefetch_batches=1", "train.num_steps=5000")
-    process = start(tmp_path, *many, own_group=True)
+    process = start(tmp_path, *many, new_group=True)
     wait_for(lambda: max(records(tmp_path), default=0) >= 7, process)
     os.killpg(process.pid, signal.SIGTERM)
     output = finish(process, code=143)

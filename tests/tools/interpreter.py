@@ -4,24 +4,22 @@ Triton decides when it is imported whether it interprets, so such tests run in a
 marks them `interpreted`, which `tests/conftest.py` skips in the process that everything else runs in; another
 test of the file starts the interpreter's process with `run_interpreted`.
 
-Importing PyTorch and Triton takes seconds of CPU time, so one process imports them and forks for each file.
+Importing PyTorch and Triton takes seconds of CPU time, so one process imports them and forks for each file
+(`tests.tools.forks`).
 """
 
 import dataclasses
 import functools
 import importlib.util
 import os
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses import FakeTensor
 
+from tests.tools.forks import ROOT, Server
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).resolve().parents[2]
 
 interpreted = pytest.mark.interpreted
 
@@ -35,40 +33,21 @@ def starts_it(test):
     return pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")(test)
 
 
-IMPORTED_ONCE = """
-import os, sys
-import pytest, torch, triton, triton.language, recsys.ops
-torch.set_num_threads(1)
-for line in sys.stdin:
-    file, output = line.rstrip("\\n").split("\\t")
-    child = os.fork()
-    if child == 0:
-        for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, output, os.O_WRONLY)):
-            os.dup2(os.open(path, flags), descriptor)
-        os.dup2(1, 2)
-        code = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "interpreted", file])
-        sys.stdout.flush()
-        os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-"""Runs the tests of each file that a line of its input names, and answers with the exit code."""
+IMPORTS = ("pytest", "hypothesis", "torch", "triton", "triton.language", "recsys.ops")
 
 
 @functools.cache
-def _interpreter() -> subprocess.Popen[str]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-c", IMPORTED_ONCE]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True)
+def _interpreter() -> Server:
+    return Server(IMPORTS, TRITON_INTERPRET="1")
 
 
 def run_interpreted(file: str) -> None:
     """Passes if the tests of `file` that are marked `interpreted` do, in the interpreter."""
-    process = _interpreter()
-    with tempfile.NamedTemporaryFile("r") as output:
-        print(file, output.name, sep="\t", file=process.stdin, flush=True)
-        code = process.stdout.readline().strip()
-        assert code == "0", f"exit code {code or 'of the whole process'}\n{output.read()}"
+    fork = _interpreter().start(
+        "pytest:main", ["-q", "-x", "-p", "no:cacheprovider", "-m", "interpreted", file], cwd=ROOT
+    )
+    output, _ = fork.communicate(timeout=600)
+    assert fork.returncode == 0, f"exit code {fork.returncode}\n{output}"
 
 
 def mend_interpreter(monkeypatch) -> None:

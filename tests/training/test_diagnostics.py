@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from recsys.models import build_model
 from recsys.training.diagnostics import Diagnostics, slice_ends
 from recsys.training.evaluator import evaluate
 from tests.modules.pipelines import RANKER, RETRIEVER, batch_of, pipeline_of, random_rows
+from tests.tools.forks import run_ranks
 
 CPU = torch.device("cpu")
 WIDE = "data { max_history_len: 40 }"
@@ -165,7 +165,7 @@ def found_by(rank: int | None) -> dict:
 
 
 def test_two_ranks_find_what_one_does(tmp_path):
-    mp.spawn(work, args=(str(tmp_path),), nprocs=2)
+    run_ranks(work, str(tmp_path))
     expected = json.dumps(found_by(None))
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import recsys.modules.metrics  # noqa: F401  (registers)
 from recsys import protos as pb
 from recsys.config import registry
 from tests.modules.metrics.helpers import ORACLES, random_candidates
+from tests.tools.forks import run_ranks
 
 CASES = ("uneven", "rank 0 empty", "rank 1 never updates", "nobody has rows")
 
@@ -53,7 +53,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sync")
-    mp.spawn(work, args=(str(folder),), nprocs=2)
+    run_ranks(work, str(folder))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from recsys.ops import linear_logp
 from recsys.ops.linear_logp.parallel import linear_logp_sharded
 from tests.ops.harness import gradients
 from tests.ops.linear_logp.problems import arguments_of, leaves_of, problem
+from tests.tools.forks import run_ranks
 
 CANDIDATES = 24
 
@@ -78,7 +78,7 @@ def rank_main(rank: int, folder: str) -> None:
 
 
 def test_both_ranks_have_the_outputs_and_gradients_of_the_whole(tmp_path):
-    mp.spawn(rank_main, args=(str(tmp_path),), nprocs=2)
+    run_ranks(rank_main, str(tmp_path))
 
 
 def single(**changes):
