@@ -46,6 +46,13 @@ class LossField(NamedTuple):
     kinds: frozenset[str]
 
 
+class WeightColumn(NamedTuple):
+    """A column with weights of a loss, and the path of the field that names it."""
+
+    name: str
+    path: str
+
+
 class MetricList(NamedTuple):
     """Metrics that read the same predictions.
 
@@ -96,8 +103,12 @@ class ModelDeclaration:
         "tasks.label_bits",
         "tasks.metrics",
         "tasks.weight",
+        "tasks.weight_column",
     )
     """Fields below the family's message that do not change what trained weights mean."""
+
+    weight_sides: ClassVar[tuple[int, ...]] = (pb.USER, pb.CANDIDATE)
+    """Sides that a column with weights of a loss may have."""
 
     def __init__(self, pipeline: pb.Pipeline, config: Message, kind: str):
         self.pipeline = pipeline
@@ -170,6 +181,14 @@ class ModelDeclaration:
         return [
             LossField(task.loss, f"{self.path}.tasks[{index}].loss", TASK_KINDS)
             for index, task in enumerate(self.tasks)
+        ]
+
+    def weight_columns(self) -> list[WeightColumn]:
+        """Every column with weights of a loss; tasks may share one."""
+        return [
+            WeightColumn(task.weight_column, f"{self.path}.tasks[{index}].weight_column")
+            for index, task in enumerate(self.tasks)
+            if task.weight_column
         ]
 
     def metrics(self) -> list[MetricList]:

@@ -35,6 +35,11 @@ LOG_WEIGHTS = "log_weights"
 correction for how often an item is drawn."""
 
 
+def side_of(column: str) -> int:
+    """Returns the side of a column of no feature, by its prefix: pb.HISTORY, pb.CANDIDATE, else pb.USER."""
+    return next((side for side in (pb.HISTORY, pb.CANDIDATE) if column.startswith(PREFIX[side])), pb.USER)
+
+
 @dataclass(frozen=True)
 class Column:
     """One feature on one side.

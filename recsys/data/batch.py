@@ -74,6 +74,7 @@ class Batch(Pipelineable):
         candidate_timestamps: [N] int64 seconds, the request time of each candidate.
         labels: by task name, [N] float32.
         sample_weight: [B] float32; 0 marks a filler row that keeps ranks in step.
+        weights: by column, float32 weights of losses, one per row, event or candidate.
         group: [B] int64 hash of the row's user, for per-user metrics; 0 if the config names no key column.
         seen: int64 items of each row's whole history, also beyond `data.max_history_len`, as rows of the item
             table; none unless the model removes them from what it finds.
@@ -103,6 +104,7 @@ class Batch(Pipelineable):
     channel_layout: SequenceLayout | None = None
     channel_events: dict[str, Tensor] = field(default_factory=dict)
     channel_lengths: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
     position: Position = field(default_factory=Position)
     rows: Rows | None = None
 

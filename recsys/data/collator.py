@@ -73,6 +73,7 @@ class Collator:
             seen_layout=SequenceLayout(torch.from_numpy(arrays.seen_lengths)),
             repeated=torch.from_numpy(arrays.repeated),
             labels=_tensors(arrays.labels),
+            weights=_tensors(arrays.weights),
             sample_weight=torch.from_numpy(arrays.sample_weight),
             group=torch.from_numpy(arrays.group),
             position=position,

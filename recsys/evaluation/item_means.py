@@ -47,11 +47,13 @@ class Candidates(NamedTuple):
     Attributes:
         items: int64 [N], hashes of the items' original ids.
         labels: float32 [N] by task.
+        weights: float32 [N] by task: 0 for a candidate that the task does not count, else 1.
         groups: int64 [N], hash of the row's user.
     """
 
     items: np.ndarray
     labels: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
     groups: np.ndarray
 
 
@@ -78,7 +80,7 @@ def measure(pipeline: pb.Pipeline, split: str = "test") -> list[MeasuredMeans]:
             k = choose(train, tuning, task, metric_list.kind)
         chosen[task] = float(k)
         of_items |= _metrics(metric_list, predictions(train, rows.items, task, k), rows, task)
-        mean = np.full(len(rows.items), train.labels[task].mean(dtype=np.float64))
+        mean = np.full(len(rows.items), _mean_label(train, task))
         of_all |= _metrics(metric_list, mean, rows, task)
     return [MeasuredMeans("item means", of_items, chosen), MeasuredMeans("mean", of_all, {})]
 
@@ -96,11 +98,19 @@ def choose(train: Candidates, tuning: Candidates, task: str, kind: str) -> int:
 
 def predictions(train: Candidates, items: np.ndarray, task: str, k: float) -> np.ndarray:
     """Returns the smoothed mean label of each item, float64 [N]; one without training rows has the mean."""
-    labels = train.labels[task].astype(np.float64)
+    labels, weights = (values[task].astype(np.float64) for values in (train.labels, train.weights))
     known, place = np.unique(train.items, return_inverse=True)
-    means = (np.bincount(place, weights=labels) + k * labels.mean()) / (np.bincount(place) + k)
+    sums, counts = (np.bincount(place, weights=values) for values in (labels * weights, weights))
+    mean = _mean_label(train, task)
+    means = (sums + k * mean) / (counts + k)
     found = np.minimum(np.searchsorted(known, items), len(known) - 1)
-    return np.where(known[found] == items, means[found], labels.mean())
+    return np.where(known[found] == items, means[found], mean)
+
+
+def _mean_label(train: Candidates, task: str) -> float:
+    """Returns the mean label of the candidates that a task counts, NaN without one."""
+    labels, weights = (values[task].astype(np.float64) for values in (train.labels, train.weights))
+    return float((labels * weights).sum() / weights.sum()) if weights.any() else np.nan
 
 
 def _metrics(metric_list: MetricList, predicted: np.ndarray, rows: Candidates, task: str) -> dict[str, float]:
@@ -109,7 +119,7 @@ def _metrics(metric_list: MetricList, predicted: np.ndarray, rows: Candidates, t
     columns: list[Tensor] = [
         torch.from_numpy(predicted),
         torch.from_numpy(rows.labels[task]),
-        torch.ones(len(predicted)),
+        torch.from_numpy(rows.weights[task]),
         torch.from_numpy(rows.groups),
     ]
     for metric in built.values():
@@ -138,4 +148,8 @@ def _read(pipeline: pb.Pipeline, split: str) -> Candidates:
         for name, parts in labels.items():
             parts.append(batch.labels[name])
     joined = {name: torch.cat(parts).numpy() for name, parts in labels.items()}
-    return Candidates(torch.cat(items).numpy(), joined, torch.cat(groups).numpy())
+    weights = {
+        task.name: joined[task.given_task] if task.given_task else np.ones_like(joined[task.name])
+        for task in model_of(here).tasks
+    }
+    return Candidates(torch.cat(items).numpy(), joined, weights, torch.cat(groups).numpy())

@@ -74,7 +74,7 @@ class Ranker(Model):
 
     def metric_rows(self, outputs: TaskOutputs, batch: Batch) -> MetricRows:
         """Returns predictions, labels, weights and groups of the candidates, for each task."""
-        return task_rows(outputs, batch)
+        return task_rows(outputs, batch, self.tasks)
 
     @property
     def probabilities(self) -> tuple[str, ...]:

@@ -96,6 +96,7 @@ class Retriever(Model):
             self.history,
             num_items=features.table_rows(features.searched_item(pipeline)) - 1,
             l2_normalize=config.l2_normalize,
+            weight_column=config.weight_column,
         )
         self.metric_choices = list(config.metrics)
         self.leaves_out_repeated = config.repeated_targets == pb.Retriever.LEAVE_OUT
@@ -246,17 +247,21 @@ class NextItemLoss(nn.Module):
         history: column of the histories' items.
         num_items: number of items in the catalogue.
         l2_normalize: compare vectors as if they had unit length.
+        weight_column: column with a weight for each row, or for the prediction of each event; "" for none.
     """
 
     name = "next_item"
 
-    def __init__(self, config: pb.Loss, history: str, *, num_items: int, l2_normalize: bool):
+    def __init__(
+        self, config: pb.Loss, history: str, *, num_items: int, l2_normalize: bool, weight_column: str
+    ):
         super().__init__()
         loss = pick(config)
         self.loss = loss.cls(loss.config)
         self.history = history
         self.num_items = num_items
         self.l2_normalize = l2_normalize
+        self.weight_column = weight_column
         self.in_batch = config.softmax.HasField("in_batch")
 
     def forward(self, outputs: RetrieverOutputs, batch: Batch) -> Losses:
@@ -271,10 +276,20 @@ class NextItemLoss(nn.Module):
             losses = self.loss(outputs.queries, outputs.items, rows, l2_normalize=self.l2_normalize)
         else:
             losses = self._sampled(outputs, batch, torch.where(has_target, target, IGNORED))
-        count = items.shape[0]
-        weights = torch.repeat_interleave(batch.sample_weight, batch.uih_lengths, output_size=count)
-        weights = weights * has_target
+        weights = self._weights(batch) * has_target
         return Losses((self.name,), (losses * weights).sum()[None], weights.sum()[None], (1.0,))
+
+    def _weights(self, batch: Batch) -> Tensor:
+        """Returns the weight of each position, [U], that of the event behind it."""
+        count, row_weights = batch.uih_timestamps.shape[0], batch.sample_weight
+        of_rows = bool(self.weight_column) and features.side_of(self.weight_column) == pb.USER
+        if of_rows:
+            row_weights = row_weights * batch.weights[self.weight_column]
+        weights = torch.repeat_interleave(row_weights, batch.uih_lengths, output_size=count)
+        if not self.weight_column or of_rows:
+            return weights
+        none = torch.zeros_like(batch.sample_weight)
+        return weights * following(batch.weights[self.weight_column], batch.uih_lengths, last=none)
 
     def _sampled(self, outputs: RetrieverOutputs, batch: Batch, target: Tensor) -> Tensor:
         """Returns losses [U] against the batch's negatives; every target is among the batch's items."""

@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from recsys import protos as pb
 from recsys.config.checks.values import limit
 from recsys.config.checks.walk import Finding, descend
-from recsys.config.declarations import Choice, LossField, MetricList, ModelDeclaration, SeenRule, mixer_of
+from recsys.config.declarations import (
+    Choice,
+    LossField,
+    MetricList,
+    ModelDeclaration,
+    SeenRule,
+    WeightColumn,
+    mixer_of,
+)
 from recsys.config.registry import declare
 from recsys.config.textproto import did_you_mean
 
@@ -23,7 +31,8 @@ class RetrieverDeclaration(ModelDeclaration):
     """Declares `Retriever`: it turns a history into a query and searches the catalogue of one feature."""
 
     has_targets = False
-    may_change = ("metrics", "seen", "repeated_targets")
+    may_change = ("metrics", "seen", "repeated_targets", "weight_column")
+    weight_sides = (pb.USER, pb.HISTORY)
 
     @property
     def item_feature(self) -> str:
@@ -64,6 +73,11 @@ class RetrieverDeclaration(ModelDeclaration):
     def losses(self) -> list[LossField]:
         """The next-item loss."""
         return [LossField(self.config.loss, f"{self.path}.loss", frozenset({"retrieval"}))]
+
+    def weight_columns(self) -> list[WeightColumn]:
+        """The column of the next-item loss, if the config names one."""
+        column = self.config.weight_column
+        return [WeightColumn(column, f"{self.path}.weight_column")] if column else []
 
     def metrics(self) -> list[MetricList]:
         """Metrics of the ranks of the items to be found."""

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from recsys import protos as pb
+from recsys.config import features
 from recsys.config.registry import pick
 from recsys.data.batch import Batch
 from recsys.models.base import Losses, MetricRows
 from recsys.modules.losses import RankingLoss
+from recsys.ops import Selection, SequenceLayout, offsets_from_lengths
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,28 +43,47 @@ class TaskOutputs:
 
 
 class TaskLosses(nn.Module):
-    """The objective of a model with tasks: each task's loss, summed over candidates by their row's weight."""
+    """The objective of a model with tasks: each task's loss, summed over candidates by their weights.
+
+    A candidate weighs as much as its row (0 in a filler row) times its entry in the task's `weight_column`,
+    and nothing where the label of the task's `given_task` is not 1.
+    """
 
     def __init__(self, tasks: Sequence[pb.Task]):
         super().__init__()
         self.names = tuple(task.name for task in tasks)
         self.weights = tuple(task.weight for task in tasks)
+        self.columns = tuple((task.weight_column, task.given_task) for task in tasks)
         chosen = [pick(task.loss) for task in tasks]
         self.losses = nn.ModuleList(loss.cls(loss.config) for loss in chosen)
 
     def forward(self, outputs: TaskOutputs, batch: Batch) -> Losses:
         """Returns sums and counts over the candidates of this rank."""
-        weights = per_candidate(batch.sample_weight, batch)
+        row_weights = per_candidate(batch.sample_weight, batch)
+        # Tasks with the same columns share their weights.
+        weights = {
+            columns: _weighted(row_weights, *columns, batch) for columns in dict.fromkeys(self.columns)
+        }
+        counts = {columns: weight.sum() for columns, weight in weights.items()}
         compares = any(loss.compares for loss in self.losses)
         rows = batch.layout.targets_only().layout if compares else None
-        sums = [
-            (loss(logits, batch.labels[name], rows) * weights).sum()
-            for name, loss, logits in zip(
-                self.names, self.losses, by_task(outputs.logits, self.losses), strict=True
-            )
-        ]
-        counts = weights.sum().expand(len(sums))
-        return Losses(self.names, torch.stack(sums), counts, self.weights)
+        sums = []
+        for name, loss, columns, logits in zip(
+            self.names, self.losses, self.columns, by_task(outputs.logits, self.losses), strict=True
+        ):
+            inputs, weight = (logits, batch.labels[name]), weights[columns]
+            if loss.compares and columns[1]:
+                compared, order = apart(rows, batch.labels[columns[1]] > 0.5)
+                inputs, weight = tuple(x[order] for x in inputs), weight[order]
+                sums.append((loss(*inputs, compared) * weight).sum())
+            else:
+                sums.append((loss(*inputs, rows) * weight).sum())
+        return Losses(
+            self.names,
+            torch.stack(sums),
+            torch.stack([counts[columns] for columns in self.columns]),
+            self.weights,
+        )
 
     @property
     def probabilities(self) -> tuple[str, ...]:
@@ -102,14 +123,56 @@ def task_metrics(tasks: Iterable[pb.Task]) -> dict[str, Metric]:
     return metrics
 
 
-def task_rows(outputs: TaskOutputs, batch: Batch) -> MetricRows:
-    """Returns predictions, labels, weights and groups of the candidates, for each task."""
+def task_rows(outputs: TaskOutputs, batch: Batch, tasks: Iterable[pb.Task]) -> MetricRows:
+    """Returns predictions, labels, weights and groups of the candidates, for each task.
+
+    A candidate weighs as much as its row, and nothing where the label of the task's `given_task` is not 1.
+    Weights of losses are not those of metrics.
+    """
     weights = per_candidate(batch.sample_weight, batch)
     groups = per_candidate(batch.group, batch)
     return {
-        task: (predictions, batch.labels[task], weights, groups)
-        for task, predictions in outputs.predictions.items()
+        task.name: (
+            outputs.predictions[task.name],
+            batch.labels[task.name],
+            _weighted(weights, "", task.given_task, batch),
+            groups,
+        )
+        for task in tasks
     }
+
+
+def apart(rows: SequenceLayout, counted: Tensor) -> Selection:
+    """Splits every row in two, so that losses compare counted candidates with counted ones only.
+
+    Args:
+        rows: a layout of N candidates in B rows.
+        counted: bool [N].
+
+    Returns:
+        A layout of 2 B rows, first the counted candidates of each row and then the others of each row, and
+        the candidate at each of its N places. Nothing waits for the device.
+    """
+    place = rows.sample_ids() + rows.batch_size * ~counted
+    lengths = rows.lengths.new_zeros(2 * rows.batch_size).index_add(0, place, torch.ones_like(place))
+    layout = SequenceLayout.trusted(
+        lengths,
+        offsets_from_lengths(lengths),
+        num_targets=lengths,
+        num_contextual=0,
+        total_len=rows.total_len,
+        max_len=rows.max_len,
+        total_targets=rows.total_len,
+    )
+    return Selection(layout, place.argsort(stable=True))
+
+
+def _weighted(weights: Tensor, column: str, given_task: str, batch: Batch) -> Tensor:
+    """Multiplies weights [N] of candidates by those of a column and by the labels of a task, if named."""
+    if column:
+        values = batch.weights[column]
+        weights = weights * (per_candidate(values, batch) if features.side_of(column) == pb.USER else values)
+    return weights * (batch.labels[given_task] > 0.5) if given_task else weights
 
 
 def by_task(logits: Tensor, losses: Iterable[RankingLoss]) -> list[Tensor]:

@@ -76,6 +76,7 @@ class UserCandidateSplit:
             uih_actions=batch.uih_actions[:0],
             uih_watch_time=batch.uih_watch_time[:0],
             labels={name: labels[start:stop] for name, labels in batch.labels.items()},
+            weights={},
             sample_weight=torch.ones_like(none, dtype=batch.sample_weight.dtype),
             group=none,
         )
@@ -123,6 +124,7 @@ def _no_candidates(batch: Batch) -> dict[str, object]:
         "num_candidates": torch.zeros_like(batch.num_candidates),
         "candidate_timestamps": batch.candidate_timestamps[:0],
         "labels": {name: labels[:0] for name, labels in batch.labels.items()},
+        "weights": {},
     }
 
 

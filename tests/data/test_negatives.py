@@ -213,7 +213,7 @@ def test_batches_of_all_kinds_of_negatives_fit_the_loss(retriever, negatives):
         shared = [batch.ids[name].values() for name in features.shared_columns(retriever.pipeline)]
         vectors = [torch.randn(n, 4) for n in (num_events, len(shared[0]), *(len(one) for one in shared[1:]))]
         outputs = RetrieverOutputs(*vectors, *([torch.empty(0, 4)] if len(vectors) == 2 else []))
-        objective = NextItemLoss(loss, "uih_item_id", num_items=6, l2_normalize=True)
+        objective = NextItemLoss(loss, "uih_item_id", num_items=6, l2_normalize=True, weight_column="")
         losses = objective(outputs, batch)
         assert losses.sums.isfinite().all()
         seen += int(losses.counts)

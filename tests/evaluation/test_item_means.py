@@ -23,7 +23,10 @@ def pairs_auc(score, truth):
 
 def candidates(items, labels):
     return Candidates(
-        np.array(items), {"click": np.array(labels, np.float32)}, np.zeros(len(items), np.int64)
+        np.array(items),
+        {"click": np.array(labels, np.float32)},
+        {"click": np.ones(len(items), np.float32)},
+        np.zeros(len(items), np.int64),
     )
 
 
@@ -32,6 +35,14 @@ def test_predictions_are_smoothed_means_by_hand():
     # Items 9 and 0 have no training rows, so they have the mean of all, 1/2.
     found = predictions(train, np.array([1, 2, 3, 9, 0]), "click", 10)
     assert found == pytest.approx([(2 + 5) / 13, 5 / 12, 6 / 11, 0.5, 0.5])
+
+
+def test_candidates_that_a_task_does_not_count_are_left_out():
+    train = candidates([1, 1, 2, 1, 2, 3], [1, 1, 0, 0, 0, 1])
+    train.weights["click"][[1, 2, 5]] = 0
+    # Item 1 has the labels 1 and 0, item 2 has 0, item 3 none; the mean of all is 1/3.
+    found = predictions(train, np.array([1, 2, 3]), "click", 10)
+    assert found == pytest.approx([(1 + 10 / 3) / 12, (10 / 3) / 11, 1 / 3])
 
 
 @pytest.mark.parametrize("kind", ["binary", "regression"])

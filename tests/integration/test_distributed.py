@@ -45,8 +45,10 @@ OVER_ROWS = (
     "model.ranker.head={ple {num_levels: 2 expert_dim: 8}}",
     "model.ranker.tasks[0].loss={jrc {}}",
     "model.ranker.tasks[1].loss={pairwise {mean_squared_error {log1p: true}}}",
+    "model.ranker.tasks[0].weight_column=candidate_watch_time",
+    "model.ranker.tasks[1].given_task=is_click",
 )
-"""Losses that compare the candidates of a row."""
+"""Losses that compare the candidates of a row; weights from a column; a task that counts some candidates."""
 
 
 @pytest.fixture(scope="module")

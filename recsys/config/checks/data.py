@@ -61,11 +61,14 @@ def _columns(pipeline: pb.Pipeline) -> Iterator[Finding]:
             owners.setdefault(column, feature.name)
 
 
+def _inputs(pipeline: pb.Pipeline) -> set[str]:
+    """Columns of features."""
+    return {f.PREFIX.get(side, "") + feature.name for feature in pipeline.features for side in feature.sides}
+
+
 def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
     """A label must be neither an input nor a reserved column."""
-    inputs = {
-        f.PREFIX.get(side, "") + feature.name for feature in pipeline.features for side in feature.sides
-    }
+    inputs = _inputs(pipeline)
     model = model_of(pipeline)
     for index, task in enumerate(model.tasks):
         path = f"{model.path}.tasks[{index}]"
@@ -78,6 +81,27 @@ def _labels(pipeline: pb.Pipeline) -> Iterator[Finding]:
             yield Finding(
                 f"{path}.label", f"{task.label} holds {_RESERVED[task.label]}; choose another column"
             )
+
+
+def _weights(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """A column with weights of a loss must be of a side that the loss has, and hold nothing but weights.
+
+    It may be a label that is a number, such as a watch time.
+    """
+    model, inputs = model_of(pipeline), _inputs(pipeline)
+    bits = {task.label for task in model.tasks if task.label_bits}
+    for column, path in model.weight_columns():
+        if f.side_of(column) not in model.weight_sides:
+            lists = " or ".join(f"{f.PREFIX[side]}*" for side in model.weight_sides if f.PREFIX[side])
+            what = f"{column} is given; a {model.kind} has weights in lists {lists}, or one number a row"
+            yield Finding(path, what)
+        if column in inputs:
+            what = f"{column} is also the column of a feature; write the weights to a column of their own"
+            yield Finding(path, what)
+        if column in _RESERVED:
+            yield Finding(path, f"{column} holds {_RESERVED[column]}; choose another column")
+        if column in bits:
+            yield Finding(path, f"{column} holds labels as bits; choose another column")
 
 
 def _label_bits(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -216,6 +240,7 @@ RULES = (
     _names,
     _columns,
     _labels,
+    _weights,
     _label_bits,
     _predictions,
     _tables,

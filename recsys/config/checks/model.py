@@ -13,6 +13,7 @@ from recsys.config.checks import choices
 from recsys.config.checks.sequence import num_contextual, tokens_per_event
 from recsys.config.checks.walk import Finding, descend
 from recsys.config.declarations import MetricList, mixer_of, model_of
+from recsys.config.textproto import did_you_mean
 
 
 class MetricName(NamedTuple):
@@ -72,6 +73,21 @@ def _tasks(pipeline: pb.Pipeline) -> Iterator[Finding]:
     if model.tasks and all(task.weight == 0 for task in model.tasks):
         what = "every weight is 0: nothing would be learned; give one task a weight"
         yield Finding(f"{model.path}.tasks", what)
+
+
+def _given(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """A task may count the candidates with label 1 of another task, which must have such labels."""
+    model = model_of(pipeline)
+    tasks = {task.name: task for task in model.tasks}
+    for index, task in enumerate(model.tasks):
+        name, path = task.given_task, f"{model.path}.tasks[{index}].given_task"
+        if name and name == task.name:
+            yield Finding(path, f"{name!r} is this task itself; name another one")
+        elif name and name not in tasks:
+            yield Finding(path, f"no task is called {name!r}. {did_you_mean(name, tasks)}")
+        elif name and choices.loss_kind(tasks[name].loss) == "regression":
+            what = f"{name!r} is a regression; only a task with labels 0 and 1 says which candidates count"
+            yield Finding(path, what)
 
 
 def _losses(pipeline: pb.Pipeline) -> Iterator[Finding]:
@@ -177,6 +193,7 @@ RULES = (
     fits_preprocessor,
     _family,
     _tasks,
+    _given,
     _losses,
     _metrics,
     _groups,

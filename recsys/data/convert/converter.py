@@ -162,10 +162,10 @@ class Converter:
             if side != pb.USER:
                 row_checks.check_ragged(findings, values, first.setdefault(side, values))
         for column in self._columns:
-            # Tasks may share a column; `cells` has it with the last of these tasks.
-            if column.kind is Kind.LABEL and cells[column.name].column is not column:
+            # Tasks may share a column, and weights be a label; `cells` has it with the last of these tasks.
+            if column.kind in (Kind.LABEL, Kind.WEIGHT) and cells[column.name].column is not column:
                 shared = cells[column.name]
-                row_checks.check_label(findings, ColumnValues(column, shared.lists, shared.values))
+                row_checks.check_meaning(findings, ColumnValues(column, shared.lists, shared.values))
         request_time = integers(cells[REQUEST_TIME].values)
         events = cells[UIH_TIMESTAMPS].lists[0]
         row_checks.check_order(findings, events, request_time)
@@ -296,7 +296,7 @@ def to_flat(cells: ColumnValues, mapping: Mapping | None) -> FlatColumn:
     offsets = cells.lists[-1].offsets if column.multi_valued else None
     if column.kind is Kind.ID:
         return FlatColumn(column.side, mapping.map(values, row_type(mapping.rows)), offsets)
-    if column.kind in (Kind.LABEL, Kind.WATCH_TIME):
+    if column.kind in (Kind.LABEL, Kind.WATCH_TIME, Kind.WEIGHT):
         return FlatColumn(column.side, row_checks.floats(values).astype(np.float32, copy=False))
     if column.kind is not Kind.NUMBER:
         return FlatColumn(column.side, _narrow(integers(values)))

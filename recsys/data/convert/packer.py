@@ -58,6 +58,7 @@ class BatchArrays:
     seen_lengths: np.ndarray
     repeated: np.ndarray
     labels: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
     sample_weight: np.ndarray
     group: np.ndarray
     file: np.ndarray
@@ -161,6 +162,11 @@ class Packer:
                 column.task.name: _labels(column.task, flat[column.name].values)
                 for column in self._in_file
                 if column.task is not None
+            },
+            "weights": {
+                column.name: flat[column.name].values
+                for column in self._in_file
+                if column.kind is Kind.WEIGHT
             },
             "sample_weight": ((block.codes == 0) & (block.row >= 0)).astype(np.float32),
             "group": block.group,
@@ -278,7 +284,7 @@ def _count(block: ColumnBlock, repeated: np.ndarray) -> Counter[str]:
 
 def _empty_column(column: FileColumn, num_rows: int) -> FlatColumn:
     """Makes a column of rows without events and candidates; zeros for side USER."""
-    real = column.kind in (Kind.LABEL, Kind.WATCH_TIME)
+    real = column.kind in (Kind.LABEL, Kind.WATCH_TIME, Kind.WEIGHT)
     if column.kind is Kind.NUMBER:
         real = not column.feature.numeric.HasField("bucketize")
     elements = num_rows if column.side == pb.USER else 0

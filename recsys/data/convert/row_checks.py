@@ -175,9 +175,14 @@ def check_values(findings: RowFindings, cells: ColumnValues) -> None:
         cells.report(findings, "null", _true(pc.is_null(values)), f"is null{_instead_of_null(column)}")
     if pa.types.is_floating(values.type):
         _check_floats(findings, cells)
-    if column.kind is Kind.LABEL:
+    check_meaning(findings, cells)
+
+
+def check_meaning(findings: RowFindings, cells: ColumnValues) -> None:
+    """Reports values that a column of this kind cannot have: signs, ranges, labels outside their set."""
+    if cells.column.kind is Kind.LABEL:
         check_label(findings, cells)
-    elif column.kind is not Kind.NUMBER and not is_text(values.type):
+    elif cells.column.kind is not Kind.NUMBER and not is_text(cells.values.type):
         _check_range(findings, cells)
 
 
@@ -314,6 +319,7 @@ _MEANING = {
     Kind.ACTIONS: "action masks",
     Kind.LABEL_BITS: "masks of labels",
     Kind.WATCH_TIME: "watch times",
+    Kind.WEIGHT: "weights",
 }
 
 

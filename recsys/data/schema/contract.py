@@ -21,7 +21,7 @@ from recsys.data.schema.vocabulary import id_type
 from recsys.errors import DataError
 
 Mode = Literal["train", "evaluate", "predict"]
-"""The purpose of reading. Training and evaluation need labels; prediction does not read them."""
+"""The purpose of reading. Training and evaluation need labels and weights; prediction reads neither."""
 
 
 class Kind(Enum):
@@ -34,6 +34,7 @@ class Kind(Enum):
     WATCH_TIME = "watch time"
     LABEL = "label"
     LABEL_BITS = "label bits"
+    WEIGHT = "weight"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def file_columns(pipeline: pb.Pipeline, mode: Mode) -> list[FileColumn]:
     if candidates:
         wanted.append(FileColumn(candidate + features.TIMESTAMPS, pb.CANDIDATE, Kind.TIME, required=False))
     if mode != "predict":
+        for name in dict.fromkeys(column.name for column in model.weight_columns()):
+            wanted.append(FileColumn(name, features.side_of(name), Kind.WEIGHT))
         for task in model.tasks:
             kind = Kind.LABEL_BITS if task.label_bits else Kind.LABEL
             wanted.append(FileColumn(task.label, pb.CANDIDATE, kind, task=task))

@@ -157,6 +157,29 @@ RANKER_RULES = [
         "{name: 'b' label: 'x' loss {focal {}}}]",
         "tasks[1].label_bits: x is one column; this task reads it as a number, tasks[0] its bits; give them",
     ),
+    (
+        f"{TASK}.weight_column=candidate_author",
+        f"{TASK}.weight_column: candidate_author is also the column of",
+    ),
+    (
+        f"{TASK}.weight_column=uih_value",
+        f"{TASK}.weight_column: uih_value is given; a ranker has weights in lists candidate_*, or",
+    ),
+    (
+        f"{TASK}.weight_column=candidate_timestamps",
+        f"{TASK}.weight_column: candidate_timestamps holds the times of candidates",
+    ),
+    (
+        "model.ranker.tasks=[{name: 'a' label: 'x' label_bits: 1 loss {jrc {}} metrics {auc {}}}, "
+        "{name: 'b' weight_column: 'x' loss {focal {}}}]",
+        "tasks[1].weight_column: x holds labels as bits; choose another column",
+    ),
+    (f"{TASK}.given_task=click", f"{TASK}.given_task: 'click' is this task itself; name another one"),
+    (f"{TASK}.given_task=tim", f"{TASK}.given_task: no task is called 'tim'. Did you mean time?"),
+    (
+        f"{TASK}.given_task=time",
+        f"{TASK}.given_task: 'time' is a regression; only a task with labels 0 and 1",
+    ),
     ("model.ranker.head={mmoe {num_experts: 0}}", "head.mmoe.num_experts: 0 is given; it must be 1 or more"),
     ("model.ranker.head={ple {expert {hidden: 0}}}", "head.ple.expert.hidden[0]: 0 is given"),
     ("model.ranker.mixer.hstu.qk_dim=", "model.ranker.mixer.hstu.qk_dim: not set"),

@@ -172,4 +172,4 @@ class DotModel(Model):
         return task_metrics(self.tasks)
 
     def metric_rows(self, outputs, batch):
-        return task_rows(outputs, batch)
+        return task_rows(outputs, batch, self.tasks)
