@@ -28,8 +28,8 @@ class PreparedEvents:
         config: what `python -m recsys.prepare csv` writes as `starter.config`, with the vocabularies of the
             log; `recsys.config(data.config, ["train.num_epochs=5"])` changes it.
         train, validation, test: rows.
-        latest: the whole history of each user at the end of the log, to make recommendations from; None for
-            ranking.
+        latest: the whole history of each user at the end of the log, to make recommendations from. For
+            ranking the rows of the flag `--candidates FILE`, None without it.
         items: the features of each item, for `recsys.config(..., items=data.items)` with an item encoder;
             None for ranking and without features.
     """

@@ -1,15 +1,18 @@
-"""Flags, exit codes and the output folder of the preparation tools."""
+"""Flags, inputs, exit codes and the output folder of the preparation tools."""
 
 import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from recsys import files
 from recsys.errors import ConfigError, RecsysError
 from recsys.flags import Parser, closed_pipe, positive
+from recsys.prepare.downloads import download, location
 from recsys.prepare.starter_config import train_command
 
 PROGRAM = "python -m recsys.prepare"
@@ -52,7 +55,10 @@ def parser(tool: str, description: str) -> argparse.ArgumentParser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    flags.add_argument("--input", type=Path, required=True, help="where the original files are")
+    flags.add_argument(
+        "--input", type=location, required=True,
+        help="where the original files are: a path, or an address such as https://... or s3://...",
+    )  # fmt: skip
     flags.add_argument("--output", type=Path, required=True, help="folder to make")
     flags.add_argument("--overwrite", action="store_true", help="replace the output folder when it exists")
     flags.add_argument("--rows-per-group", type=positive, default=1024, help="rows of a parquet row group")
@@ -88,6 +94,69 @@ def print_next(output: Path) -> None:
 
 
 @contextmanager
+def local_inputs(
+    options: argparse.Namespace, *flags: str, patterns: Sequence[str] = ("*",), maxdepth: int | None = None
+) -> Iterator[None]:
+    """In the block, the inputs that are addresses are local paths: copies beside the output folder, which
+    vanish at the end. Errors of the block name the addresses.
+
+    Args:
+        options: what the flags of a tool say; changed.
+        flags: names of the inputs.
+        patterns: names of the files that the tool reads from a folder.
+        maxdepth: levels of a folder that the tool looks at; None: all.
+
+    Raises:
+        ConfigError: the output folder cannot be made; found before anything is downloaded.
+    """
+    addresses = {flag: getattr(options, flag) for flag in flags if isinstance(getattr(options, flag), str)}
+    if not addresses:
+        yield
+        return
+    require_free(options.output, overwrite=options.overwrite)
+    parent = _make_parent(options.output)
+    copies: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix=f".{options.output.name}.download-", dir=parent) as folder:
+        try:
+            for flag, address in addresses.items():
+                place = Path(folder) / flag
+                place.mkdir()
+                with files.naming_full_disk(parent):
+                    copy = download(address, place, patterns, maxdepth)
+                copies[str(copy)] = address.rstrip("/")
+                setattr(options, flag, copy)
+            yield
+        except RecsysError as error:
+            text = str(error)
+            for copy, address in copies.items():
+                text = text.replace(copy, address)
+            error.args = (text,)
+            raise
+
+
+def require_free(target: Path, *, overwrite: bool) -> bool:
+    """Returns whether the output folder has something in it, which `overwrite` allows.
+
+    Raises:
+        ConfigError: it has and `overwrite` is off, or it is a file.
+    """
+    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if occupied and not overwrite:
+        raise ConfigError(f"{target} exists; give another --output, or --overwrite to replace it")
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target} is a file; --output must name a folder")
+    return occupied
+
+
+def _make_parent(target: Path) -> Path:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {target}: cannot be written: {error.strerror or error}") from error
+    return target.parent
+
+
+@contextmanager
 def output_folder(target: Path, *, source: Path, overwrite: bool) -> Iterator[Path]:
     """Yields a folder to write into; it becomes `target` when the block ends, and vanishes when it fails.
 
@@ -99,19 +168,12 @@ def output_folder(target: Path, *, source: Path, overwrite: bool) -> Iterator[Pa
     Raises:
         ConfigError: `target` has something in it and `overwrite` is off, or it holds the source.
     """
-    occupied = target.exists() and (not target.is_dir() or any(target.iterdir()))
-    if occupied and not overwrite:
-        raise ConfigError(f"{target} exists; give another --output, or --overwrite to replace it")
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"{target} is a file; --output must name a folder")
+    occupied = require_free(target, overwrite=overwrite)
     if occupied and source.resolve().is_relative_to(target.resolve()):
         raise ConfigError(
             f"--output {target} holds the --input, which --overwrite would remove; give another"
         )
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {target}: cannot be written: {error.strerror or error}") from error
+    _make_parent(target)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     retired = target.parent / f".{target.name}.old-{os.getpid()}"
     partial.mkdir()

@@ -6,7 +6,9 @@
         --user-column uid --item-column sku --time-column when --time-unit iso \\
         --label click=clicked --label seconds=dwell:regression --action click=clicked --item-feature brand
 
---input is a .csv, .tsv (also .gz) or .parquet file, or a folder of them. Then train with
+--input is a .csv, .tsv (also .gz) or .parquet file, or a folder of them: a path, or an address such as
+https://host/clicks.csv.gz or s3://bucket/logs (also gs://, az://, hf:// and what else fsspec reads). Files
+behind an address are first downloaded beside --output, and removed at the end. Then train with
 `python -m recsys.train --config <output>/starter.config --run-dir runs/<name>`.
 
 - Ids stay as they are: int64 when every one is a whole number, else text.
@@ -17,6 +19,12 @@
   all events is the test split, the --validation-share before it validation; their histories end where the
   split begins, or with --evaluation-history live at each request (then within-user metrics mean little: the
   history of a second candidate holds the outcome of the first). Vocabularies count training only.
+- ranking, --candidates FILE: the folder `latest` has what to score now, which `python -m recsys.predict
+  --run-dir runs/<name> --input <output>/latest` does. FILE has a line for each candidate, with the columns of
+  user and item as in the log, and any columns of features. A row of `latest` is a user with the whole history
+  and all candidates, at the time of the log's last event; where FILE has features of users, such as the place
+  or the device, each combination of them is a row. Features that FILE lacks are those of the last event of
+  the item or user. Items and users without an event count as unknown; their numbers need a column or --fill.
 - retrieval: leave-one-out. The last item of a user is the test target, the one before it the validation
   target. The catalogue is every item of the log. Users with one or two events only train. The folder
   `latest` has the whole history of every user, to make recommendations from. --min-user-events and
@@ -28,7 +36,7 @@
 - A label or an action may be a condition: --label 'liked=rating>=4', --action 'bought=event==purchase'.
 
 Memory: the log is cut by user into parts of at most about --part-rows events, worked on one at a time;
-besides that, the ids of the vocabularies must fit.
+besides that, the ids of the vocabularies and the candidates must fit.
 """
 
 from __future__ import annotations
@@ -41,11 +49,13 @@ from datetime import datetime, timezone
 from recsys.errors import ConfigError, shortened
 from recsys.flags import positive
 from recsys.prepare import command, ties
+from recsys.prepare.candidates import read_candidates
 from recsys.prepare.conditions import Signal
 from recsys.prepare.dataset_writer import SEQUENCE_SIDES, Contents, Feature
-from recsys.prepare.events import TIME_UNITS, Log, LogColumns
-from recsys.prepare.log_dataset import SECOND, LogInput, LogSettings, make_dataset
-from recsys.prepare.log_files import find_logs, read_log
+from recsys.prepare.downloads import location
+from recsys.prepare.events import SECOND, TIME_UNITS, Log, LogColumns
+from recsys.prepare.log_dataset import LogInput, LogSettings, make_dataset
+from recsys.prepare.log_files import ENDINGS, find_logs, read_log
 
 EARLIEST_YEAR = 1980
 """A log that ends before this year was probably read with a wrong unit of time."""
@@ -73,10 +83,16 @@ def main(arguments: list[str] | None = None) -> None:
     options = _options(arguments)
     columns = _columns(options)
     contents = _contents(options, columns)
-    files = find_logs(options.input)
-    pieces = (piece for path in files for piece in read_log(path, columns))
     settings = LogSettings(**{field.name: getattr(options, field.name) for field in fields(LogSettings)})
-    log = make_dataset(LogInput(options.input, files, columns, pieces), contents, settings, ABOUT, options)
+    patterns = [f"*{ending}" for ending in ENDINGS]
+    with command.local_inputs(options, "input", "candidates", patterns=patterns, maxdepth=1):
+        files = find_logs(options.input)
+        pieces = (piece for path in files for piece in read_log(path, columns))
+        log_input = LogInput(options.input, files, columns, pieces)
+        if options.candidates is not None:
+            candidates = read_candidates(options.candidates, columns)
+            log_input = log_input._replace(candidates=candidates, files=[*files, options.candidates])
+        log = make_dataset(log_input, contents, settings, ABOUT, options)
     print(_time_range(log, options.time_unit))
     command.print_next(options.output)
 
@@ -104,6 +120,11 @@ def _columns(options: argparse.Namespace) -> LogColumns:
     if options.task == "retrieval" and labels:
         raise ConfigError(
             "--task retrieval predicts the next item and takes no --label; --action can carry feedback"
+        )
+    if options.task == "retrieval" and options.candidates is not None:
+        raise ConfigError(
+            "--candidates is for --task ranking; with --task retrieval all items are candidates of the users "
+            "in `latest`"
         )
     if options.task == "ranking" and max(options.min_user_events, options.min_item_events) > 1:
         raise ConfigError("--min-user-events and --min-item-events are for --task retrieval")
@@ -220,6 +241,10 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--fill", type=_fill, action="append", default=[], metavar="COLUMN=VALUE",
         help="what an empty cell of a column counts as",
+    )  # fmt: skip
+    parser.add_argument(
+        "--candidates", type=location, metavar="FILE",
+        help="users and items to score now, a line each, with any of the features; see above (ranking)",
     )  # fmt: skip
     parser.add_argument(
         "--session-gap", type=positive, default=60, help="longest pause in a request, seconds"

@@ -19,6 +19,9 @@ from recsys.prepare.rows import Slices, ranges
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 
+LATEST = "latest"
+"""Name of the rows to predict on: whole histories at the end of the log; rows of ranking have no labels."""
+
 SEQUENCE_SIDES = ("HISTORY", "CANDIDATE")
 """Sides of a feature that describes items: it is known of events and of candidates."""
 
@@ -150,7 +153,7 @@ class DatasetWriter:
         """Writes one parquet file of a split, and counts ids and numbers when it is the training split.
 
         Args:
-            split: TRAIN, VALIDATION, TEST, or the name of another split.
+            split: TRAIN, VALIDATION, TEST, LATEST, or the name of another split.
             file: relative path of the file.
             events: events sorted by user and time: `timestamps` (int64 s), `order` (int64, which breaks ties
                 between ids), feature columns, `actions`, `watch_time`, `label_<name>`.
@@ -159,7 +162,9 @@ class DatasetWriter:
         """
         path = self.folder / file
         path.parent.mkdir(parents=True, exist_ok=True)
-        columns = self._event_columns(self.contents.task == "ranking" or split in (VALIDATION, TEST))
+        columns = self._event_columns(
+            self.contents.task == "ranking" or split in (VALIDATION, TEST), self._labels(split)
+        )
         writer = None
         for start in range(0, max(len(rows), 1), self._rows_per_group):
             index = np.arange(start, min(start + self._rows_per_group, len(rows)))
@@ -256,7 +261,10 @@ class DatasetWriter:
         )
         return schema
 
-    def _event_columns(self, with_candidates: bool) -> dict[str, tuple[str, str]]:
+    def _labels(self, split: str) -> list[str]:
+        return [] if split == LATEST else list(self.contents.labels)
+
+    def _event_columns(self, with_candidates: bool, labels: list[str]) -> dict[str, tuple[str, str]]:
         """Maps each list column of the files to the column of events that it is cut from, and its side."""
         columns = {}
         sides = ("HISTORY", "CANDIDATE") if with_candidates else ("HISTORY",)
@@ -269,7 +277,7 @@ class DatasetWriter:
             if side == "HISTORY" and self.contents.watch_time:
                 columns["uih_watch_time"] = ("watch_time", side)
             if side == "CANDIDATE":
-                columns |= {f"candidate_{name}": (f"label_{name}", side) for name in self.contents.labels}
+                columns |= {f"candidate_{name}": (f"label_{name}", side) for name in labels}
         return columns
 
     def _note(self, split: str, file: str, slices: Slices, rows: pa.Table, events: pa.Table) -> None:
@@ -287,7 +295,7 @@ class DatasetWriter:
             times = pc.min_max(rows["request_time"]).as_py()
             figures["first_request_time"] = min(times["min"], figures.get("first_request_time", times["min"]))
             figures["last_request_time"] = max(times["max"], figures.get("last_request_time", times["max"]))
-        for name in self.contents.labels:
+        for name in self._labels(split):
             chosen = ranges(slices.candidate_start, slices.candidate_end)
             values = events[f"label_{name}"].to_numpy()[chosen].astype(np.float64)
             sums = figures.setdefault("label_sums", {})

@@ -24,9 +24,11 @@ from recsys.prepare.ties import FILE, SHUFFLE, TIE, shuffle_keys
 
 NUM_BUCKETS = 256
 HISTOGRAM_BINS = 1 << 20
-MICROSECONDS = {"s": 1_000_000, "ms": 1_000, "us": 1}
+SECOND = 1_000_000
+"""Microseconds per second: times are in microseconds until rows are cut."""
+MICROSECONDS = {"s": SECOND, "ms": 1_000, "us": 1}
 TIME_UNITS = (*MICROSECONDS, "iso")
-LATEST = 253_402_300_800_000_000
+END_OF_TIME = 253_402_300_800_000_000
 """The start of the year 10000 in microseconds; a later time must be in another unit."""
 
 
@@ -200,7 +202,7 @@ def cut_log(pieces: Iterator[Piece], columns: LogColumns, folder: Path, *, part_
     """
     integer_ids = dict.fromkeys(("user_id", "item_id", *columns.ids, *columns.lists), True)
     rows = np.zeros(NUM_BUCKETS, dtype=np.int64)
-    first_time, last_time = LATEST, 0
+    first_time, last_time = END_OF_TIME, 0
     tie_types = [pl.Int64(), pl.Float64(), pl.String()] if columns.ties != FILE else [None]
     if columns.ties == SHUFFLE:
         tie_types = [pl.UInt64()]
@@ -258,17 +260,12 @@ def _by_bucket(events: pl.DataFrame) -> Iterator[tuple[int, pa.Table]]:
 
 def _convert(piece: Piece, columns: LogColumns, offset: int) -> pl.DataFrame:
     """Converts a piece to the columns of `Log.part`, with ids as text and without `timestamps`."""
-    filled = [pl.col(name).replace("", value) for name, value in columns.fills.items()]
-    piece = piece._replace(texts=piece.texts.with_columns(filled))
+    piece = _filled(piece, columns)
     texts = piece.texts
     events = {
-        "user_id": _present(piece, columns.user),
-        "item_id": _present(piece, columns.item),
+        **convert_features(piece, columns),
         "time_us": _microseconds(piece, columns.time),
         "order": pl.int_range(offset, offset + texts.height, eager=True),
-        **{name: texts[name] for name in columns.ids},
-        **{name: _lists(texts[name], columns.list_delimiter) for name in columns.lists},
-        **{name: _numbers(piece, name).cast(pl.Float32) for name in columns.numbers},
     }
     if columns.ties == SHUFFLE:
         events[TIE] = shuffle_keys(events["order"].to_numpy(), columns.seed)
@@ -285,6 +282,35 @@ def _convert(piece: Piece, columns: LogColumns, offset: int) -> pl.DataFrame:
         _refuse(piece, columns.watch_time, seconds < 0, "a duration of at least 0")
         events["watch_time"] = seconds.cast(pl.Float32)
     return pl.DataFrame(events)
+
+
+def convert_features(piece: Piece, columns: LogColumns) -> dict[str, pl.Series]:
+    """Converts users, items and those features that a piece has; ids stay text, lists are split.
+
+    Raises:
+        DataError: an empty user or item, or a text where a number belongs; with file and line.
+    """
+    piece = _filled(piece, columns)
+    texts = piece.texts
+    return {
+        "user_id": _present(piece, columns.user),
+        "item_id": _present(piece, columns.item),
+        **{name: texts[name] for name in columns.ids if name in texts.columns},
+        **{
+            name: _lists(texts[name], columns.list_delimiter)
+            for name in columns.lists
+            if name in texts.columns
+        },
+        **{name: _numbers(piece, name).cast(pl.Float32) for name in columns.numbers if name in texts.columns},
+    }
+
+
+def _filled(piece: Piece, columns: LogColumns) -> Piece:
+    """Replaces empty cells by what `columns.fills` says."""
+    fills = {name: fill for name, fill in columns.fills.items() if name in piece.texts.columns}
+    return piece._replace(
+        texts=piece.texts.with_columns(pl.col(name).replace("", fill) for name, fill in fills.items())
+    )
 
 
 def _present(piece: Piece, name: str) -> pl.Series:
@@ -345,7 +371,7 @@ def _microseconds(piece: Piece, name: str) -> pl.Series:
             (texts.cast(pl.Float64, strict=False) * factor).floor().cast(pl.Int64, strict=False)
         )
         expected = f"a time in {piece.time_unit} since 1970; set --time-unit to s, ms, us or iso"
-    _refuse(piece, name, ~moments.is_between(0, LATEST - 1).fill_null(False), expected)
+    _refuse(piece, name, ~moments.is_between(0, END_OF_TIME - 1).fill_null(False), expected)
     return moments
 
 

@@ -55,6 +55,9 @@ from recsys.prepare.starter_config import write_config
 from recsys.prepare.text_tables import INTEGER, TEXT, find_files, fingerprints, id_column, read_csv
 from recsys.prepare.ties import FILE, sort_events
 
+LOGS, USERS, VIDEOS = "log_standard*.csv*", "user_features*.csv*", "video_features_basic*.csv*"
+"""Names of the files of a release that are read."""
+
 ACTIONS = (
     "is_click",
     "is_like",
@@ -118,9 +121,14 @@ BEIJING_MS = 8 * 3_600_000
 def main(arguments: list[str] | None = None) -> None:
     """Reads the files, cuts requests and writes the data set."""
     options = _options(arguments)
-    logs = find_files(options.input, "log_standard*.csv*", "the standard log")
-    users = find_files(options.input, "user_features*.csv*", "user features")
-    videos = find_files(options.input, "video_features_basic*.csv*", "video features")
+    with command.local_inputs(options, "input", patterns=(LOGS, USERS, VIDEOS)):
+        _prepare(options)
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    logs = find_files(options.input, LOGS, "the standard log")
+    users = find_files(options.input, USERS, "user features")
+    videos = find_files(options.input, VIDEOS, "video features")
     log, dropped = read_log(logs, modulus=options.user_modulus, ties=options.ties, seed=options.seed)
     tied = ties.TieCounter()
     tied.add(log["user_id"].to_numpy(), log["time_ms"].to_numpy())

@@ -15,19 +15,22 @@ import polars as pl
 
 from recsys.errors import DataError
 from recsys.prepare import command
-from recsys.prepare.dataset_writer import TEST, TRAIN, VALIDATION, Contents, DatasetWriter, plain_table
-from recsys.prepare.events import Log, LogColumns, Piece, cut_log
+from recsys.prepare.candidates import write_latest
+from recsys.prepare.dataset_writer import (
+    LATEST,
+    TEST,
+    TRAIN,
+    VALIDATION,
+    Contents,
+    DatasetWriter,
+    plain_table,
+)
+from recsys.prepare.events import SECOND, Log, LogColumns, Piece, cut_log
 from recsys.prepare.items import items_of, join_items, write_items
 from recsys.prepare.rows import freeze_histories, holdout_slices, request_slices
 from recsys.prepare.starter_config import write_config
 from recsys.prepare.text_tables import fingerprints
 from recsys.prepare.ties import FILE, TieCounter, report
-
-SECOND = 1_000_000
-"""Microseconds per second: times are in microseconds until rows are cut."""
-
-LATEST = "latest"
-"""Name of the rows to predict on: the whole history of each user at the end of the log."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,14 @@ class LogInput(NamedTuple):
         files: the files that schema.json describes.
         columns: what the columns of the log mean.
         pieces: the events as text.
+        candidates: what to score now, as `read_candidates` returns it (ranking); None: nothing.
     """
 
     path: Path
     files: list[Path]
     columns: LogColumns
     pieces: Iterator[Piece]
+    candidates: pl.DataFrame | None = None
 
 
 def make_dataset(
@@ -104,6 +109,11 @@ def make_dataset(
             writer = DatasetWriter(folder, contents, rows_per_group=options.rows_per_group)
             tied = TieCounter()
             items = _write_parts(writer, log, settings, tied)
+            notes = []
+            if log_input.candidates is not None:
+                notes = write_latest(
+                    writer, log, log_input.candidates, log_input.columns, settings.max_history
+                )
         for split in (TRAIN, VALIDATION, TEST):
             if split not in writer.splits:
                 raise DataError(
@@ -126,6 +136,8 @@ def make_dataset(
         write_config(schema, folder, options.output)
     for name, split in schema["splits"].items():
         print(f"{name}: {split['rows']} rows, {split['candidates']} candidates")
+    for note in notes:
+        print(note)
     print(report(schema["ties"]))
     return log
 

@@ -4,7 +4,7 @@ A file is delimited text with a header (.csv, .tsv, also .gz) or parquet.
 """
 
 import gzip
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -38,38 +38,51 @@ def find_logs(source: Path) -> list[Path]:
     return files
 
 
-def read_log(path: Path, columns: LogColumns) -> Iterator[Piece]:
+def read_log(
+    path: Path, columns: LogColumns, *, names: Sequence[str] | None = None, optional: Sequence[str] = ()
+) -> Iterator[Piece]:
     """Yields the columns of one file as text, some 100,000 lines at a time.
+
+    Args:
+        path: the file.
+        columns: what its columns mean, and how it is written.
+        names: the columns to read; by default all of `columns`.
+        optional: more columns, which are read if the file has them.
 
     Raises:
         DataError: a missing column, or a file that cannot be read.
     """
+    names = columns.all() if names is None else list(names)
     if path.suffix == ".parquet":
-        yield from _read_parquet(path, columns)
+        yield from _read_parquet(path, columns, names, optional)
         return
     delimiter = columns.delimiter or ("\t" if ".tsv" in path.suffixes else ",")
     pieces = text_batches(
         lambda: gzip.open(path) if path.suffix == ".gz" else open(path, "rb"),
         str(path),
-        columns.all(),
+        names,
         delimiter=delimiter,
         can_change_delimiter=True,
+        optional=optional,
     )
     for line, texts in pieces:
         yield Piece(texts, str(path), line, "line", columns.time_unit)
 
 
-def _read_parquet(path: Path, columns: LogColumns) -> Iterator[Piece]:
+def _read_parquet(
+    path: Path, columns: LogColumns, names: list[str], optional: Sequence[str]
+) -> Iterator[Piece]:
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
-        check_columns(columns.all(), file.schema_arrow.names, str(path))
+        names = [*names, *(name for name in optional if name in file.schema_arrow.names)]
+        check_columns(names, file.schema_arrow.names, str(path))
         row = 0
-        for batch in file.iter_batches(1 << 17, columns=columns.all()):
+        for batch in file.iter_batches(1 << 17, columns=names):
             # Text that is no UTF-8 would end the process in polars.
             batch.validate(full=True)
             table = pa.Table.from_batches([batch])
-            frame = pl.DataFrame([_as_text(table[name], name, path) for name in columns.all()])
-            is_moment = pa.types.is_temporal(table.schema.field(columns.time).type)
+            frame = pl.DataFrame([_as_text(table[name], name, path) for name in names])
+            is_moment = columns.time in names and pa.types.is_temporal(table.schema.field(columns.time).type)
             yield Piece(frame, str(path), row, "row", "us" if is_moment else columns.time_unit)
             row += frame.height
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -5,6 +5,7 @@
     python -m recsys.prepare movielens --input ml-latest-small --output data/ml-latest-small
 
 Takes the zip file or folder of a release with ratings.dat (`::`, ml-1m and ml-10m) or ratings.csv (later).
+--input may be an address: https://files.grouplens.org/datasets/movielens/ml-1m.zip
 
 - All ratings count, whatever their stars; no user or movie is left out.
 - Order: by user and time, equal times in the order of the file (a stable sort; another order moves up to a
@@ -128,6 +129,13 @@ class Release(NamedTuple):
 def main(arguments: list[str] | None = None) -> None:
     """Reads a release, splits it and writes the data set."""
     options = _options(arguments)
+    with command.local_inputs(
+        options, "input", patterns=[name for names in NAMES.values() for name in names]
+    ):
+        _prepare(options)
+
+
+def _prepare(options: argparse.Namespace) -> None:
     release = read_release(options.input)
     events = join_movies(release.ratings, release.movies, options.input, options.ties, options.seed)
     tied = ties.TieCounter()

@@ -22,12 +22,12 @@ besides that, the ids of the vocabulary must fit.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from recsys.errors import ConfigError
 from recsys.flags import positive
 from recsys.prepare import command, ties
 from recsys.prepare.dataset_writer import SEQUENCE_SIDES, Contents, Feature
+from recsys.prepare.downloads import location
 from recsys.prepare.events import TIME_UNITS, LogColumns
 from recsys.prepare.log_dataset import LogInput, LogSettings, make_dataset
 from recsys.prepare.sequence_files import ITEM, TIME, USER, read_sequences
@@ -42,6 +42,11 @@ ABOUT = {
 def main(arguments: list[str] | None = None) -> None:
     """Reads the files and makes a data set of them."""
     options = _options(arguments)
+    with command.local_inputs(options, "input", "times"):
+        _prepare(options)
+
+
+def _prepare(options: argparse.Namespace) -> None:
     unit = options.time_unit if options.times else "s"
     log_input = LogInput(
         path=options.input,
@@ -65,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = command.parser("sequences", __doc__)
-    parser.add_argument("--times", type=Path, metavar="FILE", help="the times of the events")
+    parser.add_argument("--times", type=location, metavar="FILE", help="the times of the events")
     parser.add_argument("--time-unit", choices=TIME_UNITS, default="s")
     parser.add_argument("--max-history", type=positive, default=200, help="newest events of a history")
     command.add_core(parser)

@@ -7,7 +7,7 @@ import csv
 import difflib
 import gzip
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -84,6 +84,7 @@ def text_batches(
     block_bytes: int = 1 << 24,
     *,
     can_change_delimiter: bool = False,
+    optional: Sequence[str] = (),
 ) -> Iterator[tuple[int, pl.DataFrame]]:
     """Reads a CSV file with a header piece by piece; yields each piece's first line number and text columns.
 
@@ -94,6 +95,7 @@ def text_batches(
         delimiter: stands between values.
         block_bytes: size of a piece; no line may be longer.
         can_change_delimiter: the tool has a flag --delimiter, which errors may name.
+        optional: names of more columns, which are read if the file has them.
 
     Raises:
         DataError: a missing column, a line with too many or too few values, a file that cannot be read.
@@ -101,6 +103,7 @@ def text_batches(
     try:
         with open_file() as file:
             header = _header(file, where, delimiter)
+        columns = [*columns, *(name for name in optional if name in header)]
         hint = _delimiter_hint(columns, header, delimiter) if can_change_delimiter else ""
         check_columns(columns, header, where, hint)
         with open_file() as file:

@@ -4,12 +4,12 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import fsspec
 import pyarrow as pa
 
 from recsys import protos as pb
 from recsys.config import fields
 from recsys.config.registry import pick
+from recsys.data.filesystems import open_filesystem
 from recsys.data.schema.contract import Mode, check_same_schema, check_schema, needed_columns
 from recsys.errors import DataError
 
@@ -156,7 +156,7 @@ def find_files(patterns: list[str], suffix: str) -> list[str]:
         raise DataError(f"no {suffix} files are given. Set `paths`, e.g. paths: 'data/train'.")
     files: list[str] = []
     for pattern in patterns:
-        fs, path = fsspec.core.url_to_fs(pattern)
+        fs, path = open_filesystem(pattern)
         # A file whose name has the characters of a pattern is taken literally.
         if any(character in path for character in "*?[") and not fs.exists(path):
             names = [name for name in fs.glob(path) if fs.isfile(name)]

@@ -3,10 +3,11 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.registry import known_implementations
 
 from recsys import protos as pb
 from recsys.data.sources import RowGroup, open_source
-from recsys.errors import DataError
+from recsys.errors import DataError, InstallationError
 
 
 def source(*paths):
@@ -78,6 +79,17 @@ def test_nothing_there(folder, pattern):
     (folder / "empty").mkdir()
     with pytest.raises(DataError, match=rf"{pattern.replace('*', '.')}: no such file, or no .parquet file"):
         source(folder / pattern)
+
+
+def test_an_address_of_a_protocol_that_cannot_be_read(monkeypatch):
+    absent = {"class": "no_such_package.FileSystem", "err": "needs the moon"}
+    monkeypatch.setitem(known_implementations, "nowhere", absent)
+    with pytest.raises(DataError, match="s33:// is no known protocol. Did you mean s3://?"):
+        source("s33://bucket/a.parquet")
+    with pytest.raises(
+        InstallationError, match=r"\(needs the moon\); type: python -m pip install no_such_pac"
+    ):
+        source("nowhere://bucket/a.parquet")
 
 
 def test_no_paths():
