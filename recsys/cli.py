@@ -6,6 +6,7 @@ An entry point is a function of a `Call` and one line, `return cli.main("train",
 """
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -154,13 +155,32 @@ def _guard(action: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         return closed_pipe()
     except OSError as error:
-        # A full disk, a folder that is read-only: the system's message says what to do.
-        logger.error("%s", error)
+        logger.error("%s", _explain(error))
         logger.debug("it happened here", exc_info=True)
         return RecsysError.exit_code
     except KeyboardInterrupt:
         logger.error("interrupted")
         return 130
+
+
+_REMEDIES = {
+    errno.EACCES: "change its permissions, or run the command as its owner",
+    errno.EPERM: "change its permissions, or run the command as its owner",
+    errno.EROFS: "name a folder that can be written",
+    errno.EISDIR: "move the folder out of the way",
+    errno.ENOTDIR: "move the file that stands in place of a folder out of the way",
+    errno.EEXIST: "move what stands there out of the way",
+    errno.ELOOP: "mend the symbolic link",
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+"""What to do about an error of the system, by its number."""
+
+
+def _explain(error: OSError) -> str:
+    """The system's message, which names the file, and what to do."""
+    remedy = _REMEDIES.get(error.errno or 0)
+    return f"{error}; {remedy}" if remedy else str(error)
 
 
 def _prepare_and_run(
@@ -300,7 +320,8 @@ class _FileHandler(logging.FileHandler):
     """Writes `log.txt`. If a line cannot be written (full disk), later lines go to stderr only."""
 
     def __init__(self, path: Path):
-        super().__init__(path, encoding="utf-8")
+        # The name of a file may hold bytes that are no UTF-8.
+        super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self._path = path
         self._failed = False
 

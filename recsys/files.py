@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -45,8 +45,22 @@ def sync(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a small file so that a reader sees the old or the new text, never a part."""
     aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(text, encoding="utf-8")
-    publish(aside, path)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        publish(aside, path)
+    except OSError:
+        # A full disk, or a folder in the way; nothing half-written stays.
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a symbolic link, or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(str(path))
+    else:
+        path.unlink()
 
 
 def publish(aside: Path, path: Path) -> None:
@@ -56,10 +70,11 @@ def publish(aside: Path, path: Path) -> None:
     sync(aside)
     if aside.is_dir() and path.exists():
         old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
+        if old.exists():
+            remove(old)
         path.rename(old)
         aside.rename(path)
-        shutil.rmtree(old)
+        remove(old)
     else:
         aside.replace(path)
     sync(path.parent)
@@ -97,7 +112,7 @@ def _own_folder(path: Path) -> Iterator[bool]:
         except BlockingIOError:
             is_ours = False
         for left in path.iterdir() if is_ours else ():
-            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            remove(left)
         yield is_ours
     finally:
         os.close(descriptor)

@@ -24,13 +24,14 @@ def parse(text: str | bytes, kind: type[T]) -> T:
             one of these or None. A dataclass has no further entries, a TypedDict may have more.
 
     Raises:
-        ValueError: the text is no JSON, nested too deeply, or has NaN or infinity in it.
+        ValueError: the text is no JSON, nested too deeply, or has NaN, infinity or half a character in it.
         TypeError: a value is missing or of another type; the message names its place.
     """
+    text = text if isinstance(text, str) else text.decode("utf-8")
     try:
-        value = json.loads(
-            text if isinstance(text, str) else text.decode("utf-8"), parse_constant=_refuse_constant
-        )
+        value = json.loads(text, parse_constant=_refuse_constant)
+        if "\\ud" in text.lower():
+            _require_characters(value)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return _typed(value, kind, "")
@@ -38,6 +39,14 @@ def parse(text: str | bytes, kind: type[T]) -> T:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} in it, which is no JSON")
+
+
+def _require_characters(value: Any) -> None:
+    """Refuses escapes of half a surrogate pair, which no file and no terminal can show."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{error.object[error.start]!r} in it, which is no character") from None
 
 
 def _typed(value: Any, kind: Any, place: str) -> Any:

@@ -247,6 +247,27 @@ def test_exit_codes(folder, capsys, error, code):
     assert "Traceback" not in shown
 
 
+def test_an_error_of_the_system_says_what_to_do(folder, capsys):
+    def run(call):
+        (folder / "run").mkdir()
+        (folder / "run").read_text()
+
+    assert cli.main("train", run, ["--config", "x.config"]) == 1
+    assert f"Is a directory: '{folder}/run'; move the folder out of the way" in capsys.readouterr().err
+
+
+def test_the_log_shows_bytes_of_names_that_are_no_text(folder, capfd, monkeypatch):
+    def run(call):
+        raise errors.DataError(f"{os.fsdecode(bytes([0xFF]))}.parquet: no such file")
+
+    # As Python opens it; the one of pytest refuses such names.
+    monkeypatch.setattr(sys, "stderr", open(2, "w", errors="backslashreplace", closefd=False))
+    assert cli.main("train", run, ["--config", "x.config", "--run-dir", "here"]) == 3
+    sys.stderr.flush()
+    assert "Logging error" not in capfd.readouterr().err
+    assert r"\udcff.parquet: no such file" in (folder / "here" / "log.txt").read_text(encoding="utf-8")
+
+
 def test_other_errors_keep_their_traceback(folder):
     def run(call):
         raise ZeroDivisionError

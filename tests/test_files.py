@@ -119,3 +119,18 @@ def test_a_full_disk_is_named(tmp_path):
         full.write("x")
     with pytest.raises(FileNotFoundError), files.naming_full_disk(where):
         where.read_text()
+
+
+def test_a_text_that_cannot_take_its_place_leaves_nothing_behind(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        files.write_text(tmp_path / "a.json", "{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_folder_takes_the_place_of_a_file(tmp_path):
+    for name in ("state", ".state.old"):
+        (tmp_path / name).write_text("in the way")
+    (tmp_path / "aside").mkdir()
+    files.publish(tmp_path / "aside", tmp_path / "state")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"] and (tmp_path / "state").is_dir()

@@ -1,29 +1,37 @@
 """The protocol of an evaluation: what its figures depend on besides model and rows."""
 
-import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from recsys import protos as pb
+from recsys import typed_json
 from recsys.config.declarations import model_of
+
+log = logging.getLogger(__name__)
+
+
+class _Schema(TypedDict, total=False):
+    ties: dict[str, Any]
 
 
 def protocol(pipeline: pb.Pipeline) -> dict[str, Any]:
     """Returns the settings of a resolved config that decide how a split is measured, by name.
 
     `ties`, the order of events of one instant, is added if the preparation tools noted it: it is the entry of
-    `schema.json` in the folder around `data.vocabulary_dir`.
+    `schema.json` in the folder around `data.vocabulary_dir`. A damaged file is an obstacle to nothing else,
+    so it causes a warning.
     """
     found: dict[str, Any] = dict(model_of(pipeline).protocol)
     path = Path(pipeline.data.vocabulary_dir).parent / "schema.json"
     if pipeline.data.vocabulary_dir and path.is_file():
         try:
-            schema = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return found
-        if isinstance(schema, Mapping) and isinstance(schema.get("ties"), Mapping):
-            found["ties"] = dict(schema["ties"])
+            schema = typed_json.parse(path.read_bytes(), _Schema)
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("%s: damaged (%s), so the order of ties is not known; prepare it again", path, error)
+        else:
+            found |= {name: value for name, value in schema.items() if name == "ties"}
     return found
 
 

@@ -107,5 +107,7 @@ def recommend(
     values = pa.array(scores[kept].astype(np.float32))
     table = table.append_column(features.SCORE, pa.ListArray.from_arrays(offsets, values))
     folder.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, folder / RECOMMENDATIONS)
+    aside = folder / f".{RECOMMENDATIONS}.partial"
+    pq.write_table(table, aside)
+    files.publish(aside, folder / RECOMMENDATIONS)
     return folder / RECOMMENDATIONS

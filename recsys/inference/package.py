@@ -29,21 +29,25 @@ from torch import Tensor
 import recsys.config as config
 from recsys import environment, files, typed_json
 from recsys import protos as pb
+from recsys.config import features
 from recsys.config.declarations import model_of
 from recsys.data.arrow import first_line
 from recsys.data.batch import Batch
+from recsys.errors import shortened
 from recsys.inference.cached_programs import WEIGHTS, CachedDescription, CachedPrograms
+from recsys.inference.item_embeddings import FILE as VECTORS
 from recsys.inference.item_embeddings import new_items, read_vectors
 from recsys.inference.program import PackageError, Program
 from recsys.models.signature import TensorSpec
 from recsys.scoring.cache import UserCache
-from recsys.scoring.signature import flatten
+from recsys.scoring.signature import flatten, scoring_signature
 
 log = logging.getLogger(__name__)
 
 FORMAT = 3
 DESCRIPTION = "package.json"
 MODEL, GOLDEN, VOCABULARY = "model.pt2", "golden.safetensors", "vocabulary"
+DEVICES = ("cpu", "cuda")
 ITEM_TOWER, GOLDEN_ITEMS = "item_tower.pt2", "golden_items.safetensors"
 
 
@@ -127,6 +131,7 @@ class Package:
         self.description = _read_description(folder)
         _require_device(folder, self.description)
         self.pipeline = _read_config(folder)
+        _require_same_model(folder, self.description, self.pipeline)
         try:
             self._load(folder)
             if check_golden:
@@ -138,7 +143,10 @@ class Package:
 
     def _load(self, folder: Path) -> None:
         """Loads the item vectors and the programs."""
-        self.items = read_vectors(folder) if model_of(self.pipeline).item_feature is not None else None
+        self.items = None
+        if model_of(self.pipeline).item_feature is not None:
+            self.items = read_vectors(folder)
+            _require_vector_each(folder, self.items, self.pipeline)
         specs = [TensorSpec.from_json(entry) for entry in self.description.inputs]
         device, libraries = torch.device(self.description.device), self.description.op_libraries
         self.cached, weights = None, None
@@ -328,6 +336,10 @@ def _read_description(folder: Path) -> Description:
 
 def _require_device(folder: Path, description: Description) -> None:
     """Raises PackageError if the package's device is missing or differs; logs if a GPU stays unused."""
+    if description.device not in DEVICES:
+        known = " and ".join(DEVICES)
+        what = f"{folder / DESCRIPTION}: device is {shortened(description.device)}, known are {known}"
+        raise PackageError(f"{what}: export it again")
     if description.device != "cuda":
         if torch.cuda.is_available():
             log.info("%s: compiled for a CPU; a package exported on this machine would use its GPU", folder)
@@ -341,8 +353,26 @@ def _require_device(folder: Path, description: Description) -> None:
         raise PackageError(f"{compiled_for}; {torch.cuda.get_device_name()} here is {present}: {again}")
 
 
+def _require_same_model(folder: Path, description: Description, pipeline: pb.Pipeline) -> None:
+    """Raises PackageError if `package.json` and the config describe different models."""
+    declared = model_of(pipeline)
+    inputs = [spec.to_json() for spec in scoring_signature(pipeline)]
+    same = description.kind == declared.kind and description.outputs == declared.outputs
+    if not same or description.inputs != inputs:
+        what = f"it describes another model than {config.FILE_NAME} beside it"
+        raise PackageError(f"{folder / DESCRIPTION}: {what}: export it again")
+
+
+def _require_vector_each(folder: Path, vectors: Tensor, pipeline: pb.Pipeline) -> None:
+    """Raises PackageError if the vectors are not those of the config's items."""
+    expected = (features.table_rows(features.searched_item(pipeline)) - 1, pipeline.model.embedding_dim)
+    if tuple(vectors.shape) != expected:
+        shapes = "{} vectors of {} numbers, expected are {} of {}".format(*vectors.shape, *expected)
+        raise PackageError(f"{folder / VECTORS}: {shapes}: export it again")
+
+
 def _read_config(folder: Path) -> pb.Pipeline:
-    pipeline = config.load(folder / config.FILE_NAME, follow_imports=False)
+    pipeline = config.prepare(folder / config.FILE_NAME, read_files=False, follow_imports=False).pipeline
     for feature in pipeline.features:
         if feature.HasField("id") and feature.id.HasField("vocabulary"):
             feature.id.vocabulary.file = str(folder / feature.id.vocabulary.file)

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,7 @@ import torch
 from recsys import files, typed_json
 from recsys import protos as pb
 from recsys.config import features
+from recsys.data.arrow import first_line
 from recsys.data.batch import Batch, Position
 from recsys.data.collator import Collator
 from recsys.data.convert.column_block import ColumnBlock
@@ -247,16 +248,31 @@ def _predict(
         _write(predictor.answer(table, block), parts[group])
     rows = left_out = 0
     for group, part in parts.items():
-        with pq.ParquetFile(part) as written:
-            if written.metadata.num_rows != group.num_rows:
-                raise RecsysError(
-                    f"{part}: it has {written.metadata.num_rows} rows, its input {group.num_rows}; remove it"
-                )
-            left_out += int((written.schema_arrow.metadata or {})[LEFT_OUT.encode()])
-            rows += group.num_rows
+        written = _read_footer(part)
+        if written.rows != group.num_rows:
+            raise RecsysError(f"{part}: it has {written.rows} rows, its input {group.num_rows}; remove it")
+        left_out += written.left_out
+        rows += group.num_rows
     _say_recall(predictor.recall(), output)
     files.write_text(output / SUCCESS, json.dumps({"rows": rows, "left_out": left_out}) + "\n")
     return Predicted(output, rows, left_out)
+
+
+class _Footer(NamedTuple):
+    """Rows of a part, and how many of them were left out as bad."""
+
+    rows: int
+    left_out: int
+
+
+def _read_footer(part: Path) -> _Footer:
+    try:
+        with pq.ParquetFile(part) as written:
+            noted = (written.schema_arrow.metadata or {})[LEFT_OUT.encode()]
+            return _Footer(written.metadata.num_rows, int(noted))
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        what = f"not a part of predictions ({first_line(error)})"
+        raise RecsysError(f"{part}: {what}; remove it and start the same command again") from error
 
 
 def _one_ahead(make: Callable[[_Given], _Made], items: Sequence[_Given]) -> Iterator[_Made]:

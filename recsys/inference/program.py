@@ -6,6 +6,7 @@ Native code does not check its inputs: a wrong dtype or a strided tensor would s
 import importlib
 import logging
 import os
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor
 
-from recsys.errors import RecsysError
+from recsys.errors import InstallationError, RecsysError
 from recsys.models.signature import TensorSpec
 
 
@@ -32,7 +33,8 @@ class Program:
         weights: its weights by name, if the file does not hold them. They are not copied.
 
     Raises:
-        PackageError: a weight is missing.
+        PackageError: a weight is missing, or the file is not such an archive.
+        InstallationError: a module of `op_libraries` cannot be imported.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class Program:
         weights: Mapping[str, Tensor] | None = None,
     ):
         for name in op_libraries:
-            importlib.import_module(name)
+            _import(name, path)
+        _require_archive(path)
         # The runtime reads this switch once, before the first call, and then refuses tensors of a wrong type
         # or shape.
         os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
@@ -83,6 +86,29 @@ class Program:
             constants[name] = weight
         self._compiled.load_constants(constants, check_full_update=True, user_managed=True)
         return constants
+
+
+def _import(name: str, path: Path) -> None:
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        what = f"{path} needs operators of the Python module {name}, which cannot be imported ({error})"
+        raise InstallationError(f"{what}: install it") from error
+
+
+def _require_archive(path: Path) -> None:
+    """Raises PackageError unless the file is an archive as the compiler writes it, which packs nothing.
+
+    The loader unpacks it into a temporary folder, which an archive of packed zeros would fill.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise PackageError(f"{path}: not a compiled program ({error}): export it again") from error
+    if unpacked > path.stat().st_size:
+        what = f"its {path.stat().st_size:,} bytes unpack to {unpacked:,}, and a program is not packed"
+        raise PackageError(f"{path}: {what}: export it again")
 
 
 def enter_device(device: torch.device) -> None:

@@ -9,6 +9,7 @@ no code from its files.
 
 import json
 import logging
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,10 @@ from recsys.training.restricted_unpickler import DAMAGED_TENSORS, SafeReader, re
 from recsys.training.state import Best, SavedState
 
 STATE = "state.json"
+
+_STATE = re.compile(r"step-[0-9]{8,15}")
+"""Matches the folders of states, see `_name`."""
+
 AVERAGE = "average."
 """Prefix of the names of averaged weights (see `averaging`); the rest is the name of the weight."""
 
@@ -57,9 +62,7 @@ class Checkpoints:
 
     def steps(self) -> list[Path]:
         """Returns the folders of all saved states, oldest first, damaged ones included. Not collective."""
-        return sorted(
-            path for path in self.folder.glob("step-*") if path.name.removeprefix("step-").isdigit()
-        )
+        return sorted(path for path in self.folder.glob("step-*") if _STATE.fullmatch(path.name))
 
     def newest(self) -> Path | None:
         """Returns the newest undamaged state, or None. Damaged states are skipped with a warning.
@@ -122,7 +125,7 @@ class Checkpoints:
         for path in set(self.steps()) - kept:
             path.rename(path.with_name(f".{path.name}.old"))
         for path in self.folder.glob(".step-*"):
-            shutil.rmtree(path)
+            files.remove(path)
 
 
 def read_state(path: Path) -> SavedState:
@@ -153,7 +156,7 @@ def find(folder: Path, which: str) -> Path:
         ConfigError: `which` is none of the three.
     """
     checkpoints = Checkpoints(folder)
-    if which.isdigit():
+    if re.fullmatch("[0-9]{1,15}", which):
         path = folder / _name(int(which))
         if not path.exists():
             kept = ", ".join(str(int(x.name.removeprefix("step-"))) for x in checkpoints.steps())

@@ -23,10 +23,11 @@ def test_a_retriever_names_its_rules_and_the_order_of_ties(tmp_path, ties):
     assert describe(protocol(pipeline)) == line
 
 
-def test_kept_items_miss_nothing_and_a_damaged_schema_is_no_obstacle(tmp_path):
+def test_kept_items_miss_nothing_and_a_damaged_schema_is_no_obstacle(tmp_path, caplog):
     pipeline = config.prepare(
         "configs/amazon_beauty_sasrec.config", ["model.retriever.seen=KEEP"], read_files=False
     )
     pipeline.pipeline.data.vocabulary_dir = str(tmp_path / "vocabulary")
     (tmp_path / "schema.json").write_text('{"ties": ')
     assert protocol(pipeline.pipeline) == {"seen": "KEEP"}
+    assert f"{tmp_path}/schema.json: damaged (" in caplog.text

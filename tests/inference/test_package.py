@@ -1,12 +1,23 @@
 """Packages and the machines that they are for; `tests/integration` has whole ones."""
 
+import dataclasses
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from recsys.inference.package import Description, Package, _require_device
-from recsys.inference.program import PackageError
+from recsys import config
+from recsys.errors import InstallationError
+from recsys.inference.package import (
+    Description,
+    Package,
+    _require_device,
+    _require_same_model,
+    _require_vector_each,
+)
+from recsys.inference.program import PackageError, Program
+from recsys.scoring.signature import scoring_signature
 
 
 def description(device: str, target: str) -> Description:
@@ -52,3 +63,41 @@ def test_the_folder_of_a_run_is_no_package(tmp_path):
     (tmp_path / "export" / "package.json").touch()
     with pytest.raises(PackageError, match=rf"no package.json in it; it is in {tmp_path}/export$"):
         Package(tmp_path)
+
+
+def test_a_description_and_a_config_belong_to_the_same_model(tmp_path):
+    pipeline = config.prepare("tests/integration/tiny.config").pipeline
+    inputs = [spec.to_json() for spec in scoring_signature(pipeline)]
+    whole = Description("ranker", 1, "cpu", "", inputs, ["is_click", "watch_time"], 4096, 1e-4)
+    _require_same_model(tmp_path, whole, pipeline)
+    for change in ({"kind": "retriever"}, {"outputs": ["is_click"]}, {"inputs": inputs[1:]}):
+        with pytest.raises(PackageError, match=r"package\.json: it describes another model than config\."):
+            _require_same_model(tmp_path, dataclasses.replace(whole, **change), pipeline)
+    with pytest.raises(PackageError, match="device is 'meta', known are cpu and cuda: export it again"):
+        _require_device(tmp_path, dataclasses.replace(whole, device="meta"))
+
+
+def test_every_item_has_a_vector(tmp_path):
+    pipeline = config.prepare("configs/movielens_small_two_tower.config").pipeline
+    _require_vector_each(tmp_path, torch.zeros(9125, 50), pipeline)
+    for shape in ((9124, 50), (9125, 49)):
+        with pytest.raises(PackageError, match="{} vectors of {} numbers, expected are 9125".format(*shape)):
+            _require_vector_each(tmp_path, torch.zeros(shape), pipeline)
+
+
+def test_a_program_is_an_archive_without_packed_entries(tmp_path):
+    path = tmp_path / "model.pt2"
+    path.write_bytes(b"PK")
+    with pytest.raises(PackageError, match=r"model\.pt2: not a compiled program \(File is not a zip file\)"):
+        Program(path, [], torch.device("cpu"))
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("data", bytes(10_000_000))
+    with pytest.raises(PackageError, match="unpack to 10,000,000, and a program is not packed: export"):
+        Program(path, [], torch.device("cpu"))
+
+
+def test_a_module_of_operators_that_is_missing_is_named(tmp_path):
+    with pytest.raises(
+        InstallationError, match=r"operators of the Python module toys_ops, which .*install it"
+    ):
+        Program(tmp_path / "model.pt2", [], torch.device("cpu"), ["toys_ops"])

@@ -204,6 +204,22 @@ def test_what_differs_from_the_predictions_in_a_folder_is_named(repeated, tmp_pa
         predict(Predictor(repeated.package, changed), repeated.source(), out)
 
 
+def test_a_damaged_part_of_predictions_is_named(repeated, tmp_path):
+    pq.write_table(pq.read_table(repeated.paths[1]).slice(0, 1), repeated.paths[1])
+    out = tmp_path / "out"
+    predict(Predictor(repeated.package), repeated.source(), out)
+    part = sorted(out.glob("part-*.parquet"))[0]
+    whole = pq.read_table(part)
+    pq.write_table(whole.replace_schema_metadata(), part)
+    without_count = part.read_bytes()
+    for content in (b"", without_count[:-5], without_count):
+        part.write_bytes(content)
+        with pytest.raises(
+            RecsysError, match=f"{part.name}: not a part of predictions .*; remove it and start"
+        ):
+            predict(Predictor(repeated.package), repeated.source(), out)
+
+
 def test_two_processes_do_not_write_the_same_predictions(repeated, tmp_path):
     pq.write_table(pq.read_table(repeated.paths[1]).slice(0, 1), repeated.paths[1])
     out = tmp_path / "out"

@@ -12,7 +12,7 @@ from torch import nn
 
 from recsys.data.counts import Counts
 from recsys.data.sources.base import FileMark
-from recsys.errors import RecsysError
+from recsys.errors import ConfigError, RecsysError
 from recsys.training import checkpoint, restricted_unpickler
 from recsys.training.checkpoint import Checkpoints
 from recsys.training.state import Best, Inputs, Progress, SavedState, capture_rng
@@ -263,3 +263,16 @@ def test_a_state_of_another_kind_is_named(tmp_path, text):
     (path / "state.json").write_text(text)
     with pytest.raises(RecsysError, match=r"state.json: an unexpected or missing part .* another version"):
         checkpoint.read_state(path)
+
+
+def test_other_entries_beside_the_states_are_no_states(tmp_path):
+    for name in ("step-²", "step-1", f"step-{'9' * 30}"):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".step-00000001.old").write_text("left by hand")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.steps() == []
+    saved = checkpoints.save(tensors(), state_of(1))
+    assert checkpoints.steps() == [saved] and not (tmp_path / ".step-00000001.old").exists()
+    for which in ("²", "9" * 5000):
+        with pytest.raises(ConfigError, match="give best, newest, or the number of a step"):
+            checkpoint.find(tmp_path, which)

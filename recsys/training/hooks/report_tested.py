@@ -1,12 +1,12 @@
 """The part of `report.html` that `recsys.evaluate` adds after training: metrics of each evaluated split."""
 
-import json
+import logging
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from recsys import files
+from recsys import files, typed_json
 from recsys.training.hooks.report_charts import number
 from recsys.training.hooks.report_page import card, section
 
@@ -14,6 +14,13 @@ _BEGIN, _END = "<!-- evaluated splits -->", "<!-- end of evaluated splits -->"
 SPLITS = ("test", "validation", "train")
 SUFFIX = "_metrics.json"
 """`recsys.evaluate` writes `<split>_metrics.json` into the run folder."""
+
+log = logging.getLogger(__name__)
+
+
+class _Tested(TypedDict):
+    checkpoint: str
+    metrics: dict[str, float | None]
 
 
 def tested_section(folder: Path) -> str:
@@ -26,14 +33,18 @@ def update_report(path: Path) -> None:
     """Writes the newest metrics of `recsys.evaluate` into a report, if it has a place for them."""
     if not path.is_file():
         return
-    text = path.read_text(encoding="utf-8")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        log.warning("%s: damaged (%s), so it does not show the new metrics; remove it", path, error)
+        return
     before, mark, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if mark and end:
         files.write_text(path, before + tested_section(path.parent) + after)
 
 
-def _section(records: Mapping[str, Mapping[str, Any]]) -> str:
+def _section(records: Mapping[str, _Tested]) -> str:
     names = dict.fromkeys(name for record in records.values() for name in record["metrics"])
     heads = "".join(
         f'<th class="n">{escape(split)}, {escape(_state(record))}</th>' for split, record in records.items()
@@ -50,20 +61,17 @@ def _section(records: Mapping[str, Mapping[str, Any]]) -> str:
     return section("Metrics of recsys.evaluate", card(table))
 
 
-def _state(record: Mapping[str, Any]) -> str:
-    name = str(record.get("checkpoint", ""))
-    digits = name.rpartition("-")[2].lstrip("0") or "0"
-    return f"step {int(digits):,}" if digits.isdecimal() else name
+def _state(record: _Tested) -> str:
+    digits = record["checkpoint"].removeprefix("step-")
+    return f"step {int(digits):,}" if digits.isdecimal() and len(digits) < 16 else record["checkpoint"]
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Reads the file of a split; None if it is missing or damaged, as the report can do without it."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+def _read(path: Path) -> _Tested | None:
+    """Reads the file of a split; None if it is missing, or damaged, which a warning says."""
+    if not path.exists():
         return None
-    whole = isinstance(record, dict) and isinstance(record.get("metrics"), dict)
-    valid = whole and all(
-        value is None or isinstance(value, int | float) for value in record["metrics"].values()
-    )
-    return record if valid else None
+    try:
+        return typed_json.parse(path.read_bytes(), _Tested)
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("%s: damaged (%s), so the report leaves it out; run recsys.evaluate again", path, error)
+        return None

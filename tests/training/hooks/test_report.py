@@ -339,3 +339,19 @@ def test_a_report_of_an_earlier_version_stays_as_it_is(tmp_path):
     assert (tmp_path / NAME).read_text() == "<html></html>"
     update_report(tmp_path / "missing.html")
     assert not (tmp_path / "missing.html").exists()
+
+
+def test_damaged_files_beside_the_page_are_named_and_left_out(tmp_path, caplog):
+    path = tmp_path / NAME
+    path.write_text(page_of(RECORDS, folder=tmp_path))
+    for name, text in (("test", "[" * 100_000), ("validation", '{"checkpoint": "\\ud800", "metrics": {}}')):
+        (tmp_path / f"{name}_metrics.json").write_text(text)
+    update_report(path)
+    assert "Metrics of recsys.evaluate" not in path.read_text()
+    assert "test_metrics.json: damaged (nested too deeply), so the report leaves it out" in caplog.text
+    assert "validation_metrics.json: damaged ('\\ud800' in it, which is no character)" in caplog.text
+    damaged = path.read_text().encode("utf-16")
+    path.write_bytes(damaged)
+    update_report(path)
+    assert path.read_bytes() == damaged
+    assert f"{path}: damaged ('utf-8' codec" in caplog.text
