@@ -162,7 +162,9 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 # Words for a family or a mixer, as a part of an identifier or in a string; `hstu_attention` is an op.
-NAMES = re.compile(r"ranker|retriever|sasrec|mixture|hstu(?!_?attention)", re.IGNORECASE)
+NAMES = re.compile(
+    r"ranker|retriever|sasrec|mixture|hybrid|linear_?mixer|mixer\.linear|hstu(?!_?attention)", re.IGNORECASE
+)
 NAMING_LAYERS = {"models", "modules", "protos", "ops"}
 NAMING_FILES = {
     "prepare/starter_config.py": "it writes the text of a config that a user starts from",
@@ -196,7 +198,8 @@ def test_every_family_and_mixer_has_a_name_that_is_looked_for():
     for choice in (pb.Model, pb.Mixer):
         (oneof,) = choice.DESCRIPTOR.oneofs
         for field in oneof.fields:
-            assert NAMES.search(field.name) and NAMES.search(field.message_type.name)
+            assert NAMES.search(f"{choice.DESCRIPTOR.name}.{field.name}")
+            assert NAMES.search(field.message_type.name)
 
 
 @pytest.mark.parametrize(

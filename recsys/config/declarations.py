@@ -245,12 +245,18 @@ def model_of(pipeline: pb.Pipeline) -> ModelDeclaration:
 def mixer_of(pipeline: pb.Pipeline) -> MixerDeclaration | None:
     """The declaration of the mixer of a config's model; None if the model has or chooses none."""
     model = model_of(pipeline)
-    config = _chosen_part(model.config, "mixer")
-    if config is None:
+    choice = choices.part(model.config, "mixer")
+    return None if choice is None else declared_mixer(choice, f"{model.path}.mixer", pipeline.model)
+
+
+def declared_mixer(choice: pb.Mixer, path: str, model: pb.Model) -> MixerDeclaration | None:
+    """The declaration of what is chosen in `choice`, which stands at `path`; None if nothing is."""
+    field = fields.chosen(choice)
+    if field is None:
         return None
-    name = fields.name_of(fields.chosen(model.config.mixer))
+    config = fields.value_of(choice, field)
     declared = registry.declaration(type(config)) or MixerDeclaration
-    return declared(config, f"{model.path}.mixer.{name}", pipeline.model)
+    return declared(config, f"{path}.{fields.name_of(field)}", model)
 
 
 def _chosen_part(config: Message, name: str) -> Message | None:

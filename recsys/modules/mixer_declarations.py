@@ -4,17 +4,20 @@ The classes themselves are in `modules/mixers`. A mixer from another package can
 of its class, at the price that checking a config with it imports torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from recsys import protos as pb
-from recsys.config.checks.values import BELOW_ONE, COUNT, POSITIVE, limit
+from recsys.config.checks.values import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, limit
 from recsys.config.checks.walk import Finding
-from recsys.config.declarations import Choice, MixerDeclaration
+from recsys.config.declarations import Choice, MixerDeclaration, declared_mixer
 from recsys.config.registry import declare
 from recsys.config.textproto import did_you_mean
 
 BACKENDS = ("auto", "sm90", "triton", "reference")
 """Attention backends that an `HstuMixer` may name."""
+
+LINEAR_BACKENDS = ("auto", "triton", "reference")
+"""Backends that a `LinearMixer` may name."""
 
 limit(
     pb.HstuMixer,
@@ -36,6 +39,19 @@ limit(
     pb.SasRecMixer,
     {"num_layers": COUNT, "num_heads": COUNT, "feed_forward_dim": COUNT, "dropout": BELOW_ONE},
 )
+limit(
+    pb.LinearMixer,
+    {
+        "num_layers": COUNT,
+        "num_heads": COUNT,
+        "qk_dim": COUNT,
+        "v_dim": COUNT,
+        "feed_forward_dim": NOT_NEGATIVE,
+        "dropout": BELOW_ONE,
+    },
+    required=("qk_dim",),
+)
+limit(pb.HybridMixer, required=("mixers",))
 limit(pb.MixtureMixer, required=("stacks",))
 limit(pb.ChannelStack, required=("channel", "hstu"))
 
@@ -65,9 +81,7 @@ class HstuDeclaration(MixerDeclaration):
     def findings(self) -> Iterator[Finding]:
         """Rules of the backend and of compiled layers."""
         config = self.config
-        if config.backend not in BACKENDS:
-            what = f"no backend is called {config.backend!r}. {did_you_mean(config.backend, BACKENDS)}"
-            yield Finding(f"{self.path}.backend", what)
+        yield from _unknown_backend(self, BACKENDS)
         if config.compile:
             again = [pb.Recompute.Name(part) for part in config.recompute if part in (pb.NORMED_X, pb.UVQK)]
             if again:
@@ -92,6 +106,59 @@ class SasRecDeclaration(MixerDeclaration):
             yield Finding(f"{self.path}.num_heads", what)
 
 
+@declare(pb.LinearMixer)
+class LinearDeclaration(MixerDeclaration):
+    """Declares `LinearMixer`."""
+
+    @property
+    def reads_times(self) -> bool:
+        """In the time channel."""
+        return self.config.time_channel
+
+    def choices(self) -> Iterator[Choice]:
+        """The width of values and of the feed-forward layers."""
+        config, path = self.config, self.path
+        if config.HasField("qk_dim"):
+            yield Choice(config, path, "v_dim", config.qk_dim, f"{path}.qk_dim")
+        width = self.model.embedding_dim
+        yield Choice(config, path, "feed_forward_dim", width, "model.embedding_dim")
+
+    def findings(self) -> Iterator[Finding]:
+        """Rules of the backend."""
+        yield from _unknown_backend(self, LINEAR_BACKENDS)
+
+
+@declare(pb.HybridMixer)
+class HybridDeclaration(MixerDeclaration):
+    """Declares `HybridMixer`, whose mixers each declare themselves."""
+
+    @property
+    def reads_times(self) -> bool:
+        """In any of the mixers."""
+        return any(mixer.reads_times for mixer in self._mixers())
+
+    def choices(self) -> Iterator[Choice]:
+        """The choices of each mixer."""
+        for mixer in self._mixers():
+            yield from mixer.choices()
+
+    def findings(self) -> Iterator[Finding]:
+        """The findings of each mixer; a mixture cannot be one of them."""
+        for mixer in self._mixers():
+            if isinstance(mixer.config, pb.MixtureMixer):
+                what = "a mixture takes several sequences and leaves targets alone; use it by itself"
+                yield Finding(mixer.path, what)
+            else:
+                yield from mixer.findings()
+
+    def _mixers(self) -> list[MixerDeclaration]:
+        chosen = [
+            declared_mixer(mixer, f"{self.path}.mixers[{index}]", self.model)
+            for index, mixer in enumerate(self.config.mixers)
+        ]
+        return [mixer for mixer in chosen if mixer is not None]
+
+
 @declare(pb.MixtureMixer)
 class MixtureDeclaration(MixerDeclaration):
     """Declares `MixtureMixer`, whose stacks each declare themselves."""
@@ -113,3 +180,11 @@ class MixtureDeclaration(MixerDeclaration):
             HstuDeclaration(stack.hstu, f"{self.path}.stacks[{index}].hstu", self.model)
             for index, stack in enumerate(self.config.stacks)
         ]
+
+
+def _unknown_backend(mixer: MixerDeclaration, backends: Sequence[str]) -> Iterator[Finding]:
+    """Finds a backend that the mixer's op does not have."""
+    name = mixer.config.backend
+    if name not in backends:
+        what = f"no backend is called {name!r}. {did_you_mean(name, backends)}"
+        yield Finding(f"{mixer.path}.backend", what)

@@ -14,6 +14,12 @@ from tests.modules.pipelines import RANKER, RANKERS, RETRIEVER, batch_of, pipeli
 
 RANKER_SASREC = "model { ranker { mixer { sasrec { num_heads: 2 } } } }"
 RETRIEVER_SASREC = "model { retriever { mixer { sasrec { num_heads: 2 } } } }"
+LINEAR = "linear { num_layers: 1  num_heads: 2  qk_dim: 4 }"
+RANKER_LINEAR = f"model {{ ranker {{ mixer {{ {LINEAR} }} }} }}"
+RETRIEVER_HYBRID = """model { retriever { mixer { hybrid {
+  mixers { linear { num_layers: 1  num_heads: 2  qk_dim: 4  form: DELTA  position_channel: false } }
+  mixers { hstu { num_layers: 1  qk_dim: 4 } }
+} } } }"""
 TRUNCATED = """model { ranker {
   preprocessor { contextual { action_placement: INTERLEAVED } }
   mixer { hstu {
@@ -35,6 +41,7 @@ BF16 = "model { precision: BF16 }"
 MODELS = {
     "ranker hstu": (RANKER,),
     "ranker sasrec": (RANKER, RANKER_SASREC),
+    "ranker linear": (RANKER, RANKER_LINEAR),
     "ranker truncated": (RANKER, TRUNCATED),
     "ranker bf16": (RANKER, BF16),
     "ranker interleaved": RANKERS["interleaved"],
@@ -46,6 +53,7 @@ MODELS = {
     "ranker ple": (RANKER, RANKER_PLE),
     "retriever hstu": (RETRIEVER,),
     "retriever sasrec": (RETRIEVER, RETRIEVER_SASREC),
+    "retriever hybrid": (RETRIEVER, RETRIEVER_HYBRID),
 }
 EXAMPLE = [(3, 2), (0, 3), (5, 0), (1, 1)]
 SIZES = [

@@ -7,7 +7,9 @@ values; a token's result depends on its own sample only. To add a mixer, write a
 
 from recsys.modules.mixers.base import Mixer
 from recsys.modules.mixers.hstu import HstuMixer
+from recsys.modules.mixers.hybrid import HybridMixer
+from recsys.modules.mixers.linear import LinearMixer
 from recsys.modules.mixers.mixture import MixtureMixer
 from recsys.modules.mixers.sasrec import SasRecMixer
 
-__all__ = ["HstuMixer", "Mixer", "MixtureMixer", "SasRecMixer"]
+__all__ = ["HstuMixer", "HybridMixer", "LinearMixer", "Mixer", "MixtureMixer", "SasRecMixer"]

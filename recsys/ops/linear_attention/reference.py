@@ -1,8 +1,9 @@
 """The reference of `linear_attention` in plain PyTorch, chunk by chunk, on any device and in any type.
 
 Samples are padded and processed in chunks: the state contributes one product, and the tokens of a chunk a
-table of all pairs, in which no decay is divided by another. Backward computes each chunk again. In a traced
-graph everything is one node for any number of chunks.
+table of all pairs, in which no decay is divided by another. Backward computes each chunk again. In a compiled
+graph everything is one node for any number of chunks; an exported graph, which must not need Python, holds
+the loop over chunks itself.
 """
 
 from __future__ import annotations
@@ -11,14 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from recsys.ops.jagged.layout import SequenceLayout
-from recsys.ops.runtime.dispatch import SUPPORTED, Support
+from recsys.ops.runtime.dispatch import SUPPORTED, Support, is_exporting
 from recsys.ops.runtime.registration import differentiable, opaque_op, saving
 
 CHUNK = 16
 """Tokens of a sample per chunk: [B, CHUNK, CHUNK, H, D] numbers are held at a time."""
+
+EXPORTED_CHUNK = 32
+"""The same in an exported graph, where each step of the loop costs a copy of all outputs."""
 
 
 def supports(facts: object) -> Support:
@@ -42,6 +47,8 @@ def run(
         log_decay = log_decay[:, :, None].expand(q.shape)
     if initial_state is None:
         initial_state = zero_state(q, v, layout)
+    if is_exporting():
+        return _attend_exported(q, k, v, log_decay, beta, initial_state, layout, scale)
     if torch.compiler.is_compiling():
         facts = (layout.lengths, layout.offsets, layout.num_targets, layout.num_contextual, layout.max_len)
         return linear_attention_op(q, k, v, log_decay, beta, initial_state, *facts, scale)
@@ -79,6 +86,44 @@ def _attend(
         of_history = torch.cat(outputs, dim=1).flatten(0, 1) if outputs else of_targets[:0]
         out = torch.cat([of_history, of_targets])[_places(layout, rows.shape[1])]
         return out.to(v.dtype), state
+
+
+def _attend_exported(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    state: Tensor,
+    layout: SequenceLayout,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Computes `_attend` without gradients, by a loop that one graph holds for any number of chunks."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    tokens = (q.to(wide) * scale, k.to(wide), v.to(wide), log_decay.to(wide))
+    tokens = tokens if beta is None else (*tokens, beta.to(wide))
+    num_chunks = layout.max_len // EXPORTED_CHUNK + 2  # never 1, which a compiler takes for a special case
+    place = torch.arange(num_chunks * EXPORTED_CHUNK, device=q.device)
+    is_history = place < layout.history_end[:, None]
+    rows = torch.where(is_history, layout.offsets[:-1, None] + place, q.shape[0])
+    rows = rows.unflatten(1, (num_chunks, EXPORTED_CHUNK))
+    padded = [torch.cat([part, part.new_zeros(1, *part.shape[1:])])[rows] for part in tokens]
+
+    def more(number: Tensor, *_: Tensor) -> Tensor:
+        return number < num_chunks
+
+    def step(number: Tensor, state: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        chunk = [part.index_select(1, number[None])[:, 0] for part in padded]
+        out, state = _chunk(state, *chunk)
+        return number + 1, state, outputs.index_copy(1, number[None], out[:, None])
+
+    first = torch.zeros((), dtype=torch.int64, device=q.device)
+    outputs = q.new_zeros(padded[2].shape, dtype=wide)
+    _, state, outputs = while_loop(more, step, (first, state.to(wide), outputs))
+    of_history = outputs.flatten(0, 2)
+    of_targets = _alone(state, layout.targets_only().index, layout, tokens)
+    out = torch.cat([of_history, of_targets])[_places(layout, num_chunks * EXPORTED_CHUNK)]
+    return out.to(v.dtype), state
 
 
 def _padded_rows(layout: SequenceLayout) -> Tensor:

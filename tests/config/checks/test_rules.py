@@ -230,6 +230,20 @@ RANKER_RULES = [
         "sasrec.num_heads: 5 does not divide model.embedding_dim, which is 32",
     ),
     (
+        "model.ranker.mixer={linear {qk_dim: 8 backend: 'sm90'}}",
+        "mixer.linear.backend: no backend is called 'sm90'. Allowed here: auto, triton, reference.",
+    ),
+    ("model.ranker.mixer={linear {}}", "mixer.linear.qk_dim: not set; it is needed"),
+    ("model.ranker.mixer={hybrid {}}", "mixer.hybrid.mixers: not set; it is needed"),
+    (
+        "model.ranker.mixer={hybrid {mixers {linear {qk_dim: 8}} mixers {sasrec {num_heads: 5}}}}",
+        "mixer.hybrid.mixers[1].sasrec.num_heads: 5 does not divide model.embedding_dim, which is 32",
+    ),
+    (
+        f"model.ranker.mixer={{hybrid {{mixers {{mixture {{stacks {{{STACK}}}}}}}}}}}",
+        "mixer.hybrid.mixers[0].mixture: a mixture takes several sequences and leaves targets alone",
+    ),
+    (
         "model.ranker.preprocessor.contextual.action.bits[0].bit=63",
         "bits[0].bit: 63 is given; it must be from 0 to 62",
     ),

@@ -10,22 +10,35 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recsys import protos as pb
 from recsys.config import registry
-from recsys.modules import mixers  # noqa: F401
+from recsys.modules import linear_layer, mixers  # noqa: F401
+from recsys.ops import LinearAttention
 from tests.modules.mixers.sequences import WIDTH, part, random_sequence
 
 EXAMPLES = {
     "hstu": """num_layers: 2 num_heads: 2 qk_dim: 4 v_dim: 3 scale_len: 3
         bias { num_positions: 20 num_time_buckets: 40 } mask { contextual_reads_history: false }""",
     "sasrec": "num_layers: 2 num_heads: 2 feed_forward_dim: 7 mask { contextual_reads_history: false }",
+    "linear": "num_layers: 2 num_heads: 2 qk_dim: 4 v_dim: 3 feed_forward_dim: 5",
+    "linear, retention": "num_layers: 2 num_heads: 2 qk_dim: 4 v_dim: 3 form: RETENTION",
+    "linear, delta": "num_layers: 2 num_heads: 2 qk_dim: 4 v_dim: 3 form: DELTA",
+    "hybrid": """mixers { linear { num_layers: 1 num_heads: 2 qk_dim: 4 v_dim: 3 } }
+        mixers { hstu { num_layers: 1 num_heads: 2 qk_dim: 4 v_dim: 3 scale_len: 3
+            mask { contextual_reads_history: false } } }""",
 }
+"""Messages by the name of their field, behind which may stand what sets one apart from others."""
+
 SHAPES = [(5, 3), (0, 2), (0, 0), (6, 0), (1, 4)]
 
 
-# A mixture takes several sequences and gives targets only: see test_mixture.
-@pytest.fixture(params=sorted(set(registry.registered(pb.Mixer)) - {"mixture"}))
+def test_every_mixer_has_an_example():
+    # A mixture takes several sequences and gives targets only: see test_mixture.
+    assert {name.partition(",")[0] for name in EXAMPLES} == set(registry.registered(pb.Mixer)) - {"mixture"}
+
+
+@pytest.fixture(params=EXAMPLES)
 def mixer(request):
-    assert request.param in EXAMPLES, f"write an example of {request.param} into EXAMPLES"
-    message = text_format.Parse(f"{request.param} {{ {EXAMPLES[request.param]} }}", pb.Mixer())
+    name = request.param.partition(",")[0]
+    message = text_format.Parse(f"{name} {{ {EXAMPLES[request.param]} }}", pb.Mixer())
     chosen = registry.pick(message)
     module = chosen.cls(chosen.config, embedding_dim=WIDTH).double().eval()
     for parameter in module.parameters():
@@ -126,7 +139,17 @@ def test_dropout_is_for_training(mixer):
     assert not torch.equal(mixer(sequence).values, mixer(sequence).values)
 
 
-def test_flops_are_those_of_the_matrix_products(mixer):
+def products_of_the_recurrence(q, k, v, log_decay, layout, *, beta=None, backend):
+    """The matrix products of `linear_attention` in its recurrent form: its chunks multiply more than that."""
+    q, k, v = (tensor.flatten(0, 1)[:, None] for tensor in (q, k, v))
+    added = k.transpose(1, 2) @ v
+    if beta is not None:
+        _ = k @ added
+    return LinearAttention((q @ added).unflatten(0, (layout.total_len, -1))[:, :, 0], added)
+
+
+def test_flops_are_those_of_the_matrix_products(mixer, monkeypatch):
+    monkeypatch.setattr(linear_layer, "linear_attention", products_of_the_recurrence)
     # Contextual tokens only, the same number in each sample: all pairs are visible and nothing is padded.
     sequence = random_sequence([(0, 0)] * 3, contextual=5)
     # The counter looks into attention that is made of products, not into a fused one.

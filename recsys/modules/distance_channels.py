@@ -1,0 +1,147 @@
+"""`DistanceChannel`: weights of linear attention by how far apart tokens are, in time or in tokens.
+
+The weight of event j for token i is a learned function of their distance d, a sum of damped waves:
+`exp(-rate_p d) (a_p cos(2 pi d / p) + b_p sin(2 pi d / p))` over periods p. Since cos and sin of a difference
+are sums of products, it is a linear attention with clock readings for queries and keys, and nothing about the
+content of tokens enters. Source: the temporal and positional channels of FuXi-Linear, arXiv 2602.23671; here
+positions are relative and each head has its own sum of waves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from recsys.modules.sequence import JaggedSequence
+from recsys.ops import SequenceLayout
+
+TIME_PERIODS = (60, 600, 3_600, 21_600, 86_400, 604_800, 2_592_000, 31_536_000)
+"""Seconds: a minute, ten minutes, an hour, six hours, a day, a week, thirty days, a year."""
+
+POSITION_PERIODS = (2, 4, 8, 16, 64, 128, 256, 1_024)
+"""Tokens."""
+
+STRONGEST_DECAY = 20.0
+"""No step multiplies a state by less than exp(-20), which float32 sums cannot tell from 0."""
+
+
+class Clock(NamedTuple):
+    """Readings of one clock at each token, in float32 or wider.
+
+    Attributes:
+        keys: [T, 2 P], cos and sin of each period at the token; zeros for a token that is not to be read.
+        queries: [T, 2 P], cos and sin of each period at the moment that the token asks about.
+        turned: [T, 2 P], sin and -cos at that moment.
+        elapsed: [T, 1], distance from the token before to this one.
+        ahead: [T, 1], distance from this token to the moment that it asks about.
+    """
+
+    keys: Tensor
+    queries: Tensor
+    turned: Tensor
+    elapsed: Tensor
+    ahead: Tensor
+
+
+class Weights(NamedTuple):
+    """Queries, keys and logarithms of decays, [T, H, 2 P] each."""
+
+    queries: Tensor
+    keys: Tensor
+    log_decay: Tensor
+
+
+def time_clock(sequence: JaggedSequence, periods: Tensor) -> Clock:
+    """Reads the times of tokens in seconds: a token asks about the time of the next one.
+
+    Contextual tokens happen at no time, so nobody reads them, and their distances are 0.
+    """
+    layout, times, wanted = sequence.layout, sequence.timestamps, sequence.next_timestamps
+    is_contextual = layout.positions() < layout.num_contextual
+    before = times.index_select(0, _row_before(layout))
+    elapsed = torch.where(is_contextual, 0, times - before)
+    ahead = torch.where(is_contextual, 0, wanted - times)
+    return _clock(sequence.values, periods, times, wanted, elapsed, ahead, ~is_contextual)
+
+
+def position_clock(sequence: JaggedSequence, periods: Tensor) -> Clock:
+    """Counts tokens; all targets stand at one place directly behind the history."""
+    layout = sequence.layout
+    end = layout.history_end.index_select(0, layout.sample_ids())
+    place = torch.minimum(layout.positions(), end)
+    step, nothing = place.clamp(max=1), torch.zeros_like(place)
+    return _clock(sequence.values, periods, place, place, step, nothing, place >= 0)
+
+
+def _row_before(layout: SequenceLayout) -> Tensor:
+    """Returns int64 [T], the row of the event in front of each event, and of the newest event for a target.
+
+    The first event of a sample and a target without history get their own row.
+    """
+    positions, sample = layout.positions(), layout.sample_ids()
+    end = layout.history_end.index_select(0, sample)
+    before = torch.minimum(positions, end) - 1
+    before = torch.where(before < layout.num_contextual, positions, before)
+    return layout.offsets.index_select(0, sample) + before
+
+
+def _clock(
+    values: Tensor,
+    periods: Tensor,
+    at: Tensor,
+    wanted: Tensor,
+    elapsed: Tensor,
+    ahead: Tensor,
+    is_read: Tensor,
+) -> Clock:
+    """Reads integer times; the remainder is exact, where float32 would round today's seconds to 128."""
+    real = torch.promote_types(values.dtype, torch.float32)
+
+    def angle(times: Tensor) -> Tensor:
+        return torch.remainder(times[:, None], periods).to(real) * (2 * math.pi / periods.to(real))
+
+    key, query = angle(at), angle(wanted)
+    keys = torch.cat([key.cos(), key.sin()], dim=1) * is_read[:, None].to(real)
+    distances = [distance.clamp(min=0).to(real)[:, None] for distance in (elapsed, ahead)]
+    return Clock(
+        keys,
+        torch.cat([query.cos(), query.sin()], dim=1),
+        torch.cat([query.sin(), -query.cos()], dim=1),
+        *distances,
+    )
+
+
+class DistanceChannel(nn.Module):
+    """The learned waves of one clock in one layer.
+
+    Args:
+        periods: P periods in the unit of the clock.
+        num_heads: H, each with its own sum of waves.
+    """
+
+    def __init__(self, periods: Sequence[int], num_heads: int):
+        super().__init__()
+        self.num_periods = len(periods)
+        # A wave begins with half of its strength left after one period.
+        slowest = torch.tensor([math.log(2) / period for period in periods])
+        self.register_buffer("first_rate", slowest, persistent=False)
+        self.log_rate = nn.Parameter(torch.zeros(len(periods)))
+        self.even = nn.Parameter(torch.empty(num_heads, len(periods)))
+        self.odd = nn.Parameter(torch.empty(num_heads, len(periods)))
+        for weight in (self.even, self.odd):
+            nn.init.normal_(weight, std=len(periods) ** -0.5)
+
+    def forward(self, clock: Clock) -> Weights:
+        """Returns the inputs of `linear_attention` that the clock decides."""
+        rate = (self.first_rate * self.log_rate.exp()).repeat(2).to(clock.keys.dtype)
+        even, odd = (weight.repeat(1, 2).to(clock.keys.dtype) for weight in (self.even, self.odd))
+        left = (-rate * clock.ahead).clamp(min=-STRONGEST_DECAY).exp()
+        queries = (left * clock.queries)[:, None] * even + (left * clock.turned)[:, None] * odd
+        decays = (-rate * clock.elapsed).clamp(min=-STRONGEST_DECAY)
+        heads = even.shape[0]
+        keys, decays = (part[:, None].expand(-1, heads, -1) for part in (clock.keys, decays))
+        return Weights(queries, keys, decays)

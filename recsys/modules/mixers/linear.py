@@ -1,0 +1,98 @@
+"""`LinearMixer`: a stack of layers of linear attention, whose cost grows with the length of a history."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from recsys import protos as pb
+from recsys.config.registry import register
+from recsys.modules.distance_channels import (
+    POSITION_PERIODS,
+    TIME_PERIODS,
+    Clock,
+    position_clock,
+    time_clock,
+)
+from recsys.modules.linear_layer import LinearLayer
+from recsys.modules.mixers.base import AttentionUse, Mixer
+from recsys.modules.mixers.batched_layers import to_compute_dtype
+from recsys.modules.sequence import JaggedSequence
+from recsys.ops import SequenceLayout
+from recsys.ops.linear_attention import OP as LINEAR_ATTENTION
+from recsys.ops.linear_attention import LinearAttentionFacts
+
+_FORM = {pb.LinearMixer.RETENTION: "retention", pb.LinearMixer.GATED: "gated", pb.LinearMixer.DELTA: "delta"}
+
+
+@register(pb.LinearMixer)
+class LinearMixer(Mixer):
+    """Layers of equal config, each with its own channels; all layers read the same clocks.
+
+    Args:
+        config: resolved (`v_dim`, `feed_forward_dim` filled in).
+        embedding_dim: E.
+    """
+
+    def __init__(self, config: pb.LinearMixer, *, embedding_dim: int):
+        super().__init__()
+        channels = _channels(config)
+        self.layers = nn.ModuleList(
+            LinearLayer(
+                embedding_dim,
+                num_heads=config.num_heads,
+                qk_dim=config.qk_dim,
+                v_dim=config.v_dim,
+                form=_FORM[config.form],
+                channels=channels,
+                feed_forward_dim=config.feed_forward_dim,
+                dropout=config.dropout,
+                backend=config.backend,
+            )
+            for _ in range(config.num_layers)
+        )
+        for name, periods in channels.items():
+            self.register_buffer(f"{name}_periods", torch.tensor(periods), persistent=False)
+
+    @classmethod
+    def kernels(
+        cls, config: pb.LinearMixer, path: str, model: pb.Model, device: str
+    ) -> Iterator[AttentionUse]:
+        """`linear_attention` for the content of tokens, and for the channels of time and position."""
+        dtype = torch.bfloat16 if model.precision == pb.BF16 else torch.float32
+        channels = list(_channels(config).values())
+        for width in dict.fromkeys([config.qk_dim, *(2 * len(periods) for periods in channels)]):
+            facts = LinearAttentionFacts(device, dtype, width, config.v_dim)
+            yield AttentionUse(LINEAR_ATTENTION, path, config.backend, facts)
+
+    def forward(self, sequence: JaggedSequence) -> JaggedSequence:
+        """Mixes tokens [T, E]."""
+        input_dtype = sequence.values.dtype
+        sequence = to_compute_dtype(sequence)
+        clocks, values = self._clocks(sequence), sequence.values
+        for layer in self.layers:
+            values = layer(values, sequence.layout, clocks)
+        return sequence.with_values(values.to(input_dtype))
+
+    def flops(self, layout: SequenceLayout) -> int:
+        """Counts the FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
+        return sum(layer.flops(layout.total_len) for layer in self.layers)
+
+    def _clocks(self, sequence: JaggedSequence) -> dict[str, Clock]:
+        readers = {"time": time_clock, "position": position_clock}
+        periods: dict[str, Tensor] = dict(self.named_buffers(recurse=False))
+        return {
+            name: read(sequence, periods[f"{name}_periods"])
+            for name, read in readers.items()
+            if f"{name}_periods" in periods
+        }
+
+
+def _channels(config: pb.LinearMixer) -> dict[str, tuple[int, ...]]:
+    """Returns the periods of the clock of each channel."""
+    channels = {}
+    if config.time_channel:
+        channels["time"] = TIME_PERIODS
+    if config.position_channel:
+        channels["position"] = POSITION_PERIODS
+    return channels
