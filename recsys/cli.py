@@ -205,6 +205,8 @@ def _prepare_and_run(
         # Warnings about the config of a run folder were shown when the run began.
         for warning in ready.warnings if flags.config is not None and _is_first_process() else ():
             logger.warning("%s", warning)
+        if command == "train" and path is not None:
+            config.check_libraries(ready.pipeline, config.read(path, flags.set).locations)
         if flags.validate and path is not None:
             _compare_with_files(ready.pipeline, config.read(path, flags.set).locations)
         if flags.validate or flags.print_config:

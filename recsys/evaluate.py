@@ -42,23 +42,23 @@ def run(call: cli.Call) -> None:
 def _report(result: "Evaluation", call: cli.Call) -> None:
     from recsys.evaluation.protocol import describe, protocol
     from recsys.training.hooks.report_tested import update_report
+    from recsys.training.run import tell_hooks
 
-    metrics, checkpoint = result.metrics, result.checkpoint.name
-    width = max(len(name) for name in metrics)
-    for name, value in metrics.items():
-        print(f"{name:<{width}}  {value:.5f}")
+    for name, value in result.metrics.items():
+        print(f"{name:<{max(map(len, result.metrics))}}  {value:.5f}")
     if not call.dry_run:
         path = call.run_dir / f"{call.flags.split}_metrics.json"
-        defined = {name: value if value == value else None for name, value in metrics.items()}
+        defined = {name: value if value == value else None for name, value in result.metrics.items()}
         settings = protocol(call.pipeline)
-        record = {"checkpoint": checkpoint, "metrics": defined, **result.counts._asdict()}
+        record = {"checkpoint": result.checkpoint.name, "metrics": defined, **result.counts._asdict()}
         record["protocol"] = settings
         with files.naming_full_disk(call.run_dir):
             files.write_text(path, json.dumps(record, indent=1))
             update_report(call.run_dir / "report.html")
+        tell_hooks(call.pipeline, call.run_dir, call.flags.split, result)
         if settings:
             logger.info("protocol: %s", describe(settings))
-        logger.info("%s on %s rows: %s", checkpoint, call.flags.split, path)
+        logger.info("%s on %s rows: %s", result.checkpoint.name, call.flags.split, path)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

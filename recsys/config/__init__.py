@@ -26,6 +26,7 @@ __all__ = [
     "Resolved",
     "check",
     "check_device",
+    "check_libraries",
     "load",
     "parse",
     "prepare",
@@ -183,6 +184,17 @@ def check_device(pipeline: pb.Pipeline, device: str) -> None:
     findings = checks.device_findings(pipeline, device)
     if findings:
         raise ConfigError(checks.lines(findings, {}))
+
+
+def check_libraries(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> None:
+    """Refuses a config whose training needs a library that is not installed.
+
+    Raises:
+        ConfigError: with every finding, in the form of `check`.
+    """
+    findings = checks.library_findings(pipeline)
+    if findings:
+        raise ConfigError(checks.lines(findings, locations or {}))
 
 
 def warnings(pipeline: pb.Pipeline, locations: dict[str, str] | None = None) -> list[str]:

@@ -21,7 +21,7 @@ from recsys.models import Model, build_model, layout_rule
 from recsys.models.check_kernels import check_kernels
 from recsys.training import averaging, checkpoint, evaluator
 from recsys.training.distributed import Processes, on_main, shard
-from recsys.training.hooks import Hook, Outcome, Run
+from recsys.training.hooks import Hook, Outcome, Run, SplitMetrics
 from recsys.training.hooks.console import Console, next_lines
 from recsys.training.hooks.hyperparameters import hyperparameters
 from recsys.training.hooks.metrics_file import MetricsFile
@@ -72,9 +72,10 @@ def train(
             `train.seed` draws.
 
     Raises:
-        ConfigError: the config asks for what the device cannot do.
+        ConfigError: the config asks for what the device cannot do, or for a library that is missing.
         RecsysError: another process trains in this folder.
     """
+    config.check_libraries(pipeline)
     _check_device(pipeline, processes)
     with ExitStack() as stack:
         stack.enter_context(files.naming_full_disk(folder))
@@ -134,6 +135,13 @@ def configured_hooks(pipeline: pb.Pipeline) -> list[Hook]:
     """Builds the hooks that a config lists in `train.hooks`."""
     chosen = [registry.pick(hook) for hook in pipeline.train.hooks]
     return [component.cls(component.config) for component in chosen]
+
+
+def tell_hooks(pipeline: pb.Pipeline, folder: Path, split: str, evaluation: Evaluation) -> None:
+    """Shows metrics of a saved state to the hooks that a config lists in `train.hooks`; on rank 0."""
+    step = checkpoint.read_state(evaluation.checkpoint).progress.step
+    for hook in configured_hooks(pipeline):
+        hook.tested(SplitMetrics(folder, split, step, evaluation.metrics))
 
 
 def describe(session: Session) -> Run:

@@ -69,6 +69,7 @@ def test_one_class_a_message(classes):
         (pb.DenseOptimizer, "recsys.training.dense_optimizers"),
         (pb.SparseOptimizer, "recsys.training.sparse_optimizers"),
         (pb.Schedule, "recsys.training.schedules"),
+        (pb.Hook, "recsys.training.hooks"),
     ],
     ids=lambda value: value.DESCRIPTOR.name if hasattr(value, "DESCRIPTOR") else "",
 )

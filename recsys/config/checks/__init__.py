@@ -32,6 +32,7 @@ __all__ = [
     "family_findings",
     "findings",
     "join",
+    "library_findings",
     "lines",
     "loss_kind",
     "metric_names",
@@ -74,3 +75,8 @@ def warnings(pipeline: pb.Pipeline) -> list[Finding]:
 def device_findings(pipeline: pb.Pipeline, device: str) -> list[Finding]:
     """Settings of a resolved config that a device, `cpu` or `cuda`, cannot carry out."""
     return list(train.device(pipeline, device))
+
+
+def library_findings(pipeline: pb.Pipeline) -> list[Finding]:
+    """Settings of a config for whose training a library is missing."""
+    return list(train.libraries(pipeline))

@@ -1,8 +1,10 @@
 """Rules of the training run and of its device."""
 
+import importlib.util
 from collections.abc import Iterator
 
 from recsys import protos as pb
+from recsys.config import fields
 from recsys.config.checks.model import metric_names
 from recsys.config.checks.walk import Finding
 from recsys.config.textproto import did_you_mean
@@ -17,6 +19,28 @@ def device(pipeline: pb.Pipeline, kind: str) -> Iterator[Finding]:
         if kind == "cpu" and sharded(pipeline) and pipeline.train.sparse_optimizer.HasField(name):
             what = "FBGEMM has it on CUDA only; on a CPU use row_wise_adagrad"
             yield Finding(f"train.sparse_optimizer.{name}", what)
+
+
+LIBRARIES = {"wandb": "wandb", "mlflow": "mlflow"}
+"""Modules that hooks import, by field of `pb.Hook`; the extra of each has the name of the field."""
+
+
+def libraries(pipeline: pb.Pipeline) -> Iterator[Finding]:
+    """Hooks whose library is not installed. Only training needs it; other commands do without."""
+    for index, hook in enumerate(pipeline.train.hooks):
+        field = fields.chosen(hook)
+        if field is not None and field.name in LIBRARIES and not is_installed(LIBRARIES[field.name]):
+            what = f"python -m pip install 'generative-recsys[{field.name}]'"
+            yield Finding(f"train.hooks[{index}].{field.name}", f"the library is not installed; type: {what}")
+
+
+def is_installed(module: str) -> bool:
+    """Returns whether a library can be imported.
+
+    A plain folder of that name on the path, such as the `wandb` that the library leaves behind, is not one.
+    """
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def sharded(pipeline: pb.Pipeline) -> bool:

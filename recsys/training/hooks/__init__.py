@@ -1,5 +1,20 @@
-"""Observers of a run: the console, `metrics.jsonl`, TensorBoard, the report. Only rank 0 has hooks."""
+"""Observers of a run: the console, `metrics.jsonl`, TensorBoard, the report, tracking services.
 
-from recsys.training.hooks.base import Diagnosed, Evaluated, Hook, Outcome, Run, Trained
+Only rank 0 has hooks.
+"""
 
-__all__ = ["Diagnosed", "Evaluated", "Hook", "Outcome", "Run", "Trained"]
+from recsys.training.hooks.base import Diagnosed, Evaluated, Hook, Outcome, Run, SplitMetrics, Trained
+from recsys.training.hooks.mlflow import MlflowHook
+from recsys.training.hooks.wandb import WandbHook
+
+__all__ = [
+    "Diagnosed",
+    "Evaluated",
+    "Hook",
+    "MlflowHook",
+    "Outcome",
+    "Run",
+    "SplitMetrics",
+    "Trained",
+    "WandbHook",
+]

@@ -120,6 +120,23 @@ class Outcome:
     signal: int = 0
 
 
+@dataclass(frozen=True)
+class SplitMetrics:
+    """Metrics of a saved state that `recsys evaluate` computed, in a process of its own after training.
+
+    Attributes:
+        folder: run folder.
+        split: "test", "validation" or "train".
+        step: of the state that was evaluated.
+        metrics: by name, NaN where undefined.
+    """
+
+    folder: Path
+    split: str
+    step: int
+    metrics: dict[str, float]
+
+
 class Hook:
     """Base class of hooks, whose methods do nothing."""
 
@@ -143,6 +160,9 @@ class Hook:
 
     def finished(self, outcome: Outcome) -> None:
         """After the last step; not when the run ends by an error."""
+
+    def tested(self, record: SplitMetrics) -> None:
+        """After `recsys evaluate`, which calls no other method, not even `close`."""
 
     def close(self) -> None:
         """Last, in any case: releases files and the terminal."""

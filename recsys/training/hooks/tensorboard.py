@@ -17,6 +17,7 @@ from torch.utils.tensorboard.summary import hparams
 from recsys.training.hooks.attention_image import describe, pixels, png
 from recsys.training.hooks.base import Diagnosed, Evaluated, Hook, Outcome, Run, Trained
 from recsys.training.hooks.projector import Items
+from recsys.training.hooks.scalars import train_scalars, validation_scalars
 
 
 class TensorBoard(Hook):
@@ -40,26 +41,13 @@ class TensorBoard(Hook):
 
     def trained(self, record: Trained) -> None:
         """Losses, learning rates, gradient norm, speed, memory, lengths of histories."""
-        rates = record.rates
-        scalars = {"train/loss": record.loss, "train/grad_norm": record.grad_norm}
-        scalars |= {f"train/loss/{name}": value for name, value in record.losses.items()}
-        scalars |= {f"lr/{name}": value for name, value in record.lr.items()}
-        scalars |= {
-            "speed/samples_per_s": rates.samples_per_s,
-            "speed/tokens_per_s": rates.tokens_per_s,
-            "speed/tflop_per_s": rates.flop_per_s / 1e12,
-            "speed/data_wait": rates.data_wait,
-            "memory/peak_mib": record.memory / 2**20,
-        }
-        if rates.mfu is not None:
-            scalars["speed/mfu"] = rates.mfu
-        self._write(scalars, record.step)
+        self._write(train_scalars(record), record.step)
         if record.history_lengths is not None:
             self._open.add_histogram("data/history_length", record.history_lengths, record.step)
 
     def evaluated(self, record: Evaluated) -> None:
         """All metrics."""
-        self._write({f"validation/{name}": value for name, value in record.metrics.items()}, record.step)
+        self._write(validation_scalars(record), record.step)
 
     def diagnosed(self, record: Diagnosed) -> None:
         """Pictures of attention."""
