@@ -1,6 +1,6 @@
 """The Triton backend of `linear_attention`: chunks of 64 tokens, tensor cores, states in float32.
 
-This module itself needs no Triton: the kernels are in `triton_scores` (pairs within a chunk) and
+This module itself needs no Triton: the kernels are in `triton_chunks` (each chunk by itself) and
 `triton_scan` (the state from chunk to chunk), their launches in `triton_ops`.
 """
 

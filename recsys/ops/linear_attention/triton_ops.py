@@ -10,8 +10,13 @@ from torch.library import wrap_triton
 
 from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.linear_attention.chunks import ChunkTable, chunk_table, chunk_table_of
-from recsys.ops.linear_attention.triton_scan import backward_kernel, combine_kernel, forward_kernel
-from recsys.ops.linear_attention.triton_scores import decay_sums_kernel, pair_gradients_kernel, scores_kernel
+from recsys.ops.linear_attention.triton_chunks import (
+    decay_sums_kernel,
+    gradients_kernel,
+    out_kernel,
+    prepare_kernel,
+)
+from recsys.ops.linear_attention.triton_scan import combine_kernel, state_gradients_kernel, states_kernel
 from recsys.ops.runtime.launch import Wrap, launch
 from recsys.ops.runtime.registration import differentiable, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
@@ -30,6 +35,13 @@ TRACED_SEGMENT = 32
 """Chunks of a segment in a traced graph, which must serve batches of all sizes."""
 
 
+SCAN_LAUNCH = {"num_warps": 4, "num_stages": 3}
+OUT_LAUNCH = {"num_warps": 4, "num_stages": 2}
+PREPARE_LAUNCH = {"columns": 64, "num_warps": 4, "num_stages": 1}
+GRADIENTS_LAUNCH = {"columns": 64, "num_warps": 8, "num_stages": 1}
+"""How kernels are launched; `columns` of keys are in registers at a time."""
+
+
 class Problem(NamedTuple):
     """The tensors of a call, as the kernels read them, and the table of its chunks."""
 
@@ -44,34 +56,56 @@ class Problem(NamedTuple):
     wrap: Wrap | None
     segmented: bool  # True if a sample may have more than one segment
 
-    def constants(self, block_v: int, num_warps: int, **others: Any) -> dict[str, Any]:
-        """The compile-time constants that most kernels share, and `others`."""
-        heads, dim, v_dim = self.q.shape[1], self.q.shape[2], self.v.shape[2]
+    def scan_constants(self, **others: Any) -> dict[str, Any]:
+        """Compile-time constants of the kernels that carry the state."""
+        return self._sizes(_block(self.q.shape[2])) | {
+            "PER_HEAD": self.log_decay.dim() == 2,
+            "DELTA": self.beta is not None,
+            **others,
+        }
+
+    def out_constants(self) -> dict[str, Any]:
+        """Compile-time constants of `out_kernel`."""
+        return self._sizes(_block(self.q.shape[2])) | OUT_LAUNCH
+
+    def chunk_constants(self, columns: int, **others: Any) -> dict[str, Any]:
+        """Compile-time constants of the kernels that go through columns of keys in blocks."""
         strides = {
             f"{kind}_{name}": int(tensor.stride(axis))
             for kind, axis in (("STRIDE", 0), ("HEAD", 1))
             for name, tensor in (("Q", self.q), ("K", self.k), ("V", self.v))
         }
-        return strides | {
-            "H": int(heads),
-            "D": int(dim),
-            "V": int(v_dim),
+        return (
+            self._sizes(min(columns, _block(self.q.shape[2])))
+            | strides
+            | {
+                "LEVELS": CHUNK.bit_length() - 1,
+                "PER_HEAD": self.log_decay.dim() == 2,
+                "DELTA": self.beta is not None,
+                **others,
+            }
+        )
+
+    def _sizes(self, block_d: int) -> dict[str, Any]:
+        return {
+            "H": int(self.q.shape[1]),
+            "D": int(self.q.shape[2]),
+            "V": int(self.v.shape[2]),
             "C": CHUNK,
-            "BLOCK_D": _block(dim),
-            "BLOCK_V": block_v,
-            "PER_HEAD": self.log_decay.dim() == 2,
-            "DELTA": self.beta is not None,
+            "BLOCK_D": block_d,
+            "BLOCK_V": _block_v(self.v.shape[2]),
             "PRECISION": "ieee" if self.q.dtype == torch.float32 else "tf32",
-            **others,
-            "num_warps": num_warps,
         }
 
 
 class Prepared(NamedTuple):
-    """Quantities of each chunk by itself; the last three are empty without the delta rule."""
+    """Quantities of each chunk by itself; the last three are without meaning without the delta rule."""
 
     sums: Tensor  # float32 [T, H, D] or [T, H], decays from the chunk's first token on
+    chunk_decays: Tensor  # float32 [chunks, H, D] or [chunks, H], the last of them
     scores: Tensor  # [T, H, C]
+    decayed_q: Tensor  # [T, H, D]
+    remaining_k: Tensor  # [T, H, D]
     inverses: Tensor  # float32 [T, H, C]
     key_answers: Tensor  # [T, H, D]
     values: Tensor  # [T, H, V], without the delta rule v itself
@@ -124,107 +158,112 @@ class LinearAttentionFunction(torch.autograd.Function):
 def chunks_per_segment(q: Tensor, v: Tensor, total_len: int, max_len: int) -> int:
     """Chunks of history in a segment, a power of two; 0 if each sample is one."""
     programs = PROGRAMS_PER_PROCESSOR * num_processors(q.device)
-    work = total_len // CHUNK * q.shape[1] * (-(-v.shape[2] // _scan_block_v(v.shape[2])))
+    work = total_len // CHUNK * q.shape[1] * (-(-v.shape[2] // _block_v(v.shape[2])))
     size = max(SHORTEST_SEGMENT, 1 << max(0, (work // programs).bit_length() - 1))
     return 0 if max_len <= size * CHUNK else size
 
 
 def launch_forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Output [T, H, V] and final state [B, H, D, V] in float32."""
-    out = torch.empty_like(problem.v, memory_format=torch.contiguous_format)
+    v, table = problem.v, problem.table
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
     final = torch.empty_like(problem.initial_state, dtype=torch.float32)
     if problem.initial_state.numel() == 0:
         return out, final
     prepared = _prepare(problem)
-    starts = _starts(problem, prepared)
-    _scan(problem, prepared, starts, "out", out=out, final=final)
+    states, added = _states(problem, prepared, _starts(problem, prepared), final)
+    launch(
+        out_kernel,
+        table.chunks.shape[0] * v.shape[1] * _blocks_v(v),
+        (prepared.decayed_q, prepared.scores, added, states, table.chunks, out),
+        (),
+        problem.out_constants() | {"STRIDE_V": int(added.stride(0)), "HEAD_V": int(added.stride(1))},
+        problem.wrap,
+    )
     return out, final
 
 
 def launch_backward(problem: Problem, final: Tensor, grad_out: Tensor, grad_final: Tensor) -> Gradients:
     """Gradients of all arguments. What forward made of each chunk and the states are made again."""
-    q, v, table = problem.q, problem.v, problem.table
-    heads, dim, v_dim = q.shape[1], q.shape[2], v.shape[2]
+    q, v, beta, table = problem.q, problem.v, problem.beta, problem.table
     contiguous = {"memory_format": torch.contiguous_format}
-    delta = problem.beta is not None
     gradients = Gradients(
         torch.empty_like(q, **contiguous),
         torch.empty_like(problem.k, **contiguous),
         torch.empty_like(v, **contiguous),
         torch.empty_like(problem.log_decay, **contiguous),
-        torch.empty_like(problem.beta, **contiguous) if problem.beta is not None else q.new_empty(0),
+        torch.empty_like(beta, **contiguous) if beta is not None else q.new_empty(0),
         torch.empty_like(problem.initial_state, **contiguous),
     )
     if problem.initial_state.numel() == 0:
         return gradients
     prepared = _prepare(problem)
-    num_chunks, num_rows = table.chunks.shape[0], q.shape[0]
-
-    def wide(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-    states = wide(num_chunks, heads, dim, v_dim)
-    _scan(problem, prepared, _starts(problem, prepared), "states", states=states)
-
+    states, added = _states(problem, prepared, _starts(problem, prepared), torch.empty_like(final))
     grad_out, grad_final = grad_out.contiguous(), grad_final.contiguous()
-    block_v = _scan_block_v(v_dim)
-    parts = -(-v_dim // block_v)
     ends = _end_gradients(problem, prepared, grad_out, grad_final)
-    query_parts, key_parts = wide(parts, num_rows, heads, dim), wide(parts, num_rows, heads, dim)
-    end_parts = wide(parts, num_chunks, heads, dim)
-    answer_grads = wide(parts, num_rows, heads, dim) if delta else ends
-    added_grads = wide(num_rows, heads, v_dim) if delta else gradients.v
-    values = torch.empty_like(prepared.values) if delta else ends
-    _scan_back(
-        problem,
-        prepared,
-        (grad_out, states, final, ends),
-        (query_parts, key_parts, end_parts, answer_grads, added_grads, values, gradients.initial_state),
-        local=False,
-    )
+    state_grads = torch.empty_like(states)
+    added_grads = added if beta is None else torch.empty_like(added)
+    written = (state_grads, added_grads, gradients.initial_state)
+    _scan_back(problem, prepared, grad_out, ends, (*written, ends, ends), local=False)
     launch(
-        pair_gradients_kernel,
-        num_chunks * heads,
+        gradients_kernel,
+        table.chunks.shape[0] * q.shape[1],
         (
-            *(grad_out, q, problem.k, v, _or(problem.beta, q), prepared.sums, table.chunks),
-            *(prepared.inverses, values, added_grads, answer_grads, query_parts, key_parts, end_parts),
+            *(grad_out, q, problem.k, v, _or(beta, q), prepared.sums, prepared.chunk_decays, table.chunks),
+            *(prepared.scores, prepared.remaining_k, prepared.inverses, added, added_grads),
+            *(states, state_grads),
             *(gradients.q, gradients.k, gradients.v, gradients.log_decay, gradients.beta),
         ),
-        (num_rows, num_chunks, problem.scale),
-        problem.constants(_scan_block_v(v_dim), 8, LEVELS=CHUNK.bit_length() - 1, PARTS=parts),
+        (problem.scale,),
+        problem.chunk_constants(**GRADIENTS_LAUNCH),
         problem.wrap,
     )
     return gradients
 
 
 def _prepare(problem: Problem) -> Prepared:
-    """Launches the kernels that look at each chunk by itself."""
+    """Launches the kernels that look at each chunk by itself, before there are states."""
     q, v, beta, table = problem.q, problem.v, problem.beta, problem.table
     num_rows, heads, dim = q.shape
-    columns = heads if problem.log_decay.dim() == 2 else heads * dim
-    sums = torch.empty(num_rows, columns, dtype=torch.float32, device=q.device)
+    num_chunks = table.chunks.shape[0]
+    widths = problem.log_decay.shape[1:]
+
+    def wide(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+    sums, columns = wide(num_rows, *widths), widths.numel()
     block = min(64, _block(columns))
     launch(
         decay_sums_kernel,
-        table.chunks.shape[0] * (-(-columns // block)),
+        num_chunks * (-(-columns // block)),
         (problem.log_decay, table.chunks, sums),
         (),
         {"STRIDE": columns, "COLUMNS": columns, "C": CHUNK, "BLOCK": block, "num_warps": 4},
         problem.wrap,
     )
-    scores = q.new_empty(num_rows, heads, CHUNK)
-    inverses = sums if beta is None else torch.empty(scores.shape, dtype=torch.float32, device=q.device)
-    key_answers = q if beta is None else q.new_empty(q.shape)
-    values = v if beta is None else v.new_empty(v.shape)
+    prepared = Prepared(
+        sums=sums,
+        chunk_decays=wide(num_chunks, *widths),
+        scores=q.new_empty(num_rows, heads, CHUNK),
+        decayed_q=q.new_empty(q.shape),
+        remaining_k=q.new_empty(q.shape),
+        inverses=sums if beta is None else wide(num_rows, heads, CHUNK),
+        key_answers=q if beta is None else q.new_empty(q.shape),
+        values=v if beta is None else v.new_empty(v.shape),
+    )
     launch(
-        scores_kernel,
-        table.chunks.shape[0] * heads,
-        (q, problem.k, v, _or(beta, q), sums, table.chunks, scores, inverses, key_answers, values),
+        prepare_kernel,
+        num_chunks * heads,
+        (
+            *(q, problem.k, v, _or(beta, q), sums, table.chunks),
+            *(prepared.scores, prepared.decayed_q, prepared.remaining_k, prepared.chunk_decays),
+            *(prepared.inverses, prepared.key_answers, prepared.values),
+        ),
         (problem.scale,),
-        problem.constants(_scan_block_v(v.shape[2]), 8, LEVELS=CHUNK.bit_length() - 1),
+        problem.chunk_constants(**PREPARE_LAUNCH),
         problem.wrap,
     )
-    return Prepared(sums, scores, inverses, key_answers, values)
+    return prepared
 
 
 def _starts(problem: Problem, prepared: Prepared) -> Tensor:
@@ -232,8 +271,17 @@ def _starts(problem: Problem, prepared: Prepared) -> Tensor:
     if not problem.segmented:
         return problem.initial_state
     ends, decays = _per_segment(problem)
-    _scan(problem, prepared, ends, "local", ends=ends, end_decays=decays)
+    _scan(problem, prepared, ends, (ends, ends, ends, ends, decays), local=True)
     return _combined(problem, problem.initial_state, ends, decays, reverse=False)
+
+
+def _states(problem: Problem, prepared: Prepared, starts: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
+    """The state [chunks, H, D, V] that each chunk reads, and what each token adds, [T, H, V]."""
+    (heads, dim), v_dim = problem.q.shape[1:], problem.v.shape[2]
+    states = problem.q.new_empty(problem.table.chunks.shape[0], heads, dim, v_dim)
+    added = problem.v if problem.beta is None else torch.empty_like(prepared.values)
+    _scan(problem, prepared, starts, (states, final, added, final, final), local=False)
+    return states, added
 
 
 def _end_gradients(problem: Problem, prepared: Prepared, grad_out: Tensor, grad_final: Tensor) -> Tensor:
@@ -241,7 +289,7 @@ def _end_gradients(problem: Problem, prepared: Prepared, grad_out: Tensor, grad_
     if not problem.segmented:
         return grad_final
     local, decays = _per_segment(problem)
-    _scan_back(problem, prepared, (grad_out, local, local, local), (), local=True, ends=(local, decays))
+    _scan_back(problem, prepared, grad_out, local, (local, local, local, local, decays), local=True)
     return _combined(problem, grad_final, local, decays, reverse=True)
 
 
@@ -268,20 +316,21 @@ def _combined(problem: Problem, first: Tensor, local: Tensor, decays: Tensor, *,
     return combined
 
 
-def _scan(problem: Problem, prepared: Prepared, starts: Tensor, mode: str, **written: Tensor) -> None:
-    """Launches `forward_kernel`; `written` are the tensors that the mode writes."""
-    v_dim, table = problem.v.shape[2], problem.table
-    block_v = _scan_block_v(v_dim)
-    outputs = [written.get(name, starts) for name in ("out", "states", "final", "ends", "end_decays")]
+def _scan(
+    problem: Problem, prepared: Prepared, starts: Tensor, written: tuple[Tensor, ...], *, local: bool
+) -> None:
+    """Launches `states_kernel`."""
+    values, table = prepared.values, problem.table
+    strides = {"STRIDE_V": int(values.stride(0)), "HEAD_V": int(values.stride(1))}
     launch(
-        forward_kernel,
-        table.segments.shape[0] * problem.q.shape[1] * (-(-v_dim // block_v)),
+        states_kernel,
+        table.segments.shape[0] * values.shape[1] * _blocks_v(values),
         (
-            *(problem.q, problem.k, prepared.values, prepared.sums, prepared.scores, prepared.key_answers),
-            *(starts, *table, *outputs),
+            *(prepared.remaining_k, values, prepared.key_answers, prepared.chunk_decays, starts, *table),
+            *written,
         ),
-        (problem.scale,),
-        problem._replace(v=prepared.values).constants(block_v, _scan_warps(problem), MODE=mode),
+        (),
+        problem.scan_constants(LOCAL=local, **strides, **_scan_launch(problem)),
         problem.wrap,
     )
 
@@ -289,30 +338,23 @@ def _scan(problem: Problem, prepared: Prepared, starts: Tensor, mode: str, **wri
 def _scan_back(
     problem: Problem,
     prepared: Prepared,
-    read: tuple[Tensor, ...],
+    grad_out: Tensor,
+    ends: Tensor,
     written: tuple[Tensor, ...],
     *,
     local: bool,
-    ends: tuple[Tensor, ...] = (),
 ) -> None:
-    """Launches `backward_kernel`."""
-    v_dim, table = problem.v.shape[2], problem.table
-    grad_out, states, final, end_gradients = read
-    unused = prepared.sums
-    block_v = _scan_block_v(v_dim)
+    """Launches `state_gradients_kernel`."""
+    table = problem.table
     launch(
-        backward_kernel,
-        table.segments.shape[0] * problem.q.shape[1] * (-(-v_dim // block_v)),
+        state_gradients_kernel,
+        table.segments.shape[0] * grad_out.shape[1] * _blocks_v(grad_out),
         (
-            *(grad_out, problem.q, problem.k, prepared.values, prepared.sums, prepared.scores),
-            *(prepared.key_answers, states, final, end_gradients, *table),
-            *(written or (unused,) * 7),
-            *(ends or (unused,) * 2),
+            *(grad_out, prepared.decayed_q, prepared.remaining_k, prepared.scores, prepared.key_answers),
+            *(prepared.chunk_decays, ends, *table, *written),
         ),
-        (problem.q.shape[0], table.chunks.shape[0], problem.scale),
-        problem._replace(v=prepared.values).constants(
-            block_v, _scan_warps(problem), LOCAL=local, num_stages=_backward_stages(problem)
-        ),
+        (),
+        problem.scan_constants(LOCAL=local, **_scan_launch(problem)),
         problem.wrap,
     )
 
@@ -346,18 +388,17 @@ def _block(width: int) -> int:
     return max(16, 1 << (int(width) - 1).bit_length())
 
 
-def _scan_block_v(v_dim: int) -> int:
+def _block_v(v_dim: int) -> int:
     """Columns of the state that a program carries."""
     return min(64, _block(v_dim))
 
 
-def _scan_warps(problem: Problem) -> int:
-    return 8 if problem.q.shape[2] > 64 else 4
+def _blocks_v(values: Tensor) -> int:
+    return -(-values.shape[2] // _block_v(values.shape[2]))
 
 
-def _backward_stages(problem: Problem) -> int:
-    """Chunks that are loaded ahead: as many as shared memory holds."""
-    return 1 if problem.beta is not None and problem.q.shape[2] > 64 else 2
+def _scan_launch(problem: Problem) -> dict[str, Any]:
+    return SCAN_LAUNCH
 
 
 def _traced(arguments: tuple[Any, ...], facts: tuple[Tensor, Tensor, Tensor], scale: float) -> Problem:

@@ -84,9 +84,13 @@ def test_bfloat16_on_a_gpu(dims, form):
 
 @pytest.mark.parametrize("runner", runners("triton"))
 @pytest.mark.parametrize("delta", [False, True])
-def test_decays_of_minus_20_a_token(delta, runner):
-    """No exponent of a negated sum: exp(20 * 64) would be infinite."""
-    narrow = problem([(40, 2)], (16, 16), delta=delta, strength=20.0).cast(torch.float32)
+@pytest.mark.parametrize("strength", [12.0, 40.0])
+def test_strong_decays(strength, delta, runner):
+    """A chunk of the interpreter's is cut into four blocks with decays to -12 and fully with decays to -40.
+
+    exp of a negated sum would be infinite: exp(20 * 16).
+    """
+    narrow = problem([(40, 2)], (16, 16), delta=delta, strength=strength).cast(torch.float32)
     assert_near(narrow, runner, close=1e-5, floor=1e-5)
 
 
@@ -115,7 +119,7 @@ def test_the_ops_of_traced_graphs(delta, monkeypatch):
 @pytest.mark.gpu
 def test_small_and_big_batches_share_one_artefact():
     """Two widths in turn, then five sizes in rapid succession: the same bits, nothing is compiled anew."""
-    from recsys.ops.linear_attention import triton_scan, triton_scores
+    from recsys.ops.linear_attention import triton_chunks, triton_scan
 
     other = problem(RAGGED, (32, 32)).cast(torch.bfloat16)
     sizes = [[(5, 0)], [(700, 3)], [(64, 64), (63, 1)], [(2000, 0), (1, 1)], [(30, 2)] * 7]
@@ -124,7 +128,7 @@ def test_small_and_big_batches_share_one_artefact():
     after = [results(problems[1], ON_GPU), results(other, ON_GPU)]
     for first, second in zip(before, after, strict=True):
         harness.assert_equal(first, second)
-    kernels = (triton_scan.forward_kernel, triton_scan.backward_kernel, triton_scores.pair_gradients_kernel)
+    kernels = (triton_scan.states_kernel, triton_scan.state_gradients_kernel, triton_chunks.gradients_kernel)
     harness.assert_same_bits_of_one_artefact(problems, ON_GPU, *kernels)
 
 

@@ -1,0 +1,417 @@
+"""Kernels of `linear_attention` that look at each chunk by itself, given the states between chunks.
+
+Between tokens i > j of a chunk a key decays by 2^(g_i - g_j), where g sums the logarithms of decays, in base
+2, from the chunk's first token on. The two factors 2^g_i and 2^-g_j would overflow, so the pairs are split
+hierarchically: at level l the chunk falls into blocks of 2^(l + 1) tokens, and a pair whose tokens lie in
+different halves of one block is anchored at the first token a of the second half,
+2^(g_i - g_a) 2^(g_a - g_j). Neither exponent is positive if decays forget. Each pair i > j belongs to exactly
+one level, so a chunk of C tokens takes log2(C) products of matrices; the diagonal has no decay.
+
+Where decays are weak enough, and those of models mostly are, both factors stay finite with one anchor for all
+pairs of a chunk, or of a quarter of it (`_large_blocks`): then one product replaces all levels below.
+
+The delta rule needs (I + M)^-1 with M_ij = beta_i k_i k_j 2^(g_i - g_j) for i > j. The same levels give it:
+inverses of the halves of a block make the inverse of the block, which is as stable as substitution.
+
+Columns are gone through in blocks, so that a program needs few registers.
+"""
+
+import triton
+import triton.language as tl
+
+from recsys.ops.linear_attention.triton_scan import load_rows, store_rows
+
+MAX_EXPONENT = tl.constexpr(60.0)
+"""Within a block all pairs may share an anchor, if no factor is larger than 2 to this power."""
+
+
+@triton.jit
+def _load_sums(sums, row, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, FIRST,
+               PER_HEAD: tl.constexpr):  # fmt: skip
+    """g of rows of the chunk, which must exist: [C, BLOCK_D], or [C, 1] with a decay a head."""
+    if PER_HEAD:
+        g = tl.load(sums + row[:, None] * STRIDE)
+    else:
+        column = FIRST + tl.arange(0, BLOCK_D)[None, :]
+        g = tl.load(sums + (row[:, None] * STRIDE + column), mask=column < D, other=0.0)
+    return g
+
+
+@triton.jit
+def _factor(g, sums, row, last_row, level, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+            FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
+    """The decay between each row and its anchor at a level: [C, BLOCK_D], or [C, 1] with a decay a head."""
+    anchor = tl.minimum(((row >> level) | 1) << level, last_row)
+    at_anchor = _load_sums(sums, anchor, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+    sign = tl.where((row >> level) & 1 == 1, 1.0, -1.0)[:, None]
+    return tl.exp2((g - at_anchor) * sign)
+
+
+@triton.jit
+def _large_blocks(g, sums, row, last_row, LEVELS: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
+                  BLOCK_D: tl.constexpr, FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
+    """The level of blocks, LEVELS or LEVELS - 2, in which all decays can be anchored at the token in the
+    middle, and the distance of g to it; level 0 if decays are too strong for either.
+    """
+    level = tl.full([], LEVELS, tl.int32)
+    distance = _distance_to_middle(g, sums, row, last_row, level, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+    if tl.max(tl.max(tl.abs(distance), 1), 0) > MAX_EXPONENT:
+        level -= 2
+        distance = _distance_to_middle(g, sums, row, last_row, level, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+        if tl.max(tl.max(tl.abs(distance), 1), 0) > MAX_EXPONENT:
+            level = tl.zeros([], tl.int32)
+    return level, distance
+
+
+@triton.jit
+def _distance_to_middle(g, sums, row, last_row, level, STRIDE: tl.constexpr, D: tl.constexpr,
+                        BLOCK_D: tl.constexpr, FIRST, PER_HEAD: tl.constexpr):  # fmt: skip
+    middle = tl.minimum(((row >> level) << level) + ((1 << level) >> 1), last_row)
+    return g - _load_sums(sums, middle, STRIDE, D, BLOCK_D, FIRST, PER_HEAD)
+
+
+@triton.jit
+def _pairs_within(C: tl.constexpr, level):
+    """True for the pairs [C, C] of tokens j < i of one block."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return ((i ^ j) >> level == 0) & (i > j)
+
+
+@triton.jit
+def _pairs_of_level(C: tl.constexpr, level):
+    """True for the pairs [C, C] of tokens in the second (i) and first (j) half of one block."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    return ((i ^ j) >> level == 1) & (i > j)
+
+
+@triton.jit
+def _inverse(below, C: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + below)^-1, float32 [C, C], for a matrix with zeros on and above the diagonal."""
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    inverse = tl.where(i == j, 1.0, 0.0)
+    for level in range(LEVELS):
+        corner = tl.where(_pairs_of_level(C, level), below, 0.0)
+        corner = tl.dot(corner, inverse, input_precision=PRECISION)
+        inverse -= tl.dot(inverse, corner, input_precision=PRECISION)
+    return inverse
+
+
+@triton.jit
+def _load_state(states, index, FIRST_D, FIRST_V, D: tl.constexpr, V: tl.constexpr, BLOCK_D: tl.constexpr,
+                BLOCK_V: tl.constexpr):  # fmt: skip
+    """[BLOCK_D, BLOCK_V] of state `index`, zeros outside."""
+    d = FIRST_D + tl.arange(0, BLOCK_D)[:, None]
+    column = FIRST_V + tl.arange(0, BLOCK_V)[None, :]
+    pointer = states + index.to(tl.int64) * (D * V) + d * V + column
+    return tl.load(pointer, mask=(d < D) & (column < V), other=0.0)
+
+
+@triton.jit
+def decay_sums_kernel(
+    log_decay, chunks, sums,
+    STRIDE: tl.constexpr, COLUMNS: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """sums float32 [T, COLUMNS]: `log_decay` in base 2, summed from each chunk's first token on. Targets are
+    not summed.
+
+    One program per chunk and BLOCK columns, columns fastest.
+    """
+    BLOCKS: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
+    chunk = chunks + (tl.program_id(0) // BLOCKS).to(tl.int64) * 4
+    first_row, count, is_target = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
+    row = tl.arange(0, C)[:, None]
+    column = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < count) & (column < COLUMNS)
+    value = tl.load(log_decay + (first_row + row) * STRIDE + column, mask=inside, other=0.0).to(tl.float32)
+    value *= 1.4426950408889634
+    if is_target == 0:
+        value = tl.cumsum(value, 0)
+    tl.store(sums + (first_row + row) * COLUMNS + column, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["scale"])
+def prepare_kernel(
+    q, k, v, beta, sums, chunks,
+    scores, decayed_q, remaining_k, chunk_decays, inverses, key_answers, values, scale,
+    STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+    HEAD_Q: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PER_HEAD: tl.constexpr, DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes scores [T, H, C], the scaled q_i k_j 2^(g_i - g_j) for j <= i; decayed_q [T, H, D], scale q
+    2^g; remaining_k [T, H, D], k 2^(g_c - g); and chunk_decays [chunks, H, D] or [chunks, H], g_c.
+
+    With DELTA also inverses float32 [T, H, C], X = (I + M)^-1; key_answers [T, H, D], X (beta k 2^g), by
+    which the state before the chunk changes the values that its tokens add; and values [T, H, V], X (beta v).
+    One program per chunk and head.
+    """
+    number = (tl.program_id(0) // H).to(tl.int64)
+    chunk = chunks + number * 4
+    head = tl.program_id(0) % H
+    first_row, count, is_target = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
+    if count == 0:
+        return
+    row = tl.arange(0, C)
+    existing = tl.minimum(row, count - 1).to(tl.int32)
+    i, j = row[:, None], row[None, :]
+    G_WIDTH: tl.constexpr = 1 if PER_HEAD else D
+    token_head = first_row * H + head
+    sums += token_head * G_WIDTH
+    score, overlap = tl.zeros([C, C], tl.float32), tl.zeros([C, C], tl.float32)
+    on_diagonal = tl.zeros([C], tl.float32)
+    for first in range(0, D, BLOCK_D):
+        queries = load_rows(q + first_row * STRIDE_Q + head * HEAD_Q, row, count, STRIDE_Q, D, BLOCK_D, first)
+        keys = load_rows(k + first_row * STRIDE_K + head * HEAD_K, row, count, STRIDE_K, D, BLOCK_D, first)
+        g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
+        if PER_HEAD:
+            last = tl.load(sums + (count - 1) * H + tl.zeros([1, 1], tl.int32))
+            tl.store(chunk_decays + number * H + head + tl.zeros([1, 1], tl.int32), last)
+        else:
+            d = first + tl.arange(0, BLOCK_D)[None, :]
+            last = tl.load(sums + (count - 1) * (H * D) + d, mask=d < D, other=0.0)
+            tl.store(chunk_decays + (number * H + head) * D + d, last, mask=d < D)
+        decayed = queries.to(tl.float32) * tl.exp2(g) * scale
+        store_rows(decayed_q + token_head * D, decayed, row, count, H * D, D, BLOCK_D, first)
+        on_diagonal += tl.sum(queries.to(tl.float32) * keys.to(tl.float32), 1)
+        if is_target == 0:
+            remaining = keys.to(tl.float32) * tl.exp2(last - g)
+            store_rows(remaining_k + token_head * D, remaining, row, count, H * D, D, BLOCK_D, first)
+            blocks, distance = _large_blocks(
+                g, sums, row, count - 1, LEVELS, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD
+            )
+            if blocks > 0:
+                pairs = _pairs_within(C, blocks)
+                down, up = tl.exp2(distance), tl.exp2(-distance)
+                scaled_q, scaled_k = (queries * down).to(keys.dtype), (keys * up).to(keys.dtype)
+                product = tl.dot(scaled_q, tl.trans(scaled_k), input_precision=PRECISION)
+                score += tl.where(pairs, product, 0.0)
+                if DELTA:
+                    rows = (keys * down).to(keys.dtype)
+                    product = tl.dot(rows, tl.trans(scaled_k), input_precision=PRECISION)
+                    overlap += tl.where(pairs, product, 0.0)
+            for level in range(blocks, LEVELS):
+                factor = _factor(g, sums, row, count - 1, level, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
+                pairs = _pairs_of_level(C, level)
+                scaled_q, scaled_k = (queries * factor).to(keys.dtype), (keys * factor).to(keys.dtype)
+                product = tl.dot(scaled_q, tl.trans(scaled_k), input_precision=PRECISION)
+                score += tl.where(pairs, product, 0.0)
+                if DELTA:
+                    product = tl.dot(scaled_k, tl.trans(scaled_k), input_precision=PRECISION)
+                    overlap += tl.where(pairs, product, 0.0)
+    score = tl.where(i == j, on_diagonal[:, None], score) * scale
+    store_rows(scores + token_head * C, score, row, count, H * C, C, C, 0)
+    if DELTA:
+        weight = tl.load(beta + (first_row + row) * H + head, mask=row < count, other=0.0).to(tl.float32)
+        inverse = tl.where(i == j, 1.0, 0.0)
+        if is_target == 0:
+            inverse = _inverse(weight[:, None] * overlap, C, LEVELS, PRECISION)
+        store_rows(inverses + token_head * C, inverse, row, count, H * C, C, C, 0)
+        inverse = inverse.to(k.dtype.element_ty)
+        for first in range(0, D, BLOCK_D):
+            keys = load_rows(
+                k + first_row * STRIDE_K + head * HEAD_K, row, count, STRIDE_K, D, BLOCK_D, first
+            )
+            g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
+            weighted = (weight[:, None] * keys.to(tl.float32) * tl.exp2(g)).to(keys.dtype)
+            answer = tl.dot(inverse, weighted, input_precision=PRECISION)
+            store_rows(key_answers + token_head * D, answer, row, count, H * D, D, BLOCK_D, first)
+        for first in range(0, V, BLOCK_V):
+            block_v = load_rows(
+                v + first_row * STRIDE_V + head * HEAD_V, row, count, STRIDE_V, V, BLOCK_V, first
+            )
+            block_v = (weight[:, None] * block_v.to(tl.float32)).to(block_v.dtype)
+            added = tl.dot(inverse, block_v, input_precision=PRECISION)
+            store_rows(values + token_head * V, added, row, count, H * V, V, BLOCK_V, first)
+
+
+@triton.jit
+def out_kernel(
+    decayed_q, scores, added, states, chunks, out,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, STRIDE_V: tl.constexpr,
+    HEAD_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out [T, H, V] = decayed_q S + scores u. One program per chunk, head and BLOCK_V columns.
+
+    `added` [T, H, V] is u, which has the strides of v; states [chunks, H, D, V] is S.
+    """
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    FIRST = (tl.program_id(0) % BLOCKS) * BLOCK_V
+    head = tl.program_id(0) // BLOCKS % H
+    number = (tl.program_id(0) // (BLOCKS * H)).to(tl.int64)
+    first_row, count = tl.load(chunks + number * 4 + 1), tl.load(chunks + number * 4 + 2)
+    if count == 0:
+        return
+    row = tl.arange(0, C)
+    token_head = first_row * H + head
+    score = load_rows(scores + token_head * C, row, count, H * C, C, C, 0)
+    block_v = load_rows(added + first_row * STRIDE_V + head * HEAD_V, row, count, STRIDE_V, V, BLOCK_V, FIRST)
+    queries = load_rows(decayed_q + token_head * D, row, count, H * D, D, BLOCK_D, 0)
+    state = _load_state(states, number * H + head, 0, FIRST, D, V, BLOCK_D, BLOCK_V)
+    result = tl.dot(queries, state, input_precision=PRECISION)
+    result = tl.dot(score, block_v, result, input_precision=PRECISION)
+    store_rows(out + token_head * V, result, row, count, H * V, V, BLOCK_V, FIRST)
+
+
+@triton.jit(do_not_specialize=["scale"])
+def gradients_kernel(
+    grad_out, q, k, v, beta, sums, chunk_decays, chunks, scores, remaining_k, inverses, added, added_grads,
+    states, state_grads, grad_q, grad_k, grad_v, grad_decay, grad_beta, scale,
+    STRIDE_Q: tl.constexpr, STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr,
+    HEAD_Q: tl.constexpr, HEAD_K: tl.constexpr, HEAD_V: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, V: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, PER_HEAD: tl.constexpr, DELTA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of all arguments, contiguous; that of beta with DELTA. One program per chunk and
+    head.
+
+    states and state_grads [chunks, H, D, V] are S before the chunk and the gradient of S behind it. With
+    DELTA, added and added_grads [T, H, V] are u and its gradient.
+
+    A score s_ij 2^(g_i - g_j) gives g the gradient (row i) - (column j) of s times its gradient, so that of
+    g is q dq - k dk, summed over columns with a decay a head.
+    """
+    number = (tl.program_id(0) // H).to(tl.int64)
+    chunk = chunks + number * 4
+    head = tl.program_id(0) % H
+    first_row, count, is_target = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 3)
+    if count == 0:
+        return
+    row = tl.arange(0, C)
+    existing = tl.minimum(row, count - 1).to(tl.int32)
+    i, j = row[:, None], row[None, :]
+    G_WIDTH: tl.constexpr = 1 if PER_HEAD else D
+    token_head = first_row * H + head
+    state_index = number * H + head
+    sums += token_head * G_WIDTH
+    q += first_row * STRIDE_Q + head * HEAD_Q
+    k += first_row * STRIDE_K + head * HEAD_K
+    v += first_row * STRIDE_V + head * HEAD_V
+    grad_out += token_head * V
+
+    score_grad = tl.zeros([C, C], tl.float32)
+    if DELTA:
+        weight = tl.load(beta + (first_row + row) * H + head, mask=row < count, other=0.0).to(tl.float32)
+        inverse = load_rows(inverses + token_head * C, row, count, H * C, C, C, 0)
+        turned = tl.trans(inverse).to(k.dtype.element_ty)
+        beta_grad = tl.zeros([C], tl.float32)
+        overlap_grad = tl.zeros([C, C], tl.float32)
+    else:
+        turned = tl.trans(load_rows(scores + token_head * C, row, count, H * C, C, C, 0))
+    for first in range(0, V, BLOCK_V):
+        block_o = load_rows(grad_out, row, count, H * V, V, BLOCK_V, first)
+        original = load_rows(v, row, count, STRIDE_V, V, BLOCK_V, first)
+        if DELTA:
+            block_v = load_rows(added + token_head * V, row, count, H * V, V, BLOCK_V, first)
+            added_grad = load_rows(added_grads + token_head * V, row, count, H * V, V, BLOCK_V, first)
+            wanted = tl.dot(turned, added_grad, input_precision=PRECISION)
+            beta_grad += tl.sum(wanted * original.to(tl.float32), 1)
+            overlap_grad -= tl.dot(wanted.to(block_v.dtype), tl.trans(block_v), input_precision=PRECISION)
+            value_grad = weight[:, None] * wanted
+        else:
+            block_v = original
+            value_grad = tl.dot(turned, block_o, input_precision=PRECISION)
+            if is_target == 0:
+                for first_d in range(0, D, BLOCK_D):
+                    remaining = load_rows(
+                        remaining_k + token_head * D, row, count, H * D, D, BLOCK_D, first_d
+                    )
+                    state_grad = _load_state(state_grads, state_index, first_d, first, D, V, BLOCK_D, BLOCK_V)
+                    value_grad = tl.dot(remaining, state_grad, value_grad, input_precision=PRECISION)
+        store_rows(grad_v + token_head * V, value_grad, row, count, H * V, V, BLOCK_V, first)
+        score_grad += tl.dot(block_o, tl.trans(block_v), input_precision=PRECISION)
+    score_grad = tl.where((i < count) & (j < count), score_grad * scale, 0.0)
+    on_diagonal = tl.sum(tl.where(i == j, score_grad, 0.0), 1)[:, None]
+    score_grad = score_grad.to(k.dtype.element_ty)
+
+    head_grad = tl.zeros([C], tl.float32)
+    for first in range(0, D, BLOCK_D):
+        query_grad, key_grad = tl.zeros([C, BLOCK_D], tl.float32), tl.zeros([C, BLOCK_D], tl.float32)
+        answer_grad = tl.zeros([C, BLOCK_D], tl.float32)
+        end_grad = tl.zeros([BLOCK_D], tl.float32)
+        for first_v in range(0, V, BLOCK_V):
+            block_o = load_rows(grad_out, row, count, H * V, V, BLOCK_V, first_v)
+            state = _load_state(states, state_index, first, first_v, D, V, BLOCK_D, BLOCK_V)
+            query_grad = tl.dot(block_o, tl.trans(state), query_grad, input_precision=PRECISION)
+            if DELTA:
+                added_grad = load_rows(added_grads + token_head * V, row, count, H * V, V, BLOCK_V, first_v)
+                answer_grad = tl.dot(added_grad, tl.trans(state), answer_grad, input_precision=PRECISION)
+            if is_target == 0:
+                if DELTA:
+                    block_v = load_rows(added + token_head * V, row, count, H * V, V, BLOCK_V, first_v)
+                else:
+                    block_v = load_rows(v, row, count, STRIDE_V, V, BLOCK_V, first_v)
+                state_grad = _load_state(state_grads, state_index, first, first_v, D, V, BLOCK_D, BLOCK_V)
+                key_grad = tl.dot(block_v, tl.trans(state_grad), key_grad, input_precision=PRECISION)
+                end_grad += tl.sum(state.to(tl.float32) * state_grad.to(tl.float32), 1)
+        queries = load_rows(q, row, count, STRIDE_Q, D, BLOCK_D, first)
+        keys = load_rows(k, row, count, STRIDE_K, D, BLOCK_D, first)
+        g = _load_sums(sums, existing, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
+        if PER_HEAD:
+            last = tl.load(chunk_decays + state_index + tl.zeros([1, 1], tl.int32))
+        else:
+            d = first + tl.arange(0, BLOCK_D)[None, :]
+            last = tl.load(chunk_decays + state_index * D + d, mask=d < D, other=0.0)
+        query_grad *= tl.exp2(g) * scale
+        chunk_grad = end_grad[None, :] * tl.exp2(last)
+        if is_target == 0:
+            key_grad *= tl.exp2(last - g)
+            chunk_grad += tl.sum(keys.to(tl.float32) * key_grad, 0)[None, :]
+        if DELTA:
+            # Gradients of keys as rows, apart from those as columns: they enter that of g with another sign.
+            row_grad = -tl.dot(turned, answer_grad.to(keys.dtype), input_precision=PRECISION) * tl.exp2(g)
+            beta_grad += tl.sum(keys.to(tl.float32) * row_grad, 1)
+            row_grad *= weight[:, None]
+        if is_target == 0:
+            blocks, distance = _large_blocks(
+                g, sums, row, count - 1, LEVELS, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD
+            )
+            if blocks > 0:
+                pairs = _pairs_within(C, blocks)
+                of_pairs = tl.where(pairs, score_grad, 0.0)
+                down, up = tl.exp2(distance), tl.exp2(-distance)
+                scaled_q, scaled_k = (queries * down).to(keys.dtype), (keys * up).to(keys.dtype)
+                query_grad += down * tl.dot(of_pairs, scaled_k, input_precision=PRECISION)
+                key_grad += up * tl.dot(tl.trans(of_pairs), scaled_q, input_precision=PRECISION)
+                if DELTA:
+                    rows = (keys * down).to(keys.dtype)
+                    overlap = tl.dot(rows, tl.trans(scaled_k), input_precision=PRECISION)
+                    chosen = tl.where(pairs, overlap_grad, 0.0)
+                    beta_grad += tl.sum(tl.where(pairs, overlap * chosen, 0.0), 1)
+                    chosen = (weight[:, None] * chosen).to(keys.dtype)
+                    row_grad += down * tl.dot(chosen, scaled_k, input_precision=PRECISION)
+                    key_grad += up * tl.dot(tl.trans(chosen), rows, input_precision=PRECISION)
+            for level in range(blocks, LEVELS):
+                factor = _factor(g, sums, row, count - 1, level, H * G_WIDTH, D, BLOCK_D, first, PER_HEAD)
+                pairs = _pairs_of_level(C, level)
+                of_pairs = tl.where(pairs, score_grad, 0.0)
+                scaled_q, scaled_k = (queries * factor).to(keys.dtype), (keys * factor).to(keys.dtype)
+                query_grad += factor * tl.dot(of_pairs, scaled_k, input_precision=PRECISION)
+                key_grad += factor * tl.dot(tl.trans(of_pairs), scaled_q, input_precision=PRECISION)
+                if DELTA:
+                    overlap = tl.dot(scaled_k, tl.trans(scaled_k), input_precision=PRECISION)
+                    chosen = tl.where(pairs, overlap_grad, 0.0)
+                    beta_grad += tl.sum(chosen * overlap, 1)
+                    chosen = (weight[:, None] * chosen).to(keys.dtype)
+                    row_grad += factor * tl.dot(chosen, scaled_k, input_precision=PRECISION)
+                    key_grad += factor * tl.dot(tl.trans(chosen), scaled_k, input_precision=PRECISION)
+        wide_q, wide_k = queries.to(tl.float32), keys.to(tl.float32)
+        decay_grad = wide_q * query_grad - wide_k * key_grad
+        if DELTA:
+            decay_grad += wide_k * row_grad
+            key_grad += row_grad
+        query_grad += on_diagonal * wide_k
+        key_grad += on_diagonal * wide_q
+        store_rows(grad_q + token_head * D, query_grad, row, count, H * D, D, BLOCK_D, first)
+        store_rows(grad_k + token_head * D, key_grad, row, count, H * D, D, BLOCK_D, first)
+        if is_target == 0:
+            decay_grad = tl.cumsum(decay_grad, 0, reverse=True) + chunk_grad
+        if PER_HEAD:
+            head_grad += tl.sum(decay_grad, 1)
+        else:
+            store_rows(grad_decay + token_head * D, decay_grad, row, count, H * D, D, BLOCK_D, first)
+    if PER_HEAD:
+        tl.store(grad_decay + token_head + row * H, head_grad, mask=row < count)
+    if DELTA:
+        tl.store(grad_beta + (first_row + row) * H + head, beta_grad, mask=row < count)
