@@ -16,9 +16,11 @@ WIDE = ("sums", "chunk_decays", "inverses", "starts", "final", "ends", "end_deca
 TYPES = dict.fromkeys((*WIDE, "beta", "grad_decay", "grad_beta"), "*fp32")
 TYPES |= dict.fromkeys(("chunks", "segments", "segment_offsets"), "*i64") | {"scale": "fp32"}
 KERNELS = ("prepare", "states", "local", "out", "state_gradients", "gradients")
+QUICK = {("gradients", 128, True)}
 CASES = [
-    pytest.param(kernel, dim, delta, marks=[] if dim == 64 or (kernel, delta) == ("gradients", True) else slow)
-    for slow in [pytest.mark.slow]
+    pytest.param(
+        kernel, dim, delta, marks=() if dim == 64 or (kernel, dim, delta) in QUICK else pytest.mark.slow
+    )
     for kernel in KERNELS
     for dim in (64, 128)
     for delta in (False, True)
