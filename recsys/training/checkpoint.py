@@ -65,9 +65,7 @@ class Checkpoints:
         return sorted(path for path in self.folder.glob("step-*") if _STATE.fullmatch(path.name))
 
     def newest(self) -> Path | None:
-        """Returns the newest undamaged state, or None. Damaged states are skipped with a warning.
-        Collective.
-        """
+        """Returns the newest undamaged state, or None; warns about damaged states. Collective."""
         return on_main(self.newest_here)
 
     def save(self, tensors: Tensors, state: SavedState) -> Path:
