@@ -262,13 +262,19 @@ def quiet_torch() -> None:
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Run torch.export and AOTInductor without two messages about themselves that do not help users."""
+    """Run torch.export and AOTInductor without three messages about themselves that do not help users.
+
+    torch's compiler of C++ extensions warns where a CUDA toolkit is installed and no GPU is; packages for the
+    CPU do not need one.
+    """
+    needless = ("torch.export KJT to_dict", "No CUDA runtime is found, using CUDA_HOME")
 
     def wanted(record: logging.LogRecord) -> bool:
-        return "torch.export KJT to_dict" not in record.getMessage()
+        return not any(text in record.getMessage() for text in needless)
 
-    root = logging.getLogger()
-    root.addFilter(wanted)
+    loggers = [logging.getLogger(name) for name in (None, "torch.utils.cpp_extension")]
+    for logger in loggers:
+        logger.addFilter(wanted)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings(
@@ -276,7 +282,8 @@ def quiet_export() -> Iterator[None]:
             )
             yield
     finally:
-        root.removeFilter(wanted)
+        for logger in loggers:
+            logger.removeFilter(wanted)
 
 
 @contextmanager

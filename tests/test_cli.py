@@ -260,7 +260,8 @@ def test_the_log_shows_bytes_of_names_that_are_no_text(folder, capfd, monkeypatc
     def run(call):
         raise errors.DataError(f"{os.fsdecode(bytes([0xFF]))}.parquet: no such file")
 
-    # As Python opens it; the one of pytest refuses such names.
+    # As Python opens it; the one of pytest refuses such names, and so does pytest-xdist in its own log.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setattr(sys, "stderr", open(2, "w", errors="backslashreplace", closefd=False))
     assert cli.main("train", run, ["--config", "x.config", "--run-dir", "here"]) == 3
     sys.stderr.flush()

@@ -220,6 +220,15 @@ def test_an_export_says_nothing_about_its_libraries_and_what_others_say(recwarn)
     assert [str(one.message) for one in recwarn if one.category is FutureWarning] == ["another one"]
 
 
+def test_an_export_does_not_speak_of_a_cuda_toolkit_without_a_gpu(caplog):
+    compiler = logging.getLogger("torch.utils.cpp_extension")
+    with environment.quiet_export():
+        compiler.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local/cuda")
+        compiler.warning("something else")
+    compiler.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/opt/cuda")
+    assert [record.args for record in caplog.records] == [(), ("/opt/cuda",)]
+
+
 def test_handlers_that_the_application_set_are_used(tmp_path, caplog, monkeypatch):
     (tmp_path / "torchrec.py").write_text(FAKE_TORCHREC)
     monkeypatch.syspath_prepend(str(tmp_path))
