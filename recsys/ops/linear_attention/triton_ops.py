@@ -35,11 +35,18 @@ TRACED_SEGMENT = 32
 """Chunks of a segment in a traced graph, which must serve batches of all sizes."""
 
 
+FEWEST_COLUMNS = 16
+"""Columns of the state that a program carries at least, the fewest that a product of matrices takes."""
+
 SCAN_LAUNCH = {"num_warps": 4, "num_stages": 3}
+WIDE_SCAN_LAUNCH = {"num_warps": 4, "num_stages": 1}
 OUT_LAUNCH = {"num_warps": 4, "num_stages": 2}
-PREPARE_LAUNCH = {"columns": 64, "num_warps": 4, "num_stages": 1}
-GRADIENTS_LAUNCH = {"columns": 64, "num_warps": 8, "num_stages": 1}
-"""How kernels are launched; `columns` of keys are in registers at a time."""
+PREPARE_LAUNCH = {"num_warps": 4, "num_stages": 1}
+GRADIENTS_LAUNCH = {"num_warps": 8, "num_stages": 1}
+"""How kernels are launched; the wide one in float32, of which shared memory does not hold three stages."""
+
+COLUMNS = 64
+"""Columns of keys and of values that a program has in registers at a time, if it takes them in blocks."""
 
 
 class Problem(NamedTuple):
@@ -48,7 +55,7 @@ class Problem(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    log_decay: Tensor
+    sums: Tensor  # float32 [T, H, D] or [T, H], logarithms of decays from the chunk's first token on
     beta: Tensor | None
     initial_state: Tensor
     table: ChunkTable
@@ -56,19 +63,47 @@ class Problem(NamedTuple):
     wrap: Wrap | None
     segmented: bool  # True if a sample may have more than one segment
 
+    @property
+    def per_head(self) -> bool:
+        """True if a head has one decay for all its channels."""
+        return self.sums.dim() == 2
+
     def scan_constants(self, **others: Any) -> dict[str, Any]:
         """Compile-time constants of the kernels that carry the state."""
         return self._sizes(_block(self.q.shape[2])) | {
-            "PER_HEAD": self.log_decay.dim() == 2,
+            "BLOCK_V": self.scan_columns(),
+            "PER_HEAD": self.per_head,
             "DELTA": self.beta is not None,
             **others,
         }
+
+    def scan_launch(self) -> dict[str, int]:
+        """Warps and stages of the kernels that carry the state."""
+        return WIDE_SCAN_LAUNCH if self.q.dtype == torch.float32 else SCAN_LAUNCH
+
+    def scan_columns(self) -> int:
+        """Columns of the state that a program carries: fewer with the delta rule, if that occupies the GPU.
+
+        Its samples are not cut into segments, so a few long ones are few programs.
+        """
+        columns = _block_v(self.v.shape[2])
+        if self.beta is None or self.wrap is not None:
+            return columns
+        programs = self.table.segments.shape[0] * self.v.shape[1] * -(-self.v.shape[2] // columns)
+        while columns > FEWEST_COLUMNS and 2 * programs <= num_processors(self.q.device):
+            columns, programs = columns // 2, 2 * programs
+        return columns
+
+    def scan_programs(self) -> int:
+        """Programs of the kernels that carry the state."""
+        blocks = -(-self.v.shape[2] // self.scan_columns())
+        return self.table.segments.shape[0] * self.v.shape[1] * blocks
 
     def out_constants(self) -> dict[str, Any]:
         """Compile-time constants of `out_kernel`."""
         return self._sizes(_block(self.q.shape[2])) | OUT_LAUNCH
 
-    def chunk_constants(self, columns: int, **others: Any) -> dict[str, Any]:
+    def chunk_constants(self, **others: Any) -> dict[str, Any]:
         """Compile-time constants of the kernels that go through columns of keys in blocks."""
         strides = {
             f"{kind}_{name}": int(tensor.stride(axis))
@@ -76,11 +111,11 @@ class Problem(NamedTuple):
             for name, tensor in (("Q", self.q), ("K", self.k), ("V", self.v))
         }
         return (
-            self._sizes(min(columns, _block(self.q.shape[2])))
+            self._sizes(min(COLUMNS, _block(self.q.shape[2])))
             | strides
             | {
                 "LEVELS": CHUNK.bit_length() - 1,
-                "PER_HEAD": self.log_decay.dim() == 2,
+                "PER_HEAD": self.per_head,
                 "DELTA": self.beta is not None,
                 **others,
             }
@@ -101,14 +136,21 @@ class Problem(NamedTuple):
 class Prepared(NamedTuple):
     """Quantities of each chunk by itself; the last three are without meaning without the delta rule."""
 
-    sums: Tensor  # float32 [T, H, D] or [T, H], decays from the chunk's first token on
-    chunk_decays: Tensor  # float32 [chunks, H, D] or [chunks, H], the last of them
+    chunk_decays: Tensor  # float32 [chunks, H, D] or [chunks, H], the sums at each chunk's last token
     scores: Tensor  # [T, H, C]
     decayed_q: Tensor  # [T, H, D]
     remaining_k: Tensor  # [T, H, D]
     inverses: Tensor  # float32 [T, H, C]
     key_answers: Tensor  # [T, H, D]
     values: Tensor  # [T, H, V], without the delta rule v itself
+
+
+class Results(NamedTuple):
+    """The results of the forward pass, and what the backward pass needs of it."""
+
+    out: Tensor  # [T, H, V]
+    final: Tensor  # float32 [B, H, D, V]
+    starts: Tensor  # float32 [segments, H, D, V], the states that segments start from
 
 
 class Gradients(NamedTuple):
@@ -140,16 +182,19 @@ class LinearAttentionFunction(torch.autograd.Function):
         per_segment = 0 if beta is not None else chunks_per_segment(q, v, layout.total_len, layout.max_len)
         table = chunk_table_of(layout, CHUNK, per_segment)
         ctx.facts = (table, scale, None, per_segment > 0)
-        out, final = launch_forward(_problem(q, k, v, log_decay, beta, initial_state, *ctx.facts))
-        ctx.save_for_backward(q, k, v, log_decay, beta, initial_state, final)
+        ctx.decay_dtype = log_decay.dtype
+        sums = decay_sums(log_decay, table, None)
+        out, final, starts = launch_forward(_problem(q, k, v, sums, beta, initial_state, *ctx.facts))
+        # The sums instead of the decays: they are as large, and backward need not add up again.
+        ctx.save_for_backward(q, k, v, sums, beta, initial_state, starts)
         return out, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
-        *arguments, final = ctx.saved_tensors
+        *arguments, starts = ctx.saved_tensors
         problem = _problem(*arguments, *ctx.facts)
-        gradients = launch_backward(problem, final, grad_out, grad_final)
+        gradients = launch_backward(problem, ctx.decay_dtype, starts, grad_out, grad_final)
         if problem.beta is None:
             return (*gradients[:4], None, gradients.initial_state, None, None)
         return (*gradients, None, None)
@@ -163,15 +208,16 @@ def chunks_per_segment(q: Tensor, v: Tensor, total_len: int, max_len: int) -> in
     return 0 if max_len <= size * CHUNK else size
 
 
-def launch_forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output [T, H, V] and final state [B, H, D, V] in float32."""
+def launch_forward(problem: Problem) -> Results:
+    """Launches the kernels of the forward pass."""
     v, table = problem.v, problem.table
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     final = torch.empty_like(problem.initial_state, dtype=torch.float32)
     if problem.initial_state.numel() == 0:
-        return out, final
+        return Results(out, final, final)
     prepared = _prepare(problem)
-    states, added = _states(problem, prepared, _starts(problem, prepared), final)
+    starts = _starts(problem, prepared)
+    states, added = _states(problem, prepared, starts, final)
     launch(
         out_kernel,
         table.chunks.shape[0] * v.shape[1] * _blocks_v(v),
@@ -180,45 +226,73 @@ def launch_forward(problem: Problem) -> tuple[Tensor, Tensor]:
         problem.out_constants() | {"STRIDE_V": int(added.stride(0)), "HEAD_V": int(added.stride(1))},
         problem.wrap,
     )
-    return out, final
+    return Results(out, final, starts)
 
 
-def launch_backward(problem: Problem, final: Tensor, grad_out: Tensor, grad_final: Tensor) -> Gradients:
-    """Gradients of all arguments. What forward made of each chunk and the states are made again."""
-    q, v, beta, table = problem.q, problem.v, problem.beta, problem.table
+def launch_backward(
+    problem: Problem,
+    decay_dtype: torch.dtype,
+    starts: Tensor | None,
+    grad_out: Tensor,
+    grad_final: Tensor,
+) -> Gradients:
+    """Launches the kernels of the backward pass, which compute the forward pass's chunks and states again.
+
+    Args:
+        decay_dtype: type of the gradient of `log_decay`.
+        starts: see `Results`; None to compute them again.
+    """
+    q, k, v, beta, table = problem.q, problem.k, problem.v, problem.beta, problem.table
     contiguous = {"memory_format": torch.contiguous_format}
     gradients = Gradients(
-        torch.empty_like(q, **contiguous),
-        torch.empty_like(problem.k, **contiguous),
-        torch.empty_like(v, **contiguous),
-        torch.empty_like(problem.log_decay, **contiguous),
-        torch.empty_like(beta, **contiguous) if beta is not None else q.new_empty(0),
+        *(torch.empty_like(tensor, **contiguous) for tensor in (q, k, v)),
+        torch.empty_like(problem.sums, dtype=decay_dtype),
+        torch.empty_like(beta) if beta is not None else q.new_empty(0),
         torch.empty_like(problem.initial_state, **contiguous),
     )
-    if problem.initial_state.numel() == 0:
-        return gradients
-    prepared = _prepare(problem)
-    states, added = _states(problem, prepared, _starts(problem, prepared), torch.empty_like(final))
-    grad_out, grad_final = grad_out.contiguous(), grad_final.contiguous()
-    ends = _end_gradients(problem, prepared, grad_out, grad_final)
-    state_grads = torch.empty_like(states)
-    added_grads = added if beta is None else torch.empty_like(added)
-    written = (state_grads, added_grads, gradients.initial_state)
-    _scan_back(problem, prepared, grad_out, ends, (*written, ends, ends), local=False)
-    launch(
-        gradients_kernel,
-        table.chunks.shape[0] * q.shape[1],
-        (
-            *(grad_out, q, problem.k, v, _or(beta, q), prepared.sums, prepared.chunk_decays, table.chunks),
-            *(prepared.scores, prepared.remaining_k, prepared.inverses, added, added_grads),
-            *(states, state_grads),
-            *(gradients.q, gradients.k, gradients.v, gradients.log_decay, gradients.beta),
-        ),
-        (problem.scale,),
-        problem.chunk_constants(**GRADIENTS_LAUNCH),
-        problem.wrap,
-    )
+    if problem.initial_state.numel() > 0:
+        prepared = _prepare(problem)
+        starts = _starts(problem, prepared) if starts is None else starts
+        final = torch.empty_like(problem.initial_state, dtype=torch.float32)
+        states, added = _states(problem, prepared, starts, final)
+        grad_out, grad_final = grad_out.contiguous(), grad_final.contiguous()
+        ends = _end_gradients(problem, prepared, grad_out, grad_final)
+        state_grads = torch.empty_like(states)
+        added_grads = added if beta is None else torch.empty_like(added)
+        written = (state_grads, added_grads, gradients.initial_state)
+        _scan_back(problem, prepared, grad_out, ends, (*written, ends, ends), local=False)
+        launch(
+            gradients_kernel,
+            table.chunks.shape[0] * q.shape[1],
+            (
+                *(grad_out, q, k, v, _or(beta, q), problem.sums, prepared.chunk_decays, table.chunks),
+                *(prepared.scores, prepared.remaining_k, prepared.inverses, added, added_grads),
+                *(states, state_grads, *gradients[:5]),
+            ),
+            (problem.scale,),
+            problem.chunk_constants(**GRADIENTS_LAUNCH),
+            problem.wrap,
+        )
     return gradients
+
+
+def decay_sums(log_decay: Tensor, table: ChunkTable, wrap: Wrap | None) -> Tensor:
+    """float32, shape of `log_decay`: its sums in base 2 from each chunk's first token on."""
+    log_decay = log_decay.contiguous()
+    sums = torch.empty_like(log_decay, dtype=torch.float32)
+    columns = log_decay.shape[1:].numel()
+    if sums.numel() == 0:
+        return sums
+    block = min(64, _block(columns))
+    launch(
+        decay_sums_kernel,
+        table.chunks.shape[0] * (-(-columns // block)),
+        (log_decay, table.chunks, sums),
+        (),
+        {"STRIDE": columns, "COLUMNS": columns, "C": CHUNK, "BLOCK": block, "num_warps": 4},
+        wrap,
+    )
+    return sums
 
 
 def _prepare(problem: Problem) -> Prepared:
@@ -226,28 +300,18 @@ def _prepare(problem: Problem) -> Prepared:
     q, v, beta, table = problem.q, problem.v, problem.beta, problem.table
     num_rows, heads, dim = q.shape
     num_chunks = table.chunks.shape[0]
-    widths = problem.log_decay.shape[1:]
+
+    constants = problem.chunk_constants(**PREPARE_LAUNCH)
 
     def wide(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
-    sums, columns = wide(num_rows, *widths), widths.numel()
-    block = min(64, _block(columns))
-    launch(
-        decay_sums_kernel,
-        num_chunks * (-(-columns // block)),
-        (problem.log_decay, table.chunks, sums),
-        (),
-        {"STRIDE": columns, "COLUMNS": columns, "C": CHUNK, "BLOCK": block, "num_warps": 4},
-        problem.wrap,
-    )
     prepared = Prepared(
-        sums=sums,
-        chunk_decays=wide(num_chunks, *widths),
+        chunk_decays=wide(num_chunks, *problem.sums.shape[1:]),
         scores=q.new_empty(num_rows, heads, CHUNK),
         decayed_q=q.new_empty(q.shape),
         remaining_k=q.new_empty(q.shape),
-        inverses=sums if beta is None else wide(num_rows, heads, CHUNK),
+        inverses=problem.sums if beta is None else wide(num_rows, heads, CHUNK),
         key_answers=q if beta is None else q.new_empty(q.shape),
         values=v if beta is None else v.new_empty(v.shape),
     )
@@ -255,12 +319,12 @@ def _prepare(problem: Problem) -> Prepared:
         prepare_kernel,
         num_chunks * heads,
         (
-            *(q, problem.k, v, _or(beta, q), sums, table.chunks),
+            *(q, problem.k, v, _or(beta, q), problem.sums, table.chunks),
             *(prepared.scores, prepared.decayed_q, prepared.remaining_k, prepared.chunk_decays),
             *(prepared.inverses, prepared.key_answers, prepared.values),
         ),
         (problem.scale,),
-        problem.chunk_constants(**PREPARE_LAUNCH),
+        constants,
         problem.wrap,
     )
     return prepared
@@ -324,13 +388,13 @@ def _scan(
     strides = {"STRIDE_V": int(values.stride(0)), "HEAD_V": int(values.stride(1))}
     launch(
         states_kernel,
-        table.segments.shape[0] * values.shape[1] * _blocks_v(values),
+        problem.scan_programs(),
         (
             *(prepared.remaining_k, values, prepared.key_answers, prepared.chunk_decays, starts, *table),
             *written,
         ),
         (),
-        problem.scan_constants(LOCAL=local, **strides, **_scan_launch(problem)),
+        problem.scan_constants(LOCAL=local, **strides, **problem.scan_launch()),
         problem.wrap,
     )
 
@@ -348,13 +412,13 @@ def _scan_back(
     table = problem.table
     launch(
         state_gradients_kernel,
-        table.segments.shape[0] * grad_out.shape[1] * _blocks_v(grad_out),
+        problem.scan_programs(),
         (
             *(grad_out, prepared.decayed_q, prepared.remaining_k, prepared.scores, prepared.key_answers),
             *(prepared.chunk_decays, ends, *table, *written),
         ),
         (),
-        problem.scan_constants(LOCAL=local, **_scan_launch(problem)),
+        problem.scan_constants(LOCAL=local, **problem.scan_launch()),
         problem.wrap,
     )
 
@@ -363,7 +427,7 @@ def _problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    log_decay: Tensor,
+    sums: Tensor,
     beta: Tensor | None,
     initial_state: Tensor,
     table: ChunkTable,
@@ -373,9 +437,7 @@ def _problem(
 ) -> Problem:
     q, k, v = (tensor if tensor.stride(2) == 1 else tensor.contiguous() for tensor in (q, k, v))
     beta = None if beta is None else beta.contiguous()
-    return Problem(
-        q, k, v, log_decay.contiguous(), beta, initial_state.contiguous(), table, scale, wrap, segmented
-    )
+    return Problem(q, k, v, sums, beta, initial_state.contiguous(), table, scale, wrap, segmented)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
@@ -389,23 +451,21 @@ def _block(width: int) -> int:
 
 
 def _block_v(v_dim: int) -> int:
-    """Columns of the state that a program carries."""
-    return min(64, _block(v_dim))
+    """Columns of values that a program takes."""
+    return min(COLUMNS, _block(v_dim))
 
 
 def _blocks_v(values: Tensor) -> int:
     return -(-values.shape[2] // _block_v(values.shape[2]))
 
 
-def _scan_launch(problem: Problem) -> dict[str, Any]:
-    return SCAN_LAUNCH
-
-
 def _traced(arguments: tuple[Any, ...], facts: tuple[Tensor, Tensor, Tensor], scale: float) -> Problem:
     """The problem of a traced graph; `facts` are lengths, offsets and numbers of targets."""
-    per_segment = TRACED_SEGMENT if arguments[4] is None else 0
-    table = chunk_table(*facts, arguments[0].shape[0], CHUNK, per_segment)
-    return _problem(*arguments, table, scale, wrap_triton, per_segment > 0)
+    q, k, v, log_decay, beta, initial_state = arguments
+    per_segment = TRACED_SEGMENT if beta is None else 0
+    table = chunk_table(*facts, q.shape[0], CHUNK, per_segment)
+    sums = decay_sums(log_decay, table, wrap_triton)
+    return _problem(q, k, v, sums, beta, initial_state, table, scale, wrap_triton, per_segment > 0)
 
 
 @traceable_op("linear_attention_triton")
@@ -422,9 +482,8 @@ def linear_attention_triton(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """`linear_attention` for traced graphs."""
-    return launch_forward(
-        _traced((q, k, v, log_decay, beta, initial_state), (lengths, offsets, num_targets), scale)
-    )
+    problem = _traced((q, k, v, log_decay, beta, initial_state), (lengths, offsets, num_targets), scale)
+    return launch_forward(problem)[:2]
 
 
 @traceable_op("linear_attention_triton_backward")
@@ -440,16 +499,15 @@ def linear_attention_triton_backward(
     lengths: Tensor,
     offsets: Tensor,
     num_targets: Tensor,
-    final: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the arguments; that of beta is empty without the delta rule."""
     problem = _traced((q, k, v, log_decay, beta, initial_state), (lengths, offsets, num_targets), scale)
-    return tuple(launch_backward(problem, final, grad_out, grad_final))
+    return tuple(launch_backward(problem, log_decay.dtype, None, grad_out, grad_final))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:9], output[1])
+    ctx.save_for_backward(*inputs[:9])
     ctx.scale = inputs[9]
 
 

@@ -14,7 +14,8 @@ pytestmark = needs_compiler
 
 WIDE = ("sums", "chunk_decays", "inverses", "starts", "final", "ends", "end_decays", "local", "grad_starts")
 TYPES = dict.fromkeys((*WIDE, "beta", "grad_decay", "grad_beta"), "*fp32")
-TYPES |= dict.fromkeys(("chunks", "segments", "segment_offsets"), "*i64") | {"scale": "fp32"}
+TYPES |= dict.fromkeys(("chunks", "segments", "segment_offsets"), "*i64")
+TYPES |= {"scale": "fp32"}
 KERNELS = ("prepare", "states", "local", "out", "state_gradients", "gradients")
 QUICK = {("gradients", 128, True)}
 CASES = [
@@ -39,7 +40,7 @@ def test_it_fits_into_shared_memory_and_nearly_into_the_registers(kernel, dim, d
     table = chunk_table_of(layout, triton_ops.CHUNK, 0)
     problem = triton_ops._problem(q, q, q, q, beta, torch.empty(1, 4, dim, dim), table, 1.0, None, False)
     strides = {"STRIDE_V": 4 * dim, "HEAD_V": dim}
-    scan = triton_ops._scan_launch(problem)
+    scan = problem.scan_launch()
     function, constants = {
         "prepare": (triton_chunks.prepare_kernel, problem.chunk_constants(**triton_ops.PREPARE_LAUNCH)),
         "states": (triton_scan.states_kernel, problem.scan_constants(LOCAL=False, **strides, **scan)),
@@ -56,19 +57,23 @@ def test_it_fits_into_shared_memory_and_nearly_into_the_registers(kernel, dim, d
 
 @pytest.mark.parametrize("delta", [False, True])
 def test_a_traced_graph_holds_the_kernels(delta):
-    """Forward: three kernels by chunk, the scan, and for segments a sum of each and their combination."""
+    """Forward: three kernels by chunk, the scan, and for segments a sum of each and their combination.
+
+    Backward computes the states again, goes back through them and has one kernel by chunk.
+    """
     from recsys.ops.linear_attention import triton_ops
     from recsys.ops.linear_attention.chunks import chunk_table
 
     def both(q, beta, state, lengths, offsets, num_targets):
         table = chunk_table(lengths, offsets, num_targets, q.shape[0], 16, 0 if delta else 2)
         facts = (table, 1.0, torch.library.wrap_triton, not delta)
-        problem = triton_ops._problem(q, q, q, q, beta if delta else None, state, *facts)
-        out, final = triton_ops.launch_forward(problem)
-        return [out, final, *triton_ops.launch_backward(problem, final, out, final)]
+        sums = triton_ops.decay_sums(q, table, torch.library.wrap_triton)
+        problem = triton_ops._problem(q, q, q, sums, beta if delta else None, state, *facts)
+        out, final, _ = triton_ops.launch_forward(problem)
+        return [out, final, *triton_ops.launch_backward(problem, sums.dtype, None, out, final)]
 
     layout = SequenceLayout(torch.tensor([33, 5]))
     q, beta, state = torch.randn(38, 2, 16), torch.rand(38, 2), torch.randn(2, 2, 16, 16)
-    kernels = 4 + 5 if delta else 6 + 9
+    kernels = 4 + 4 if delta else 6 + 8
     facts = (layout.lengths, layout.offsets, layout.num_targets)
     harness.assert_traced(both, q, beta, state, *facts, kernels=kernels)
