@@ -1,7 +1,7 @@
 """Times `linear_attention` against `hstu_attention` and, if it can be imported, flash-linear-attention.
 
-    python experiments/2026-11-24-linear-attention/bench.py check      errors against float64
-    python experiments/2026-11-24-linear-attention/bench.py time [--json FILE]
+    python experiments/2026-11-27-linear-attention/bench.py check      errors against float64
+    python experiments/2026-11-27-linear-attention/bench.py time [--json FILE]
 """
 
 import argparse
