@@ -1,7 +1,7 @@
-"""The Triton kernels of `gather_rows`, their launches, an autograd function and library ops.
+"""Triton kernels of `gather_rows`, their launches, an autograd function and library ops.
 
 Rows are moved as bits. A program has whole rows, or some columns of them; each row of the output has one
-owner. STEP divides all strides, so that the compiler moves neighbours together.
+owner. STEP divides all strides, so that the compiler can combine neighboring elements in one access.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from recsys.ops.runtime.launch import Wrap, launch
 from recsys.ops.runtime.registration import differentiable, traceable_op
 
 MAX_SOURCES = 4
-"""Sources that the kernel takes; more of them are concatenated down to this number."""
+"""Most sources that the kernel takes; if there are more, the last ones are concatenated."""
 
 BLOCK_BYTES = 1 << 14
-"""Bytes of a program's block, rows x columns."""
+"""Bytes per program's block, rows x columns."""
 
 MOST_ROWS = 1024
-"""Most rows of a block."""
+"""Most rows per block."""
 
 LONGEST_BLOCK = 1024
-"""Columns of a block; a longer row has several."""
+"""Most columns per block; a longer row has several blocks."""
 
 SHORTEST_BLOCK = 64
-"""Columns of a block, if one that divides the row is to be found."""
+"""Fewest columns per block when looking for a block size that divides the row."""
 
 INVERTED = 1024
-"""Entries of a map for a program that inverts it."""
+"""Map entries that a program inverts."""
 
 MOVABLE = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 )
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type for each itemsize: rows are moved as bits, whatever they mean."""
+"""Integer type for each itemsize in bytes: rows are moved as bits, whatever they mean."""
 
 
 class Blocks(NamedTuple):
     """Block sizes of a kernel."""
 
-    rows: int  # BLOCK_M
-    columns: int  # BLOCK
+    rows: int  # BLOCK_M, rows per block
+    columns: int  # BLOCK, columns per block
     num_warps: int = 4
 
     def programs(self, num_rows: int, width: int) -> int:
