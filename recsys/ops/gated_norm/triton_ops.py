@@ -29,8 +29,8 @@ WORKERS_PER_PROCESSOR = 2
 class Blocks(NamedTuple):
     """Block sizes of a kernel."""
 
-    rows: int  # BLOCK_M
-    columns: int  # BLOCK
+    rows: int  # BLOCK_M, rows per block
+    columns: int  # BLOCK, columns per block
     num_warps: int
 
 

@@ -96,7 +96,7 @@ def tokens_kernel(
     start = tl.load(offsets + sample, mask=is_real, other=0)
     own_targets = tl.load(num_targets + sample, mask=is_real, other=0)
     history_end = tl.load(lengths + sample, mask=is_real, other=0) - own_targets
-    targets = tl.load(targets_until + sample, mask=is_real, other=0) - own_targets  # of earlier samples
+    targets = tl.load(targets_until + sample, mask=is_real, other=0) - own_targets  # in earlier samples
     position = token - start
     before = batch_size * contextual
     row = before + (start - sample * contextual - targets) + position - contextual

@@ -27,7 +27,7 @@ from recsys.ops.jagged.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The rule of the table in this module's docstring.
+    """Rule of who sees whom inside a sample, as the table in this module's docstring defines it.
 
     A token always sees itself, and contextual tokens never fall out of a window.
 

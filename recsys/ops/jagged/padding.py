@@ -37,7 +37,7 @@ times."""
 class Chunk:
     """A group of samples, padded to the longest of them."""
 
-    num_samples: int  # b
+    num_samples: int  # b below
     max_len: int
     history_end: Tensor  # int64 [b], position of the first target; [1] if one mask serves all samples
 

@@ -204,7 +204,7 @@ def _forward(
     layout = _layout(q, lengths, offsets, num_targets, num_contextual, max_len)
     with torch.no_grad():
         out, final = _attend(q, k, v, log_decay, beta, state, layout, scale)
-    return out, final.clone()  # without any history it is the given state
+    return out, final.clone()  # without any history it is the given state itself
 
 
 def _backward_op(

@@ -8,7 +8,7 @@ which are free. Products are summed in float32. In backward a warp group keeps t
 registers, as the left operand of the second product, and computes them for one block while the tensor cores
 work on the previous block: a block of `other` serves both products from one buffer.
 
-i counts rows of hidden, j rows of the weight. Descriptors are ragged (`runtime.hopper_launch`): rows past the
+i counts rows of hidden, j rows of the weight. Descriptors are ragged (`runtime.descriptors`): rows past the
 end are zeros.
 
 Related values travel as tuples:

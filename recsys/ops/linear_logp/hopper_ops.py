@@ -302,7 +302,7 @@ def _launch_score_grads(
 class Cut(NamedTuple):
     """Units of work of a launch."""
 
-    numbers: tuple[int, int, int, int, int]  # `work` of the kernels
+    numbers: tuple[int, int, int, int, int]  # the `work` tuple of `hopper_kernels`
     parts: int
     programs: int
 

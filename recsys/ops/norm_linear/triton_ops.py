@@ -18,7 +18,8 @@ FORWARD_ENTRIES = 4096
 """Entries per program's block, rows x columns, unless a single row has more."""
 
 BACKWARD_ENTRIES, FEWER_ENTRIES, SHORT = 2048, 1024, 512
-"""The same for backward: for rows of up to `SHORT` columns, and for longer ones."""
+"""Entries per program's block in backward, for rows of up to `SHORT` columns and for longer rows; and
+`SHORT`."""
 
 ENTRIES_PER_WARP, LEAST_WARPS = 512, 4
 
@@ -29,8 +30,8 @@ WORKERS_PER_PROCESSOR = 4
 class Blocks(NamedTuple):
     """Block sizes of a kernel."""
 
-    rows: int  # BLOCK_M
-    columns: int  # BLOCK
+    rows: int  # BLOCK_M, rows per block
+    columns: int  # BLOCK, columns per block
     num_warps: int
 
 

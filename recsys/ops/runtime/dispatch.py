@@ -80,7 +80,7 @@ class Op:
         self.facts = facts
         self.last_backend: str | None = None
         self.fallbacks: Counter[tuple[str, str]] = Counter()
-        """How often "auto" skipped a backend, by (backend, reason)."""
+        """Number of times that "auto" skipped a backend, by (backend, reason)."""
         self._watcher: Callable[..., None] | None = None
         self._modules: dict[str, ModuleType] = {}
         for backend in self.backends[:-1]:

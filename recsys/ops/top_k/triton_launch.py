@@ -18,7 +18,7 @@ from recsys.ops.top_k.triton_kernels import choose_kernel, coarse_kernel, measur
 class Blocks(NamedTuple):
     """Sizes of `coarse_kernel`."""
 
-    queries: int  # per program
+    queries: int  # queries per program
     group: int  # items per group, of which only the largest score is stored
     num_warps: int
     num_stages: int

@@ -249,7 +249,7 @@ def _records(
     longest: int,
     num_buckets: int,
 ) -> Tensor:
-    """Return 16 bytes for each block of scores, see `records_kernel`."""
+    """Return the records, 16 bytes for each block of scores; see `records_kernel`."""
     bounds, (rows, keys) = (row_bounds, key_bounds), sizes
     size = keys if rows_first else rows
     num_blocks = -(-longest // size)
@@ -311,7 +311,7 @@ def record_columns(num_buckets: int) -> tuple[tuple[int, ...], ...]:
 
 
 def cached_times(times: Tensor, items: Tensor, tile: int, keys: int, wrap: Wrap) -> list[Tensor]:
-    """Return the times, offsets and bounds of cached tokens; `items` are tiles of `tile` of them."""
+    """Return the times, offsets and bounds of cached tokens; `items` are tiles of `tile` cached tokens."""
     times = times.contiguous()
     offsets, bounds = _offsets_and_bounds(times)
     if times.shape[0] > 0:
@@ -332,7 +332,7 @@ def _times(
     *,
     step: int = 1,
 ) -> list[Tensor]:
-    """Return the arguments `timestamps` to `row_bounds`."""
+    """Return the arguments `timestamps` to `row_bounds` of the kernels."""
     timestamps, next_timestamps = timestamps.contiguous(), next_timestamps.contiguous()
     behind, ahead = (_offsets_and_bounds(times, step) for times in (timestamps, next_timestamps))
     wrap(times_kernel)[(items.shape[0],)](

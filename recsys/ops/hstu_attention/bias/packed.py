@@ -78,7 +78,7 @@ def finish_kernel(
     own = tl.program_id(0) % parts
     at = own * BLOCK + tl.arange(0, BLOCK)
     size = (2 * reach + 1).to(tl.int64)
-    step = num_heads * size  # from copy to copy
+    step = num_heads * size  # elements from one copy to the next
     heads = tl.where(SHARED_POSITIONS, num_heads, 1)
     if head * heads < num_heads:
         sums = position_sums + head * size

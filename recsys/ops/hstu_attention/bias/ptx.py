@@ -313,7 +313,7 @@ def _load_line(text: Writer, rows_first: bool) -> None:
 
 
 def _add_positions(text: Writer, rows_first: bool) -> None:
-    """Compute the scores s0.. with their position parts and v0."""
+    """Compute the scores s0..: products, position parts and v0, the value of the lowest time bucket."""
     for number in range(2 * text.groups + 2):
         text.add(f"add.f32 line{number}, line{number}, v0;")
     for number, k, h, b in text.entries():
@@ -671,7 +671,7 @@ def _sum_line(text: Writer) -> None:
         "mov.u32 span, lines;",
         f"mad.lo.u32 span, warp, {LINES_BYTES}, span;",
         "mad.lo.u32 t, lane, 4, span;",
-        "shr.u32 low, lane, 2;",  # the row
+        "shr.u32 low, lane, 2;",  # the thread's row
         f"mad.lo.u32 cell, low, {4 * LINE_STEP}, span;",
         "setp.ge.u32 p, low, 2;",
         "@p add.u32 cell, cell, 32;",

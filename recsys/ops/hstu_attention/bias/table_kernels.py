@@ -105,7 +105,7 @@ def _diagonal_work(
     num_diagonals = tile // block * ((layout.max_len + tile - 1) // tile)
     distance = (torch.arange(num_diagonals, device=layout.device) + 1) * block - tile
     skipped = torch.zeros_like(distance)
-    if mask.window is not None:  # past the window only the first keys are seen
+    if mask.window is not None:  # past the window only pinned keys are visible
         always = (layout.num_contextual + mask.prefix + block - 1) // block
         outside = distance - block >= mask.window - 1
         skipped = torch.where(outside, num_from(distance + always * block), skipped)

@@ -96,7 +96,7 @@ def loading_warp(
     place = gl.program_id(0)
     item = load_item(items, place, num_places, num_heads)
     while place < num_places:
-        slots.index(turn % 2).store(item)  # the item of two tiles before has been read
+        slots.index(turn % 2).store(item)  # the item of the tile two before has been read
         _, tile, runs, unmasked, head = read_item_slot(slots.index(turn % 2))
         count = num_blocks(runs)
         if count == 0:  # padding of the list: nothing is published

@@ -217,7 +217,7 @@ def loading_warp(
             following = take_place(counter)
         if count > 0:
             first = block_at(0, runs, unmasked) * BLOCK_N
-            if Q_TILES == 1:  # else q is loaded first
+            if Q_TILES == 1:  # with more buffers q is loaded first
                 load_block(k_desc, tile, first, head * stride_k, cursor, k_full, k_free, k_buffer)
             for strip in gl.static_range(STRIPS):
                 at = turn % Q_TILES * STRIPS + strip
@@ -408,7 +408,7 @@ def computing_group(
         buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
         fence_async_shared()
         store_rows(o_desc, tile, first_row(strip, tile), 0, head * D, buffer)
-        if OUT_IN_Q and Q_TILES == 1:  # else another tile may use another buffer meanwhile
+        if OUT_IN_Q and Q_TILES == 1:  # with more buffers the next tile uses another one
             tma.store_wait(0)
             mbarrier.arrive(q_free.index(at))
         turn += 1

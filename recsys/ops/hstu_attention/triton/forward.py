@@ -64,7 +64,7 @@ def _add_block(
     else:
         score = score * alpha
     if BIASED and MODE[4] == "":
-        place = -j if INSIDE else -relative_position(j, history_end, rule[3], RULE)  # INSIDE: no targets
+        place = -j if INSIDE else -relative_position(j, history_end, rule[3], RULE)  # INSIDE: no target keys
         key_times = load_times(times, at, first, length)
         score = add_bias(
             score, row_times, key_times, row_times, key_times, relative_i, place, tables, MODE[1]

@@ -215,7 +215,7 @@ def _longer(a: Interval, b: Interval) -> Interval:
 
 
 class Runs(NamedTuple):
-    """The blocks of one list of keys (or rows) that each tile visits."""
+    """Blocks of keys (or rows) that each tile visits."""
 
     columns: list[Tensor]  # COUNT_A to UNMASKED_COUNT, int64 [n] each
     work: Tensor  # int64 [n], number of blocks
