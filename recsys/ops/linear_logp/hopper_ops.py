@@ -144,11 +144,13 @@ def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
 
 def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
     """Computes what `triton_ops.launch_backward` computes."""
-    own = launch.prepared(with_own_rows(operands))
-    if width_of(own) <= NARROW:
-        grads = triton_ops.launch_backward(own, output_grads, requested)
+    prepared = launch.prepared(with_own_rows(operands))
+    if width_of(prepared) <= NARROW:
+        grads = triton_ops.launch_backward(prepared, output_grads, requested)
     else:
-        grads = gradients(own, *row_launch.rows_by_torch(own, output_grads, sides(own)), requested)
+        grads = gradients(
+            prepared, *row_launch.rows_by_torch(prepared, output_grads, sides(prepared)), requested
+        )
     return of_given_rows(grads, operands)
 
 
@@ -160,12 +162,12 @@ def fused_backward(
     requested: RequestedGrads,
 ) -> Gradients:
     """Computes what `triton_ops.fused_backward` computes."""
-    own = launch.prepared(with_own_rows(operands))
-    if width_of(own) <= NARROW:
-        grads = triton_ops.fused_backward(own, outputs, grad_logp, grad_lse, requested)
+    prepared = launch.prepared(with_own_rows(operands))
+    if width_of(prepared) <= NARROW:
+        grads = triton_ops.fused_backward(prepared, outputs, grad_logp, grad_lse, requested)
     else:
-        by_row = row_launch.rows_of(own, outputs, (grad_logp, grad_lse), sides(own))
-        grads = gradients(own, *by_row, requested)
+        by_row = row_launch.rows_of(prepared, outputs, (grad_logp, grad_lse), sides(prepared))
+        grads = gradients(prepared, *by_row, requested)
     return of_given_rows(grads, operands)
 
 

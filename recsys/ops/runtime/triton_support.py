@@ -92,8 +92,8 @@ def _looked_for_hopper() -> str:
         return f"it needs Triton {GLUON}, this is {version or 'none'}; {brings}"
     environment.prefer_packaged_ptxas()
     path = environment.find_ptxas()
-    found = environment.tool_version(path) if path else ""
-    if environment.version_numbers(found) < environment.MINIMAL_PTXAS:
+    ptxas_version = environment.tool_version(path) if path else ""
+    if environment.version_numbers(ptxas_version) < environment.MINIMAL_PTXAS:
         return f"it needs ptxas 13.3 or later; type: {environment.newer_ptxas()}"
     return ""
 

@@ -38,8 +38,8 @@ def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths
     for start, struck in zip(range(0, len(items), BLOCK), removed_by_block, strict=True):
         part = queries @ items[start : start + BLOCK].float().T
         part.index_put_((struck.query, struck.item), nothing)
-        found = _best_of_block(part, start, k)
-        best = torch.topk(torch.cat([best, found], dim=1), k, dim=1).values
+        block_best = _best_of_block(part, start, k)
+        best = torch.topk(torch.cat([best, block_best], dim=1), k, dim=1).values
     scores = scores_of(best)
     return TopK(scores, items_of(best).masked_fill(scores == -torch.inf, -1))
 

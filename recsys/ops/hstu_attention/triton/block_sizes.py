@@ -157,8 +157,8 @@ def blocks_of(
     rows, the names that `keys_kernels` returns, tables (with bias).
     """
     key = _width(qk_dim, v_dim), dtype.itemsize
-    found = BLOCKS[kernel, biased][key]
-    return found if roomy else SMALL_BLOCKS.get((kernel, biased), {}).get(key, found)
+    blocks = BLOCKS[kernel, biased][key]
+    return blocks if roomy else SMALL_BLOCKS.get((kernel, biased), {}).get(key, blocks)
 
 
 def can_pack(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> bool:
@@ -168,8 +168,8 @@ def can_pack(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> bool:
 
 def keys_kernels(dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool) -> tuple[str, ...]:
     """Return the kernels that compute dK and dV: a single one for both, or one for each."""
-    one = (_width(qk_dim, v_dim), dtype.itemsize) in BLOCKS["keys", biased]
-    return ("keys",) if one else ("grad_v", "grad_k")
+    has_both = (_width(qk_dim, v_dim), dtype.itemsize) in BLOCKS["keys", biased]
+    return ("keys",) if has_both else ("grad_v", "grad_k")
 
 
 def _width(qk_dim: int, v_dim: int) -> int:

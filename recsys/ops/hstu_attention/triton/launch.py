@@ -297,20 +297,20 @@ def bias_arguments_of(
     """Return the arguments from `position_table` on; if `packed`, without the records."""
     layout, bias = problem.layout, problem.bias
     key = (packed, blocks.rows, blocks.keys, packed and rows_first)
-    found = problem.shared.get(key)
-    if found is None:
+    arguments = problem.shared.get(key)
+    if arguments is None:
         sizes = blocks.rows, blocks.keys
         if packed and bias is not None:
             tables = problem.shared.get(TABLES)
             if tables is None:
                 tables = problem.shared[TABLES] = packed_tables(bias, layout)
-            found = packed_arguments(bias, tables, layout, items, sizes, rows_first)
+            arguments = packed_arguments(bias, tables, layout, items, sizes, rows_first)
         else:
-            found = bias_arguments(
+            arguments = bias_arguments(
                 bias, layout, layout.max_len, items, *sizes, wrap, shared=wrap is unwrapped
             )
-        problem.shared[key] = found
-    return found
+        problem.shared[key] = arguments
+    return arguments
 
 
 def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:
