@@ -2,9 +2,12 @@
 
 The first dimension of a block, called `one`, holds the tokens that the program owns (rows, or keys in the
 backward kernel of keys); the second, called `other`, holds the tokens that it visits. A Hopper instruction
-leaves the block distributed like this, with 16 tokens of `one` per warp: thread `t` holds the entries (16 (t
-/ 32) + (t / 4) % 8 + 8 h, 8 k + 2 (t % 4) + b), in the order of 4 k + 2 h + b with h and b in {0, 1}. Triton
-hands all entries of a thread to one piece of inline assembly (`pack`), which adds two parts to each score:
+leaves the block distributed like this, with 16 tokens of `one` per warp: thread `t` holds the entries
+
+    (16 (t / 32) + (t / 4) % 8 + 8 h, 8 k + 2 (t % 4) + b)        with h and b in {0, 1}
+
+in the order of 4 k + 2 h + b. Triton hands all entries of a thread to one piece of inline assembly (`pack`),
+which adds two parts to each score:
 
 - Position: scores on one diagonal of the block share a distance, so 32 scores of a block with 64 tokens of
   `other` take 18 loads at fixed offsets of one address. Only blocks with targets among their rows load an

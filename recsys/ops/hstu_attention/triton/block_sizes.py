@@ -52,8 +52,8 @@ BLOCKS = {
         (128, 4): Blocks(32, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
     },
-    # The packed kernels have 16 rows per warp (keys and sums: 16 keys). described and rows load by
-    # descriptors, any_rows without them; sums is keys with the sums of the tables.
+    # The packed kernels have 16 rows per warp (`keys` and `sums`: 16 keys). `described` and `rows` load by
+    # descriptors, `any_rows` without them; `sums` is `keys` with the sums of the tables.
     ("packed_forward", True): {(64, 2): Blocks(64, 64, 4, 3, 168)},
     ("packed_described", True): {(64, 2): Blocks(64, 64, 4, 2, 128)},
     ("packed_keys", True): {(64, 2): Blocks(64, 64, 4, 3)},
