@@ -1,6 +1,6 @@
-"""Pure functions on tensors: attention over jagged samples, row movement, and the layout they share.
+"""Pure functions on tensors: attention over jagged samples, row movement, and the layout that they share.
 
-An op's package holds its signature, its validator and one module a backend; `dispatch` chooses among them.
+An op's package has its signature, its validator and one module per backend; `dispatch` chooses among these.
 Nothing here knows about configs, models or tables.
 """
 

@@ -1,4 +1,5 @@
-"""Checks of the arguments of all attention ops, and the static facts by which an op chooses a backend."""
+"""Checks the arguments of all attention ops, and returns the static facts by which an op chooses a
+backend."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from recsys.ops.relative_bias import RelativeBias
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """The facts of a call that a backend sees when it is asked whether it can run: no values of tensors."""
+    """Facts of a call from which a backend decides whether it can run; no values of tensors."""
 
     device: str
     dtype: torch.dtype
@@ -32,7 +33,7 @@ class AttentionFacts:
 
 @lru_cache(maxsize=1024)
 def _known_facts(*fields: Any) -> AttentionFacts:
-    """The facts of an earlier call with these fields: a lookup costs less than a new object."""
+    """Returns the facts of an earlier call with these fields: a lookup costs less than a new object."""
     return AttentionFacts(*fields)
 
 
@@ -44,7 +45,7 @@ def attention_facts(
     bias: RelativeBias | None,
     deterministic: bool | None,
 ) -> AttentionFacts:
-    """The facts of one call. `deterministic=None` follows `torch.use_deterministic_algorithms`."""
+    """Returns the facts of one call. `deterministic=None` follows `torch.use_deterministic_algorithms`."""
     needs_grad = torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -67,15 +68,16 @@ def attention_facts(
 
 
 def is_deterministic(setting: bool | None = None) -> bool:
-    """The setting, or that of `torch.use_deterministic_algorithms` for None."""
+    """Returns the setting, or that of `torch.use_deterministic_algorithms` for None."""
     return torch.are_deterministic_algorithms_enabled() if setting is None else setting
 
 
 def scale_of(q: Tensor) -> float:
-    """`1 / sqrt(D)` for q [T, H, D]; in a traced graph a constant for the one width that the graph serves.
+    """Returns `1 / sqrt(D)` for q [T, H, D]; in a traced graph it is a constant for the only width that the
+    graph serves.
 
     `range` has no symbolic length. A number computed from a symbolic width would be compiled in as well, and
-    PyTorch 2.11 to 2.15 would take that code from its cache on disk for other widths, too.
+    PyTorch 2.11 to 2.15 would reuse that code from its cache on disk for other widths.
     """
     return len(range(q.shape[2])) ** -0.5
 
@@ -115,7 +117,8 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mas
 
 
 def _are_alike(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, mask: AttentionMask) -> bool:
-    """A quick test for the common case: q, k and v have one shape, and nothing is wrong with them."""
+    """Returns True in the common case that q, k and v have one shape and nothing is wrong with them;
+    quick."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         return False
     if not (isinstance(layout, SequenceLayout) and isinstance(mask, AttentionMask)):
@@ -160,6 +163,6 @@ def check_number(name: str, value: float, *, positive: bool = False) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    # A compiler can trace comparisons where a number is an attribute of a module.
+    # A compiler can trace comparisons if a number is an attribute of a module.
     if not -math.inf < value < math.inf or (positive and value <= 0):
         raise ValueError(f"{name} must be {'positive and ' if positive else ''}finite, got {value}")

@@ -1,8 +1,9 @@
-"""`RelativeBias`: attention scores that depend on how far apart two tokens are, in positions and in time.
+"""Defines `RelativeBias`: attention scores that depend on how far apart two tokens are, in position and in
+time.
 
 `bias[i, j] = position_table[clamp(r_i - r_j, 0, P - 1)] + time_table[bucket(t_next(i) - t_j)]`, where `r` is
-a token's index in its sample, except that every target (group) stands directly behind the history. So the
-output of a candidate depends neither on the other candidates nor on their order.
+a token's index in its sample, except that every target (group) directly follows the history. So the output of
+a candidate depends neither on the other candidates nor on their order.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ LOG_BUCKET = 0.301
 
 @dataclass(frozen=True, eq=False)
 class RelativeBias:
-    """Two small learned tables and the times they are looked up with.
+    """Two small learned tables, and the times with which they are looked up.
 
     Attributes:
         position_table: float [P], or [H, P] with a row for each head.
         time_table: float [K] or [H, K], K time buckets.
-        timestamps: int64 [T], seconds, of each token.
-        next_timestamps: int64 [T], seconds, of the token after it; the request time for the last one and for
-            targets.
+        timestamps: int64 [T], time of each token in seconds.
+        next_timestamps: int64 [T], time in seconds of the token after it; the request time for the last token
+            and for targets.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -49,7 +50,7 @@ class RelativeBias:
             _check_times(name, getattr(self, name))
 
     def with_cache(self, cache_timestamps: Tensor) -> CachedRelativeBias:
-        """Return the bias of these tokens as new ones that also attend to cached tokens."""
+        """Return the bias for these tokens as new ones that also attend to cached tokens."""
         return CachedRelativeBias(
             self.position_table, self.time_table, self.timestamps, self.next_timestamps, cache_timestamps
         )
@@ -57,11 +58,11 @@ class RelativeBias:
 
 @dataclass(frozen=True, eq=False)
 class CachedRelativeBias(RelativeBias):
-    """The bias for `hstu_attention_cached`: `timestamps` and `next_timestamps` are those of the new tokens.
+    """Bias for `hstu_attention_cached`: `timestamps` and `next_timestamps` are those of the new tokens.
 
     Attributes:
-        cache_timestamps: int64 [T_cache], seconds, of each cached token. They are keys only, so what came
-            after them is not asked for.
+        cache_timestamps: int64 [T_cache], time of each cached token in seconds. Cached tokens are keys only,
+            so the times of the tokens after them are not needed.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -82,18 +83,19 @@ def _check_times(name: str, times: Tensor) -> None:
 
 
 def time_bucket(seconds: Tensor, num_buckets: int) -> Tensor:
-    """int32, same shape: `clamp(floor(log(max(1, |seconds|)) / 0.301), 0, num_buckets - 1)`.
+    """Return int32, same shape: `clamp(floor(log(max(1, |seconds|)) / 0.301), 0, num_buckets - 1)`.
 
     Args:
-        seconds: whole seconds, int64 or (exact up to 2**53) float64. The logarithm is float64 too: in float32
-            that of a large integer can land on the wrong side of a bucket's edge.
+        seconds: whole seconds, int64 or (exact up to 2**53) float64. The logarithm is float64, too: in
+            float32, the logarithm of a large integer can land on the wrong side of a bucket's edge.
     """
     logarithm = seconds.to(torch.float64).abs().clamp_(min=1).log_()
     return logarithm.div_(LOG_BUCKET).clamp_(max=num_buckets - 1).to(torch.int32)
 
 
 def relative_positions(position: Tensor, history_end: Tensor, target_group_size: int) -> Tensor:
-    """Return `r`: the `position` in the sample; targets of each group count from `history_end` on."""
+    """Return `r`: the `position` in the sample, where the targets of each group count from `history_end`
+    on."""
     place = (position - history_end).clamp(min=0)
     return torch.where(position < history_end, position, history_end + place % target_group_size)
 
@@ -105,14 +107,14 @@ def dense_bias(
     next_timestamps: Tensor,
     timestamps: Tensor,
 ) -> Tensor:
-    """float [1 or H, b, Q, K], query before key, for b padded samples.
+    """Return float [1 or H, b, Q, K], query before key, for b padded samples.
 
     Args:
-        query_position, key_position: int64 [b or 1, Q] and [b or 1, K], `relative_positions`.
-        next_timestamps: int64 [b, Q], of the queries.
-        timestamps: int64 [b, K], of the keys.
+        query_position, key_position: int64 [b or 1, Q] and [b or 1, K], from `relative_positions`.
+        next_timestamps: int64 [b, Q], those of the queries, in seconds.
+        timestamps: int64 [b, K], those of the keys, in seconds.
     """
-    # Converted before they are spread out: [b, Q] costs less than [b, Q, K]. Seconds are exact in float64.
+    # Convert before broadcasting: [b, Q] costs less than [b, Q, K]. Seconds are exact in float64.
     distance = query_position.to(torch.int32)[:, :, None] - key_position.to(torch.int32)[:, None, :]
     distance = distance.clamp_(0, bias.position_table.shape[-1] - 1)
     elapsed = next_timestamps.to(torch.float64)[:, :, None] - timestamps.to(torch.float64)[:, None, :]
@@ -121,7 +123,7 @@ def dense_bias(
 
 
 def _look_up(table: Tensor, index: Tensor) -> Tensor:
-    """`table` [K] or [H, K] at `index`, int32 [...]: [1 or H, ...]."""
+    """Return `table` [K] or [H, K] at `index`, int32 [...], as [1 or H, ...]."""
     if table.dim() == 2:
         first = torch.arange(table.shape[0], dtype=torch.int32, device=table.device) * table.shape[1]
         index = index + first.view(-1, *[1] * index.dim())

@@ -1,4 +1,4 @@
-"""`segment_sum`: pools the rows of each segment of a jagged tensor, as for multi-valued features."""
+"""Defines `segment_sum`: pools the rows of each segment of a jagged tensor, as for multi-valued features."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from torch import Tensor
 def segment_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Sums the rows of each segment: `out[b]` is the sum of the `lengths[b]` rows that belong to segment b.
 
-    An empty segment gives zeros. Differentiable in `values`, and bitwise repeatable on every device. A Triton
-    kernel of its own took 1.6 times as long with its launches (experiments/2026-11-23-fewer-forms).
+    An empty segment gives zeros. Differentiable in `values`, and bitwise repeatable on every device. A
+    dedicated Triton kernel took 1.6 times as long with its launches (experiments/2026-11-23-fewer-forms).
 
     Args:
-        values: [N, ...], floating point; segments one after the other.
-        lengths: int32 or int64 [B], adding up to N.
+        values: [N, ...] floating point, segment after segment.
+        lengths: int32 or int64 [B]; they add up to N.
 
     Returns:
         [B, ...], dtype of `values`, summed in float32 (float64 for float64).
 
     Raises:
-        TypeError, ValueError: naming the argument; a wrong sum of lengths only where they are on the host.
+        TypeError, ValueError: naming the argument; a wrong sum of lengths is found only if they are on the
+        host.
     """
     _check(values, lengths)
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    # `unsafe` spares the check of lengths on the device, which would wait for it.
+    # `unsafe` skips the check of lengths on the device, which would wait for the device.
     total = torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=True, initial=0)
     return total.to(values.dtype)
 

@@ -1,4 +1,5 @@
-"""`bucket_embedding`: learned vectors of buckets (positions, ages) added to tokens; exact table gradients."""
+"""Defines `bucket_embedding`: adds learned vectors of buckets (positions, ages) to tokens, with exact table
+gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ BUCKET_DTYPES = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class BucketFacts:
-    """All that a backend may know when it says whether it can run."""
+    """Everything that a backend may consider when it decides whether it can run."""
 
     device: str
     dtypes: tuple[torch.dtype, ...]
@@ -32,25 +33,25 @@ def bucket_embedding(
     scale: float = 1.0,
     backend: str = "auto",
 ) -> Tensor:
-    """`out[t] = scale * x[t] + sum over i of tables[i][buckets[i][t]]`.
+    """Computes `out[t] = scale * x[t] + sum over i of tables[i][buckets[i][t]]`.
 
     The gradient of a table is a segment sum: tokens are sorted by bucket, and the rows of each bucket are
-    added in float32, in an order that depends on the buckets alone. Many programs share a bucket with many
-    tokens.
+    added in float32, in an order that depends only on the buckets. Several programs share a bucket that has
+    many tokens.
 
     Args:
         x: [T, E] floating point, tokens.
-        tables: [K, E] floating point, each with a K of its own.
-        buckets: int64 or int32 [T], one for each table, each entry in [0, K). On a GPU an entry outside adds
-            nothing; on a CPU it is an error.
+        tables: [K, E] floating point; K may differ between tables.
+        buckets: int64 or int32 [T], one for each table, each entry in [0, K). On a GPU an entry outside that
+            range adds nothing; on a CPU it is an error.
         scale: factor of x.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        [T, E], of the type to which those of `x` and all tables promote. Differentiable in `x` and `tables`.
+        [T, E], in the dtype to which `x` and all tables promote. Differentiable in `x` and `tables`.
 
     Raises:
-        TypeError, ValueError: naming the argument. IndexError: a bucket outside of the table, on a CPU.
+        TypeError, ValueError: naming the argument. IndexError: a bucket lies outside its table, on a CPU.
     """
     facts = _facts(x, tables, buckets, scale=scale)
     return OP.select(facts, backend).run(x, list(tables), list(buckets), float(scale))

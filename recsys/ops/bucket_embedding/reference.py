@@ -1,4 +1,4 @@
-"""The reference of `bucket_embedding` in plain PyTorch, on any device."""
+"""Implements the reference of `bucket_embedding` in plain PyTorch, on any device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def supports(facts: object) -> Support:
 
 
 def run(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
-    """See `recsys.ops.bucket_embedding`; the arguments have been validated."""
+    """Runs `recsys.ops.bucket_embedding`; the arguments have been validated."""
     out = x if scale == 1 else x * scale
     for table, rows in zip(tables, buckets, strict=True):
         out = out + F.embedding(rows, table)

@@ -1,13 +1,14 @@
-"""Sums of sorted rows by segment, in float32: no atomics, and one long segment occupies many programs.
+"""Sums sorted rows by segment in float32, without atomics; a long segment occupies many programs.
 
 The sorted rows are cut into chunks of `piece` rows, independently of the segments. One program sums a segment
-up to the end of the chunk in which it begins; if it goes on, every further chunk sums its own share, and the
-second kernel adds the shares in order. So the order of a sum depends on the segments alone.
+up to the end of the chunk in which it begins. If the segment continues, a program per further chunk sums that
+chunk's share, and the second kernel adds the shares in order. So the order of a sum depends only on the
+segments.
 
     partial  float32 [2 * chunks, W]: for each chunk, the sum of the first rows of the segment that crosses
-             its end; behind these, for each chunk, the share of the segment that crosses its start
+             its end; after these, for each chunk, the share of the segment that crosses its start
     bounds   int64 [num_segments + 1]: the first row of each segment, and the end
-    segments [num_rows]: the segment of each row; rows outside of [0, num_segments) are in no sum
+    segments [num_rows]: the segment of each row; rows outside [0, num_segments) are in no sum
     rows     values, order, and stride of the values; BLOCKS are W, BLOCK_M, BLOCK
 """
 
@@ -28,7 +29,7 @@ def _load_rows(rows, row, inside, column, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _sum_of(rows, first, stop, column, BLOCKS: tl.constexpr):
-    """The sum, float32 [1, BLOCK], of the rows from `first` to `stop` - 1."""
+    """Returns the sum, float32 [1, BLOCK], of the rows from `first` to `stop` - 1."""
     BLOCK_M: tl.constexpr = BLOCKS[1]
     total = tl.zeros([BLOCK_M, BLOCKS[2]], tl.float32)
     for start in range(first, stop, BLOCK_M):
@@ -41,7 +42,7 @@ def _sum_of(rows, first, stop, column, BLOCKS: tl.constexpr):
 def _share(
     rows, segments, bounds, partial, chunk, num_rows, num_segments, piece, column, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """Stores the share of the segment that crosses the start of a chunk, if there is one."""
+    """Stores the chunk's share of the segment that crosses the start of the chunk, if there is one."""
     W: tl.constexpr = BLOCKS[0]
     first = chunk * piece
     segment = tl.load(segments + first, mask=first < num_rows, other=-1).to(tl.int64)
@@ -70,7 +71,7 @@ def _several_segments(
     rows, bounds, out, partial, first, num_segments, piece, column,
     BLOCKS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Sums TOGETHER segments, one row of each at a time."""
+    """Sums TOGETHER segments, taking one row of each per step."""
     W: tl.constexpr = BLOCKS[0]
     segment = first + tl.arange(0, TOGETHER)[:, None]
     inside = segment < num_segments
@@ -93,10 +94,11 @@ def pieces_kernel(
     W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Writes out [num_segments, W] for segments that end in the chunk in which they begin, else their shares.
+    """Writes out [num_segments, W] for segments that end in the chunk in which they begin; otherwise writes
+    their shares.
 
-    One program per TOGETHER segments, then one per chunk but the first (or one too many); blocks of columns
-    are fastest.
+    One program runs per TOGETHER segments, then one per chunk but the first (or one too many); blocks of
+    columns vary fastest.
     """
     COLUMNS: tl.constexpr = (W + BLOCK - 1) // BLOCK
     BLOCKS: tl.constexpr = (W, BLOCK_M, BLOCK)
@@ -120,7 +122,8 @@ def shares_kernel(
     segments, bounds, out, partial, num_rows, num_segments, piece,
     W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the shares of segments that end behind the chunk in which they begin; one program per chunk."""
+    """Adds the shares of segments that end after the chunk in which they begin; one program runs per
+    chunk."""
     COLUMNS: tl.constexpr = (W + BLOCK - 1) // BLOCK
     chunk = (tl.program_id(0) // COLUMNS).to(tl.int64)
     column = (tl.program_id(0) % COLUMNS) * BLOCK + tl.arange(0, BLOCK)[None, :]

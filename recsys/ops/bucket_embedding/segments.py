@@ -1,4 +1,4 @@
-"""Sums of rows by segment, for the gradients of tables: launches of the kernels in `segment_kernels`."""
+"""Sums rows by segment, for the gradients of tables; launches the kernels in `segment_kernels`."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from recsys.ops.jagged.triton_ops import dense_rows, is_zero, step_of, width_of
 from recsys.ops.runtime.launch import Wrap, launch
 
 ENTRIES = 4096
-"""Entries of a program's block, rows x columns, with at most `MOST_ROWS` rows."""
+"""Entries per program's block, rows x columns, with at most `MOST_ROWS` rows."""
 
 MOST_ROWS = 128
 
 LONGEST_BLOCK = 256
-"""Columns of a block; a longer row has several."""
+"""Most columns per block; a longer row has several blocks."""
 
 SHARE_COLUMNS = 64
-"""Columns of a block of the second kernel, whose programs have little to do but wait."""
+"""Columns per block of the second kernel, whose programs spend most of their time waiting."""
 
 SHORT = 8
-"""Mean rows of a segment; below it a program has several segments."""
+"""Mean rows per segment below which a program takes several segments."""
 
 SHORT_PIECE = 64
 PIECES = 1024
-"""Long segments are cut into about this many pieces in all, which keeps both kernels short."""
+"""Approximate total number of pieces into which long segments are cut, which keeps both kernels short."""
 
 SMALLEST_PIECE, TRACED_PIECE = 64, 256
 
 
 class Segments(NamedTuple):
-    """Rows by segment, K segments.
+    """Rows sorted by segment, for K segments.
 
     Attributes:
-        ids: [n], the segment of each row, sorted; rows outside of [0, K) are in no sum.
+        ids: [n], the segment of each row, sorted; rows outside [0, K) are in no sum.
         bounds: int64 [K + 1], first row of each segment, and the end.
-        order: int64 [n], the row of the values at each sorted place.
+        order: int64 [n], the row of the values at each sorted position.
     """
 
     ids: Tensor
@@ -47,14 +47,14 @@ class Segments(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Rows of a chunk (`piece`) and segments of a program (`together`)."""
+    """Rows per chunk (`piece`) and segments per program (`together`)."""
 
     piece: int
     together: int
 
 
 def launch_sums(values: Tensor, segments: Segments, dtype: torch.dtype, wrap: Wrap | None = None) -> Tensor:
-    """Sums [K, ...] of type `dtype` of values [n, ...]; the arguments have been validated."""
+    """Returns the sums [K, ...], in `dtype`, of values [n, ...]; the arguments have been validated."""
     num_rows, num_segments = segments.ids.shape[0], segments.bounds.shape[0] - 1
     width = width_of(values)
     out = values.new_empty((num_segments, *values.shape[1:]), dtype=dtype)
@@ -63,7 +63,7 @@ def launch_sums(values: Tensor, segments: Segments, dtype: torch.dtype, wrap: Wr
     rows = dense_rows(values, width)
     block = min(1 << (width - 1).bit_length(), LONGEST_BLOCK)
     cuts = cuts_of(num_rows, num_segments, block)
-    whole = num_rows // cuts.piece  # chunks; at most one more is not
+    whole = num_rows // cuts.piece  # complete chunks; there may be one more that is incomplete
     partial = values.new_empty((2 * (whole + 1), width), dtype=torch.float32)
     groups = (num_segments + cuts.together - 1) // cuts.together
     launch(
@@ -96,12 +96,13 @@ def launch_sums(values: Tensor, segments: Segments, dtype: torch.dtype, wrap: Wr
 
 
 def rows_of(block: int) -> int:
-    """Rows of a block with so many columns; the addresses of many rows would take registers."""
+    """Returns the rows of a block with `block` columns; the addresses of more rows would take registers."""
     return max(1, min(MOST_ROWS, (ENTRIES if block == LONGEST_BLOCK else ENTRIES // 2) // block))
 
 
 def cuts_of(num_rows: int, num_segments: int, block: int) -> Cuts:
-    """The cuts for a mean length of segments; a traced graph, which may not know it, takes long segments."""
+    """Returns the cuts that suit the mean length of segments; a traced graph, which may not know it, assumes
+    long segments."""
     if not (isinstance(num_rows, int) and isinstance(num_segments, int)):
         return Cuts(TRACED_PIECE, 1)
     if num_rows < SHORT * num_segments:

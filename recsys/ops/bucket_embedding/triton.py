@@ -20,13 +20,13 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: BucketFacts) -> Support:
-    """As `triton_support.support`, for the types of all tensors."""
+    """Supports what `triton_support.support` does, for the dtypes of all tensors."""
     answers = [triton_support.support(facts.device, dtype) for dtype in facts.dtypes]
     return next((answer for answer in answers if not answer.ok), answers[0])
 
 
 def run(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
-    """Computes in float32. In a traced graph the compiler fuses the sum with its neighbors."""
+    """Computes in float32. In a traced graph the compiler fuses the sum with adjacent operations."""
     if is_exporting():  # no gradient is needed
         return reference.run(x, tables, buckets, scale)
     ops = triton_support.load(_OPS)

@@ -8,7 +8,7 @@ import triton.language as tl
 def _vectors(
     table, buckets, row, inside, place, size, stride, W: tl.constexpr, STEP: tl.constexpr
 ):  # fmt: skip
-    """Loads float32 [rows, columns] of a table, zeros for buckets outside of it."""
+    """Loads float32 [rows, columns] of a table, zeros for buckets outside it."""
     bucket = tl.load(buckets + row, mask=inside, other=-1).to(tl.int64)
     pointer = table + bucket * (stride // STEP * STEP) + place
     known = (bucket >= 0) & (bucket < size)
@@ -22,7 +22,7 @@ def embed_kernel(
     W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, TABLES: tl.constexpr, SCALE: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes out [num_rows, W], contiguous; blocks of columns are fastest."""
+    """Writes out [num_rows, W], contiguous; blocks of columns vary fastest."""
     COLUMNS: tl.constexpr = (W + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     place = (tl.program_id(0) % COLUMNS) * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -1,4 +1,4 @@
-"""Launches of the kernels of `bucket_embedding`; autograd functions, and a library op for graphs."""
+"""Launches the kernels of `bucket_embedding`; has the autograd functions, and a library op for graphs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from recsys.ops.runtime.launch import launch
 from recsys.ops.runtime.registration import traceable_op
 
 MAX_TABLES = 2
-"""Tables that a launch adds; further launches add more."""
+"""Most tables per launch; further launches add more."""
 
 KEYS = ((254, torch.uint8), (2**15 - 2, torch.int16), (2**31 - 2, torch.int32), (2**63 - 2, torch.int64))
-"""The most buckets for each type of sort keys, with one key on either side; short keys sort faster."""
+"""Most buckets for each dtype of sort keys, which also hold one key below and one above them; short keys sort
+faster."""
 
 
 class BucketEmbedding(torch.autograd.Function):
-    """`apply(x, scale, buckets, *tables)`."""
+    """Autograd function, called as `apply(x, scale, buckets, *tables)`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: float, buckets: Sequence[Tensor], *tables: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ class BucketEmbedding(torch.autograd.Function):
 
 
 class LookUp(torch.autograd.Function):
-    """`apply(table, buckets)`: rows of one table, in a traced graph."""
+    """Autograd function, called as `apply(table, buckets)`: looks up rows of a table in a traced graph."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, buckets: Tensor) -> Tensor:
@@ -65,14 +66,14 @@ class LookUp(torch.autograd.Function):
 
 
 def _scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """`scale * grad`, rounded once, in one pass over memory."""
+    """Returns `scale * grad` in `dtype`, rounded once, in one pass over memory."""
     if scale == 1:
         return grad.to(dtype)
     return torch.mul(grad, scale, out=grad.new_empty(grad.shape, dtype=dtype))
 
 
 def launch_embed(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor], scale: float) -> Tensor:
-    """Launches `embed_kernel`: [T, E]. The arguments have been validated."""
+    """Launches `embed_kernel` and returns [T, E]. The arguments have been validated."""
     num_rows, width = x.shape
     dtype = reduce(torch.promote_types, (table.dtype for table in tables), x.dtype)
     out = x.new_empty(num_rows, width, dtype=dtype)
@@ -100,9 +101,9 @@ def launch_embed(x: Tensor, tables: Sequence[Tensor], buckets: Sequence[Tensor],
 
 
 def sorted_by_bucket(buckets: Tensor, num_buckets: int) -> Segments:
-    """Rows [T] sorted by bucket; rows of one bucket keep their order."""
+    """Sorts rows [T] by bucket; rows of the same bucket keep their order."""
     dtype = next(dtype for limit, dtype in KEYS if num_buckets <= limit)
-    # Buckets outside of the table stay outside: -1 (255 as uint8) and num_buckets.
+    # Buckets outside the table stay outside: -1 (255 as uint8) and num_buckets.
     keys, order = torch.sort(buckets.clamp(-1, num_buckets).to(dtype), stable=True)
     numbers = torch.arange(num_buckets + 1, dtype=dtype, device=keys.device)
     return Segments(keys, torch.searchsorted(keys, numbers), order)
@@ -110,5 +111,6 @@ def sorted_by_bucket(buckets: Tensor, num_buckets: int) -> Segments:
 
 @traceable_op("sum_by_bucket_triton")
 def sum_by_bucket_triton(values: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
-    """Sums of the rows of values [T, E] in each bucket, float32 [num_buckets, E], for traced graphs."""
+    """Returns the sums, float32 [num_buckets, E], of the rows of values [T, E] in each bucket, for traced
+    graphs."""
     return launch_sums(values, sorted_by_bucket(buckets, num_buckets), torch.float32, wrap_triton)

@@ -1,4 +1,5 @@
-"""`gated_norm`: norm, gate and dropout between attention and output projection of an STU layer, as one op."""
+"""Defines `gated_norm`: norm, gate and dropout between the attention and the output projection of an STU
+layer."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ GATES = ("ugn", "concat")
 
 @dataclass(frozen=True)
 class GateFacts:
-    """All that a backend may know when it says whether it can run."""
+    """Everything that a backend may consider when it decides whether it can run."""
 
     device: str
     dtype: torch.dtype
@@ -27,7 +28,7 @@ class GateFacts:
 
 
 class GateOptions(NamedTuple):
-    """The arguments of a call that are no tensors, as backends take them."""
+    """Non-tensor arguments of a call, as backends take them."""
 
     num_groups: int
     eps: float
@@ -51,28 +52,29 @@ def gated_norm(
     grad_buffer: GradientBuffer | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`drop(u * norm(a))` for the gate "ugn", `drop(cat([u, a, u * norm(a)]))` for "concat".
+    """Computes `drop(u * norm(a))` for the gate "ugn", `drop(cat([u, a, u * norm(a)]))` for "concat".
 
-    `norm(a) = (a - mean) / sqrt(variance + eps) * weight + bias`, mean and (biased) variance of each row, or
-    of each of its groups. `drop` sets an entry to 0 with the probability `dropout` and divides the others by
-    `1 - dropout`. The choice is a function of the seed and the entry's row and column alone, the same for
-    every backend (`counter`), so no mask is kept for backward.
+    `norm(a) = (a - mean) / sqrt(variance + eps) * weight + bias`, with mean and (biased) variance of each
+    row, or of each group of a row. `drop` sets an entry to 0 with probability `dropout` and divides the
+    others by `1 - dropout`. The choice depends only on the seed and on the entry's row and column, the same
+    in every backend (`counter`), so no mask is stored for backward.
 
     Args:
-        attended: a, [T, W] floating point, attention's output.
+        attended: a, [T, W] floating point, the output of the attention.
         u: [T, W], dtype and device of `attended`.
         weight, bias: [W] floating point.
-        num_groups: equal groups of columns: 1 for a layer norm, the heads for a norm of each head.
+        num_groups: number of equal groups of columns: 1 for a layer norm, the number of heads for a norm per
+            head.
         eps: added to the variance.
         dropout: probability in [0, 1); 0 in evaluation.
-        seed: int64 [1] on the device of `attended`; None draws one from the default generator of the device.
+        seed: int64 [1] on the device of `attended`; None draws one from the device's default generator.
         silu: uses `silu(u)` instead of u.
-        grad_buffer: where a backend may put the gradient of `u`, a part of the buffer's tensor.
+        grad_buffer: buffer where a backend may put the gradient of `u`, whose tensor contains `u`.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        [T, W] or [T, 3 W], dtype of `attended`, computed in the wider of its and the weight's type. Also its
-        gradients in `attended`, `u`, `weight` and `bias` are bitwise repeatable.
+        [T, W] or [T, 3 W], dtype of `attended`, computed in the wider of its dtype and the weight's. The
+        gradients in `attended`, `u`, `weight` and `bias` are bitwise repeatable, too.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -101,7 +103,7 @@ def gated_norm(
 
 
 def new_seed(device: torch.device) -> Tensor:
-    """A seed, int64 [1], drawn from the default generator of the device."""
+    """Returns a seed, int64 [1], drawn from the device's default generator."""
     return torch.randint(2**63 - 1, (1,), device=device)
 
 

@@ -1,9 +1,10 @@
-"""Random bits as a function of a seed and a place, so that they can be recomputed at any time, on any device.
+"""Computes random bits from a seed and a position, so that they can be recomputed at any time, on any device.
 
     bits(seed, row, column) = mix(mix(mix(row ^ low(seed)) + high(seed)) + column * 0x9E3779B9) mod 2^32
 
-with the halves of a 64-bit seed and `mix` a bijection of 32 bits in which each bit of the result depends on
-each bit of the input. Rows and columns count modulo 2^32. The bits are not cryptographically secure.
+`low` and `high` are the halves of a 64-bit seed, and `mix` is a bijection of 32 bits in which each bit of the
+result depends on each bit of the input. Rows and columns count modulo 2^32. The bits are not
+cryptographically secure.
 
 Source of `mix`: C. Wellons, "Prospecting for Hash Functions" (2018), the function lowbias32.
 """
@@ -20,12 +21,12 @@ COLUMN_STEP = 0x9E3779B9
 
 
 def threshold(probability: float) -> int:
-    """The unsigned number below which the bits of an entry drop it."""
+    """Returns the unsigned number below which an entry's bits cause it to be dropped."""
     return min(round(probability * 2**32), 2**32 - 1)
 
 
 def kept(seed: Tensor, num_rows: int, num_columns: int, probability: float) -> Tensor:
-    """bool [num_rows, num_columns]: the entries that a dropout with this `probability` keeps.
+    """Returns bool [num_rows, num_columns]: True for entries that dropout with this `probability` keeps.
 
     Args:
         seed: int64 [1].

@@ -1,4 +1,4 @@
-"""The reference of `gated_norm` in plain PyTorch, on any device, float64 included."""
+"""Implements the reference of `gated_norm` in plain PyTorch, on any device and in any float dtype."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def run(
     grad_buffer: GradientBuffer | None,
     options: GateOptions,
 ) -> Tensor:
-    """One operation after the other, in the wider type; rounded once, at the end. Ignores the buffer."""
+    """Runs one operation after the other in the wider dtype and rounds once, at the end. Ignores the
+    buffer."""
     wide = torch.promote_types(attended.dtype, weight.dtype)
     a, factor = attended.to(wide), u.to(wide)
     if options.silu:
@@ -40,7 +41,7 @@ def run(
 
 
 def _norm(a: Tensor, weight: Tensor, bias: Tensor, num_groups: int, eps: float) -> Tensor:
-    if num_groups == 1:  # keeps less for backward
+    if num_groups == 1:  # stores less for backward
         return F.layer_norm(a, a.shape[1:], weight, bias, eps)
     groups = a.unflatten(1, (num_groups, a.shape[1] // num_groups))
     return F.layer_norm(groups, groups.shape[2:], eps=eps).flatten(1) * weight + bias

@@ -21,7 +21,8 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: GateFacts) -> Support:
-    """As `triton_support.support`, for groups of up to 4096 columns: a program holds whole groups."""
+    """Supports what `triton_support.support` does, for groups of up to 4096 columns: a program holds whole
+    groups."""
     able = triton_support.support(facts.device, facts.dtype)
     if able.ok and facts.group_width > MAX_WIDTH:
         reason = f"a group has {facts.group_width} columns, it takes up to {MAX_WIDTH}"
@@ -38,7 +39,7 @@ def run(
     grad_buffer: GradientBuffer | None,
     options: GateOptions,
 ) -> Tensor:
-    """Computes in float32. Backward reads a, u and the gradient once; forward keeps nothing else."""
+    """Computes in float32. Backward reads a, u and the gradient once; forward stores nothing else."""
     ops = triton_support.load(_OPS)
     if torch.compiler.is_compiling():
         return ops.gated_norm_triton(attended, u, weight, bias, seed, *options)

@@ -1,12 +1,13 @@
-"""Kernels of norm, gate and dropout of a group of columns, forward and backward, in float32.
+"""Kernels of norm, gate and dropout for a group of columns, forward and backward, in float32.
 
     y = u n,    n = x w + b,    x = (a - mean) / sqrt(variance + eps)
     dn = u dy,  du = n dy,      dx = w dn,      da = (dx - mean(dx) - x mean(x dx)) / sqrt(variance + eps)
     dw = sum over rows of x dn, db = sum over rows of dn
 
-With CONCAT the output is [u, a, y]; then du and da include the gradients of their copies. Dropout acts on the
-output, so backward drops the same entries of its gradient. With SILU, u is given before its activation.
-Backward computes statistics, activation and random bits again, which is cheaper than reading them.
+With CONCAT the output is [u, a, y]; du and da then include the gradients of their copies. Dropout acts on the
+output, so backward drops the same entries of the output's gradient. With SILU, the argument u is the value
+before its activation. Backward computes statistics, activation and random bits again, which is cheaper than
+reading them.
 """
 
 import triton
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from recsys.ops.gated_norm import counter
 
-# What a kernel reads of module scope must be a constexpr.
+# Kernels can read module constants only as constexpr.
 FIRST_MULTIPLIER = tl.constexpr(counter.MULTIPLIERS[0])
 SECOND_MULTIPLIER = tl.constexpr(counter.MULTIPLIERS[1])
 FIRST_SHIFT = tl.constexpr(counter.SHIFTS[0])
@@ -25,7 +26,7 @@ COLUMN_STEP = tl.constexpr(counter.COLUMN_STEP)
 
 @triton.jit
 def _mix(bits):
-    """The function `mix` of `counter` on uint32."""
+    """Computes `counter`'s `mix` on uint32."""
     bits = (bits ^ (bits >> FIRST_SHIFT)) * tl.cast(FIRST_MULTIPLIER, tl.uint32)
     bits = (bits ^ (bits >> SECOND_SHIFT)) * tl.cast(SECOND_MULTIPLIER, tl.uint32)
     return bits ^ (bits >> THIRD_SHIFT)
@@ -33,7 +34,7 @@ def _mix(bits):
 
 @triton.jit
 def _keys(seed, row):
-    """The keys of rows, uint32, from which the random bits of their entries follow."""
+    """Returns the keys of rows, uint32, from which the random bits of their entries follow."""
     seed = tl.load(seed)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     return _mix(_mix(row.to(tl.uint32) ^ low) + high)
@@ -41,7 +42,7 @@ def _keys(seed, row):
 
 @triton.jit
 def _dropped(value, keys, column, THRESHOLD: tl.constexpr, SCALE: tl.constexpr):
-    """`value` after dropout; `column` is that of the output."""
+    """Returns `value` after dropout; `column` counts columns of the output."""
     if SCALE == 1.0:
         return value
     else:
@@ -51,7 +52,7 @@ def _dropped(value, keys, column, THRESHOLD: tl.constexpr, SCALE: tl.constexpr):
 
 @triton.jit
 def _normed(a, inside, GROUP: tl.constexpr, EPS: tl.constexpr):
-    """Returns x [M, BLOCK], zero outside of the group, and 1 / sqrt(variance + eps) [M, 1]."""
+    """Returns x [M, BLOCK], zero outside the group, and 1 / sqrt(variance + eps) [M, 1]."""
     centred = tl.where(inside, a - tl.sum(a, 1, keep_dims=True) / GROUP, 0.0)
     factor = 1.0 / tl.sqrt(tl.sum(centred * centred, 1, keep_dims=True) / GROUP + EPS)
     return centred * factor, factor
@@ -70,7 +71,8 @@ def forward_kernel(
     CONCAT: tl.constexpr, EPS: tl.constexpr, THRESHOLD: tl.constexpr, SCALE: tl.constexpr,
     SILU: tl.constexpr,
 ):  # fmt: skip
-    """Writes out [T, W] or [T, 3 W], contiguous. One program per group and BLOCK_M rows, groups fastest."""
+    """Writes out [T, W] or [T, 3 W], contiguous. One program runs per group and BLOCK_M rows, groups
+    fastest."""
     GROUPS: tl.constexpr = W // GROUP
     row = (tl.program_id(0) // GROUPS) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     place = tl.arange(0, BLOCK)[None, :]
@@ -106,9 +108,9 @@ def backward_kernel(
     SILU: tl.constexpr,
 ):  # fmt: skip
     """Writes grad_a [T, W], contiguous, grad_u [T, W], and sums [num_workers, 2, W] float32: dw and db over
-    the rows of a worker.
+    the rows of each worker.
 
-    Each group has its workers, groups fastest; a worker takes every num_workers-th block of rows.
+    Each group has `num_workers` workers, groups fastest; a worker takes every num_workers-th block of rows.
     """
     GROUPS: tl.constexpr = W // GROUP
     worker = tl.program_id(0) // GROUPS
@@ -118,7 +120,7 @@ def backward_kernel(
     shift = tl.load(bias + column, mask=place < GROUP, other=0.0).to(tl.float32)
     grad_scale = tl.zeros([BLOCK_M, BLOCK], tl.float32)
     grad_shift = tl.zeros([BLOCK_M, BLOCK], tl.float32)
-    # The column of y in the output; with CONCAT the copies of u and a are 2 W and W columns before it.
+    # The column of y in the output. With CONCAT the copies of u and a are 2 W and W columns before it.
     in_out = column + 2 * W if CONCAT else column
     row = worker * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     inside = (row < num_rows) & (place < GROUP)

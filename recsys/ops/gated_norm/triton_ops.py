@@ -1,4 +1,4 @@
-"""Launches of the kernels of `gated_norm`: an autograd function for eager mode, library ops for graphs."""
+"""Launches the kernels of `gated_norm`: an autograd function for eager mode, library ops for graphs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from recsys.ops.runtime.registration import differentiable, saving, traceable_op
 from recsys.ops.runtime.triton_support import num_processors
 
 ENTRIES = 2048
-"""Entries of a program's block, rows x columns, unless one row has more."""
+"""Entries per program's block, rows x columns, unless a single row has more."""
 
 ENTRIES_PER_WARP, ENTRIES_PER_WARP_OF_FIVE = 512, 256
 """Entries per warp that fit into the registers: usually, and where backward loads five tensors."""
 
 WORKERS_PER_PROCESSOR = 2
-"""Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
+"""Programs of the backward kernel per multiprocessor; each sums gradients of the parameters over its rows."""
 
 
 class Blocks(NamedTuple):
-    """Sizes for a kernel."""
+    """Block sizes of a kernel."""
 
-    rows: int  # BLOCK_M
-    columns: int  # BLOCK
+    rows: int  # BLOCK_M, rows per block
+    columns: int  # BLOCK, columns per block
     num_warps: int
 
 
 class GatedNorm(torch.autograd.Function):
-    """`apply(attended, u, weight, bias, seed, grad_buffer, *options)`."""
+    """Autograd function, called as `apply(attended, u, weight, bias, seed, grad_buffer, *options)`."""
 
     @staticmethod
     def forward(
@@ -70,7 +70,7 @@ def launch_forward(
     options: GateOptions,
     wrap: Wrap | None = None,
 ) -> Tensor:
-    """Launches `forward_kernel`: [T, W] or [T, 3 W]. The arguments have been validated."""
+    """Launches `forward_kernel` and returns [T, W] or [T, 3 W]. The arguments have been validated."""
     num_rows, width = attended.shape
     columns = 3 * width if options.concat else width
     out = torch.empty(num_rows, columns, dtype=attended.dtype, device=attended.device)
@@ -104,7 +104,8 @@ def launch_backward(
     wrap: Wrap | None = None,
     grad_buffer: GradientBuffer | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `attended`, `u` (in the buffer, if there is one), and [2, W] of `weight` and `bias`."""
+    """Computes the gradients of `attended` and `u` (in the buffer, if there is one), and [2, W] of `weight`
+    and `bias`."""
     num_rows, width = attended.shape
     grad_a = torch.empty_like(attended, memory_format=torch.contiguous_format)
     grad_u = (
@@ -144,19 +145,19 @@ def launch_backward(
 
 
 def blocks_of(group_width: int, entries_per_warp: int) -> Blocks:
-    """Blocks of whole rows of a group, several rows if they are short."""
+    """Chooses blocks of whole rows of a group, with several rows if they are short."""
     columns = max(16, 1 << (group_width - 1).bit_length())
     rows = max(1, ENTRIES // columns)
     return Blocks(rows, columns, max(1, rows * columns // entries_per_warp))
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor with a last stride of 1, as the kernels need it."""
+    """Returns the tensor with a last stride of 1, as the kernels require."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()
 
 
 def _constants(width: int, options: GateOptions, blocks: Blocks) -> dict[str, Any]:
-    """The compile-time constants of the kernels, by the names of their parameters."""
+    """Returns the compile-time constants of the kernels, by the names of their parameters."""
     return {
         "W": int(width),
         "GROUP": int(width) // options.num_groups,
@@ -184,7 +185,7 @@ def gated_norm_triton(
     dropout: float,
     silu: bool = False,
 ) -> Tensor:
-    """`gated_norm` for traced graphs."""
+    """Computes `gated_norm` for traced graphs."""
     options = GateOptions(num_groups, eps, concat, dropout, silu)
     return launch_forward(attended, u, weight, bias, seed, options, wrap_triton)
 
@@ -203,7 +204,7 @@ def gated_norm_triton_backward(
     dropout: float,
     silu: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of `attended`, `u`, `weight` and `bias`."""
+    """Computes the gradients of `attended`, `u`, `weight` and `bias`."""
     options = GateOptions(num_groups, eps, concat, dropout, silu)
     grad_a, grad_u, both = launch_backward(grad_out, attended, u, weight, bias, seed, options, wrap_triton)
     return grad_a, grad_u, both[0].clone(), both[1].clone()

@@ -1,4 +1,4 @@
-"""`hstu_attention`: attention by SiLU scores, without softmax, over jagged samples."""
+"""Defines `hstu_attention`: attention over jagged samples with SiLU in place of softmax."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def hstu_attention(
     backend: str = "auto",
     deterministic: bool | None = None,
 ) -> Tensor:
-    """`out[i] = sum_j silu(alpha <q_i, k_j> + bias[i, j]) v_j / scale_len` over the keys `j` that `i` sees, a
-    head.
+    """Computes, per head, `out[i] = sum_j silu(alpha <q_i, k_j> + bias[i, j]) v_j / scale_len`.
+
+    The sum runs over the keys `j` that row `i` sees under the mask.
 
     Args:
         q: [T, H, D] floating point; `T == layout.total_len`.
@@ -74,11 +75,13 @@ def attend(
     backend: str = "auto",
     grad_buffer: GradientBuffer | None = None,
 ) -> Tensor:
-    """`hstu_attention` for layers, which may also say where gradients go and which rows they read.
+    """Runs `hstu_attention` for layers, which may also choose where gradients go and which rows are read.
 
     Args:
         q: [T, H, D]; k: [T, H, D]; v: [T, H, V], as in `hstu_attention`.
-        grad_buffer: that of the problem, if it has none yet.
+        problem: everything else about the call.
+        grad_buffer: memory for the gradients of q, k and v, which replaces the problem's buffer; None keeps
+            it.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -100,7 +103,7 @@ def _problem(
     bias: RelativeBias | None,
     deterministic: bool | None,
 ) -> Problem:
-    """The problem of one public call, whose tensors have been checked against the layout."""
+    """Checks the tensors against the layout and builds the problem of one public call."""
     check_attention(q, k, v, layout, mask)
     alpha = scale_of(q) if alpha is None else alpha
     return Problem(layout, mask, alpha, scale_len, bias, deterministic=is_deterministic(deterministic))
@@ -114,7 +117,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, problem: Problem, backend: str) -> Ten
 
 
 def _facts_of(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> AttentionFacts:
-    """Checks what `check_attention` does not, for all backends, and returns the facts that they ask for."""
+    """Checks, for all backends, what `check_attention` does not, and returns the facts that backends ask
+    for."""
     check_number("scale_len", problem.scale_len, positive=True)
     if problem.tail is not None and problem.tail < 0:
         raise ValueError(f"tail must be >= 0, got {problem.tail}")
@@ -136,7 +140,7 @@ def _facts(
     bias: RelativeBias | None = None,
     deterministic: bool | None = None,
 ) -> AttentionFacts:
-    """The facts of one public call, which has the parameters of `hstu_attention` without `backend`."""
+    """Returns the facts of one public call; takes the parameters of `hstu_attention` without `backend`."""
     return _facts_of(q, k, v, _problem(q, k, v, layout, mask, alpha, scale_len, bias, deterministic))
 
 

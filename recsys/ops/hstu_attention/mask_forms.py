@@ -1,20 +1,20 @@
-"""The mask inside kernels: every form of `AttentionMask` that a kernel needs, from one set of edge rules.
+"""Compute the attention mask inside kernels, in every form that a kernel needs, from one set of edge rules.
 
 `recsys.ops.jagged.mask` defines the mask; its tests and those of this file compare both with the same table.
-A kernel asks in one of these forms:
+A kernel uses one of these forms:
 
-    visible             is a pair of a row and a key visible; few bounds per row
-    visible_from_keys   the same with few bounds per key, for a thread that owns few keys and many rows
+    visible             whether a row sees a key; few bounds per row
+    visible_from_keys   the same with few bounds per key, for a thread that holds few keys and many rows
     keys_of_row         the keys that a row sees, as three intervals
     rows_of_key         the rows that see a key, as three intervals
-    tile_intervals      what some token of a tile sees (or is seen by), and what all of its tokens have in
-                        common: blocks inside of the common part need no mask
+    tile_intervals      what at least one token of a tile sees (or is seen by), and what all of its tokens
+                        have in common: blocks inside the common part need no mask
 
-All forms are inlined, into Triton kernels and (through Gluon, which calls Triton's functions) into those for
-Hopper. Positions count from the start of the sample. Numbers that belong together travel as tuples:
+All forms are inlined into Triton kernels and, because Gluon can call Triton functions, into the Hopper
+kernels. Positions count from the start of the sample. Related values travel as tuples:
 
     rule    num_contextual, window, prefix, group_size
-    RULE    WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS: which parts of the mask there are
+    RULE    WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS: which parts of the mask are present
 
 `history_end` is the position of the sample's first target.
 """
@@ -23,42 +23,43 @@ import triton
 import triton.language as tl
 
 BEHIND_ALL = tl.constexpr(0x7FFFFFFF)
-"""A position behind all tokens of a sample."""
+"""A position behind all tokens of a sample, int32."""
 
 FAR = tl.constexpr(2**62)
-"""A position behind all tokens, in int64."""
+"""A position behind all tokens of a sample, int64."""
 
 
-# The edge rules.
+# Edge rules.
 
 
 @triton.jit
 def history_limit(i, history_end):
-    """The first history key that row `i` is too early to see: targets see all history, others themselves."""
+    """Return the first history key that row `i` does not see yet: targets see all history, history rows see
+    up to themselves."""
     return tl.where(i >= history_end, history_end, i + 1)
 
 
 @triton.jit
 def pinned_end(rule):
-    """Keys before this position, contextual tokens and the prefix, never fall out of a window."""
+    """Return the end of the pinned keys, contextual tokens and prefix, which never fall out of a window."""
     return rule[0] + rule[2]
 
 
 @triton.jit
 def window_start(limit, rule):
-    """The first key inside the window of a row whose `history_limit` is `limit`."""
+    """Return the first key inside the window of a row whose `history_limit` is `limit`."""
     return limit - rule[1]
 
 
 @triton.jit
 def window_end(j, history_end, rule):
-    """The first history row whose window has left key `j` behind, at most `history_end`."""
+    """Return the first history row whose window no longer holds key `j`, at most `history_end`."""
     return tl.minimum(j, history_end - rule[1]) + rule[1]
 
 
 @triton.jit
 def contextual_limit(history_end, rule, RULE: tl.constexpr):
-    """Contextual rows see the keys before this position."""
+    """Return the end of the keys that contextual rows see."""
     if RULE[3]:
         return history_end
     else:
@@ -67,16 +68,16 @@ def contextual_limit(history_end, rule, RULE: tl.constexpr):
 
 @triton.jit
 def group_start(position, target, rule):
-    """The first token of a target's group; `target` is the target's number, counted from 0."""
+    """Return the first token of a target's group; `target` is the target's number, counted from 0."""
     return position - target % rule[3]
 
 
-# The forms.
+# Forms.
 
 
 @triton.jit
 def visible(i, j, history_end, rule, RULE: tl.constexpr):
-    """Return True where row `i` sees key `j`, for positions that are ready to broadcast."""
+    """Return True where row `i` sees key `j`; `i` and `j` must broadcast against each other."""
     is_target = i >= history_end
     limit = history_limit(i, history_end)
     first_end = limit
@@ -97,7 +98,7 @@ def visible(i, j, history_end, rule, RULE: tl.constexpr):
 
 @triton.jit
 def visible_from_keys(i, j, history_end, rule, RULE: tl.constexpr):
-    """`visible`, with bounds for each key. Rows past the end of the sample may be among the visible ones."""
+    """Compute `visible` with bounds for each key. Rows past the end of the sample may count as visible."""
     num_contextual = rule[0]
     is_target = j >= history_end
     own_end = j + 1
@@ -120,7 +121,7 @@ def visible_from_keys(i, j, history_end, rule, RULE: tl.constexpr):
 
 @triton.jit
 def keys_of_row(i, history_end, rule, RULE: tl.constexpr):
-    """The ends of the intervals of keys that row `i` sees: [0, a), [b, c) and [d, e), ascending."""
+    """Return the ends of the intervals of keys that row `i` sees: [0, a), [b, c) and [d, e), ascending."""
     is_target, is_contextual = i >= history_end, i < rule[0]
     limit = history_limit(i, history_end)
     first_end, middle_start, middle_end = limit, limit, limit
@@ -142,8 +143,8 @@ def keys_of_row(i, history_end, rule, RULE: tl.constexpr):
 
 @triton.jit
 def rows_of_key(j, history_end, length, rule, RULE: tl.constexpr):
-    """The ends of the intervals of rows that see key `j`: contextual rows [0, a), history rows [b, c) and
-    targets [d, e)."""
+    """Return the ends of the intervals of rows that see key `j`: contextual rows [0, a), history rows [b, c)
+    and targets [d, e)."""
     num_contextual = rule[0]
     is_target = j >= history_end
     pinned = j < pinned_end(rule)
@@ -163,14 +164,14 @@ def rows_of_key(j, history_end, length, rule, RULE: tl.constexpr):
 
 @triton.jit
 def tile_intervals(first, last, before, history_end, length, rule, RULE: tl.constexpr, KEYS: tl.constexpr):
-    """The hull of each of the three intervals over the tokens `first` to `last`, as `keys_of_row` has them
-    (with KEYS `rows_of_key`), and the part of each that all of these tokens have in common.
+    """Return, over the tokens `first` to `last`, the hull of each of the three intervals of `keys_of_row`
+    (with KEYS, of `rows_of_key`), and the part of each interval that all of these tokens have in common.
 
-    Tokens are counted behind the `before` first ones of the sample, the intervals from its start. A hull is
-    [0, 0) where all of its intervals are empty.
+    Tokens count from behind the first `before` tokens of the sample, intervals from the sample's start. A
+    hull is [0, 0) where all of its intervals are empty.
     """
     # The ends of an interval are constant or increasing over tokens of one kind, so the first and the last
-    # token of each kind have the extremes. Keys that the last target's window begins with are an edge, too.
+    # token of each kind have the extremes. The first key of the last target's window is an edge, too.
     zero = first * 0
     hull_a, hull_b, hull_c = (zero + FAR, zero), (zero + FAR, zero), (zero + FAR, zero)
     end_a, end_b, end_c = zero + FAR, zero + FAR, zero + FAR
@@ -202,7 +203,7 @@ def tile_intervals(first, last, before, history_end, length, rule, RULE: tl.cons
 
 @triton.jit
 def _joined(hull, start, end):
-    """The hull of an interval and [start, end), which does not count when it is empty."""
+    """Return the hull of `hull` and [start, end), which is ignored where it is empty."""
     used = end > start
     low = tl.where(used, tl.minimum(hull[0], start), hull[0])
     return low, tl.where(used, tl.maximum(hull[1], end), hull[1])
@@ -210,5 +211,5 @@ def _joined(hull, start, end):
 
 @triton.jit
 def _or_empty(hull):
-    """The hull, or [0, 0) where no interval was joined to it."""
+    """Return the hull, or [0, 0) where no interval was joined to it."""
     return tl.where(hull[1] > 0, hull[0], 0), hull[1]

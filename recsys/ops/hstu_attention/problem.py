@@ -1,7 +1,8 @@
-"""`Problem` and `CachedProblem`: one attention call, apart from its q, k and v.
+"""Defines `Problem` and `CachedProblem`: everything about one attention call except q, k and v.
 
-The public functions build a problem, backends take it, and layers that need more than the public signature
-build one themselves. Library ops of PyTorch take flat arguments only: `flattened` and `rebuilt` translate.
+The public functions build a problem and backends take it; layers that need more than the public signature
+build one themselves. Library ops of PyTorch take flat arguments only: `flattened` and `rebuilt` convert
+between the two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from recsys.ops.relative_bias import CachedRelativeBias, RelativeBias
 from recsys.ops.runtime.gradient_buffer import GradientBuffer
 
 
-@dataclass(eq=False)  # Not frozen: that would cost several microseconds a call. Nobody changes a problem.
+@dataclass(eq=False)  # Treat it as immutable: freezing it would cost several microseconds per call.
 class Problem:
     """One call of `hstu_attention`, apart from q, k and v.
 
@@ -32,10 +33,10 @@ class Problem:
         scale_len: divisor of the outputs.
         bias: relative position and time bias of the scores.
         deterministic: whether gradients must be bitwise repeatable.
-        grad_buffer: memory for the gradients of q, k and v; a backend may ignore it.
-        tail: of each history only the newest `tail` rows of the result are read, beside contextual tokens and
-            targets. All other rows must have a q of zeros, and their results may be anything. None: all rows
-            are read.
+        tail: number of newest history rows of each sample whose results are read; contextual tokens and
+            targets are always read. All other rows must have a q of zeros, and their results are
+            arbitrary. None: all rows are read.
+            shared: intermediate results that forward and backward both use, keyed by the backend.
         shared: intermediate results that forward and backward both use, by a key of the backend.
     """
 
@@ -51,16 +52,17 @@ class Problem:
 
     @property
     def num_contextual(self) -> int:
-        """Contextual tokens at the start of each sample."""
+        """Number of contextual tokens at the start of each sample."""
         return self.layout.num_contextual
 
     @property
     def tables(self) -> tuple[Tensor | None, Tensor | None]:
-        """The position table and the time table of the bias."""
+        """The position table and the time table of the bias; None, None without a bias."""
         return (None, None) if self.bias is None else (self.bias.position_table, self.bias.time_table)
 
     def with_grad_buffer(self, grad_buffer: GradientBuffer) -> Problem:
-        """This problem with gradients in `grad_buffer`. `dataclasses.replace` takes several times as long."""
+        """Returns a copy whose gradients go to `grad_buffer`; `dataclasses.replace` takes several times as
+        long."""
         return Problem(
             self.layout,
             self.mask,
@@ -73,7 +75,8 @@ class Problem:
         )
 
     def gradient_memory(self, *tensors: Tensor) -> list[Tensor]:
-        """Uninitialized memory for the gradients of tensors; in the buffer, rows are not contiguous."""
+        """Returns uninitialized memory for the gradients of `tensors`; rows in the grad buffer are not
+        contiguous."""
         if self.grad_buffer is not None:
             return [self.grad_buffer.place(tensor) for tensor in tensors]
         return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
@@ -94,12 +97,12 @@ class CachedProblem(Problem):
 
     @property
     def num_contextual(self) -> int:
-        """Contextual tokens at the start of each sample; they are in the cache."""
+        """Number of contextual tokens at the start of each sample; they are part of the cache."""
         return self.cache_layout.num_contextual
 
 
 class Gradients(NamedTuple):
-    """Gradients of q, k and v, and those of the bias tables if they were asked for."""
+    """Gradients of q, k and v, and of the bias tables if they were requested."""
 
     q: Tensor
     k: Tensor
@@ -109,14 +112,15 @@ class Gradients(NamedTuple):
 
 
 NUM_FLAT_TENSORS = 7
-"""Tensors, or None for tensors, at the start of what `flattened` returns."""
+"""Number of leading values of `flattened` that are tensors, or None in place of a tensor."""
 
 FLAT_TABLES = 3
-"""Index of the position table in what `flattened` returns; the time table follows it."""
+"""Index of the position table in the result of `flattened`; the time table follows it."""
 
 
 def flattened(problem: Problem) -> tuple[Any, ...]:
-    """The parameters of `rebuilt` behind `total_len`, in their order. Leaves out what graphs do without."""
+    """Returns the parameters of `rebuilt` after `total_len`, in order. Omits the gradient buffer, `tail` and
+    `shared`, which graphs do not use."""
     layout, mask, bias = problem.layout, problem.mask, problem.bias
     times = (None, None) if bias is None else (bias.timestamps, bias.next_timestamps)
     return (
@@ -156,7 +160,8 @@ def rebuilt(
     scale_len: float,
     deterministic: bool,
 ) -> Problem:
-    """The problem of a library op. `total_len` also bounds the longest sample and the number of targets."""
+    """Rebuilds a problem from flat arguments. `total_len` also bounds the longest sample and the number of
+    targets."""
     layout = SequenceLayout.trusted(
         lengths, offsets, num_targets, num_contextual, total_len, total_len, total_len
     )
@@ -170,10 +175,10 @@ def rebuilt(
 
 
 def flat_signature(*tensors: str, returns: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates `f(*tensors, *flat)` with the signature that PyTorch infers the schema of a library op from.
+    """Decorates `f(*tensors, *flat)` with the signature from which PyTorch infers the schema of a library op.
 
     Args:
-        tensors: names of the parameters before those of the problem.
+        tensors: names of the parameters that precede those of the problem.
         returns: annotation of the result.
     """
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -1,7 +1,8 @@
-"""Row movement on jagged tensors: concatenate, split, truncate, interleave, pad, all by one map of rows.
+"""Moves rows of jagged tensors: concatenates, splits, truncates, interleaves and pads, all by one map of
+rows.
 
-`gather_rows` carries out every index that `SequenceLayout` hands out: one map forward, its inverse backward,
-no atomics.
+`gather_rows` executes every index that `SequenceLayout` provides: one map forward, its inverse backward, no
+atomics.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ INDEX_DTYPES = (torch.int64, torch.int32)
 
 @dataclass(frozen=True)
 class GatherFacts:
-    """The facts of a call from which a backend decides whether it can run."""
+    """Facts of a call from which a backend decides whether it can run."""
 
     device: str
     dtype: torch.dtype
@@ -37,25 +38,26 @@ def gather_rows(
     *,
     backend: str = "auto",
 ) -> Tensor:
-    """`out[n] = values[index[n]]`, or a row of zeros where `index[n] == -1`. Differentiable in `values`.
+    """Computes `out[n] = values[index[n]]`, with a row of zeros where `index[n] == -1`.
 
-    Several `values` are read as one after the other, several maps `index` write one after the other, and
-    neither is concatenated. A map must not name a row twice; so its gradient is a gather too, exact and in a
-    fixed order: `grad_values[t] = grad_out[n]` for the `n` with `index[n] == t`, zero where there is none.
-    With several maps it is the sum over them in their order, in float32 (float64 for float64).
+    The result is differentiable in `values`. Several `values` are read as if concatenated, and the outputs of
+    several maps `index` follow one another, without copies that concatenate them. A map must not name a row
+    twice, so its gradient is a gather, too, exact and in a fixed order: `grad_values[t] = grad_out[n]` for
+    the `n` with `index[n] == t`, zero where there is none. With several maps the gradient is the sum over the
+    maps in their order, in float32 (float64 for float64).
 
     Args:
-        values: [T, ...], any dtype; or several that differ in T only. T below is their sum.
+        values: [T, ...], any dtype; or several that differ only in T. T below is their total.
         index: int64 or int32 [N], each in [-1, T); or several.
-        inverse: int64 or int32 [T], or [K, T] for K maps: where `out` holds each row of `values`, -1 for
-            nowhere; saves computing it in backward.
+        inverse: int64 or int32 [T], or [K, T] for K maps: the index in `out` of each row of `values`, -1
+            if it does not occur; saves computing it in backward.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        [N, ...], N in all, dtype of `values`.
+        [N, ...] with N the total over all maps, in the dtype of `values`.
 
     Raises:
-        TypeError, ValueError: naming the argument. A row that a map names twice raises in backward, on a CPU.
+        TypeError, ValueError: naming the argument. On a CPU, a row that a map names twice raises in backward.
     """
     sources, maps = _as_tuple(values), _as_tuple(index)
     return OP.select(_checked(sources, maps, inverse), backend).run(sources, maps, inverse)
@@ -100,13 +102,13 @@ def _checked(sources: tuple[Tensor, ...], maps: tuple[Tensor, ...], inverse: Ten
 
 @lru_cache(maxsize=1024)
 def _known_facts(device: str, dtype: torch.dtype, num_maps: int) -> GatherFacts:
-    """Return the facts, kept from earlier calls: there are few, and a look-up is cheaper than a new
+    """Return the facts from a cache of earlier calls: there are few, and a look-up is cheaper than a new
     object."""
     return GatherFacts(device, dtype, num_maps)
 
 
 def _name(name: str, number: int, tensors: tuple[Tensor, ...]) -> str:
-    """Return the name of one of several tensors in a message."""
+    """Return the name that a message uses for one of several tensors."""
     return name if len(tensors) == 1 else f"{name}[{number}]"
 
 
@@ -123,7 +125,7 @@ def _check_inverse(inverse: Tensor, values: Tensor, num_maps: int, num_rows: int
     if inverse.dtype not in INDEX_DTYPES or inverse.dim() != 1 + several or inverse.device != values.device:
         _refuse_index("inverse", inverse, values, "two dimensions" if several else "one dimension")
     wanted = (num_maps, num_rows) if several else (num_rows,)
-    # A traced graph takes sizes that it does not know for equal.
+    # A traced graph takes unknown sizes to be equal.
     if not torch.compiler.is_compiling() and tuple(inverse.shape) != wanted:
         raise ValueError(
             f"inverse must have shape {list(wanted)}, a place for each row of values, "

@@ -1,8 +1,9 @@
-"""`SequenceLayout`: where each sample's tokens lie in a jagged tensor of `total_len` rows.
+"""Defines `SequenceLayout`: where each sample's tokens lie in a jagged tensor of `total_len` rows.
 
 A sample is `[contextual | uih | targets]`, stored without padding (uih: user interaction history, oldest
-first). The data loader builds one layout a batch, on the host; modules derive others from it and ops read it.
-Every total an op needs is an int that the layout already knows, so a forward pass never waits for the device.
+first). The data loader builds one layout per batch, on the host; modules derive others from it and ops read
+it. Every total that an op needs is an int that the layout already knows, so a forward pass never waits for
+the device.
 """
 
 from __future__ import annotations
@@ -39,40 +40,41 @@ __all__ = [
 ]
 
 _Rule = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A function from lengths and num_targets, both [B], to those of a derived layout, on any device."""
+"""Maps lengths and num_targets, both [B], to those of a derived layout, on any device."""
 
 
 class Selection(NamedTuple):
-    """A selection of tokens: their layout, and the row of the source that each of them comes from."""
+    """Selected tokens: their layout, and the row of the source that each token comes from."""
 
     layout: SequenceLayout
     index: Tensor  # int64 [layout.total_len]
 
 
 class SequenceLayout(LayoutFacts):
-    """Lengths of the samples of one batch and everything that follows from them. Never changed once built.
+    """Lengths of the samples of a batch and everything that follows from them; immutable.
 
     `SequenceLayout(lengths, num_targets, num_contextual)` validates; `SequenceLayout.trusted(...)` does not,
     and is for traced graphs. Both hold the same facts; `B` is the number of samples, `T` the number of
     tokens.
 
     Attributes:
-        lengths: int64 [B], tokens of each sample.
+        lengths: int64 [B], number of tokens of each sample.
         offsets: int64 [B + 1], first row of each sample; `offsets[0] == 0`, `offsets[B] == total_len`.
-        num_targets: int64 [B], target tokens at the end of each sample.
-        num_contextual: contextual tokens at the start of every sample.
-        total_len: rows of the jagged tensors that this layout describes.
-        max_len: no sample is longer. Exact when the lengths were known on the host, else a bound.
+        num_targets: int64 [B], number of target tokens at the end of each sample.
+        num_contextual: number of contextual tokens at the start of every sample.
+        total_len: number of rows of the jagged tensors that this layout describes.
+        max_len: upper bound on the sample lengths; exact if the lengths were known on the host.
         total_targets: sum of `num_targets`.
-        parts: the layouts that `join` made this one of; empty for any other.
+        parts: the layouts from which `join` made this one; otherwise empty.
     """
 
     @classmethod
     def join(cls, parts: Sequence[SequenceLayout]) -> SequenceLayout:
-        """Join all samples of the first part, then of the second, and so on, to one batch for one kernel.
+        """Join all samples of the first part, then of the second, and so on, into one batch for a single
+        kernel.
 
         Raises:
-            ValueError: no part, or parts with unlike `num_contextual`.
+            ValueError: there are no parts, or their `num_contextual` differ.
         """
         contextual = {part.num_contextual for part in parts}
         if len(contextual) != 1:
@@ -98,12 +100,12 @@ class SequenceLayout(LayoutFacts):
         """Keep the contextual tokens, the newest `tail_len` history tokens and all targets of every sample.
 
         The new sizes follow from the host copy of the lengths. A trusted layout has none and reads them off
-        the tensor: one synchronisation on a device, unbacked sizes in an exported graph. The sizes of all
-        parts of a joined layout are read together and share one bound, because a compiler cannot tell which
+        the tensor: one synchronization on a device, unbacked sizes in an exported graph. The sizes of all
+        parts of a joined layout are read together and share one bound, because a compiler cannot decide which
         of two unbacked sizes is larger.
 
         Raises:
-            ValueError: a negative `tail_len`.
+            ValueError: `tail_len` is negative.
         """
         if tail_len < 0:
             raise ValueError(f"tail_len must be >= 0, got {tail_len}")
@@ -193,7 +195,7 @@ class SequenceLayout(LayoutFacts):
         return Selection(layout, self._source_rows(layout, self.history_end))
 
     def targets_between(self, start: int, stop: int) -> Selection:
-        """Select targets number `start` to `stop - 1` of every sample, as far as it has them.
+        """Select targets `start` to `stop - 1` of every sample, as far as they exist.
 
         Sizes are found as in `truncate`.
         """
@@ -208,7 +210,8 @@ class SequenceLayout(LayoutFacts):
         return Selection(layout, self._source_rows(layout, self.history_end + start))
 
     def select(self, samples: Sequence[int]) -> Selection:
-        """Select samples in the given order, each as often as it is named; in every part of a joined layout.
+        """Select samples in the given order, each as often as it is named; in a joined layout, from every
+        part.
 
         Sizes are found as in `truncate`.
 
@@ -233,10 +236,10 @@ class SequenceLayout(LayoutFacts):
         )
 
     def assemble_index(self) -> Tensor:
-        """int64 [T]: row of each token in `cat([all contextual rows, all uih rows, all target rows])`.
+        """Return int64 [T]: row of each token in `cat([all contextual rows, all uih rows, all target rows])`.
 
-        Each of the three blocks is jagged by sample, in the order of the samples, as `contextual_only`,
-        `history_only` and `targets_only` would cut them out again.
+        Each of the three blocks is jagged by sample, in the order of the samples, just as `contextual_only`,
+        `history_only` and `targets_only` select it.
         """
         if triton_support.has_kernels(self.device):
             return self._tokens().assemble_index
@@ -244,7 +247,8 @@ class SequenceLayout(LayoutFacts):
         return torch.empty_like(token).scatter(0, token, torch.arange(self.total_len, device=self.device))
 
     def disassemble_index(self) -> Tensor:
-        """int64 [T], the inverse of `assemble_index`: token of each contextual, then uih, then target row."""
+        """Return int64 [T], the inverse of `assemble_index`: token of each contextual, then uih, then target
+        row."""
         if triton_support.has_kernels(self.device):
             return self._tokens().disassemble_index
 
@@ -260,7 +264,8 @@ class SequenceLayout(LayoutFacts):
         return self.memo("disassemble_index", build)
 
     def _source_rows(self, derived: SequenceLayout, first: Tensor) -> Tensor:
-        """Return the row of each token of `derived`: one run per sample, from position `first` [B] on."""
+        """Return the source row of each token of `derived`, which has one run per sample, from position
+        `first` [B] on."""
         if triton_support.has_kernels(self.device):
             return triton_support.load(KERNELS).source_rows(self, derived, first)
         shift = self.offsets[:-1] + first - derived.offsets[:-1]
@@ -285,7 +290,7 @@ class SequenceLayout(LayoutFacts):
 
         Args:
             total_len, total_targets: None if they depend on the lengths themselves.
-            max_len: a bound that is known beside `total_len`; None for this layout's own.
+            max_len: a bound that is known besides `total_len`; None for the bound of this layout.
         """
         lengths, num_targets = rule(self.lengths, self.num_targets)
         host = None if self._host is None else HostCopy(*rule(*self._host))
@@ -312,7 +317,8 @@ class SequenceLayout(LayoutFacts):
 
 
 def _read_sizes(parts: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Read sums of lengths that only a device or a traced graph knows, and a bound for all: one wait.
+    """Read sums of lengths that only a device or a traced graph knows, and one bound for all of them, in one
+    wait.
 
     The bound is the maximum, but at least 2: a compiler treats sizes 0 and 1 as special cases.
     """

@@ -9,10 +9,10 @@ _MAX_INDEX = 2**63 - 1
 
 
 def require_int_vector(name: str, value: object) -> Tensor:
-    """Return the value if it is an int32 or int64 tensor of one dimension.
+    """Return the value if it is a one-dimensional int32 or int64 tensor.
 
     Raises:
-        TypeError, ValueError: it is not, with `name`.
+        TypeError, ValueError: the value is something else; the message contains `name`.
     """
     if not isinstance(value, Tensor) or value.dtype not in (torch.int32, torch.int64):
         actual = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
@@ -51,5 +51,5 @@ def check_samples(lengths: Tensor, num_targets: Tensor, num_contextual: int) -> 
 
 
 def first_true(bad: Tensor) -> int | None:
-    """Return the index of the first True of a host tensor, if there is one."""
+    """Return the index of the first True of a host tensor, or None."""
     return int(bad.int().argmax()) if bool(bad.any()) else None

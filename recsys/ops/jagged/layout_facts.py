@@ -1,6 +1,6 @@
-"""The facts of a `SequenceLayout`: its constructors, what they check, and what follows for every token.
+"""Facts of a `SequenceLayout`: its constructors, their checks, and what follows for every token.
 
-`layout` adds the layouts that are derived from one.
+`layout` adds the layouts that are derived from another layout.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ CONTEXTUAL, UIH, TARGET = 0, 1, 2
 """Values of `SequenceLayout.kinds()`."""
 
 KERNELS = "recsys.ops.jagged.layout_kernels"
-"""The module whose kernels replace operations on [T] on a GPU."""
+"""Module whose kernels replace operations on [T] on a GPU."""
 
 _T = TypeVar("_T")
 _Layout = TypeVar("_Layout", bound="LayoutFacts")
 
 
 class PaddedIndex(NamedTuple):
-    """The padded view of a layout."""
+    """Padded view of a layout."""
 
-    index: Tensor  # int64 [B, max_len], row of the jagged tensor, -1 in the padding
+    index: Tensor  # int64 [B, max_len], row of the jagged tensor, -1 for padding
     valid: Tensor  # bool [B, max_len], index >= 0
 
 
 class HostCopy(NamedTuple):
-    """The lengths on the host, kept when a layout moves, so that totals of derived layouts cost no wait."""
+    """Lengths on the host, kept when a layout moves to a device, so that totals of derived layouts need no
+    wait."""
 
     lengths: Tensor
     num_targets: Tensor
 
 
 class Tokens(NamedTuple):
-    """int64 [T] each, as the methods of `SequenceLayout` with these names return them."""
+    """Per-token facts, int64 [T] each, as the methods of `SequenceLayout` with these names return them."""
 
     sample_ids: Tensor
     positions: Tensor
@@ -51,7 +52,7 @@ class Tokens(NamedTuple):
 
 
 class LayoutFacts:
-    """The facts that `SequenceLayout` documents, without the layouts that are derived from one."""
+    """Facts that `SequenceLayout` documents, without the layouts that are derived from them."""
 
     lengths: Tensor
     offsets: Tensor
@@ -65,17 +66,17 @@ class LayoutFacts:
     _memo: dict[Hashable, Any]
 
     def __init__(self, lengths: Tensor, num_targets: Tensor | None = None, num_contextual: int = 0) -> None:
-        """Build and validate a layout. Meant for host tensors; a device tensor costs one copy to the host.
+        """Build and validate a layout. Intended for host tensors; a device tensor costs one copy to the host.
 
         Args:
             lengths: int32 or int64 [B].
             num_targets: int32 or int64 [B]; None means no targets.
-            num_contextual: contextual tokens of every sample.
+            num_contextual: number of contextual tokens of every sample.
 
         Raises:
-            TypeError: an argument that is not an integer (tensor).
-            ValueError: a negative number, a sample shorter than its contextual and target tokens, or totals
-                past int64.
+            TypeError: an argument is not an integer or not an integer tensor.
+            ValueError: a number is negative, a sample is shorter than its contextual and target tokens, or
+                totals exceed int64.
         """
         device = require_int_vector("lengths", lengths).device
         host_lengths = lengths.detach().to("cpu", torch.int64)
@@ -107,12 +108,12 @@ class LayoutFacts:
         """Build and validate the layout of `offsets`, int32 or int64 [B + 1].
 
         Args:
-            total_len: rows of the values that the offsets point into; checked against `offsets[-1]` when
-                given.
+            total_len: number of rows of the values that the offsets point into; checked against `offsets[-1]`
+                when given.
 
         Raises:
-            TypeError, ValueError: as the constructor; also when offsets do not start at 0, decrease (as int32
-                sums do once they wrap around), or do not end at `total_len`.
+            TypeError, ValueError: as for the constructor; also if offsets do not start at 0, decrease (as
+                int32 sums do once they wrap around), or do not end at `total_len`.
         """
         host = require_int_vector("offsets", offsets).detach().to("cpu", torch.int64)
         if len(host) == 0 or host[0] != 0:
@@ -138,11 +139,11 @@ class LayoutFacts:
         max_len: int,
         total_targets: int,
     ) -> _Layout:
-        """Make a layout whose totals are known: nothing is read from the tensors, nothing is checked.
+        """Make a layout whose totals are known, without reading or checking the tensors.
 
-        For code that is traced (`torch.export`, `torch.compile`): the lengths are graph inputs there, and the
-        totals are sizes of other inputs, possibly symbolic. All tensors are int64; `max_len` may be any upper
-        bound.
+        This is for code that is traced (`torch.export`, `torch.compile`): the lengths are graph inputs there,
+        and the totals are sizes of other inputs, possibly symbolic. All tensors are int64; `max_len` may be
+        any upper bound.
         """
         layout = cls.__new__(cls)
         layout.lengths = lengths
@@ -169,24 +170,24 @@ class LayoutFacts:
 
     @property
     def num_uih(self) -> Tensor:
-        """int64 [B], history tokens of each sample."""
+        """int64 [B], number of history tokens of each sample."""
         return self.lengths - self.num_targets - self.num_contextual
 
     @property
     def history_end(self) -> Tensor:
-        """int64 [B], position in its sample of the first target: `num_contextual + num_uih`."""
+        """int64 [B], position of the first target in each sample: `num_contextual + num_uih`."""
         return self.lengths - self.num_targets
 
     @property
     def host_copy(self) -> HostCopy | None:
-        """The lengths on the host if reading them waits for no device; else None."""
+        """Lengths on the host if reading them waits for no device, otherwise None."""
         if self._host is None and self.lengths.device.type == "cpu":
             return HostCopy(self.lengths, self.num_targets)
         return self._host
 
     @property
     def host_lengths(self) -> Tensor | None:
-        """int64 [B] on the host; None as for `host_copy`."""
+        """int64 [B] on the host; None under the same conditions as `host_copy`."""
         return None if self.host_copy is None else self.host_copy.lengths
 
     def __repr__(self) -> str:
@@ -197,7 +198,7 @@ class LayoutFacts:
         """Return the same layout with its tensors on the host, without waiting for a device.
 
         Raises:
-            ValueError: the lengths are on a device only.
+            ValueError: the lengths exist only on a device.
         """
         if self.lengths.device.type == "cpu":
             return self
@@ -206,11 +207,11 @@ class LayoutFacts:
         return type(self)(*self._host, self.num_contextual)
 
     def to(self: _Layout, device: torch.device | str, non_blocking: bool = False) -> _Layout:
-        """The same layout with its tensors on `device`; it keeps the host copy of its lengths."""
+        """Return the same layout with its tensors on `device`; it keeps the host copy of its lengths."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: _Layout) -> _Layout:
-        """The same layout in page-locked host memory."""
+        """Return the same layout in page-locked host memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -220,9 +221,9 @@ class LayoutFacts:
                 tensor.record_stream(stream)
 
     def memo(self, key: Hashable, build: Callable[[], _T]) -> _T:
-        """Return `build()`, kept for the next call with `key`, so that all layers share what an op derives.
+        """Return `build()`, cached under `key`, so that all layers share what an op derives.
 
-        A traced graph keeps nothing; its compiler drops what is computed twice.
+        A traced graph caches nothing; its compiler removes repeated computations.
         """
         if torch.compiler.is_compiling():
             return build()
@@ -235,7 +236,7 @@ class LayoutFacts:
         return self._memo[key]
 
     def sample_ids(self) -> Tensor:
-        """int64 [T], the sample of each token."""
+        """Return int64 [T], the sample of each token."""
         if triton_support.has_kernels(self.device):
             return self._tokens().sample_ids
         return self.memo(
@@ -243,7 +244,7 @@ class LayoutFacts:
         )
 
     def positions(self) -> Tensor:
-        """int64 [T], the index of each token in its sample, contextual tokens first."""
+        """Return int64 [T], the index of each token in its sample, contextual tokens first."""
         if triton_support.has_kernels(self.device):
             return self._tokens().positions
 
@@ -253,14 +254,14 @@ class LayoutFacts:
         return self.memo("positions", build)
 
     def kinds(self) -> Tensor:
-        """int8 [T]: 0 contextual, 1 uih, 2 target."""
+        """Return int8 [T]: 0 contextual, 1 uih, 2 target."""
         positions = self.positions()
         past_contextual = (positions >= self.num_contextual).to(torch.int8)
         past_history = (positions >= self._per_token(self.history_end)).to(torch.int8)
         return past_contextual + past_history
 
     def padded_index(self) -> PaddedIndex:
-        """Return the row that each token of the padded tensor [B, max_len, ...] comes from."""
+        """Return the jagged row of each token of the padded tensor [B, max_len, ...]."""
         position = torch.arange(self.max_len, device=self.device)
         valid = position < self.lengths[:, None]
         return PaddedIndex(torch.where(valid, self.offsets[:-1, None] + position, -1), valid)
@@ -269,7 +270,7 @@ class LayoutFacts:
         return self.memo("tokens", lambda: triton_support.load(KERNELS).tokens_of(self))
 
     def _per_token(self, per_sample: Tensor) -> Tensor:
-        """Give each token its sample's number: [B] to [T]."""
+        """Repeat each sample's number for its tokens: [B] to [T]."""
         return per_sample.index_select(0, self.sample_ids())
 
     def _map(self: _Layout, move: Callable[[Tensor], Tensor]) -> _Layout:
@@ -288,10 +289,10 @@ class LayoutFacts:
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:
-    """int64 [B + 1]: 0, then the running sum of `lengths` [B]."""
+    """Return int64 [B + 1]: 0, then the running sum of `lengths` [B]."""
     return torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0, dtype=torch.int64)])
 
 
 def max_or_zero(values: Tensor) -> int:
-    """Return the largest length, or 0 for an empty tensor."""
+    """Return the largest value, or 0 for an empty tensor."""
     return int(values.max()) if len(values) else 0

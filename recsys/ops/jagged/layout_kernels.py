@@ -1,6 +1,7 @@
-"""Facts of each token of a layout on a GPU, from two kernels that replace a dozen operations on [T] each.
+"""Compute facts of each token of a layout on a GPU, with two kernels that replace a dozen operations on [T]
+each.
 
-A program has some tokens and looks up their samples.
+A program handles several tokens and looks up their samples.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ LANES = 512
 
 
 def tokens_of(layout: LayoutFacts) -> Tokens:
-    """Return what a layout on a GPU knows of each token."""
+    """Return the per-token facts of a layout on a GPU."""
     total_len, batch_size = layout.total_len, layout.batch_size
     memory = torch.empty(4, total_len + total_len % 2, dtype=torch.int64, device=layout.device)
-    tokens = Tokens(*memory[:, :total_len].unbind(0))  # at addresses that 16 divides
+    tokens = Tokens(*memory[:, :total_len].unbind(0))  # at addresses divisible by 16
     if total_len == 0:
         return tokens
     launch(
@@ -43,12 +44,13 @@ def tokens_of(layout: LayoutFacts) -> Tokens:
 def source_rows(
     layout: LayoutFacts, derived: LayoutFacts, first: Tensor, dropped: Tensor | None = None
 ) -> Tensor:
-    """int64 [derived.total_len]: the row of `layout` that each token of `derived` comes from.
+    """Return int64 [derived.total_len]: the row of `layout` that each token of `derived` comes from.
 
     Args:
-        derived: has one run of each sample's tokens.
-        first: int64 [B], the position in its sample at which each run begins.
-        dropped: int64 [B], how many tokens behind the contextual ones each run leaves out; None for none.
+        derived: has one run of tokens per sample.
+        first: int64 [B], the position in the sample at which each run begins.
+        dropped: int64 [B], number of tokens after the contextual ones that each run leaves out; None for
+            none.
     """
     total_len, batch_size = derived.total_len, derived.batch_size
     index = torch.empty(total_len, dtype=torch.int64, device=layout.device)
@@ -66,7 +68,7 @@ def source_rows(
 
 @triton.jit
 def _sample_of(offsets, token, inside, batch_size, steps):
-    """Return the sample of each token, B behind the last one; 2^steps > B."""
+    """Return the sample of each token, B past the last token; 2^steps > B."""
     low, high = token * 0, token * 0 + batch_size
     for _ in range(steps):
         middle = (low + high) // 2
@@ -81,9 +83,11 @@ def tokens_kernel(
     total_len, batch_size, steps, contextual, history_rows,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write each token's sample, position and row in [contextual | history | targets] of all samples, and the
-    token of each row. `targets_until` [B] is the running sum of `num_targets`; `history_rows` counts the
-    history tokens of all samples.
+    """Write, for each token, its sample, its position, and its row in [contextual | history | targets] of all
+    samples; and for each such row, its token.
+
+    targets_until: [B], the running sum of `num_targets`. history_rows: number of history tokens of all
+        samples.
     """
     token = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = token < total_len
@@ -92,7 +96,7 @@ def tokens_kernel(
     start = tl.load(offsets + sample, mask=is_real, other=0)
     own_targets = tl.load(num_targets + sample, mask=is_real, other=0)
     history_end = tl.load(lengths + sample, mask=is_real, other=0) - own_targets
-    targets = tl.load(targets_until + sample, mask=is_real, other=0) - own_targets  # of earlier samples
+    targets = tl.load(targets_until + sample, mask=is_real, other=0) - own_targets  # in earlier samples
     position = token - start
     before = batch_size * contextual
     row = before + (start - sample * contextual - targets) + position - contextual
@@ -110,7 +114,7 @@ def source_kernel(
     total_len, batch_size, steps, contextual,
     DROPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write index [total_len] of `source_rows`."""
+    """Write the index [total_len] that `source_rows` returns."""
     token = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = token < total_len
     sample = _sample_of(offsets, token, inside, batch_size, steps)

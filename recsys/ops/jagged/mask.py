@@ -1,4 +1,5 @@
-"""`AttentionMask`: who sees whom inside a sample. Every other form of the mask follows this definition.
+"""Defines `AttentionMask`: who sees whom inside a sample. Every other form of the mask follows this
+definition.
 
 For tokens `i` (query) and `j` (key) of one sample `[C contextual | U uih | N targets]`:
 
@@ -10,7 +11,7 @@ For tokens `i` (query) and `j` (key) of one sample `[C contextual | U uih | N ta
 
 With `target_window` a target sees only the last `window` and the first `prefix` history tokens.
 
-`hstu_attention/mask_forms.py` holds the forms that kernels ask for; one test compares all with the table.
+`hstu_attention/mask_forms.py` has the forms that kernels use; one test compares all of them with the table.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from recsys.ops.jagged.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The rule of the table above. A token always sees itself; contextual tokens never fall out of a window.
+    """Rule of who sees whom inside a sample, as the table in this module's docstring defines it.
+
+    A token always sees itself, and contextual tokens never fall out of a window.
 
     Attributes:
-        window: history tokens that a history token sees, itself included; None for all earlier ones.
-        prefix: the first history tokens, which stay visible outside the window.
-        target_window: whether window and prefix hold for targets too. Without a window it changes nothing.
-        target_group_size: targets that belong together; inside a group they are causal.
-        contextual_reads_history: must be False where a history position is itself a query with a loss, else
-            the future leaks into the past through the contextual tokens.
+        window: number of history tokens that a history token sees, including itself; None for no limit.
+        prefix: number of first history tokens, which stay visible outside the window.
+        target_window: whether window and prefix also apply to targets. Without a window it has no effect.
+        target_group_size: number of targets that form a group; within a group they are causal.
+        contextual_reads_history: must be False where a history position is itself a query with a loss;
+            otherwise the future leaks into the past through the contextual tokens.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -64,20 +67,21 @@ class AttentionMask:
     def history_can_grow(self, num_contextual: int) -> bool:
         """Return True if tokens see the same keys as before when events are appended to the history.
 
-        Contextual tokens that read the history change with it, and one layer above, so do the rows of all
-        events, which see the contextual tokens.
+        Contextual tokens that read the history change with it; so do, one layer above, the rows of all
+        events, because they see the contextual tokens.
         """
         return num_contextual == 0 or not self.contextual_reads_history
 
 
 class KeyIntervals(NamedTuple):
-    """The keys that each row sees, as three disjoint, ascending, half-open intervals; some are empty."""
+    """Keys that each row sees, as three disjoint, ascending, half-open intervals; some may be empty."""
 
     start: Tensor  # int64 [T, 3], positions in the row's sample
     end: Tensor  # int64 [T, 3], >= start
 
     def contain(self, key: Tensor) -> Tensor:
-        """bool [..., Q, K]: whether rows of intervals [..., Q, 3] see the keys at `key`, int64 [..., K]."""
+        """Return bool [..., Q, K]: whether rows with intervals [..., Q, 3] see the keys at `key`, int64 [...,
+        K]."""
         key = key.unsqueeze(-2)
         parts = zip(self.start.unbind(-1), self.end.unbind(-1), strict=True)
         first, middle, last = ((key >= start[..., None]) & (key < end[..., None]) for start, end in parts)
@@ -85,22 +89,24 @@ class KeyIntervals(NamedTuple):
 
 
 def dense_mask(mask: AttentionMask, layout: SequenceLayout) -> Tensor:
-    """bool [B, max_len, max_len]: whether token i (dim 1) sees token j (dim 2); False in the padding."""
+    """Return bool [B, max_len, max_len]: whether token i (dim 1) sees token j (dim 2); False in the
+    padding."""
     visible = visible_pairs(mask, layout.history_end, layout.num_contextual, layout.max_len)
     return visible & layout.padded_index().valid[:, :, None]
 
 
 def visible_pairs(mask: AttentionMask, history_end: Tensor, num_contextual: int, max_len: int) -> Tensor:
-    """bool [b, max_len, max_len] of samples whose first target is at position `history_end`, int64 [b].
+    """Return bool [b, max_len, max_len], visible pairs in samples whose first target is at position
+    `history_end`, int64 [b].
 
-    A row past the end of its sample is read as one more target, so it is not empty either; no row of the
+    A row past the end of its sample is treated as one more target, so it is not empty either; no row of the
     sample sees such a position.
     """
     position = torch.arange(max_len, device=history_end.device)
     i, j = position[:, None], position
     end = history_end[:, None, None]
 
-    # Rules that are equal in all samples. Row i is read as a contextual or history token here.
+    # Rules that are equal in all samples. Row i is treated as a contextual or history token here.
     contextual_key = j < num_contextual
     in_prefix = j < num_contextual + mask.prefix
     in_window = in_prefix | (i - j < mask.window) if mask.window is not None else True
@@ -114,7 +120,7 @@ def visible_pairs(mask: AttentionMask, history_end: Tensor, num_contextual: int,
         target_row = history_key & (in_prefix | (j >= end - mask.window))
     if mask.target_group_size == 1:
         own_group = i == j
-    else:  # rounded down, so that no history token falls into the first group of targets
+    else:  # rounded down, so that no history token falls into the first target group
         group = (position - history_end[:, None]).div(mask.target_group_size, rounding_mode="floor")
         own_group = (group[:, :, None] == group[:, None, :]) & (j <= i)
     return torch.where(i < end, before_targets & history_key, target_row | own_group)
@@ -127,7 +133,7 @@ def count_pairs(mask: AttentionMask, layout: SequenceLayout, tail: int | None = 
     history tokens of each sample count as queries.
 
     Raises:
-        ValueError: the layout has its lengths on a device only.
+        ValueError: the lengths of the layout exist only on a device.
     """
     host = layout.on_host()
     contextual, uih, targets = host.num_contextual, host.num_uih, host.num_targets
@@ -145,13 +151,15 @@ def count_pairs(mask: AttentionMask, layout: SequenceLayout, tail: int | None = 
 
 
 def _pairs_of_history(count: Tensor, contextual: int, limit: int) -> Tensor:
-    """The pairs of the first `count` history tokens: token h sees `contextual` and min(h, most) tokens."""
+    """Count the pairs of the first `count` history tokens: token h sees `contextual` tokens and min(h, limit)
+    events."""
     near = count.clamp(max=limit)
     return count * contextual + near * (near + 1) // 2 + (count - near) * near
 
 
 def key_intervals(mask: AttentionMask, layout: SequenceLayout) -> KeyIntervals:
-    """The mask as intervals: contextual tokens and prefix, then the window, then the row's target group."""
+    """Return the mask as intervals: contextual tokens and prefix, then the window, then the row's target
+    group."""
     history_end = layout.history_end.index_select(0, layout.sample_ids())
     return row_intervals(mask, layout.positions(), history_end, layout.num_contextual)
 
@@ -167,8 +175,8 @@ def row_intervals(
     is_contextual, is_target = position < contextual, position >= history_end
     nothing = torch.zeros_like(position)
 
-    # History rows: [0, C + prefix) and the window, both cut at the row itself. Without a window, all up to
-    # the row.
+    # History rows: [0, C + prefix) and the window, both cut at the row itself; without a window, everything
+    # up to the row.
     row_end = torch.where(is_target, history_end, position + 1)
     windowed = torch.full_like(position, mask.window is not None, dtype=torch.bool)
     if not mask.target_window:
@@ -193,7 +201,7 @@ def row_intervals(
 
 
 class QueryIntervals(NamedTuple):
-    """The rows that see each key: contextual, history and target rows, half-open; some are empty."""
+    """Rows that see each key: contextual, history and target rows, half-open; some may be empty."""
 
     start: Tensor  # int64 [..., 3], positions in the key's sample
     end: Tensor  # int64 [..., 3], >= start
@@ -204,7 +212,7 @@ def column_intervals(
 ) -> QueryIntervals:
     """Return the rows that see the keys at `position`, int64 [...], in samples of `length` tokens."""
     is_target = position >= history_end
-    always = position < num_contextual + mask.prefix  # contextual tokens among them
+    always = position < num_contextual + mask.prefix  # includes contextual tokens
     nothing = torch.zeros_like(position)
 
     sees_history = history_end if mask.contextual_reads_history else nothing + num_contextual

@@ -1,9 +1,9 @@
-"""Jagged tensors as padded chunks of samples, for the reference backends.
+"""Splits jagged tensors into padded chunks of samples, for the reference backends.
 
-In eager mode the samples are sorted by size and cut into chunks, so that little is padded and a chunk's
-scores stay small; how a sample is grouped does not change its numbers beyond rounding. A GPU gets few large
-ones, where launches cost more than padding. A traced graph takes one chunk of all samples: a single path for
-all batches.
+In eager mode the samples are sorted by size and cut into chunks, so that there is little padding and the
+scores of a chunk stay small; the grouping changes a sample's numbers only by rounding. A GPU gets few large
+chunks, because launches cost more than padding there. A traced graph takes one chunk of all samples: a single
+path for all batches.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from recsys.ops.jagged.reference import gather_rows, invert
 class Limits(NamedTuple):
     """Limits for grouping samples on a device."""
 
-    max_scores: int  # (heads x samples x rows x keys) in one chunk, unless a single sample has more
-    wasted_scores: int  # of padding that a chunk takes in before a new one is cheaper: its calls' fixed cost
+    max_scores: int  # heads x samples x rows x keys in one chunk, unless a single sample has more
+    wasted_scores: int  # padding that costs as much as the calls of a new chunk
 
 
 CPU_LIMITS = Limits(max_scores=2**22, wasted_scores=2**15)
 GPU_LIMITS = Limits(max_scores=2**26, wasted_scores=2**24)
-"""A chunk costs the host some 0.2 ms of launches; a GPU goes over 2**24 scores several times meanwhile."""
+"""A chunk costs the host about 0.2 ms of launches; in that time a GPU passes over 2**24 scores several
+times."""
 
 
 @dataclass(frozen=True)
 class Chunk:
     """A group of samples, padded to the longest of them."""
 
-    num_samples: int  # b
+    num_samples: int  # b below
     max_len: int
-    history_end: Tensor  # int64 [b], position of the first target; [1] when one mask serves all of them
+    history_end: Tensor  # int64 [b], position of the first target; [1] if one mask serves all samples
 
 
 @dataclass(frozen=True)
 class PaddedChunks:
-    """All samples of a layout in chunks; moves tensors [T, ...] there and back."""
+    """All samples of a layout in chunks; converts tensors [T, ...] to chunks and back."""
 
     chunks: Sequence[Chunk]
-    index: Tensor  # int64, padded rows of all chunks one after the other -> row in [T], -1 for padding
-    inverse: Tensor  # int64 [T]
+    index: Tensor  # int64, row in [T] of each padded row, chunk after chunk; -1 for padding
+    inverse: Tensor  # int64 [T], the inverse of `index`
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """[T, ...] to one [b, max_len, ...] a chunk, zero in the padding."""
+        """Convert [T, ...] to one [b, max_len, ...] per chunk, with zeros as padding."""
         padded = gather_rows(values, self.index, self.inverse)
         parts = padded.split([chunk.num_samples * chunk.max_len for chunk in self.chunks])
         return [
@@ -70,7 +71,8 @@ def padded_chunks(layout: SequenceLayout, mask: AttentionMask, num_heads: int) -
         return _one_chunk(layout)
     order = lengths.argsort(descending=True, stable=True)
     ends = _chunk_ends([(length, length) for length in lengths[order].tolist()], num_heads, _limits(layout))
-    # Without targets the rows of all samples follow one rule, unless contextual rows read a whole history.
+    # Without targets the rows of all samples follow the same rule, unless contextual rows read a whole
+    # history.
     alike = layout.total_targets == 0 and not (layout.num_contextual and mask.contextual_reads_history)
     return _cut(layout, lengths, order, ends, alike)
 
@@ -91,7 +93,7 @@ def paired_chunks(
 def _cut(
     layout: SequenceLayout, lengths: Tensor, order: Tensor, ends: Sequence[int], alike: bool = False
 ) -> PaddedChunks:
-    """Cut the samples, in this `order`, at `ends`. `lengths` and `order` are on the host."""
+    """Cut the samples, taken in `order`, at `ends`. `lengths` and `order` are on the host."""
     longest = [int(part.max()) if len(part) else 0 for part in lengths[order].tensor_split(ends[:-1])]
     order = order.to(layout.device, non_blocking=True)
     sorted_lengths, sorted_ends = layout.lengths[order], layout.history_end[order]
@@ -119,7 +121,7 @@ def _limits(layout: SequenceLayout) -> Limits:
 
 
 def _chunk_ends(sizes: Sequence[Sequence[int]], num_heads: int, limits: Limits) -> list[int]:
-    """Return the ends of the runs of samples that share a chunk, for samples with scores of (rows, keys).
+    """Return the ends of the runs of samples that share a chunk, given (rows, keys) of each sample's scores.
 
     The samples with the most scores come first; empty ones, at the end, join the last chunk.
     """

@@ -1,4 +1,4 @@
-"""Plain PyTorch for `gather_rows`: the definition of correct, on any device."""
+"""Implements `gather_rows` in plain PyTorch: the definition of correct, on any device."""
 
 from __future__ import annotations
 
@@ -35,17 +35,16 @@ def gather_rows(values: Tensor, index: Tensor, inverse: Tensor | None) -> Tensor
 
 
 def invert(index: Tensor, num_rows: int) -> Tensor:
-    """int64 [num_rows]: the place of each row in `index`, -1 for rows that it leaves out."""
+    """Return int64 [num_rows]: the position of each row in `index`, -1 for rows that it leaves out."""
     place = torch.arange(index.shape[0], device=index.device)
-    # The last entry takes what index == -1 writes.
+    # The extra last entry takes what index == -1 writes.
     inverse = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=index.device)
     return inverse.scatter(0, torch.where(index < 0, num_rows, index.to(torch.int64)), place)[:num_rows]
 
 
 def invert_each(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
-    """int64 [K, num_rows]: the place of each row in the K maps that make up `index`, one after the other;
-    places count over all maps.
-    """
+    """Return int64 [K, num_rows]: the position of each row in the K maps that are concatenated in `index`;
+    positions count over all maps."""
     if len(sizes) == 1:
         return invert(index, num_rows)[None]
     inverses, before = [], 0
@@ -57,7 +56,8 @@ def invert_each(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
-    """`apply(values, index, inverse, sizes)`; sizes of the maps that make up `index`, None for one map."""
+    """Autograd function, called as `apply(values, index, inverse, sizes)`; `sizes` of the maps in `index`,
+    None for one map."""
 
     @staticmethod
     def forward(
@@ -88,7 +88,7 @@ def _take(values: Tensor, index: Tensor) -> Tensor:
     on_host = index.device.type == "cpu" and not torch.compiler.is_compiling()
     if on_host and bool((index >= 0).all()):
         return values.index_select(0, index)
-    # A row of zeros behind the last one serves -1. (Gathering row 0 and multiplying by 0 would spread a NaN.)
+    # An extra row of zeros serves -1. (Gathering row 0 and multiplying by 0 would spread a NaN.)
     with_zeros = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
     return with_zeros.index_select(0, torch.where(index < 0, values.shape[0], index))
 

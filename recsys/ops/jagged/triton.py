@@ -1,4 +1,4 @@
-"""The Triton backend of `gather_rows`: one kernel forward, the same one on the inverse map backward.
+"""The Triton backend of `gather_rows`: one kernel forward, the same kernel on the inverse map backward.
 
 This module itself needs no Triton: kernels and launches are in `triton_ops`.
 """
@@ -15,7 +15,7 @@ from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
 MAX_ITEMSIZE = 8
-"""Largest itemsize, in bytes, that rows are moved in."""
+"""Largest integer, in bytes, as which rows are moved."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
@@ -25,7 +25,8 @@ triton_support.preload(_OPS)
 def supports(facts: GatherFacts) -> Support:
     """Support any dtype, since bits are moved; with several maps gradients are added in float32.
 
-    Exported graphs must name this backend: no package with these kernels has passed a test in threads.
+    Exported graphs must name this backend: packages with these kernels have not yet passed a multithreading
+    test.
     """
     added = facts.num_maps > 1 and facts.dtype.is_floating_point
     able = triton_support.support(facts.device, facts.dtype if added else torch.float32)

@@ -1,7 +1,7 @@
-"""The Triton kernels of `gather_rows`, their launches, an autograd function and library ops.
+"""Triton kernels of `gather_rows`, their launches, an autograd function and library ops.
 
 Rows are moved as bits. A program has whole rows, or some columns of them; each row of the output has one
-owner. STEP divides all strides, so that the compiler moves neighbours together.
+owner. STEP divides all strides, so that the compiler can combine neighboring elements in one access.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from recsys.ops.runtime.launch import Wrap, launch
 from recsys.ops.runtime.registration import differentiable, traceable_op
 
 MAX_SOURCES = 4
-"""Sources that the kernel takes; more of them are concatenated down to this number."""
+"""Most sources that the kernel takes; if there are more, the last ones are concatenated."""
 
 BLOCK_BYTES = 1 << 14
-"""Bytes of a program's block, rows x columns."""
+"""Bytes per program's block, rows x columns."""
 
 MOST_ROWS = 1024
-"""Most rows of a block."""
+"""Most rows per block."""
 
 LONGEST_BLOCK = 1024
-"""Columns of a block; a longer row has several."""
+"""Most columns per block; a longer row has several blocks."""
 
 SHORTEST_BLOCK = 64
-"""Columns of a block, if one that divides the row is to be found."""
+"""Fewest columns per block when looking for a block size that divides the row."""
 
 INVERTED = 1024
-"""Entries of a map for a program that inverts it."""
+"""Map entries that a program inverts."""
 
 MOVABLE = frozenset(
     (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 )
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type for each itemsize: rows are moved as bits, whatever they mean."""
+"""Integer type for each itemsize in bytes: rows are moved as bits, whatever they mean."""
 
 
 class Blocks(NamedTuple):
     """Block sizes of a kernel."""
 
-    rows: int  # BLOCK_M
-    columns: int  # BLOCK
+    rows: int  # BLOCK_M, rows per block
+    columns: int  # BLOCK, columns per block
     num_warps: int = 4
 
     def programs(self, num_rows: int, width: int) -> int:
@@ -64,7 +64,8 @@ class Blocks(NamedTuple):
 
 
 class GatherRows(torch.autograd.Function):
-    """`apply(index, inverse, sizes, *values)`; `sizes` are those of the maps that make up `index`."""
+    """Autograd function, called as `apply(index, inverse, sizes, *values)`; `sizes` of the maps in
+    `index`."""
 
     @staticmethod
     def forward(ctx: Any, index: Tensor, inverse: Tensor | None, sizes: list[int], *values: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ class GatherRows(torch.autograd.Function):
 
 
 def launch_gather(values: Sequence[Tensor], index: Tensor, wrap: Wrap | None = None) -> Tensor:
-    """[N, ...]; the arguments have been validated."""
+    """Gather rows into [N, ...]; the arguments have been validated."""
     first, num_out = values[0], index.shape[0]
     width = width_of(first)
     out = first.new_empty((num_out, *first.shape[1:]))
@@ -128,7 +129,7 @@ def launch_sum(given: Tensor, places: Tensor, num_rows: int, wrap: Wrap | None =
 
 
 def launch_invert(index: Tensor, sizes: Sequence[int], num_rows: int) -> Tensor:
-    """Compute `reference.invert_each` with one launch per map. Not for code that is traced."""
+    """Compute `reference.invert_each` with one launch per map. Not for traced code."""
     out = torch.full((len(sizes), num_rows), -1, dtype=torch.int64, device=index.device)
     index, before = index.contiguous(), 0
     for number, size in enumerate(sizes):
@@ -164,12 +165,12 @@ def _plan(width: int, itemsize: int, strides: tuple[int, ...]) -> _Plan:
 
 
 def width_of(tensor: Tensor) -> int:
-    """Return how many numbers a row of [T, ...] has."""
+    """Return the number of entries in a row of [T, ...]."""
     return int(prod(tensor.shape[1:]))
 
 
 def blocks_of(width: int, itemsize: int) -> Blocks:
-    """Choose blocks of whole rows, several if they are short; equal parts of long rows if possible."""
+    """Choose blocks: whole rows, several if they are short; parts of long rows, equal if possible."""
     columns = min(1 << (width - 1).bit_length(), LONGEST_BLOCK)
     even = columns
     while even >= SHORTEST_BLOCK and width % even:
@@ -197,7 +198,7 @@ def dense_rows(tensor: Tensor, width: int) -> Tensor:
 
 
 def _movable(tensor: Tensor, width: int) -> Tensor:
-    """Return dense rows of a type that Triton knows."""
+    """Return dense rows in a dtype that Triton supports."""
     rows = dense_rows(tensor, width)
     return rows if rows.dtype in MOVABLE else rows.view(BITS[rows.element_size()])
 
@@ -209,7 +210,7 @@ def _few(values: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def is_zero(number: int) -> bool:
-    """Return False for a symbolic size."""
+    """Return True for the int 0; a symbolic size counts as nonzero."""
     return isinstance(number, int) and number == 0
 
 
@@ -217,13 +218,13 @@ def is_zero(number: int) -> bool:
 def gather_rows_triton(
     values: list[Tensor], index: Tensor, inverse: Tensor | None, sizes: list[int]
 ) -> Tensor:
-    """`gather_rows` for traced graphs."""
+    """Run `gather_rows` in traced graphs."""
     return launch_gather(values, index, wrap_triton)
 
 
 @traceable_op("gather_rows_triton_backward")
 def gather_rows_triton_backward(grad_out: Tensor, places: Tensor, num_rows: int) -> Tensor:
-    """Gradients of all `values`, one after the other."""
+    """Compute the gradients of all `values`, concatenated."""
     return launch_sum(grad_out, places, num_rows, wrap_triton)
 
 
@@ -255,9 +256,9 @@ def gather_kernel(
     num_out, end_0, end_1, end_2, end_3, stride_0, stride_1, stride_2, stride_3,
     W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, SOURCES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write out [num_out, W], contiguous: row `index[n]` of all sources, zeros if they have no such row.
+    """Write out [num_out, W], contiguous: row `index[n]` of all sources, zeros if there is no such row.
 
-    Source s has rows `end_{s - 1}` to `end_s - 1`. Blocks of columns are fastest.
+    Source s has rows `end_{s - 1}` to `end_s - 1`. Blocks of columns vary fastest.
     """
     COLUMNS: tl.constexpr = (W + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // COLUMNS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]

@@ -1,6 +1,7 @@
-"""`linear_attention`: a recurrence over jagged samples; the state of each head is a matrix that decays.
+"""Defines `linear_attention`: a recurrence over jagged samples in which each head's state is a decaying
+matrix.
 
-Its time grows with the length of a sample, where attention's grows with the square.
+Its time grows linearly with the length of a sample, that of attention quadratically.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _CAUSAL = AttentionMask()
 
 
 class LinearAttention(NamedTuple):
-    """The result of `linear_attention`."""
+    """Result of `linear_attention`."""
 
     out: Tensor
     """[T, H, V], dtype of v."""
     final_state: Tensor
-    """[B, H, D, V], at least float32, the state behind each history, from which a later call can go on."""
+    """[B, H, D, V], float32 or wider: the state after each history, from which a later call can continue."""
 
 
 @dataclass(frozen=True)
 class LinearAttentionFacts:
-    """All that a backend may know when it says whether it can run."""
+    """Everything that a backend may consider when it decides whether it can run."""
 
     device: str
     dtype: torch.dtype
@@ -52,28 +53,30 @@ def linear_attention(
     initial_state: Tensor | None = None,
     backend: str = "auto",
 ) -> LinearAttention:
-    """`S_i = diag(exp(log_decay_i)) S_(i-1) + k_i v_i^T` and `out_i = scale S_i^T q_i` for each head.
+    """Computes `S_i = diag(exp(log_decay_i)) S_(i-1) + k_i v_i^T` and `out_i = scale S_i^T q_i` per head.
 
-    With `beta` it is the delta rule, which replaces what the state answers to a key instead of adding to it:
+    With `beta` the recurrence is the delta rule, which replaces the value that the state returns for a key
+    instead of adding to it:
     `S_i = (I - beta_i k_i k_i^T) diag(exp(log_decay_i)) S_(i-1) + beta_i k_i v_i^T`.
 
-    The recurrence runs over contextual tokens, then history. Each target goes on from the state behind the
-    history by itself: it sees no other target and does not change `final_state`.
+    The recurrence runs over contextual tokens, then history. Each target continues separately from the state
+    after the history: it sees no other target and does not change `final_state`.
 
     Args:
-        q: [T, H, D] floating point; `T == layout.total_len`. k: [T, H, D], dtype and device of q. v: [T, H,
-        V], dtype and device of q; V may differ from D. log_decay: [T, H, D], or [T, H] for one number per
-        head; finite and floating point, at most 0 in a state
-            that forgets. It decays the state before token i.
-        beta: [T, H] floating point, the share of its answer that a key replaces. It forgets nothing else if
-            keys have length 1 and beta is in [0, 1]; long keys let the state grow.
+        q: [T, H, D] floating point; `T == layout.total_len`.
+        k: [T, H, D], dtype and device of q.
+        v: [T, H, V], dtype and device of q; V may differ from D.
+        log_decay: [T, H, D], or [T, H] for one number per head; finite and floating point, at most 0 in a
+            state that forgets. It decays the state before token i is added.
+        beta: [T, H] floating point, the share of the state's value for a key that is replaced. Nothing else
+            is forgotten if keys have length 1 and beta is in [0, 1]; longer keys let the state grow.
         scale: None for `1 / sqrt(D)`; an explicit 0.0 means 0.0.
         initial_state: [B, H, D, V] floating point, the state before each sample; None for zeros.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        Both results are differentiable in q, k, v, log_decay, beta and initial_state, and summed in at least
-        float32.
+        Output and final state, both differentiable in q, k, v, log_decay, beta and initial_state, and summed
+        in float32 or wider.
 
     Raises:
         TypeError, ValueError: naming the argument.

@@ -1,9 +1,9 @@
-"""`ChunkTable`: a batch's tokens cut into chunks for the kernels of `linear_attention`.
+"""Defines `ChunkTable`: the tokens of a batch cut into chunks for the kernels of `linear_attention`.
 
-The history of each sample is cut into chunks of `size` tokens, then its targets are; no chunk holds tokens of
-two samples. Runs of chunks form segments, which kernels can go through at the same time. All sizes that a
-launch needs are bounds that follow from the sizes of tensors, so nothing waits for the device, and surplus
-rows of the tables are empty.
+The history of each sample is cut into chunks of `size` tokens, and then its targets; no chunk holds tokens of
+two samples. Runs of chunks form segments, which kernels can process concurrently. All sizes that a launch
+needs are bounds that follow from the sizes of tensors, so nothing waits for the device, and surplus rows of
+the tables are empty.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from recsys.ops.jagged.layout_facts import offsets_from_lengths
 CHUNK_COLUMNS = ("sample", "first row", "number of tokens", "1 if they are targets")
 
 SEGMENT_COLUMNS = ("sample", "first chunk", "chunks of history", "chunks of targets behind them")
-"""Only the last segment of a sample has its targets."""
+"""Columns of `ChunkTable.segments`. Only the last segment of a sample has the sample's targets."""
 
 
 class ChunkTable(NamedTuple):
-    """The chunks of a layout, sample by sample: those of the history, then those of targets."""
+    """Chunks of a layout, sample by sample: first those of the history, then those of the targets."""
 
     chunks: Tensor
-    """int64 [bound of chunks, 4], `CHUNK_COLUMNS`; surplus rows have no tokens."""
+    """int64 [upper bound on chunks, 4], see `CHUNK_COLUMNS`; surplus rows have no tokens."""
     segments: Tensor
-    """int64 [bound of segments, 4], `SEGMENT_COLUMNS`; surplus rows have sample -1."""
+    """int64 [upper bound on segments, 4], see `SEGMENT_COLUMNS`; surplus rows have sample -1."""
     segment_offsets: Tensor
     """int64 [B + 1], the first segment of each sample; every sample has at least one."""
 
@@ -40,9 +40,9 @@ def chunk_table(
 
     Args:
         lengths, num_targets: int64 [B]; offsets: int64 [B + 1]; see `SequenceLayout`.
-        total_len: tokens of all samples.
-        size: tokens of a chunk.
-        per_segment: chunks of history in a segment; 0 makes each sample one segment.
+        total_len: number of tokens of all samples.
+        size: tokens per chunk.
+        per_segment: history chunks per segment; 0 makes each sample one segment.
     """
     batch = lengths.shape[0]
     history = lengths - num_targets
@@ -82,7 +82,7 @@ def chunk_table(
 
 
 def chunk_table_of(layout: SequenceLayout, size: int, per_segment: int) -> ChunkTable:
-    """The table of a layout, which keeps it for the other layers of a model."""
+    """Returns the table of a layout; the layout caches it for the other layers of a model."""
 
     def build() -> ChunkTable:
         return chunk_table(

@@ -1,9 +1,9 @@
-"""The reference of `linear_attention` in plain PyTorch, chunk by chunk, on any device and in any type.
+"""Implements `linear_attention` in plain PyTorch, chunk by chunk, on any device and in any float dtype.
 
-Samples are padded and processed in chunks: the state contributes one product, and the tokens of a chunk a
-table of all pairs, in which no decay is divided by another. Backward computes each chunk again. In a compiled
-graph everything is one node for any number of chunks; an exported graph, which must not need Python, holds
-the loop over chunks itself.
+Samples are padded and processed in chunks: the state contributes one product, and the tokens of a chunk
+contribute a table of all pairs, in which no decay is divided by another. Backward computes each chunk again.
+In a compiled graph everything is one node for any number of chunks; an exported graph, which must not need
+Python, contains the loop over chunks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from recsys.ops.runtime.dispatch import SUPPORTED, Support, is_exporting
 from recsys.ops.runtime.registration import differentiable, opaque_op, saving
 
 CHUNK = 16
-"""Tokens of a sample per chunk: [B, CHUNK, CHUNK, H, D] numbers are held at a time."""
+"""Tokens per chunk of a sample: [B, CHUNK, CHUNK, H, D] numbers are held at a time."""
 
 EXPORTED_CHUNK = 32
-"""The same in an exported graph, where each step of the loop costs a copy of all outputs."""
+"""Tokens per chunk in an exported graph, where each step of the loop costs a copy of all outputs."""
 
 
 def supports(facts: object) -> Support:
@@ -42,7 +42,7 @@ def run(
     scale: float,
     initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, H, V] and final state [B, H, D, V]; the arguments have been validated."""
+    """Returns the output [T, H, V] and the final state [B, H, D, V]; the arguments have been validated."""
     if log_decay.dim() == 2:
         log_decay = log_decay[:, :, None].expand(q.shape)
     if initial_state is None:
@@ -56,7 +56,7 @@ def run(
 
 
 def zero_state(q: Tensor, v: Tensor, layout: SequenceLayout) -> Tensor:
-    """The state [B, H, D, V] before any token, at least float32."""
+    """Returns the state [B, H, D, V] before any token, zeros in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_zeros(layout.batch_size, *q.shape[1:], v.shape[2], dtype=wide)
 
@@ -102,7 +102,7 @@ def _attend_exported(
     wide = torch.promote_types(q.dtype, torch.float32)
     tokens = (q.to(wide) * scale, k.to(wide), v.to(wide), log_decay.to(wide))
     tokens = tokens if beta is None else (*tokens, beta.to(wide))
-    num_chunks = layout.max_len // EXPORTED_CHUNK + 2  # never 1, which a compiler takes for a special case
+    num_chunks = layout.max_len // EXPORTED_CHUNK + 2  # never 1, which a compiler treats as a special case
     place = torch.arange(num_chunks * EXPORTED_CHUNK, device=q.device)
     is_history = place < layout.history_end[:, None]
     rows = torch.where(is_history, layout.offsets[:-1, None] + place, q.shape[0])
@@ -127,8 +127,8 @@ def _attend_exported(
 
 
 def _padded_rows(layout: SequenceLayout) -> Tensor:
-    """Rows of contextual and history tokens, int64 [B, longest history]; -1 for padding, whose row is
-    zeros."""
+    """Returns the rows of contextual and history tokens, int64 [B, longest history]; -1 for padding, which is
+    read as zeros."""
     history = layout.without_targets()
     return torch.cat([history.index, history.index.new_full((1,), -1)])[history.layout.padded_index().index]
 
@@ -136,13 +136,15 @@ def _padded_rows(layout: SequenceLayout) -> Tensor:
 def _chunk(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, c, H, V] and the state behind tokens [B, c, H, ...], given the state before them."""
+    """Returns the output [B, c, H, V] and the state after tokens [B, c, H, ...], given the state before
+    them."""
     total = g.cumsum(1)
     carried = torch.einsum("bihd,bhdv->bihv", q * total.exp(), state)
     earlier = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool, device=q.device).tril()
     between = (total[:, :, None] - total[:, None]).masked_fill(~earlier[:, :, None, None], -torch.inf).exp()
     if beta is not None:
-        # The values that the tokens really add: v less what the state answers to their keys by then.
+        # The values that the tokens actually add: v minus the value that the state returns for their keys by
+        # then.
         answers = torch.einsum("bihd,bhdv->bihv", k * total.exp(), state)
         overlap = (k[:, :, None] * k[:, None] * between).sum(4).permute(0, 3, 1, 2).tril(-1)
         weight = beta.transpose(1, 2)[..., None]
@@ -159,7 +161,7 @@ def _chunk(
 
 
 def _alone(state: Tensor, rows: Tensor, layout: SequenceLayout, tokens: tuple[Tensor, ...]) -> Tensor:
-    """The output [N, H, V] of targets, each of which follows its sample's state by itself."""
+    """Returns the output [N, H, V] of targets, each of which continues separately from its sample's state."""
     q, k, v, g, *beta = (part[rows] for part in tokens)
     decayed = g.exp()[..., None] * state[layout.sample_ids()[rows]]
     if beta:
@@ -168,7 +170,8 @@ def _alone(state: Tensor, rows: Tensor, layout: SequenceLayout, tokens: tuple[Te
 
 
 def _places(layout: SequenceLayout, max_len: int) -> Tensor:
-    """Place of each token's output, int64 [T], among the outputs of padded histories followed by targets."""
+    """Returns the index of each token's output, int64 [T], among the outputs of padded histories followed by
+    targets."""
     samples, positions = layout.sample_ids(), layout.positions()
     is_target = positions >= layout.history_end[samples]
     behind = layout.batch_size * max_len + is_target.cumsum(0) - 1
@@ -201,7 +204,7 @@ def _forward(
     layout = _layout(q, lengths, offsets, num_targets, num_contextual, max_len)
     with torch.no_grad():
         out, final = _attend(q, k, v, log_decay, beta, state, layout, scale)
-    return out, final.clone()  # without any history it is the given state
+    return out, final.clone()  # without any history it is the given state itself
 
 
 def _backward_op(

@@ -1,7 +1,8 @@
-"""`linear_logp`: log-probabilities of a softmax over a large linear layer, which never holds all its scores.
+"""Defines `linear_logp`: log-probabilities of a softmax over a large linear layer, without holding all its
+scores.
 
-`linear_lse` is the same without a true class, for a positive that is no row of the weight;
-`parallel.linear_logp_sharded` has the rows of the weight spread over the ranks of a process group.
+`linear_lse` is the same without a true class, for positives that are not rows of the weight.
+`parallel.linear_logp_sharded` shards the rows of the weight over the ranks of a process group.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ __all__ = ["OP", "LinearLogp", "linear_logp", "linear_lse"]
 
 
 NOTHING = -(2**31)
-"""The internal `ignore_index` where the given one is a row of the weight."""
+"""Replaces the given `ignore_index` internally where that is a row of the weight."""
 
 
 @dataclass(frozen=True)
 class LogpFacts:
-    """All that a backend may know when it says whether it can run."""
+    """Everything that a backend may consider when it decides whether it can run."""
 
     device: str
     dtype: torch.dtype
     width: int
     weight_size: int = 0
-    """Entries of the weight; 0 in a traced graph, where they may be open."""
+    """Number of entries of the weight; 0 in a traced graph, where it may be symbolic."""
     has_bias: bool = False
     has_ids: bool = False
     normalized: bool = False
 
 
 class LinearLogp(NamedTuple):
-    """Two numbers per row, float32 (float64 for float64 inputs)."""
+    """Two values per row, float32 (float64 for float64 inputs)."""
 
     logp: Tensor
     """[N], the log-probability of the row's target."""
@@ -59,29 +60,29 @@ def linear_logp(
     l2_normalize: bool = False,
     backend: str = "auto",
 ) -> LinearLogp:
-    """`log_softmax((hidden weight^T + bias) / temperature)[i, target[i]]` and the log-sum-exp of each row.
+    """Computes `log_softmax((hidden weight^T + bias) / temperature)[i, target[i]]` and row-wise log-sum-exps.
 
-    The scores are computed block by block, and again in backward, so only a few numbers per row are kept.
-    With ids, a row's sum leaves out the rows of the weight that have the id of its target (accidental hits
-    among sampled negatives), but never the target itself.
+    The scores are computed block by block, and again in backward, so only a few numbers per row are stored.
+    With ids, the sum of a row leaves out every row of the weight that has the id of the row's target (an
+    accidental hit among sampled negatives), but never the target itself.
 
     Args:
         hidden: [N, D] floating point.
         weight: [V, D], dtype and device of `hidden`.
         target: [N] int64, rows of `weight`, or `ignore_index`.
         bias: [V] floating point; for sampled candidates -log of their frequency (logQ correction). -inf
-            leaves a candidate out.
-        temperature: above 0; a tensor of one number may require a gradient.
+            removes a candidate.
+        temperature: above 0; a one-element tensor may require a gradient.
         candidate_ids, target_ids: [V] and [N] int64, both or neither.
-        ignore_index: the target of rows that do not count: their logp is 0, and no gradient comes from them.
-        l2_normalize: divides the rows of hidden and weight by their norms (at least 1e-6), in float32 at
-            least. Gradients are those of the rows as given.
+        ignore_index: the target of rows that do not count: their logp is 0, and they contribute no gradient.
+        l2_normalize: divides the rows of hidden and weight by their norms (at least 1e-6), in float32 or
+            wider. Gradients are with respect to the rows as given.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        logp and lse, differentiable in hidden, weight, bias and temperature; all are bitwise repeatable. Any
-        other target outside [0, V) is an error where targets are on the host. On a device, where a check
-        would have to wait, its logp is NaN and it has no gradient.
+        logp and lse, differentiable in hidden, weight, bias and temperature; everything is bitwise
+        repeatable. Any other target outside [0, V) raises where targets are on the host. On a device, where a
+        check would have to wait, its logp is NaN and it contributes no gradient.
 
     Raises:
         TypeError, ValueError: naming the argument, and the row of a wrong target.
@@ -119,11 +120,10 @@ def linear_lse(
     l2_normalize: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """The `lse` [N] of `linear_logp` for targets that are no rows of `weight`: every accidental hit is left
-    out.
+    """Computes the `lse` [N] of `linear_logp` for targets that are not rows of `weight`.
 
-    Rows for which nothing remains are -inf, without a gradient. Arguments and errors are those of
-    `linear_logp`.
+    Every accidental hit is left out. Rows for which no candidate remains are -inf, without a gradient.
+    Arguments and errors are those of `linear_logp`.
     """
     facts = logp_facts(
         hidden,
@@ -141,10 +141,10 @@ def linear_lse(
 
 
 def checked(target: Tensor, num_rows: int, ignore_index: int) -> tuple[Tensor, int]:
-    """The targets with an `ignore_index` that is no row of the weight.
+    """Returns the targets, and an `ignore_index` that is not a row of the weight.
 
     Raises:
-        ValueError: a target that is neither a row of the weight nor `ignore_index`; checked on the host only.
+        ValueError: if a target is neither a row of the weight nor `ignore_index`; checked on the host only.
     """
     if target.device.type == "cpu" and not torch.compiler.is_compiling():
         refused = ~is_row(target, num_rows) & (target != ignore_index)
@@ -160,7 +160,7 @@ def checked(target: Tensor, num_rows: int, ignore_index: int) -> tuple[Tensor, i
 
 
 def norms_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse norms of the rows of hidden and weight, in the type of the sums."""
+    """Returns the inverse norms of the rows of hidden and of weight, in the dtype of the sums."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.no_grad():
         norms = (torch.linalg.vector_norm(rows, dim=1, dtype=wide) for rows in (hidden, weight))
@@ -169,7 +169,7 @@ def norms_of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def inverse_of(temperature: float | Tensor, hidden: Tensor) -> Tensor:
-    """1 / temperature as a tensor [1] in the type of the sums."""
+    """Returns 1 / temperature as a tensor [1] in the dtype of the sums."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if isinstance(temperature, Tensor):
         return temperature.to(wide).reshape(1).reciprocal()

@@ -1,7 +1,7 @@
-"""The Hopper backend of `linear_logp`: kernels scheduled by hand, for the loss over a catalogue.
+"""The Hopper backend of `linear_logp`: hand-scheduled kernels, for the loss over a catalog.
 
 This module itself needs no Triton. The kernels are in `hopper_kernels` and `hopper_wide`, their launches in
-`hopper_ops`. They are written in Gluon, a part of Triton that changes from version to version.
+`hopper_ops`. They are written in Gluon, a part of Triton that changes between versions.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
 MAX_WIDTH = 512
-"""Columns for which `hopper_ops` has block sizes."""
+"""Widest rows, in columns, for which `hopper_ops` has block sizes."""
 
 LEAST_WEIGHT = 1 << 24
 """Entries of the weight (items x columns) from which on "auto" takes this backend.
 
-Forward and backward, unit vectors, one H200, time of Triton's backend divided by the time of this one by the
-clock: 0.82 to 0.91 with up to 100,000 x 64 entries, where the host's share of a call decides (on the GPU
-alone 1.27 to 1.36); 1.71 with 100,000 x 256, 1.86 with 100,000 x 512, 1.94 with 1,000,000 x 128. Vectors as
-they are: 1.06 to 1.19 (experiments/2026-11-23-fewer-forms).
+Speedup over the Triton backend in wall-clock time, forward and backward, unit vectors, on one H200: 0.82 to
+0.91 with up to 100,000 x 64 entries, where the host limits a call (1.27 to 1.36 in GPU time alone); 1.71 with
+100,000 x 256, 1.86 with 100,000 x 512, 1.94 with 1,000,000 x 128. Without normalization: 1.06 to 1.19
+(experiments/2026-11-23-fewer-forms).
 """
 
 _OPS = f"{__name__.rpartition('.')[0]}.hopper_ops"
@@ -42,10 +42,10 @@ if (environment.installed_version("triton") or "").startswith(f"{triton_support.
 
 
 def supports(facts: LogpFacts) -> Support:
-    """16-bit operands without bias and ids, on a Hopper GPU; "auto" asks for `LEAST_WEIGHT` too.
+    """Supports 16-bit operands without bias and ids on a Hopper GPU; "auto" also requires `LEAST_WEIGHT`.
 
-    Rows that are to be normalized, or whose bytes are no multiple of 16, are copied in each pass; normalized
-    ones are rounded once more than by Triton's backend.
+    Each pass copies rows that have to be normalized or whose size in bytes is no multiple of 16. Normalized
+    rows are rounded once more than in the Triton backend.
     """
     able = triton_support.support(facts.device, facts.dtype)
     if facts.weight_size < LEAST_WEIGHT:
@@ -72,17 +72,17 @@ def _missing_from_the_call(facts: LogpFacts) -> str:
 
 
 def forward(operands: Operands) -> RowSums:
-    """The maximum, the sum and the target's score of each row."""
+    """Computes the maximum, the sum and the target's score of each row."""
     return triton_support.load(_OPS).forward(operands)
 
 
 def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
-    """The products with the gradient of the scores; one program owns each tile of an output."""
+    """Computes the products with the gradient of the scores; one program owns each tile of an output."""
     return triton_support.load(_OPS).backward(operands, output_grads, requested)
 
 
 def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
-    """The whole forward pass in few launches."""
+    """Computes the whole forward pass in few launches."""
     return triton_support.load(_OPS).fused_forward(operands, ignore_index)
 
 
@@ -93,10 +93,10 @@ def fused_backward(
     grad_lse: Tensor | None,
     requested: RequestedGrads,
 ) -> Gradients:
-    """The whole backward pass in few launches."""
+    """Computes the whole backward pass in few launches."""
     return triton_support.load(_OPS).fused_backward(operands, outputs, grad_logp, grad_lse, requested)
 
 
 BACKEND = Backend(
     forward, backward, triton.forward_op, triton.backward_op, fused_forward, fused_backward
-)  # traced graphs hold Triton's kernels
+)  # traced graphs hold the Triton kernels

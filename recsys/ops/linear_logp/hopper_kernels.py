@@ -1,25 +1,27 @@
-"""The kernels of `linear_logp` for Hopper, scheduled by hand (Gluon): one warp loads, warp groups compute.
+"""Hand-scheduled (Gluon) Hopper kernels of `linear_logp`: one warp loads, warp groups compute.
 
-A program takes units of work, one after the other: a tile of rows of its own operand, and a part of the
-blocks of rows of the other one. A tile is cut into strips of 64 rows, one a warp group. The loading warp runs
-ahead through tensor descriptors into `STAGES` buffers; barriers in shared memory tell which buffers are full
-and which are free. Products are summed in float32. In backward a warp group keeps the gradients of the scores
-in registers, as the left operand of the second product, and computes them for one block while the tensor
-cores work on the block before: a block of the other operand serves both products from one buffer.
+A program takes units of work one after the other. A unit is a tile of rows of one operand, called `own`, and
+a part of the blocks of rows of the other operand, called `other`. `own` is hidden and `other` the weight, or
+the reverse (OF_WEIGHT). A tile is cut into strips of 64 rows, one per warp group. The loading warp runs ahead
+through tensor descriptors into `STAGES` buffers; barriers in shared memory say which buffers are full and
+which are free. Products are summed in float32. In backward a warp group keeps the gradients of the scores in
+registers, as the left operand of the second product, and computes them for one block while the tensor cores
+work on the previous block: a block of `other` serves both products from one buffer.
 
-`own` is hidden and `other` the weight, or the reverse (OF_WEIGHT). i counts rows of hidden, j rows of the
-weight. Descriptors are ragged (`runtime.hopper_launch`): rows past the end are zeros.
+i counts rows of hidden, j rows of the weight. Descriptors are ragged (`runtime.descriptors`): rows past the
+end are zeros.
 
-Numbers that belong together travel as tuples:
+Related values travel as tuples:
 
-    work      rows of own and of other; tiles of own, units, blocks a part
-    vectors   top, sign, of_target, rows: of rows of hidden, up to whole tiles
-    buffers   own and other in shared memory; two pairs of vectors a strip
+    work      number of rows of own and of other; tiles of own, units, blocks per part
+    vectors   top, sign, of_target, rows: one value per row of hidden, padded to whole tiles
+    buffers   own and other in shared memory; two pairs of vectors per strip
     barriers  full and free of own and other
     SIZES     BLOCK_D, BLOCK_N, STAGES, STRIPS
     KIND      OF_WEIGHT, HAS_TARGET, WITH_SCALE
 
-No product is in flight at the end of a loop's body: ptxas (13.5) would put a wait behind every product.
+No product is in flight at the end of a loop body: ptxas (13.5) would otherwise put a wait behind every
+product.
 """
 
 import math
@@ -41,7 +43,7 @@ LOG2E = gl.constexpr(math.log2(math.e))
 
 @gluon.jit
 def exp2(x):
-    """2^x in one instruction; results below 2^-126 are 0."""
+    """Returns 2^x, computed in one instruction; results below 2^-126 are 0."""
     return gl.inline_asm_elementwise(
         "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -49,7 +51,7 @@ def exp2(x):
 
 @gluon.jit
 def extent(unit, work, BLOCK_N: gl.constexpr):
-    """A unit's tile, its part, its first block, and the block behind its last."""
+    """Returns a unit's tile, its part, its first block, and the block after its last."""
     num_other, num_tiles, per_part = work[1], work[2], work[4]
     part = unit // num_tiles
     start = part * per_part
@@ -59,7 +61,8 @@ def extent(unit, work, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def load_rows(descriptor, first, count, full, buffer):
-    """Loads rows from `first` on, of `count`, into `buffer` and announces them to the barrier `full`."""
+    """Starts to load rows from `first` on, out of `count` rows, into `buffer`; the barrier `full` expects
+    them."""
     mbarrier.expect(full, descriptor.block_type.nbytes)
     rows = RAGGED_ROWS - count + first
     tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, count, rows, 0], full, buffer)
@@ -67,13 +70,13 @@ def load_rows(descriptor, first, count, full, buffer):
 
 @gluon.jit
 def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.constexpr):
-    """Loads the operands of this program's units in their order."""
+    """Loads the operands of this program's units in order."""
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
     own_buffer, other_buffer = buffers[0], buffers[1]
     own_full, own_free, full, free = barriers
-    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # waiting for the parity before the first returns at once
     turn = gl.to_tensor(0)
     unit = gl.program_id(0)
     while unit < work[3]:
@@ -93,7 +96,7 @@ def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.conste
 
 @gluon.jit
 def add_scores(best, sums, score, block, work, power):
-    """Adds a block of scores to the maximum and the sum of the scaled scores of some rows."""
+    """Merges a block of scores into the maximum and the sum of the scaled scores of some rows."""
     BLOCK_N: gl.constexpr = score.shape[1]
     if block * BLOCK_N + BLOCK_N > work[1]:
         j = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, score.type.layout))
@@ -150,10 +153,10 @@ def forward_kernel(
     BLOCK_D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Writes maximum and total [parts, num_own] float32 of the scaled scores of each part of the candidates.
+    """Writes maximum and total [parts, num_own] float32 of the scaled scores for each part of the candidates.
 
-    scale [1] float32. A unit is a tile of hidden and a part of the weight; tiles fastest, so that programs at
-    work share candidates.
+    scale: [1] float32. A unit is a tile of hidden and a part of the weight; tiles vary fastest, so that
+        concurrent programs share candidates.
     """
     SIZES: gl.constexpr = (BLOCK_D, BLOCK_N, STAGES, STRIPS)
     buffers, barriers = prepared(own_desc, other_desc, SIZES, 1)
@@ -162,7 +165,8 @@ def forward_kernel(
     power = factor * LOG2E
     loading = (own_desc, other_desc, buffers, barriers, work, SIZES)
     gl.static_assert(STRIPS == 2 or STRIPS == 4)
-    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    # The tuple must be a literal: with a name, or added to another, it would lose the compile-time values of
+    # its members.
     gl.warp_specialize([
         (summing_group, (strip, maximum, total, buffers, barriers, work, power, factor, SIZES))
         if strip < STRIPS else (loading_warp, loading)
@@ -172,7 +176,7 @@ def forward_kernel(
 
 @gluon.jit
 def prepared(own_desc, other_desc, SIZES: gl.constexpr, CHUNKS: gl.constexpr):
-    """Buffers for the operands, `CHUNKS` per strip, and their initialized barriers."""
+    """Allocates buffers for the operands, `CHUNKS` per strip, and initializes their barriers."""
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
     own_buffer = gl.allocate_shared_memory(
@@ -208,10 +212,10 @@ def score_grads(
     score, strip: gl.constexpr, tile, block, mine, keep, place, vectors, work, power,
     SIZES: gl.constexpr, KIND: gl.constexpr, SPECIAL: gl.constexpr,
 ):  # fmt: skip
-    """dz of a block of scores, without the row's sign where a program owns rows of hidden.
+    """Computes dz for a block of scores, without the row's sign where a program owns rows of hidden.
 
-    `mine`: `top` of the strip's rows of hidden; `keep` has `top` and `sign` of the block's from `place` on.
-    SPECIAL: with targets in it, or past the last candidate.
+    `mine`: `top` of the strip's rows of hidden. `keep` holds `top` and `sign` of the block's rows, from index
+    `place` on. SPECIAL: the block holds targets or reaches past the last candidate.
     """
     BLOCK_N: gl.constexpr = SIZES[1]
     STRIPS: gl.constexpr = SIZES[3]
@@ -244,7 +248,8 @@ def score_grads(
 
 @gluon.jit
 def is_special(own_marks, block, work, BLOCK_N: gl.constexpr, KIND: gl.constexpr):
-    """Nonzero if single scores of a block need care: it holds targets, or ends behind the last candidate."""
+    """Returns nonzero if a block holds targets or ends behind the last candidate, so that single scores need
+    care."""
     special = (gl.to_tensor(0) != 0).to(gl.int32)
     if not KIND[0]:
         special = ((block + 1) * BLOCK_N > work[1]).to(gl.int32)
@@ -260,8 +265,9 @@ def advance(
     place, buffers, barriers, vectors, work, power, nothing,
     SIZES: gl.constexpr, KIND: gl.constexpr, SPECIAL: gl.constexpr,
 ):  # fmt: skip
-    """Adds the products of the block at `cursor`, given its `slope`, and computes the slope of `block`, the
-    one at `following`. `ahead` holds the vectors of `block`; on return, those of the block after it."""
+    """Adds the product of the block at `cursor` with its `slope`, and computes the slope of `block`, whose
+    operand is at `following`. `ahead` holds the vectors of `block`; the returned `ahead` holds those of the
+    next block."""
     BLOCK_D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     sums: gl.constexpr = total.type.layout
@@ -283,8 +289,8 @@ def advance(
     if KIND[2]:
         scale_sum += gl.sum(wide * score, 1)
     new = gl.convert_layout(wide.to(own.dtype), operand)
-    # This barrier has been waited for. It keeps the assembler from sinking all of `new` behind the next wait,
-    # out of the shadow of the product.
+    # This barrier has already completed. Waiting again keeps the assembler from sinking all of `new` behind
+    # the next wait, where it would no longer overlap the product.
     mbarrier.wait(full.index(following[0]), following[1])
     total, new = warpgroup_mma_wait(0, deps=(total, new))
     mbarrier.arrive(free.index(cursor[0]))
@@ -390,9 +396,11 @@ def gradient_kernel(
     OF_WEIGHT: gl.constexpr, HAS_TARGET: gl.constexpr, WITH_SCALE: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Writes grad [parts, num_own, width] of hidden, or of the weight if OF_WEIGHT; grad_scale [parts,
-    num_own]. grad_scale has each row's share. scale [1] float32; top, sign, of_target, rows and marks as
-    `upstream_kernel` writes them. Where rows of hidden are its own, the sign is left to the end.
+    """Writes grad [parts, num_own, width] of hidden, or of the weight if OF_WEIGHT, and each row's share of
+    the scale's gradient to grad_scale [parts, num_own].
+
+    scale: [1] float32; top, sign, of_target, rows and marks are as `upstream_kernel` writes them. A program
+        that owns rows of hidden applies their sign at the end.
     """
     SIZES: gl.constexpr = (BLOCK_D, BLOCK_N, STAGES, STRIPS)
     KIND: gl.constexpr = (OF_WEIGHT, HAS_TARGET, WITH_SCALE)

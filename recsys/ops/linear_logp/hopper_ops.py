@@ -1,6 +1,6 @@
-"""Launches of the Hopper kernels of `linear_logp`, with their block sizes and splits into parts.
+"""Launches the Hopper kernels of `linear_logp`; chooses their block sizes and splits into parts.
 
-Triton's kernels do the work per row, and the gradients of narrow rows.
+The Triton kernels do the work per row, and compute the gradients of narrow rows.
 """
 
 from __future__ import annotations
@@ -25,69 +25,70 @@ from recsys.ops.runtime.descriptors import Boxes, with_loadable_rows
 from recsys.ops.runtime.hopper_launch import launch as launch_kernel
 
 WARPS = 4
-"""Warps of a warp group."""
+"""Warps per warp group."""
 
 
 class KernelSizes(NamedTuple):
-    """Sizes of a kernel for one width."""
+    """Sizes of a kernel for one width of rows."""
 
-    others: int  # BLOCK_N
+    others: int  # BLOCK_N, rows per block of the other operand
     stages: int
-    strips: int  # of 64 rows a tile, a warp group each
+    strips: int  # strips of 64 rows per tile, one warp group each
     computing_registers: int
     loading_registers: int = 24
 
     @property
     def rows(self) -> int:
-        """Rows of a tile."""
+        """Rows per tile."""
         return STRIP.value * self.strips
 
 
 FORWARD = {64: KernelSizes(128, 6, 4, 120), 128: KernelSizes(128, 4, 4, 120), 256: KernelSizes(64, 4, 2, 240)}
-"""Sizes of the forward kernel, by width."""
+"""Sizes of the forward kernel, by width in columns."""
 
 OF_HIDDEN = {128: KernelSizes(128, 4, 2, 240), 256: KernelSizes(64, 4, 2, 240)}
 
 OF_WEIGHT = dict(OF_HIDDEN)
 
 NARROW = 64
-"""Up to this width Triton's gradients are faster: most of the work is outside the products, and several plain
-programs on a processor overlap it better."""
+"""Up to this width in columns the Triton kernels compute gradients faster: most of the work is outside the
+products, and several plain programs per processor overlap it better."""
 
 PIECE = 8
-"""Columns in 16 bytes, the unit of a tensor map."""
+"""Columns per 16 bytes, the unit of a tensor map."""
 
 WIDE_FROM = 257
-"""Width from which on gradients of scores are written to memory, a section of the candidates at a time."""
+"""Width in columns from which on the gradients of the scores are written to memory, one section of the
+candidates at a time."""
 
 WIDE_SUMS = KernelSizes(128, 5, 2, 240)
 WIDE_SCORE_GRADS = KernelSizes(128, 3, 2, 240)
-"""Here a stage holds 64 columns of the weight."""
+"""In wide rows a stage holds 64 columns of the weight."""
 
 SECTION_NUMBERS = 1 << 25
-"""Gradients of scores that are written at a time: 64 MiB."""
+"""Score gradients that are held in memory at a time: 64 MiB."""
 
 LEAST_SECTION = 512
-"""The fewest candidates of a section."""
+"""Fewest candidates per section."""
 
 
 def forward(operands: Operands) -> RowSums:
-    """The sums over all candidates; the operands have been validated, are not empty, and have no bias or
-    ids."""
+    """Computes each row's sums over all candidates. The operands have been validated, are not empty, and have
+    no bias or ids."""
     operands = launch.prepared(with_own_rows(operands))
     return row_launch.row_sums_of(operands, *launch_sums(operands))
 
 
 def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
-    """All outputs; the operands are as for `forward`."""
+    """Computes all outputs; the operands are as for `forward`."""
     operands = launch.prepared(with_own_rows(operands))
     return row_launch.finished(operands, *launch_sums(operands), ignore_index)
 
 
 def with_own_rows(operands: Operands) -> Operands:
-    """The operands with rows that a tensor map can describe, normalized if asked for.
+    """Returns the operands with rows that a tensor map can describe, normalized if requested.
 
-    Where needed the rows are copies that live as long as a pass: padded with zeros to multiples of 16 bytes,
+    Where needed the rows are copies that live for one pass: padded with zeros to multiples of 16 bytes,
     multiplied by the inverse norms and rounded.
     """
     hidden, weight, *_, hidden_norms, weight_norms = operands
@@ -109,7 +110,7 @@ def _copied(rows: Tensor, norms: Tensor | None) -> Tensor:
 
 
 def of_given_rows(grads: Gradients, operands: Operands) -> Gradients:
-    """Gradients of `operands`, given those of `with_own_rows(operands)`."""
+    """Converts gradients of `with_own_rows(operands)` to gradients of `operands`."""
     return grads._replace(
         hidden=_of_given(grads.hidden, operands.hidden, operands.hidden_norms),
         weight=_of_given(grads.weight, operands.weight, operands.weight_norms),
@@ -123,7 +124,7 @@ def _of_given(grad: Tensor | None, rows: Tensor, norms: Tensor | None) -> Tensor
 
 
 def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
-    """Maximum and sum of each row over each part of the candidates: [parts, N] each."""
+    """Computes the maximum and the sum of each row over each part of the candidates, [parts, N] each."""
     hidden, weight, _, scale, *_ = operands
     width = width_of(operands)
     kernel, sizes = (forward_kernel, FORWARD[width]) if width < WIDE_FROM else (row_sums_kernel, WIDE_SUMS)
@@ -142,12 +143,14 @@ def launch_sums(operands: Operands) -> tuple[Tensor, Tensor]:
 
 
 def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
-    """As `triton_ops.launch_backward`."""
-    own = launch.prepared(with_own_rows(operands))
-    if width_of(own) <= NARROW:
-        grads = triton_ops.launch_backward(own, output_grads, requested)
+    """Computes what `triton_ops.launch_backward` computes."""
+    prepared = launch.prepared(with_own_rows(operands))
+    if width_of(prepared) <= NARROW:
+        grads = triton_ops.launch_backward(prepared, output_grads, requested)
     else:
-        grads = gradients(own, *row_launch.rows_by_torch(own, output_grads, sides(own)), requested)
+        grads = gradients(
+            prepared, *row_launch.rows_by_torch(prepared, output_grads, sides(prepared)), requested
+        )
     return of_given_rows(grads, operands)
 
 
@@ -158,18 +161,18 @@ def fused_backward(
     grad_lse: Tensor | None,
     requested: RequestedGrads,
 ) -> Gradients:
-    """As `triton_ops.fused_backward`."""
-    own = launch.prepared(with_own_rows(operands))
-    if width_of(own) <= NARROW:
-        grads = triton_ops.fused_backward(own, outputs, grad_logp, grad_lse, requested)
+    """Computes what `triton_ops.fused_backward` computes."""
+    prepared = launch.prepared(with_own_rows(operands))
+    if width_of(prepared) <= NARROW:
+        grads = triton_ops.fused_backward(prepared, outputs, grad_logp, grad_lse, requested)
     else:
-        by_row = row_launch.rows_of(own, outputs, (grad_logp, grad_lse), sides(own))
-        grads = gradients(own, *by_row, requested)
+        by_row = row_launch.rows_of(prepared, outputs, (grad_logp, grad_lse), sides(prepared))
+        grads = gradients(prepared, *by_row, requested)
     return of_given_rows(grads, operands)
 
 
 def sides(operands: Operands) -> tuple[row_launch.Side, row_launch.Side]:
-    """The tiles of the two gradient kernels."""
+    """Returns the tiles of the two gradient kernels."""
     width = width_of(operands)
     if is_wide(operands):
         return row_launch.sides_of(operands, WIDE_SCORE_GRADS, WIDE_SCORE_GRADS)
@@ -177,14 +180,15 @@ def sides(operands: Operands) -> tuple[row_launch.Side, row_launch.Side]:
 
 
 def is_wide(operands: Operands) -> bool:
-    """True if the gradients of scores are written to memory."""
+    """Returns True if the gradients of the scores are written to memory."""
     return width_of(operands) >= WIDE_FROM
 
 
 def gradients(
     operands: Operands, vectors: Tensor, rows: Tensor, marks: row_launch.Marks, requested: RequestedGrads
 ) -> Gradients:
-    """The requested gradients; the operands are `prepared`, the rest is as `upstream_kernel` writes it."""
+    """Computes the requested gradients. The operands are `prepared`; the other arguments are as
+    `upstream_kernel` writes them."""
     if is_wide(operands):
         return wide_gradients(operands, vectors, rows, marks.hidden, requested)
     grad_hidden = grad_weight = grad_scale = None
@@ -205,7 +209,8 @@ def _launch_side(
     of_weight: bool,
     with_scale: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of hidden in float32, or of the weight in its own type; of the scale."""
+    """Computes the gradient of one operand, float32 for hidden and the weight's own dtype for the weight, and
+    that of the scale if `with_scale`."""
     hidden, weight, _, scale, target, *_ = operands
     own, other = (weight, hidden) if of_weight else (hidden, weight)
     num_own, columns = own.shape
@@ -235,8 +240,8 @@ def _launch_side(
 def wide_gradients(
     operands: Operands, vectors: Tensor, rows: Tensor, marks: Tensor, requested: RequestedGrads
 ) -> Gradients:
-    """As `gradients`, section by section of the candidates: gradients of scores, then two library
-    products."""
+    """Computes what `gradients` computes, one section of the candidates at a time: gradients of the scores,
+    then two library products."""
     hidden, weight, _, scale, *_ = operands
     num_candidates = weight.shape[0]
     size = section_of(*hidden.shape[:1])
@@ -261,7 +266,7 @@ def wide_gradients(
 
 
 def section_of(num_rows: int) -> int:
-    """Candidates of a section: whole blocks."""
+    """Returns the number of candidates per section, a whole number of blocks."""
     block = WIDE_SCORE_GRADS.others
     return max(LEAST_SECTION, SECTION_NUMBERS // num_rows // block * block)
 
@@ -276,7 +281,7 @@ def _launch_score_grads(
     *,
     with_scale: bool,
 ) -> Tensor:
-    """Writes `score_grads`; returns each row's share [parts, N] in the gradient of the scale if requested."""
+    """Writes `score_grads` and returns each row's share [parts, N] of the scale's gradient, if requested."""
     hidden, weight, _, scale, target, *_ = operands
     sizes, others = WIDE_SCORE_GRADS, weight[section]
     cut = cut_for(hidden, others, sizes, launch.MAX_PARTS)
@@ -297,15 +302,16 @@ def _launch_score_grads(
 
 
 class Cut(NamedTuple):
-    """The units of work of a launch."""
+    """Units of work of a launch."""
 
-    numbers: tuple[int, int, int, int, int]  # `work` of the kernels
+    numbers: tuple[int, int, int, int, int]  # the `work` tuple of `hopper_kernels`
     parts: int
     programs: int
 
 
 def cut_for(own: Tensor, other: Tensor, sizes: KernelSizes, max_parts: int) -> Cut:
-    """One program per processor, and the number of parts that keeps all of them busy to the end."""
+    """Cuts the work for one program per processor, into the number of parts that keeps all busy to the
+    end."""
     processors = launch.processors(own.device)
     tiles, blocks = -(-own.shape[0] // sizes.rows), -(-other.shape[0] // sizes.others)
     parts, per_part = launch.balanced(tiles, blocks, processors, min(max_parts, blocks))
@@ -314,13 +320,13 @@ def cut_for(own: Tensor, other: Tensor, sizes: KernelSizes, max_parts: int) -> C
 
 
 def boxes(own: Tensor, other: Tensor, sizes: KernelSizes, width: int) -> tuple[Boxes, Boxes]:
-    """The blocks that the descriptors of two matrices load."""
+    """Returns the blocks that the descriptors of two matrices load."""
     own, other = (with_loadable_rows(matrix.unsqueeze(1)) for matrix in (own, other))
     return Boxes(own, STRIP.value, width), Boxes(other, sizes.others, width)
 
 
 def constants_of(sizes: KernelSizes, width: int) -> dict[str, Any]:
-    """The compile-time constants of the kernels, by the names of their parameters."""
+    """Returns the compile-time constants of the kernels, by the names of their parameters."""
     columns = {"BLOCK_D": width} if width < WIDE_FROM else {"CHUNKS": width // CHUNK.value}
     return {
         **columns,
@@ -334,7 +340,7 @@ def constants_of(sizes: KernelSizes, width: int) -> dict[str, Any]:
 
 
 def width_of(operands: Operands) -> int:
-    """Columns of a block that holds whole rows."""
+    """Returns the columns of a block that holds whole rows."""
     columns = operands.hidden.shape[1]
     if columns >= WIDE_FROM:
         return -(-columns // CHUNK.value) * CHUNK.value

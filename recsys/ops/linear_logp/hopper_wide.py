@@ -1,9 +1,9 @@
-"""The Hopper kernels of `linear_logp` for wide rows: a tile of hidden stays in shared memory, the weight
-passes through it in pieces of 64 columns.
+"""Hopper kernels of `linear_logp` for wide rows.
 
-Registers do not suffice for the gradient of a tile of wide rows. So the gradients of the scores are written
-to memory, a section of the candidates at a time, and library products do the rest. The schedule and the names
-are those of `hopper_kernels`; here hidden is `own`, and
+A tile of hidden stays in shared memory, and the weight passes through shared memory in pieces of 64 columns.
+Registers do not suffice for the gradient of a tile of wide rows, so the gradients of the scores are written
+to memory, one section of the candidates at a time, and library products do the rest. The schedule and the
+names are those of `hopper_kernels`; here hidden is `own`, and
 
     SIZES     CHUNKS of 64 columns, BLOCK_N, STAGES, STRIPS
 """
@@ -30,25 +30,26 @@ from recsys.ops.linear_logp.hopper_kernels import (
 )
 
 CHUNK = gl.constexpr(64)
-"""Columns of a piece: 128 bytes, a line of shared memory as the tensor cores read it."""
+"""Columns per piece: 128 bytes, one line of shared memory as the tensor cores read it."""
 
 
 @gluon.jit
 def copy_rows(descriptor, first, column, count, full, buffer):
-    """Loads columns of the rows from `first` on, of `count`, into `buffer`; `full` expects them."""
+    """Starts to load columns of the rows from `first` on, out of `count` rows, into `buffer`; `full` already
+    expects them."""
     rows = RAGGED_ROWS - count + first
     tma.async_copy_global_to_shared(descriptor, [RAGGED_ROWS, count, rows, column], full, buffer)
 
 
 @gluon.jit
 def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.constexpr):
-    """Loads the operands of this program's units in their order."""
+    """Loads the operands of this program's units in order."""
     CHUNKS: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
     own_full, own_free, full, free = barriers
-    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # waiting for the parity before the first returns at once
     turn = gl.to_tensor(0)
     unit = gl.program_id(0)
     while unit < work[3]:
@@ -78,7 +79,7 @@ def loading_warp(own_desc, other_desc, buffers, barriers, work, SIZES: gl.conste
 
 @gluon.jit
 def scores_of(strip: gl.constexpr, cursor, buffers, barriers, nothing, SIZES: gl.constexpr):
-    """The scores of one block, and the cursor behind it."""
+    """Computes the scores of one block; returns them and the cursor behind the block."""
     CHUNKS: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -170,7 +171,7 @@ def writing_group(
                 j = block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
                 inside = gl.where(gl.expand_dims(j, 0) < work[1], slope, 0.0)
                 scale_sum += gl.sum(inside * score, 1)
-            tma.store_wait(0)  # the block before has left the buffer
+            tma.store_wait(0)  # the previous block has left the buffer
             out_buffer.reshape([STRIP, BLOCK_N]).store((slope * factor).to(out_buffer.dtype))
             fence_async_shared()
             place = RAGGED_ROWS - work[0] + row
@@ -192,14 +193,14 @@ def row_sums_kernel(
     CHUNKS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, STRIPS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """As `hopper_kernels.forward_kernel`."""
+    """Does what `hopper_kernels.forward_kernel` does, for wide rows."""
     SIZES: gl.constexpr = (CHUNKS, BLOCK_N, STAGES, STRIPS)
     buffers, barriers = prepared(own_desc, other_desc, SIZES, CHUNKS)
     work = (num_own, num_other, num_tiles, num_units, per_part)
     factor = gl.load(scale)
     power = factor * LOG2E
     gl.static_assert(STRIPS == 2)
-    # A tuple that had a name would lose what its members know at compile time.
+    # The tuple must be a literal: with a name it would lose the compile-time values of its members.
     gl.warp_specialize([
         (summing_group, (0, maximum, total, buffers, barriers, work, power, factor, SIZES)),
         (summing_group, (1, maximum, total, buffers, barriers, work, power, factor, SIZES)),
@@ -219,8 +220,9 @@ def score_grads_kernel(
     HAS_TARGET: gl.constexpr, WITH_SCALE: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Writes dz times the scale, [num_own, num_other], of the section of candidates from `first_block` on, of
-    `all_blocks`; grad_scale [parts, num_own] gets each row's share. The rest is as in `gradient_kernel`."""
+    """Writes dz times the scale, [num_own, num_other], for the section of candidates that begins at block
+    `first_block` of `all_blocks`, and each row's share of the scale's gradient to grad_scale [parts,
+    num_own]. The other parameters are as in `gradient_kernel`."""
     SIZES: gl.constexpr = (CHUNKS, BLOCK_N, STAGES, STRIPS)
     operands, barriers = prepared(own_desc, other_desc, SIZES, CHUNKS)
     out_buffer = gl.allocate_shared_memory(out_desc.dtype, [STRIPS] + out_desc.block_shape, out_desc.layout)

@@ -1,4 +1,5 @@
-"""Shared by the launches of `linear_logp`: eager and traced launches, padded operands, splits into parts."""
+"""Shared parts of the `linear_logp` launches: eager and traced launches, padded operands, splits into
+parts."""
 
 from __future__ import annotations
 
@@ -15,20 +16,21 @@ from recsys.ops.runtime import triton_support
 
 try:
     from recsys.ops.runtime.hopper_launch import launch as _launch
-except ImportError:  # another Triton
+except ImportError:  # another version of Triton
     _launch = None
 
 Launch = Callable[..., None]
-"""`launch(kernel, key, programs, tensors, numbers, constants)`; the compiled code depends on `key` alone."""
+"""Signature `launch(kernel, key, programs, tensors, numbers, constants)`; the compiled code depends on `key`
+alone."""
 
 LARGEST_BLOCK = 256
-"""No tile has more rows."""
+"""Most rows of any tile."""
 
 MAX_PARTS = 64
-"""At most so many programs share the candidates of a tile of rows."""
+"""Most programs that share the candidates of a tile of rows."""
 
 PART_NUMBERS = 1 << 24
-"""Limit for the partial gradients of all parts but one: 64 MiB of float32."""
+"""Most partial gradient entries in all parts but one: 64 MiB of float32."""
 
 
 def launch_eager(
@@ -39,7 +41,7 @@ def launch_eager(
     numbers: tuple[int, ...],
     constants: dict[str, Any],
 ) -> None:
-    """A `Launch` for eager mode, with little work on the host where this Triton allows it."""
+    """Launches a kernel in eager mode, with little work on the host where this Triton version allows it."""
     if _launch is None:
         kernel[(programs,)](*tensors, *numbers, **constants)
     else:
@@ -54,12 +56,12 @@ def launch_traced(
     numbers: tuple[int, ...],
     constants: dict[str, Any],
 ) -> None:
-    """A `Launch` for traced graphs."""
+    """Launches a kernel in traced graphs."""
     wrap_triton(kernel)[(programs,)](*tensors, *numbers, **constants)
 
 
 def prepared(operands: Operands) -> Operands:
-    """The operands as kernels take them: matrices contiguous, vectors padded to whole tiles."""
+    """Returns the operands as kernels take them: matrices contiguous, vectors padded to whole tiles."""
     hidden, weight, bias, scale, target, candidate_ids, target_ids, *norms = operands
     bias = None if bias is None else to_whole_tiles(bias.float())
     candidate_ids, target_ids, *norms = (
@@ -71,41 +73,41 @@ def prepared(operands: Operands) -> Operands:
 
 
 def to_whole_tiles(tensor: Tensor, fill: float = 0) -> Tensor:
-    """A vector [n], padded with `fill` to the end of the last tile, so that loads need no bounds."""
+    """Pads a vector [n] with `fill` to the end of the last tile, so that loads need no bounds."""
     missing = -tensor.shape[0] % LARGEST_BLOCK + LARGEST_BLOCK
     return torch.nn.functional.pad(tensor, (0, missing), value=fill).contiguous()
 
 
 def tiles_of(size: int, block: int) -> int:
-    """Tiles of `block` that cover `size`."""
+    """Returns the number of tiles of `block` that cover `size`."""
     return (size + block - 1) // block
 
 
 def or_else(instead: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The tensors, with `instead` as a placeholder for each None."""
+    """Returns the tensors, with `instead` as a placeholder for each None."""
     return tuple(instead if tensor is None else tensor for tensor in tensors)
 
 
 def padded_width(width: int) -> int:
-    """Columns of a block that holds whole rows: a power of two, at least 16."""
+    """Returns the columns of a block that holds whole rows: a power of two, at least 16."""
     return max(16, 1 << (width - 1).bit_length())
 
 
 def precision() -> str:
-    """Triton's `input_precision` for products of float32, by PyTorch's setting."""
+    """Returns Triton's `input_precision` for float32 products, following PyTorch's setting."""
     return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @lru_cache(maxsize=64)
 def processors(device: torch.device) -> int:
-    """Processors of the device, cached."""
+    """Returns the number of multiprocessors of the device, cached."""
     return triton_support.num_processors(device)
 
 
 @lru_cache(maxsize=1024)
 def balanced(own_tiles: int, tiles: int, slots: int, max_parts: int) -> tuple[int, int]:
-    """Returns the number of parts, at most `max_parts`, with which the slots are done first, and the tiles of
-    a part."""
+    """Returns the number of parts, at most `max_parts`, with which the slots finish first, and the number of
+    tiles per part."""
 
     def rounds(parts: int) -> int:
         per_part = -(-tiles // parts)

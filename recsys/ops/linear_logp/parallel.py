@@ -1,7 +1,8 @@
-"""`linear_logp` with the rows of the weight sharded over ranks, each of which keeps and trains its own.
+"""Computes `linear_logp` with the rows of the weight sharded over ranks, each of which stores and trains its
+rows.
 
 Every rank computes the maximum, the sum and the target's score of each row over its candidates; reductions of
-[N] and [2, N] numbers make them those of the whole. Backward reduces the gradient of hidden, [N, D].
+[N] and [2, N] numbers merge them. Backward reduces the gradient of hidden, [N, D].
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ def linear_logp_sharded(
     l2_normalize: bool = False,
     backend: str = "auto",
 ) -> LinearLogp:
-    """`linear_logp` over the weights of all ranks, one below the other.
+    """Computes `linear_logp` over the concatenated weight rows of all ranks.
 
     All ranks of the group call it, and call its backward, with the same `hidden`, `target`, `target_ids` and
-    temperature and the same loss behind it, as if each held the whole weight. Gradients of hidden and
-    temperature are the whole ones, the same on every rank; those of weight and bias are this rank's own.
+    temperature and the same loss on top, as if each held the whole weight. Gradients of hidden and
+    temperature are complete and equal on every rank; those of weight and bias are this rank's own.
 
     Args:
         hidden: [N, D] floating point.
-        weight: [V of this rank, D], perhaps without rows.
+        weight: [V of this rank, D]; may have no rows.
         target: [N] int64, rows of the whole weight, or `ignore_index`.
         group: process group of the ranks.
-        first_row: place of this rank's first row in the whole weight.
-        num_rows: rows of the whole weight.
+        first_row: index of this rank's first row in the whole weight.
+        num_rows: number of rows of the whole weight.
         bias, candidate_ids: [V of this rank].
         temperature, target_ids, ignore_index, l2_normalize, backend: as in `linear_logp`.
 
     Raises:
-        TypeError, ValueError: as `linear_logp`, and for rows that are not within the whole weight.
+        TypeError, ValueError: as `linear_logp`, and for rows outside the whole weight.
     """
     facts = logp_facts(
         hidden,

@@ -1,15 +1,16 @@
-"""The autograd function of `linear_logp` that all backends share; backward computes the scores again.
+"""Defines the autograd function of `linear_logp` that all backends share; backward computes the scores again.
 
-With z = (hidden weight^T + bias) scale, less accidental hits, m = max_j z and l = sum_j exp(z - m) of a row:
+With z = (hidden weight^T + bias) scale, without accidental hits, and for each row m = max_j z and l = sum_j
+exp(z - m):
 
     lse = m + log l,     logp = (z[target] - m) - log l
     dz[j] = c exp(z[j] - m),     c = (d lse - d logp) / l
     dz[target] = d lse exp(logp) - d logp (exp(logp) - 1)
 
 A backend implements the two loops over scores: forward computes m, l and z[target], backward the products of
-dz with weight and hidden. The gradient of the target's score is computed before the loop, at least in
-float32, so that p - 1 of a confident target keeps its digits; it replaces the loop's value before
-rounding. With norms, hidden and weight stand for their rows times the inverse norms.
+dz with weight and hidden. The gradient of the target's score is computed before the loop, in float32 or
+wider, so that p - 1 keeps its digits for a confident target; it replaces the loop's value before rounding.
+With norms, hidden and weight stand for their rows times the inverse norms.
 """
 
 from __future__ import annotations
@@ -22,33 +23,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 SHORTEST = 1e-6
-"""A row that is to be normalized is divided by its norm, or by this where the norm is less."""
+"""Lower bound on the norm by which a row is divided when it is normalized."""
 
 
 class Operands(NamedTuple):
-    """The validated inputs of the scores. "wide" is the wider of float32 and the type of hidden."""
+    """Validated inputs of the scores. "wide" below is the wider of float32 and the dtype of hidden."""
 
     hidden: Tensor  # [N, D]
     weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V], any floating point type
+    bias: Tensor | None  # [V], any floating point dtype
     scale: Tensor  # [1] wide, 1 / temperature
-    target: Tensor | None  # [N] int64, rows of the weight; any other number means no target
+    target: Tensor | None  # [N] int64, rows of the weight; any other value means no target
     candidate_ids: Tensor | None  # [V] int64
     target_ids: Tensor | None  # [N] int64
-    hidden_norms: Tensor | None = None  # [N] wide, inverse norms of the rows; both or neither
+    hidden_norms: Tensor | None = None  # [N] wide, inverse norms of the rows; set both norms or neither
     weight_norms: Tensor | None = None  # [V] wide
 
 
 class RowSums(NamedTuple):
-    """Per row, statistics over the candidates of one weight, which several weights can merge. [N] wide."""
+    """Statistics per row over the candidates of one weight or shard; those of several shards can be merged.
+    [N] wide."""
 
     maximum: Tensor  # -inf where there is no candidate
     total: Tensor  # sum of exp(score - maximum)
-    target_score: Tensor  # any number where there is no target
+    target_score: Tensor  # arbitrary where there is no target
 
 
 class RowOutputs(NamedTuple):
-    """Per row, the outputs and what backward needs, over all rows of the weight. [N] wide."""
+    """Outputs per row, and what backward needs, over all rows of the weight. [N] wide."""
 
     maximum: Tensor
     total: Tensor
@@ -57,8 +59,10 @@ class RowOutputs(NamedTuple):
 
 
 class OutputGrads(NamedTuple):
-    """Gradients of the outputs as those of the scores: dz[i, j] = factor[i] exp(z[i, j] - maximum[i]), and
-    dz[i, target[i]] = of_target[i]. [N] wide, finite."""
+    """Gradients of the outputs, expressed as those of the scores; [N] wide, finite.
+
+    dz[i, j] = factor[i] exp(z[i, j] - maximum[i]), but dz[i, target[i]] = of_target[i].
+    """
 
     maximum: Tensor
     factor: Tensor
@@ -66,7 +70,7 @@ class OutputGrads(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients that `RequestedGrads` asks for; the others are None."""
+    """Gradients that `RequestedGrads` asks for; the others are None."""
 
     hidden: Tensor | None  # [N, D], wide, since ranks may still sum it
     weight: Tensor | None  # [V, D], dtype of the weight
@@ -75,7 +79,7 @@ class Gradients(NamedTuple):
 
 
 class RequestedGrads(NamedTuple):
-    """The gradients to compute."""
+    """Flags for the gradients to compute."""
 
     hidden: bool
     weight: bool
@@ -84,7 +88,7 @@ class RequestedGrads(NamedTuple):
 
 
 class WeightShard(NamedTuple):
-    """The target that means "ignore this row", and the place of this weight among the ranks' shards."""
+    """Target that means "ignore this row", and the position of this weight among the ranks' shards."""
 
     ignore_index: int | None
     num_rows: int | None = None  # rows of all shards together; None: the weight is not sharded
@@ -100,17 +104,17 @@ class Backend(NamedTuple):
     forward_op: Callable[..., tuple[Tensor, ...]]
     """`forward` as a node; takes the fields of `Operands`."""
     backward_op: Callable[..., list[Tensor]]
-    """`backward` as a node; takes the fields of `Operands` and `OutputGrads` and a list of those of
+    """`backward` as a node; takes the fields of `Operands` and `OutputGrads` and the list of the fields of
     `RequestedGrads`."""
     fused_forward: Callable[[Operands, int | None], RowOutputs] | None = None
-    """The whole forward pass in fewer launches, given `ignore_index`, for a weight that is not sharded."""
+    """Whole forward pass in fewer launches, given `ignore_index`, for a weight that is not sharded."""
     fused_backward: (
         Callable[[Operands, RowOutputs, Tensor | None, Tensor | None, RequestedGrads], Gradients] | None
     ) = None
-    """The whole backward pass in fewer launches, given the gradients of logp and lse."""
+    """Whole backward pass in fewer launches, given the gradients of logp and lse."""
 
     def parts(self, operands: Operands) -> RowSums:
-        """`forward`, also for no rows or no candidates."""
+        """Runs `forward`, and also handles zero rows or zero candidates."""
         if not operands.hidden.shape[0] or not operands.weight.shape[0]:
             return _no_parts(operands)
         if torch.compiler.is_compiling():
@@ -120,7 +124,7 @@ class Backend(NamedTuple):
     def gradients(
         self, operands: Operands, output_grads: OutputGrads, requested: RequestedGrads
     ) -> Gradients:
-        """`backward`, also for no rows or no candidates."""
+        """Runs `backward`, and also handles zero rows or zero candidates."""
         if not operands.hidden.shape[0] or not operands.weight.shape[0]:
             return _no_gradients(operands, requested)
         if not torch.compiler.is_compiling():
@@ -132,14 +136,14 @@ class Backend(NamedTuple):
         )
 
     def can_fuse(self, operands: Operands, shard: WeightShard) -> bool:
-        """True if `fused_forward` and `fused_backward` can do this call."""
+        """Returns True if `fused_forward` and `fused_backward` can run this call."""
         if self.fused_forward is None or shard.group is not None or torch.compiler.is_compiling():
             return False
         return bool(operands.hidden.shape[0] and operands.weight.shape[0])
 
 
 def fake_gradients(hidden: Tensor, weight: Tensor, scale: Tensor, requested: list[bool]) -> list[Tensor]:
-    """Tensors without numbers in the shapes that a `backward_op` returns."""
+    """Returns empty tensors in the shapes that a `backward_op` returns, for tracing."""
     grads = (
         hidden.new_empty(hidden.shape, dtype=scale.dtype),
         weight.new_empty(weight.shape),
@@ -150,12 +154,13 @@ def fake_gradients(hidden: Tensor, weight: Tensor, scale: Tensor, requested: lis
 
 
 class Softmax(torch.autograd.Function):
-    """`apply(hidden, weight, bias, scale, target, candidate_ids, target_ids, backend, shard, norms)`.
+    """Autograd function, called as `apply(hidden, weight, bias, scale, target, candidate_ids, target_ids,
+    backend, shard, norms)`.
 
-    target      [N] int64, rows of the whole weight; rows with any other number do not count. None: there are
-                no targets, and all rows count
-    norms       inverse norms of the rows of hidden and weight; they are not inputs of the differentiation:
-                the gradients of hidden and weight include the path through their norms
+    target: [N] int64, rows of the whole weight; rows with any other value do not count. None: there are no
+        targets, and all rows count.
+    norms: inverse norms of the rows of hidden and weight. They are not inputs of the differentiation: the
+        gradients of hidden and weight include the path through their norms.
     """
 
     @staticmethod
@@ -210,12 +215,13 @@ class Softmax(torch.autograd.Function):
 
 
 def is_row(target: Tensor, num_rows: int) -> Tensor:
-    """bool [N], true where the target is a row of the weight."""
+    """Returns bool [N], True where the target is a row of the weight."""
     return (target >= 0) & (target < num_rows)
 
 
 def projected(grad: Tensor, rows: Tensor, norms: Tensor) -> Tensor:
-    """The gradient of rows, given that of their normalized forms. All are wide; `norms` are inverse norms.
+    """Computes the gradient of rows from the gradient of their normalized forms. All are wide; `norms` are
+    inverse norms.
 
     d row = r (g - row r^2 <row, g>), and r g for a row that is shorter than `SHORTEST`.
     """
@@ -225,12 +231,12 @@ def projected(grad: Tensor, rows: Tensor, norms: Tensor) -> Tensor:
 
 
 def is_clamped(norms: Tensor) -> Tensor:
-    """True for the inverse norms of rows that are shorter than `SHORTEST`."""
+    """Returns True for the inverse norms of rows that are shorter than `SHORTEST`."""
     return norms >= 1 / SHORTEST
 
 
 def _outputs(parts: RowSums, operands: Operands, target: Tensor | None, shard: WeightShard) -> RowOutputs:
-    """The outputs from the sums over this rank's candidates, merged over all ranks."""
+    """Computes the outputs from the sums over this rank's candidates, merged over all ranks."""
     maximum, total, score = parts
     if shard.group is None:
         shifted = score - maximum
@@ -239,7 +245,7 @@ def _outputs(parts: RowSums, operands: Operands, target: Tensor | None, shard: W
     log_total = total.log()
     logp = torch.zeros_like(total) if target is None else shifted - log_total
     if target is not None:
-        # On a host wrong targets were refused before; on a device they become NaN here.
+        # On the host, wrong targets were refused before; on a device they become NaN here.
         num_rows = operands.weight.shape[0] if shard.num_rows is None else shard.num_rows
         instead = torch.where(target == shard.ignore_index, 0, torch.nan).to(logp.dtype)
         logp = torch.where(is_row(target, num_rows), logp, instead)
@@ -247,12 +253,13 @@ def _outputs(parts: RowSums, operands: Operands, target: Tensor | None, shard: W
 
 
 def _merged(parts: RowSums, operands: Operands, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-    """maximum, total and z[target] - maximum over all ranks; the last is 0 where no rank has the target."""
+    """Merges maximum, total and z[target] - maximum over all ranks; the last is 0 where no rank has the
+    target."""
     _, total, score = parts
     own_target = operands.target
     maximum = parts.maximum.clone()
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
-    # A rank without a candidate for a row has total 0 and maximum -inf; so may all ranks together.
+    # A rank without a candidate for a row has total 0 and maximum -inf; this can hold for all ranks.
     here = torch.where(parts.maximum == -torch.inf, 0, total * (parts.maximum - maximum).exp())
     shifted = torch.zeros_like(here)
     if own_target is not None:
@@ -287,7 +294,7 @@ def _score_grads(
 
 
 def _no_parts(operands: Operands) -> RowSums:
-    """The sums where there are no rows or no candidates."""
+    """Returns the sums for zero rows or zero candidates."""
     empty = operands.scale.new_empty(operands.hidden.shape[0])
     return RowSums(torch.full_like(empty, -torch.inf), torch.zeros_like(empty), torch.zeros_like(empty))
 

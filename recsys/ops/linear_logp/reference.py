@@ -1,6 +1,6 @@
-"""The reference in plain PyTorch, a block of rows at a time, on any device and in any type.
+"""Implements the reference in plain PyTorch, a block of rows at a time, on any device and in any dtype.
 
-It holds all scores of a block at once, in float32 at least; backward computes them again.
+It holds all scores of a block at once, in float32 or wider; backward computes them again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def supports(facts: object) -> Support:
 
 
 def forward(operands: Operands) -> RowSums:
-    """The maximum, the sum and the target's score of each row."""
+    """Computes the maximum, the sum and the target's score of each row."""
     hidden, weight, bias = _wide(operands)
     maximum, total, score = (hidden.new_empty(hidden.shape[0]) for _ in range(3))
     with torch.autocast(hidden.device.type, enabled=False):
@@ -49,7 +49,7 @@ def forward(operands: Operands) -> RowSums:
 
 
 def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
-    """The products with the gradient of the scores."""
+    """Computes the products with the gradient of the scores."""
     hidden, weight, bias = _wide(operands)
     # z does not change when hidden, bias and temperature grow by the same factor, so by Euler's theorem the
     # gradient of the scale follows from those of hidden and bias.
@@ -97,7 +97,7 @@ def _forward(
     hidden_norms: Tensor | None,
     weight_norms: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`forward` as one node of a traced graph for any number of blocks."""
+    """Runs `forward` as one node of a traced graph, for any number of blocks."""
     operands = Operands(
         hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
     )
@@ -123,7 +123,7 @@ def _backward(
     of_target: Tensor,
     requested: list[bool],
 ) -> list[Tensor]:
-    """`backward` as one node of a traced graph; returns the `requested` gradients in order."""
+    """Runs `backward` as one node of a traced graph; returns the `requested` gradients in order."""
     operands = Operands(
         hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
     )
@@ -142,7 +142,8 @@ BACKEND = Backend(forward, backward, forward_op, backward_op)
 
 
 def _wide(operands: Operands) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scaled hidden, weight and scaled bias in the type of the scale, with rows normalized if asked for."""
+    """Returns scaled hidden, weight and scaled bias in the dtype of the scale, with rows normalized if
+    requested."""
     hidden, weight, bias, scale = operands[:4]
     hidden, weight = hidden.to(scale.dtype), weight.to(scale.dtype)
     if operands.hidden_norms is not None and operands.weight_norms is not None:
@@ -160,7 +161,7 @@ def _blocks(operands: Operands) -> Iterator[slice]:
 
 
 def _scores(operands: Operands, block: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Scores [rows of the block, V], -inf for accidental hits."""
+    """Computes scores [rows of the block, V], -inf for accidental hits."""
     scores = hidden @ weight.T
     if bias is not None:
         scores += bias
@@ -175,13 +176,14 @@ def _scores(operands: Operands, block: slice, hidden: Tensor, weight: Tensor, bi
 
 
 def _places(operands: Operands, block: slice) -> Tensor:
-    """Targets [rows of the block, 1], -1 for none."""
+    """Returns targets [rows of the block, 1], -1 where there is none."""
     target = operands.target[block, None]
     return torch.where(is_row(target, operands.weight.shape[0]), target, -1)
 
 
 def _of_scale(operands: Operands, hidden: Tensor, grad: Tensor, grad_bias: Tensor | None) -> Tensor:
-    """[1], the sum over i, j of dz[i, j] z[i, j] / scale. hidden is scaled, `grad` [N, D] is not."""
+    """Computes [1], the sum over i, j of dz[i, j] z[i, j] / scale. `hidden` is scaled, `grad` [N, D] is
+    not."""
     total = (hidden * grad).sum()
     if operands.bias is not None and grad_bias is not None:
         # A bias of -inf has a gradient of 0.

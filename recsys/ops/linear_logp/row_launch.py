@@ -1,4 +1,4 @@
-"""Launches of the kernels of `triton_rows`: the work per row before and after the loops over scores."""
+"""Launches the kernels of `triton_rows`: the work per row before and after the loops over scores."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ ROWS = 64
 """Rows per program."""
 
 FEW_ROWS = 16
-"""Rows per program where they are only read and written."""
+"""Rows per program in kernels that only read and write them."""
 
 
 def row_sums_of(operands: Operands, maxima: Tensor, totals: Tensor, launch: Launch = launch_eager) -> RowSums:
-    """Merges maxima and totals [parts, N] of the parts; the operands are `prepared`."""
+    """Merges the maxima and totals [parts, N] of the parts; the operands are `prepared`."""
     best = maxima.amax(0)
     finite = torch.where(best == -torch.inf, 0, best)
     total = (totals * (maxima - finite).exp()).sum(0)
@@ -44,7 +44,7 @@ def row_sums_of(operands: Operands, maxima: Tensor, totals: Tensor, launch: Laun
 
 
 def finished(operands: Operands, maxima: Tensor, totals: Tensor, ignore_index: int | None) -> RowOutputs:
-    """All outputs from maxima and totals [parts, N] in one launch; the operands are `prepared`."""
+    """Computes all outputs from maxima and totals [parts, N] in one launch; the operands are `prepared`."""
     hidden, weight, bias, scale, target, _, _, *norms = operands
     parts, num_rows = maxima.shape
     outputs = scale.new_empty(4, num_rows)
@@ -62,7 +62,7 @@ def finished(operands: Operands, maxima: Tensor, totals: Tensor, ignore_index: i
 
 
 def target_scores(operands: Operands, launch: Launch = launch_eager) -> Tensor:
-    """[N] scores of the targets, arbitrary for rows without one; the operands are `prepared`."""
+    """Computes the scores [N] of the targets, arbitrary for rows without one; the operands are `prepared`."""
     hidden, weight, bias, scale, target, _, _, *norms = operands
     num_rows = hidden.shape[0]
     scores = scale.new_empty(num_rows)
@@ -81,9 +81,9 @@ def target_scores(operands: Operands, launch: Launch = launch_eager) -> Tensor:
 
 
 def project(grad: Tensor, rows: Tensor, norms: Tensor) -> Tensor:
-    """The gradient [n, D] of rows, inputs that of their normalized forms, [n, D or more columns].
+    """Computes the gradient [n, D] of rows; `grad` [n, D or more columns] is that of their normalized forms.
 
-    Without extra columns the result takes the memory of `grad`.
+    Without extra columns the result reuses the memory of `grad`.
     """
     count, width = rows.shape[0], int(rows.shape[1])
     stride = int(grad.shape[1])
@@ -101,10 +101,10 @@ def project(grad: Tensor, rows: Tensor, norms: Tensor) -> Tensor:
 
 
 class Side(NamedTuple):
-    """The tiles of a gradient kernel, over the operand whose gradient it computes and over the other one."""
+    """Tiles of a gradient kernel, over the operand whose gradient it computes and over the other operand."""
 
-    rows: int  # of a tile of the operand
-    others: int  # rows of a tile of the other operand
+    rows: int  # rows per tile of the operand
+    others: int  # rows per tile of the other operand
     tiles: int
     other_tiles: int
 
@@ -117,7 +117,7 @@ class Marks(NamedTuple):
 
 
 def sides_of(operands: Operands, of_hidden: Any, of_weight: Any) -> tuple[Side, Side]:
-    """The sides of the two gradient kernels, whose sizes have `rows` and `others`."""
+    """Returns the sides of the two gradient kernels from their sizes, which have `rows` and `others`."""
     rows, candidates = operands.hidden.shape[0], operands.weight.shape[0]
     return tuple(
         Side(sizes.rows, sizes.others, tiles_of(own, sizes.rows), tiles_of(other, sizes.others))
@@ -131,7 +131,7 @@ def rows_of(
     grads: tuple[Tensor | None, Tensor | None],
     sides: tuple[Side, Side],
 ) -> tuple[Tensor, Tensor, Marks]:
-    """Launches `upstream_kernel`: vectors, rows and marks, as its docstring says."""
+    """Launches `upstream_kernel` and returns vectors, rows and marks, which its docstring describes."""
     target, num_rows = operands.target, operands.hidden.shape[0]
     padded = (tiles_of(num_rows, LARGEST_BLOCK) + 1) * LARGEST_BLOCK
     vectors = outputs.total.new_empty(3, padded)
@@ -168,7 +168,7 @@ def rows_of(
 def rows_by_torch(
     operands: Operands, output_grads: OutputGrads, sides: tuple[Side, Side]
 ) -> tuple[Tensor, Tensor, Marks]:
-    """As `rows_of`, from gradients that have already been combined, by PyTorch."""
+    """Computes what `rows_of` computes, in PyTorch, from output gradients that are already combined."""
     maximum, factor, of_target = output_grads
     top = torch.where(factor == 0, torch.inf, maximum - factor.abs().log()) * LOG2E
     sign = torch.where(factor < 0, -1.0, 1.0)
@@ -183,7 +183,7 @@ def rows_by_torch(
 
 
 def _marks(own: Tensor, other: Tensor, target: Tensor, side: Side) -> Tensor:
-    """Flags of one side's tiles, and one more for rows without a target (-1)."""
+    """Returns the flags of one side's tiles, and one more flag for rows without a target (-1)."""
     size = side.tiles * side.other_tiles
     place = own // side.rows * side.other_tiles + other // side.others
     place = torch.where(target < 0, size, place)
@@ -192,7 +192,7 @@ def _marks(own: Tensor, other: Tensor, target: Tensor, side: Side) -> Tensor:
 
 
 def row_constants(operands: Operands) -> dict[str, Any]:
-    """Compile-time constants of the kernels that score single candidates."""
+    """Returns the compile-time constants of the kernels that score single candidates."""
     width = int(operands.hidden.shape[1])
     return {
         "D": width,

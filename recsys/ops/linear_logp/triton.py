@@ -1,6 +1,7 @@
-"""The Triton backend: tiles over rows and candidates, and no memory but a few numbers a row.
+"""The Triton backend of `linear_logp`: tiles over rows and candidates, and memory for only a few numbers per
+row.
 
-The modules of kernels are imported when one of them runs, so that this one can be asked without Triton.
+The modules of kernels are imported when one of them runs, so that this module works without Triton.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
 MAX_WIDTH = {2: 512, 4: 128}
-"""Widest rows of hidden, by bytes of an entry."""
+"""Widest rows of hidden, in columns, by bytes per entry."""
 
 LIBRARY_FROM = 64
-"""Above this width in float32 the library's products are faster, forward and backward together."""
+"""Width in columns above which the library's float32 products are faster, forward and backward together."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.triton_ops"
 
@@ -32,9 +33,10 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: LogpFacts) -> Support:
-    """As `triton_support.support`, up to `MAX_WIDTH`: a program holds whole rows of its operand.
+    """Supports what `triton_support.support` does, up to `MAX_WIDTH`: a program holds whole rows of its
+    operand.
 
-    "auto" leaves wide rows in float32 to the reference, whose library products are faster.
+    "auto" leaves wide float32 rows to the reference, whose library products are faster.
     """
     able = triton_support.support(facts.device, facts.dtype)
     if facts.dtype.itemsize == 4 and facts.width > LIBRARY_FROM:
@@ -46,27 +48,27 @@ def supports(facts: LogpFacts) -> Support:
 
 
 def forward(operands: Operands) -> RowSums:
-    """The maximum, the sum and the target's score of each row."""
+    """Computes the maximum, the sum and the target's score of each row."""
     return triton_support.load(_OPS).launch_forward(operands)
 
 
 def backward(operands: Operands, output_grads: OutputGrads, requested: RequestedGrads) -> Gradients:
-    """The products with the gradient of the scores; one program owns each tile of an output."""
+    """Computes the products with the gradient of the scores; one program owns each tile of an output."""
     return triton_support.load(_OPS).launch_backward(operands, output_grads, requested)
 
 
 def forward_op(*arguments):
-    """`forward` in a traced graph."""
+    """Runs `forward` in a traced graph."""
     return triton_support.load(_OPS).forward_op(*arguments)
 
 
 def backward_op(*arguments):
-    """`backward` in a traced graph."""
+    """Runs `backward` in a traced graph."""
     return triton_support.load(_OPS).backward_op(*arguments)
 
 
 def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
-    """The whole forward pass in two launches."""
+    """Computes the whole forward pass in two launches."""
     return triton_support.load(_OPS).fused_forward(operands, ignore_index)
 
 
@@ -77,7 +79,7 @@ def fused_backward(
     grad_lse: Tensor | None,
     requested: RequestedGrads,
 ) -> Gradients:
-    """The whole backward pass: one launch for all rows, then one for each gradient."""
+    """Computes the whole backward pass: one launch for all rows, then one for each gradient."""
     return triton_support.load(_OPS).fused_backward(operands, outputs, grad_logp, grad_lse, requested)
 
 

@@ -1,10 +1,11 @@
-"""Online log-sum-exp over tiles of scores, and the products of their gradient with either operand.
+"""Computes the online log-sum-exp over tiles of scores, and the products of their gradient with either
+operand.
 
 Inside the kernels scores are raw, hidden weight^T + bias; the exponential scales them. Products are summed in
 float32. In backward the gradient of a score includes the target's share before it is rounded for the second
-product. With SPLIT, whole tiles have a loop of their own without bounds, which takes fewer instructions and
-more registers. i counts rows of hidden, j rows of the weight (the candidates). Matrices are contiguous. With
-NORMED their rows are multiplied by their inverse norms.
+product. With SPLIT, complete tiles have a loop of their own without bounds checks, which takes fewer
+instructions and more registers. i counts rows of hidden, j rows of the weight (the candidates). Matrices are
+contiguous. With NORMED their rows are multiplied by their inverse norms.
 """
 
 import math
@@ -14,10 +15,10 @@ import triton.language as tl
 
 from recsys.ops.linear_logp.recompute import SHORTEST
 
-# What a kernel reads of module scope must be a constexpr.
+# Kernels can read module constants only as constexpr.
 LOG2E = tl.constexpr(math.log2(math.e))
 LONGEST_INVERSE = tl.constexpr(1 / SHORTEST * (1 - 1e-6))
-"""Larger inverse norms belong to rows that are divided by a constant, not by their norm."""
+"""Larger inverse norms belong to rows that are divided by the constant `SHORTEST`, not by their norm."""
 
 
 @triton.jit
@@ -25,7 +26,8 @@ def _load_rows(
     matrix, first, count,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK, BLOCK_D] from row `first` on, zero behind column D. EDGE: repeats the last row behind it."""
+    """Loads [BLOCK, BLOCK_D] from row `first` on, zero past column D. EDGE: rows past the end repeat the last
+    row."""
     row = first + tl.arange(0, BLOCK)
     if EDGE:
         row = tl.minimum(row, count - 1)
@@ -34,7 +36,7 @@ def _load_rows(
 
 @triton.jit
 def _load_these(matrix, row, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The given rows, [len(row), BLOCK_D], zero behind column D."""
+    """Loads the given rows, [len(row), BLOCK_D], zero past column D."""
     column = tl.arange(0, BLOCK_D)
     pointers = matrix + row.to(tl.int64)[:, None] * D + column[None, :]
     if D == BLOCK_D:
@@ -45,13 +47,13 @@ def _load_these(matrix, row, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _row_or_none(target, num_candidates):
-    """The target as int32, or -1 if it is no row of the weight."""
+    """Returns the target as int32, or -1 if it is not a row of the weight."""
     return tl.where((target >= 0) & (target < num_candidates), target, -1).to(tl.int32)
 
 
 @triton.jit
 def _without_hits(score, j, known, wanted, place, HAS_TARGET: tl.constexpr):
-    """Scores with accidental hits at -inf; all arguments broadcast to their shape."""
+    """Returns the scores with accidental hits at -inf; all arguments broadcast to their shape."""
     hit = known == wanted
     if HAS_TARGET:
         hit = hit & (j != place)
@@ -65,7 +67,7 @@ def _sum_tile(
     BIASED: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_IDS: tl.constexpr, PRECISION: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Adds a tile of candidates to `best` and `sums` [BLOCK_M]. EDGE: the tile may be incomplete."""
+    """Merges a tile of candidates into `best` and `sums` [BLOCK_M]. EDGE: the tile may be incomplete."""
     first = tile * BLOCK_N
     j = first + tl.arange(0, BLOCK_N)
     w_block = _load_rows(weight, first, num_candidates, D, BLOCK_N, BLOCK_D, EDGE)
@@ -93,10 +95,11 @@ def forward_kernel(
     NORMED: tl.constexpr, BIASED: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_IDS: tl.constexpr,
     PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Writes maximum and total [parts, num_rows] float32 of the scaled scores of each part of the candidates.
+    """Writes maximum and total [parts, num_rows] float32 of the scaled scores for each part of the
+    candidates.
 
-    One program per BLOCK_M rows and part; rows fastest, so that concurrent programs share candidates. Vectors
-    of candidates are padded to the end of a tile.
+    One program runs per BLOCK_M rows and part; rows vary fastest, so that concurrent programs share
+    candidates. Vectors of candidates are padded to the end of a tile.
     """
     num_tiles = tl.cdiv(num_rows, BLOCK_M)
     part = tl.program_id(0) // num_tiles
@@ -147,7 +150,7 @@ def _add_tile(
 ):  # fmt: skip
     """Adds a tile of the other operand to `sums` [BLOCK_M, BLOCK_D], `bias_sums` and `scale_sums` [BLOCK_M].
 
-    top, sign and wanted belong to rows, added and known to candidates: the caller gives those of the operand
+    top, sign and wanted belong to rows, added and known to candidates: the caller passes those of the operand
     that the program owns, the others are loaded. A program that owns rows applies the sign at the end.
     """
     first = tile * BLOCK_N
@@ -179,7 +182,7 @@ def _add_tile(
     if OF_WEIGHT:
         score_grads *= sign
     if HAS_TARGET:
-        # The loads keep this a branch, which most tiles skip.
+        # The load in the condition keeps this a branch, which most tiles skip.
         if tl.load(own_marks + tile) != 0:
             right = tl.load(of_target + i)
             if not OF_WEIGHT:
@@ -191,7 +194,7 @@ def _add_tile(
     if WITH_BIAS:
         bias_sums += tl.sum(score_grads, 1)
     if WITH_SCALE:
-        # A score may be -inf.
+        # The gradient is 0 where the score is -inf.
         scale_sums += tl.sum(tl.where(score_grads == 0.0, 0.0, score_grads * score), 1)
     if NORMED:
         score_grads *= their_norms
@@ -209,12 +212,12 @@ def backward_kernel(
     HAS_IDS: tl.constexpr, WITH_BIAS: tl.constexpr, WITH_SCALE: tl.constexpr, PRECISION: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Writes grad [parts, num_own, D] of hidden, or of the weight if OF_WEIGHT; grad_bias and grad_scale
-    [parts, num_own] float32, each row's share in the latter.
+    """Writes grad [parts, num_own, D] of hidden, or of the weight if OF_WEIGHT, and grad_bias and grad_scale
+    [parts, num_own] float32; grad_scale holds each row's share.
 
-    One program per BLOCK_M rows of the operand that it owns and part of the other one. rows, tops, signs and
-    of_target are as `triton_rows.upstream_kernel` writes them; marks [own tiles, other tiles] uint8 are not 0
-    where a tile of scores holds a row's target. Vectors are padded to the end of a tile.
+    One program runs per BLOCK_M rows of the operand that it owns and per part of the other operand. rows,
+    tops, signs and of_target are as `triton_rows.upstream_kernel` writes them; marks [own tiles, other tiles]
+    uint8 is nonzero where a tile of scores holds a row's target. Vectors are padded to the end of a tile.
     """
     num_tiles = tl.cdiv(num_own, BLOCK_M)
     own_tile = tl.program_id(0) % num_tiles

@@ -1,4 +1,4 @@
-"""Launches of the kernels of `linear_logp`: sizes of blocks, parts and their sums; library ops for graphs."""
+"""Launches the Triton kernels of `linear_logp`: block sizes, parts and their sums; library ops for graphs."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from recsys.ops.runtime.registration import traceable_op
 
 
 class Blocks(NamedTuple):
-    """Sizes for a kernel."""
+    """Block sizes and launch parameters of a kernel."""
 
     rows: int  # BLOCK_M, rows of the operand that a program owns
-    others: int  # BLOCK_N
+    others: int  # BLOCK_N, rows per block of the other operand
     num_warps: int
     num_stages: int
     programs: int = 1
-    """Programs that run on a processor at a time."""
+    """Programs that run on a multiprocessor at a time."""
 
 
 FORWARD = {
@@ -68,7 +68,8 @@ FORWARD = {
     },
     "32 bits": {64: Blocks(128, 64, 8, 2), 128: Blocks(64, 32, 4, 2)},
 }
-"""By kind of call and width: 64-bit ids take registers, and so does float32 (three products of TF32)."""
+"""Sizes by kind of call and width in columns: 64-bit ids take registers, and so does float32 (three TF32
+products)."""
 
 OF_HIDDEN = {
     "16 bits": {
@@ -96,24 +97,24 @@ OF_WEIGHT = OF_HIDDEN | {
 }
 
 SPLIT_WIDTH = {2: 128, 4: 0}
-"""Widest rows, by bytes of an entry, for which registers suffice for a second loop."""
+"""Widest rows, in columns, by bytes per entry, for which registers suffice for a second loop."""
 
 
 def launch_forward(operands: Operands, launch: Launch = launch_eager) -> RowSums:
-    """The sums over all candidates; the operands have been validated and are not empty."""
+    """Computes each row's sums over all candidates; the operands have been validated and are not empty."""
     operands = prepared(operands)
     return row_sums_of(operands, *launch_sums(operands, launch), launch)
 
 
 def fused_forward(operands: Operands, ignore_index: int | None) -> RowOutputs:
-    """All outputs in two launches; the operands have been validated and are not empty."""
+    """Computes all outputs in two launches; the operands have been validated and are not empty."""
     operands = prepared(operands)
     maxima, totals = launch_sums(operands, launch_eager)
     return finished(operands, maxima, totals, ignore_index)
 
 
 def launch_sums(operands: Operands, launch: Launch) -> tuple[Tensor, Tensor]:
-    """Maximum and sum of each row over each part of the candidates: [parts, N] each."""
+    """Computes the maximum and the sum of each row over each part of the candidates, [parts, N] each."""
     hidden, weight, bias, scale, *rest = operands
     num_rows, num_candidates = hidden.shape[0], weight.shape[0]
     blocks = blocks_of(operands, FORWARD)
@@ -135,7 +136,7 @@ def launch_sums(operands: Operands, launch: Launch) -> tuple[Tensor, Tensor]:
 def launch_backward(
     operands: Operands, output_grads: OutputGrads, requested: RequestedGrads, launch: Launch = launch_eager
 ) -> Gradients:
-    """The requested gradients; the operands have been validated and are not empty."""
+    """Computes the requested gradients; the operands have been validated and are not empty."""
     operands = prepared(operands)
     return launch_gradients(
         operands, *rows_by_torch(operands, output_grads, _sides(operands)), requested, launch
@@ -149,7 +150,8 @@ def fused_backward(
     grad_lse: Tensor | None,
     requested: RequestedGrads,
 ) -> Gradients:
-    """As `launch_backward`, from the gradients of the outputs, with one launch before the large ones."""
+    """Computes what `launch_backward` computes, from the gradients of the outputs, with one launch before the
+    large ones."""
     operands = prepared(operands)
     by_row = rows_of(operands, outputs, (grad_logp, grad_lse), _sides(operands))
     return launch_gradients(operands, *by_row, requested, launch_eager)
@@ -162,7 +164,8 @@ def _sides(operands: Operands) -> tuple[Side, Side]:
 def launch_gradients(
     operands: Operands, vectors: Tensor, rows: Tensor, marks: Marks, requested: RequestedGrads, launch: Launch
 ) -> Gradients:
-    """The requested gradients; the operands are `prepared`, the rest is as `upstream_kernel` writes it."""
+    """Computes the requested gradients. The operands are `prepared`; the other arguments are as
+    `upstream_kernel` writes them."""
     grad_hidden = grad_weight = grad_bias = grad_scale = None
     if requested.hidden or requested.scale:
         side = (operands, vectors, rows, marks.hidden, launch)
@@ -189,7 +192,8 @@ def launch_side(
     with_bias: bool = False,
     with_scale: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of hidden in float32, or of the weight in its own type; of the bias; of the scale."""
+    """Computes the gradient of one operand, float32 for hidden and the weight's own dtype for the weight;
+    that of the bias; and that of the scale."""
     hidden, weight, bias, scale, _, candidate_ids, target_ids, *norms = operands
     own, other = (weight, hidden) if of_weight else (hidden, weight)
     num_own, width = own.shape[0], int(own.shape[1])
@@ -228,12 +232,12 @@ def launch_side(
 
 
 def _is_split(parts: int) -> bool:
-    """False for one part. A number that a traced graph leaves open counts as several."""
+    """Returns False for a single part. A number that a traced graph leaves symbolic counts as several."""
     return not isinstance(parts, int) or parts > 1
 
 
 def parts_of(own_tiles: int, tiles: int, blocks: Blocks, device: torch.device, most: int) -> tuple[int, int]:
-    """The number of parts into which the other operand is cut, and the most tiles that a part has.
+    """Returns the number of parts into which the other operand is cut, and the most tiles in a part.
 
     The number keeps all processors busy to the end; a traced graph, which does not know sizes, takes four.
     """
@@ -244,7 +248,7 @@ def parts_of(own_tiles: int, tiles: int, blocks: Blocks, device: torch.device, m
 
 
 def blocks_of(operands: Operands, table: dict[str, dict[int, Blocks]]) -> Blocks:
-    """The entry for these operands of `FORWARD`, `OF_HIDDEN` or `OF_WEIGHT`."""
+    """Returns the entry of `table` (`FORWARD`, `OF_HIDDEN` or `OF_WEIGHT`) for these operands."""
     kind = "16 bits"
     if operands.candidate_ids is not None or operands.hidden_norms is not None:
         kind = "16 bits, ids"
@@ -254,7 +258,7 @@ def blocks_of(operands: Operands, table: dict[str, dict[int, Blocks]]) -> Blocks
 
 
 def constants_of(operands: Operands, blocks: Blocks) -> dict[str, Any]:
-    """The compile-time constants of the kernels, by the names of their parameters."""
+    """Returns the compile-time constants of the kernels, by the names of their parameters."""
     width = int(operands.hidden.shape[1])
     return {
         "D": width,
@@ -284,7 +288,7 @@ def forward_op(
     hidden_norms: Tensor | None,
     weight_norms: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`launch_forward` for traced graphs."""
+    """Runs `launch_forward` in traced graphs."""
     operands = Operands(
         hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
     )
@@ -307,7 +311,7 @@ def backward_op(
     of_target: Tensor,
     requested: list[bool],
 ) -> list[Tensor]:
-    """`launch_backward` for traced graphs; returns the `requested` gradients in order."""
+    """Runs `launch_backward` in traced graphs; returns the `requested` gradients in order."""
     operands = Operands(
         hidden, weight, bias, scale, target, candidate_ids, target_ids, hidden_norms, weight_norms
     )

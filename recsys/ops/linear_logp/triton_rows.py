@@ -1,4 +1,5 @@
-"""Kernels for the work per row: outputs from partial sums, gradients of scores from those of the outputs."""
+"""Kernels for the work per row: outputs from partial sums, and gradients of scores from those of the
+outputs."""
 
 import math
 
@@ -16,10 +17,11 @@ def _target_scores(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     NORMED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scaled scores [BLOCK] of the rows from `first` on with the candidates `place`.
+    """Computes the scaled scores [BLOCK] of the rows from `first` on with the candidates `place`.
 
-    They are the diagonal of a tile, not sums of each row's products: they need the very bits of the scores in
-    `forward_kernel`, since the log-probability of a confident target is the difference of the two.
+    It takes the diagonal of a tile instead of summing each row's products: the scores must have the very bits
+    of those in `forward_kernel`, since the log-probability of a confident target is the difference of the
+    two.
     """
     number = tl.arange(0, BLOCK)
     h_block = _load_rows(hidden, first, num_rows, D, BLOCK, BLOCK_D, True)
@@ -40,7 +42,8 @@ def target_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     NORMED: tl.constexpr, BIASED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes scores [num_rows] float32: of each row's target, or of candidate 0 where it has none."""
+    """Writes scores [num_rows] float32: each row's score with its target, or with candidate 0 where it has
+    none."""
     first = tl.program_id(0) * BLOCK
     i = first + tl.arange(0, BLOCK)
     place = _row_or_none(tl.load(target + i, mask=i < num_rows, other=-1), num_candidates)
@@ -107,10 +110,10 @@ def upstream_kernel(
 ):  # fmt: skip
     """Writes what the gradient kernels read about rows, padded to a whole number of blocks:
 
-        vectors     [3, blocks * BLOCK] float32: top, sign, of_target. With z the scaled scores in powers of
-                    2, dz[i, j] = sign[i] 2^(z[i, j] - top[i]), but dz[i, rows[i]] = of_target[i]
+        vectors     [3, blocks * BLOCK] float32: top, sign, of_target. With z the scaled scores times log2(e),
+                    dz[i, j] = sign[i] 2^(z[i, j] - top[i]), but dz[i, rows[i]] = of_target[i]
         rows        [blocks * BLOCK] int32, targets, -1 for none
-        marks       uint8, 0 before: 1 for each tile of scores with a target in it, [tiles of hidden,
+        marks       uint8, zeros on entry: 1 for each tile of scores with a target in it, [tiles of hidden,
                     hidden_tiles] and from weight_marks on [tiles of the weight, weight_tiles]
 
     A row that does not count has top = inf.
@@ -161,7 +164,7 @@ def project_kernel(
 ):  # fmt: skip
     """Writes out [num_rows, D], `recompute.projected` of grad [num_rows, STRIDE]; both may be one tensor.
 
-    norms [num_rows] float32, inverse ones.
+    norms: [num_rows] float32, inverse norms.
     """
     i = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK_D)[None, :]

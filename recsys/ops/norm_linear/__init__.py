@@ -1,4 +1,4 @@
-"""`norm_linear`: layer norm and projection into parts, the first half of an STU layer, as one op."""
+"""Defines `norm_linear`: layer norm and projection into parts, the first half of an STU layer, as one op."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["OP", "NormLinear", "norm_linear"]
 
 
 class NormLinear(NamedTuple):
-    """The result of `norm_linear`.
+    """Result of `norm_linear`.
 
     Attributes:
         parts: [T, width] each.
-        x: the argument again, for the sum that ends a residual block: a backend adds the gradient of this
-            output within the kernel that computes the gradient of x.
-        grad_buffer: for ops behind it to put the gradients of `parts`; None where the backend wants none.
+        x: the argument x again, to be used in the sum that ends a residual block: a backend adds the gradient
+            of this output inside the kernel that computes the gradient of x.
+        grad_buffer: where later ops put the gradients of `parts`; None if the backend wants no buffer.
     """
 
     parts: tuple[Tensor, ...]
@@ -33,7 +33,7 @@ class NormLinear(NamedTuple):
 
 @dataclass(frozen=True)
 class NormLinearFacts:
-    """All that a backend may know when it says whether it can run."""
+    """Everything that a backend may consider when it decides whether it can run."""
 
     device: str
     dtype: torch.dtype
@@ -55,26 +55,26 @@ def norm_linear(
     silu: bool = False,
     backend: str = "auto",
 ) -> NormLinear:
-    """`split(norm(x) @ weight^T + bias)`, or `split(silu(...))`.
+    """Computes `split(norm(x) @ weight^T + bias)`, or `split(silu(...))`.
 
-    `norm(x) = (x - mean) / sqrt(variance + eps) * norm_weight + norm_bias`. Statistics of each row and norm
-    are computed in the wider of x's and `norm_weight`'s type; norm(x) is rounded to `dtype`, and so are
-    weight and bias.
+    `norm(x) = (x - mean) / sqrt(variance + eps) * norm_weight + norm_bias`. Row statistics and norm are
+    computed in the wider of the dtypes of x and `norm_weight`; norm(x), weight and bias are then rounded to
+    `dtype`.
 
     Args:
         x: [T, E] floating point.
         norm_weight, norm_bias: [E] floating point, of one dtype.
-        weight: [N, E] floating point. bias: [N], its dtype.
-        widths: columns of the parts, adding up to N.
+        weight: [N, E] floating point. bias: [N], dtype of weight.
+        widths: columns of each part; they add up to N.
         eps: added to the (biased) variance.
-        dtype: type of the product and its result; None for that of x.
-        keep_normed: if False, backward computes norm(x) again instead of keeping it.
-        silu: applies SiLU to all parts; backward then keeps their values before it.
+        dtype: dtype of the product and of the result; None for that of x.
+        keep_normed: if False, backward computes norm(x) again instead of storing it.
+        silu: applies SiLU to all parts; backward then stores their values before it.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        Parts side by side in memory, of type `dtype`. Differentiable in x and all parameters, whose gradients
-        have their own types; bitwise repeatable as far as the device's matrix products are.
+        The parts, side by side in memory, in `dtype`. Differentiable in x and all parameters, whose gradients
+        have the parameters' dtypes; bitwise repeatable as far as the device's matrix products are.
 
     Raises:
         TypeError, ValueError: naming the argument.

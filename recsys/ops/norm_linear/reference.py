@@ -1,4 +1,4 @@
-"""The reference of `norm_linear` in plain PyTorch, on any device, float64 included."""
+"""Implements the reference of `norm_linear` in plain PyTorch, on any device and in any float dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(
     keep_normed: bool,
     silu: bool,
 ) -> NormLinear:
-    """One operation after the other; makes no buffer for gradients."""
+    """Runs one operation after the other; makes no buffer for gradients."""
 
     def project(x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, norm_weight.dtype))

@@ -22,7 +22,8 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: NormLinearFacts) -> Support:
-    """As `triton_support.support`, in eager mode, for rows of up to 4096: a program holds whole rows."""
+    """Supports what `triton_support.support` does, in eager mode, for rows of up to 4096 columns: a program
+    holds whole rows."""
     able = triton_support.support(facts.device, facts.dtype)
     if able.ok and facts.compute_dtype not in triton_support.DTYPES:
         able = able._replace(ok=False, reason=f"it computes in 16 or 32 bits, not {facts.compute_dtype}")

@@ -24,7 +24,8 @@ def forward_kernel(
     x, weight, bias, out, num_rows,
     STRIDE: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Writes out [T, W], contiguous; rows of x are STRIDE apart. One program per BLOCK_M rows."""
+    """Writes out [T, W], contiguous; rows of x are STRIDE elements apart. One program runs per BLOCK_M
+    rows."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < num_rows) & (column < W)
@@ -43,8 +44,10 @@ def backward_kernel(
     BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Writes grad_x [T, W], contiguous like grad_n, and sums [num_workers, 2, W] float32: dw and db over the
-    rows of a worker, which takes every num_workers-th block. Adds `residual`, with rows STRIDE_R apart, to
-    grad_x.
+    rows of each worker.
+
+    A worker takes every num_workers-th block of rows. `residual`, with rows STRIDE_R elements apart, is added
+    to grad_x.
     """
     worker = tl.program_id(0)
     column = tl.arange(0, BLOCK)[None, :]

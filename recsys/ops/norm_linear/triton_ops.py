@@ -1,4 +1,4 @@
-"""Norm, projection and their gradients as one autograd function."""
+"""Computes norm, projection and their gradients as one autograd function."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from recsys.ops.runtime.launch import launch
 from recsys.ops.runtime.triton_support import num_processors
 
 FORWARD_ENTRIES = 4096
-"""Entries of a program's block, rows x columns, unless one row has more."""
+"""Entries per program's block, rows x columns, unless a single row has more."""
 
 BACKWARD_ENTRIES, FEWER_ENTRIES, SHORT = 2048, 1024, 512
-"""The same for backward: for rows of up to `SHORT` columns, and for longer ones."""
+"""Entries per program's block in backward, for rows of up to `SHORT` columns and for longer rows; and
+`SHORT`."""
 
 ENTRIES_PER_WARP, LEAST_WARPS = 512, 4
 
 WORKERS_PER_PROCESSOR = 4
-"""Programs of the backward kernel, each of which sums gradients of the parameters over its rows."""
+"""Programs of the backward kernel per multiprocessor; each sums gradients of the parameters over its rows."""
 
 
 class Blocks(NamedTuple):
-    """Sizes for a kernel."""
+    """Block sizes of a kernel."""
 
-    rows: int  # BLOCK_M
-    columns: int  # BLOCK
+    rows: int  # BLOCK_M, rows per block
+    columns: int  # BLOCK, columns per block
     num_warps: int
 
 
@@ -48,8 +49,8 @@ def forward(
 
 
 class NormLinear(torch.autograd.Function):
-    """`apply(x, norm_weight, norm_bias, weight, bias, grad_buffer, eps, dtype, keep_normed, silu)`;
-    returns x and the parts."""
+    """Autograd function, called as `apply(x, norm_weight, norm_bias, weight, bias, grad_buffer, eps, dtype,
+    keep_normed, silu)`; returns x and the parts."""
 
     @staticmethod
     def forward(
@@ -92,7 +93,7 @@ class NormLinear(torch.autograd.Function):
 
 
 def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Launches `forward_kernel`: norm(x) [T, E] of type `dtype`."""
+    """Launches `forward_kernel` and returns norm(x) [T, E] in `dtype`."""
     num_rows, width = x.shape
     out = torch.empty(num_rows, width, dtype=dtype, device=x.device)
     if num_rows == 0:
@@ -111,8 +112,8 @@ def launch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torc
 def launch_norm_backward(
     grad_normed: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Launches `backward_kernel`: the gradient of x with `residual` added, and those of weight and bias [2,
-    E]."""
+    """Launches `backward_kernel` and returns the gradient of x with `residual` added, and those of weight and
+    bias as [2, E]."""
     num_rows, width = x.shape
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     if num_rows == 0:
@@ -131,12 +132,12 @@ def launch_norm_backward(
 
 
 def forward_blocks(width: int) -> Blocks:
-    """Blocks of whole rows, several rows if they are short."""
+    """Chooses blocks of whole rows, with several rows if they are short."""
     return _blocks(width, FORWARD_ENTRIES)
 
 
 def backward_blocks(width: int) -> Blocks:
-    """Blocks of whole rows, several rows if they are short."""
+    """Chooses blocks of whole rows, with several rows if they are short."""
     return _blocks(width, BACKWARD_ENTRIES if width <= SHORT else FEWER_ENTRIES)
 
 
@@ -147,12 +148,12 @@ def _blocks(width: int, entries: int) -> Blocks:
 
 
 def _with_dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor with a last stride of 1 and a row stride other than 0, as the kernels need it."""
+    """Returns the tensor with a last stride of 1 and a nonzero row stride, as the kernels require."""
     return tensor if tensor.stride(1) == 1 and tensor.stride(0) != 0 else tensor.contiguous()
 
 
 def _constants(width: int, eps: float, blocks: Blocks) -> dict[str, Any]:
-    """The compile-time constants of the kernels, by the names of their parameters."""
+    """Returns the compile-time constants of the kernels, by the names of their parameters."""
     return {
         "W": int(width),
         "BLOCK_M": blocks.rows,

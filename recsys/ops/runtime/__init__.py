@@ -1,1 +1,2 @@
-"""Shared by all ops: dispatch, registration, launches, tensor descriptors, device facts, autograd pieces."""
+"""Shared infrastructure of all ops: dispatch, registration, launches, tensor descriptors, device facts,
+autograd pieces."""

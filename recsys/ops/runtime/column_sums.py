@@ -1,5 +1,6 @@
-"""A linear layer without gradients, and the gradients of its parameters: the bias gets sums over the rows,
-and the weight gets a product. This module needs Triton.
+"""Computes linear layers without gradients, and the gradients of their parameters.
+
+The bias gets sums over the rows, and the weight gets a product. This module needs Triton.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def sums_kernel(
     x, out, num_rows, num_workers,
     STRIDE: tl.constexpr, W: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [num_workers, W] float32: sums over every num_workers-th block of rows, which are STRIDE apart."""
+    """Writes out [num_workers, W] float32: worker n sums every num_workers-th block of rows; rows are STRIDE
+    elements apart."""
     BLOCKS: tl.constexpr = (W + BLOCK - 1) // BLOCK
     worker = tl.program_id(0) // BLOCKS
     column = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -46,7 +48,8 @@ def sums_kernel(
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """float32 [W], the sums over the rows of [T, W], in an order that depends only on T and the device."""
+    """Returns float32 [W], the sums over the rows of [T, W], in an order that depends only on T and the
+    device."""
     num_rows, width = x.shape
     if num_rows == 0:
         return torch.zeros(width, dtype=torch.float32, device=x.device)
@@ -61,7 +64,8 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 def sum_of_parts(parts: Tensor) -> Tensor:
-    """[...], the sum over the first dimension of a contiguous float32 [P, ...], P from tens to thousands."""
+    """Returns [...], the sum over the first dimension of a contiguous float32 [P, ...], for P from tens to
+    thousands."""
     shape, width = parts.shape[1:], parts[0].numel()
     out = torch.empty(*shape, dtype=torch.float32, device=parts.device)
     constants = {"STRIDE": width, "W": width, "BLOCK_M": PARTS, "BLOCK": 16, "num_warps": 8}
@@ -70,15 +74,16 @@ def sum_of_parts(parts: Tensor) -> Tensor:
 
 
 def constants_of(width: int, stride: int) -> dict[str, int]:
-    """Compile-time constants of the kernel, by the names of its parameters."""
+    """Returns the compile-time constants of the kernel, by the names of its parameters."""
     block = min(COLUMNS, max(16, 1 << (width - 1).bit_length()))
     return {"STRIDE": int(stride), "W": int(width), "BLOCK_M": ROWS, "BLOCK": block, "num_warps": 8}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x @ weight^T + bias` in the dtype of `x`, without gradients.
+    """Computes `x @ weight^T + bias` in the dtype of `x`, without gradients.
 
-    Under autocast PyTorch keeps its rounded copies of the parameters, which the pieces of a batch then share.
+    Under autocast PyTorch keeps its rounded copies of the parameters, so that the pieces of a batch share
+    them.
     """
     kind, dtype = x.device.type, x.dtype
     if not (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == dtype):
@@ -87,7 +92,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`grad^T @ x`, [N, K] of type `dtype` from [T, N] and [T, K], rounded once."""
+    """Computes `grad^T @ x`, [N, K] in `dtype` from [T, N] and [T, K], rounded once."""
     if grad.dtype == dtype:
         return grad.t() @ x
     if grad.is_cuda and dtype == torch.float32:
@@ -96,10 +101,10 @@ def weight_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class LinearAdd(torch.autograd.Function):
-    """`apply(x, y, weight, bias)`: x + y @ weight^T + bias.
+    """Autograd function, called as `apply(x, y, weight, bias)`: x + y @ weight^T + bias.
 
-    The product has the type of y, the sum that of x. Gradients of the parameters are summed in float32. It
-    pays within a node that runs several functions; on its own PyTorch's operations cost the host less
+    The product has the dtype of y, the sum that of x. Gradients of the parameters are summed in float32. It
+    pays off inside a node that runs several functions; on its own, PyTorch's operations cost the host less
     (experiments/2026-11-23-fewer-forms).
     """
 

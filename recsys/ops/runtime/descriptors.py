@@ -1,9 +1,9 @@
 """Ragged tensor descriptors: boxes of rows of one head of a tensor [T, H, D], cut off at the end of a sample.
 
-A box at (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of the sample
-from `row` on. The third coordinate ends at 2^30, so rows past the sample are out of bounds: they are read as
-zeros and not written. The first coordinate is a way back: 2^30 of its steps are -2^30 rows, modulo 2^64
-bytes. Source: `triton.tools.ragged_tma`.
+A box at coordinates (2^30, end of the sample, 2^30 - length of the sample + row, column) holds the rows of
+the sample from `row` on. The third dimension has size 2^30, so rows past the sample are out of bounds: they
+are read as zeros and not written. The first coordinate leads back to the sample: its 2^30 steps equal -2^30
+rows modulo 2^64 bytes, which cancels the 2^30 of the third coordinate. Source: `triton.tools.ragged_tma`.
 
 This module needs Triton; `gluon_descriptor` needs its Gluon.
 """
@@ -21,17 +21,18 @@ RAGGED_ROWS = 2**30
 """Rows that a ragged descriptor claims to have; no batch has as many tokens."""
 
 ANY_ROWS = 0x7FFF0000
-"""A size that is larger than any coordinate and that a tensor map may have."""
+"""Size that exceeds every coordinate and that a tensor map may have."""
 
 STEP_BACK = 2**34
-"""Stride in elements. 2^30 such strides are 0 modulo 2^64 bytes, which lets a descriptor step back."""
+"""Elements by which the first stride exceeds minus one row. 2^30 times this is 0 modulo 2^64 bytes, so
+2^30 steps of the first coordinate lead back by 2^30 rows."""
 
 ALIGNMENT = 16
-"""Bytes by which addresses and steps of a tensor map are divisible."""
+"""Number of bytes by which the addresses and strides of a tensor map are divisible."""
 
 
 class Boxes(NamedTuple):
-    """A tensor [T, H, D] and the size of the boxes that a ragged descriptor shows of it."""
+    """A tensor [T, H, D] and the size of the boxes into which a ragged descriptor divides it."""
 
     tensor: Tensor
     rows: int
@@ -49,7 +50,8 @@ class RaggedShape(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def ragged_shape(stride: tuple[int, int, int], num_heads: int, dim: int, size: int) -> RaggedShape:
-    """The shape for a tensor [T, num_heads, dim] of `size` bytes an element, which is the same for every T.
+    """Returns the descriptor's shape for a tensor [T, num_heads, dim] of `size` bytes per element; it is the
+    same for every T.
 
     `loadable`: rows and heads start at multiples of 16 bytes, and heads lie side by side within a row.
     """
@@ -61,30 +63,30 @@ def ragged_shape(stride: tuple[int, int, int], num_heads: int, dim: int, size: i
 
 
 def shape_of(tensor: Tensor) -> RaggedShape:
-    """`ragged_shape` of a tensor [T, H, D]."""
+    """Returns `ragged_shape` for a tensor [T, H, D]."""
     return ragged_shape(tensor.stride(), tensor.size(1), tensor.size(2), tensor.element_size())
 
 
 def is_loadable(tensor: Tensor) -> bool:
-    """True if a ragged descriptor can describe a tensor [T, H, D] without a copy."""
+    """Returns True if a ragged descriptor can describe a tensor [T, H, D] without a copy."""
     return shape_of(tensor).loadable and tensor.data_ptr() % ALIGNMENT == 0
 
 
 def with_loadable_rows(tensor: Tensor) -> Tensor:
-    """The tensor [T, H, D] if a ragged descriptor can describe it, else a copy."""
+    """Returns the tensor [T, H, D] if a ragged descriptor can describe it, otherwise a copy."""
     if is_loadable(tensor):
         return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)  # contiguous() would keep an odd address
+    return tensor.clone(memory_format=torch.contiguous_format)  # contiguous() would keep an unaligned address
 
 
 def ragged_descriptor(boxes: Boxes) -> TensorDescriptor:
-    """The descriptor for a kernel in Triton's language."""
+    """Creates the descriptor for a kernel in Triton's language."""
     shape, strides, _, _ = shape_of(boxes.tensor)
     return TensorDescriptor(boxes.tensor, list(shape), list(strides), [1, 1, boxes.rows, boxes.columns])
 
 
 def gluon_descriptor(boxes: Boxes) -> TensorDescriptor:
-    """The descriptor for a kernel in Gluon, which names the layout in shared memory."""
+    """Creates the descriptor for a kernel in Gluon, including the layout in shared memory."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia import hopper
 

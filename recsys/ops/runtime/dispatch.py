@@ -1,9 +1,9 @@
-"""Dispatch: chooses the implementation of an op for each call, and explains the choice.
+"""Chooses the implementation of an op for each call, and explains the choice.
 
 Every op has a list of backends, fastest first and `reference` last. A backend is the module `<op
 package>.<backend>` with `supports(facts) -> Support` and `run(...)`; it may need packages that the machine
-lacks, and is slow to import only where it can run. `facts` are the op's static facts (device,
-dtype, sizes, kind of mask), never tensor values: the same question can be asked when a config is loaded.
+lacks, and is slow to import only where it can run. `facts` are the op's static facts (device, dtype, sizes,
+kind of mask), never tensor values, so the same question can be asked when a config is loaded.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import torch
 logger = logging.getLogger(__name__)
 
 FORCED_BACKEND = os.environ.get("RECSYS_BACKEND")
-"""Backend that replaces "auto" in every op that has one of this name; for debugging."""
+"""Backend that replaces "auto" in every op that has a backend of this name; for debugging."""
 
 _OPS: dict[str, Op] = {}
 
 _MODULES = {"sm90": "hopper"}
-"""Modules whose names differ from those of their backends."""
+"""Module names of the backends whose module has a different name."""
 
 
 class Support(NamedTuple):
-    """A backend's answer. `reason` says what is missing and what would help; empty when `ok`.
+    """A backend's answer. `reason` says what is missing and what would help; it is empty when `ok`.
 
-    `auto=False`: this is no machine for the backend, so "auto" passes it over without a word, even where it
-    is `ok` (a kernel on a CPU, in an interpreter, for its tests).
+    `auto=False`: the machine does not suit the backend, so "auto" skips it silently, even if it is `ok` (as
+    for a kernel that runs on a CPU in an interpreter, for its tests).
     """
 
     ok: bool
@@ -48,7 +48,7 @@ SUPPORTED = Support(True)
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answers of an op's backends about one call, in the order in which "auto" asks them."""
+    """Answers of an op's backends about one call, in the order in which "auto" asks them."""
 
     op: str
     rows: tuple[tuple[str, Support], ...]
@@ -63,15 +63,15 @@ class Explanation:
 
 
 class Op:
-    """One op: its name, its backends and how to read the static facts off its arguments."""
+    """An op: its name, its backends, and the function that derives the static facts from its arguments."""
 
     def __init__(self, name: str, package: str, backends: Sequence[str], facts: Callable[..., Any]) -> None:
         """Registers the op for `explain` and `last_backend`.
 
         Args:
-            package: the package that holds one module a backend.
-            backends: module names in it, fastest first.
-            facts: takes the arguments of the public function (less `backend`), returns what `supports`
+            package: the package that holds one module per backend.
+            backends: names of the backends, fastest first.
+            facts: takes the arguments of the public function (without `backend`) and returns what `supports`
                 judges.
         """
         self.name = name
@@ -80,20 +80,20 @@ class Op:
         self.facts = facts
         self.last_backend: str | None = None
         self.fallbacks: Counter[tuple[str, str]] = Counter()
-        """Counts by (backend, reason) how often "auto" skipped a backend."""
+        """Number of times that "auto" skipped a backend, by (backend, reason)."""
         self._watcher: Callable[..., None] | None = None
         self._modules: dict[str, ModuleType] = {}
         for backend in self.backends[:-1]:
-            with contextlib.suppress(ImportError):  # `_ask` reports it to those who want this backend
+            with contextlib.suppress(ImportError):  # `_ask` reports it when this backend is requested
                 self._load(backend)
-        self._load(self.backends[-1])  # everyone has it; and a traced call could not import any
+        self._load(self.backends[-1])  # always importable; a traced call could not import it
         _OPS[name] = self
 
     def select(self, facts: Any, backend: str = "auto") -> ModuleType:
-        """The module that will run: the first usable one for "auto", else exactly the named one.
+        """Returns the module that will run: the first usable one for "auto", otherwise exactly the named one.
 
         Raises:
-            ValueError: an unknown backend, or a named one that cannot do this; it never falls back.
+            ValueError: the backend is unknown, or named and unable to run this call; it never falls back.
         """
         if backend == "auto" and FORCED_BACKEND is not None:
             if FORCED_BACKEND in self.backends:
@@ -121,7 +121,7 @@ class Op:
 
     @contextlib.contextmanager
     def watched(self, watcher: Callable[..., None]) -> Iterator[None]:
-        """Within the block, `watcher` gets the arguments of each call that is not traced, by name."""
+        """Within the block, passes `watcher` the arguments of each untraced call, by name."""
         before, self._watcher = self._watcher, watcher
         try:
             yield
@@ -134,7 +134,7 @@ class Op:
             self._watcher(**arguments)
 
     def explain(self, facts: Any) -> Explanation:
-        """The answers of all backends about `facts`."""
+        """Returns the answers of all backends about `facts`."""
         return Explanation(self.name, tuple((name, self._ask(name, facts)) for name in self.backends))
 
     def _ask(self, name: str, facts: Any) -> Support:
@@ -150,7 +150,7 @@ class Op:
         return self._modules[name]
 
     def _count_fallback(self, name: str, reason: str) -> None:
-        if torch.compiler.is_dynamo_compiling():  # counting would be guarded on, and recompile every call
+        if torch.compiler.is_dynamo_compiling():  # else a guard on the count would recompile every call
             return
         self.fallbacks[name, reason] += 1
         if self.fallbacks[name, reason] == 1:
@@ -159,7 +159,8 @@ class Op:
 
 @torch.compiler.assume_constant_result
 def is_exporting() -> bool:
-    """`torch.compiler.is_exporting()`, which a compiler of PyTorch 2.11 takes for true in all its graphs."""
+    """Returns `torch.compiler.is_exporting()`, corrected for the compiler of PyTorch 2.11, which sets it in
+    all its graphs."""
     return torch.compiler.is_exporting()
 
 
@@ -167,10 +168,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
     """Explains which backends of an op can run this call, and why the others cannot.
 
     Args:
-        op: its name, or the function itself; the other arguments are those of that function.
+        op: name of the op, or the function itself; the other arguments are those of that function.
 
     Raises:
-        ValueError: no op of this name.
+        ValueError: there is no op of this name.
     """
     registered = _op(op if isinstance(op, str) else op.__name__)
     kwargs.pop("backend", None)
@@ -178,10 +179,10 @@ def explain(op: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Explanat
 
 
 def last_backend(op: str) -> str | None:
-    """The backend that the latest call of `op` in this process took; None before the first.
+    """Returns the backend that the latest call of `op` in this process used, or None before the first call.
 
     Raises:
-        ValueError: no op of this name.
+        ValueError: there is no op of this name.
     """
     return _op(op).last_backend
 

@@ -1,11 +1,11 @@
 """Pieces of Gluon kernels for Hopper that several ops share: barriers, boxes of rows, cursors, instructions.
 
 A kernel has one warp that loads and warp groups that compute. Operands pass through rings of buffers in
-shared memory. Each buffer has two barriers: `full`, at which the copy engine or a warp says that the buffer
-has arrived, and `free`, at which its readers say that they have read it. A cursor is a buffer's number in the
-ring and the parity of its barriers in this round; a wait for the parity before the first returns at once.
+shared memory. Each buffer has two barriers: the copy engine or a warp arrives at `full` when the buffer has
+been filled, and its readers arrive at `free` when they have read it. A cursor is a buffer's number in the
+ring and the parity of its barriers in this round; waiting for the parity before the first returns at once.
 
-All of it is inlined. This module needs Gluon.
+Everything here is inlined. This module needs Gluon.
 """
 
 from triton._C.libtriton import ir
@@ -17,46 +17,46 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from recsys.ops.runtime import descriptors
 
 STRIP = gl.constexpr(64)
-"""Rows of a warp group: those of one matrix instruction."""
+"""Rows per warp group: those of one matrix instruction."""
 
 RAGGED_ROWS = gl.constexpr(descriptors.RAGGED_ROWS)
 
 
 @gluon.jit
 def new_buffers(desc, COUNT: gl.constexpr):
-    """Shared memory for `COUNT` boxes of a descriptor."""
+    """Allocates shared memory for `COUNT` boxes of a descriptor."""
     return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)
 
 
 @gluon.jit
 def new_slots(COUNT: gl.constexpr, NUMBERS: gl.constexpr = 1):
-    """Shared memory for messages between warps: `COUNT` slots of so many int32."""
+    """Allocates shared memory for messages between warps: `COUNT` slots of `NUMBERS` int32 each."""
     return gl.allocate_shared_memory(gl.int32, [COUNT, NUMBERS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def new_barriers(COUNT: gl.constexpr):
-    """`COUNT` barriers in shared memory, not yet initialized."""
+    """Allocates `COUNT` barriers in shared memory, not yet initialized."""
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
 def new_ring(STAGES: gl.constexpr):
-    """The barriers of a ring of `STAGES` buffers, full and free, not yet initialized."""
+    """Allocates the barriers of a ring of `STAGES` buffers, full and free, not yet initialized."""
     return new_barriers(STAGES), new_barriers(STAGES)
 
 
 @gluon.jit
 def init_barriers(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Initializes `COUNT` barriers, each for so many arrivals a round."""
+    """Initializes `COUNT` barriers, each for `ARRIVALS` arrivals per round."""
     for number in gl.static_range(COUNT):
         mbarrier.init(barriers.index(number), count=ARRIVALS)
 
 
 @gluon.jit
 def init_rings(rings, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Initializes the barriers of rings of `STAGES` buffers: (full, free) of each ring. A buffer is full
-    after one arrival, and free after one arrival of each reader."""
+    """Initializes the barriers of rings of `STAGES` buffers; `rings` holds (full, free) for each ring. A
+    buffer is full after one arrival, and free after one arrival from each of `READERS` readers."""
     for stage in gl.static_range(STAGES):
         for ring in gl.static_range(len(rings)):
             mbarrier.init(rings[ring][0].index(stage), count=1)
@@ -65,7 +65,7 @@ def init_rings(rings, STAGES: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def next_stage(cursor, STAGES: gl.constexpr):
-    """The cursor of the next buffer of a ring."""
+    """Returns the cursor of the next buffer of a ring."""
     stage, parity = cursor
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, parity ^ 1, parity)
@@ -73,7 +73,8 @@ def next_stage(cursor, STAGES: gl.constexpr):
 
 @gluon.jit
 def previous_stage(cursor, STAGES: gl.constexpr):
-    """The cursor that `next_stage` came from. (A loop would not carry a name for it that starts equal.)"""
+    """Returns the cursor that precedes `cursor`. (A loop could not carry it as a second variable: the two
+    start equal.)"""
     stage, parity = cursor
     first = stage == 0
     return gl.where(first, STAGES - 1, stage - 1), gl.where(first, parity ^ 1, parity)
@@ -82,7 +83,7 @@ def previous_stage(cursor, STAGES: gl.constexpr):
 @gluon.jit
 def skip_blocks(count, cursor, rings, STAGES: gl.constexpr):
     """Frees the buffers of `count` blocks in two rings, whose barriers are (full, free, full, free), without
-    reading them. Returns the cursor behind them."""
+    reading them. Returns the cursor behind these blocks."""
     for _number in range(count):
         stage, parity = cursor
         mbarrier.wait(rings[0].index(stage), parity)
@@ -98,7 +99,7 @@ def load_rows(descriptor, sample, first, column, full, buffer):
     """Starts a copy of a box into `buffer`: rows from `first` on of a sample, columns from `column` on.
 
     Args:
-        sample: its first row in [T] and its length; more may follow.
+        sample: first row of the sample in [T], and its length; the tuple may have further items.
         full: the barrier that expects the box.
     """
     start, length = sample[0], sample[1]
@@ -110,8 +111,8 @@ def load_rows(descriptor, sample, first, column, full, buffer):
 
 @gluon.jit
 def store_rows(descriptor, sample, first, offset, column, buffer):
-    """Starts a copy of `buffer` to rows from `first + offset` on of a sample; rows outside of it are not
-    written."""
+    """Starts a copy of `buffer` to the rows of a sample from `first + offset` on; rows outside the sample are
+    not written."""
     rows = RAGGED_ROWS - sample[1] + first + offset
     end = sample[0].to(gl.int32) + sample[1]
     tma.async_copy_shared_to_global(descriptor, [RAGGED_ROWS, end, rows, column], buffer)
@@ -126,14 +127,14 @@ def publish(number, slot):
 
 @gluon.jit
 def read_slot(slot):
-    """The number that was published in a slot."""
+    """Reads the number that was published in a slot."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(slot.load(one), 0)
 
 
 @gluon.jit
 def tanh(x):
-    """tanh in one instruction, to about 11 bits: enough for weights of 16 bits."""
+    """Computes tanh in one instruction, to about 11 bits: enough for 16-bit weights."""
     return gl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
@@ -141,8 +142,9 @@ def tanh(x):
 
 @gluon.jit
 def opaque(number):
-    """The number, hidden from the compiler, which would otherwise compute the descriptors of all instructions
-    before the loop where buffers are the same in all blocks: more than there are registers for."""
+    """Returns the number, hidden from the compiler. If the compiler knew that buffers are the same in all
+    blocks, it would compute the descriptors of all instructions before the loop, which takes more registers
+    than there are."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -150,8 +152,8 @@ def opaque(number):
 
 @builtin
 def async_add_to_global(tensor_desc, coord, src, _semantic=None):
-    """Starts to add a box in shared memory to one of a descriptor; `tma.store_wait` waits for it. `tma` of
-    Gluon 3.6 lacks this."""
+    """Starts to add a box in shared memory to a box of a descriptor; `tma.store_wait` waits for it. Gluon 3.6
+    has no such function in `tma`."""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle

@@ -1,8 +1,8 @@
-"""`GradientBuffer`: one tensor for the gradients of all column ranges of another tensor.
+"""Defines `GradientBuffer`: one tensor for the gradients of all column ranges of another tensor.
 
-A projection returns u, v, q and k side by side, and its backward wants their gradients side by side. Ops that
-know the buffer of their inputs write gradients directly into it, so nobody has to concatenate them. Using the
-buffer is optional: `joined` copies gradients that lie elsewhere.
+A projection returns u, v, q and k side by side, and its backward needs their gradients side by side. Ops that
+know the buffer of their inputs write gradients directly into it, so that nothing has to be concatenated.
+Using the buffer is optional: `joined` copies gradients that lie elsewhere.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from torch import Tensor
 
 
 class GradientBuffer:
-    """Memory for the gradients of the column ranges of one tensor [T, N], for one backward pass at a time.
+    """Memory for the gradients of the column ranges of a tensor [T, N], for one backward pass at a time.
 
-    Nothing is allocated before the first `place`. After `joined` the buffer is empty and can be used again.
+    Nothing is allocated before the first `place`. `joined` empties the buffer, which can then be used again.
     """
 
     def __init__(self, widths: Sequence[int]):
-        """`widths`: columns of each range, first range first."""
+        """`widths`: number of columns of each range, in order."""
         self.widths = tuple(widths)
         self._memory: Tensor | None = None
 
     def place(self, part: Tensor) -> Tensor:
-        """Uninitialized memory for the gradient of `part`, in its shape.
+        """Returns uninitialized memory for the gradient of `part`, in its shape.
 
         Args:
-            part: a view of one range of a tensor [T, N] that starts its storage, [T, columns] or [T, H, D];
-                or any other tensor, which gets memory of its own.
+            part: a view of one column range, [T, columns] or [T, H, D], of a tensor [T, N] that begins at the
+                start of its storage. Any other tensor gets memory of its own.
         """
         shape, strides, columns = part.shape, part.stride(), sum(self.widths)
         first, width = part.storage_offset(), shape[1:].numel()
@@ -41,7 +41,8 @@ class GradientBuffer:
         return self._memory.as_strided(shape, strides, first)
 
     def joined(self, gradients: Sequence[Tensor]) -> Tensor:
-        """[T, N] from the gradients of all ranges, [T, width] each; copies none that `place` gave."""
+        """Returns [T, N] with the gradients of all ranges, each [T, width]; copies only those outside the
+        buffer."""
         memory, self._memory = self._memory, None
         if len(gradients) == 1:
             return gradients[0]

@@ -1,13 +1,13 @@
 """Launches kernels with little work on the host, with or without tensor maps.
 
-Triton inspects every argument of a launch to find the compiled kernel, and describes every tensor map anew:
+For every launch, Triton inspects all arguments to find the compiled kernel and encodes every tensor map anew:
 over 100 us for four tensors with descriptors. Here Triton does so only for the first launch with a key. The
-key of `launch` holds all that the code of a kernel depends on. Later launches with that key encode their
-tensor maps and call the C function that Triton built for the kernel. Triton's own launcher remains for the
-first launch, for other versions of Triton, where a profiler has put hooks around launches, for an argument
-that is not aligned as it was when the kernel was compiled, and for a number that needs 64 bits.
+key of `launch` holds everything that the code of a kernel depends on. Later launches with that key encode
+their tensor maps and call the C function that Triton built for the kernel. Triton's own launcher is used for
+the first launch, for other versions of Triton, where a profiler has hooked launches, for an argument whose
+alignment differs from that at compile time, and for a number that needs 64 bits.
 
-A change of Triton's settings after the first launch with a key (TRITON_DEBUG and the like) has no effect.
+Changing Triton's settings (TRITON_DEBUG and the like) after the first launch with a key has no effect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAUNCHED_BY = "3.6."
 
 
 class _Encoding(NamedTuple):
-    """The encoding of a tensor map that the compiler chose."""
+    """Encoding of a tensor map, as chosen by the compiler."""
 
     swizzle: int
     elem_size: int
@@ -53,7 +53,7 @@ class _Compiled(NamedTuple):
 _COMPILED: dict[Hashable, _Compiled] = {}
 
 STOCK = 256
-"""Counters that one call allocates."""
+"""Number of counters per allocation."""
 
 _COUNTERS: dict[tuple[int, int], list[Tensor]] = {}
 """Unused counters by device and stream."""
@@ -68,11 +68,11 @@ def launch(
     numbers: tuple[int | float, ...],
     constants: Callable[[], dict[str, Any]],
 ) -> None:
-    """`kernel[(programs,)](*boxes, *pointers, *numbers, **constants())` on the current stream.
+    """Runs `kernel[(programs,)](*boxes, *pointers, *numbers, **constants())` on the current stream.
 
     Args:
-        key: all that the code depends on beside the kernel and the device: constants, dtypes of tensors and
-            the sizes of boxes. The kernel must not be specialized on any of `numbers`.
+        key: everything that the code depends on besides the kernel and the device: constants, dtypes of
+            tensors and sizes of boxes. The kernel must not be specialized on any of `numbers`.
 
     Raises:
         TypeError: Triton would specialize the kernel on one of `numbers`.
@@ -95,10 +95,10 @@ def launch_specialized(
     constants: dict[str, Any],
     describe: Callable[[Boxes], Any],
 ) -> None:
-    """`kernel[(programs,)](*arguments, **constants)`; `describe` turns boxes into descriptors.
+    """Runs `kernel[(programs,)](*arguments, **constants)`; `describe` turns boxes into descriptors.
 
-    For kernels that Triton specializes on some of their numbers: those numbers are part of the key, so there
-    must be few different values of them.
+    This is for kernels that Triton specializes on some of their numbers: those numbers are part of the key,
+    so they may take only few different values.
     """
     tensors = [value for value in arguments if isinstance(value, Tensor)]
     device = tensors[0].device
@@ -114,7 +114,7 @@ def launch_specialized(
 
 
 def _kind(argument: Boxes | Tensor | float) -> Hashable:
-    """The part of an argument that the code of a kernel may depend on."""
+    """Returns the part of an argument that the code of a kernel may depend on."""
     if isinstance(argument, Boxes):
         return argument.tensor.dtype, argument.rows, argument.columns
     if isinstance(argument, Tensor):
@@ -126,7 +126,7 @@ _PLACES: dict[tuple[int, int], tuple[int, ...]] = {}
 
 
 def _specialized_parameters(kernel: Any, number: int) -> tuple[int, ...]:
-    """The indices of those among the first `number` parameters that the code depends on."""
+    """Returns the indices of those of the first `number` parameters that the code depends on."""
     place = (id(kernel), number)
     if place not in _PLACES:
         parameters = getattr(kernel, "params", [])[:number]
@@ -135,7 +135,7 @@ def _specialized_parameters(kernel: Any, number: int) -> tuple[int, ...]:
 
 
 def _keep(kernel: Any, key: Hashable, artefact: Any, device: torch.device, tensors: Sequence[Tensor]) -> None:
-    """Keeps a kernel that Triton has just launched, if `_relaunch` can launch it."""
+    """Stores a kernel that Triton has just launched, if `_relaunch` can launch it."""
     if isinstance(kernel, triton.JITFunction) and _aligned(tensors):
         compiled = _compiled(kernel, artefact, device)
         if compiled is not None:
@@ -143,8 +143,10 @@ def _keep(kernel: Any, key: Hashable, artefact: Any, device: torch.device, tenso
 
 
 def require_one_code(kernel: Any, first: int, numbers: tuple[int | float, ...]) -> None:
-    """Passes if the code of a kernel is the same for all values of `numbers`, its parameters from index
-    `first` on. Otherwise Triton compiles in a 1 or a multiple of 16, and later launches would be wrong.
+    """Checks that a kernel's code is the same for all values of `numbers`, its parameters from index `first`
+    on.
+
+    Otherwise Triton would compile in the value 1 or divisibility by 16, and later launches would be wrong.
 
     Raises:
         TypeError: naming the parameter.
@@ -159,22 +161,22 @@ def require_one_code(kernel: Any, first: int, numbers: tuple[int | float, ...]) 
 
 @lru_cache(maxsize=64)
 def num_processors(device: torch.device) -> int:
-    """How many programs run at a time: one per streaming multiprocessor."""
+    """Returns how many programs run at a time: one per streaming multiprocessor."""
     if device.type != "cuda":
-        return 4  # in the emulator: few programs, so that one of them has several tiles
+        return 4  # in the emulator: few programs, so that at least one has several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def programs_for(device: torch.device, units: int) -> int:
-    """Programs to launch where each one works through one unit after the other."""
+    """Returns the number of programs to launch if each works through several units one after the other."""
     return min(num_processors(device), units)
 
 
 def zero_counter(device: torch.device) -> Tensor:
-    """int32 [4], zeros for one launch on the current stream. Not for code that a compiler captures: it must
-    know of all memory that is kept.
+    """Returns int32 [4] of zeros for one launch on the current stream.
 
-    Each stream has a stock, which one call in `STOCK` fills. A captured graph gets zeros of its own, which
+    Not for code that a compiler captures, because the compiler must know of all memory that is kept. Each
+    stream has a stock, which every `STOCK`-th call refills. A captured graph gets zeros of its own, which
     each replay makes anew.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
@@ -191,7 +193,7 @@ def zero_counter(device: torch.device) -> Tensor:
 def _relaunch(
     compiled: _Compiled, device: torch.device, programs: int, values: Sequence[Boxes | Tensor | int | float]
 ) -> bool:
-    """Launches a compiled kernel and returns True, or returns False if only Triton's launcher can."""
+    """Launches a compiled kernel and returns True, or returns False if only Triton's launcher can do so."""
     hooks = knobs.runtime
     if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls or compiled.kernel.pre_run_hooks:
         return False
@@ -231,7 +233,7 @@ def _relaunch(
             *arguments,
             *compiled.constants,
         )
-    except OverflowError:  # a number past 32 bits, for which there is other code
+    except OverflowError:  # a number that needs 64 bits takes different code
         return False
     return True
 
@@ -241,7 +243,8 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
 
 
 def _compiled(kernel: Any, artefact: Any, device: torch.device) -> _Compiled | None:
-    """The arguments of `_relaunch`, or None where it cannot launch this kernel with this Triton."""
+    """Returns the arguments of `_relaunch`, or None if it cannot launch this kernel with this Triton
+    version."""
     if not triton.__version__.startswith(LAUNCHED_BY) or torch.cuda.current_device() != device.index:
         return None
     launcher = getattr(artefact, "run", None)

@@ -1,8 +1,8 @@
-"""Launches of Triton kernels: through a node of the graph where one is traced, else with little host work.
+"""Launches Triton kernels: through a node of the graph if one is traced, otherwise with little host work.
 
-Triton's own launcher inspects every argument to find the compiled kernel. `hopper_launch` avoids that, for
-kernels without tensor maps as well. It is written for one version of Triton; with another version, Triton's
-own launcher is used.
+Triton's own launcher inspects every argument to find the compiled kernel. `hopper_launch` avoids that, also
+for kernels without tensor maps. It is written for one version of Triton; with other versions Triton's own
+launcher is used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Wrap = Callable[[Any], Any]
 
 
 def unwrapped(kernel: Any) -> Any:
-    """The `wrap` of eager mode, where a traced graph has `torch.library.wrap_triton`."""
+    """Returns the kernel itself: the `wrap` of eager mode, in place of `torch.library.wrap_triton` in a
+    traced graph."""
     return kernel
 
 
@@ -32,11 +33,11 @@ def launch(
     constants: dict[str, Any],
     wrap: Wrap | None = None,
 ) -> None:
-    """`kernel[(programs,)](*pointers, *numbers, **constants)`.
+    """Runs `kernel[(programs,)](*pointers, *numbers, **constants)`.
 
     Args:
-        numbers: parameters behind the pointers, which the kernel is not specialized on.
-        constants: parameters behind the numbers, always in the same order, since their values are the key.
+        numbers: parameters after the pointers, on which the kernel is not specialized.
+        constants: parameters after the numbers, always in the same order, since their values are the key.
         wrap: `torch.library.wrap_triton` in a traced graph.
     """
     fast = _fast_launcher() if wrap is None else None
@@ -55,9 +56,11 @@ def launch_specialized(
     constants: dict[str, Any],
     describe: Callable[[Boxes], Any],
 ) -> None:
-    """`kernel[(programs,)](*arguments, **constants)` in eager mode; `describe` turns boxes into descriptors.
+    """Runs `kernel[(programs,)](*arguments, **constants)` in eager mode; `describe` turns boxes into
+    descriptors.
 
-    For kernels that Triton specializes on some of their numbers, of which there must be few different values.
+    This is for kernels that Triton specializes on some of their numbers, which may take only few different
+    values.
     """
     if (fast := _fast_launcher()) is not None:
         fast.launch_specialized(kernel, programs, arguments, constants, describe)

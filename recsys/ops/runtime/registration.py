@@ -1,13 +1,12 @@
-"""Registration: turns functions into library ops, each one node of a traced graph. Only here does the package
-register ops with PyTorch.
+"""Turns functions into library ops, each one node of a traced graph.
 
-Eager mode calls autograd functions directly, since dispatch through the library costs about 60 us. In graphs
-an op is one of two kinds:
+The package registers ops with PyTorch only here. Eager mode calls autograd functions directly, since dispatch
+through the library costs about 60 us. In graphs an op is of one of two kinds:
 
 - `traceable_op`: launches Triton kernels through `wrap_triton`. A compiler sees them, and a package embeds
   them as machine code and needs neither Python nor this library.
-- `opaque_op`: hides its inside from compilers (kernels in Gluon, loops over blocks). It must declare the
-  shapes of its results, and a package that held one would call Python, so its backends refuse an export.
+- `opaque_op`: hides its body from compilers (kernels in Gluon, loops over blocks). It must declare the shapes
+  of its results, and a package that held one would call Python, so its backends refuse to be exported.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Backward = Callable[..., Any]
 def traceable_op(name: str) -> Callable[[Callable[..., Any]], Any]:
     """Decorates an annotated function of tensors and plain values as the op `recsys::<name>`.
 
-    While it is traced, every launch of a kernel in it must go through `torch.library.wrap_triton`.
+    While it is traced, every kernel launch in it must go through `torch.library.wrap_triton`.
     """
     return torch.library.triton_op(f"recsys::{name}", mutates_args=())
 
@@ -42,11 +41,11 @@ def opaque_op(
 
     Args:
         run: the implementation, which neither changes nor returns any of its arguments.
-        fake: `run` for tensors without data; returns new ones with the shapes, dtypes and strides of the
+        fake: `run` for tensors without data; returns new tensors with the shapes, dtypes and strides of the
             results.
-        devices: device types that `run` works on; all by default.
-        arguments: the schema behind the name, `(Tensor x, int n) -> Tensor`; None: that of the annotations of
-            `run`.
+        devices: device types on which `run` works; all by default.
+        arguments: the schema after the name, `(Tensor x, int n) -> Tensor`; None: inferred from the
+            annotations of `run`.
     """
     full_name = f"recsys::{name}"
     torch.library.define(full_name, arguments or torch.library.infer_schema(run, mutates_args=()))
@@ -56,13 +55,14 @@ def opaque_op(
 
 
 def differentiable(op: Any, backward: Backward, setup_context: SetupContext) -> None:
-    """Gives an op gradients in graphs, by another op: `backward(ctx, *grad_outputs)` returns one an input."""
+    """Gives an op gradients in graphs, by another op: `backward(ctx, *grad_outputs)` returns one gradient per
+    input."""
     torch.library.register_autograd(op, backward, setup_context=setup_context)
 
 
 def saving(num_tensors: int) -> SetupContext:
-    """A `setup_context` that saves the first inputs (tensors or None) as `ctx.saved_tensors` and the others
-    as `ctx.rest`."""
+    """Returns a `setup_context` that saves the first `num_tensors` inputs (tensors or None) as
+    `ctx.saved_tensors` and the others as `ctx.rest`."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[:num_tensors])

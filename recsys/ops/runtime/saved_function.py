@@ -1,6 +1,6 @@
-"""`SavedCalls`: several autograd functions run one after the other inside a single one.
+"""Defines `SavedCalls`: several autograd functions run one after the other inside a single one.
 
-PyTorch's work around an autograd function is then done once for all of them, which saves some 20 us of host
+PyTorch's overhead for an autograd function is then paid once for all of them, which saves some 20 us of host
 time per function in forward, and as much in backward.
 """
 
@@ -24,11 +24,12 @@ class SavedCall:
         self.count = 0
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keeps tensors until `SavedCalls.save` hands them to the outer context."""
+        """Stores tensors until `SavedCalls.save` hands them to the outer context."""
         self.saved_tensors, self.count = tensors, len(tensors)
 
     def gradients(self, *grad_outputs: Tensor) -> Any:
-        """Gradients of all arguments, once after each `SavedCalls.restored`: the saved tensors are released.
+        """Returns the gradients of all arguments, once after each `SavedCalls.restored`: the saved tensors
+        are released.
 
         The outer backward is `once_differentiable`, so this one runs without that decorator.
         """
@@ -38,7 +39,7 @@ class SavedCall:
 
 
 class SavedCalls(list[SavedCall]):
-    """The calls in the order in which they ran."""
+    """The saved calls, in the order in which they ran."""
 
     def run(
         self,
@@ -46,7 +47,7 @@ class SavedCalls(list[SavedCall]):
         arguments: Sequence[Any],
         needs_input_grad: Sequence[bool] = (),
     ) -> Any:
-        """`function.apply(*arguments)` without a node of its own.
+        """Runs `function.apply(*arguments)` without creating a node for it.
 
         Args:
             needs_input_grad: for a backward that reads `ctx.needs_input_grad`.
@@ -55,14 +56,16 @@ class SavedCalls(list[SavedCall]):
         return function.forward(self[-1], *arguments)
 
     def save(self, ctx: Any, *others: Tensor) -> None:
-        """Saves the tensors of all calls, then `others`, in the outer context, and itself as `ctx.calls`."""
+        """Saves the tensors of all calls, then `others`, in the outer context, and these calls as
+        `ctx.calls`."""
         ctx.save_for_backward(*(tensor for call in self for tensor in call.saved_tensors), *others)
         ctx.calls = self
         for call in self:
             call.saved_tensors = ()
 
     def restored(self, saved: Sequence[Tensor | None]) -> SavedCalls:
-        """Itself, ready for `SavedCall.gradients`; `saved`: `saved_tensors` of the outer context."""
+        """Returns these calls, ready for `SavedCall.gradients`; `saved` is `saved_tensors` of the outer
+        context."""
         first = 0
         for call in self:
             call.saved_tensors = saved[first : first + call.count]

@@ -24,16 +24,16 @@ GLUON = "3.6"
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Triton decides when it is imported, by its own variable, whether kernels are compiled or interpreted.
+# Triton decides at import, by its own environment variable, whether kernels are compiled or interpreted.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _INSTALLED = importlib.util.find_spec("triton") is not None
 
 _MODULES: dict[str, ModuleType] = {}
-"""Imported modules of kernels by name: a traced call cannot import any."""
+"""Imported modules of kernels by name; needed because a traced call cannot import any."""
 
 
 def support(device: str, dtype: torch.dtype) -> Support:
-    """Kernels take CUDA tensors of 16 or 32 bits. A CPU only interprets them, for tests."""
+    """Supports CUDA tensors of 16 or 32 bits. A CPU only interprets the kernels, for tests."""
     if device == "cpu":
         if not _INTERPRETED:
             return Support(False, "it needs CUDA tensors, these are on the CPU", auto=False)
@@ -43,23 +43,23 @@ def support(device: str, dtype: torch.dtype) -> Support:
         return Support(False, "Triton is not installed; type: pip install triton")
     if dtype not in DTYPES:
         return Support(False, f"it takes bfloat16, float16 and float32, not {dtype}")
-    return Support(True, auto=device == "cuda")  # in the interpreter only for those who name it
+    return Support(True, auto=device == "cuda")  # the interpreter runs only when named
 
 
 def has_kernels(device: torch.device) -> bool:
-    """True if code without a choice of backends should run kernels on this device now."""
+    """Returns True if code without a choice of backends should run kernels on this device now."""
     return device.type == "cuda" and _INSTALLED and not torch.compiler.is_compiling()
 
 
 def preload(module: str) -> None:
-    """Imports a module of kernels where they can run: a traced call could not import it."""
+    """Imports a module of kernels where they can run, because a traced call could not import it."""
     if _INSTALLED and torch.version.cuda is not None:
         environment.prefer_packaged_ptxas()
         _MODULES[module] = importlib.import_module(module)
 
 
 def load(module: str) -> ModuleType:
-    """Returns a module of kernels to run one of them."""
+    """Returns a module of kernels, imported if necessary."""
     if not torch.compiler.is_compiling():
         _warn_about_assembler()
     if module not in _MODULES:
@@ -69,15 +69,16 @@ def load(module: str) -> ModuleType:
 
 @lru_cache(maxsize=64)
 def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a device: at least so many programs run at a time."""
+    """Returns the number of streaming multiprocessors of a device: at least as many programs run at a
+    time."""
     if device.type != "cuda":
-        return 4  # in the interpreter: few programs, so that one of them has several tiles
+        return 4  # in the interpreter: few programs, so that at least one has several tiles
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.compiler.assume_constant_result  # on a plain function: a tracer looks into a cached one
+@torch.compiler.assume_constant_result  # on an uncached function: a tracer looks into a cached one
 def missing_for_hopper() -> str:
-    """The requirement of Gluon kernels that a machine with CUDA does not meet; empty if it meets all."""
+    """Returns the first unmet requirement of Gluon kernels on a machine with CUDA, or an empty string."""
     return _looked_for_hopper()
 
 
@@ -91,15 +92,15 @@ def _looked_for_hopper() -> str:
         return f"it needs Triton {GLUON}, this is {version or 'none'}; {brings}"
     environment.prefer_packaged_ptxas()
     path = environment.find_ptxas()
-    found = environment.tool_version(path) if path else ""
-    if environment.version_numbers(found) < environment.MINIMAL_PTXAS:
+    ptxas_version = environment.tool_version(path) if path else ""
+    if environment.version_numbers(ptxas_version) < environment.MINIMAL_PTXAS:
         return f"it needs ptxas 13.3 or later; type: {environment.newer_ptxas()}"
     return ""
 
 
 @lru_cache(maxsize=1)
 def _warn_about_assembler() -> None:
-    """Warns once if a ptxas that may miscompile kernels for Hopper would assemble them."""
+    """Warns once if the ptxas in use may miscompile kernels for Hopper."""
     path = environment.find_ptxas()
     version = environment.tool_version(path) if path else ""
     on_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9

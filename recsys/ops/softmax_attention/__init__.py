@@ -1,4 +1,4 @@
-"""`softmax_attention`: the attention of a transformer over jagged samples, masked as `hstu_attention` is."""
+"""Defines `softmax_attention`: transformer attention over jagged samples, masked like `hstu_attention`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def softmax_attention(
     alpha: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """`out[i] = sum_j softmax_j(alpha <q_i, k_j>) v_j` over the keys `j` that `i` sees, a head.
+    """Compute, per head, `out[i] = sum_j softmax_j(alpha <q_i, k_j>) v_j` over the keys `j` that `i` sees.
 
     Args:
         q: [T, H, D] floating point; `T == layout.total_len`.

@@ -1,4 +1,5 @@
-"""Softmax attention in plain PyTorch: the definition of correct, on any device, float64 included."""
+"""Implement softmax attention in plain PyTorch: the definition of correct, on any device and in any float
+dtype."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def run(
     parts = zip(padded.chunks, *(padded.split(tensor) for tensor in (q * alpha, k, v)), strict=True)
     outputs = []
     for chunk, q_bLHD, k_bLHD, v_bLHV in parts:
-        # Padding rows see themselves. A row without keys is NaN, in backward even if its output is dropped.
+        # Padding rows see themselves. A row without keys is NaN, and so are its gradients, even if its output
+        # is dropped.
         visible = visible_pairs(mask, chunk.history_end, layout.num_contextual, chunk.max_len)
         heads = (tensor.transpose(1, 2) for tensor in (q_bLHD, k_bLHD, v_bLHV))
         out_bHLV = F.scaled_dot_product_attention(*heads, attn_mask=visible[:, None], scale=1.0)

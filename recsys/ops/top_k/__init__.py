@@ -1,4 +1,4 @@
-"""`top_k`: the best items of a whole catalogue for each query, by inner product, exactly."""
+"""Defines `top_k`: the best items of a whole catalog for each query, by inner product, exactly."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["OP", "TopK", "top_k"]
 ITEM_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 MOST_ITEMS = 2**32
-"""A catalogue has fewer items, so that 32 bits hold an index."""
+"""Exclusive upper bound on the items of a catalog, so that 32 bits hold an index."""
 
 
 @dataclass
 class TopK:
-    """The best items of each query, best first.
+    """Best items of each query, best first.
 
     Attributes:
         scores: [B, k] float32; -inf where a query has fewer than k items left.
-        items: [B, k] int64 index into the item vectors; -1 where a query has fewer than k items left.
+        items: [B, k] int64, indices into the item vectors; -1 where a query has fewer than k items left.
     """
 
     scores: Tensor
@@ -32,11 +32,11 @@ class TopK:
 
 @dataclass(frozen=True)
 class TopKFacts:
-    """All that a backend may know when it says whether it can run."""
+    """Everything that a backend may consider when it decides whether it can run."""
 
     device: str
     dtype: torch.dtype
-    """Type of the items."""
+    """Dtype of the items."""
     width: int
     k: int
 
@@ -50,26 +50,26 @@ def top_k(
     removed_lengths: Tensor,
     backend: str = "auto",
 ) -> TopK:
-    """Exact top-k by inner product, equal scores in order of the item's index.
+    """Computes the exact top-k items by inner product; equal scores are ordered by the item's index.
 
     A score is the inner product of float32 vectors, summed in float32 in an order that the backend chooses;
     the result is the exact top-k of those scores. Memory beyond the inputs is bounded for any size of
-    catalogue, and no call waits for the device.
+    catalog, and no call waits for the device.
 
     Args:
         queries: [B, E] float32, on any device.
-        items: [V, E] float32, bfloat16 or float16, on the same device; fewer than 2^32.
-        k: items to find for each query, at least 1.
+        items: [V, E] float32, bfloat16 or float16, on the same device; V is less than 2^32.
+        k: number of items to find for each query, at least 1.
         removed: [R] int64 on the host, indices of items that must not be found, query after query; indices
-            outside of 0..V-1 are ignored.
-        removed_lengths: [B] int64 on the host, how many of `removed` belong to each query.
+            outside 0..V-1 are ignored.
+        removed_lengths: [B] int64 on the host, how many entries of `removed` belong to each query.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
     Returns:
-        Tensors on the device of the queries. Items that score -inf are not found; scores must not be NaN.
+        [B, k] tensors on the device of the queries. Items that score -inf are not found; no score may be NaN.
 
     Raises:
-        TypeError, ValueError: shapes, types or devices that do not fit, or k < 1.
+        TypeError, ValueError: shapes, dtypes or devices do not fit, or k < 1.
     """
     facts = top_k_facts(queries, items, k, removed=removed, removed_lengths=removed_lengths)
     return OP.select(facts, backend).run(queries, items, k, removed, removed_lengths)

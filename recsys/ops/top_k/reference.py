@@ -1,7 +1,8 @@
-"""The reference in plain PyTorch, a block of items at a time, on any device.
+"""Implements the reference of `top_k` in plain PyTorch, a block of items at a time, on any device.
 
-A block is scored without removed items. Its best items are in its best groups, by their best item, so only
-those groups are sorted and merged with the best so far. Memory is B x (block + 64 k).
+A block is scored without removed items. Groups of items are ranked by their best item; the best items of the
+block are in the best k groups, so only those groups are sorted and merged with the best so far. Memory is B x
+(block + 64 k).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from recsys.ops.top_k import TopK
 from recsys.ops.top_k.keys import items_of, keys_of, scores_of
 
 BLOCK = 65_536
-"""Items scored together; 65,536 x 256 queries of float32 are 64 MiB."""
+"""Items scored together; with 256 queries their float32 scores take 64 MiB."""
 
 GROUP = 64
 """Neighboring items that are first compared by their maximum."""
@@ -30,21 +31,21 @@ def supports(facts: object) -> Support:
 
 
 def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths: Tensor) -> TopK:
-    """`top_k`; the arguments have been validated."""
+    """Runs `top_k`; the arguments have been validated."""
     best = keys_of(queries.new_full((len(queries), k), -torch.inf), queries.new_zeros(k, dtype=torch.int64))
     nothing = queries.new_full((), -torch.inf)
     removed_by_block = _by_block(removed, removed_lengths, len(items), queries.device)
     for start, struck in zip(range(0, len(items), BLOCK), removed_by_block, strict=True):
         part = queries @ items[start : start + BLOCK].float().T
         part.index_put_((struck.query, struck.item), nothing)
-        found = _best_of_block(part, start, k)
-        best = torch.topk(torch.cat([best, found], dim=1), k, dim=1).values
+        block_best = _best_of_block(part, start, k)
+        best = torch.topk(torch.cat([best, block_best], dim=1), k, dim=1).values
     scores = scores_of(best)
     return TopK(scores, items_of(best).masked_fill(scores == -torch.inf, -1))
 
 
 class _Struck(NamedTuple):
-    """Removed items of a block, int64 [n] each: row of the queries and place in the block."""
+    """Removed items of a block, int64 [n] each: row of the query and index in the block."""
 
     query: Tensor
     item: Tensor
@@ -53,7 +54,7 @@ class _Struck(NamedTuple):
 def _by_block(
     removed: Tensor, removed_lengths: Tensor, num_items: int, device: torch.device
 ) -> Iterator[_Struck]:
-    """The removed items of each block, sorted on the host and sent to the device in one copy."""
+    """Yields the removed items of each block, sorted on the host and sent to the device in one copy."""
     item, order = removed.sort()
     query = torch.repeat_interleave(removed_lengths)[order]
     starts = list(range(0, num_items, BLOCK))
@@ -64,17 +65,17 @@ def _by_block(
 
 
 def _best_of_block(part: Tensor, start: int, k: int) -> Tensor:
-    """Keys [B, up to k] of the best scores of a block [B, n], whose items begin with `start`.
+    """Returns keys [B, up to k] of the best scores of a block [B, n], whose items begin with `start`.
 
-    A group that is not among the k best ones, by its best score and then by place, has k items of other
-    groups before each of its own.
+    Groups are ranked by their best score, then by position. Every item of a group outside the best k groups
+    has at least k better items in other groups.
     """
     queries, count = part.shape
     index = torch.arange(start, start + count, device=part.device)
     if count <= 2 * GROUP * k:
         return _largest(keys_of(part, index), k)
     num_groups = -(-count // GROUP)
-    if count % GROUP:  # else it would be a copy
+    if count % GROUP:  # otherwise padding would copy for nothing
         part = F.pad(part, (0, -count % GROUP), value=-torch.inf)
     part = part.view(queries, num_groups, GROUP)
     groups = torch.arange(num_groups, device=part.device)

@@ -1,4 +1,5 @@
-"""The Triton backend of `top_k`: rounded scores rule out nearly all items, exact scores decide.
+"""The Triton backend of `top_k`: rounded scores rule out nearly all items, exact scores decide among the
+rest.
 
 This module itself needs no Triton: the kernels are in `triton_kernels`, their launch in `triton_launch`.
 """
@@ -20,7 +21,8 @@ triton_support.preload(_LAUNCH)
 
 
 def supports(facts: TopKFacts) -> Support:
-    """As `triton_support.support`, for rows that fit a program and up to `MAX_K` items per query."""
+    """Supports what `triton_support.support` does, for rows that fit a program and up to `MAX_K` items per
+    query."""
     able = triton_support.support(facts.device, facts.dtype)
     if not able.ok:
         return able
@@ -33,5 +35,5 @@ def supports(facts: TopKFacts) -> Support:
 
 
 def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths: Tensor) -> TopK:
-    """`top_k`; the arguments have been validated."""
+    """Runs `top_k`; the arguments have been validated."""
     return triton_support.load(_LAUNCH).run(queries, items, k, removed, removed_lengths)

@@ -1,55 +1,58 @@
-"""Exact top-k in four kernels: rounding, bounds for rounded scores, the best score of each group, the answer.
+"""Computes exact top-k in four kernels: rounding, error bounds, the best rounded score of each group, the
+answer.
 
 The items are cut into groups. Tensor cores multiply rounded vectors, and only the largest score of each group
-is kept. Bounds on the rounding errors of vectors and sums limit how far a group's exact scores can be above
-it and its best score below it. This rules out nearly all groups; the scores of the others are computed again
-from the vectors as given.
+is stored. Bounds on the rounding errors of vectors and sums limit how far the group's best exact score can
+lie above or below that score. This rules out nearly all groups; the scores of the others are computed again
+from the original vectors.
 
-Bounds, for a query q rounded to p and an item x rounded to y, of E numbers:
+The bounds, for a query q rounded to p and an item x rounded to y, with E entries each:
 
     |q x - p y| <= |q| |x - y| + |q - p| |y|                    (Cauchy and Schwarz)
     |p y - its sum| + |q x - its sum| <= E 2^-21 |q| |x|        (see `SUM_ERROR` of `triton_launch`)
 
 Groups that are not finite, or so large that sums may overflow, have no bound and are always scored again.
 
-The score of a group is stored as the bits of a float32 with a last bit of 0, which is within the bounds. The
-bit is set for groups with a removed item, since that item may be the one with the score.
+The score of a group is stored as the bits of a float32 whose last bit is cleared; the change is within the
+bounds. That bit is set for groups with a removed item, since the score may be that item's.
 """
 
 import triton
 import triton.language as tl
 
-# What a kernel reads of module scope must be a constexpr.
+# Kernels can read module constants only as constexpr.
 LAST_ITEM = tl.constexpr(2**32 - 1)
 NO_KEY = tl.constexpr(-(2**63))
 NOTHING = tl.constexpr(float("-inf"))
 ANYTHING = tl.constexpr(float("inf"))
 HUGE = tl.constexpr(2.0**100)
-"""A bound is at least 2^-21 of the product of two lengths: below, no sum of products overflows."""
+"""Exclusive limit on bounds. A bound is at least 2^-21 of the product of two lengths, so below this limit no
+sum of products overflows."""
 
 UPWARD = tl.constexpr(1 + 2.0**-12)
-"""A factor that exceeds the rounding error of a length or a bound."""
+"""Factor that exceeds the rounding error of a length or a bound."""
 
 SMALLEST = tl.constexpr(2.0**-62)
-"""Smaller numbers may have squares of zero; a length may lack this much for each of them."""
+"""Numbers below this may have squares that round to zero; each such number may lower a computed length by at
+most this much."""
 
 ALMOST_ZERO = tl.constexpr(2.0**-120)
-"""Larger than any product that is rounded to zero."""
+"""Exceeds any product that is rounded to zero."""
 
 TURNS = tl.constexpr(24)
-"""Steps of a binary search for a number of 32 bits, whose last 8 bits do not matter."""
+"""Steps of a binary search for a 32-bit number, whose last 8 bits do not matter."""
 
 
 @triton.jit
 def _rising(score):
-    """int32 numbers in the order of float32 scores; both zeros are equal."""
+    """Returns int32 numbers in the order of float32 scores; both zeros are equal."""
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _key(score, item):
-    """As `keys.keys_of`."""
+    """Computes `keys.keys_of` inside kernels."""
     return (_rising(score).to(tl.int64) << 32) + (LAST_ITEM - item)
 
 
@@ -58,12 +61,13 @@ def round_kernel(
     queries, rows, facts, share, stride_queries, stride_rows, sum_error,
     D: tl.constexpr, BLOCK_D: tl.constexpr, MOST_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows [queries, stride_rows]: queries times a power of 2 that makes their greatest number about
-    1, rounded to 16 bits; zero behind column D. One program per query.
+    """Writes rows [queries, stride_rows]: each query divided by a power of 2 that brings its largest
+    magnitude near 1, rounded to 16 bits; zero past column D. One program runs per query.
 
-    facts [queries, 3] float32: the power of 2 by which to multiply rounded scores; by what to multiply
-    widths, and what to add, for a bound. share [1]: what the roundings of any of these queries, and of sums,
-    come to relative to the length of an item, if 0 before.
+    facts: [queries, 3] float32: the power of 2 by which to multiply rounded scores; then, for a bound, the
+        factor of the widths and the summand.
+    share: [1], zero on entry: the largest error from rounding any of these queries and from sums, relative to
+        the length of an item.
     """
     one = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
@@ -79,7 +83,7 @@ def round_kernel(
     rest = exact - rounded.to(tl.float64) * scale.to(tl.float64)
     length = tl.sqrt(tl.sum(exact * exact, 0))
     of_rest = tl.sqrt(tl.sum(rest * rest, 0)) / tl.where(length > 0, length, 1.0)
-    known = (length < ANYTHING) & (of_rest < ANYTHING)  # and not NaN
+    known = (length < ANYTHING) & (of_rest < ANYTHING)  # False for NaN, too
     tl.store(facts + 3 * one, scale)
     tl.store(facts + 3 * one + 1, tl.where(known, length * UPWARD, ANYTHING).to(tl.float32))
     tl.store(facts + 3 * one + 2, tl.where(length > 0, D * ALMOST_ZERO, 0.0))
@@ -91,10 +95,10 @@ def measure_kernel(
     items, copy, widths, share, num_items, stride, stride_copy,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """Writes widths [groups] float32: the bound for a query of length 1, the largest of the group's items.
-    With COPIED also copy [items, stride_copy], the rounded items, zero behind column D.
+    """Writes widths [groups] float32: for a query of length 1, the largest error bound of the group's items.
+    With COPIED also writes copy [items, stride_copy], the rounded items, zero past column D.
 
-    share: the error from rounding queries and sums, relative to an item's length.
+    share: the error from rounding queries and from sums, relative to an item's length.
     """
     group = tl.program_id(0)
     row = group * GROUP + tl.arange(0, GROUP)
@@ -116,7 +120,7 @@ def measure_kernel(
     width = of_share * (tl.sqrt(squares) + missing)
     if COPIED:
         width += (1.0 + of_share) * (tl.sqrt(squares_of_rest) + missing)
-    width = tl.where(width < ANYTHING, width * UPWARD, ANYTHING)  # also where it is NaN
+    width = tl.where(width < ANYTHING, width * UPWARD, ANYTHING)  # also replaces NaN
     tl.store(widths + group, tl.max(tl.where(row < num_items, width, 0.0), 0))
 
 
@@ -125,11 +129,11 @@ def coarse_kernel(
     query_rows, item_rows, maxima, num_queries, num_groups, groups_per_part, stride_maxima,
     BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Writes maxima [queries, stride_maxima] int32, the largest rounded score of each group. Rows behind the
+    """Writes maxima [queries, stride_maxima] int32, the largest rounded score of each group. Rows past the
     last item count as items of zeros.
 
-    One program per BLOCK_M queries and part of the groups; queries fastest, so that concurrent programs share
-    items.
+    One program runs per BLOCK_M queries and part of the groups; queries vary fastest, so that concurrent
+    programs share items.
     """
     num_tiles = tl.cdiv(num_queries, BLOCK_M)
     part = tl.program_id(0) // num_tiles
@@ -146,12 +150,13 @@ def coarse_kernel(
 
 @triton.jit
 def _bounds(maxima, widths, group, num_groups, scale, reach, slack):
-    """float32, for each group: a bound below the best score that is left to be found, one above."""
+    """Returns, float32 for each group, a lower and an upper bound of the best exact score among items that
+    are not removed."""
     inside = group < num_groups
     bits = tl.load(maxima + group, mask=inside, other=0)
     score = (bits & -2).to(tl.float32, bitcast=True) * scale
     error = tl.load(widths + group, mask=inside, other=0.0) * reach + slack
-    known = inside & (error < HUGE) & (score == score)  # and not NaN
+    known = inside & (error < HUGE) & (score == score)  # False for NaN, too
     below = tl.where(known & ((bits & 1) == 0), score - error, NOTHING)
     return below, tl.where(known, score + error, ANYTHING)
 
@@ -161,9 +166,11 @@ def _threshold(
     maxima, widths, whole_groups, scale, reach, slack, wanted,
     CLASSES: tl.constexpr,
 ):  # fmt: skip
-    """A score that is not above that of the wanted-th best item, -inf if there may be none.
+    """Returns a score that does not exceed that of the wanted-th best item; -inf if there may be no such
+    item.
 
-    Groups are dealt out to classes: so many classes have an item with that score or better.
+    Groups are dealt out to classes; at least `wanted` classes contain an item with the returned score or a
+    better one.
     """
     lower = tl.full([CLASSES], NOTHING, tl.float32)
     for start in range(0, whole_groups, CLASSES):
@@ -188,7 +195,7 @@ def _keys_of_group(
     query, items, group, first, num_items, stride,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STEP: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """int64 [GROUP], exact; `NO_KEY` for what cannot be found."""
+    """Returns exact keys, int64 [GROUP]; `NO_KEY` for items that cannot be found."""
     row = group * GROUP + tl.arange(0, GROUP).to(tl.int64)
     inside = row < num_items
     score = tl.zeros([GROUP], tl.float32)
@@ -213,7 +220,7 @@ def _mark_removed(
         here = (item >= first) & (item < first + num_items)
         pointer = maxima + tl.where(here, item - first, 0) // GROUP
         tl.store(pointer, tl.load(pointer, mask=here, other=0) | 1, mask=here)
-    tl.debug_barrier()  # the program's other threads read them next
+    tl.debug_barrier()  # makes the stores visible to the program's other threads, which read them next
 
 
 @triton.jit
@@ -228,7 +235,7 @@ def _is_removed(item, removed, removed_start, removed_end, REMOVED: tl.constexpr
 
 @triton.jit
 def _worst(best, k, K: tl.constexpr):
-    """The k-th best key."""
+    """Returns the k-th best key."""
     return tl.min(tl.where(tl.arange(0, K) < k, best, 2**63 - 1), 0)
 
 
@@ -240,9 +247,9 @@ def choose_kernel(
     K: tl.constexpr, CLASSES: tl.constexpr, REMOVED: tl.constexpr,
 ):  # fmt: skip
     """Updates best [queries, K] int64, the keys of the k best items in any order, with the items of a chunk,
-    which begin with `first`. One program per query.
+    which begin with `first`. One program runs per query.
 
-    facts are those of `round_kernel`; removed [R] int64, removed_offsets [queries + 1] int64.
+    facts are as `round_kernel` writes them; removed [R] int64, removed_offsets [queries + 1] int64.
     """
     one = tl.program_id(0).to(tl.int64)
     maxima += one * stride_maxima
@@ -256,7 +263,7 @@ def choose_kernel(
     whole_groups = num_items // GROUP
     least = _threshold(maxima, widths, whole_groups, scale, reach, slack, k, CLASSES)
     slot = tl.arange(0, K)
-    # At first the keys are empty but distinct, so that only one at a time is replaced.
+    # Initially the keys are empty but distinct, so that only one is replaced at a time.
     empty = _key(tl.full([K], NOTHING, tl.float32), slot.to(tl.int64))
     kept = tl.load(best + one * K + slot, mask=(slot < K) & (first > 0), other=0)
     kept = tl.where(first > 0, kept, empty)

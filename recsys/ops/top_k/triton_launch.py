@@ -1,4 +1,4 @@
-"""Launches of the kernels of `top_k`, chunk by chunk of the queries and of the catalogue."""
+"""Launches the kernels of `top_k`, chunk by chunk of the queries and of the catalog."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from recsys.ops.top_k.triton_kernels import choose_kernel, coarse_kernel, measur
 class Blocks(NamedTuple):
     """Sizes of `coarse_kernel`."""
 
-    queries: int  # per program
-    group: int  # items of a group, of which only the largest score is kept
+    queries: int  # queries per program
+    group: int  # items per group, of which only the largest score is stored
     num_warps: int
     num_stages: int
 
@@ -30,55 +30,56 @@ BLOCKS = {
     256: Blocks(128, 64, 8, 3),
     512: Blocks(64, 64, 4, 2),
 }
-"""Sizes by padded width."""
+"""Sizes by padded width in columns."""
 
 CHUNK_QUERIES = 4096
-"""Queries that are searched for at a time."""
+"""Queries processed at a time."""
 
 CHUNK_BYTES = 512 * 2**20
-"""Limit for the largest scores of the groups of a chunk, and again for its rounded items."""
+"""Byte limit for the largest scores of a chunk's groups, and again for the chunk's rounded items."""
 
 CHUNK_ITEMS = 2**30
-"""The most items of a chunk, so that 32 bits number its rows."""
+"""Most items per chunk, so that 32 bits number its rows."""
 
 PART = 64
 """Groups per program: many, so that queries are loaded rarely, but few enough for programs to end
 together."""
 
 CLASSES = 1024
-"""Groups whose bounds a program compares at a time."""
+"""Groups whose bounds a program compares per step."""
 
 STEP = 32
-"""Columns of a group that are summed at a time."""
+"""Columns of a group that are summed per step."""
 
 WARPS = 4
-"""Warps of a program of `measure_kernel` or `choose_kernel`."""
+"""Warps per program of `measure_kernel` or `choose_kernel`."""
 
 REMOVED = 256
-"""Removed items that are compared at a time."""
+"""Removed items that are compared per step."""
 
 SUM_ERROR = 2.0**-21
-"""Error bound per product of a sum of n products, relative to the sum of their magnitudes. n 2^-22 is twice
-what was measured on tensor cores, which truncate instead of rounding (Fasi et al., Numerical behavior of
-NVIDIA tensor cores, PeerJ CS 2021); sums of float32 in any order stay below n 2^-23."""
+"""Error bound per product of an n-term dot product, relative to the sum of the products' magnitudes. It
+covers two sums: on tensor cores, which truncate instead of rounding, n 2^-22 is twice the measured error
+(Fasi et al., Numerical behavior of NVIDIA tensor cores, PeerJ CS 2021); float32 sums in any order stay below
+n 2^-23."""
 
 MOST_BITS = 120
-"""Queries are scaled by powers of 2 from 2^-MOST_BITS to 2^MOST_BITS."""
+"""Exponent limit: queries are scaled by powers of 2 from 2^-MOST_BITS to 2^MOST_BITS."""
 
 
 class Rounded(NamedTuple):
-    """The 16-bit queries and the facts for bounds that `round_kernel` writes."""
+    """16-bit queries and the facts for bounds that `round_kernel` writes."""
 
     rows: Tensor
-    """[B, E'] of 16 bits; E' is a multiple of 8."""
+    """[B, E'], 16 bits per entry; E' is a multiple of 8."""
     facts: Tensor
-    """[B, 3] float32."""
+    """[B, 3] float32, see `round_kernel`."""
     share: Tensor
-    """[1] float32."""
+    """[1] float32, see `round_kernel`."""
 
 
 def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths: Tensor) -> TopK:
-    """`top_k`; the arguments have been validated."""
+    """Runs `top_k`; the arguments have been validated."""
     if not len(queries) or not len(items):
         scores = torch.full((len(queries), k), -torch.inf, device=queries.device)
         return TopK(scores, torch.full_like(scores, -1, dtype=torch.int64))
@@ -98,17 +99,18 @@ def run(queries: Tensor, items: Tensor, k: int, removed: Tensor, removed_lengths
 
 
 class Removed:
-    """Removed items on the device, copied at first use, when the device is already at work."""
+    """Removed items on the device, copied at first use, when the device is already busy."""
 
     def __init__(self, items: Tensor, lengths: Tensor, device: torch.device) -> None:
         self._items, self._lengths, self._device = items, lengths, device
 
     @cached_property
     def _sent(self) -> Tensor:
-        """int64 [E + R], E = B + 1, one more if that is odd: the items begin at a multiple of 16 bytes.
+        """Offsets and items, int64 [E + R]; E is B + 1 rounded up to even, so that the items begin at a
+        multiple of 16 bytes.
 
         The memory is pinned: a copy from pageable memory would wait for all work queued on the device. NumPy
-        fills it: from 32,768 numbers on PyTorch copies with several threads, which took 10 ms and more on a
+        fills it: PyTorch copies 32,768 numbers or more with several threads, which took 10 ms and more on a
         host with shared cores.
         """
         first = _up(len(self._lengths) + 1, 2)
@@ -122,12 +124,12 @@ class Removed:
 
     @property
     def items(self) -> Tensor:
-        """int64 [R]."""
+        """int64 [R], the removed items."""
         return self._sent[_up(len(self._lengths) + 1, 2) :]
 
     @property
     def offsets(self) -> Tensor:
-        """int64 [B + 1]."""
+        """int64 [B + 1], the first removed item of each query, and the end."""
         return self._sent[: len(self._lengths) + 1]
 
 
@@ -163,7 +165,7 @@ def _search(search: _Search) -> None:
 
 
 def chunk_of(num_queries: int, item_bytes: int, num_items: int, group: int) -> int:
-    """Items of a chunk: whole groups, about as many in each chunk.
+    """Returns the number of items per chunk: whole groups, with chunks of about equal size.
 
     Args:
         item_bytes: bytes of an item's rounded copy; 0 without copies.
@@ -196,7 +198,7 @@ def round_queries(queries: Tensor, dtype: torch.dtype) -> Rounded:
 
 
 def measure(items: Tensor, rows: Tensor, widths: Tensor, share: Tensor, group: int) -> None:
-    """Writes the bounds of groups to `widths`, and rounded items to `rows` if these are not the items."""
+    """Writes the bounds of groups to `widths`, and rounded items to `rows` unless `rows` are the items."""
     width = int(items.shape[1])
     measure_kernel[(_up(len(items), group) // group,)](
         items,
@@ -236,7 +238,7 @@ def launch_coarse(rows: Tensor, items: Tensor, maxima: Tensor, num_groups: int, 
 
 
 def part_of(tiles: int, num_groups: int, device: torch.device) -> int:
-    """Groups per program: fewer than `PART` where there would be too few programs."""
+    """Returns the number of groups per program: fewer than `PART` where there would be too few programs."""
     programs = 8 * num_processors(device)
     return max(1, min(PART, tiles * num_groups // programs))
 
@@ -272,12 +274,12 @@ def choose(search: _Search, maxima: Tensor, widths: Tensor, first: int, num_item
 
 
 def padded_width(width: int) -> int:
-    """Columns of a block that holds whole rows."""
+    """Returns the columns of a block that holds whole rows."""
     return max(64, 1 << (width - 1).bit_length())
 
 
 def _is_ready(items: Tensor) -> bool:
-    """True if items can be multiplied without a copy: 16 bits, rows at multiples of 16 bytes."""
+    """Returns True if items can be multiplied without a copy: 16 bits, rows at multiples of 16 bytes."""
     aligned = items.data_ptr() % 16 == 0 and items.stride(0) * items.element_size() % 16 == 0
     return items.dtype.itemsize == 2 and aligned
 

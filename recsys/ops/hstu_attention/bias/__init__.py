@@ -1,1 +1,1 @@
-"""The relative bias of `hstu_attention`: its definition, its kernels, and the gradients of its tables."""
+"""Relative bias of `hstu_attention`: preparation, kernels, and the gradients of its tables."""

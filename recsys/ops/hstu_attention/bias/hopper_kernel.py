@@ -1,18 +1,19 @@
-"""One Hopper kernel for all gradients of attention with a bias, scheduled by hand (Gluon), for heads of 64.
+"""Computes all gradients of attention with a bias in one hand-scheduled (Gluon) Hopper kernel, for heads of
+64.
 
 The bias and the sums of its tables are the inline assembly of `bias.ptx`; formulas are those of
 `triton.backward`. A program owns a tile of keys and goes through the blocks of rows that see them, so that
-the bias is computed once and the gradient of each score is in one place. Two programs share a processor and
-hide one another's waits.
+the bias is computed only once and the gradient of each score is in one place. Two programs share a
+multiprocessor and hide one another's waits.
 
-dS goes to shared memory, from where it is multiplied with the keys; the product, dQ of these keys, takes its
-place, and the copy engine adds it to float32 in memory, in any order. With adds from registers (`red`) the
-kernel took a third longer.
+dS goes to shared memory, where it is multiplied with the keys. The product, this tile's contribution to dQ,
+takes its place, and the copy engine adds it to float32 sums in memory, in any order. With adds from registers
+(`red`) the kernel took a third longer.
 
     loading   descriptors of q and dO, and the head's first columns in them
     buffers   q and dO, two blocks each; k, v
     full      barriers of both blocks of q and dO, and of k and v
-    times     what `packed_scores` takes of keys and of rows
+    times     the operands of `packed_scores` for keys and for rows
 """
 
 from triton.experimental import gluon
@@ -53,7 +54,7 @@ add_to_tables = gluon.jit(packed.add_to_tables.fn)
 
 @gluon.jit
 def load_pair(descriptors, tile, first, columns, full, buffers):
-    """Starts copies of rows from `first` on of the tile's sample, of two tensors; `full` expects both."""
+    """Starts copies of the sample's rows from `first` on, from two tensors; `full` expects both copies."""
     start, length = tile[0], tile[1]
     end, rows = start.to(gl.int32) + length, RAGGED_ROWS - length + first
     mbarrier.expect(full, descriptors[0].block_type.nbytes + descriptors[1].block_type.nbytes)
@@ -74,7 +75,7 @@ def load_block(number, tile, runs, descriptors, columns, buffers, full):
 
 @gluon.jit
 def silu_and_slope(score, first_row, first, history_end, masked, rule, RULE: gl.constexpr):
-    """SiLU of halved scores [keys, rows], and twice its slope; both zero where the mask is."""
+    """Returns SiLU of halved scores [keys, rows], and twice its slope; both are zero for hidden pairs."""
     if masked:
         i = first_row + gl.arange(0, STRIP, gl.SliceLayout(0, score.type.layout))
         j = first + gl.arange(0, STRIP, gl.SliceLayout(1, score.type.layout))
@@ -91,7 +92,7 @@ def add_block(
     row_column, times, tables, RULE: gl.constexpr, TEXTS: gl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of block number `number` of rows to `sums`, dK and dV of the tile. On return only
-    the copies of the next block and of this block's dQ, to column `row_column`, are under way."""
+    the copies of the next block and of this block's dQ, to column `row_column`, are in flight."""
     grad_k, grad_v = sums
     start, length, history_end, first = tile
     key_times, row_times = times
@@ -108,8 +109,8 @@ def add_block(
     k = buffers[2].reshape([STRIP, STRIP])
     v = buffers[3].reshape([STRIP, STRIP])
     ds = rows_buffer._reinterpret(dtype, [STRIP, STRIP], flat)
-    tma.store_wait(0)  # dQ of the block before has left the buffer
-    gl.thread_barrier()  # and nobody reads the other block of rows any more
+    tma.store_wait(0)  # dQ of the previous block has left the buffer
+    gl.thread_barrier()  # and no thread reads the other block of rows anymore
     mbarrier.wait(full.index(stage), number // 2 % 2)
     score = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
     grad = warpgroup_mma(v, grad_out.permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -169,11 +170,11 @@ def biased_kernel(
     BIAS_TEXT: gl.constexpr, BIAS_CONSTRAINTS: gl.constexpr, BEGIN_TEXT: gl.constexpr,
     TABLES_TEXT: gl.constexpr, TABLES_CONSTRAINTS: gl.constexpr, FINISH_TEXT: gl.constexpr,
 ):  # fmt: skip
-    """grad_k and grad_v [T, H, 64], contiguous. A program for each item and head; heads fastest. The strides
-    are those of a head.
+    """Computes grad_k and grad_v [T, H, 64], contiguous. One program runs per item and head, heads fastest.
 
-    What is added to, zeros before: `rows_desc`, float32 [T, H, 64], dQ less the factor
-    alpha / (2 scale_len); position_sums and time_sums, as in `triton.backward.keys_kernel`.
+    The strides are those of a head, in elements. Zero-initialized sums that programs add to: `rows_desc`,
+    float32 [T, H, 64], dQ without the factor alpha / (2 scale_len); position_sums and time_sums, as in
+    `triton.backward.keys_kernel`.
     """
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     TEXTS: gl.constexpr = (BIAS_TEXT, BIAS_CONSTRAINTS, TABLES_TEXT, TABLES_CONSTRAINTS)

@@ -1,4 +1,4 @@
-"""Launch of `hopper_kernel`: all gradients of attention with a bias, summed in any order."""
+"""Launches `hopper_kernel`: all gradients of attention with a bias, summed in any order."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def backward(
     problem: Problem,
     bias: RelativeBias,
 ) -> Gradients:
-    """Fills in `out` and adds the gradients of the tables, for tensors that `can_describe` allows.
+    """Fills in `out` and adds the gradients of the tables; the tensors must satisfy `can_describe`.
 
     Needs 256 bytes of temporary memory per token and head.
     """
     num_tokens, num_heads, dim = q.shape
-    section = section_of(8 * num_heads * dim, problem.mask)  # of q and dO in 16 bits, and of sums
+    section = section_of(8 * num_heads * dim, problem.mask)  # q and dO in 16 bits, and float32 sums
     if section is not None and section >= num_tokens:
-        section = None  # which needs no list of its own
+        section = None  # a single section needs no list of its own
     items = key_work(problem.mask, problem.layout, BLOCKS.keys, BLOCKS.rows, section)
     sums = zero_sums(q, problem.layout.max_len, bias)
     rows = q.new_zeros(num_tokens, num_heads, dim, dtype=torch.float32)

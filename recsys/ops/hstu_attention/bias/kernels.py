@@ -1,16 +1,16 @@
-"""The relative bias of a block of scores: which time buckets occur in it decides how they are found.
+"""Add the relative bias to a block of scores; the time buckets that occur in the block decide how.
 
-The times of a block's tokens are kept as float32 offsets from one of them, which `times_kernel` writes once
-for all that read them, with the exact ends of the block. From these ends follows which buckets a block of
-scores has in it. Far from the diagonal it is one or a few: the bias is that of the lowest, plus a step at the
-edge of each further one. Near the diagonal the bucket of each score is looked up. Both are exact as long as
-whole seconds are exact in float32, and times further apart are compared as int64. Any order of the times will
-do.
+The times of a block's tokens are stored as float32 offsets from one of them. `times_kernel` writes these once
+for all readers, together with the exact earliest and latest time of the block, from which follows which
+buckets a block of scores contains. Far from the diagonal there are one or a few: the bias is that of the
+lowest bucket, plus a step at the edge of each further bucket. Near the diagonal the bucket of each score is
+looked up. Both are exact as long as whole seconds are exact in float32; times further apart are compared as
+int64. The times may be in any order.
 
-Scores come in both orientations: what belongs to the first dimension is called `one` here, what belongs to
-the second `other`. The time that passed between two tokens counts without its sign.
+Scores come in both orientations: the name `one` denotes the tokens of the first dimension, `other` those of
+the second. The time between two tokens counts without its sign.
 
-    tables  where the position table has distance 0; time_table, time_edges, float_edges, num_buckets
+    tables  pointer to distance 0 of the position table; time_table, time_edges, float_edges, num_buckets
 """
 
 import triton
@@ -22,28 +22,30 @@ from recsys.ops.hstu_attention.work_list.item import (
 from recsys.ops.relative_bias import LOG_BUCKET
 
 BUCKETS_PER_OCTAVE = tl.constexpr(0.6931471805599453 / LOG_BUCKET)
-"""Time buckets that a factor of two spans."""
+"""Time buckets per factor of two in elapsed time."""
 
 EXACT = tl.constexpr(2**24)
-"""Whole numbers below it are exact in float32."""
+"""Integers below this are exact in float32."""
 
 FEW = tl.constexpr(8)
-"""Up to this many bucket edges in a block of scores cost less than looking up each score's bucket."""
+"""With at most this many bucket edges in a block, adding steps costs less than looking up each score's
+bucket."""
 
 FAR = tl.constexpr(2**62)
-"""Later than any time."""
+"""A time later than any other, in seconds."""
 
 PAST_THE_END = tl.constexpr(128)
-"""Zeros behind the last offset: blocks are read whole."""
+"""Number of zeros after the last offset: blocks are read whole."""
 
 
 @triton.jit
 def block_times(
     times, start, first, length, BLOCK: tl.constexpr, SIZE: tl.constexpr, BEHIND: tl.constexpr
 ):  # fmt: skip
-    """Cut a tile of BLOCK tokens into blocks of SIZE. Return their first tokens, all tokens [blocks, SIZE],
-    the earliest and latest time of each block, and all offsets: seconds before the latest if BEHIND, else
-    after the earliest.
+    """Cut a tile of BLOCK tokens into blocks of SIZE tokens and compute their times.
+
+    Return the first token of each block, all tokens [blocks, SIZE], the earliest and latest time of each
+    block, and all offsets: seconds before the latest time if BEHIND, otherwise after the earliest.
     """
     block = first + tl.arange(0, BLOCK // SIZE) * SIZE
     at = block[:, None] + tl.arange(0, SIZE)[None, :]
@@ -56,7 +58,7 @@ def block_times(
 
 @triton.jit
 def store_bounds(bounds, start, block, length, low, high):
-    """Store the earliest and latest times of blocks at the first token of each."""
+    """Store the earliest and latest time of each block at the block's first token."""
     pointer = bounds + (start + block) * 2
     tl.store(pointer, low, mask=block < length)
     tl.store(pointer + 1, high, mask=block < length)
@@ -79,14 +81,14 @@ def times_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """Write offsets and bounds, one program per tile of BLOCK tokens of a sample.
+    """Write offsets and bounds; one program per tile of BLOCK tokens of a sample.
 
-    behind: float32 [STEP * T + PAST_THE_END], the seconds from each token to the latest of its block of KEYS
-        tokens.
-    key_bounds: int64 [T, 2], earliest and latest time of a block, at its first token.
-    ahead, row_bounds: the same for `next_timestamps` in blocks of ROWS tokens, but seconds after the earliest
-        one. ROWS = 0 leaves them out.
-    STEP: the offsets of a sample begin at STEP times its first token and follow one another.
+    behind: float32 [STEP * T + PAST_THE_END], the seconds from each token to the latest token of its block of
+        KEYS tokens.
+    key_bounds: int64 [T, 2], earliest and latest time of each block, stored at its first token.
+    ahead, row_bounds: the same for `next_timestamps` in blocks of ROWS tokens, but in seconds after the
+        earliest token. ROWS = 0 omits them.
+    STEP: the offsets of a sample are contiguous and begin at STEP times the index of its first token.
     """
     start, length, _, first = load_tile(items + tl.program_id(0).to(tl.int64) * COLUMNS)
     _write_times(timestamps, behind, key_bounds, start, first, length, BLOCK, KEYS, True, STEP)
@@ -101,7 +103,7 @@ def times_kernel(
 
 @triton.jit
 def load_times(times, at, first, length):
-    """Load the times of a block: pointers to the exact ones, offsets, and both ends.
+    """Load the times of a block: pointers to the exact times, offsets, and the earliest and latest time.
 
     times: pointers to the sample's times, offsets and bounds; at: the block's tokens, as a row or a column.
     """
@@ -113,7 +115,7 @@ def load_times(times, at, first, length):
 
 @triton.jit
 def log2(x, FAST: tl.constexpr):
-    """Return the logarithm to base 2 of normal numbers."""
+    """Return the base-2 logarithm of normal floating-point numbers."""
     if FAST:
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -126,8 +128,9 @@ def log2(x, FAST: tl.constexpr):
 def time_bucket(seconds, time_edges, num_buckets):
     """Return the bucket of a difference in seconds, int64, exactly.
 
-    A logarithm in float32 may miss an edge: it only says which edge to look at. `time_edges[b]` is the least
-    whole number of seconds in bucket `b`, and `time_edges[num_buckets]` lies beyond all of them.
+    A float32 logarithm may land on the wrong side of an edge, so it only selects which edge to compare with.
+    `time_edges[b]` is the least whole number of seconds in bucket `b`, and `time_edges[num_buckets]` lies
+    beyond all of them.
     """
     seconds = tl.maximum(tl.where(seconds < 0, -seconds, seconds), 1)
     guess = tl.log2(seconds.to(tl.float32)) * BUCKETS_PER_OCTAVE - 1e-3
@@ -137,7 +140,7 @@ def time_bucket(seconds, time_edges, num_buckets):
 
 @triton.jit
 def look_up(table, index, FAST: tl.constexpr):
-    """Return `table[index]`, float32. FAST keeps the layout of the scores, which Triton's load would
+    """Return `table[index]`, float32. FAST keeps the layout of the scores, which Triton's own load would
     change."""
     if FAST:
         pointer = (table + index).to(tl.int64)
@@ -150,8 +153,8 @@ def look_up(table, index, FAST: tl.constexpr):
 
 @triton.jit
 def block_buckets(rows, keys, time_edges, num_buckets):
-    """Return for the scores of two blocks (see `load_times`) the least difference in time, whether
-    differences from it are exact in float32, whether all differences are, and the lowest and highest
+    """Return, for the scores of two blocks (see `load_times`): the least difference in time in seconds,
+    whether differences from it are exact in float32, whether all differences are, and the lowest and highest
     bucket."""
     least = rows[2] - keys[3]
     most = rows[3] - keys[2]
@@ -164,7 +167,7 @@ def block_buckets(rows, keys, time_edges, num_buckets):
 
 @triton.jit
 def is_past(edge, least, one, other, FAST: tl.constexpr):
-    """Return 1.0 where at least `edge` seconds passed, else 0.0, if differences from `least` are exact."""
+    """Return 1.0 where at least `edge` seconds passed, else 0.0; differences from `least` must be exact."""
     edge = (edge - tl.maximum(least, 0)).to(tl.int32).to(tl.float32)
     seconds = tl.abs((one[1] + tl.minimum(least, 0).to(tl.float32)) + other[1])
     if FAST:
@@ -177,14 +180,14 @@ def is_past(edge, least, one, other, FAST: tl.constexpr):
 
 @triton.jit
 def is_long_past(edge, one, other):
-    """Return what `is_past` returns, for any times."""
+    """Return the same as `is_past`, for any times."""
     elapsed = tl.load(one[0]) - tl.load(other[0])
     return ((elapsed >= edge) | (elapsed <= -edge)).to(tl.float32)
 
 
 @triton.jit
 def add_time_bias(score, rows, keys, one, other, tables, FAST: tl.constexpr):
-    """Return `score` plus the time table's part; `rows` and `keys` come from `load_times`."""
+    """Return `score` plus the time bias; `rows` and `keys` come from `load_times`."""
     time_table, time_edges, float_edges, num_buckets = tables
     least, exact, small, low, high = block_buckets(rows, keys, time_edges, num_buckets)
     if small & (high - low > FEW):
@@ -210,7 +213,7 @@ def add_bias(score, rows, keys, one, other, one_place, other_place, tables, FAST
     """Return `score` plus the bias, in the scale of the tables.
 
     rows, keys: from `load_times`; `one` and `other` are the same two in the order of the dimensions.
-    one_place, other_place: two numbers that add up to the distance.
+    one_place, other_place: two numbers whose sum is the distance.
     """
     distances, of_times = tables
     score += look_up(distances + one_place, other_place, FAST)

@@ -1,4 +1,4 @@
-"""Prepares a relative bias for the Triton kernels: padded tables, edges of buckets, times block by block."""
+"""Prepare a relative bias for the Triton kernels: padded tables, bucket edges, times block by block."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from recsys.ops.relative_bias import LOG_BUCKET, RelativeBias
 from recsys.ops.runtime.launch import Wrap, launch, unwrapped
 
 MAX_EDGE = 2**62
-"""No difference of two times in seconds comes near this number."""
+"""Exceeds every difference of two times, in seconds."""
 
 LARGEST_BLOCK = PAST_THE_END.value
-"""Tokens that a block may reach past the end of a sample."""
+"""Number of tokens that a block may reach past the end of a sample."""
 
 TABLE_BLOCK = 512
-"""Entries per program."""
+"""Table entries per program."""
 
 PACKED_STEP = 2
-"""Step of packed offsets (see `times_kernel`): samples begin at even numbers, so that two load at a time."""
+"""Step of packed offsets (see `times_kernel`): samples begin at even indices, so that pairs load at once."""
 
 NUM_ARGUMENTS = 14
 """Number of arguments that `bias_arguments` returns."""
 
 RECORDS = 3
-"""Index of the records among these arguments."""
+"""Index of the records among the arguments of `bias_arguments`."""
 
 MOST_RECORD_BYTES = 32
-"""Bytes of records per token. If a batch needs more, and more than `SMALL_RECORDS` in all, its items are cut
-into parts with records of their own. Samples of 8,192 tokens need this many."""
+"""Bytes of records per token. A batch that needs more, and more than `SMALL_RECORDS` in all, is cut into
+parts that are launched one after the other with records of their own. Samples of 8,192 tokens reach this
+limit."""
 
 SMALL_RECORDS = 2**22
-"""Bytes of records that are never cut into parts."""
+"""Bytes of records up to which a batch is never cut into parts."""
 
 
 def bias_arguments(
@@ -65,10 +66,11 @@ def bias_arguments(
     its ends are repeated for all distances past them, so that no kernel has to clamp.
 
     Args:
-        longest: no sample has more tokens, cached ones among them.
+        longest: upper bound on the tokens of a sample, including cached ones.
         items: tiles of `max(rows, keys)` tokens.
         rows, keys: tokens of a block of rows and of a block of keys, powers of two.
-        shared: calls with the same layout and times share what is computed from the times; not in graphs.
+        shared: whether calls with the same layout and times share what is computed from the times; ignored
+            in graphs.
     """
     if bias is None:
         return [items] * 10 + [0, 0, 0, 1]
@@ -99,12 +101,13 @@ def bias_arguments(
 
 
 def can_pack(bias: RelativeBias) -> bool:
-    """Return True if the inline assembly can hold all edges of the time buckets: up to 34 years."""
+    """Return True if the inline assembly can hold all edges of the time buckets, which may span up to 34
+    years."""
     return time_edges(int(bias.time_table.shape[-1]))[-2] <= ptx.MOST_SECONDS
 
 
 class PackedTables(NamedTuple):
-    """The tables of a bias as `tables_kernel` writes them."""
+    """Tables of a bias in the form that `tables_kernel` writes."""
 
     distances: Tensor  # float32 [H or 1, 2 * reach + 1]
     lookup: Tensor  # int32 [H or 1, n]
@@ -143,11 +146,11 @@ def packed_arguments(
 ) -> list[Tensor | int]:
     """Return what `bias_arguments` returns, for kernels with the inline assembly; `can_pack` must hold.
 
-    Differences: `time_table` is the look-up table, `time_edges` what `near_buckets_kernel` writes, and
+    Differences: `time_table` is the look-up table, `time_edges` the output of `near_buckets_kernel`, and
     `float_edges` a placeholder that `packed_parts` replaces by records. Offsets have step `PACKED_STEP`.
 
     Args:
-        sizes: tokens of a block of rows and of a block of keys.
+        sizes: tokens per block of rows and per block of keys.
         rows_first: whether items are tiles of rows.
     """
     (rows, keys), num_buckets = sizes, int(bias.time_table.shape[-1])
@@ -194,12 +197,12 @@ def packed_parts(
 ) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
     """Yield all items and `arguments` with their records, or part after part to keep records in O(T) memory.
 
-    The records of a part are valid until the next part is asked for.
+    The records of a part are valid until the next part is requested.
 
     Args:
         times: times of the bias.
-        order: what the order of `items` depends on beside `sizes`: the mask, whether they are tiles of rows,
-            and the section.
+        order: what the order of `items` depends on, besides `sizes`: the mask, whether they are tiles of
+            rows, and the section.
     """
     (rows, keys), rows_first, num_buckets = sizes, order[1], arguments[NUM_ARGUMENTS - 1]
     key_bounds, row_bounds = arguments[6], arguments[9]
@@ -218,7 +221,7 @@ def packed_parts(
 
 
 def num_parts(num_items: int, layout: SequenceLayout, size: int) -> int:
-    """Return how many parts `packed_parts` cuts the items into, at `size` tokens per block."""
+    """Return the number of parts into which `packed_parts` cuts the items, at `size` tokens per block."""
     allowed = max(MOST_RECORD_BYTES * layout.total_len, SMALL_RECORDS)
     return -(-num_items * -(-layout.max_len // size) * ptx.RECORD_BYTES // allowed)
 
@@ -246,7 +249,7 @@ def _records(
     longest: int,
     num_buckets: int,
 ) -> Tensor:
-    """Return 16 bytes for each block of scores, see `records_kernel`."""
+    """Return the records, 16 bytes for each block of scores; see `records_kernel`."""
     bounds, (rows, keys) = (row_bounds, key_bounds), sizes
     size = keys if rows_first else rows
     num_blocks = -(-longest // size)
@@ -267,14 +270,14 @@ def _kept(
     build: Callable[[], list[Tensor]],
 ) -> list[Tensor]:
     """Return `build()`, shared by the layers of a model as long as they pass the same times."""
-    if any(t.is_inference() for t in times):  # these have no version
+    if any(t.is_inference() for t in times):  # inference tensors have no version
         return build()
     key = (*name, *((t.data_ptr(), t._version, t.stride(0)) for t in times))
-    return layout.memo(key, lambda: (times, build()))[1]  # with `times`, whose memory is not another's then
+    return layout.memo(key, lambda: (times, build()))[1]  # keeping `times` reserves their addresses
 
 
 def _distances(layout: SequenceLayout, num_positions: int, reach: int, device: torch.device) -> Tensor:
-    """int64 [2 * reach + 1]: the entry of the position table for each distance from `-reach` on."""
+    """Return int64 [2 * reach + 1]: the index in the position table for each distance from `-reach` on."""
     return layout.memo(
         ("distances", num_positions, reach),
         lambda: torch.arange(-reach, reach + 1, device=device).clamp(0, num_positions - 1),
@@ -282,11 +285,12 @@ def _distances(layout: SequenceLayout, num_positions: int, reach: int, device: t
 
 
 def record_numbers(num_buckets: int) -> list[tuple[int, int, int]]:
-    """Describe each word: (number, -1, -1), (-1, table entry, -1) or (-1, entry, entry to subtract)."""
+    """Describe each word of the look-up table: (number, -1, -1), (-1, table entry, -1) or (-1, entry, entry
+    to subtract)."""
     edges, last = time_edges(num_buckets), num_buckets - 1
     numbers = [(-1, min(bucket, last), -1) for bucket in range(ptx.MOST_BUCKETS)]
     for cell in range(ptx.NUM_CELLS):
-        first, end = ((4 + n % 4) * 2 ** (n // 4) for n in (cell, cell + 1))  # in quarters of seconds
+        first, end = ((4 + n % 4) * 2 ** (n // 4) for n in (cell, cell + 1))  # in quarters of a second
         first, end = -(-first // 4), -(-end // 4)
         below, above = (
             min(bisect_right(edges, seconds) - 1, last) for seconds in (first, max(first, end - 1))
@@ -301,13 +305,13 @@ def record_numbers(num_buckets: int) -> list[tuple[int, int, int]]:
 
 @lru_cache(maxsize=64)
 def record_columns(num_buckets: int) -> tuple[tuple[int, ...], ...]:
-    """`record_numbers`, column by column."""
+    """Return `record_numbers` column by column."""
     number, value, less = zip(*record_numbers(num_buckets), strict=True)
     return number, value, less
 
 
 def cached_times(times: Tensor, items: Tensor, tile: int, keys: int, wrap: Wrap) -> list[Tensor]:
-    """Return the times, offsets and bounds of cached tokens; `items` are tiles of `tile` of them."""
+    """Return the times, offsets and bounds of cached tokens; `items` are tiles of `tile` cached tokens."""
     times = times.contiguous()
     offsets, bounds = _offsets_and_bounds(times)
     if times.shape[0] > 0:
@@ -328,7 +332,7 @@ def _times(
     *,
     step: int = 1,
 ) -> list[Tensor]:
-    """Return the arguments `timestamps` to `row_bounds`."""
+    """Return the arguments `timestamps` to `row_bounds` of the kernels."""
     timestamps, next_timestamps = timestamps.contiguous(), next_timestamps.contiguous()
     behind, ahead = (_offsets_and_bounds(times, step) for times in (timestamps, next_timestamps))
     wrap(times_kernel)[(items.shape[0],)](
@@ -345,8 +349,8 @@ def _offsets_and_bounds(times: Tensor, step: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def _constant(numbers: tuple[int, ...], device: torch.device, wrap: Wrap) -> Tensor:
-    """int64 [n] on the device, in eager mode without waiting for it. A traced graph gets a constant of its
-    own: its tensors are fake, so they must not be kept nor meet real ones."""
+    """Return int64 [n] on the device, in eager mode without waiting for the device. A traced graph gets a
+    constant of its own: its tensors are fake, so they must neither be cached nor mix with real ones."""
     if device.type != "cuda" or wrap is not unwrapped:
         return torch.tensor(numbers, device=device)
     return _sent(numbers, device)
@@ -354,13 +358,14 @@ def _constant(numbers: tuple[int, ...], device: torch.device, wrap: Wrap) -> Ten
 
 @lru_cache(maxsize=64)
 def _sent(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    # Kept: a CUDA graph that is being recorded must not copy from host memory that is gone when it runs.
+    # The result is cached: a CUDA graph recorded later must not copy from host memory that is gone when the
+    # graph runs.
     return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=64)
 def time_edges(num_buckets: int) -> tuple[int, ...]:
-    """Return the least difference in seconds of each time bucket, exactly, and a last edge that none
+    """Return the least difference in seconds of each time bucket, exactly, and a last edge that no difference
     reaches."""
     edges = [1]
     for bucket in range(1, num_buckets):

@@ -29,7 +29,7 @@ def tables_kernel(
     num_positions, reach, num_words, position_stride, time_stride, parts,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write both tables of a head as the inline assembly reads them, halved. Each head has `parts` programs.
+    """Write both tables of a head as the inline assembly reads them, halved; `parts` programs per head.
 
     numbers, values, others: int32 [num_words], see `launch.record_numbers`.
     distances: float32 [H, 2 * reach + 1], the position table from distance `-reach` on, its ends repeated.
@@ -54,7 +54,7 @@ def tables_kernel(
 
 @triton.jit
 def _columns(sums, at, inside, heads, head_stride, copy_stride, COPIES: tl.constexpr):
-    """Add up entries `at` of `sums` over all copies, which are loaded at once, and over `heads` heads."""
+    """Sum entries `at` of `sums` over all copies, which are loaded at once, and over `heads` heads."""
     copy = tl.arange(0, COPIES)[:, None]
     total = tl.zeros([at.shape[0]], tl.float32)
     for head in range(heads):
@@ -69,16 +69,16 @@ def finish_kernel(
     num_positions, num_buckets, reach, num_heads, parts, scale,
     SHARED_POSITIONS: tl.constexpr, SHARED_TIMES: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the tables of a head or, SHARED, of all heads. Each head has `parts` programs.
+    """Write the gradients of the tables of one head or, if SHARED, of all heads; `parts` programs per head.
 
-    position_sums: [COPIES, num_heads, 2 * reach + 1], from distance `-reach` on; those outside of the table
-    belong to its ends. time_sums: [COPIES, num_heads, num_buckets].
+    position_sums: [COPIES, num_heads, 2 * reach + 1], from distance `-reach` on; sums for distances outside
+        the table are added to its first and last entries. time_sums: [COPIES, num_heads, num_buckets].
     """
     head = (tl.program_id(0) // parts).to(tl.int64)
     own = tl.program_id(0) % parts
     at = own * BLOCK + tl.arange(0, BLOCK)
     size = (2 * reach + 1).to(tl.int64)
-    step = num_heads * size  # from copy to copy
+    step = num_heads * size  # elements from one copy to the next
     heads = tl.where(SHARED_POSITIONS, num_heads, 1)
     if head * heads < num_heads:
         sums = position_sums + head * size
@@ -133,11 +133,12 @@ def near_buckets_kernel(
     timestamps, next_timestamps, of_rows, of_keys, time_edges, items, total_len, num_buckets,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the time buckets of scores near the diagonal. One program per tile of NEAR_SIZE tokens.
+    """Write the time buckets of scores near the diagonal; one program per tile of NEAR_SIZE tokens.
 
-    of_rows: uint8 [T + NEAR_SIZE, NEAR_BYTES], the buckets of each row's scores with the keys of its tile and
-        of the tiles before it, in the order that `ptx` loads them. Zeros past the end.
-    of_keys: the buckets of each key's scores with the rows of its tile and of the tiles behind it.
+    of_rows: uint8 [T + NEAR_SIZE, NEAR_BYTES], the buckets of each row's scores with the keys of its own tile
+        and of the tiles before it, in the order in which `ptx` loads them. Zeros past the end.
+    of_keys: the same shape, the buckets of each key's scores with the rows of its own tile and of the tiles
+        behind it.
     """
     start, length, _, first = load_tile(items + tl.program_id(0).to(tl.int64) * COLUMNS)
     times = timestamps, next_timestamps
@@ -159,10 +160,11 @@ def records_kernel(
     COLUMNS: tl.constexpr, SIZE: tl.constexpr, ROWS_FIRST: tl.constexpr, WITH_NEAR: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a record for each block of a tile's scores with SIZE others. One program per item.
+    """Write a record for each block of a tile's scores with SIZE tokens of the other dimension; one program
+    per item.
 
-    own_bounds, other_bounds: the bounds of rows and keys (if ROWS_FIRST; else of keys and rows).
-    records: int32 [1 + items * num_blocks, 4]; the first one holds `num_blocks`.
+    own_bounds, other_bounds: the bounds of rows and of keys if ROWS_FIRST, otherwise of keys and of rows.
+    records: int32 [1 + items * num_blocks, 4]; the first record only holds `num_blocks`.
     """
     number = tl.program_id(0).to(tl.int64)
     start, length, _, first = load_tile(items + number * COLUMNS)
@@ -184,7 +186,7 @@ def records_kernel(
         lowest = time_bucket(tl.maximum(least, 0), time_edges, num_buckets)
         count = time_bucket(tl.maximum(most, 0), time_edges, num_buckets) - lowest
         kind = tl.where(exact & (count <= MOST_EDGES), count, MANY)
-        if WITH_NEAR:  # two edges cost as much as reading buckets
+        if WITH_NEAR:  # two edges cost as much as reading stored buckets
             kind = tl.where((ahead >= 0) & (ahead < NEAR_BYTES) & (kind > 1), NEAR, kind)
         pointer = records + (1 + number * num_blocks + block) * 4
         tl.store(pointer, lowest + kind * 256, mask=inside)
@@ -205,10 +207,10 @@ def packed_scores(
     product, alpha, one, first_one, other, first_other, sample, tables,
     TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Turn a product into half of the scores [ones, others], by `ptx.add_bias`.
+    """Turn a product into half of the scores, [tokens of `one`, tokens of `other`], by `ptx.add_bias`.
 
-    one, other: length of the sample, times and offsets of each dimension's tokens; then the near buckets (for
-        one) and the first token (for other).
+    one, other: length of the sample, times and offsets of the tokens of the first and of the second
+        dimension; then the near buckets (for `one`) and the first token (for `other`).
     sample: first target, size of a target group. tables: `distances`, `lookup`, the item's records. SIZE:
         scores per thread.
     """
@@ -227,10 +229,10 @@ def add_to_tables(
     grad_score, one, first_one, other, first_other, sample, tables, sums,
     TEXT: tl.constexpr, CONSTRAINTS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of a block's scores [rows, keys] to `sums`, by `ptx.add_to_tables`.
+    """Add the gradients of a block's scores [keys, rows] to `sums`, by `ptx.add_to_tables`.
 
-    sums: a pointer to the sum for distance 0. The sums by time bucket stay in the program's memory between
-        `begin` and `finish_sums`. Other parameters are those of `packed_scores`.
+    sums: a pointer to the sum for distance 0. The sums by time bucket stay in the program's shared memory
+        between `begin` and `finish_sums`. The other parameters are those of `packed_scores`.
     """
     tl.inline_asm_elementwise(
         TEXT,
@@ -245,7 +247,7 @@ def add_to_tables(
 
 @triton.jit
 def begin(lookup, TEXT: tl.constexpr, THREADS: tl.constexpr):
-    """Run `ptx.begin` before everything else."""
+    """Run `ptx.begin`, which must precede every other piece of the assembly."""
     thread = tl.arange(0, THREADS)
     tl.inline_asm_elementwise(
         TEXT, "=r,r,l", [thread, lookup.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -254,7 +256,7 @@ def begin(lookup, TEXT: tl.constexpr, THREADS: tl.constexpr):
 
 @triton.jit
 def finish_sums(sums, num_buckets, TEXT: tl.constexpr, THREADS: tl.constexpr):
-    """Add to `sums` by bucket, by `ptx.finish_sums`."""
+    """Add the program's sums by bucket to `sums`, by `ptx.finish_sums`."""
     thread = tl.arange(0, THREADS)
     tl.inline_asm_elementwise(
         TEXT, "=r,r,l,r", [thread, sums.to(tl.int64), num_buckets], dtype=tl.int32, is_pure=False, pack=1
@@ -265,7 +267,7 @@ def finish_sums(sums, num_buckets, TEXT: tl.constexpr, THREADS: tl.constexpr):
 def _arguments(
     values, alpha, one, first_one, other, first_other, sample, tables, SIZE: tl.constexpr
 ):  # fmt: skip
-    """Return the operands that both pieces of assembly share. SIZE: others in a block."""
+    """Return the operands that both pieces of assembly share. SIZE: tokens of `other` per block."""
     return (
         values,
         alpha,

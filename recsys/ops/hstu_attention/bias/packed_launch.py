@@ -1,4 +1,4 @@
-"""Decides when kernels add the bias by the inline assembly of `ptx`; their constants and their sums."""
+"""Decide when kernels add the bias by the inline assembly of `ptx`; provide their constants and sums."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from recsys.ops.runtime.descriptors import Boxes
 from recsys.ops.runtime.launch import launch, launch_specialized
 
 DYNAMIC_SHARED_BYTES = ctypes.c_int(8)
-"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+"""The driver's attribute number CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 COPIES = 8
-"""Copies of the sums that many programs add to, so that they seldom wait. A power of two."""
+"""Copies of the sums that many programs add to, so that they seldom wait for one another. A power of two."""
 
 FINISH_BLOCK = 256
-"""Entries of the tables that one program finishes."""
+"""Table entries that one program finishes."""
 
 
 class Sums(NamedTuple):
-    """The gradients of the bias tables in the making, float32, twice and less 1 / scale_len."""
+    """Partial gradients of the bias tables, float32: twice the gradients, without the factor 1 /
+    scale_len."""
 
     by_distance: Tensor  # [COPIES, H, 2 * reach + 1], from distance -reach on
     by_bucket: Tensor  # [COPIES, H, num_buckets]
 
 
 def is_packed(kernel: str, q: Tensor, v: Tensor, bias: RelativeBias | None) -> bool:
-    """Return True if this kernel takes the inline assembly: on Hopper, for sizes and buckets that it
-    knows."""
+    """Return True if this kernel uses the inline assembly: on Hopper, for the sizes and buckets that it
+    supports."""
     if bias is None or not _is_hopper(q.device):
         return False
     has_sizes = can_pack(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]))
@@ -58,7 +59,7 @@ def launch_with_declared_memory(
 ) -> None:
     """Start `kernel[(programs,)](*arguments, **compiled_for)`, whose assembly declares shared memory.
 
-    Triton does not know of that memory: it requests more than 48 KB only if its own memory needs more.
+    Triton does not know of that memory, and requests more than 48 KB only if its own memory needs more.
     """
 
     def again() -> None:
@@ -84,7 +85,7 @@ def launch_with_declared_memory(
 
 
 def zero_sums(q: Tensor, longest: int, bias: RelativeBias) -> Sums:
-    """Return sums of zeros for samples of at most `longest` tokens."""
+    """Return zero-initialized sums for samples of at most `longest` tokens."""
     sizes = 2 * (longest + bias_launch.LARGEST_BLOCK) + 1, int(bias.time_table.shape[-1])
     rows = COPIES * int(q.shape[1])
     both = q.new_zeros(rows * sum(sizes), dtype=torch.float32)
@@ -93,7 +94,7 @@ def zero_sums(q: Tensor, longest: int, bias: RelativeBias) -> Sums:
 
 
 def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, Tensor]:
-    """Return the gradients of both tables."""
+    """Return the gradients of both tables from their sums."""
     tables = bias.position_table, bias.time_table
     grads = [torch.empty(table.shape, dtype=table.dtype, device=table.device) for table in tables]
     sizes = [int(table.shape[-1]) for table in tables]
@@ -108,8 +109,9 @@ def finished(sums: Sums, scale_len: float, bias: RelativeBias) -> tuple[Tensor, 
 
 
 def bias_constants(packed: bool, blocks: Blocks, rows_first: bool, sums: bool = False) -> dict[str, str]:
-    """Return the assembly that adds the bias to blocks [rows, keys], or [keys, rows], and the assembly to run
-    before the first block; empty if not `packed`. sums: the kernel has `tables_constants`, too."""
+    """Return the assembly that adds the bias to blocks, [rows, keys] if `rows_first` or else [keys, rows],
+    and the assembly to run before the first block; both are empty if not `packed`. sums: the kernel also has
+    `tables_constants`."""
     if not packed:
         return dict.fromkeys(("BIAS_TEXT", "BIAS_CONSTRAINTS", "BEGIN_TEXT"), "")
     others, warps = blocks.keys if rows_first else blocks.rows, blocks.num_warps
@@ -119,7 +121,7 @@ def bias_constants(packed: bool, blocks: Blocks, rows_first: bool, sums: bool = 
 
 def tables_constants(blocks: Blocks, sums: Sums | None) -> dict[str, str]:
     """Return the assembly that adds blocks [keys, rows] to the sums, and the assembly to run after the last
-    block; empty without sums."""
+    block; both are empty without sums."""
     if sums is None:
         return dict.fromkeys(("TABLES_TEXT", "TABLES_CONSTRAINTS", "FINISH_TEXT"), "")
     assembly = _add_to_tables(blocks.rows // 8, blocks.num_warps, _has_near(blocks))

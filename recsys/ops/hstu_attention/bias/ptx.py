@@ -1,13 +1,17 @@
 """PTX that adds the bias to a block of scores in registers, for GPUs with Hopper's matrix instructions.
 
-A block is [ones, others]: the program owns the tokens of the first dimension (rows, or keys in the backward
-kernel of keys) and visits those of the second. A Hopper instruction leaves the block spread out like this, 16
-ones per warp: thread `t` holds the entries (16 (t / 32) + (t / 4) % 8 + 8 h, 8 k + 2 (t % 4) + b), in the
-order of 4 k + 2 h + b with h and b in {0, 1}. Triton hands all entries of a thread to one piece of inline
-assembly (`pack`), which adds two parts to each score:
+The first dimension of a block, called `one`, holds the tokens that the program owns (rows, or keys in the
+backward kernel of keys); the second, called `other`, holds the tokens that it visits. A Hopper instruction
+leaves the block distributed like this, with 16 tokens of `one` per warp: thread `t` holds the entries
 
-- Position: scores on one line of the block share a distance, so 32 scores of a block with 64 others take 18
-  loads at fixed offsets of one address. Only blocks with targets among their rows load each score's entry.
+    (16 (t / 32) + (t / 4) % 8 + 8 h, 8 k + 2 (t % 4) + b)        with h and b in {0, 1}
+
+in the order of 4 k + 2 h + b. Triton hands all entries of a thread to one piece of inline assembly (`pack`),
+which adds two parts to each score:
+
+- Position: scores on one diagonal of the block share a distance, so 32 scores of a block with 64 tokens of
+  `other` take 18 loads at fixed offsets of one address. Only blocks with targets among their rows load an
+  entry per score.
 - Time: a record says which time buckets occur in the block, so that most blocks look nothing up.
 
 `packed` prepares four tables:
@@ -22,8 +26,8 @@ assembly (`pack`), which adds two parts to each score:
              the value from it on, and both buckets; then BUCKET_BYTES per bucket, its value and three steps
     offsets  per token, float32 seconds from an end of its block (`kernels.times_kernel`)
 
-All of it is exact if no edge lies past 2^30 s: times further apart are in the last bucket. The text has
-labels and registers of its own in braces, and all threads take the same branches.
+All of it is exact if no edge lies past 2^30 s: times further apart are in the last bucket. The text keeps its
+labels and registers in braces, and all threads take the same branches.
 """
 
 from __future__ import annotations
@@ -32,19 +36,21 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 FIRST_CELL = 127 << 2
-"""The number of the cell of 1.0 s: a float32 shifted right by 21 bits, its exponent and two more bits."""
+"""Number of the cell of 1.0 s: a float32 shifted right by 21 bits, which leaves its exponent and two more
+bits."""
 
 NUM_CELLS = 33 * 4
-"""Cells for all seconds that fit into 32 bits."""
+"""Number of cells, enough for all seconds that fit into 32 bits."""
 
 CELL_BYTES = 16
-"""Edge, value below it, value from it on, bucket below + 2^16 * bucket from it on."""
+"""Bytes per cell: edge, value below it, value from it on, bucket below + 2^16 * bucket from it on; 4 bytes
+each."""
 
 BUCKET_BYTES = 16
-"""A bucket's value, and three steps to the values of the next buckets."""
+"""Bytes per bucket: its value and three steps to the values of the next buckets; 4 bytes each."""
 
 MOST_BUCKETS = 72
-"""More buckets than this have edges past `MOST_SECONDS`; a multiple of 4."""
+"""Upper limit on buckets, a multiple of 4; more buckets would have edges past `MOST_SECONDS`."""
 
 CELLS_AT = MOST_BUCKETS * 4
 """Byte offset of the cells in `lookup`; the values of the buckets come before them."""
@@ -53,40 +59,40 @@ BUCKETS_AT = CELLS_AT + NUM_CELLS * CELL_BYTES
 """Byte offset of the buckets and their steps in `lookup`."""
 
 NEAR_SIZE = 64
-"""Tokens of a block, in both dimensions, if the buckets of scores near the diagonal are stored."""
+"""Tokens per block, in both dimensions, where the buckets of scores near the diagonal are stored."""
 
 NEAR_BLOCKS = 3
-"""Blocks from the diagonal on that count as near it."""
+"""Blocks that count as near the diagonal, including the one on it."""
 
 NEAR_BYTES = NEAR_BLOCKS * NEAR_SIZE
-"""Bytes per token: the buckets of its scores with the others of the near blocks; within a block, in the order
+"""Bytes per token: the buckets of its scores with the tokens of the near blocks; within a block, in the order
 of threads (t % 4), k and b."""
 
 LINE_BYTES = 128
-"""Bytes of a bucket's sums: one float32 for each thread of a warp."""
+"""Bytes of one bucket's sums: a float32 for each thread of a warp."""
 
 WARP_BYTES = MOST_BUCKETS * LINE_BYTES
 
 LINE_STEP = 80
-"""Numbers from one row of a warp to the next in `lines`, which adds up by distance: 64 scores, eight more
-columns and eight zeros."""
+"""Floats from one row of a warp to the next in `lines`, the memory that sums by distance: 64 scores, eight
+more columns and eight zeros."""
 
 LINES_BYTES = 4 * (8 + 8 * LINE_STEP + 32)
-"""Bytes of a warp's `lines`; its last threads read behind the last row and drop what they read."""
+"""Bytes of a warp's `lines`; its last threads read past the last row and drop what they read."""
 
 SHARED_STEP = 1024
 """Triton's own shared memory follows what is declared here, at a multiple of this number of bytes."""
 
 MOST_EDGES = 3
-"""A block with more edges than this has no edges in its record."""
+"""Most edges that a record holds; a block with more has none in its record."""
 
 RECORD_BYTES = 16
 
 MANY, NEAR = 4, 5
-"""Kinds that stand in a record instead of the number of edges: look each bucket up; read it from `near`."""
+"""Kinds that a record holds in place of the number of edges: look each bucket up, or read it from `near`."""
 
 MOST_SECONDS = 2**30
-"""No edge lies past this number of seconds."""
+"""No bucket edge lies past this number of seconds."""
 
 ARGUMENTS = (
     "alpha",
@@ -106,20 +112,20 @@ ARGUMENTS = (
     "near",
     "record",
 )
-"""Operands behind the scores. `start` is the first token of the sample; `distances` and `lookup` belong to
-the head, `record` to the block. Pointers to tokens' numbers point to the first token of all, which takes
-fewer registers than a pointer per sample."""
+"""Operands after the scores. `start` is the first token of the sample; `distances` and `lookup` belong to the
+head, `record` to the block. Pointers to per-token numbers point to the first token of all samples, which
+takes fewer registers than a pointer per sample."""
 
 
 class Assembly(NamedTuple):
-    """The text and the constraints that `tl.inline_asm_elementwise` takes."""
+    """Text and constraints for `tl.inline_asm_elementwise`."""
 
     text: str
     constraints: str
 
 
 SUMS = ("position_sums",)
-"""A further operand of `add_to_tables`: the head's sums, float32, from distance 0 on."""
+"""Further operand of `add_to_tables`: a pointer to the head's float32 sums, at distance 0."""
 
 POINTERS = frozenset(
     {"distances", "one_times", "other_times", "one_offsets", "other_offsets"}
@@ -128,7 +134,7 @@ POINTERS = frozenset(
 
 
 class Writer:
-    """Lines of PTX for blocks with `groups` times 8 others, in programs of `warps` warps."""
+    """Collects lines of PTX for blocks with 8 * `groups` tokens of `other`, in programs of `warps` warps."""
 
     def __init__(self, groups: int, warps: int, arguments: tuple[str, ...]) -> None:
         self.groups, self.warps = groups, warps
@@ -159,13 +165,14 @@ class Writer:
 def add_bias(groups: int, warps: int, rows_first: bool, near: bool) -> Assembly:
     """Turn the products of a block into half of its scores: times alpha / 2, plus half of the bias.
 
-    rows_first: the ones are rows, not keys. near: buckets near the diagonal are stored.
+    rows_first: the first dimension is rows, not keys. near: buckets near the diagonal are stored.
     """
     text = Writer(groups, warps, ARGUMENTS)
     places(text)
     read_record(text)
-    # Loads without a branch between them wait beside the product. None has a predicate but those whose value
-    # does not matter: a register that is not written in every turn of a loop is kept through all of it.
+    # These loads have no branches between them, so they run while the product is awaited. Only loads whose
+    # result may stay undefined are predicated: a register that is not written in every turn of a loop stays
+    # live through all of it.
     _load_line(text, rows_first)
     text.add(
         f"mad.wide.u32 address, lowest, {BUCKET_BYTES}, {text.argument('lookup')};",
@@ -213,13 +220,15 @@ def places(text: Writer) -> None:
         "shl.b32 other, other, 1;",
         f"add.s32 at_one, one, {text.argument('first_one')};",
         f"add.s32 at_other, other, {text.argument('first_other')};",
-        # Always zero, but a compiler cannot know. Where little is done seldom, it keeps nothing ready for it.
+        # Always zero, but the compiler cannot know. It keeps ptxas from preparing values ahead of rarely
+        # taken branches.
         f"shr.s32 zero, {text.argument('first_other')}, 31;",
     )
 
 
 def read_record(text: Writer) -> None:
-    """Read `few`, `near` and `lowest`; with few edges, p1 to p3 say which there are and c1 to c3 where."""
+    """Read `few`, `near` and `lowest`; with few edges, p1 to p3 say which edges exist and c1 to c3 hold their
+    offsets."""
     text.add(
         f"ld.global.nc.v4.b32 {{lowest, c1, c2, c3}}, [{text.argument('record')}];",
         "shr.u32 t, lowest, 8;",
@@ -232,8 +241,8 @@ def read_record(text: Writer) -> None:
 
 
 def load_near_buckets(text: Writer, rows_first: bool) -> None:
-    """Load the thread's buckets near the diagonal, four to a register: y0.. of its first row, then the
-    rest."""
+    """Load the thread's buckets near the diagonal, four to a register: those of its first row in y0.., then
+    those of its second."""
     first, second = ("one", "other") if rows_first else ("other", "one")
     text.add(
         f"sub.s32 low, {text.argument(f'first_{first}')}, {text.argument(f'first_{second}')};",
@@ -251,13 +260,13 @@ def load_near_buckets(text: Writer, rows_first: bool) -> None:
 
 
 def near_bucket(text: Writer, name: str, k: int, h: int, b: int) -> None:
-    """Extract one of the buckets that `load_near_buckets` loaded."""
+    """Extract one of the buckets that `load_near_buckets` has loaded."""
     byte = 2 * k + b
     text.add(f"bfe.u32 {name}, y{text.groups // 2 * h + byte // 4}, {8 * (byte % 4)}, 8;")
 
 
 def load_offsets(text: Writer) -> None:
-    """Load the offsets of the thread's others, x0.., and of its two ones, a0 and a1."""
+    """Load the offsets of the thread's tokens: x0.. for the second dimension, a0 and a1 for the first."""
     text.add(
         f"mad.lo.s32 t, {text.argument('start')}, 2, at_other;",
         "mul.wide.s32 wide_t, t, 4;",
@@ -275,7 +284,7 @@ def load_offsets(text: Writer) -> None:
 
 
 def find_line(text: Writer, rows_first: bool) -> None:
-    """Set `toeplitz` if all rows are history, and `distance` to that of the thread's first entry."""
+    """Set `toeplitz` if all rows are history, and `distance` to the distance of the thread's first entry."""
     if rows_first:
         text.add(
             f"add.s32 rows_end, {text.argument('first_one')}, {16 * text.warps};",
@@ -307,7 +316,7 @@ def _load_line(text: Writer, rows_first: bool) -> None:
 
 
 def _add_positions(text: Writer, rows_first: bool) -> None:
-    """Compute the scores s0.. with their position parts and v0."""
+    """Compute the scores s0..: products, position parts and v0, the value of the lowest time bucket."""
     for number in range(2 * text.groups + 2):
         text.add(f"add.f32 line{number}, line{number}, v0;")
     for number, k, h, b in text.entries():
@@ -323,7 +332,7 @@ def _add_positions(text: Writer, rows_first: bool) -> None:
             f"add.s64 address, wide_t, {text.argument('distances')};",
             "ld.global.nc.f32 f, [address];",
             "add.f32 f, f, v0;",
-            f"sub.f32 f, f, line{2 * (k - h + 1) + b};",  # what it is instead
+            f"sub.f32 f, f, line{2 * (k - h + 1) + b};",  # difference to the value that was added
             f"add.f32 s{number}, s{number}, f;",
         )
         wait_for(text, f"s{number}")
@@ -333,8 +342,8 @@ def _add_positions(text: Writer, rows_first: bool) -> None:
 
 
 def _each_distance(text: Writer, rows_first: bool, do: Callable[[int, int, int, int], None]) -> None:
-    """Compute the `distance` of each score of any rows, then do something with it: target groups stand
-    directly behind the history."""
+    """Compute `distance` for each score, whatever its row, then call `do`. Target groups stand directly
+    behind the history."""
     if rows_first:
         for h in (0, 1):
             text.add(f"add.s32 low, at_one, {8 * h};")
@@ -357,7 +366,7 @@ def _each_distance(text: Writer, rows_first: bool, do: Callable[[int, int, int, 
 
 
 def _shift(text: Writer, name: str) -> None:
-    """Set `name` to the step from row `low` to the place that its distances from the history count from."""
+    """Set `name` to the step from row `low` to the position from which its distances to the history count."""
     text.add(
         f"sub.s32 t, low, {text.argument('history_end')};",
         "max.s32 t, t, 0;",
@@ -383,7 +392,7 @@ def _add_few(text: Writer) -> None:
 
 
 def _each(text: Writer, do: Callable[[Writer, int], None]) -> None:
-    """Compute each score's cell from the times themselves, then do something with it.
+    """Compute each score's cell from the times themselves, then call `do`.
 
     More than 2^31 - 1 seconds count as 2^31 - 1.
     """
@@ -411,7 +420,7 @@ def _each(text: Writer, do: Callable[[Writer, int], None]) -> None:
 
 
 def _load_time(text: Writer, name: str, time: str, shift: int) -> None:
-    """Load the time of a token behind the thread's first one or other, at most the last of the sample."""
+    """Load the time of the token `shift` behind the thread's first token, at most the last of the sample."""
     text.add(
         f"add.s32 t, at_{name}, {shift};",
         "add.s32 t, t, zero;",
@@ -498,7 +507,7 @@ def _declare_sums(text: Writer) -> None:
 
 
 def _sum_few(text: Writer) -> None:
-    """Sum by bucket in a block with few edges: what lies past each edge, out of the `total` of the scores."""
+    """Sum by bucket in a block with few edges: split the `total` of the scores at each edge."""
     text.add(
         "@!few bra.uni MANY;",
         f"mad.lo.u32 at_bucket, lowest, {LINE_BYTES}, mine;",
@@ -524,7 +533,7 @@ def _sum_few(text: Writer) -> None:
 
 
 def _tree(text: Writer, name: str, terms: list[str]) -> None:
-    """Set `name` to the sum, in four parts that do not wait for one another."""
+    """Set `name` to the sum of the terms, in four partial sums that do not wait for one another."""
     parts = ["sum", "sum0", "sum1", "part"]
     for part, term in zip(parts, terms, strict=False):
         text.add(f"mov.f32 {part}, {term};")
@@ -534,7 +543,7 @@ def _tree(text: Writer, name: str, terms: list[str]) -> None:
 
 
 def _add_to_bucket(text: Writer, name: str) -> None:
-    """Add a number to the thread's own sum at `at_bucket`."""
+    """Add `name` to the thread's own sum at `at_bucket`."""
     text.add(
         "ld.shared.f32 v0, [at_bucket];",
         f"add.f32 v0, v0, {name};",
@@ -543,7 +552,7 @@ def _add_to_bucket(text: Writer, name: str) -> None:
 
 
 def _add_to_two(text: Writer, name: str, other: str) -> None:
-    """Add `name` at `at_bucket` and `other` at `at_next`, which may be the same place."""
+    """Add `name` at `at_bucket` and `other` at `at_next`; the two places may coincide."""
     text.add(
         "ld.shared.f32 v0, [at_bucket];",
         "ld.shared.f32 v1, [at_next];",
@@ -571,8 +580,9 @@ def _sum_by_cell(text: Writer, number: int) -> None:
 
 
 def begin(warps: int, sums: bool) -> str:
-    """Run before a program's first `add_bias`: copy the values of its head's time buckets to shared memory,
-    and clear the sums of `add_to_tables` if there will be `sums`. Operands: an unused one, and `lookup`."""
+    """Return the text to run before a program's first `add_bias`. It copies the values of the head's time
+    buckets to shared memory and, if there will be `sums`, clears the sums of `add_to_tables`. Operands: an
+    unused one, and `lookup`."""
     sizes = {"time_values": 4 * MOST_BUCKETS}
     if sums:
         sizes |= {"bucket_sums": warps * WARP_BYTES, "lines": warps * LINES_BYTES}
@@ -606,8 +616,8 @@ def begin(warps: int, sums: bool) -> str:
 
 
 def finish_sums(warps: int) -> str:
-    """Run after a program's last block: add its sums by bucket to those of all programs. Operands: an unused
-    one, a pointer to the head's sums, and how many there are."""
+    """Return the text to run after a program's last block. It adds the program's sums by bucket to those of
+    all programs. Operands: an unused one, a pointer to the head's sums, and their number."""
     lines = [
         "{",
         ".reg .pred p;",
@@ -623,7 +633,7 @@ def finish_sums(warps: int) -> str:
     ]
     for turn in range(32):
         lines += [
-            f"add.u32 lane, thread, {turn};",  # no two threads of a warp in the same bank
+            f"add.u32 lane, thread, {turn};",  # no two threads of a warp use the same bank
             "and.b32 lane, lane, 31;",
             "mad.lo.u32 at, lane, 4, mine;",
         ]
@@ -648,29 +658,30 @@ def finish_sums(warps: int) -> str:
 
 
 def _row_of_lines(row: int) -> int:
-    """Return where in `lines` one of the eight rows of a warp begins, with zeros in between. The four rows
-    that are written at once differ by 8 modulo 32, so that they are in different banks."""
+    """Return where in `lines` one of the eight rows of a warp begins, with zeros in between. The starts of
+    the four rows that are written at once differ by 8 modulo 32, so that they are in different banks."""
     return 8 + LINE_STEP * row + 8 * (row >= 2) + 8 * (row >= 6)
 
 
 def _sum_line(text: Writer) -> None:
-    """Sum by distance for history rows, which follow one another; `total` is the sum of the thread's part.
+    """Sum by distance for consecutive history rows; `total` becomes the sum of the thread's diagonals.
 
-    Both of a thread's rows are added, eight columns apart. The eight rows of a warp are written to shared
-    memory, where each thread adds up what lies on its diagonals; there are zeros in front and behind a row.
+    The thread's two rows are added first, shifted by eight columns against each other. The eight rows of a
+    warp are then written to shared memory, with zeros before and after each row, and each thread sums its
+    diagonals there.
     """
     text.add(
         "mov.u32 span, lines;",
         f"mad.lo.u32 span, warp, {LINES_BYTES}, span;",
         "mad.lo.u32 t, lane, 4, span;",
-        "shr.u32 low, lane, 2;",  # the row
+        "shr.u32 low, lane, 2;",  # the thread's row
         f"mad.lo.u32 cell, low, {4 * LINE_STEP}, span;",
         "setp.ge.u32 p, low, 2;",
         "@p add.u32 cell, cell, 32;",
         "setp.ge.u32 p, low, 6;",
         "@p add.u32 cell, cell, 32;",
         "mad.lo.u32 cell, other, 4, cell;",
-        "bar.warp.sync -1;",  # all have read what they wrote the last time
+        "bar.warp.sync -1;",  # all threads have read what was written last time
     )
     for u in range(-1, text.groups):
         for b in (0, 1):
@@ -683,7 +694,8 @@ def _sum_line(text: Writer) -> None:
         text.add(f"st.shared.v2.f32 [cell+{4 * (_row_of_lines(0) + 8 * (u + 1))}], {{sum0, sum1}};")
     text.add(
         "bar.warp.sync -1;",
-        # The distance of the block's first row and the warp's first key, then of the thread's first diagonal.
+        # The distance of the block's first row from the warp's first key, then of the thread's first
+        # diagonal.
         f"mad.lo.s32 distance, warp, 16, {text.argument('first_one')};",
         f"sub.s32 distance, {text.argument('first_other')}, distance;",
         "add.s32 distance, distance, lane;",
@@ -698,7 +710,7 @@ def _sum_line(text: Writer) -> None:
             if row > 1:
                 text.add(f"add.f32 sum{row % 2}, sum{row % 2}, part;")
         text.add("add.f32 sum, sum0, sum1;")
-        if first + 32 > count:  # the rest of the threads have read something else
+        if first + 32 > count:  # the remaining threads have read values that do not count
             text.add(f"setp.lt.u32 p, lane, {count - first};", "selp.f32 sum, sum, 0f00000000, p;")
         text.add(
             "mov.f32 total, sum;" if first == 0 else "add.f32 total, total, sum;",

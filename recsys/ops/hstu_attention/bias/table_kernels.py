@@ -1,14 +1,14 @@
-"""The gradients of the bias tables: sums of the scores' gradients, by distance and by time bucket.
+"""Compute the gradients of the bias tables: sums of the scores' gradients, by distance and by time bucket.
 
 Blocks of scores that lie on one diagonal of the score matrix have their distances at the same places. So
-`diagonals_kernel` visits the blocks of one diagonal after the other, of all samples, adds up the blocks as
-they are, and adds up by distance once at the end of a diagonal. Rows that are targets have other distances,
-and contextual rows also see what comes after them: tiles with such rows are left to `others_kernel`, which
-adds up by distance block for block.
+`diagonals_kernel` visits the blocks of all samples diagonal by diagonal, adds whole blocks elementwise, and
+sums by distance once at the end of a diagonal. Rows that are targets have other distances, and contextual
+rows also see what comes after them: tiles with such rows are left to `others_kernel`, which sums by distance
+block by block.
 
-Sums by time bucket add up what lies past the edge of each bucket that occurs in a block, as `kernels`
-computes the bias. Each thread adds them to numbers of its own in the order of its work, so the sums are the
-same each time.
+For each bucket that occurs in a block, the sums by time bucket add up what lies past the bucket's edge, just
+as `kernels` computes the bias. Each thread adds to numbers of its own in the order of its work, so the sums
+are bitwise repeatable.
 
 `diagonal_work` lists the blocks in plain PyTorch on the layout's device: nothing waits for the host, and a
 compiler can trace it.
@@ -51,32 +51,34 @@ from recsys.ops.jagged.layout import SequenceLayout
 from recsys.ops.jagged.mask import AttentionMask
 
 NEAR_TILES = 4
-"""Blocks less than this many tiles behind the main diagonal are near it."""
+"""Blocks less than this many tiles behind the main diagonal count as near it."""
 
 
 class DiagonalWork(NamedTuple):
     """Blocks of scores in the order of their diagonals, those next to the main diagonal first.
 
-    Diagonal `d` has the blocks whose first row is `(d + 1) * block - tile` tokens behind their first key.
+    In the blocks of diagonal `d` the first row is `(d + 1) * block - tile` tokens behind the first key.
     """
 
-    items: Tensor  # int64 [n, 4], the first columns of an item of `row_work`: history only, last tiles first
-    ends: Tensor  # int64 [diagonals], of the numbers of each diagonal's blocks, counted through all
-    shifts: Tensor  # int64 [diagonals], from the number of a block to the item that has its rows
-    first_diagonal: Tensor  # int64 [workers], that of the first block of each worker behind the near ones
-    num_near: int  # so many diagonals, if there are so many, are each shared by all workers
+    items: Tensor  # int64 [n, 4], leading columns of `row_work` items: history only, last tiles first
+    ends: Tensor  # int64 [diagonals], end of each diagonal's block numbers, counted across diagonals
+    shifts: Tensor  # int64 [diagonals], added to a block's number gives the item with its rows
+    first_diagonal: Tensor  # int64 [workers], diagonal of each worker's first block past the near diagonals
+    num_near: int  # number of near diagonals, capped by their total; all workers share each
 
-    # The others are shared as one, so that a worker visits few diagonals. Near the main diagonal a block has
-    # ten times as many time buckets, and is more work.
+    # The far diagonals are divided among the workers as one sequence, so that a worker visits few of them.
+    # Near the main diagonal a block has ten times as many time buckets and is more work.
 
 
 def diagonal_work(
     mask: AttentionMask, layout: SequenceLayout, tile: int, block: int, workers: int
 ) -> DiagonalWork:
-    """Blocks of `tile` rows and `block` keys, `tile` a multiple of it, that some row sees something of.
+    """List the blocks of `tile` rows and `block` keys in which some row sees some key; `tile` is a multiple
+    of `block`.
 
-    Of rows whose place in the bias is that in the sample, and that see nothing behind them: without tiles
-    that have targets among their rows, or contextual tokens that read the history.
+    Includes only rows whose position in the bias equals that in the sample and that see nothing behind
+    themselves: tiles with targets among their rows, or with contextual tokens that read the history, are left
+    out.
     """
     return layout.memo(
         ("diagonal_work", mask, tile, block, workers),
@@ -92,18 +94,18 @@ def _diagonal_work(
     kept = (tiles.length > 0) & ~has_targets
     if mask.contextual_reads_history:
         kept = kept & (tiles.first >= layout.num_contextual)
-    first = torch.where(kept, tiles.first, -tile)  # on no diagonal
+    first = torch.where(kept, tiles.first, -tile)  # left out of every diagonal
     order = torch.argsort(first, descending=True, stable=True)
     ascending = first.index_select(0, order).flip(0)
 
     def num_from(token: Tensor) -> Tensor:
-        """int64, how many tiles begin at `token` or later."""
+        """Return int64: the number of tiles that begin at `token` or later."""
         return first.shape[0] - torch.searchsorted(ascending, token)
 
     num_diagonals = tile // block * ((layout.max_len + tile - 1) // tile)
     distance = (torch.arange(num_diagonals, device=layout.device) + 1) * block - tile
     skipped = torch.zeros_like(distance)
-    if mask.window is not None:  # past the window only the first keys are seen
+    if mask.window is not None:  # past the window only pinned keys are visible
         always = (layout.num_contextual + mask.prefix + block - 1) // block
         outside = distance - block >= mask.window - 1
         skipped = torch.where(outside, num_from(distance + always * block), skipped)
@@ -123,16 +125,16 @@ def _diagonal_work(
 
 
 DIAGONAL_COLUMNS = tl.constexpr(4)
-"""Columns of a tile of `diagonals_kernel`: the first ones of an item."""
+"""Columns of a tile in `diagonals_kernel`: the leading columns of an item."""
 
 
 @triton.jit
 def _add_by_distance(partial, grad_score, reach, first_key, lines, BLOCK_N: tl.constexpr):
     """Add the scores' gradients [rows, keys] to the entries of their distances `reach - key`.
 
-    Row `i` of the block is turned until keys of equal distance modulo BLOCK_N stand in one column; then a
-    line of BLOCK_N distances is a sum over rows. `partial` has a line for negative distances, then the
-    table's lines, then one for all distances past them; `lines` is the number of the last.
+    Row `i` of the block is rotated until keys of equal distance modulo BLOCK_N stand in one column; a line of
+    BLOCK_N distances is then a sum over rows. `partial` has a line for negative distances, then the table's
+    lines, then one for all distances past them; `lines` is the number of the last line.
     """
     lane = tl.arange(0, BLOCK_N)
     offset = reach - first_key  # [rows, 1]: distance to the block's first key
@@ -140,7 +142,7 @@ def _add_by_distance(partial, grad_score, reach, first_key, lines, BLOCK_N: tl.c
     values = tl.gather(grad_score, turned, 1)
     line = (offset - turned - lane[None, :]) // BLOCK_N  # exact
     line = tl.minimum(tl.maximum(line, -1), lines)
-    tl.debug_barrier()  # what other threads of this program stored before must be visible to the loads below
+    tl.debug_barrier()  # makes earlier stores of other threads of this program visible to the loads below
     for number in range(tl.min(line), tl.max(line) + 1):
         part = tl.sum(tl.where(line == number, values, 0.0), 0)
         pointer = partial + (number + 1) * BLOCK_N + lane
@@ -149,14 +151,15 @@ def _add_by_distance(partial, grad_score, reach, first_key, lines, BLOCK_N: tl.c
 
 @triton.jit
 def _sum_in_threads(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum [ROWS, COLUMNS] to [ROWS * 2]: what one thread holds of the result of a matrix instruction."""
+    """Sum [ROWS, COLUMNS] to [ROWS * 2], the share of each thread in the result of a matrix instruction."""
     parts = tl.reshape(values, [ROWS // 16, 2, 8, COLUMNS // 8, 4, 2])
     return tl.reshape(tl.sum(tl.sum(tl.sum(parts, 5), 3), 1), [ROWS * 2])
 
 
 @triton.jit
 def _add_to(pointer, values, FAST: tl.constexpr):
-    """Add to memory that nobody else adds to, without waiting. FAST: each value is in one thread only."""
+    """Add to memory that no other program adds to, without waiting. FAST: each value is in one thread
+    only."""
     if FAST:
         tl.inline_asm_elementwise(
             "red.relaxed.gpu.global.add.f32 [$1], $2; mov.b32 $0, 0;",
@@ -193,7 +196,7 @@ def _add_by_bucket(
 
 @triton.jit
 def _heads(tensors, start, length, head, strides):
-    """Return one head of a sample of q, k, v and grad_out."""
+    """Return one head of q, k, v and grad_out for a sample."""
     q, k, v, grad_out = tensors
     stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_ot, stride_oh = strides
     return (
@@ -219,11 +222,11 @@ def diagonals_kernel(
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tables' gradients from history rows, one part per program, times 2 scale_len.
+    """Compute the tables' gradients from history rows, a partial sum per program, times 2 scale_len.
 
     items, ends, shifts, first_diagonal, num_near: see `diagonal_work`.
-    position_partial: float32 [programs, (lines + 2) * BLOCK_N], zeros: see `_add_by_distance`.
-    time_partial: float32 [programs, BUCKETS, BLOCK_M * 2], zeros.
+    position_partial: float32 [programs, (lines + 2) * BLOCK_N], zeros on entry: see `_add_by_distance`.
+    time_partial: float32 [programs, BUCKETS, BLOCK_M * 2], zeros on entry.
     """
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     rule = (num_contextual, window, prefix, group_size)
@@ -257,7 +260,7 @@ def diagonals_kernel(
             behind_near = tl.maximum(end, place)
         if place < end:
             shift = tl.load(shifts + number)
-            distance = (number + 1) * BLOCK_N - BLOCK_M  # of the first row and key of each block
+            distance = (number + 1) * BLOCK_N - BLOCK_M  # from each block's first key to its first row
             sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for at in range(place, end):
                 start, length, history_end, first = load_tile(items + (at + shift) * DIAGONAL_COLUMNS)
@@ -306,7 +309,7 @@ def others_kernel(
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Add what the tiles of rows (of `row_work`) contribute that `diagonals_kernel` left out."""
+    """Add the contribution of the tiles of rows (of `row_work`) that `diagonals_kernel` leaves out."""
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     rule = (num_contextual, window, prefix, group_size)
     program = tl.program_id(0).to(tl.int64)
@@ -354,7 +357,7 @@ def others_kernel(
                 is_target = j >= history_end
                 from_history = tl.where(is_target, 0.0, grad_score)
                 _add_by_distance(by_distance, from_history, relative_i, first_key, lines, BLOCK_N)
-                if first_key + BLOCK_N > history_end:  # in a group of targets distances are of indices
+                if first_key + BLOCK_N > history_end:  # within a target group distances count tokens
                     from_targets = tl.where(is_target, grad_score, 0.0)
                     inside = tl.minimum(i, length - 1)
                     _add_by_distance(by_distance, from_targets, inside, first_key, lines, BLOCK_N)

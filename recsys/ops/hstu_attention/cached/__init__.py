@@ -1,4 +1,5 @@
-"""`hstu_attention_cached`: `hstu_attention` for the new tokens of samples whose earlier keys are kept."""
+"""Defines `hstu_attention_cached`: `hstu_attention` for new tokens, with the keys and values of earlier
+tokens cached."""
 
 from __future__ import annotations
 
@@ -27,19 +28,19 @@ __all__ = ["OP", "hstu_attention_cached"]
 _CAUSAL = AttentionMask()
 
 TILE = 128
-"""Rows per unit of work."""
+"""Rows per unit of work, for `num_units`."""
 
 MOST_UNITS = 1024
-"""More units make no difference, and few different numbers mean few facts to keep."""
+"""Cap on `num_units`: more units make no difference, and few distinct values mean few facts to store."""
 
 
 @dataclass(frozen=True)
 class CachedFacts(AttentionFacts):
-    """The facts of the attention and of the new tokens.
+    """Facts of the attention and of the new tokens.
 
     Attributes:
         only_targets: whether all new tokens are targets.
-        num_units: about how many tiles of rows there are, times heads; at most `MOST_UNITS`.
+        num_units: approximate number of tiles of rows times heads, at most `MOST_UNITS`.
     """
 
     only_targets: bool = False
@@ -61,36 +62,36 @@ def hstu_attention_cached(
     bias: CachedRelativeBias | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The rows of the new tokens in `hstu_attention` over `[contextual | cached uih | new uih | targets]`.
+    """Computes the new rows of `hstu_attention` over `[contextual | cached uih | new uih | targets]`.
 
     Each sample of `layout` continues the same sample of `cache_layout`: `out[i] = sum_j silu(alpha <q_i, k_j>
     + bias[i, j]) v_j / scale_len` over the keys `j` that the new token `i` sees, cached ones and new ones, as
-    `mask` has it for the whole sample. Cached tokens are keys only.
+    `mask` defines for the whole sample. Cached tokens are keys only.
 
-    For one layer this is exact with any cache. A stack of layers keeps keys and values of *computed* tokens,
-    so its cache is only right for as long as those tokens would be computed the same:
+    For one layer this is exact with any cache. A stack of layers caches keys and values of *computed* tokens,
+    so its cache is right only as long as those tokens would be computed the same:
 
-    - Targets change no other token: scoring candidates is exact for every mask, in microbatches of any size,
-      also of whole target groups.
+    - Targets change no other token: scoring candidates is exact for every mask, in microbatches of any size
+      that hold whole target groups.
     - New events are exact where `mask.history_can_grow(num_contextual)`. Where contextual tokens read the
-      history, their rows change from the first layer on, those of the cached events from the second, which
-      see them: computing the contextual rows anew is exact for two layers and no more. Prefill again.
-    - With time bias the row of the last cached event depended on what came after it. If the new event was not
-      known then, that token belongs to the new ones: cut it off the cache.
+      history, their rows change from the first layer on, and those of the cached events, which see them, from
+      the second: recomputing the contextual rows is exact for two layers and no more. Prefill again.
+    - With time bias the row of the last cached event depends on the time of the event after it. If that event
+      was unknown when the cache was built, cut the last event off the cache and pass it among the new tokens.
 
     Args:
         q: [T, H, D] floating point, of the new tokens; `T == layout.total_len`.
         k: [T, H, D], dtype and device of q.
         v: [T, H, V]; V may differ from D.
-        layout: the new tokens of each sample: uih (oldest first, after the cached), then targets. Without
+        layout: the new tokens of each sample: uih (oldest first, following the cached uih), then targets. No
             contextual tokens; samples may be empty.
         cache_k: [T_cache, H, D], `T_cache == cache_layout.total_len`.
         cache_v: [T_cache, H, V].
-        cache_layout: what is kept of each sample: contextual tokens and uih. Without targets; `batch_size` of
-            `layout`.
+        cache_layout: the cached tokens of each sample: contextual tokens and uih, no targets; same
+            `batch_size` as `layout`.
         mask: who sees whom within the whole sample.
         alpha: None for `1 / sqrt(D)`; an explicit 0.0 means 0.0.
-        scale_len: that of the whole model, as in `hstu_attention`.
+        scale_len: the constant of the whole model, as in `hstu_attention`.
         bias: relative position and time bias, with the times of the cached tokens.
         backend: "auto" takes the first usable one; a named one runs or raises.
 
@@ -98,7 +99,7 @@ def hstu_attention_cached(
         [T, H, V]. Not differentiable.
 
     Raises:
-        TypeError, ValueError: naming the argument. RuntimeError where gradients are asked for.
+        TypeError, ValueError: naming the argument. RuntimeError if gradients are requested.
 
     Source: M-FALCON in Zhai et al., Actions Speak Louder than Words (HSTU), arXiv 2402.17152.
     """
@@ -123,7 +124,8 @@ def _facts(
     scale_len: float,
     bias: CachedRelativeBias | None = None,
 ) -> CachedFacts:
-    """The facts of one public call, which has the parameters of `hstu_attention_cached` without `backend`."""
+    """Returns the facts of one public call; takes the parameters of `hstu_attention_cached` without
+    `backend`."""
     check_attention(q, k, v, layout, mask)
     alpha = scale_of(q) if alpha is None else alpha
     problem = CachedProblem(layout, mask, alpha, scale_len, bias, cache_layout=cache_layout)
@@ -133,7 +135,8 @@ def _facts(
 def _facts_of(
     q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem
 ) -> CachedFacts:
-    """Checks what `check_attention` does not, for all backends, and returns the facts that they ask for."""
+    """Checks, for all backends, what `check_attention` does not, and returns the facts that backends ask
+    for."""
     _check_cache(q, v, cache_k, cache_v, problem)
     check_number("scale_len", problem.scale_len, positive=True)
     check_number("alpha", problem.alpha)
@@ -149,7 +152,8 @@ def _facts_of(
 
 
 def _cached_facts(facts: AttentionFacts, layout: SequenceLayout) -> CachedFacts:
-    """The facts of one call; `layout` is that of the new tokens. A graph is for many sizes and knows none."""
+    """Returns the facts of one call; `layout` holds the new tokens. A graph serves many sizes and knows
+    none."""
     if torch.compiler.is_compiling():
         return _extended(facts, False, 0)
     tiles = max(layout.total_len // TILE, min(layout.batch_size, layout.total_len))
@@ -163,7 +167,7 @@ def _known_facts(facts: AttentionFacts, only_targets: bool, num_units: int) -> C
 
 
 def _extended(facts: AttentionFacts, only_targets: bool, num_units: int) -> CachedFacts:
-    # Field by field: a compiler of PyTorch 2.11 knows no dictionary of a frozen object.
+    # Field by field: the compiler of PyTorch 2.11 cannot trace the dictionary of a frozen object.
     return CachedFacts(
         facts.device,
         facts.dtype,

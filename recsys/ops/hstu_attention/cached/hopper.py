@@ -1,4 +1,4 @@
-"""The Hopper backend of `hstu_attention_cached`, for candidates on cached histories only.
+"""Hopper backend of `hstu_attention_cached`, only for candidates on cached histories.
 
 This module itself needs no Triton: the kernel is in `hopper_kernel`, its launch in `hopper_launch`.
 """
@@ -16,10 +16,11 @@ from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support
 
 WIDTHS = (64, 128)
-"""Widths of heads that `hopper_launch` has sizes for."""
+"""Head widths, in columns, for which `hopper_launch` has sizes."""
 
 ENOUGH = 96
-"""Tiles times heads from which on a call keeps a GPU busy; with fewer, sums in parts are as fast."""
+"""Tiles times heads from which on a call keeps a GPU busy; with fewer, the Triton backend, which sums in
+parts, is as fast."""
 
 _OPS = f"{__name__.rpartition('.')[0]}.hopper_launch"
 
@@ -28,7 +29,8 @@ if (environment.installed_version("triton") or "").startswith(f"{hopper.GLUON}."
 
 
 def supports(facts: CachedFacts) -> Support:
-    """It runs where the backend of whole samples does, if all new tokens are targets without a window."""
+    """Supports what the Hopper backend for whole samples does, if all new tokens are targets without a
+    window."""
     able = hopper.supports(facts)
     if not able.ok:
         return able
@@ -47,5 +49,5 @@ def supports(facts: CachedFacts) -> Support:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> Tensor:
-    """Scores and sums in float32, weights rounded to the type of v."""
+    """Runs the kernel: scores and sums are float32, weights are rounded to the dtype of v."""
     return triton_support.load(_OPS).forward(q, k, v, cache_k, cache_v, problem)

@@ -1,12 +1,13 @@
-"""The Hopper kernel of candidates on cached histories, scheduled by hand (Gluon). It is `hopper.forward`,
-whose parts it uses, for tokens that are all targets.
+"""Scores candidates on cached histories: a hand-scheduled (Gluon) Hopper kernel for new tokens that are all
+targets.
 
-All new tokens are targets, and each sees all that is cached of its sample and its own group. So a tile of
-rows visits all blocks of cached keys, without a mask (rows past the end of a sample are read as zeros, whose
-weight is silu(0)), and then, under the mask, the blocks of new keys from the start of its first row's group.
+The kernel is a variant of `hopper.forward` and uses its parts. Each new token sees all cached tokens of its
+sample and its own target group. So a tile of rows visits all blocks of cached keys without a mask (rows past
+the end of a sample are read as zeros, whose weight is silu(0) = 0), and then, under the mask, the blocks of
+new keys from the start of its first row's group.
 
-Two warp groups have registers enough to compute the weights of a block beside the products of another. Four
-do not, and need not: each waits for its products, and the others work meanwhile.
+Two warp groups have enough registers to compute the weights of one block during the products of another. Four
+do not, and need not: each waits for its products while the others work.
 """
 
 from triton.experimental import gluon
@@ -48,9 +49,9 @@ from recsys.ops.runtime.gluon_pieces import (
 
 @gluon.jit
 def fetch(items, place, num_heads, group_size, SIZES: gl.constexpr, GROUPED: gl.constexpr):
-    """Reads a tile: (start and length of the sample's new tokens, the first one of the tile), (start and
-    length of the cached tokens), (the first block of new keys, their number, the number of all blocks), the
-    head."""
+    """Reads the item at `place` of the list. Returns the tile (start and length of the sample's new tokens,
+    first token of the tile), the cache (start and length of the cached tokens), the blocks (first block of
+    new keys, their number, number of all blocks), and the head."""
     BLOCK_N: gl.constexpr = SIZES[1]
     STRIPS: gl.constexpr = SIZES[3]
     item = items + (place // num_heads).to(gl.int64) * NUM_CACHED_COLUMNS
@@ -65,7 +66,7 @@ def fetch(items, place, num_heads, group_size, SIZES: gl.constexpr, GROUPED: gl.
     new_first = group // BLOCK_N
     end = gl.minimum(first + STRIPS * STRIP, length)
     new_count = gl.where(length > 0, (end + BLOCK_N - 1) // BLOCK_N - new_first, 0)
-    # Where nothing is cached, one block of zeros, from past the end of what is.
+    # Where nothing is cached, visit one block of zeros, read from past the end of the empty cache.
     cached_count = gl.maximum((cache_length + BLOCK_N - 1) // BLOCK_N, 1)
     count = new_count + gl.where(length > 0, cached_count, 0)
     tile, cache, blocks = (start, length, first), (cache_start, cache_length), (new_first, new_count, count)
@@ -76,7 +77,8 @@ def fetch(items, place, num_heads, group_size, SIZES: gl.constexpr, GROUPED: gl.
 def load_block(
     number, new_desc, cache_desc, columns, tile, cache, blocks, full, buffer, BLOCK_N: gl.constexpr
 ):
-    """Loads the block visited as number `number`; `columns`: first columns of the head in both tensors."""
+    """Loads the block visited as number `number`. `columns`: the head's first column in the new and the
+    cached tensor."""
     new_first, new_count, count = blocks
     if number < count - new_count:
         load_rows(cache_desc, cache, number * BLOCK_N, columns[1], full, buffer)
@@ -98,7 +100,7 @@ def loading_warp(
     q_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[4]
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
     stride_q, stride_k, stride_v, stride_ck, stride_cv = strides
-    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # waiting for the parity before the first returns at once
     turn = gl.to_tensor(0)
     place = gl.program_id(0)
     while place < num_places:
@@ -107,7 +109,7 @@ def loading_warp(
         count = blocks[2]
         k_columns, v_columns = (head * stride_k, head * stride_ck), (head * stride_v, head * stride_cv)
         if count > 0:
-            publish(place, slots.index(turn % (2 * Q_TILES)))  # read before: q was free
+            publish(place, slots.index(turn % (2 * Q_TILES)))  # the slot was read before q became free
             for strip in gl.static_range(STRIPS):
                 at = turn % Q_TILES * STRIPS + strip
                 mbarrier.wait(q_free.index(at), turn // Q_TILES % 2 ^ 1)
@@ -119,7 +121,7 @@ def loading_warp(
                 0, new_descs[0], cache_descs[0], k_columns, tile, cache, blocks,
                 k_full.index(cursor[0]), k_buffer.index(cursor[0]), BLOCK_N,
             )  # fmt: skip
-            for number in range(1, count):  # keys are needed, and free again, before the values of a block
+            for number in range(1, count):  # the keys of a block are needed, and freed, before its values
                 stage, parity = next_stage(cursor, STAGES)
                 mbarrier.wait(k_free.index(stage), parity)
                 load_block(
@@ -148,8 +150,8 @@ def loading_warp(
 
 @gluon.jit
 def apply_mask(score, i, first, group_size, GROUPED: gl.constexpr):
-    """The scores, zero where the new row `i` does not see the new key: silu(0) is 0. `first` is the block's
-    first key."""
+    """Returns the scores, zero where the new row `i` does not see the new key: silu(0) is 0. `first` is the
+    block's first key."""
     keys: gl.constexpr = gl.SliceLayout(0, score.type.layout)
     j = gl.expand_dims(first + gl.arange(0, score.shape[1], keys), 0)
     i = gl.expand_dims(i, 1)
@@ -164,8 +166,8 @@ def attend(
     q, q_free, cursor, buffers, barriers, strip: gl.constexpr, tile, blocks, half_alpha, group_size,
     SIZES: gl.constexpr, GROUPED: gl.constexpr,
 ):  # fmt: skip
-    """float32 [STRIP, D], the sum over all blocks that the strip sees, and the cursor behind the tile's last
-    block."""
+    """Returns float32 [STRIP, D], the sum over all blocks that the strip sees, and the cursor behind the
+    tile's last block."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -271,7 +273,7 @@ def computing_group(
                 q, q_free.index(at), cursor, buffers, barriers, strip, tile, blocks, half_alpha, group_size,
                 SIZES, GROUPED,
             )  # fmt: skip
-        else:  # past the end of the sample
+        else:  # the strip lies past the end of the sample
             cursor = skip_blocks(blocks[2], cursor, barriers[2:6], SIZES[2])
             mbarrier.arrive(q_free.index(at))
         turn += 1
@@ -282,8 +284,9 @@ def computing_group(
             items, gl.minimum(place, num_places - 1), num_heads, group_size, SIZES, GROUPED
         )
         buffer = out_buffer.index(strip)
-        tma.store_wait(0)  # the rows of the tile before have left the buffer
-        # A strip past the end of the sample stores too: nothing of it is in bounds.
+        tma.store_wait(0)  # the rows of the previous tile have left the buffer
+        # A strip past the end of the sample stores too: all of its rows are out of bounds, so nothing is
+        # written.
         buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(o_desc, [RAGGED_ROWS, end, rows, column], buffer)
@@ -302,8 +305,8 @@ def candidates_kernel(
     Q_TILES: gl.constexpr, GROUPED: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [T, H, D] contiguous, of the new tokens. One program a processor; `counter` is 0; the strides are
-    those of a head."""
+    """Computes out [T, H, D], contiguous, for the new tokens. One program runs per processor, and `counter`
+    starts at 0. The strides are those of a head, in elements."""
     SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS, Q_TILES)
     q_buffer = new_buffers(q_desc, Q_TILES * STRIPS)
     k_buffer = new_buffers(k_desc, STAGES)
@@ -318,7 +321,8 @@ def candidates_kernel(
         num_heads, (stride_q, stride_k, stride_v, stride_ck, stride_cv), group_size, SIZES, GROUPED,
     )  # fmt: skip
     gl.static_assert(STRIPS == 2 or STRIPS == 4)
-    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    # The tuple must be a literal: with a name, or added to another, it would lose the compile-time values of
+    # its members.
     gl.warp_specialize([
         (computing_group, (
             strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale,

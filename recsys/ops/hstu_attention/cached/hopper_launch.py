@@ -1,4 +1,4 @@
-"""Launch of the Hopper kernel of candidates on cached histories."""
+"""Launches the Hopper kernel for candidates on cached histories."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ WARPS = 4
 
 
 class CandidateSizes(NamedTuple):
-    """Sizes of the kernel for one width of the heads."""
+    """Sizes of the kernel for one head width."""
 
-    keys: int  # BLOCK_N
+    keys: int  # BLOCK_N, keys per block
     stages: int  # buffers for blocks of keys, and as many for values
-    strips: int = 2  # of 64 rows a tile, a warp group each
+    strips: int = 2  # strips of 64 rows per tile, one warp group each
     q_tiles: int = 2  # buffers for tiles of rows
     computing_registers: int = 240
     loading_registers: int = 24
 
 
 SIZES = {64: CandidateSizes(128, 3), 128: CandidateSizes(128, 2)}
-"""Sizes by width of the heads."""
+"""Sizes by head width, in columns."""
 
 LARGE_SIZES = {64: CandidateSizes(64, 4, strips=4, computing_registers=112)}
-"""Sizes for so many candidates that tiles of twice as many rows occupy the GPU: four warp groups fill one
-another's gaps better than two."""
+"""Sizes, by head width, for so many candidates that tiles of twice as many rows still occupy the GPU: four
+warp groups fill one another's gaps better than two."""
 
 
 def sizes_for(dim: int, num_rows: int, num_heads: int, processors: int) -> CandidateSizes:
-    """The sizes with which the last processor finishes first, for full tiles and samples of equal length."""
+    """Returns the sizes with which the last processor finishes first, assuming full tiles and samples of
+    equal length."""
     small, large = SIZES[dim], LARGE_SIZES.get(dim)
     if large is None:
         return small
@@ -58,15 +59,16 @@ def forward(
     problem: CachedProblem,
     sizes: CandidateSizes | None = None,
 ) -> Tensor:
-    """`hstu_attention_cached` [T, H, D] in 16 bits without bias, for new tokens that are all targets and see
-    everything that is cached; the arguments have been validated. `sizes` for tests."""
+    """Computes `hstu_attention_cached` [T, H, D] in 16 bits without bias, for new tokens that are all
+    targets and see everything cached; the arguments have been validated. `sizes` overrides the defaults,
+    for tests."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     total_len, num_heads, dim = q.shape
     if total_len == 0:
         return out
     if sizes is None:
         sizes = sizes_for(dim, total_len, num_heads, num_processors(q.device))
-    if cache_k.shape[0] == 0:  # a tensor map needs an address; nobody reads there
+    if cache_k.shape[0] == 0:  # a tensor map needs an address, though nothing is read there
         cache_k, cache_v = k, v
     q, k, v, cache_k, cache_v = map(with_loadable_rows, (q, k, v, cache_k, cache_v))
     mask = problem.mask

@@ -1,4 +1,5 @@
-"""Cached HSTU attention in plain PyTorch: the definition of correct, on any device, float64 included."""
+"""Implements cached HSTU attention in plain PyTorch: the definition of correct, on any device and in any
+float dtype."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ def supports(facts: AttentionFacts) -> Support:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> Tensor:
-    """Add, chunk by chunk, what b padded samples get from their cached keys to what they get from new ones.
+    """Add what the new tokens of b padded samples get from cached keys to what they get from new keys, chunk
+    by chunk.
 
-    Without a softmax an output is a sum over keys, wherever they are kept. Positions are those in the whole
+    Without a softmax an output is a sum over keys, wherever they are stored. Positions are those in the whole
     sample: the new tokens stand behind the cached ones.
     """
     layout, cache_layout, mask, bias = problem.layout, problem.cache_layout, problem.mask, problem.bias
@@ -47,7 +49,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, probl
         seen = row_intervals(mask, row, history_end, cache_layout.num_contextual)
         total = 0
         for key, (k_bKHD, v_bKHV, timestamps) in ((row, new_keys), (column, cached_keys)):
-            # Padded keys and values are zero: such a key adds silu(..) * 0. A padded query is dropped.
+            # Padded keys and values are zero: such a key adds silu(..) * 0. Padded queries are dropped.
             scores_HbQK = q_bQHD.permute(2, 0, 1, 3) @ k_bKHD.permute(2, 0, 3, 1)
             if bias is not None:
                 query_place, key_place = (
@@ -63,6 +65,6 @@ def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, probl
 
 
 def _split(padded: PaddedChunks, *tensors: Tensor | None) -> list[tuple[Tensor | None, ...]]:
-    """Return one tuple per chunk: each tensor padded, None for None."""
+    """Return one tuple per chunk, with each tensor padded and None for None."""
     columns = [[None] * len(padded.chunks) if tensor is None else padded.split(tensor) for tensor in tensors]
     return list(zip(*columns, strict=True))

@@ -1,4 +1,5 @@
-"""The Triton backend of `hstu_attention_cached`: it runs whatever the backend of `hstu_attention` runs.
+"""Triton backend of `hstu_attention_cached`: it supports what the Triton backend of `hstu_attention`
+supports.
 
 This module itself needs no Triton: the kernel and its launch are in `triton_ops`.
 """
@@ -20,7 +21,8 @@ triton_support.preload(_OPS)
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem) -> Tensor:
-    """Scores, sums and bias in float32. The cache is read where it lies, only what the mask lets through."""
+    """Run the kernel: scores, sums and bias are float32. The cache is read in place, and only where the mask
+    allows."""
     ops = triton_support.load(_OPS)
     compute = ops.call_op if torch.compiler.is_compiling() else ops.forward
     return compute(q, k, v, cache_k, cache_v, problem)

@@ -1,8 +1,8 @@
-"""The Triton kernel of `hstu_attention_cached` and its launch: directly in eager mode, an op in graphs.
+"""Triton kernel of `hstu_attention_cached` and its launch: called directly in eager mode, an op in graphs.
 
 A program has one tile of new rows of one head, and visits the blocks of cached and of new keys that it sees.
-The cache is read where it lies. Positions are those in the whole sample: a new token stands behind all cached
-ones. Everything else is the forward of `hstu_attention`.
+The cache is read in place. Positions are those in the whole sample: a new token stands behind all cached
+ones. Everything else is as in the forward of `hstu_attention`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PROGRAMS_PER_PROCESSOR = 4
 """Programs per multiprocessor, enough to keep it busy."""
 
 LEAST_BLOCKS, MOST_PARTS = 4, 32
-"""Least blocks of keys in a part; most parts, each of which needs memory for all outputs."""
+"""Fewest blocks of keys per part; most parts, each of which needs memory for all outputs."""
 
 
 def forward(
@@ -67,7 +67,7 @@ def forward(
     problem: CachedProblem,
     wrap: Wrap = unwrapped,
 ) -> Tensor:
-    """`hstu_attention_cached` [T, H, V]; the arguments have been validated."""
+    """Compute `hstu_attention_cached` [T, H, V]; the arguments have been validated."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if q.shape[0] == 0:
         return out
@@ -75,12 +75,12 @@ def forward(
     bias = problem.bias
     num_heads = q.shape[1]
     blocks, parts = blocks_for("split", q, v, problem), 1
-    if wrap is unwrapped:  # a graph is for many sizes, and knows none
+    if wrap is unwrapped:  # a graph serves many sizes and knows none
         parts = num_parts(problem, blocks, num_heads, q.device)
     if parts == 1:
         blocks = blocks_for("forward", q, v, problem)
     items = cached_work(problem.mask, problem.layout, problem.cache_layout, blocks.rows, blocks.keys, parts)
-    # Without a softmax an output is a sum over keys: that of the parts, in their order.
+    # Without a softmax an output is a sum over keys: add the parts, in their order.
     sums = out if parts == 1 else out.new_empty(parts, *out.shape, dtype=torch.float32)
     longest = problem.layout.max_len + problem.cache_layout.max_len
     of_bias = bias_arguments(bias, problem.layout, longest, items, blocks.rows, blocks.keys, wrap)
@@ -106,9 +106,10 @@ def forward(
 
 
 def num_parts(problem: CachedProblem, blocks: Blocks, num_heads: int, device: torch.device) -> int:
-    """Return how many parts to sum the cached keys up in: more than one if tiles are too few for the GPU.
+    """Return the number of parts to cut the cached keys into: more than one if there are too few tiles for
+    the GPU.
 
-    A power of two, so that few batches need memory of their own.
+    The number is a power of two, so that batches need few different buffer sizes.
     """
     layout, num_keys = problem.layout, problem.cache_layout.max_len
     tiles = max(layout.total_len // blocks.rows, min(layout.batch_size, layout.total_len))
@@ -120,7 +121,7 @@ def num_parts(problem: CachedProblem, blocks: Blocks, num_heads: int, device: to
 def call_op(
     q: Tensor, k: Tensor, v: Tensor, cache_k: Tensor, cache_v: Tensor, problem: CachedProblem
 ) -> Tensor:
-    """The library op, for traced graphs."""
+    """Call the library op, for traced graphs."""
     layout, cache_layout, mask, bias = problem.layout, problem.cache_layout, problem.mask, problem.bias
     tables = (None,) * 5
     if bias is not None:
@@ -180,8 +181,8 @@ def hstu_attention_cached_triton(
     alpha: float,
     scale_len: float,
 ) -> Tensor:
-    """`hstu_attention_cached` with its layouts, mask and bias spread out."""
-    total, cached = q.shape[0], cache_k.shape[0]  # also bounds of the longest sample
+    """Compute `hstu_attention_cached` with its layouts, mask and bias passed as flat arguments."""
+    total, cached = q.shape[0], cache_k.shape[0]  # upper bounds of the longest sample, too
     layout = SequenceLayout.trusted(lengths, offsets, num_targets, 0, total, total, total)
     cache_layout = SequenceLayout.trusted(
         cache_lengths, cache_offsets, torch.zeros_like(cache_lengths), num_contextual, cached, cached, 0
@@ -214,9 +215,10 @@ def cached_kernel(
     GROUPED: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Write out [T, H, V], contiguous, of the new tokens. Heads are fastest.
+    """Write out [T, H, V] for the new tokens, contiguous. One program runs per item and head, heads fastest.
 
-    SPLIT: an item is about a part of the cached keys; each part has an out, `part_stride` numbers further on.
+    SPLIT: an item covers one part of the cached keys; each part has an out, `part_stride` elements after the
+    previous one.
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
@@ -248,7 +250,7 @@ def cached_kernel(
         rows = (i, relative_position(i, history_end, group_size, RULE), row_times, first)
         sample = (history_end, alpha)
         total = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-        for source in range(2):  # a loop, not code twice: that would not fit into the registers
+        for source in range(2):  # a loop, since two copies of the code would not fit into the registers
             is_new = source == 1
             key_start = tl.where(is_new, start, cache_start + part_first)
             stride_k = tl.where(is_new, stride_kt, stride_ckt)

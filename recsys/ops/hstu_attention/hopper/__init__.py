@@ -1,7 +1,7 @@
-"""The Hopper backend of `hstu_attention`: kernels scheduled by hand.
+"""The Hopper backend of `hstu_attention`: hand-scheduled kernels.
 
-This module itself needs no Triton. The kernels are written in Gluon, a part of Triton that changes from one
-version to the next:
+This module itself needs no Triton. The kernels are written in Gluon, a part of Triton that changes between
+versions:
 
     forward          the outputs
     backward         all gradients in one pass, where sums in any order are allowed, heads are not too wide
@@ -24,10 +24,10 @@ from recsys.ops.runtime import triton_support
 from recsys.ops.runtime.dispatch import Support, is_exporting
 
 WIDTHS = (64, 128, 256)
-"""Widths of heads that `launch` has sizes for."""
+"""Head widths, in columns, for which `launch` has sizes."""
 
 GLUON = triton_support.GLUON
-"""The version of Triton whose Gluon the kernels are written in."""
+"""The Triton version whose Gluon the kernels are written in."""
 
 _OPS = f"{__name__}.ops"
 
@@ -36,7 +36,7 @@ if (environment.installed_version("triton") or "").startswith(f"{GLUON}."):
 
 
 def supports(facts: AttentionFacts) -> Support:
-    """Heads of equal widths in 16 bits without bias, on a Hopper GPU."""
+    """Supports 16-bit heads with q, k and v of equal width and no bias, on a Hopper GPU."""
     able = triton_support.support(facts.device, facts.dtype)
     if not able.ok or facts.device != "cuda":
         return able._replace(ok=False, reason=able.reason or "it needs CUDA tensors", auto=False)
@@ -59,7 +59,7 @@ def _missing_from_the_call(facts: AttentionFacts) -> str:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """Scores and sums in float32, weights rounded to the type of v."""
+    """Runs the kernels: scores and sums are float32, weights are rounded to the dtype of v."""
     ops = triton_support.load(_OPS)
     if torch.compiler.is_compiling():
         return ops.call_op(q, k, v, problem)

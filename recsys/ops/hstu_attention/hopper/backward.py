@@ -1,22 +1,22 @@
-"""The backward kernel for Hopper, scheduled by hand (Gluon): all three gradients in one pass.
+"""Computes all three gradients in one pass: the hand-scheduled (Gluon) backward kernel for Hopper.
 
 With S, the scores, dO, the gradient of the output, x = alpha S / 2, t = tanh x and w = x + x t:
 
     silu(alpha S) = w, twice its slope is 1 + t + w (1 - t)
     dV = silu(alpha S)^T dO / scale_len
-    dS = (dO V^T) * 2 slope                                  zero where the mask is
+    dS = (dO V^T) * 2 slope                                  zero for hidden pairs
     dK = dS^T Q alpha / (2 scale_len),    dQ = dS K alpha / (2 scale_len)
 
-A program owns tiles of keys, a strip of 64 a warp group, and sums their dK and dV over the blocks of rows
-that see them. Scores are [keys, rows], so that their weights and dS are left operands in registers. dS also
-goes to shared memory: each warp group multiplies that of all strips with its part of the columns of the keys,
-a block later, and the descriptor of dQ, float32, adds the product to what other programs have added: in any
-order, so that the last bits vary. Keys, and values if they fit, arrive while the tile before is still being
-computed; dV leaves through the buffer of the tile's own keys, dK through that of the parts of dQ. Names
-and the order of the work are those of `forward`.
+A program owns tiles of keys, one strip of 64 keys per warp group, and sums their dK and dV over the blocks of
+rows that see them. Scores are [keys, rows], so that their weights and dS are left operands in registers. dS
+also goes to shared memory: one block later, each warp group multiplies the dS of all strips with its share of
+the keys' columns, and adds the product through the float32 descriptor of dQ to what other programs have
+added. The order of these additions is not fixed, so the last bits of dQ vary. Keys, and values if they fit,
+arrive while the previous tile is still being computed; dV leaves through the buffer of the tile's keys, dK
+through the buffer of the dQ products. Names and the order of the work are those of `forward`.
 
-Shared memory is the bottleneck: of 128 columns a block takes 1472 cycles of it a strip, for 1280 of the
-tensor cores, and 64 less where half of the keys' columns are in registers.
+Shared memory is the bottleneck: with 128 columns, each block costs a strip 1472 cycles of shared memory
+against 1280 of the tensor cores. Holding half of the keys' columns in registers saves 64 of them.
 """
 
 from triton.experimental import gluon
@@ -59,10 +59,11 @@ from recsys.ops.runtime.gluon_pieces import (
 UNSEEN = gl.constexpr(triton_tile.UNSEEN.value)
 
 FULL, FREE, DONE = gl.constexpr(8), gl.constexpr(12), gl.constexpr(4)
-"""First numbers of hardware barriers. FULL and FREE have one for each strip and buffer of dS: the other strip
-has stored its half, or has multiplied both halves. DONE has one for each strip: it no longer needs the keys
-of the tile. For a barrier in shared memory the compiler would stop all warps of the group, so that a single
-thread can signal. Triton itself uses the numbers below 4."""
+"""First numbers of the hardware barriers. FULL and FREE have one per strip and dS buffer: FULL means that the
+other strip has stored its half of dS, FREE that it has multiplied both halves. DONE has one per strip: the
+other strip no longer needs the keys of the tile. Barriers in shared memory would cost more: the compiler
+would stop all warps of the group so that a single thread can signal. Triton itself uses the numbers below 4.
+"""
 
 
 visible_from_keys = gluon.jit(mask_forms.visible_from_keys.fn)
@@ -72,10 +73,11 @@ load_runs = gluon.jit(work_item.load_runs.fn)
 
 @gluon.jit
 def fetch(items, place, num_heads):
-    """Reads a tile, its runs, the first of its blocks that need no mask, and its head.
+    """Loads the item at `place` of the list: its tile, its runs, the first block that needs no mask, and its
+    head.
 
-    Items through shared memory and tiles taken late, as in the forward, made only the kernel for heads of 256
-    faster, and most others 1 to 4 % slower (experiments/2026-11-22-gpu-attention-3/backward.md).
+    Passing items through shared memory and taking tiles late, as `forward` does, sped up only the kernel for
+    heads of 256 and slowed most others by 1 to 4 % (experiments/2026-11-22-gpu-attention-3/backward.md).
     """
     item = items + (place // num_heads).to(gl.int64) * NUM_COLUMNS
     unmasked = gl.load(item + UNMASKED_START).to(gl.int32)
@@ -87,8 +89,8 @@ def load_tile_of_keys(
     place, state, q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, num_heads, strides,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Loads a tile of keys and the rows that see it; `state`: the cursors of rows and values, and the tile's
-    number in this program."""
+    """Loads a tile of keys and the rows that see it. `state` and the result: the cursors of rows and of
+    values, and the tile's number in this program."""
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     V_STAGES: gl.constexpr = SIZES[4]
@@ -108,7 +110,7 @@ def load_tile_of_keys(
             load_rows(q_desc, tile, first, head * stride_q, q_full.index(stage), q_buffer.index(stage))
             if number == 0:
                 mbarrier.wait(k_free.index(slot), turn // 2 % 2 ^ 1)
-                publish(place, slots.index(slot))  # the tile two before has been heard
+                publish(place, slots.index(slot))  # the tile two before has been read
                 load_rows(k_desc, tile, tile[3], head * stride_k, k_full.index(slot), k_buffer.index(slot))
             mbarrier.wait(g_free.index(stage), parity)
             load_rows(g_desc, tile, first, head * stride_g, g_full.index(stage), g_buffer.index(stage))
@@ -127,8 +129,8 @@ def loading_ahead(
     q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles of keys in the order of the list; rows run ahead in `STAGES` buffers, keys and values of
-    the next tile as far as theirs allow."""
+    """Takes tiles of keys in the order of the list and loads their operands ahead of use: rows in `STAGES`
+    buffers, the next tile's keys and values as far as their buffers allow."""
     state = ((gl.to_tensor(0), gl.to_tensor(1)), (gl.to_tensor(0), gl.to_tensor(1)), gl.to_tensor(0))
     place = gl.program_id(0)
     while place < num_places:
@@ -146,8 +148,8 @@ def loading_ahead(
 
 @gluon.jit
 def seen_by_keys(score, key, row, tile, rule, RULE: gl.constexpr):
-    """True where the mask lets a pair of [keys, rows] through; `key` and `row` are the first ones. A thread
-    has few keys and many rows, so bounds for each row would fill its registers."""
+    """Returns True where the mask lets a pair of [keys, rows] through. `key` and `row` are the block's first
+    key and row. A thread has few keys and many rows, so bounds for each row would fill its registers."""
     i = row + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
     j = key + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
     return visible_from_keys(gl.expand_dims(i, 0), gl.expand_dims(j, 1), tile[2], rule, RULE)
@@ -155,8 +157,8 @@ def seen_by_keys(score, key, row, tile, rule, RULE: gl.constexpr):
 
 @gluon.jit
 def strip_barrier(barrier: gl.constexpr, block, strip: gl.constexpr, TEXT: gl.constexpr):
-    """Executes an instruction at the hardware barrier of `strip` for the buffer of block number `block`; both
-    strips count there."""
+    """Executes a barrier instruction on the hardware barrier of `strip` for the buffer of block number
+    `block`. The barrier counts the threads of both strips."""
     number = gl.to_tensor(barrier + 2 * strip + (block & 1))
     gl.inline_asm_elementwise(TEXT, "=r,r,r", [number, 2 * 128], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -169,14 +171,14 @@ def signal(barrier: gl.constexpr, block, strip: gl.constexpr):
 
 @gluon.jit
 def await_signal(barrier: gl.constexpr, block, strip: gl.constexpr):
-    """Waits until all warps of this strip, `strip`, are here and all of the other strip have signaled."""
+    """Waits until all warps of this strip, `strip`, have arrived and all of the other strip have signaled."""
     strip_barrier(barrier, block, strip, "bar.sync $1, $2; mov.u32 $0, 0;")
 
 
 @gluon.jit
 def weight_and_slope(x):
-    """silu(2 x), and twice its slope minus one: leaving the one to the product that follows saves an
-    instruction in each. For UNSEEN they are exactly 0 and -1."""
+    """Returns silu(2 x), and twice its slope minus one: the product that follows adds the missing one, which
+    saves an instruction in each. For UNSEEN they are exactly 0 and -1."""
     t = tanh(x)
     weight = x * t + x
     return weight, (weight - weight * t) + t
@@ -184,7 +186,7 @@ def weight_and_slope(x):
 
 @gluon.jit
 def start_scores(k, held, q, SIZES: gl.constexpr, HOLDS: gl.constexpr):
-    """Starts K Q^T of a strip of keys and a block of rows. HOLDS: the first columns of the keys are in
+    """Starts K Q^T for a strip of keys and a block of rows. HOLDS: the first columns of the keys are in
     registers."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
@@ -204,7 +206,7 @@ def start_scores(k, held, q, SIZES: gl.constexpr, HOLDS: gl.constexpr):
 
 @gluon.jit
 def start_part(block, slot, buffers, strip: gl.constexpr, SIZES: gl.constexpr):
-    """Starts dS K of block number `block` of this program, for the strip's part of the columns; `slot`: the
+    """Starts dS K for block number `block` of this program and the strip's share of the columns. `slot`: the
     buffer of the keys."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
@@ -220,17 +222,17 @@ def start_part(block, slot, buffers, strip: gl.constexpr, SIZES: gl.constexpr):
 
 @gluon.jit
 def store_part(part, block, row, place, dq_desc, buffers, strip: gl.constexpr, tile):
-    """Adds the product of `start_part` to the sums, from row `row` of the sample on; `place`: where they
-    start for the sample, row and column.
+    """Adds the product of `start_part` to the sums of dQ, from row `row` of the sample on. `place`: the row
+    and column where the sums of the sample and head begin.
 
-    Of eight columns a thread has two neighbours of each row. Stored side by side they would meet others of
-    their warp in banks of shared memory; the even ones first, they are what `stmatrix` stores at full speed.
+    Of every eight columns a thread has two adjacent ones in each row. Stored side by side they would cause
+    bank conflicts in shared memory; with even columns first, `stmatrix` stores them at full speed.
     """
     ROWS: gl.constexpr = part.shape[0]
     COLUMNS: gl.constexpr = part.shape[1]
     signal(FREE, block, 1 - strip)
     part = part.reshape([ROWS, COLUMNS // 8, 4, 2]).permute((0, 1, 3, 2)).reshape([ROWS, COLUMNS])
-    tma.store_wait(0)  # what was in the buffer has left it
+    tma.store_wait(0)  # the previous content has left the buffer
     buffer = buffers[5].index(opaque(strip))
     buffer.reshape([ROWS, COLUMNS]).store(part)
     fence_async_shared()
@@ -247,10 +249,10 @@ def add_rows(
     """Adds the contribution of the rows from `row` on, block number `block` of this program, to `sums`, dK
     and dV of a strip of keys.
 
-    dQ gets the part of the block before, of the rows from `row_before` on, so that no strip waits for the
-    other's dS; FIRST: there is no block before. Only the copy of that part is under way on return. `slots`:
-    the buffers of the keys and of the values, and the parity of the latter. `held`: columns of the keys in
-    registers, for blocks without a mask.
+    dQ receives the product of the previous block, whose rows begin at `row_before`, so that no strip waits
+    for the other's dS; FIRST: there is no previous block. On return only the copy of that product is in
+    flight. `slots`: the buffers of the keys and of the values, and the parity of the latter. `held`: columns
+    of the keys in registers, for blocks without a mask.
     """
     grad_k, grad_v = sums
     D: gl.constexpr = SIZES[0]
@@ -309,8 +311,8 @@ def pass_rows(
     block, row_before, cursor, slots, buffers, barriers, strip: gl.constexpr, tile, dq_desc, place,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes the place of `add_rows` for rows that see nothing of the strip: stores zeros as its dS, and adds
-    the part of the block before. The arguments are those of `add_rows`."""
+    """Replaces `add_rows` for rows that see nothing of the strip: stores zeros as its dS, and adds the
+    product of the previous block to dQ. The arguments are those of `add_rows`."""
     BLOCK_M: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     q_full, q_free, g_full, g_free = barriers[0], barriers[1], barriers[2], barriers[3]
@@ -331,7 +333,7 @@ def pass_rows(
 
 @gluon.jit
 def store_strip(grad, desc, buffer, tile, strip: gl.constexpr, column, D: gl.constexpr):
-    """Writes rows of dK or dV through a buffer, by a copy that is under way when it returns."""
+    """Starts to write rows of dK or dV through a buffer; the copy is still in flight on return."""
     rounded = buffer._reinterpret(desc.dtype, [1, 1, STRIP, D], desc.layout)
     rounded.reshape([STRIP, D]).store(grad.to(desc.dtype))
     fence_async_shared()
@@ -380,7 +382,7 @@ def computing_group(
             row_before = row
             row = block_at(number, runs, unmasked) * BLOCK_M
             unseen = gl.to_tensor(False)
-            if strip > 0:  # a row sees no key behind it, but for contextual ones
+            if strip > 0:  # only contextual rows see keys behind themselves
                 unseen = (row + BLOCK_M <= tile[3] + strip * STRIP) & (row >= rule[0])
             if unseen:
                 pass_rows(
@@ -422,19 +424,19 @@ def computing_group(
         store_strip(
             grad_v * inverse_scale, dv_desc, keys.index(strip), done, strip, done_head * D, D,
         )  # fmt: skip
-        tma.store_wait(1)  # the last part has left its buffer
+        tma.store_wait(1)  # the last product of dQ has left its buffer
         store_strip(
             grad_k * (half_alpha * inverse_scale), dk_desc, buffers[5].index(strip), done, strip,
             done_head * D, D,
         )  # fmt: skip
-        tma.store_wait(1)  # and dV its own
+        tma.store_wait(1)  # dV has left its buffer, too
         mbarrier.arrive(k_free.index(slots[0]))
     tma.store_wait(0)
 
 
 @gluon.jit
 def operand_buffers(q_desc, g_desc, k_desc, v_desc, SIZES: gl.constexpr):
-    """Buffers of q and dO, and of two tiles of k and `V_STAGES` of v."""
+    """Allocates the buffers of q and dO, of two tiles of k and of `V_STAGES` tiles of v."""
     STAGES: gl.constexpr = SIZES[2]
     V_STAGES: gl.constexpr = SIZES[4]
     return (
@@ -445,7 +447,8 @@ def operand_buffers(q_desc, g_desc, k_desc, v_desc, SIZES: gl.constexpr):
 
 @gluon.jit
 def barriers_of_keys(SIZES: gl.constexpr):
-    """Initialized barriers of a tile of keys: full and free of q and of dO, full of k and v, free of both."""
+    """Initializes the barriers of a tile of keys: full and free of q and of dO, full of k and v, free of k
+    and v."""
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
     V_STAGES: gl.constexpr = SIZES[4]
@@ -476,10 +479,12 @@ def backward_kernel(
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are those of a
-    head. `dq_desc` is of zeros in float32, [T, H, D], to be added to: dQ less the factor
-    alpha / (2 scale_len), of every eight columns the even ones first. HELD: so many columns of the keys are
-    in registers for blocks without a mask.
+    """Computes dK and dV [T, H, D], contiguous, and adds dQ to the memory of `dq_desc`.
+
+    One program runs per processor, and `counter` starts at 0. The strides are those of a head, in elements.
+    `dq_desc` describes float32 zeros [T, H, D]; it receives dQ without the factor alpha / (2 scale_len), with
+    the even columns first in every group of eight. HELD: number of the keys' columns that are in registers
+    for blocks without a mask.
     """
     SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES, HELD)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
@@ -499,7 +504,8 @@ def backward_kernel(
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
         (stride_q, stride_g, stride_k, stride_v), SIZES,
     )  # fmt: skip
-    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    # The tuple must be a literal: with a name, or added to another, it would lose the compile-time values of
+    # its members.
     gl.warp_specialize([
         (computing_group, (
             strip, dq_desc, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha,

@@ -1,10 +1,11 @@
-"""dK and dV for Hopper by tiles of keys, no wider than 128: each warp group has both for a strip of its own.
+"""Computes dK and dV on Hopper by tiles of keys, for heads of at most 128 columns.
 
-Formulas, names and the loading warp are those of `backward`. dQ comes from `backward_rows`, so there is no dS
-in shared memory, no warp group waits for another, and there are registers to spare.
+Each warp group sums both gradients for one strip. Formulas, names and the loading warp are those of
+`backward`. dQ comes from `backward_rows`, so there is no dS in shared memory, no warp group waits for
+another, and there are registers to spare.
 
     buffers   q, g (dO), k, v, out twice, slots for places in the list
-    barriers  those of `backward`
+    barriers  as in `backward`
     SIZES     D, BLOCK_M, STAGES, STRIPS, V_STAGES
 """
 
@@ -85,8 +86,8 @@ def add_rows(
 
 @gluon.jit
 def num_before(strip: gl.constexpr, tile, runs, num_contextual, BLOCK_M: gl.constexpr):
-    """Number of blocks, the last of those with a mask, with only rows before the strip: they see nothing of
-    it, unless they are contextual."""
+    """Returns how many blocks hold only rows before the strip: they see nothing of it, unless they are
+    contextual. These blocks are the last ones that need a mask."""
     first = tile[3] + strip * STRIP
     masked = num_masked(runs)
     row = masked_block(0, runs) * BLOCK_M
@@ -145,7 +146,7 @@ def computing_group(
         place = read_slot(published.index(turn % 2))
         done, column = tile, head * D
         tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
-        tma.store_wait(0)  # dK of the tile before has left the buffer
+        tma.store_wait(0)  # dK of the previous tile has left the buffer
         store_strip(grad_v * inverse_scale, dv_desc, out, done, strip, column, D)
         tma.store_wait(0)
         store_strip(grad_k * (half_alpha * inverse_scale), dk_desc, out, done, strip, column, D)
@@ -167,7 +168,8 @@ def keys_kernel(
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are of a head."""
+    """Computes dK and dV [T, H, D], contiguous. One program runs per processor, and `counter` starts at 0.
+    The strides are those of a head, in elements."""
     STRIPS: gl.constexpr = 2
     SIZES: gl.constexpr = (D, BLOCK_M, STAGES, STRIPS, V_STAGES)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
@@ -182,7 +184,8 @@ def keys_kernel(
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
         (stride_q, stride_g, stride_k, stride_v), SIZES,
     )  # fmt: skip
-    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    # The tuple must be a literal: with a name, or added to another, it would lose the compile-time values of
+    # its members.
     gl.warp_specialize([
         (computing_group, (
             strip, dk_desc, dv_desc, buffers, barriers, items, num_places, num_heads, half_alpha,

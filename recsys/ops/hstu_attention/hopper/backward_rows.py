@@ -1,11 +1,11 @@
-"""dQ for Hopper by tiles of rows: no sum is shared between programs, so the bits are the same every time.
+"""Computes dQ on Hopper by tiles of rows: programs share no sums, so the result is bitwise repeatable.
 
-Formulas and names are those of `backward`, the schedule is that of `forward`: a tile is cut into
-strips of 64 rows, one a warp group, and visits the blocks of keys that it sees. Scores and dO V^T of a block
-are started together, the slopes are computed while the tensor cores are at the second product and at those of
-the other strip, and dS is the left operand of dQ += dS K in registers. If it fits, dQ leaves through
-a buffer of its own, so that the next rows arrive while the last product and the stores are under way; else
-through that of q.
+Formulas and names are those of `backward`, the schedule is that of `forward`: a tile is cut into strips of 64
+rows, one per warp group, and visits the blocks of keys that it sees. The scores and dO V^T of a block are
+started together. The slopes are computed while the tensor cores work on the second product and on the other
+strip, and dS is the left operand of dQ += dS K in registers. If it fits, dQ leaves through a buffer of its
+own, so that the next rows arrive during the last product and the stores; otherwise it leaves through the
+buffer of q.
 
     buffers   q, g (dO), k, v, slots for places in the list, out
     barriers  rows full and free, k full and free, v full and free, published
@@ -55,7 +55,7 @@ def loading_warp(
     q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]
     rows_full, rows_free, k_full, k_free, v_full, v_free, published = barriers
     stride_q, stride_g, stride_k, stride_v = strides
-    k_cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    k_cursor = (gl.to_tensor(0), gl.to_tensor(1))  # waiting for the parity before the first returns at once
     v_cursor = (gl.to_tensor(0), gl.to_tensor(1))
     turn = gl.to_tensor(0)
     place = gl.program_id(0)
@@ -66,7 +66,7 @@ def loading_warp(
         if count > 0:
             publish(
                 place, slots.index(turn % 2)
-            )  # the tile two before has been heard of: its stores were waited for
+            )  # the tile two before has been read: its stores were waited for
             mbarrier.arrive(published.index(turn % 2))
             for number in range(count):
                 first = block_at(number, runs, unmasked) * BLOCK_N
@@ -96,7 +96,7 @@ def add_block(
     rule, SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of the block of keys from `first` on to `total`, dQ of the rows `i` of a strip.
-    `last`: whether it is the last block of the tile."""
+    `last`: whether this is the last block of the tile."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -123,7 +123,8 @@ def add_block(
     slope = u * (x - x * t) + u
     if MASKED:
         slope = gl.where(seen, slope, 0.0)
-    # The keys are there. But for this wait the assembler would compute the slopes behind the next one.
+    # The keys have already arrived. Without this wait the assembler would compute the slopes behind the next
+    # one.
     mbarrier.wait(barriers[2].index(k_cursor[0]), k_cursor[1])
     grad, slope = warpgroup_mma_wait(0, deps=(grad, slope))
     mbarrier.arrive(barriers[5].index(v_cursor[0]))
@@ -138,7 +139,8 @@ def add_block(
 
 @gluon.jit
 def skip_blocks(count, k_cursor, v_cursor, barriers, SIZES: gl.constexpr):
-    """Frees the buffers of `count` blocks without reading them, and returns the cursors behind them."""
+    """Frees the buffers of `count` blocks without reading them, and returns the cursors behind these
+    blocks."""
     for _number in range(count):
         mbarrier.wait(barriers[2].index(k_cursor[0]), k_cursor[1])
         mbarrier.arrive(barriers[3].index(k_cursor[0]))
@@ -199,8 +201,9 @@ def computing_group(
         done, column = tile, head * D
         tile, runs, unmasked, head = fetch(items, gl.minimum(place, num_places - 1), num_heads)
         if APART:
-            tma.store_wait(0)  # the rows of the tile before have left the buffer
-        # A strip past the end of the sample stores too: nothing of it is in bounds.
+            tma.store_wait(0)  # the rows of the previous tile have left the buffer
+        # A strip past the end of the sample stores too: all of its rows are out of bounds, so nothing is
+        # written.
         buffer.reshape([STRIP, D]).store((total * (half_alpha * inverse_scale)).to(dq_desc.dtype))
         fence_async_shared()
         store_rows(dq_desc, done, done[3], strip * STRIP, column, buffer)
@@ -226,7 +229,8 @@ def rows_kernel(
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dQ [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
+    """Computes dQ [T, H, D], contiguous. One program runs per processor, and `counter` starts at 0. The
+    strides are those of a head, in elements."""
     SIZES: gl.constexpr = (D, BLOCK_N, K_STAGES, V_STAGES, APART)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     rule = (num_contextual, window, prefix, group_size)
@@ -244,7 +248,7 @@ def rows_kernel(
     published = new_barriers(2)
     init_barriers(published, 2, 1)
     for strip in gl.static_range(STRIPS):
-        mbarrier.init(rows_full.index(strip), count=2)  # q and dO arrive one by one
+        mbarrier.init(rows_full.index(strip), count=2)  # q and dO arrive separately
         mbarrier.init(rows_free.index(strip), count=1)
     init_rings(((k_full, k_free),), K_STAGES, STRIPS)
     init_rings(((v_full, v_free),), V_STAGES, STRIPS)
@@ -256,7 +260,8 @@ def rows_kernel(
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
         (stride_q, stride_g, stride_k, stride_v), SIZES,
     )  # fmt: skip
-    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    # The tuple must be a literal: with a name, or added to another, it would lose the compile-time values of
+    # its members.
     gl.warp_specialize([
         (computing_group, (
             strip, dq_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,

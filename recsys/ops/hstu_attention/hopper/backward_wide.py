@@ -1,16 +1,16 @@
-"""dK and dV for Hopper where the heads are so wide that one warp group cannot hold both.
+"""Computes dK and dV on Hopper for heads so wide that one warp group cannot hold both.
 
-Formulas and names are those of `backward`, the schedule is that of `forward`. A program owns a
-tile of 64 keys. One warp group has the keys and sums dV, one has the values and sums dK, a block of rows of q
-and of dO at a time:
+Formulas and names are those of `backward`, the schedule is that of `forward`. A program owns a tile of 64
+keys. One warp group has the keys and sums dV, another has the values and sums dK, over one block of rows of q
+and dO at a time:
 
     value group   scores = K Q^T, weights in registers, dV += weights dO
     key group     dO V^T, times the slopes that the value group leaves in shared memory, dK += dS Q
 
-Each group has half of the products, and computes its weights while the tensor cores work for the other one.
-Twice the slopes minus one, at most 1.2 in size, travel as float16 whatever the type of the operands: exact to
-2^-11 of one, as `tanh` is. dV and dK leave through the buffers that the last dO and q came in: the next keys
-and values arrive meanwhile.
+Each group has half of the products, and computes its weights while the tensor cores work for the other group.
+Twice the slopes minus one, at most 1.2 in magnitude, travel as float16 whatever the dtype of the operands:
+their absolute error is at most 2^-11, like that of `tanh`. dV and dK leave through the buffers in which the
+last dO and q arrived; the next keys and values arrive meanwhile.
 
     buffers   q, g, k, v, slopes, two slots for items of the list
     barriers  q full and free, g full and free, k full and free, v full and free, slopes full and free,
@@ -53,14 +53,18 @@ from recsys.ops.runtime.gluon_pieces import (
 )
 
 AHEAD = gl.constexpr(3)
-"""Blocks that `look_ahead` looks ahead."""
+"""Number of blocks before the end of a tile at which `look_ahead` reads the next item."""
 
 
 @gluon.jit
 def look_ahead(number, count, place, item, items, counter, num_places, num_heads):
-    """Prepares the next tile of the loading warp behind block `number` of a tile of `count` blocks. `2 AHEAD`
-    blocks before the end it takes a place in the list. `AHEAD` blocks before the end it reads the item there,
-    or a little later in short tiles, so that the place has arrived. Returns both, unchanged until then."""
+    """Prefetches the loading warp's next tile; to be called after each block `number` of a tile of `count`
+    blocks.
+
+    `2 AHEAD` blocks before the end it takes a place in the list. `AHEAD` blocks before the end, or a little
+    later in short tiles so that the place has arrived, it reads the item there. Returns place and item,
+    unchanged until then.
+    """
     if number == gl.maximum(count - 2 * AHEAD, 0):
         place = take_place(counter)
     if number == gl.maximum(count - AHEAD, gl.minimum(count - 1, AHEAD)):
@@ -73,8 +77,8 @@ def loading_warp(
     q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles of keys in the order of the list, each one when the tile before is nearly done, publishes
-    their items and loads their operands; rows run ahead in `STAGES` buffers."""
+    """Takes tiles of keys in the order of the list, each one when the previous tile is nearly done, publishes
+    their items and loads their operands. Rows run ahead in `STAGES` buffers."""
     BLOCK_M: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
     q_buffer, g_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[3], buffers[5]
@@ -87,15 +91,15 @@ def loading_warp(
         barriers[10],
     )
     stride_q, stride_g, stride_k, stride_v = strides
-    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # waiting for the parity before the first returns at once
     turn = gl.to_tensor(0)
     place = gl.program_id(0)
     item = load_item(items, place, num_places, num_heads)
     while place < num_places:
-        slots.index(turn % 2).store(item)  # the item of two tiles before has been read
+        slots.index(turn % 2).store(item)  # the item of the tile two before has been read
         _, tile, runs, unmasked, head = read_item_slot(slots.index(turn % 2))
         count = num_blocks(runs)
-        if count == 0:  # one of those that fill the list up: nothing is published
+        if count == 0:  # padding of the list: nothing is published
             place, item = look_ahead(0, 1, place, item, items, counter, num_places, num_heads)
         else:
             mbarrier.arrive(published.index(turn % 2))
@@ -124,7 +128,8 @@ def add_weighted_rows(
     SIZES: gl.constexpr, RULE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of the block of rows from `row` on to dV, and leaves the slopes for the key
-    group. After the last block of a tile the keys are free, but not its dO: `store_tile` needs the buffer."""
+    group. After the last block of a tile it frees the keys, but not the tile's dO: `store_tile` needs that
+    buffer."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -159,8 +164,8 @@ def add_weighted_rows(
 
 @gluon.jit
 def add_sloped_rows(grad_k, cursor, last, buffers, barriers, SIZES: gl.constexpr):
-    """Adds the contribution of a block of rows to dK. After the last block of a tile the values are free, but
-    not its q: `store_tile` needs the buffer."""
+    """Adds the contribution of a block of rows to dK. After the last block of a tile it frees the values, but
+    not the tile's q: `store_tile` needs that buffer."""
     D: gl.constexpr = SIZES[0]
     BLOCK_M: gl.constexpr = SIZES[1]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
@@ -180,7 +185,7 @@ def add_sloped_rows(grad_k, cursor, last, buffers, barriers, SIZES: gl.constexpr
     grad = warpgroup_mma_wait(0, deps=(grad,))
     rounded = gl.convert_layout((grad * slope.to(gl.float32) + grad).to(dtype), operand)
     grad_k = warpgroup_mma(rounded, q, grad_k, is_async=True)
-    mbarrier.arrive(barriers[9].index(stage))  # which also says that dO has been read
+    mbarrier.arrive(barriers[9].index(stage))  # also signals that dO has been read
     mbarrier.arrive(barriers[3].index(stage))
     mbarrier.arrive(barriers[7].index(0), pred=last)
     grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
@@ -190,7 +195,7 @@ def add_sloped_rows(grad_k, cursor, last, buffers, barriers, SIZES: gl.constexpr
 
 @gluon.jit
 def store_tile(grad, desc, buffer, tile, column, free, D: gl.constexpr):
-    """Writes dK or dV through the buffer that the last rows came in, which then is free."""
+    """Writes dK or dV through the buffer in which the last rows arrived, and then frees the buffer."""
     rounded = buffer._reinterpret(desc.dtype, [1, 1, STRIP, D], desc.layout)
     rounded.reshape([STRIP, D]).store(grad.to(desc.dtype))
     fence_async_shared()
@@ -285,7 +290,8 @@ def wide_keys_kernel(
     GROUPED: gl.constexpr, CONTEXTUAL_READS: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV [T, H, D], contiguous. One program a processor; `counter` is 0; the strides are of a head."""
+    """Computes dK and dV [T, H, D], contiguous. One program runs per processor, and `counter` starts at 0.
+    The strides are those of a head, in elements."""
     SIZES: gl.constexpr = (D, BLOCK_M, STAGES)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     rule = (num_contextual, window, prefix, group_size)
@@ -316,7 +322,7 @@ def wide_keys_kernel(
         q_desc, g_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads,
         (stride_q, stride_g, stride_k, stride_v), SIZES,
     )  # fmt: skip
-    # A tuple that had a name would lose what its members know at compile time.
+    # The tuple must be a literal: with a name it would lose the compile-time values of its members.
     gl.warp_specialize(
         [
             (value_group, (

@@ -1,26 +1,27 @@
-"""The forward kernel for Hopper, scheduled by hand (Gluon): one warp loads, two or three warp groups compute.
+"""Computes the outputs: the hand-scheduled (Gluon) forward kernel for Hopper.
 
-A program works through tiles of rows, each with the blocks of keys that it sees. A tile is cut into strips of
-64 rows, one a warp group. The loading warp runs ahead through tensor descriptors into `STAGES` buffers for
-keys and as many for values; barriers in shared memory say which are full and which are free. It alone reads
-the list of tiles, and publishes the item of each tile in shared memory for the warp groups. A warp group
-keeps its weights in registers, as the left operand of the second product, and computes them for one block of
-keys while the tensor cores work on the values of the block before. Its rows of q are in registers too if they
-fit.
+One warp loads, two or three warp groups compute. A program works through tiles of rows, each with the blocks
+of keys that it sees. A tile is cut into strips of 64 rows, one per warp group. The loading warp runs ahead
+through tensor descriptors into `STAGES` buffers for keys and as many for values; barriers in shared memory
+say which are full and which are free. It alone reads the list of tiles, and publishes the item of each tile
+in shared memory for the warp groups. A warp group keeps its weights in registers, as the left operand of the
+second product, and computes them for one block of keys while the tensor cores work on the values of the
+previous block. Its rows of q are in registers, too, if they fit.
 
 The descriptors are ragged (`runtime.descriptors`): rows past the end of a sample are read as zeros, whose
 weight is silu(0) = 0, and are not written.
 
-Numbers that belong together travel as tuples, as in `mask_forms`:
+Related values travel as tuples, as in `mask_forms`:
 
-    tile      first row in [T], length and first target of the sample; the tile's first token, below 0 for a
+    tile      first row in [T], length and first target of the sample; the tile's first token, negative for a
               tile whose first strips lie before the sample and have nothing to do
     runs      the blocks that the tile visits
-    buffers   q, k, v and out in shared memory; two slots for items of the list
+    buffers   q, k, v and out in shared memory; slots for items of the list
     barriers  full and free of q, k and v
     SIZES     D, BLOCK_N, STAGES, STRIPS, Q_TILES: buffers for tiles of q
 
-What is in flight never crosses the end of a loop's body: ptxas (13.5) would put a wait behind every product.
+No product is in flight at the end of a loop body: ptxas (13.5) would otherwise put a wait behind every
+product.
 """
 
 from triton.experimental import gluon
@@ -65,13 +66,13 @@ from recsys.ops.runtime.gluon_pieces import (
 )
 
 ITEM = gl.constexpr(16)
-"""Numbers of an item in a slot: the columns of the work list, the head, and the place in the list."""
+"""int32 values per slot, at least the columns of the work list, the head, and the place in the list."""
 
 TAKEN_BEFORE = gl.constexpr(8)
-"""Blocks before the end of a tile at which the loading warp takes the next tile."""
+"""The loading warp takes the next tile this many blocks before the end of the current one."""
 
 READ_BEFORE = gl.constexpr(5)
-"""Blocks before the end of a tile at which the loading warp reads the item of the next tile."""
+"""The loading warp reads the item of the next tile this many blocks before the end of the current one."""
 
 HEAD = gl.constexpr(NUM_COLUMNS.value)
 PLACE = gl.constexpr(NUM_COLUMNS.value + 1)
@@ -83,8 +84,8 @@ visible = gluon.jit(mask_forms.visible.fn)
 
 @gluon.jit
 def load_item(items, place, num_places, num_heads):
-    """int32 [ITEM], one a lane: the item at `place` of the list as a slot holds it, or the last item for a
-    place behind the list. Nothing waits for the load before its first use."""
+    """Returns int32 [ITEM], one value per lane: the item at `place` of the list in the format of a slot, or
+    the last item for a place past the end of the list. Nothing waits for the load before its first use."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     column = gl.arange(0, ITEM, lanes)
     row = (gl.minimum(place, num_places - 1) // num_heads).to(gl.int64)
@@ -101,8 +102,8 @@ def number_in(slot, column: gl.constexpr):
 
 @gluon.jit
 def read_item_slot(slot):
-    """Reads the item of a tile from a slot: its place in the list, the tile itself, its runs, the first of
-    its blocks that need no mask, its head."""
+    """Reads from a slot an item's place in the list, its tile, its runs, its first block that needs no mask,
+    and its head."""
     tile = (
         number_in(slot, START), number_in(slot, LENGTH), number_in(slot, HISTORY_END), number_in(slot, FIRST),
     )  # fmt: skip
@@ -116,8 +117,8 @@ def read_item_slot(slot):
 
 @gluon.jit
 def first_row(strip: gl.constexpr, tile):
-    """The first row of a strip. A strip before the sample (see `work_list.row_work`) gets the first row
-    behind the sample, so that it has no rows either."""
+    """Returns the first row of a strip. A strip before the sample (see `work_list.row_work`) gets the first
+    row behind the sample, so that none of its rows exist."""
     row = tile[3] + strip * STRIP
     return gl.where(row < 0, tile[1], row)
 
@@ -129,8 +130,8 @@ def num_blocks(runs):
 
 @gluon.jit
 def block_at(number, runs, unmasked):
-    """The block visited as number `number`: first the blocks that need the mask, backward, then the
-    others."""
+    """Returns the block to visit as number `number`: first the blocks that need the mask, in descending
+    order, then the others."""
     masked = num_masked(runs)
     return gl.where(number < masked, masked_block(masked - 1 - number, runs), unmasked + number - masked)
 
@@ -139,12 +140,12 @@ def block_at(number, runs, unmasked):
 def blocks_past(
     strip: gl.constexpr, tile, runs, num_contextual, BLOCK_N: gl.constexpr, CONTEXTUAL_READS: gl.constexpr
 ):
-    """Number of blocks, the first in order, that lie behind everything the strip sees: all of them for a
-    strip past the end of the sample or before it.
+    """Returns how many of the first blocks in order lie behind everything that the strip sees: all blocks for
+    a strip past the end of the sample or before it.
 
-    A row sees nothing behind itself, but for contextual rows: they see one another, and the history if they
+    A row sees nothing behind itself, except that contextual rows see one another, and the history if they
     read it. Blocks between the end of the strip and the end of the tile hold rows of the tile, which see
-    themselves: all of them are visited.
+    themselves, so the tile visits all of them.
     """
     length, history_end = tile[1], tile[2]
     row = first_row(strip, tile)
@@ -161,10 +162,10 @@ def blocks_past(
 
 @gluon.jit
 def num_masked_for(strip: gl.constexpr, tile, runs, BLOCK_N: gl.constexpr, RULE: gl.constexpr):
-    """Number of blocks, the first in order, before those of which the strip sees everything.
+    """Returns how many blocks, in order, come before those of which the strip sees everything.
 
-    Without a window a row sees all history before it. So of the blocks that the tile needs the mask for, the
-    strip does not for those that end before its first row; they are the last ones in order.
+    Without a window a row sees all history before it. So of the blocks that need the mask for the tile, those
+    that end before the strip's first row need no mask for the strip; they are the last ones in order.
     """
     masked = num_masked(runs)
     if RULE[0]:
@@ -183,8 +184,8 @@ def load_block(descriptor, tile, first, column, cursor, full, free, buffers):
 
 @gluon.jit
 def take_place(counter):
-    """The next place in the list. If a program took it long before working on it, the others would work on
-    other keys meanwhile, and the second-level cache would hold fewer of them."""
+    """Takes the next place in the list. Call it late: a place that is taken long before its work begins lets
+    other programs move on to other keys, and fewer of the keys are then still in the L2 cache."""
     return gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
 
 
@@ -193,7 +194,7 @@ def loading_warp(
     q_desc, k_desc, v_desc, buffers, barriers, items, counter, num_places, num_heads, strides,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles in the order of the list, each one when the tile before is nearly done, publishes their
+    """Takes tiles in the order of the list, each one when the previous tile is nearly done, publishes their
     items and loads their operands."""
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -202,21 +203,21 @@ def loading_warp(
     q_buffer, k_buffer, v_buffer, slots = buffers[0], buffers[1], buffers[2], buffers[4]
     q_full, q_free, k_full, k_free, v_full, v_free = barriers
     stride_q, stride_k, stride_v = strides
-    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # a wait for the parity before the first returns at once
+    cursor = (gl.to_tensor(0), gl.to_tensor(1))  # waiting for the parity before the first returns at once
     turn = gl.to_tensor(0)
     place = gl.program_id(0)
     item = load_item(items, place, num_places, num_heads)
     while place < num_places:
         following, next_item = place, item
         slot = slots.index(turn % (2 * Q_TILES))
-        slot.store(item)  # the item before has been read: q was free
+        slot.store(item)  # the slot's previous item has been read: q was free
         _, tile, runs, unmasked, head = read_item_slot(slot)
         count = num_blocks(runs)
         if count <= TAKEN_BEFORE:
             following = take_place(counter)
         if count > 0:
             first = block_at(0, runs, unmasked) * BLOCK_N
-            if Q_TILES == 1:  # else q is loaded first
+            if Q_TILES == 1:  # with more buffers q is loaded first
                 load_block(k_desc, tile, first, head * stride_k, cursor, k_full, k_free, k_buffer)
             for strip in gl.static_range(STRIPS):
                 at = turn % Q_TILES * STRIPS + strip
@@ -226,7 +227,7 @@ def loading_warp(
             turn += 1
             if Q_TILES > 1:
                 load_block(k_desc, tile, first, head * stride_k, cursor, k_full, k_free, k_buffer)
-            for number in range(1, count):  # keys are needed, and free again, before the values of a block
+            for number in range(1, count):  # the keys of a block are needed, and freed, before its values
                 if number == count - TAKEN_BEFORE:
                     following = take_place(counter)
                 if number == gl.maximum(count - READ_BEFORE, 3):
@@ -250,15 +251,15 @@ def loading_warp(
 
 @gluon.jit
 def silu(score, half_alpha):
-    """silu(2 x) = x + x tanh(x), for x = score * half_alpha."""
+    """Returns silu(2 x) = x + x tanh(x), for x = score * half_alpha."""
     x = score * half_alpha
     return x * tanh(x) + x
 
 
 @gluon.jit
 def apply_mask(score, row, first, tile, rule, RULE: gl.constexpr):
-    """The scores, zero where a row does not see the key: silu(0) is 0. `row` and `first` are the first row
-    and key of the block."""
+    """Returns the scores, zero where a row does not see the key: silu(0) is 0. `row` and `first` are the
+    first row and key of the block."""
     i = row + gl.arange(0, score.shape[0], gl.SliceLayout(1, score.type.layout))
     j = first + gl.arange(0, score.shape[1], gl.SliceLayout(0, score.type.layout))
     seen = visible(gl.expand_dims(i, 1), gl.expand_dims(j, 0), tile[2], rule, RULE)
@@ -268,7 +269,7 @@ def apply_mask(score, row, first, tile, rule, RULE: gl.constexpr):
 @gluon.jit
 def start_step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES: gl.constexpr):
     """Starts the scores of the block at `following` and the product with the values of the block at `cursor`.
-    Returns the scores, and the sum while it is still under way."""
+    Returns the finished scores, and the sum while it is still in flight."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     k = buffers[1].index(following[0]).reshape([BLOCK_N, D]).permute((1, 0))
@@ -283,8 +284,8 @@ def start_step(total, weight, q, following, cursor, buffers, barriers, nothing, 
 
 @gluon.jit
 def finish_step(total, weight, following, cursor, barriers):
-    """Waits for the sum of `start_step` and for the values of the next block. `weight` passes through, so
-    that it is computed in the shadow of the product: the assembler would sink it behind the wait."""
+    """Waits for the sum of `start_step` and for the values of the next block. `weight` passes through the
+    wait so that it is computed during the product: the assembler would sink it behind the wait."""
     mbarrier.wait(barriers[4].index(following[0]), following[1])
     total, weight = warpgroup_mma_wait(0, deps=(total, weight))
     mbarrier.arrive(barriers[5].index(cursor[0]))
@@ -293,7 +294,7 @@ def finish_step(total, weight, following, cursor, barriers):
 
 @gluon.jit
 def free_rows_before(turn, barriers, strip: gl.constexpr, STRIPS: gl.constexpr, Q_TILES: gl.constexpr):
-    """Frees the buffer of q from which the tile before stores its outputs, once the copy has read it."""
+    """Frees the buffer of q from which the previous tile stores its outputs, once the copy has read it."""
     if turn > 0:
         tma.store_wait(0)
         mbarrier.arrive(barriers[1].index((turn - 1) % Q_TILES * STRIPS + strip))
@@ -304,8 +305,8 @@ def attend(
     q, turn, cursor, buffers, barriers, strip: gl.constexpr, tile, runs, unmasked, past, half_alpha, rule,
     SIZES: gl.constexpr, RULE: gl.constexpr, HELD: gl.constexpr, OUT_IN_Q: gl.constexpr,
 ):  # fmt: skip
-    """float32 [STRIP, D], the sum over all blocks but the first `past` (at least one is left), and the cursor
-    behind the last. `turn`: the number of the tile in this program."""
+    """Returns float32 [STRIP, D], the sum over all blocks but the first `past` (at least one is left), and
+    the cursor behind the last block. `turn`: the number of the tile in this program."""
     D: gl.constexpr = SIZES[0]
     BLOCK_N: gl.constexpr = SIZES[1]
     STAGES: gl.constexpr = SIZES[2]
@@ -342,7 +343,7 @@ def attend(
         following = next_stage(cursor, STAGES)
         score, total = start_step(total, weight, q, following, cursor, buffers, barriers, nothing, SIZES)
         first = masked_block(num_masked(runs) - 1 - number, runs) * BLOCK_N
-        if STRIPS == 3:  # few registers: what each row sees must not be kept from block to block
+        if STRIPS == 3:  # registers are scarce: each row's bounds must not be kept from block to block
             row = opaque(row)
         new = silu(apply_mask(score, row, first, tile, rule, RULE), half_alpha)
         new = gl.convert_layout(new.to(dtype), operand)
@@ -395,18 +396,19 @@ def computing_group(
             mbarrier.arrive(q_free.index(at))
         elif Q_TILES > 1:
             free_rows_before(turn, barriers, strip, STRIPS, Q_TILES)
-        # Where registers are few, what the loops do not need is read again. (One buffer for tiles of q would
-        # not keep the item after the next one out of the slot meanwhile.)
+        # Where registers are scarce, reread what the loops do not need. (With one buffer for tiles of q, the
+        # slot might already hold the item after the next one.)
         if STRIPS == 3 and D > 64 and Q_TILES > 1:
             _, tile, _, _, head = read_item_slot(slots.index(turn % (2 * Q_TILES)))
         buffer = out_buffer.index(at if OUT_IN_Q else strip)
         if not OUT_IN_Q:
-            tma.store_wait(0)  # the rows of the tile before have left the buffer
-        # A strip past the end of the sample, or before it, stores too: nothing of it is in bounds.
+            tma.store_wait(0)  # the rows of the previous tile have left the buffer
+        # A strip past the end of the sample, or before it, stores too: all of its rows are out of bounds, so
+        # nothing is written.
         buffer.reshape([STRIP, D]).store((total * inverse_scale).to(q_buffer.dtype))
         fence_async_shared()
         store_rows(o_desc, tile, first_row(strip, tile), 0, head * D, buffer)
-        if OUT_IN_Q and Q_TILES == 1:  # else another tile may use another buffer meanwhile
+        if OUT_IN_Q and Q_TILES == 1:  # with more buffers the next tile uses another one
             tma.store_wait(0)
             mbarrier.arrive(q_free.index(at))
         turn += 1
@@ -417,7 +419,7 @@ def computing_group(
 
 @gluon.jit
 def barriers_of_rows(SIZES: gl.constexpr):
-    """Initialized barriers of a tile of rows: full and free of q, k and v."""
+    """Initializes the barriers of a tile of rows: full and free of q, k and v."""
     STAGES: gl.constexpr = SIZES[2]
     STRIPS: gl.constexpr = SIZES[3]
     Q_TILES: gl.constexpr = SIZES[4]
@@ -445,7 +447,8 @@ def forward_kernel(
     HELD: gl.constexpr, OUT_IN_Q: gl.constexpr, Q_TILES: gl.constexpr,
     COMPUTING_REGISTERS: gl.constexpr, LOADING_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """out [T, H, D] contiguous. One program a processor; `counter` is 0; the strides are those of a head."""
+    """Computes out [T, H, D], contiguous. One program runs per processor, and `counter` starts at 0. The
+    strides are those of a head, in elements."""
     SIZES: gl.constexpr = (D, BLOCK_N, STAGES, STRIPS, Q_TILES)
     RULE: gl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     rule = (num_contextual, window, prefix, group_size)
@@ -465,7 +468,8 @@ def forward_kernel(
     )  # fmt: skip
     gl.static_assert(STRIPS == 2 or STRIPS == 3)
     gl.static_assert(not (HELD and OUT_IN_Q), "rows that are held leave their buffer to the next ones")
-    # A tuple that had a name, or were added to one, would lose what its members know at compile time.
+    # The tuple must be a literal: with a name, or added to another, it would lose the compile-time values of
+    # its members.
     gl.warp_specialize([
         (computing_group, (
             strip, o_desc, buffers, barriers, items, num_places, num_heads, half_alpha, inverse_scale, rule,

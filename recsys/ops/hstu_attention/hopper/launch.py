@@ -1,4 +1,5 @@
-"""Launches of the Hopper forward and one-pass backward: their sizes, and the order of the work."""
+"""Launches the Hopper forward and one-pass backward kernels; decides their sizes and the order of the
+work."""
 
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ WARPS = 4
 """Warps per warp group."""
 
 CACHED_BYTES = 24 * 2**20
-"""Bytes that programs work on at a time, in sections of the samples. They stay in the second-level cache of
-an H100 or H200 (50 and 60 MB, in two halves that may hold the same lines twice)."""
+"""Bytes that the programs work on at a time, in sections of the samples. They stay in the L2 cache of an H100
+or H200 (50 and 60 MB, in two halves that may hold the same lines twice)."""
 
 
 class ForwardSizes(NamedTuple):
-    """Sizes of the forward kernel for one width of the heads."""
+    """Sizes of the forward kernel for one head width."""
 
-    keys: int  # BLOCK_N
+    keys: int  # BLOCK_N, keys per block
     stages: int  # buffers for blocks of keys, and as many for values
-    strips: int  # of 64 rows a tile, a warp group each
+    strips: int  # strips of 64 rows per tile, one warp group each
     held: bool  # whether a warp group holds its rows of q in registers
     out_in_q: bool  # whether rows of the output leave through the buffer of q
     computing_registers: int
@@ -39,7 +40,7 @@ class ForwardSizes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a tile."""
+        """Rows per tile."""
         return STRIP.value * self.strips
 
 
@@ -48,30 +49,33 @@ SIZES = {
     128: ForwardSizes(64, 4, 2, True, False, 240, 24, 2),
     256: ForwardSizes(64, 2, 2, False, True, 232, 40),
 }
-"""Sizes by width of the heads. On the diagonal a strip sees one or three quarters of a block of 128 keys, but
-half or all of one of 64 keys."""
+"""Sizes by head width, in columns. On the diagonal a strip sees one or three quarters of a block of 128 keys,
+but half or all of a block of 64 keys."""
 
 LONG_SIZES = {
     64: ForwardSizes(64, 6, 3, True, False, 160, 32, 2),
     128: ForwardSizes(64, 4, 3, False, True, 160, 32, 2),
 }
-"""Sizes for rows that see many keys. Three strips share what is read, a third less, and the tensor cores have
-work while one strip computes weights. At 128 columns the outputs leave through the two buffers of q."""
+"""Sizes for rows that see many keys, by head width. Three strips share each block that is read, so a third
+less is read, and the tensor cores have work while one strip computes weights. At 128 columns the outputs
+leave through the two buffers of q."""
 
 MANY_KEYS, MANY_IN_WINDOW = 192, 1024
-"""`LONG_SIZES` are taken if an average row sees more keys than the first number, or than the second within a
-window, where a tile of more rows visits more blocks that some rows do not see. On an H200
-(experiments/2026-11-22-gpu-attention-3) three strips are 1.6 to 5 % faster at 192 to 263 keys, 1 to 9 %
-slower at 64 to 130; with a window of 512 keys 2.5 % slower (64 columns: 4 %), of 1024 as fast, of 2048 2 %
-faster (6 %)."""
+"""Average visible keys per row above which `LONG_SIZES` are taken: without a window, and within one. With a
+window a tile of more rows visits more blocks that some of its rows do not see.
+
+On an H200 (experiments/2026-11-22-gpu-attention-3) three strips are 1.6 to 5 % faster at 192 to 263 keys and
+1 to 9 % slower at 64 to 130. With a window of 512 keys they are 2.5 % slower (4 % at 64 columns), with 1024
+as fast, with 2048 2 % faster (6 %).
+"""
 
 
 class BackwardSizes(NamedTuple):
-    """Sizes of the one-pass backward kernel for one width of the heads."""
+    """Sizes of the one-pass backward kernel for one head width."""
 
-    rows: int  # BLOCK_M
+    rows: int  # BLOCK_M, rows per block
     stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
-    v_stages: int  # buffers for tiles of values; those of keys have two
+    v_stages: int  # buffers for tiles of values; keys have two
     held: int  # columns of the keys in registers, for blocks without a mask
     computing_registers: int
     loading_registers: int
@@ -84,7 +88,7 @@ BACKWARD_SIZES = {
     64: BackwardSizes(64, 4, 2, 64, 240, 24),
     128: BackwardSizes(64, 2, 1, 64, 240, 24),
 }
-"""Sizes by width of the heads."""
+"""Sizes by head width, in columns."""
 
 ROUNDED_LINES = 64
 """Lines per program of `round_kernel`."""
@@ -99,11 +103,12 @@ def forward(
     *,
     captured: bool = True,
 ) -> Tensor:
-    """`hstu_attention` [T, H, D] in 16 bits without bias; the arguments have been validated.
+    """Computes `hstu_attention` [T, H, D] in 16 bits without bias; the arguments have been validated.
 
     Args:
-        sizes: other sizes than the default, for tests.
-        captured: True if a compiler may capture this call: it must know of all memory that is kept.
+        sizes: overrides the default sizes, for tests.
+        captured: whether a compiler may capture this call; the compiler must then know of all memory that is
+            kept.
     """
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     total_len, num_heads, dim = q.shape
@@ -113,7 +118,7 @@ def forward(
     if sizes is None:
         sizes = sizes_for(dim, average_visible_keys(problem), mask.window)
     q, k, v = with_loadable_rows(q), with_loadable_rows(k), with_loadable_rows(v)
-    section = section_of(num_heads * dim * 8, mask)  # q and the output pass through the cache too
+    section = section_of(num_heads * dim * 8, mask)  # q and the output pass through the cache, too
     items = row_work(mask, problem.layout, sizes.rows, sizes.keys, section, problem.tail, STRIP.value)
     num_items = items.shape[0]
     launch(
@@ -155,7 +160,7 @@ def backward(
     *,
     captured: bool = True,
 ) -> Gradients:
-    """Gradients of q, k and v, [T, H, D], those of q summed in any order. Arguments are those of
+    """Computes the gradients of q, k and v, [T, H, D]; dQ is summed in any order. The arguments are those of
     `forward`."""
     total_len, num_heads, dim = q.shape
     gradients = problem.gradient_memory(q, k, v)
@@ -197,7 +202,7 @@ def backward(
 
 
 def sizes_for(dim: int, seen: float, window: int | None = None) -> ForwardSizes:
-    """Sizes of the forward kernel for rows that see so many keys on average."""
+    """Returns the sizes of the forward kernel for rows that see `seen` keys on average."""
     many = seen > (MANY_KEYS if window is None else MANY_IN_WINDOW)
     return LONG_SIZES[dim] if many and dim in LONG_SIZES else SIZES[dim]
 
@@ -210,12 +215,12 @@ def average_visible_keys(problem: Problem) -> float:
 
 
 def counter_for(device: torch.device, captured: bool) -> Tensor:
-    """int32 zeros for one launch to count in."""
+    """Returns int32 zeros for one launch to count in."""
     return torch.zeros(4, dtype=torch.int32, device=device) if captured else zero_counter(device)
 
 
 def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | bool]:
-    """Compile-time constants of the backward kernel, without the width, by the names of its parameters."""
+    """Returns the compile-time constants of the backward kernel, except the head width, by parameter name."""
     return {
         "BLOCK_M": sizes.rows,
         "STAGES": sizes.stages,
@@ -230,7 +235,7 @@ def constants_of(sizes: BackwardSizes, mask: AttentionMask) -> dict[str, int | b
 
 
 def round_to(rounded: Tensor, sums: Tensor, factor: float, *, even_first: bool = False) -> None:
-    """Writes `rounded = sums * factor`, [T, H, D], D a multiple of 64; rows of `rounded` need not be
+    """Writes `rounded = sums * factor`, [T, H, D] with D a multiple of 64. Rows of `rounded` need not be
     contiguous.
 
     `even_first`: every eight columns of `sums` hold columns 0, 2, 4, 6, 1, 3, 5, 7 of the result.
@@ -260,16 +265,18 @@ def round_to(rounded: Tensor, sums: Tensor, factor: float, *, even_first: bool =
 
 
 def section_of(token_bytes: int, mask: AttentionMask) -> int | None:
-    """Tokens per section, if each needs so many bytes; None within a window: one section.
+    """Returns the number of tokens per section if each needs `token_bytes` bytes; None with a window, for a
+    single section.
 
-    Within a window neighbors in the list share their operands anyway, and the few tiles of the prefix have
+    Within a window, neighbors in the list share their operands anyway, and the few tiles of the prefix have
     far more blocks than the rest: they must not wait for the section of their sample.
     """
     return None if mask.window is not None else max(1, CACHED_BYTES // token_bytes)
 
 
 def scalars(problem: Problem) -> tuple[int | float, ...]:
-    """The numbers of a problem in the order of the kernels' parameters, from `half_alpha` to `group_size`."""
+    """Returns the numbers of a problem in the order of the kernels' parameters, from `half_alpha` to
+    `group_size`."""
     mask = problem.mask
     return (
         0.5 * problem.alpha,
@@ -282,7 +289,7 @@ def scalars(problem: Problem) -> tuple[int | float, ...]:
 
 
 def rules(mask: AttentionMask) -> dict[str, bool]:
-    """The parts that the mask has, by the names of the kernels' parameters."""
+    """Returns the parts that the mask has, by the names of the kernels' parameters."""
     return {
         "WINDOWED": mask.window is not None,
         "TARGET_WINDOW": mask.target_window,

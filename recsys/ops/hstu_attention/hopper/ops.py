@@ -1,4 +1,5 @@
-"""The Hopper kernels as a differentiable op: an autograd function in eager mode, an opaque node in graphs."""
+"""Makes the Hopper kernels a differentiable op: an autograd function in eager mode, an opaque node in
+graphs."""
 
 from __future__ import annotations
 
@@ -20,21 +21,24 @@ from recsys.ops.hstu_attention.problem import (
 from recsys.ops.runtime.registration import differentiable, opaque_op, saving
 
 ONE_PASS_ABOVE = {64: (240, 120), 128: (512, 400)}
-"""Limits by width of the heads, without a window and within one: gradients come in one pass if a row sees
-more keys than this, as `launch.average_visible_keys` estimates. One pass has five products, two have seven.
-Two passes neither start with zeros nor end with rounding, need no sums in float32, and wait less where tiles
-are short. On an H200 (experiments/2026-11-22-gpu-attention-3/backward.md) both take equally long for samples
-of 950 to 1024 tokens with 128 columns, and of 600 tokens with 64: a compromise for batches of mixed
-lengths."""
+"""Visible keys per row above which gradients come in one pass, as `launch.average_visible_keys` estimates
+them: by head width, without a window and within one.
+
+One pass has five products, two passes have seven. Two passes neither start with zeros nor end with rounding,
+need no sums in float32, and wait less where tiles are short. On an H200
+(experiments/2026-11-22-gpu-attention-3/backward.md) both take equally long for samples of 950 to 1024 tokens
+with 128 columns, and of 600 tokens with 64; the limits are a compromise for batches of mixed lengths.
+"""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """The forward kernel in eager mode, without gradients."""
+    """Runs the forward kernel in eager mode, without gradients."""
     return launch.forward(q, k, v, problem, captured=False)
 
 
 class HstuAttention(torch.autograd.Function):
-    """`apply(q, k, v, None, None, problem)`: no bias, so no gradients of tables."""
+    """Autograd function, called as `apply(q, k, v, None, None, problem)`: no bias, so no gradients of
+    tables."""
 
     @staticmethod
     def forward(
@@ -66,10 +70,11 @@ def _gradients(
     *,
     captured: bool,
 ) -> Gradients:
-    """Gradients in one pass, which sums dQ in any order, where that is allowed, supported and faster; else in
-    two.
+    """Computes the gradients in one pass, which sums dQ in any order, where that is allowed, supported and
+    faster; otherwise in two.
 
-    `captured` is described in `launch.forward`."""
+    `captured` is described in `launch.forward`.
+    """
     limits = ONE_PASS_ABOVE.get(q.shape[2], (math.inf, math.inf))
     few = launch.average_visible_keys(problem) <= limits[problem.mask.window is not None]
     if problem.deterministic or few:
@@ -78,7 +83,7 @@ def _gradients(
 
 
 def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """The library op, for traced graphs."""
+    """Calls the library op, for traced graphs."""
     return hstu_attention_sm90(q, k, v, *flattened(problem))
 
 

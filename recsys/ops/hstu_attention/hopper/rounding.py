@@ -1,10 +1,10 @@
-"""Rounds sums in float32 to the 16 bits of a gradient, one pass over memory."""
+"""Rounds float32 sums to the 16 bits of a gradient in one pass over memory."""
 
 import triton
 import triton.language as tl
 
 LINE = 64
-"""Numbers per line. The total is a multiple of it, so that no access is narrower than 16 bytes."""
+"""Elements per line. The total is a multiple of it, so that no access is narrower than 16 bytes."""
 
 
 @triton.jit(do_not_specialize=["num_lines"])
@@ -15,8 +15,8 @@ def round_kernel(
 ):  # fmt: skip
     """Writes `rounded = sums * factor`, [num_lines, LINE], last lines first: they are still in the cache.
 
-    Rows have IN_ROW lines each; they are STRIDE numbers apart in `rounded` and contiguous in `sums`.
-    EVEN_FIRST: in `sums` every eight numbers hold numbers 0, 2, 4, 6, 1, 3, 5, 7 of the result.
+    Rows have IN_ROW lines each; they are STRIDE elements apart in `rounded` and contiguous in `sums`.
+    EVEN_FIRST: in `sums` every eight elements hold elements 0, 2, 4, 6, 1, 3, 5, 7 of the result.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     line = program * LINES + tl.arange(0, LINES)[:, None]

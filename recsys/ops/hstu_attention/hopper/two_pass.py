@@ -1,7 +1,7 @@
-"""Launches of the Hopper gradients in two passes: dK and dV by tiles of keys, then dQ by tiles of rows.
+"""Launches the Hopper gradients in two passes: dK and dV by tiles of keys, then dQ by tiles of rows.
 
-Two passes need seven products instead of five, but no program adds to what another has written. So the bits
-are the same every time, and no sum in float32 goes through memory. Where rows see few keys two passes are
+Two passes need seven products instead of five, but no program adds to the sums of another. The result is
+therefore bitwise repeatable, and no float32 sums go through memory. Where rows see few keys, two passes are
 also faster.
 """
 
@@ -23,14 +23,14 @@ from recsys.ops.runtime.hopper_launch import launch, programs_for
 
 
 class TwoPassSizes(NamedTuple):
-    """Sizes of both kernels for one width of the heads."""
+    """Sizes of both kernels for one head width."""
 
-    rows: int  # of a block, for tiles of keys
+    rows: int  # rows per block, for tiles of keys
     stages: int  # buffers for blocks of rows of q, and as many for those of the output's gradient
-    v_tiles: int  # buffers for tiles of values, those of keys have two; none: the kernel for wide heads
-    keys: int  # of a block, for tiles of rows
+    v_tiles: int  # buffers for tiles of values (keys have two); 0: the kernel for wide heads
+    keys: int  # keys per block, for tiles of rows
     k_stages: int  # buffers for blocks of keys
-    v_stages: int  # and of values
+    v_stages: int  # buffers for blocks of values
     apart: bool  # whether dQ leaves through a buffer of its own, not that of q
     computing_registers: int
     loading_registers: int
@@ -41,7 +41,7 @@ SIZES = {
     128: TwoPassSizes(64, 3, 1, 128, 2, 2, True, 240, 24),
     256: TwoPassSizes(64, 2, 0, 64, 2, 1, False, 232, 40),
 }
-"""Sizes by width of the heads."""
+"""Sizes by head width, in columns."""
 
 
 def backward(
@@ -54,7 +54,8 @@ def backward(
     *,
     captured: bool = True,
 ) -> Gradients:
-    """Gradients of q, k and v, [T, H, D]. `sizes` and `captured` are those of `launch.forward`."""
+    """Computes the gradients of q, k and v, [T, H, D]. `sizes` and `captured` are those of
+    `launch.forward`."""
     gradients = problem.gradient_memory(q, k, v)
     if q.shape[0] == 0:
         return Gradients(*gradients, None, None)
@@ -73,7 +74,7 @@ def launch_keys(
     problem: Problem,
     sizes: TwoPassSizes,
 ) -> None:
-    """Launches the kernel of dK and dV; `operands`: q, dO, k and v."""
+    """Launches the kernel of dK and dV; `operands` are q, dO, k and v."""
     q, grad_out, k, v = operands
     _, num_heads, dim = q.shape
     strip = STRIP.value
@@ -107,7 +108,7 @@ def launch_keys(
 def launch_rows(
     operands: list[Tensor], grad_q: Tensor, counter: Tensor, problem: Problem, sizes: TwoPassSizes
 ) -> None:
-    """Launches the kernel of dQ."""
+    """Launches the kernel of dQ; `operands` are q, dO, k and v."""
     q, grad_out, k, v = operands
     _, num_heads, dim = q.shape
     strip, section = STRIP.value, _section(q, problem)
@@ -137,17 +138,18 @@ def launch_rows(
 
 
 def _section(q: Tensor, problem: Problem) -> int | None:
-    return section_of(4 * q.shape[1] * q.shape[2], problem.mask)  # of two operands of 16 bits
+    return section_of(4 * q.shape[1] * q.shape[2], problem.mask)  # two operands of 16 bits per element
 
 
 def _numbers(items: Tensor, operands: list[Tensor], problem: Problem) -> tuple[int | float, ...]:
-    """The numbers of both kernels in the order of their parameters, from `num_items` to `group_size`."""
+    """Returns the numbers of both kernels in the order of their parameters, from `num_items` to
+    `group_size`."""
     num_heads = operands[0].shape[1]
     return (items.shape[0], num_heads, *(tensor.stride(1) for tensor in operands), *scalars(problem))
 
 
 def _constants(problem: Problem, dim: int, sizes: TwoPassSizes) -> dict[str, Any]:
-    """Compile-time constants of both kernels, by the names of their parameters."""
+    """Returns the compile-time constants of both kernels, by the names of their parameters."""
     return {
         "D": dim,
         "COMPUTING_REGISTERS": sizes.computing_registers,

@@ -1,8 +1,8 @@
-"""The Triton backend of `hstu_attention`: what it can do, and the way to its kernels.
+"""The Triton backend of `hstu_attention`: what it supports, and the entry to its kernels.
 
-This module itself needs no Triton. `forward` and `backward` have the kernels, `tile` what they share, `bias`
-those for a relative bias. `work_list` lists the tiles they work on, `launch` starts them, and `ops` makes
-them differentiable.
+This module itself needs no Triton. `forward` and `backward` hold the kernels, `tile` holds what they share,
+and `bias` holds the kernels for a relative bias. `work_list` lists the tiles that they work on, `launch`
+launches them, and `ops` makes them differentiable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ triton_support.preload(_OPS)
 
 
 def supports(facts: AttentionFacts) -> Support:
-    """Support what any Triton backend supports, with heads of up to 256."""
+    """Support what any Triton backend supports, with heads of up to 256 columns."""
     able = triton_support.support(facts.device, facts.dtype)
     for name, dim in (("qk_dim", facts.qk_dim), ("v_dim", facts.v_dim)):
         if able.ok and dim > MAX_DIM:
@@ -32,7 +32,8 @@ def supports(facts: AttentionFacts) -> Support:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """Scores, sums and bias in float32; work and memory follow the tokens that are there."""
+    """Run the kernels: scores, sums and bias are float32; work and memory grow with the tokens present, not
+    with padding."""
     ops = triton_support.load(_OPS)
     if torch.compiler.is_compiling():
         return ops.call_op(q, k, v, problem)

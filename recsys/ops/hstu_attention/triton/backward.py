@@ -1,4 +1,4 @@
-"""The backward kernels. With S = alpha Q K^T + bias, sigma its sigmoid and dO the gradient of the output:
+"""Backward kernels. With S = alpha Q K^T + bias, sigma its sigmoid and dO the gradient of the output:
 
     dV = silu(S)^T dO / scale_len
     dS = (dO V^T) * sigma (1 + S (1 - sigma)) / scale_len        zero for hidden pairs
@@ -6,10 +6,11 @@
 
 `keys_kernel` owns a tile of keys and sums dK and dV over rows; `rows_kernel` owns a tile of rows and sums dQ
 over keys. Both recompute S: each sum has one owner and one order. That makes seven products instead of five,
-but no program adds to what another has written: adding up dQ with atomics in the first kernel took 4 to 57 %
-longer on an H200. Where both sums of `keys_kernel` do not fit into the registers it runs twice, once for
-each. `bias.table_kernels` computes the gradients of the tables or, with the inline assembly of `bias.ptx` and
-in no fixed order, `keys_kernel`. On Hopper `bias.hopper_kernel` does everything at once where it can.
+but no program adds to what another has written: summing dQ with atomics in the first kernel took 4 to 57 %
+longer on an H200. Where both sums of `keys_kernel` do not fit into the registers, it runs twice, once for
+each sum. `bias.table_kernels` computes the gradients of the tables; `keys_kernel` can also do so, with the
+inline assembly of `bias.ptx` and in no fixed order. On Hopper, `bias.hopper_kernel` computes everything at
+once where it can.
 
 Scores are [keys, rows] in `keys_kernel`, computed as K Q^T: Triton mistranslates the product of a transposed
 accumulator on Hopper (seen up to 3.7). Factors common to a whole sum are applied at its end.
@@ -54,7 +55,8 @@ def _add_rows(
     sums, keys, block, masked, sample, columns, rule, tables,
     SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """`sums`, dK and dV of a tile of keys, plus what one block of rows contributes; the mask if `masked`."""
+    """Return `sums`, dK and dV of a tile of keys, plus the contribution of one block of rows; `masked`: apply
+    the mask."""
     grad_k, grad_v = sums
     k_tile, v_tile = keys
     q, grad_out, times, length, history_end, alpha = sample
@@ -123,11 +125,11 @@ def keys_kernel(
     TABLES_TEXT: tl.constexpr, TABLES_CONSTRAINTS: tl.constexpr, FINISH_TEXT: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """With GRAD_K grad_k [T, H, D], with GRAD_V grad_v [T, H, V], both contiguous.
+    """Write grad_k [T, H, D] if GRAD_K and grad_v [T, H, V] if GRAD_V, both contiguous.
 
-    A program for each item and head; heads fastest. With TABLES_TEXT the gradients of the tables too, as
-    those of `diagonals_kernel`, in an order that is not fixed: position_sums, float32
-    [copies, H, 2 * reach + 1], and time_sums, [copies, H, num_buckets], zeros.
+    One program runs per item and head, heads fastest. With TABLES_TEXT it also adds the gradients of the
+    tables, scaled as in `diagonals_kernel` but in no fixed order, to zero-initialized position_sums, float32
+    [copies, H, 2 * reach + 1], and time_sums, float32 [copies, H, num_buckets].
     """
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
@@ -186,7 +188,7 @@ def keys_kernel(
                 sum_k, sum_v = _add_rows(
                     (sum_k, sum_v), keys, block, False, sample, columns, rule, tables, SIZES, RULE, MODE
                 )
-        else:  # one loop: its pipeline is filled and emptied once
+        else:  # a single loop fills and drains its pipeline only once
             for place in range(num_blocks(runs)):
                 block, masked = block_at(place, runs)
                 sum_k, sum_v = _add_rows(
@@ -207,7 +209,8 @@ def _add_keys(
     grad_q, tiles, block, masked, sample, rows, rule, tables,
     SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """`grad_q`, dQ of a tile of rows, plus what one block of keys contributes; the mask if `masked`."""
+    """Return `grad_q`, dQ of a tile of rows, plus the contribution of one block of keys; `masked`: apply the
+    mask."""
     q_tile, grad_tile = tiles
     k, v, times, length, history_end, alpha = sample
     i, relative_i, row_times, own = rows
@@ -230,7 +233,7 @@ def _add_keys(
     else:
         score = score * alpha
     if BIASED and MODE[3] == "":
-        place = -j if INSIDE else -relative_position(j, history_end, rule[3], RULE)  # INSIDE: no targets
+        place = -j if INSIDE else -relative_position(j, history_end, rule[3], RULE)  # INSIDE: no target keys
         key_times = load_times(times, j, first, length)
         score = add_bias(
             score, row_times, key_times, row_times, key_times, relative_i, place, tables, MODE[1]
@@ -260,7 +263,7 @@ def rows_kernel(
     BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr, BEGIN_TEXT: tl.constexpr,
     DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """grad_q [T, H, D] contiguous. A program for each item and head; heads fastest."""
+    """Write grad_q [T, H, D], contiguous. One program runs per item and head, heads fastest."""
     SIZES: tl.constexpr = (D, V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V)
     RULE: tl.constexpr = (WINDOWED, TARGET_WINDOW, GROUPED, CONTEXTUAL_READS)
     MODE: tl.constexpr = (BIASED, FAST, PRECISION, BIAS_TEXT, BIAS_CONSTRAINTS, DESCRIBED)
@@ -311,7 +314,7 @@ def rows_kernel(
                 total = _add_keys(
                     total, tiles, block, False, sample, rows, rule, tables, SIZES, RULE, MODE, True
                 )
-        else:  # one loop: its pipeline is filled and emptied once
+        else:  # a single loop fills and drains its pipeline only once
             for place in range(num_blocks(runs)):
                 block, masked = block_at(place, runs)
                 total = _add_keys(

@@ -1,10 +1,10 @@
-"""Block sizes of the Triton kernels, which do not spill when compiled for sm_90a.
+"""Block sizes of the Triton kernels, chosen not to spill registers when compiled for sm_90a.
 
-A test compiles every entry again (`tests/ops/hstu_attention/test_triton_compile.py`); the widest heads in
-float32 are the exception that it lists. The sizes for 16 bits without bias are the fastest on an H200 that
-`scripts/tune_triton.py` has tried: `experiments/2026-11-22-gpu-triton`. Two lessons: three stages, since
-with two a block is waited for right after it was asked for; and tiles of 64 rows where four programs then fit
-into a multiprocessor, which hide one another's waits.
+A test compiles every entry again (`tests/ops/hstu_attention/test_triton_compile.py`) and lists the one
+exception, the widest heads in float32. The sizes for 16 bits without bias are the fastest on an H200 that
+`scripts/tune_triton.py` has tried (`experiments/2026-11-22-gpu-triton`). Two lessons: use three stages, since
+with two the kernel waits for a block right after requesting it; and use tiles of 64 rows where four programs
+then fit into a multiprocessor and hide one another's waits.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import NamedTuple
 import torch
 
 CHOSEN_WITH = "3.6"
-"""The Triton version whose code does not spill. Others run these sizes, too; 3.8 spills in one of them."""
+"""The Triton version whose code does not spill. Other versions run these sizes, too; 3.8 spills in one of
+them."""
 
 
 class Blocks(NamedTuple):
-    """Sizes for one kernel."""
+    """Block sizes and launch parameters of one kernel."""
 
-    rows: int  # BLOCK_M
-    keys: int  # BLOCK_N
+    rows: int  # BLOCK_M, rows per block
+    keys: int  # BLOCK_N, keys per block
     num_warps: int
     num_stages: int
     max_registers: int | None = None
 
 
 BLOCKS = {
-    # (kernel, biased): {(width of the heads, bytes of an element): sizes}
+    # (kernel, biased): {(head width in columns, bytes per element): sizes}
     ("forward", False): {
         (64, 2): Blocks(64, 64, 4, 3),
         (128, 2): Blocks(128, 64, 8, 3),
@@ -37,7 +38,7 @@ BLOCKS = {
         (128, 4): Blocks(32, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
     },
-    # forward, by descriptors
+    # forward kernel with tensor descriptors
     ("described", False): {
         (64, 2): Blocks(64, 64, 4, 2),
         (128, 2): Blocks(128, 64, 8, 3),
@@ -51,15 +52,15 @@ BLOCKS = {
         (128, 4): Blocks(32, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
     },
-    # packed: 16 rows (of keys, sums: keys) a warp; described, rows: by descriptors, any_rows: without; sums:
-    # keys with the sums of the tables
+    # The packed kernels have 16 rows per warp (`keys` and `sums`: 16 keys). `described` and `rows` load by
+    # descriptors, `any_rows` without them; `sums` is `keys` with the sums of the tables.
     ("packed_forward", True): {(64, 2): Blocks(64, 64, 4, 3, 168)},
     ("packed_described", True): {(64, 2): Blocks(64, 64, 4, 2, 128)},
     ("packed_keys", True): {(64, 2): Blocks(64, 64, 4, 3)},
     ("packed_rows", True): {(64, 2): Blocks(64, 64, 4, 3, 168)},
     ("packed_any_rows", True): {(64, 2): Blocks(64, 64, 4, 3)},
     ("packed_sums", True): {(64, 2): Blocks(64, 64, 4, 3)},
-    # with a cache whose keys are summed up in parts: not timed
+    # with a cache whose keys are summed in parts; not timed
     ("split", False): {
         (64, 2): Blocks(64, 64, 4, 3),
         (128, 2): Blocks(64, 64, 4, 3),
@@ -109,8 +110,8 @@ BLOCKS = {
         (128, 4): Blocks(16, 16, 8, 1),
         (256, 4): Blocks(16, 16, 8, 1),
     },
-    # In 16 bits 16 rows a warp: then each sum is in one thread, as the kernel takes for granted. Heads of 64:
-    # the faster on an H200 of the two sizes that do not spill with any mask.
+    # In 16 bits, 16 rows per warp: each sum is then in one thread, as the kernel assumes. Heads of 64: the
+    # faster on an H200 of the two sizes that do not spill with any mask.
     ("tables", True): {
         (64, 2): Blocks(64, 32, 4, 2),
         (128, 2): Blocks(64, 16, 4, 2),
@@ -120,12 +121,12 @@ BLOCKS = {
         (256, 4): Blocks(16, 16, 8, 1),
     },
 }
-"""The width is the larger of the two head dimensions, at least 64, padded to a power of two."""
+"""Sizes by kernel and by the larger of the two head dimensions, at least 64, padded to a power of two."""
 
 
 ROOMY = 200 * 1024
-"""Bytes of shared memory that one program needs for `BLOCKS`; only data-centre GPUs since Hopper have
-them."""
+"""Bytes of shared memory that one program needs for `BLOCKS`; only data-center GPUs since Hopper have that
+much."""
 
 SMALL_BLOCKS = {
     ("forward", False): {
@@ -143,20 +144,21 @@ SMALL_BLOCKS = {
         (256, 2): Blocks(32, 32, 8, 1),
     },
 }
-"""For other GPUs, instead of those of `BLOCKS`: within 99 KB, no spills on sm_80 and sm_89. Not timed."""
+"""Sizes for other GPUs, in place of those in `BLOCKS`: within 99 KB, no spills on sm_80 and sm_89. Not
+timed."""
 
 
 def blocks_of(
     kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool, roomy: bool = True
 ) -> Blocks:
-    """Return the sizes for a kernel on a GPU with at least `ROOMY` bytes of shared memory or with fewer.
+    """Return the sizes for a kernel; `roomy`: whether the GPU has at least `ROOMY` bytes of shared memory.
 
-    Kernels: forward (with a cache too), split (with a cache in parts), described (forward, by descriptors),
+    Kernels: forward (also with a cache), split (with a cache in parts), described (forward, by descriptors),
     rows, the names that `keys_kernels` returns, tables (with bias).
     """
     key = _width(qk_dim, v_dim), dtype.itemsize
-    found = BLOCKS[kernel, biased][key]
-    return found if roomy else SMALL_BLOCKS.get((kernel, biased), {}).get(key, found)
+    blocks = BLOCKS[kernel, biased][key]
+    return blocks if roomy else SMALL_BLOCKS.get((kernel, biased), {}).get(key, blocks)
 
 
 def can_pack(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> bool:
@@ -165,9 +167,9 @@ def can_pack(kernel: str, dtype: torch.dtype, qk_dim: int, v_dim: int) -> bool:
 
 
 def keys_kernels(dtype: torch.dtype, qk_dim: int, v_dim: int, biased: bool) -> tuple[str, ...]:
-    """Return the kernels that compute dK and dV: one for both, or one each."""
-    one = (_width(qk_dim, v_dim), dtype.itemsize) in BLOCKS["keys", biased]
-    return ("keys",) if one else ("grad_v", "grad_k")
+    """Return the kernels that compute dK and dV: a single one for both, or one for each."""
+    has_both = (_width(qk_dim, v_dim), dtype.itemsize) in BLOCKS["keys", biased]
+    return ("keys",) if has_both else ("grad_v", "grad_k")
 
 
 def _width(qk_dim: int, v_dim: int) -> int:
@@ -175,5 +177,5 @@ def _width(qk_dim: int, v_dim: int) -> int:
 
 
 def padded_dim(dim: int) -> int:
-    """Round up to a power of two that a matrix instruction takes."""
+    """Round up to a power of two that a matrix instruction accepts."""
     return max(16, 1 << (dim - 1).bit_length())

@@ -1,8 +1,8 @@
-"""The forward kernel: one tile of rows of one head, over the blocks of keys that it sees.
+"""Forward kernel: one tile of rows of one head, over the blocks of keys that it sees.
 
     out[i] = sum_j silu(alpha <q_i, k_j> + bias[i, j]) v_j / scale_len
 
-Scores and sums are float32; the weights are rounded to the type of v for the second product.
+Scores and sums are float32; the weights are rounded to the dtype of v for the second product.
 """
 
 import triton
@@ -38,9 +38,9 @@ def _add_block(
     total, q_block, block, masked, keys, sample, rows, rule, tables,
     SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """`total` [BLOCK_M, BLOCK_V] plus what one block of keys contributes, the mask applied if `masked`.
+    """Return `total` [BLOCK_M, BLOCK_V] plus the contribution of one block of keys; `masked`: apply the mask.
 
-    INSIDE: all keys are known to be of the sample.
+    INSIDE: all keys are known to lie inside the sample.
     """
     k, v, times, length, before = keys
     history_end, alpha = sample
@@ -64,7 +64,7 @@ def _add_block(
     else:
         score = score * alpha
     if BIASED and MODE[4] == "":
-        place = -j if INSIDE else -relative_position(j, history_end, rule[3], RULE)  # INSIDE: no targets
+        place = -j if INSIDE else -relative_position(j, history_end, rule[3], RULE)  # INSIDE: no target keys
         key_times = load_times(times, at, first, length)
         score = add_bias(
             score, row_times, key_times, row_times, key_times, relative_i, place, tables, MODE[1]
@@ -81,10 +81,10 @@ def add_blocks(
     total, q_block, item, runs, keys, sample, rows, rule, tables,
     SIZES: tl.constexpr, RULE: tl.constexpr, MODE: tl.constexpr,
 ):  # fmt: skip
-    """`total` [BLOCK_M, BLOCK_V] plus what the blocks of keys contribute that `item` lists.
+    """Return `total` [BLOCK_M, BLOCK_V] plus the contribution of all blocks of keys that `item` lists.
 
-    runs    those of `item`, see `load_runs`
-    keys    k, v (see `head_of`), times, length; how many tokens of the sample come before them
+    runs    the item's runs of blocks, see `load_runs`
+    keys    k, v (see `head_of`), times, length; number of the sample's tokens before these keys
     sample  history_end, half of alpha
     rows    positions in the sample and in the bias, times of the tokens after them
     """
@@ -99,7 +99,7 @@ def add_blocks(
             total = _add_block(
                 total, q_block, block, False, keys, sample, rows, rule, tables, SIZES, RULE, MODE, True
             )
-    else:  # one loop: its pipeline is filled and emptied once
+    else:  # a single loop fills and drains its pipeline only once
         for place in range(num_blocks(runs)):
             block, masked = block_at(place, runs)
             total = _add_block(
@@ -123,7 +123,7 @@ def forward_kernel(
     BIASED: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
     BIAS_TEXT: tl.constexpr, BIAS_CONSTRAINTS: tl.constexpr, BEGIN_TEXT: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H, V] contiguous. A program for each item and head; heads fastest.
+    """Write out [T, H, V], contiguous. One program runs per item and head, heads fastest.
 
     DESCRIBED: q, k and v are descriptors, see `runtime.descriptors`.
     """
@@ -146,7 +146,7 @@ def forward_kernel(
     for number in range(own, own + 1):
         item = items + tl.cast(number, tl.int64) * NUM_COLUMNS
         start, length, history_end, first = load_tile(item)
-        runs = load_runs(item)  # before q is waited for
+        runs = load_runs(item)  # before the wait for q
         q_head = head_of(q, start, length, head, (stride_qt, stride_qh), DESCRIBED)
         k_head = head_of(k, start, length, head, (stride_kt, stride_kh), DESCRIBED)
         v_head = head_of(v, start, length, head, (stride_vt, stride_vh), DESCRIBED)

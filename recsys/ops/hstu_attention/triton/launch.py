@@ -1,7 +1,7 @@
-"""Launches the Triton kernels: sizes of blocks, grids, and sums that a second pass finishes.
+"""Launch the Triton kernels: block sizes, grids, and sums that a second pass finishes.
 
-The functions here compute and do not record gradients; `ops` makes them differentiable. They only use
-what a compiler can trace: `wrap` stands around each kernel, the identity in eager mode and
+The functions here compute and do not record gradients; `ops` makes them differentiable. They use only what a
+compiler can trace: `wrap` surrounds each kernel, as the identity in eager mode and as
 `torch.library.wrap_triton` in a graph.
 """
 
@@ -44,14 +44,15 @@ TABLES = ("tables",)
 """Key of the `PackedTables` in `Problem.shared`."""
 
 AT_ONCE = "recsys.ops.hstu_attention.bias.hopper_launch"
-"""The module that computes all gradients with a bias by one Gluon kernel."""
+"""The module that computes all gradients with a bias in a single Gluon kernel."""
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs of the kernels that sum gradients of tables; each program needs memory of its own."""
+"""Programs per multiprocessor for the kernels that sum gradients of tables; each program needs memory of its
+own."""
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, wrap: Wrap = unwrapped) -> Tensor:
-    """`hstu_attention` [T, H, V]; the arguments have been validated."""
+    """Compute `hstu_attention` [T, H, V]; the arguments have been validated."""
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     if q.shape[0] == 0:
         return out
@@ -92,7 +93,7 @@ def backward(
     tables: bool,
     wrap: Wrap = unwrapped,
 ) -> Gradients:
-    """Return all gradients; those of the bias tables if `tables`."""
+    """Return all gradients, including those of the bias tables if `tables`."""
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k = torch.empty_like(k, memory_format=torch.contiguous_format)
     grad_v = torch.empty_like(v, memory_format=torch.contiguous_format)
@@ -132,7 +133,7 @@ def _launch_keys(
     sums: Sums | None,
     wrap: Wrap,
 ) -> None:
-    """Compute dK and dV, or one of them (see `keys_kernels`), and add to the sums if there are any."""
+    """Compute dK and dV, or one of the two (see `keys_kernels`), and add to `sums` unless it is None."""
     packed = _is_packed(kernel, q, v, problem, wrap)
     sizes = "packed_sums" if sums is not None else f"packed_{kernel}" if packed else kernel
     blocks = blocks_for(sizes, q, v, problem)
@@ -207,9 +208,9 @@ def _launch(
     compiled_for: dict[str, Any],
     wrap: Wrap,
 ) -> None:
-    """Start `kernel[(programs,)](*arguments, **compiled_for)`, in eager mode the short way.
+    """Start `kernel[(programs,)](*arguments, **compiled_for)`, in eager mode through our own faster launcher.
 
-    Kernels with a bias that is not packed take Triton's own way; the short one is untested with them.
+    Kernels with a bias that is not packed go through Triton's launcher; ours is untested with them.
     """
     if compiled_for["BIAS_TEXT"] != "":
         launch_with_declared_memory(kernel, programs, arguments, compiled_for, ragged_descriptor)
@@ -273,9 +274,9 @@ def parts_of(
     rows_first: bool = True,
     section: int | None = None,
 ) -> Iterator[tuple[Tensor, list[Tensor | int]]]:
-    """Return the parts of the items that a kernel is started for, each with its bias arguments.
+    """Yield the parts of `items` that the kernel is launched for, each with its bias arguments.
 
-    `section` is the one that `items` were made with.
+    `section` is the one that `items` were built with.
     """
     arguments, bias = bias_arguments_of(problem, items, blocks, wrap, packed, rows_first), problem.bias
     if not packed or bias is None:
@@ -293,27 +294,28 @@ def bias_arguments_of(
     packed: bool = False,
     rows_first: bool = True,
 ) -> list[Tensor | int]:
-    """Return the arguments from `position_table` on; if `packed`, without records."""
+    """Return the arguments from `position_table` on; if `packed`, without the records."""
     layout, bias = problem.layout, problem.bias
     key = (packed, blocks.rows, blocks.keys, packed and rows_first)
-    found = problem.shared.get(key)
-    if found is None:
+    arguments = problem.shared.get(key)
+    if arguments is None:
         sizes = blocks.rows, blocks.keys
         if packed and bias is not None:
             tables = problem.shared.get(TABLES)
             if tables is None:
                 tables = problem.shared[TABLES] = packed_tables(bias, layout)
-            found = packed_arguments(bias, tables, layout, items, sizes, rows_first)
+            arguments = packed_arguments(bias, tables, layout, items, sizes, rows_first)
         else:
-            found = bias_arguments(
+            arguments = bias_arguments(
                 bias, layout, layout.max_len, items, *sizes, wrap, shared=wrap is unwrapped
             )
-        problem.shared[key] = found
-    return found
+        problem.shared[key] = arguments
+    return arguments
 
 
 def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:
-    """Fold sums by distance [H, > P] to [H, P]: distances outside of the table belong to its ends."""
+    """Fold sums by distance [H, > P] to [H, P]: distances outside the table are added to its first and last
+    entries."""
     last = bias.position_table.shape[-1] - 1
     sums = distances[:, : last + 1].clone()
     sums[:, 0] += negative.sum(1)
@@ -322,34 +324,34 @@ def _fold(distances: Tensor, negative: Tensor, bias: RelativeBias) -> Tensor:
 
 
 def _like_table(sums: Tensor, table: Tensor) -> Tensor:
-    """Bring [H, buckets] to the table's shape and dtype: a table without heads gets the sum over heads."""
+    """Convert [H, buckets] to the table's shape and dtype; a table without heads gets the sum over heads."""
     return (sums if table.dim() == 2 else sums.sum(0)).to(table.dtype)
 
 
 def blocks_for(kernel: str, q: Tensor, v: Tensor, problem: Problem) -> Blocks:
-    """Return the sizes for one kernel of a call."""
+    """Return the block sizes for one kernel of a call."""
     biased = problem.bias is not None
     return blocks_of(kernel, q.dtype, int(q.shape[2]), int(v.shape[2]), biased, is_roomy(q.device))
 
 
 @lru_cache(maxsize=16)
 def is_roomy(device: torch.device) -> bool:
-    """Return True if the tiles for Hopper fit; also on a CPU, which may be tracing for a GPU."""
+    """Return True if the tiles for Hopper fit. Also True on a CPU, which may be tracing for a GPU."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= ROOMY
 
 
 def with_dense_rows(tensor: Tensor) -> Tensor:
-    """Return a tensor whose last dimension has stride 1; the kernels take any other strides."""
+    """Return a tensor whose last dimension has stride 1; the kernels accept any other strides."""
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
 
 
 def can_describe(wrap: Wrap, *tensors: Tensor) -> bool:
     """Return True if the copy engine of Hopper and later can fetch blocks of all tensors [T, H, D].
 
-    It needs rows with 16-byte strides, heads side by side within a row, and no columns to cut off. Graphs do
-    without descriptors, which they would have to make. Every GPU with so much shared memory has a copy
+    It needs rows with 16-byte strides, heads side by side within a row, and no columns to cut off. Graphs
+    would have to create descriptors, so they go without. Every GPU with enough shared memory has a copy
     engine.
     """
     device = tensors[0].device
@@ -365,12 +367,12 @@ def _is_describable(tensor: Tensor) -> bool:
 
 
 def operands(described: bool, *tensors: tuple[Tensor, int]) -> list[Tensor | Boxes]:
-    """Return the tensors themselves, or boxes of so many of their rows for descriptors."""
+    """Return the tensors themselves or, if `described`, boxes of the given number of rows for descriptors."""
     return [Boxes(tensor, rows, tensor.shape[2]) if described else tensor for tensor, rows in tensors]
 
 
 def strides(*tensors: Tensor) -> list[int]:
-    """Return the strides of rows and of heads of each tensor."""
+    """Return the strides of rows and of heads of each tensor, in elements."""
     return [tensor.stride(dim) for tensor in tensors for dim in (0, 1)]
 
 

@@ -1,7 +1,7 @@
-"""The Triton kernels as differentiable ops: an autograd function in eager mode, library ops in graphs.
+"""Make the Triton kernels differentiable: an autograd function in eager mode, library ops in graphs.
 
-Eager dispatch through the library costs about 60 us a call, so `HstuAttention` is called directly there. In a
-traced graph `recsys::hstu_attention_triton` is one node, whose kernels a compiler sees and embeds.
+Eager dispatch through the library costs about 60 us per call, so eager mode calls `HstuAttention` directly.
+In a traced graph `recsys::hstu_attention_triton` is one node, whose kernels a compiler sees and embeds.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from recsys.ops.runtime.registration import differentiable, saving, traceable_op
 
 
 class HstuAttention(torch.autograd.Function):
-    """`apply(q, k, v, position_table, time_table, problem)`; the tables are those of the problem's bias, or
-    None, and parameters of their own so that they get gradients."""
+    """Autograd function, called as `apply(q, k, v, position_table, time_table, problem)`.
+
+    The tables are those of the problem's bias, or None; they are separate parameters so that they get
+    gradients.
+    """
 
     @staticmethod
     def forward(
@@ -51,14 +54,14 @@ class HstuAttention(torch.autograd.Function):
 
 
 def call_op(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> Tensor:
-    """The library op, for traced graphs."""
+    """Call the library op, for traced graphs."""
     return hstu_attention_triton(q, k, v, *flattened(problem))
 
 
 @traceable_op("hstu_attention_triton")
 @flat_signature("q", "k", "v", returns=Tensor)
 def hstu_attention_triton(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Tensor:
-    """`hstu_attention` of a flattened problem."""
+    """Compute `hstu_attention` for a flattened problem."""
     return launch.forward(q, k, v, rebuilt(q.shape[0], *flat), wrap_triton)
 
 
@@ -67,7 +70,7 @@ def hstu_attention_triton(q: Tensor, k: Tensor, v: Tensor, *flat: Any) -> Tensor
 def hstu_attention_triton_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *flat: Any
 ) -> list[Tensor]:
-    """Gradients of q, k and v, and of both tables if there are any."""
+    """Compute the gradients of q, k and v, and of both tables if there are any."""
     problem = rebuilt(q.shape[0], *flat)
     gradients = launch.backward(grad_out, q, k, v, problem, tables=problem.bias is not None, wrap=wrap_triton)
     return [gradient for gradient in gradients if gradient is not None]

@@ -1,10 +1,11 @@
-"""Parts that the forward and the backward kernels share: loads and stores of blocks, positions, SiLU.
+"""Parts that the forward and backward kernels share: loads and stores of blocks, positions, SiLU.
 
-All of it is inlined into the kernels. Scores come in two orientations, [rows, keys] where a program owns rows
-and [keys, rows] where it owns keys, so positions are given ready to broadcast: `i` of rows, `j` of keys.
+Everything here is inlined into the kernels. Scores come in two orientations, [rows, keys] where a program
+owns rows and [keys, rows] where it owns keys, so positions are passed ready to broadcast: `i` for rows, `j`
+for keys.
 
-`mask_forms` explains the tuples `rule` and `RULE`. FAST says which instructions of a GPU to use: 0 none, 1
-inline PTX, 2 also a sigmoid of 11 bits, for operands of 16 bits.
+`mask_forms` explains the tuples `rule` and `RULE`. FAST selects the instructions: 0 portable ones only, 1
+inline PTX, 2 also a sigmoid accurate to 11 bits, for 16-bit operands.
 """
 
 import triton
@@ -14,12 +15,12 @@ from recsys.ops.runtime import descriptors
 
 VARYING = ("num_items", "num_contextual", "window", "prefix", "group_size", "num_buckets")
 VARYING += ("position_stride", "time_stride", "reach")
-"""Parameters that vary with the batch or the model; kernels are not compiled anew for them."""
+"""Parameters that vary with the batch or the model; kernels are not recompiled for them."""
 
 RAGGED_ROWS = tl.constexpr(descriptors.RAGGED_ROWS)
 
 UNSEEN = tl.constexpr(-(2.0**20))
-"""The score of hidden pairs: so low that its sigmoid, SiLU and slope are exactly 0."""
+"""Score of hidden pairs: so low that its sigmoid, SiLU and slope are exactly 0."""
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def load_block(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INSIDE: tl.constexpr,
     DESCRIBED: tl.constexpr = False,
 ):  # fmt: skip
-    """Load [ROWS, COLUMNS]: tokens from `first` on; zero from token `length` and from column WIDTH on.
+    """Load [ROWS, COLUMNS]: tokens from `first` on; zeros from token `length` and from column WIDTH on.
 
     rows: the result of `head_of`. INSIDE: all tokens are known to lie before `length`.
     """
@@ -73,7 +74,7 @@ def _load_pointers(
 def store_block(
     base, first, length, stride, value, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Store what `load_block` would load, rounded to the type of the memory."""
+    """Store a block of the shape that `load_block` loads, rounded to the dtype of the memory."""
     token = tl.arange(0, ROWS)[:, None]
     place = tl.arange(0, COLUMNS)[None, :]
     pointer = base + tl.cast(first, tl.int64) * stride + token * stride + place
@@ -85,7 +86,8 @@ def store_block(
 
 @triton.jit
 def relative_position(i, history_end, group_size, RULE: tl.constexpr):
-    """Return the position that the bias uses for token `i`: each target group stands behind the history."""
+    """Return the position that the bias uses for token `i`: each target group directly follows the
+    history."""
     if RULE[2]:
         return tl.where(i < history_end, i, history_end + (i - history_end) % group_size)
     else:
@@ -94,8 +96,8 @@ def relative_position(i, history_end, group_size, RULE: tl.constexpr):
 
 @triton.jit
 def tanh(x):
-    """Compute tanh with one instruction, to about 11 bits: as many as float16 has, so its results suffer
-    little."""
+    """Compute tanh with one instruction, accurate to about 11 bits, as many as float16 has: 16-bit results
+    lose little."""
     return tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -112,7 +114,7 @@ def sigmoid(x, FAST: tl.constexpr):
 
 @triton.jit
 def silu(score, HALVED: tl.constexpr, FAST: tl.constexpr):
-    """Return x sigmoid(x) of a score x. HALVED: `score` is x / 2, which suits the form with tanh."""
+    """Return x sigmoid(x) for a score x. HALVED: `score` is x / 2, which suits the form with tanh."""
     if HALVED and FAST == 2:
         return score * tanh(score) + score
     elif HALVED:
@@ -123,7 +125,7 @@ def silu(score, HALVED: tl.constexpr, FAST: tl.constexpr):
 
 @triton.jit
 def silu_and_slope(score, HALVED: tl.constexpr, FAST: tl.constexpr):
-    """Return `silu` and its slope; HALVED: twice the slope, u (1 + x (2 - u) / 2) with u = 2 sigmoid(x)."""
+    """Return `silu` and its slope. HALVED: twice the slope, u (1 + x (2 - u) / 2) with u = 2 sigmoid(x)."""
     if HALVED:
         if FAST == 2:
             doubled = tanh(score) + 1.0

@@ -1,12 +1,12 @@
-"""The work lists of a batch: which blocks each of its tiles works on, longest tile first.
+"""Build the work lists of a batch: which blocks each tile works on, longest tile first.
 
-A kernel gives one program to a tile: some consecutive rows (or keys) of one sample. Tiles past the end of a
-sample are not in the list, so padding costs nothing, and the longest tiles start first, so that no long one
-is left alone at the end. For each tile the list says which blocks of keys (or rows) it has to visit: those
-outside of the window are not among them, and those that need no mask are marked (see `columns`).
+A kernel assigns one program to a tile, which is a run of consecutive rows (or keys) of one sample. Tiles past
+the end of a sample are not listed, so padding costs nothing, and the longest tiles start first, so that none
+is left running alone at the end. For each tile the list names the blocks of keys (or rows) to visit: blocks
+outside the window are left out, and blocks that need no mask are marked (see `columns`).
 
-Two builders make the same lists, and neither waits for the host: `device`, kernels, on a GPU in eager mode;
-`reference`, plain PyTorch, everywhere else and in graphs that a compiler traces.
+Two builders make the same lists, and neither waits for the host: `device` uses kernels, on a GPU in eager
+mode; `reference` uses plain PyTorch, everywhere else and in graphs that a compiler traces.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ def row_work(
     tail: int | None = None,
     strip: int | None = None,
 ) -> Tensor:
-    """int64 [n, NUM_COLUMNS]: tiles of `tile` rows, each with the blocks of `block` keys that it sees.
+    """Return int64 [n, NUM_COLUMNS]: tiles of `tile` rows, each with the blocks of `block` keys that it sees.
 
     Args:
-        section: how many tokens of keys and values fit into a cache. The samples, longest first, are then
-            worked through in sections of about as many tokens, and the longest tile comes first only within
-            its section.
-        tail: leaves out the tiles that hold only history older than its newest `tail` tokens.
-        strip: cuts tiles into strips of so many rows. A sample's last tile, whose rows see most keys, then
-            has no empty strips; its first tile begins so many strips before the sample.
+        section: number of tokens whose keys and values fit into a cache. The samples, longest first, are then
+            processed in sections of about that many tokens, and tiles are sorted by length only within a
+            section.
+        tail: leaves out the tiles that hold only history older than the newest `tail` tokens.
+        strip: cuts tiles into strips of `strip` rows and counts tiles from the end of the sample, rounded up
+            to whole strips. The last tile, whose rows see the most keys, then has no empty strips; the first
+            tile begins a whole number of strips before the sample.
     """
     return layout.memo(
         ("row_work", mask, tile, block, section, tail, strip),
@@ -57,12 +58,12 @@ def key_work(
     section: int | None = None,
     tail: int | None = None,
 ) -> Tensor:
-    """int64 [n, NUM_COLUMNS]: tiles of `tile` keys, each with the blocks of `block` rows that see it.
+    """Return int64 [n, NUM_COLUMNS]: tiles of `tile` keys, each with the blocks of `block` rows that see it.
 
     Args:
         section: as in `row_work`.
-        tail: leaves out the blocks that hold only history older than its newest `tail` tokens, as long as
-            the tile has other blocks.
+        tail: leaves out the blocks that hold only history older than the newest `tail` tokens, unless the
+            tile has no other blocks.
     """
     return layout.memo(
         ("key_work", mask, tile, block, section, tail),
@@ -78,11 +79,11 @@ def cached_work(
     block: int,
     parts: int = 1,
 ) -> Tensor:
-    """int64 [n, NUM_CACHED_COLUMNS]: tiles of `tile` new rows, each with the blocks of `block` cached keys
-    and the blocks of `block` new keys that it sees.
+    """Return int64 [n, NUM_CACHED_COLUMNS]: tiles of `tile` new rows, each with the blocks of `block` cached
+    keys and of `block` new keys that it sees.
 
-    Each tile is listed once for each of `parts` equal parts of its sample's cached keys; its item for the
-    last part has the new keys, too.
+    The cached keys of a sample are cut into `parts` equal parts, and each tile is listed once per part; its
+    item for the last part also has the new keys.
     """
     return layout.memo(
         ("cached_work", mask, cache_layout, tile, block, parts),
@@ -93,7 +94,7 @@ def cached_work(
 def builder(layout: SequenceLayout) -> ModuleType:
     """Return the module that builds the lists of a layout.
 
-    Where a compiler looks into an op, tensors are of other types and hold no numbers: kernels cannot run.
+    Kernels cannot run while a compiler traces an op: its tensors are of other types and hold no numbers.
     """
     is_real = type(layout.lengths) is Tensor and not torch.compiler.is_compiling()
     if layout.device.type == "cuda" and is_real:

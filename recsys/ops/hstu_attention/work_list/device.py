@@ -1,8 +1,8 @@
-"""Work lists from two kernels, one that makes the items and one that puts them in order.
+"""Build work lists with two kernels: one makes the items, the other puts them in order.
 
-Two launches replace some hundred operations on small tensors. The lists are those of `reference`; tests
-compare every number. A program of a kernel has some tiles, and each number of a tile is one of its registers,
-int64; an interval is a pair of such numbers.
+Two launches replace about a hundred operations on small tensors. The lists equal those of `reference`; tests
+compare every number. A program handles several tiles and keeps each number of a tile in an int64 register; an
+interval is a pair of such numbers.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SAMPLES = 32
 """Samples that a program scans per step to find those its tiles belong to."""
 
 ORDERED, COMPARED = 32, 256
-"""Items per program that puts them in order, and items that it compares them with per step."""
+"""Items that a program puts in order, and items that it compares them with per step."""
 
 MOST_COMPARED = 2**14
-"""Above this number of items a sort is faster than comparing each with each."""
+"""Above this number of items, sorting is faster than comparing all pairs."""
 
 
 def row_work(
@@ -131,7 +131,7 @@ def _items(
 
 
 def _empty(layout: SequenceLayout, num_items: int, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Uninitialised items, and for each the number to sort it by."""
+    """Return uninitialized items, and for each item the number to sort it by."""
     items = torch.empty(num_items, num_columns, dtype=torch.int64, device=layout.device)
     return items, torch.empty(num_items, dtype=torch.int64, device=layout.device)
 
@@ -149,7 +149,7 @@ def _parts_of(mask: AttentionMask) -> dict[str, bool]:
 
 
 def _sorted(items: Tensor, work: Tensor) -> Tensor:
-    """The items with the largest number first, equals in the order that they had."""
+    """Return the items with the largest number first; equal ones keep their order."""
     num_items, num_columns = items.shape
     if num_items > MOST_COMPARED:
         return items.index_select(0, torch.argsort(work, descending=True, stable=True))
@@ -172,7 +172,7 @@ def _sorted(items: Tensor, work: Tensor) -> Tensor:
 
 @triton.jit
 def _rows_missing(lengths, TILE: tl.constexpr, STRIP: tl.constexpr):
-    """Return how many rows before each sample its first tile begins: none if a strip is a tile."""
+    """Return how many rows before each sample its first tile begins: none if a strip is a whole tile."""
     strips = (lengths.to(tl.int32) + STRIP - 1) // STRIP
     return (TILE // STRIP - 1 - (strips + TILE // STRIP - 1) % (TILE // STRIP)) * STRIP
 
@@ -190,7 +190,8 @@ def _sample_of(
     tile, lengths, num_targets, batch_size, contextual, tail,
     TILE: tl.constexpr, STRIP: tl.constexpr, TAIL: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """Return the sample of each tile (B behind the last tile) and how many tiles the samples before it have.
+    """Return the sample of each tile (B for numbers past the last tile) and the number of tiles in earlier
+    samples.
 
     With TAIL, tiles that hold only history older than the newest `tail` tokens are not counted.
     """
@@ -223,7 +224,7 @@ def _longer(a, b):
 
 @triton.jit
 def _store(item, columns, inside):
-    """Store the numbers of a tuple in columns that follow one another."""
+    """Store the numbers of a tuple in consecutive columns."""
     for column in tl.static_range(len(columns)):
         tl.store(item + column, columns[column], mask=inside)
 
@@ -238,8 +239,11 @@ def _clipped(interval, low, high):
 
 @triton.jit
 def _without_older(kinds, oldest):
-    """Return the kinds of rows with history from `oldest` on. The last history row stays if no others see the
-    tile: a program that visits no block would write nothing."""
+    """Return the three intervals of rows that see a tile, with history only from `oldest` on.
+
+    The last history row stays if no other rows see the tile: a program that visits no block would write
+    nothing.
+    """
     contextual, history, targets = kinds
     newer = tl.maximum(history[0], oldest)
     alone = (contextual[1] == 0) & (targets[1] == 0)
@@ -250,24 +254,24 @@ def _without_older(kinds, oldest):
 @triton.jit
 def _unmasked_rows(history, targets, length, BLOCK: tl.constexpr):
     """Return the rows that see all keys of a tile."""
-    # History rows that see all keys, and targets that do, follow one another when both reach the border.
+    # History rows and targets that see all keys form one interval when both reach the border between them.
     joined = (history[0] < history[1]) & (history[1] == targets[0]) & (targets[0] < targets[1])
     start, end = _longer((history[0], tl.where(joined, targets[1], history[1])), targets)
-    # Rows past the end of a sample are loaded as zeros: its last block may be a full one.
+    # Rows past the end of a sample are loaded as zeros, so its last block may count as a full one.
     return start, tl.where(end == length, end + BLOCK - 1, end)
 
 
 @triton.jit
 def _runs(is_tile, hulls, free, BLOCK: tl.constexpr):
-    """Return columns COUNT_A to UNMASKED_COUNT; no blocks unless `is_tile`.
+    """Return columns COUNT_A to UNMASKED_COUNT, with no blocks unless `is_tile`.
 
-    The tile visits the tokens of three intervals, `hulls`; those of `free` need no mask.
+    The tile visits the tokens of the three intervals in `hulls`; the tokens of `free` need no mask.
     """
     end_a = tl.where(is_tile, (hulls[0][1] + BLOCK - 1) // BLOCK, 0)
     end_b = tl.where(is_tile, (hulls[1][1] + BLOCK - 1) // BLOCK, 0)
     end_c = tl.where(is_tile, (hulls[2][1] + BLOCK - 1) // BLOCK, 0)
     start_a, start_b, start_c = hulls[0][0] // BLOCK, hulls[1][0] // BLOCK, hulls[2][0] // BLOCK
-    # A run begins where those before it have ended.
+    # A run begins where the runs before it end.
     count_a = tl.maximum(end_a - start_a, 0)
     ended = tl.where(count_a > 0, end_a, 0)
     start_b = tl.maximum(start_b, ended)
@@ -285,7 +289,8 @@ def _runs(is_tile, hulls, free, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_runs(item, inside, is_tile, hulls, common, low, high, BLOCK: tl.constexpr):
-    """Store columns COUNT_A to UNMASKED_COUNT for the tokens in [low, high); return how many blocks."""
+    """Store columns COUNT_A to UNMASKED_COUNT for the tokens in [low, high), and return the number of
+    blocks."""
     hulls = (_clipped(hulls[0], low, high), _clipped(hulls[1], low, high), _clipped(hulls[2], low, high))
     free = _longer(_clipped(common[0], low, high), _clipped(common[1], low, high))
     runs = _runs(is_tile, hulls, free, BLOCK)
@@ -306,13 +311,14 @@ def items_kernel(
     WINDOWED: tl.constexpr, TARGET_WINDOW: tl.constexpr, CONTEXTUAL_READS: tl.constexpr,
     TAIL: tl.constexpr, LANES: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """Write items [num_tiles, NUM_COLUMNS] and work [num_tiles], the numbers to sort them by, largest first.
+    """Write items [num_tiles, NUM_COLUMNS] and work [num_tiles], the numbers to sort by, largest first.
 
-    `sections` [B] are those of the samples. Items behind the last tile of the last sample have length 0.
+    `sections` [B] holds the section of each sample. Items past the last tile of the last sample have length
+    0.
     """
     number = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = number < num_tiles
-    LEFT_OUT: tl.constexpr = TAIL and not KEYS  # tiles of keys all stay; they visit fewer blocks
+    LEFT_OUT: tl.constexpr = TAIL and not KEYS  # all tiles of keys stay; they visit fewer blocks
     sample, before = _sample_of(
         number, lengths, num_targets, batch_size, contextual, tail, TILE, STRIP, LEFT_OUT, SAMPLES
     )
@@ -404,7 +410,7 @@ def order_kernel(
     items, work, ordered, num_items,
     COLUMNS: tl.constexpr, PADDED: tl.constexpr, LANES: tl.constexpr, COMPARED: tl.constexpr,
 ):  # fmt: skip
-    """Write `items` [num_items, COLUMNS] to `ordered`, the largest `work` first, equals in their old order.
+    """Write `items` [num_items, COLUMNS] to `ordered`, largest `work` first; equal ones keep their order.
 
     An item's place is the number of items that come before it.
     """

@@ -1,11 +1,11 @@
-"""Reads items of a work list inside kernels; `columns` says what their numbers mean."""
+"""Read the items of a work list inside kernels; `columns` explains their numbers."""
 
 import triton
 import triton.language as tl
 
 from recsys.ops.hstu_attention.work_list import columns
 
-# Kernels read constexpr only from module scope.
+# Kernels can read module constants only as constexpr.
 START = tl.constexpr(columns.START)
 LENGTH = tl.constexpr(columns.LENGTH)
 HISTORY_END = tl.constexpr(columns.HISTORY_END)
@@ -30,7 +30,7 @@ NUM_CACHED_COLUMNS = tl.constexpr(columns.NUM_CACHED_COLUMNS)
 
 @triton.jit
 def load_tile(item):
-    """Return the tile of an item: START, LENGTH, HISTORY_END and FIRST."""
+    """Return START, LENGTH, HISTORY_END and FIRST of an item's tile."""
     return (
         tl.load(item + START),
         tl.load(item + LENGTH).to(tl.int32),
@@ -72,14 +72,14 @@ def masked_block(number, runs):
 
 @triton.jit
 def num_blocks(runs):
-    """Return how many blocks there are, with the mask and without."""
+    """Return the number of blocks, with and without the mask."""
     count_a, _, count_b, _, count_c, _, _ = runs
     return count_a + count_b + count_c
 
 
 @triton.jit
 def block_at(number, runs):
-    """Return the block with number `number` among all, ascending, and whether it needs the mask."""
+    """Return the block with number `number` among all blocks, ascending, and whether it needs the mask."""
     count_a, start_b, count_b, start_c, _, unmasked_at, unmasked_count = runs
     in_b = number - count_a + start_b
     in_c = number - count_a - count_b + start_c

@@ -1,6 +1,7 @@
-"""Work lists in plain PyTorch, on the layout's device: nothing waits for the host, a compiler can trace it.
+"""Build work lists in plain PyTorch on the layout's device, without waiting for the host; compilers can trace
+it.
 
-`device` makes the same lists with kernels. The mask comes from `row_intervals` and `column_intervals`.
+`device` makes the same lists with kernels. `row_intervals` and `column_intervals` supply the mask.
 """
 
 from __future__ import annotations
@@ -65,11 +66,12 @@ def key_work(
         first = (tiles.history_end - tail).clamp(min=0) // block * block
         kinds = Interval(_without_older(kinds, first), kinds.end)
         history = Interval(torch.maximum(history.start, first), history.end)
-    # History rows that see all keys, and targets that do, follow one another when both reach the border.
+    # History rows and targets that see all keys form one interval when both reach the border between them.
     joined = (history.start < history.end) & (history.end == targets.start) & (targets.start < targets.end)
     history = Interval(history.start, torch.where(joined, targets.end, history.end))
     unmasked = _longer(history, targets)
-    # Rows past the end of a sample are loaded as zeros and add nothing: its last block may be a full one.
+    # Rows past the end of a sample are loaded as zeros and add nothing, so its last block may count as a full
+    # one.
     rounded = torch.where(unmasked.end == tiles.length, unmasked.end + block - 1, unmasked.end)
     runs = _runs(tiles, kinds, [Interval(unmasked.start, rounded)], block)
     return _sorted([*tiles[:4], *runs.columns], _in_sections(runs.work, layout, tiles, block, section))
@@ -115,18 +117,19 @@ def cached_work(
 def _in_sections(
     work: Tensor, layout: SequenceLayout, tiles: Tiles, block: int, section: int | None
 ) -> Tensor:
-    """int64 [n]: the numbers to sort the tiles by, largest first, for sections of the samples."""
+    """Return int64 [n]: the numbers to sort the tiles by, largest first, so that samples come in sections."""
     if section is None or layout.batch_size == 0:
         return work
     number = sections_of(layout.lengths, section).index_select(0, tiles.sample)
-    largest = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits more blocks
+    largest = layout.total_len // block + 2 * NUM_COLUMNS  # no tile visits this many blocks
     return torch.where(tiles.length > 0, (layout.total_len - number) * largest + work, 0)
 
 
 def sections_of(lengths: Tensor, section: int) -> Tensor:
-    """int64 [B]: the section of each sample; `section` tokens per section, the longest samples first.
+    """Return int64 [B]: the section of each sample; a section has about `section` tokens, longest samples
+    first.
 
-    The last two sections are joined: a short last section would leave only a few tiles, all long ones, for
+    The last two sections are joined: a short last section would leave only a few tiles, all of them long, for
     the end.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
@@ -137,12 +140,13 @@ def sections_of(lengths: Tensor, section: int) -> Tensor:
 
 
 def _seen(mask: AttentionMask, tiles: Tiles, before: Tensor | None, contextual: int) -> KeyIntervals:
-    """Return what those rows of each tile see that bound what all of its rows see, [n, edges, 3].
+    """Return the keys that selected rows of each tile see, [n, edges, 3]; they bound what all of its rows
+    see.
 
-    Tiles count tokens behind the `before`, int64 [n], first ones of the sample.
+    Tiles count tokens from behind the first `before` tokens, int64 [n], of the sample.
     """
     # The ends of an interval are constant or increasing over the rows of one kind, so the first and the last
-    # row of each kind have the extremes. Rows of the prefix are a kind of their own: no window cuts them.
+    # row of each kind have the extremes. Prefix rows are a kind of their own: no window hides their keys.
     history_end, always = tiles.history_end, contextual + mask.prefix
     edges: list[Tensor | int] = [contextual - 1, contextual, always - 1, always]
     if before is not None:
@@ -154,12 +158,13 @@ def _seen(mask: AttentionMask, tiles: Tiles, before: Tensor | None, contextual: 
 
 
 def _hulls(seen: KeyIntervals) -> Interval:
-    """Return what some row of a tile sees, [n, 3]: contextual tokens and prefix, the window, its group."""
+    """Return the hull of what the rows of a tile see, [n, 3]: contextual tokens and prefix, window, target
+    group."""
     return _union(seen.start, seen.end)
 
 
 def _unmasked(seen: KeyIntervals) -> list[Interval]:
-    """Return the keys that all rows of a tile see, by their first and by their second interval."""
+    """Return the keys that all rows of a tile see in their first interval, and in their second."""
     first = Interval(torch.zeros_like(seen.end[:, 0, 0]), seen.end[..., 0].amin(1))
     return [first, _intersection(seen.start[..., 1], seen.end[..., 1])]
 
@@ -171,9 +176,11 @@ def _clipped(interval: Interval, low: Tensor, high: Tensor) -> Interval:
 
 
 def _without_older(kinds: Interval, first: Tensor) -> Tensor:
-    """Return the starts of the kinds of rows that see each tile of keys, with history from token `first` on.
+    """Return the starts of the three intervals of rows that see each tile of keys, with history from token
+    `first` on.
 
-    The last history row stays if no others see the tile: a program that visits no block would write nothing.
+    The last history row stays if no other rows see the tile: a program that visits no block would write
+    nothing.
     """
     contextual, history, targets = kinds.start.unbind(1)
     newer = torch.maximum(history, first)
@@ -183,7 +190,7 @@ def _without_older(kinds: Interval, first: Tensor) -> Tensor:
 
 
 def _clamped(edges: list[Tensor | int], tiles: Tiles) -> Tensor:
-    """int64 [n, edges]: the edges, moved to the first or last token of each tile where they lie outside."""
+    """Return int64 [n, edges]: the edges, clamped to the tokens of each tile."""
     columns = [edge if isinstance(edge, Tensor) else torch.full_like(tiles.first, edge) for edge in edges]
     position = torch.stack(columns, dim=1)
     first = tiles.first.clamp(min=0).unsqueeze(1)
@@ -191,7 +198,7 @@ def _clamped(edges: list[Tensor | int], tiles: Tiles) -> Tensor:
 
 
 def _union(start: Tensor, end: Tensor) -> Interval:
-    """Return the hull of the intervals [n, edges, ...] that are not empty; [0, 0) if all are."""
+    """Return the hull of the nonempty intervals of [n, edges, ...], or [0, 0) if all are empty."""
     used = end > start
     low = torch.where(used, start, torch.iinfo(torch.int64).max).amin(1)
     high = torch.where(used, end, 0).amax(1)
@@ -208,17 +215,18 @@ def _longer(a: Interval, b: Interval) -> Interval:
 
 
 class Runs(NamedTuple):
-    """The blocks of one list of keys (or rows) that each tile visits."""
+    """Blocks of keys (or rows) that each tile visits."""
 
     columns: list[Tensor]  # COUNT_A to UNMASKED_COUNT, int64 [n] each
-    work: Tensor  # int64 [n], how many blocks
+    work: Tensor  # int64 [n], number of blocks
 
 
 def _runs(tiles: Tiles, parts: Interval, unmasked: Sequence[Interval], block: int) -> Runs:
-    """Turn intervals, [n, 3], into disjoint runs of blocks; the longest of `unmasked` needs no mask."""
+    """Turn intervals, [n, 3], into disjoint runs of blocks; the longest interval of `unmasked` needs no
+    mask."""
     is_real = tiles.length > 0
     first, end = parts.start // block, (parts.end + block - 1) // block * is_real.unsqueeze(1)
-    # A run begins where those before it have ended.
+    # A run begins where the runs before it end.
     ended = torch.where(end > first, end, 0)
     end_a, end_b, _ = ended.unbind(1)
     taken = torch.stack([torch.zeros_like(end_a), end_a, torch.maximum(end_a, end_b)], dim=1)
@@ -234,29 +242,29 @@ def _runs(tiles: Tiles, parts: Interval, unmasked: Sequence[Interval], block: in
 
 
 def _sorted(columns: list[Tensor], work: Tensor) -> Tensor:
-    """Return int64 [n, columns], the tile with the most blocks first."""
+    """Return the items, int64 [n, columns], with the most work first."""
     order = torch.argsort(work, descending=True, stable=True)
     return torch.stack(columns, dim=1).index_select(0, order)
 
 
 class Tiles(NamedTuple):
-    """Tiles of consecutive tokens of one sample each; tiles of length 0 fill the list up."""
+    """Tiles of consecutive tokens, each of one sample; tiles of length 0 pad the list."""
 
-    start: Tensor  # int64 [n], first row of the sample in [T]
-    length: Tensor  # int64 [n], tokens of the sample; 0 for a tile that fills up
-    history_end: Tensor  # int64 [n]
-    first: Tensor  # int64 [n], first token; below 0 for tiles counted from the sample's end
-    last: Tensor  # int64 [n], last token, inside the sample
-    sample: Tensor  # int64 [n], number of the sample; any for a tile that fills up
+    start: Tensor  # int64 [n], index in [T] of the sample's first row
+    length: Tensor  # int64 [n], tokens of the sample; 0 for padding
+    history_end: Tensor  # int64 [n], position of the sample's first target
+    first: Tensor  # int64 [n], first token; negative where a tile begins before its sample
+    last: Tensor  # int64 [n], last token, always inside the sample
+    sample: Tensor  # int64 [n], number of the sample; arbitrary for padding
 
 
 def tiles_of(layout: SequenceLayout, tile: int, tail: int | None = None, strip: int | None = None) -> Tiles:
-    """Return `num_tiles_of` tiles, those of all samples first. `row_work` explains `tail` and `strip`."""
+    """Return `num_tiles_of` tiles, padding last. `row_work` explains `tail` and `strip`."""
     return layout.memo(("tiles", tile, tail, strip), lambda: _new_tiles(layout, tile, tail, strip))
 
 
 def num_tiles_of(layout: SequenceLayout, tile: int, tail: int | None = None, strip: int | None = None) -> int:
-    """Count the tiles of all samples; an upper bound if only the device knows the lengths."""
+    """Count the tiles of all samples; return an upper bound if only the device knows the lengths."""
     host = layout.host_copy
     if host is None or torch.compiler.is_compiling():
         return layout.total_len // tile + layout.batch_size
@@ -275,7 +283,7 @@ def _counted(host: HostCopy, contextual: int, tile: int, tail: int | None, strip
 
 
 class LeftOut(NamedTuple):
-    """The tiles that are left out in the middle of each sample, int64 [B]; 0 if there are none."""
+    """Tiles that are left out in the middle of each sample, int64 [B]; 0 if there are none."""
 
     first: Tensor | int
     count: Tensor | int
@@ -289,7 +297,8 @@ def rows_missing(lengths: Tensor, tile: int, strip: int | None) -> Tensor:
 def tiles_left_out(
     history_end: Tensor, contextual: int, tile: int, tail: int | None, missing: Tensor | int = 0
 ) -> LeftOut:
-    """Find the tiles of only history older than its newest `tail` tokens; `missing`: `rows_missing`."""
+    """Find the tiles that hold only history older than the newest `tail` tokens; `missing` is from
+    `rows_missing`."""
     if tail is None:
         return LeftOut(0, 0)
     end = ((history_end - tail).clamp(min=contextual) + missing) // tile
