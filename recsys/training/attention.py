@@ -109,9 +109,7 @@ class AttentionRecorder:
             yield
 
     def pictures(self) -> list[AttentionPicture]:
-        """Returns pictures of the first and the last layer. If no call was recorded, logs why and returns
-        [].
-        """
+        """Returns pictures of the first and the last layer. If no call was recorded, logs why; returns []."""
         if not self._rows:
             log.info("no pictures of attention: the first evaluated batch has no row with a history")
         elif not self._calls:
@@ -132,8 +130,8 @@ class AttentionRecorder:
 
 
 def attention_weights(call: AttentionCall, rows: Tensor) -> Tensor:
-    """Returns the weights [H, n, L] that the tokens `rows` (int64 [n]) of a one-sample call give to its L
-    tokens.
+    """Returns the weights [H, n, L] that the tokens `rows` (int64 [n]) give to all L tokens of a one-sample
+    call.
 
     The formulas are those of `hstu_attention` and `softmax_attention`.
     """

@@ -65,9 +65,7 @@ class Checkpoints:
         return sorted(path for path in self.folder.glob("step-*") if _STATE.fullmatch(path.name))
 
     def newest(self) -> Path | None:
-        """Returns the newest undamaged state, or None. Damaged states are skipped with a warning.
-        Collective.
-        """
+        """Returns the newest undamaged state, or None; warns about damaged states. Collective."""
         return on_main(self.newest_here)
 
     def save(self, tensors: Tensors, state: SavedState) -> Path:
@@ -300,9 +298,7 @@ def _prepare(aside: Path, needed: int) -> None:
 
 
 def _explain(error: Exception, path: Path, needed: int) -> RecsysError:
-    """Explains an error of the checkpoint writer, which reports a full disk as a failed seek in an
-    archive.
-    """
+    """Explains an error of the checkpoint writer, which reports a full disk as a failed archive seek."""
     free = shutil.disk_usage(path.parent).free
     written = sum(x.stat().st_size for x in path.glob("*")) if path.is_dir() else 0
     if "No space left" in str(error) or free < max(needed - written, 1 << 20):

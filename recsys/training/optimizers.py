@@ -1,7 +1,7 @@
-"""Builds and drives the optimizers of a run: one for dense weights, and FBGEMM's fused one for sharded
-tables.
+"""Builds and drives the optimizers of a run: one for dense weights, a fused one for sharded tables.
 
-The config chooses both, from those in `dense_optimizers` and `sparse_optimizers`. A fused optimizer updates
+The config chooses both, from those in `dense_optimizers` and `sparse_optimizers`. FBGEMM's fused optimizer
+updates
 the looked-up rows inside the backward pass; outside, it only has to be told the learning rate.
 `ScheduledOptimizer` offers both through `zero_grad` and `step`, the two calls that TorchRec's pipelines make
 for every batch.
@@ -109,9 +109,7 @@ class ScheduledOptimizer:
         self.steps += 1
 
     def tensors(self) -> dict[str, Tensor | ShardedTensor]:
-        """Returns the whole state by name. To restore it, load into these tensors in place and call
-        `resume`.
-        """
+        """Returns the whole state by name. To restore it, load into these tensors and call `resume`."""
         tensors = {}
         for optimizer in (self.dense, self.fused):
             if optimizer is not None:
@@ -129,8 +127,7 @@ class ScheduledOptimizer:
 
 
 def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimizer:
-    """Builds the chosen optimizer over all parameters that no fused optimizer trains, keyed by name in
-    `model`.
+    """Builds the chosen optimizer over all parameters that no fused optimizer trains, keyed by their names.
 
     Weight decay applies only to matrices, the weights of linear layers. Biases, norms, tables and other
     learned vectors do not decay unless a group of the config says so. The optimizer's state is created here
@@ -157,9 +154,7 @@ def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimiz
 
 
 def _make_state(optimizer: KeyedOptimizer) -> None:
-    """Creates the optimizer's state by a step with zero gradients and rate 0, which leaves weights
-    unchanged.
-    """
+    """Creates the optimizer's state by a step with zero gradients and rate 0, which changes no weights."""
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         # Some optimizers add weight decay to the gradient, which would end up in their state.

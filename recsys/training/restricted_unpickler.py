@@ -89,9 +89,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _checked(metadata: object, path: Path) -> Metadata:
-    """Returns the metadata if it lists nothing but tensors in files of its folder; raises RecsysError
-    otherwise.
-    """
+    """Returns the metadata if it lists only tensors in files of its folder; else raises RecsysError."""
     if not isinstance(metadata, Metadata):
         raise RecsysError(f"{path}: holds a {type(metadata).__name__}, not the metadata of a checkpoint")
     for name, entry in metadata.state_dict_metadata.items():

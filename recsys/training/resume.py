@@ -49,8 +49,7 @@ MAY_CHANGE = (
 """Fields that a resumed run may change.
 
 Neither the batches read so far nor the updates made so far depend on them, except through a learning-rate
-schedule
-that ends with the run (see `changed_schedule`). Files may move: `require_same_inputs` compares their
+schedule that ends with the run (see `changed_schedule`). Files may move: `require_same_inputs` compares their
 contents.
 """
 
@@ -62,8 +61,7 @@ MODEL_MAY_CHANGE = (
 """Fields of `features` and `model` that evaluation and export may change for any model.
 
 They locate files, matter only in training, or set the precision of scores. Each model declares further
-fields, such
-as metrics.
+fields, such as metrics.
 """
 
 KERNELS = ("backend", "compile", "deterministic", "recompute")
@@ -71,9 +69,7 @@ KERNELS = ("backend", "compile", "deterministic", "recompute")
 
 
 def model_may_change() -> tuple[str, ...]:
-    """Returns the fields that evaluation and export may change because they do not affect what weights
-    mean.
-    """
+    """Returns the fields that evaluation and export may change: they do not affect what weights mean."""
     paths = list(MODEL_MAY_CHANGE)
     for family in fields.alternatives(pb.Model):
         declared = registry.declaration(fields.type_of(family)) or ModelDeclaration

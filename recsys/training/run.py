@@ -1,6 +1,4 @@
-"""Runs training from config to last log line: opens the session, attaches hooks, trains. Also evaluates
-states.
-"""
+"""Runs training from config to last log line, and evaluates saved states."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -139,9 +137,7 @@ def configured_hooks(pipeline: pb.Pipeline) -> list[Hook]:
 
 
 def tell_hooks(pipeline: pb.Pipeline, folder: Path, split: str, evaluation: Evaluation) -> None:
-    """Passes metrics of a saved state to the hooks that a config lists in `train.hooks`. Call it on rank
-    0.
-    """
+    """Passes metrics of a saved state to the hooks that `train.hooks` lists. Call it on rank 0 only."""
     step = checkpoint.read_state(evaluation.checkpoint).progress.step
     for hook in configured_hooks(pipeline):
         hook.tested(SplitMetrics(folder, split, step, evaluation.metrics))

@@ -111,9 +111,7 @@ class Session:
         return max(1, -(-batches // self.accumulate))
 
     def finish_reason(self) -> str:
-        """Returns why there is no next step, as a clause such as "all 500 steps are done"; "" if there is
-        one.
-        """
+        """Returns why there is no next step, such as "all 500 steps are done"; "" if there is a next step."""
         patience = self.pipeline.train.evaluation.patience
         if self.progress.step >= self.total_steps:
             return f"all {self.progress.step} steps are done"
@@ -134,9 +132,7 @@ class Session:
         return self.checkpoints.save(self._tensors(), state)
 
     def restore(self, path: Path, state: SavedState) -> None:
-        """Restores everything but `progress` from a saved state, resharded to the current ranks.
-        Collective.
-        """
+        """Restores all but `progress` from a saved state, resharded to the current ranks. Collective."""
         checkpoint.load(path, self._tensors())
         self.optimizer.resume(self.progress.step)
         rank, device = self.processes.rank, self.processes.device
@@ -295,9 +291,7 @@ def _average(wrapped: DistributedModelParallel, train: pb.Train) -> WeightAverag
 
 
 def _seed(pipeline: pb.Pipeline, rank: int, step: int) -> int:
-    """Returns the seed of a rank from `step` on. Seeds differ, so that ranks do not drop out the same
-    units.
-    """
+    """Returns a rank's seed from `step` on. Ranks have different seeds, so as not to drop the same units."""
     return (pipeline.train.seed * 1_000_003 + step) * 65_537 + rank + 1
 
 

@@ -119,9 +119,7 @@ def peak_of(device_name: str) -> float | None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory of this process in bytes, on its GPU or else in RAM (without reader
-    processes).
-    """
+    """Returns the peak memory of this process in bytes, on its GPU or else in RAM (without its readers)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

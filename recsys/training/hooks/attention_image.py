@@ -23,8 +23,9 @@ _LARGEST_TOKEN = 24
 
 
 def pixels(picture: AttentionPicture) -> Tensor:
-    """Draws the weights as uint8 [height, width, 3]: one row per query, one column per key, the first token
-    at the top left.
+    """Draws the weights as uint8 [height, width, 3]: one row per query, one column per key.
+
+    The first token is at the top left.
 
     Strips along both axes show the kind of each token. The larger the square root of a weight relative to
     that of the largest weight, the darker its pixels.

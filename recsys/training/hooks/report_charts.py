@@ -135,9 +135,7 @@ def sparkline(points: Sequence[Point]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Formats a value with about four significant digits and thousands separated; a dash if it is
-    undefined.
-    """
+    """Formats a value with about four significant digits, thousands separated; a dash if it is undefined."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -173,8 +171,8 @@ class Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float, *, pad: float) -> "Axis":
-        """Returns an axis that covers all values, with the share `pad` of the range as margin on both
-        sides.
+        """Returns an axis that covers all values, with the share `pad` of their range as a margin at each
+        end.
         """
         low, high = min(values), max(values)
         room = (high - low) * pad if high > low else abs(low) * 0.1 or 1.0

@@ -32,9 +32,7 @@ def diagnostics_sections(records: Sequence[Record], best_step: int | None) -> li
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Splits a name into task and metric: `is_click/auc`, `loss/is_click`; task "" for `ndcg@10` or
-    `loss`.
-    """
+    """Splits a name such as `is_click/auc` or `loss/is_click` into task and metric; without task: ""."""
     first, _, second = name.partition("/")
     if not second:
         return "", name
