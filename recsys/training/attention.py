@@ -130,8 +130,7 @@ class AttentionRecorder:
 
 
 def attention_weights(call: AttentionCall, rows: Tensor) -> Tensor:
-    """Returns the weights [H, n, L] that the tokens `rows` (int64 [n]) give to all L tokens of a one-sample
-    call.
+    """Returns the weights [H, n, L] that tokens `rows` (int64 [n]) of a one-sample call give to all L tokens.
 
     The formulas are those of `hstu_attention` and `softmax_attention`.
     """

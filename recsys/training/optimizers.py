@@ -1,8 +1,7 @@
 """Builds and drives the optimizers of a run: one for dense weights, a fused one for sharded tables.
 
 The config chooses both, from those in `dense_optimizers` and `sparse_optimizers`. FBGEMM's fused optimizer
-updates
-the looked-up rows inside the backward pass; outside, it only has to be told the learning rate.
+updates the looked-up rows inside the backward pass; outside, it only has to be told the learning rate.
 `ScheduledOptimizer` offers both through `zero_grad` and `step`, the two calls that TorchRec's pipelines make
 for every batch.
 """

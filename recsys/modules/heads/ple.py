@@ -17,7 +17,7 @@ from recsys.modules.mlp import build_mlp
 
 
 class Streams(NamedTuple):
-    """The vectors that pass from level to level: [N, width] for each task, and one for all tasks."""
+    """The vectors that pass from level to level: [N, width] for each task, and [N, width] for all tasks."""
 
     tasks: list[Tensor]
     shared: Tensor
@@ -25,12 +25,12 @@ class Streams(NamedTuple):
 
 @register(pb.PleHead)
 class PleHead(nn.Module):
-    """Levels of experts, then a tower for each task.
+    """Applies several levels of experts, then a tower for each task.
 
     Args:
         config: experts, gates and towers.
         embedding_dim: E, width of both vectors.
-        num_outputs: logits of each task.
+        num_outputs: number of logits of each task.
     """
 
     def __init__(self, config: pb.PleHead, *, embedding_dim: int, num_outputs: Sequence[int]):
@@ -48,7 +48,7 @@ class PleHead(nn.Module):
 
         Args:
             user: [N, E], target tokens as the mixer returns them.
-            item: [N, E], the candidates' content before mixing.
+            item: [N, E], the candidates' content before the mixer.
 
         Returns:
             [N, sum of num_outputs], task by task.
@@ -61,13 +61,13 @@ class PleHead(nn.Module):
 
 
 class Extraction(nn.Module):
-    """One level: each task's gate weighs its experts and the shared ones, the shared gate weighs all.
+    """Applies one level: a task's gate weighs its own and the shared experts, the shared gate weighs all.
 
     Args:
-        config: numbers and layers of experts and gates.
+        config: numbers of experts, and layers of experts and gates.
         in_dim: width of the incoming streams.
         tasks: number of tasks.
-        last: whether this is the last level; nothing reads its shared stream, which then passes unchanged.
+        last: whether this is the last level, whose shared stream is not read and therefore stays unchanged.
     """
 
     def __init__(self, config: pb.PleHead, in_dim: int, *, tasks: int, last: bool):

@@ -171,9 +171,7 @@ class Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float, *, pad: float) -> "Axis":
-        """Returns an axis that covers all values, with the share `pad` of their range as a margin at each
-        end.
-        """
+        """Returns an axis that covers all values, with `pad` times their range as a margin at each end."""
         low, high = min(values), max(values)
         room = (high - low) * pad if high > low else abs(low) * 0.1 or 1.0
         return cls(low - room, high + room, start, end)

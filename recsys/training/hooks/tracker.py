@@ -20,9 +20,10 @@ from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, SplitMetri
 from recsys.training.hooks.scalars import train_scalars, validation_scalars
 
 LONGEST_WAIT = 30.0
-"""Wait at most this many seconds at the end for pending requests. Meanwhile the other ranks wait for rank 0
-in
-collectives that time out after 90 s, and a scheduler may kill the run some time after SIGTERM.
+"""Wait at most this many seconds at the end for pending requests.
+
+Meanwhile the other ranks wait for rank 0 in collectives that time out after 90 s, and a scheduler may kill
+the run some time after SIGTERM.
 """
 
 RETRY_AFTER = 30.0
