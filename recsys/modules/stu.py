@@ -125,9 +125,7 @@ class STULayer(nn.Module):
         return self._path(x).forward_rows(x, index, attend, scale)
 
     def can_skip_rows(self) -> bool:
-        """Whether the layer can run `forward_rows`: it must not be compiled or recompute norm or
-        projection.
-        """
+        """Whether `forward_rows` can run: not if the layer is compiled or recomputes norm or projection."""
         return not self.compiled and not {"normed_x", "uvqk"} & set(self.recomputed())
 
     def project(self, x: Tensor) -> Projected:
@@ -156,9 +154,7 @@ class STULayer(nn.Module):
         return self.fused
 
     def _node_plan(self, x: Tensor, attend: Attend) -> stu_node.Plan | None:
-        """Returns a plan for one node; None if backward recomputes tensors inside it, or if it is not
-        faster.
-        """
+        """Returns a plan for one node; None if backward recomputes tensors inside it or it is not faster."""
         recorded = torch.is_grad_enabled() and self._is_fused(x)
         if not recorded or self.recompute & {"uvqk", "gated"} or x.numel() > stu_node.MOST_ENTRIES:
             return None

@@ -136,7 +136,7 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
 
 
 def require_same_inputs(saved: Inputs, now: Inputs) -> None:
-    """Checks that training files, vocabularies and the item catalog are unchanged. Files may have moved.
+    """Checks that training files, vocabularies and the item catalogue are unchanged. Files may have moved.
 
     Raises:
         DataError: lists each file that is new, missing or changed; the order of files matters.

@@ -1,4 +1,4 @@
-"""`SoftmaxLoss`: the loss of next-item retrieval, over the whole catalog or over shared negatives.
+"""`SoftmaxLoss`: the loss of next-item retrieval, over the whole catalogue or over shared negatives.
 
 The reader draws the negatives; the loss normalizes vectors on request.
 """
@@ -59,7 +59,7 @@ class SoftmaxLoss(nn.Module):
     ) -> Tensor:
         """Computes the loss of each query.
 
-        Whole catalog: `items` holds every item, and `targets` are its rows.
+        Whole catalogue: `items` holds every item, and `targets` are its rows.
         Shared negatives: `items` are drawn items with the ids `item_ids`, `positives` are the vectors of the
         targets, and `targets` are ids like `item_ids`. An item that is a query's target is left out of that
         query's sum; the positive always counts exactly once.

@@ -65,7 +65,7 @@ class RankMean(SumMetric):
         raise NotImplementedError
 
     def update(self, ranks: Tensor, weights: Tensor) -> None:
-        """Adds M targets: int64 [M] ranks in the whole catalog, where 1 is the best, and [M] weights."""
+        """Adds M targets: int64 [M] ranks in the whole catalogue, where 1 is the best, and [M] weights."""
         check_shapes(ranks, weights)
         self.total += weighted_sum(self.gain(ranks.double()), weights)
         self.weight += weights.double().sum()

@@ -9,7 +9,7 @@ from recsys.modules.metrics.base import RankMean
 
 @register(pb.Mrr)
 class Mrr(RankMean):
-    """Mean of 1 / rank, with ranks in the whole catalog."""
+    """Mean of 1 / rank, with ranks in the whole catalogue."""
 
     name = "mrr"
 

@@ -142,9 +142,7 @@ class HstuMixer(Mixer):
 
     @property
     def target_group_size(self) -> int:
-        """The number of consecutive targets that can only be scored together, over the groups of all
-        layers.
-        """
+        """The number of consecutive targets that can only be scored together, for the groups of any layer."""
         return math.lcm(*(rule.mask.target_group_size for rule in self.rules))
 
     def prefill(self, sequence: JaggedSequence) -> MixerCache:

@@ -66,9 +66,7 @@ class MixtureMixer(Mixer):
 
     @property
     def target_group_size(self) -> int:
-        """The number of consecutive targets that can only be scored together, over the groups of all
-        stacks.
-        """
+        """The number of consecutive targets that can only be scored together, for the groups of any stack."""
         return math.lcm(*(stack.target_group_size for stack in self.stacks))
 
     def prefill(self, sequence: JaggedSequence) -> MixerCache:

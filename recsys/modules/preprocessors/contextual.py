@@ -157,9 +157,7 @@ class ContextualPreprocessor(nn.Module):
         return JaggedSequence(self.dropout(_widened(values)), layout, times[:, 0], times[:, 1])
 
     def _users(self, inputs: dict[str, Tensor]) -> Tensor | None:
-        """Returns the features [B, C] from which contextualized layers compute weights; None without
-        these.
-        """
+        """Returns the features [B, C] from which contextualized layers compute weights, if there are any."""
         if not self.contextualized:
             return None
         return torch.cat([inputs[name] for name in self.user_columns], dim=1)
