@@ -345,8 +345,8 @@ def _read_description(folder: Path) -> Description:
 def _require_device(folder: Path, description: Description) -> None:
     """Raises PackageError if the package's device is missing or differs; logs if a GPU remains unused."""
     if description.device not in DEVICES:
-        known = " and ".join(DEVICES)
-        what = f"{folder / DESCRIPTION}: device is {shortened(description.device)}, known are {known}"
+        devices = " and ".join(DEVICES)
+        what = f"{folder / DESCRIPTION}: device is {shortened(description.device)}, known are {devices}"
         raise PackageError(f"{what}: export it again")
     if description.device != "cuda":
         if torch.cuda.is_available():

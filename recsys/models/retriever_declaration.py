@@ -49,12 +49,12 @@ class RetrieverDeclaration(ModelDeclaration):
     def protocol(self) -> dict[str, str]:
         """The rule for seen items and, if the mixer reads times, the time that a query knows."""
         rule, uih, mixer = self.seen_rule, self.config.preprocessor.uih, mixer_of(self.pipeline)
-        found = {"seen": pb.Retriever.Seen.Name(self.config.seen)}
+        settings = {"seen": pb.Retriever.Seen.Name(self.config.seen)}
         if rule.removed:
-            found["repeated_targets"] = pb.Retriever.RepeatedTargets.Name(self.config.repeated_targets)
+            settings["repeated_targets"] = pb.Retriever.RepeatedTargets.Name(self.config.repeated_targets)
         if mixer is not None and mixer.reads_times:
-            found["query_time"] = pb.UihPreprocessor.QueryTime.Name(uih.query_time)
-        return found
+            settings["query_time"] = pb.UihPreprocessor.QueryTime.Name(uih.query_time)
+        return settings
 
     @property
     def softmax(self) -> pb.SoftmaxLoss:

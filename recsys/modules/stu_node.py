@@ -125,7 +125,7 @@ def plan_of(x: Tensor, shape: Shape, attend: Callable[..., Tensor]) -> Plan | No
         return None
     facts = _facts_of(x.device.type, x.dtype, x.shape[1], shape, problem.mask, problem.deterministic)
     backends = ("auto", backend, "auto", "auto")
-    modules = [_kernels(op, known, name) for (op, known), name in zip(facts, backends, strict=True)]
+    modules = [_kernels(op, op_facts, name) for (op, op_facts), name in zip(facts, backends, strict=True)]
     if None in modules:
         return None
     check_number("scale_len", problem.scale_len, positive=True)

@@ -72,21 +72,23 @@ class Extraction(nn.Module):
 
     def __init__(self, config: pb.PleHead, in_dim: int, *, tasks: int, last: bool):
         super().__init__()
-        own, shared = config.num_task_experts, config.num_shared_experts
-        self.own = nn.ModuleList(Experts(config.expert, in_dim, config.expert_dim, own) for _ in range(tasks))
+        per_task, shared = config.num_task_experts, config.num_shared_experts
+        self.own = nn.ModuleList(
+            Experts(config.expert, in_dim, config.expert_dim, per_task) for _ in range(tasks)
+        )
         self.shared = Experts(config.expert, in_dim, config.expert_dim, shared)
-        self.gates = nn.ModuleList(Gate(config.gate, in_dim, own + shared) for _ in range(tasks))
-        self.shared_gate = None if last else Gate(config.gate, in_dim, tasks * own + shared)
+        self.gates = nn.ModuleList(Gate(config.gate, in_dim, per_task + shared) for _ in range(tasks))
+        self.shared_gate = None if last else Gate(config.gate, in_dim, tasks * per_task + shared)
 
     def forward(self, streams: Streams) -> Streams:
         """Maps streams of [N, in_dim] to streams of [N, expert_dim]."""
-        own = [experts(x) for experts, x in zip(self.own, streams.tasks, strict=True)]
+        by_task = [experts(x) for experts, x in zip(self.own, streams.tasks, strict=True)]
         shared = self.shared(streams.shared)
         mixed = [
             gate(x, [*experts, *shared])
-            for gate, x, experts in zip(self.gates, streams.tasks, own, strict=True)
+            for gate, x, experts in zip(self.gates, streams.tasks, by_task, strict=True)
         ]
         if self.shared_gate is None:
             return Streams(mixed, streams.shared)
-        everything = [*(expert for experts in own for expert in experts), *shared]
+        everything = [*(expert for experts in by_task for expert in experts), *shared]
         return Streams(mixed, self.shared_gate(streams.shared, everything))
