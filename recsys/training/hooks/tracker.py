@@ -151,7 +151,7 @@ class Tracker(Hook):
     def _succeeds(self, request: Callable[[], None]) -> bool:
         try:
             request()
-        except Exception as error:  # noqa: BLE001  a library of others raises anything, and training goes on
+        except Exception as error:  # noqa: BLE001  clients may raise anything, but training continues
             self._warn(f"{type(error).__name__}: {error}")
             return False
         return True
