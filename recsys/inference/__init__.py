@@ -1,1 +1,1 @@
-"""From a checkpoint to recommendations: exporter, package, predictor, top-k."""
+"""Exports checkpoints as packages, and predicts scores and recommendations with them."""

@@ -1,4 +1,4 @@
-"""`recsys.blend`: measures the blend of a model with co-occurrence, and writes recommendations of it."""
+"""Measures the blend of a model with co-occurrence, and writes its recommendations, for `recsys.blend`."""
 
 import json
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ RECOMMENDATIONS = "recommendations.parquet"
 
 
 class BlendReport(NamedTuple):
-    """The weight of co-occurrence that validation rows chose, and metrics of a split by model and name."""
+    """The weight of co-occurrence, which validation rows chose, and a split's metrics by model and name."""
 
     weight: float
     split: str
@@ -32,10 +32,10 @@ class BlendReport(NamedTuple):
 
 
 def require_blendable(pipeline: pb.Pipeline) -> None:
-    """Checks that a config has a model that searches items, and rows and a metric to choose a weight by.
+    """Checks that a config has a model that searches items, and validation rows and a metric for the weight.
 
     Raises:
-        ConfigError: naming what is missing.
+        ConfigError: names what is missing.
     """
     if model_of(pipeline).item_feature is None:
         raise ConfigError("model: co-occurrence ranks the catalogue, so the model must search items too")
@@ -55,7 +55,7 @@ def measure_blend(blend: Blend, pipeline: pb.Pipeline, split: str, rows: Queries
 
 
 def write_blend(folder: Path, checkpoint: str, blend: Blend, reports: Sequence[BlendReport]) -> Path:
-    """Writes weight, settings and metrics into `folder`, and returns the file."""
+    """Writes weight, settings and metrics into `folder` and returns the path of the file."""
     record = {
         "checkpoint": checkpoint,
         "weight": blend.weight,
@@ -75,18 +75,20 @@ def recommend(
     items: np.ndarray,
     folder: Path,
 ) -> Path:
-    """Writes the best items of each row of a source: key columns, items by their original ids, scores.
+    """Writes the best items of each row of a source: key columns, original ids of items, and scores.
 
     Args:
-        blend: fitted.
-        pipeline: resolved; `predict` says how many items, and whether those of the history are left out.
-        model: in evaluation mode. device: of the model.
-        source: the rows.
+        blend: the fitted blend.
+        pipeline: the resolved config, whose `predict` sets the number of items and whether those of the
+            history are left out.
+        model: the model, in evaluation mode.
+        device: the model's device.
+        source: the source of the rows.
         items: float32 [V, E], the model's vectors of the catalogue.
-        folder: where RECOMMENDATIONS is written.
+        folder: the folder in which RECOMMENDATIONS is written.
 
     Raises:
-        DataError: files that are missing or do not fit the config.
+        DataError: a file is missing or does not fit the config.
     """
     asked = encode(pipeline, model, source, device, items)
     opened = open_source(source, pipeline)

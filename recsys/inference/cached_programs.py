@@ -1,10 +1,10 @@
-"""The two programs of a package that score with a cache, compiled and loaded.
+"""Compiles and runs the two programs of a package that score with a cache.
 
-    prefill.pt2          users and events to a cache, as flat tensors
-    cached.pt2           candidates and such tensors to scores
-    weights.safetensors  of all programs of the package, the whole model's too: held once, in files and memory
+    prefill.pt2          maps users and events to a cache, as flat tensors
+    cached.pt2           maps candidates and a cache to scores
+    weights.safetensors  weights of all programs of the package, stored once on disk and in memory
 
-Between two calls a cache is a `UserCache`, whose users can be selected and which can be moved.
+Between two calls a cache is a `UserCache`, which can be moved and from which users can be selected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,23 +33,23 @@ from recsys.scoring.signature import CANDIDATES, LONGEST, ROWS, flatten, scoring
 PREFILL, CACHED, WEIGHTS = "prefill.pt2", "cached.pt2", "weights.safetensors"
 
 Compile = Callable[[torch.nn.Module, list[TensorSpec], tuple[Tensor, ...], str], None]
-"""Compiles a graph, given its inputs and an example of them, to a file of this name."""
+"""Compiles a graph, given the specs of its inputs and an example, to a file of the given name."""
 
 _USUAL, _MANY = {ROWS: 40, CANDIDATES: 1000, LONGEST: 200}, 4000
-"""Typical sizes of named dims and of all others: the compiler decides by them what to run in threads."""
+"""Typical sizes of named dims and of all other dims, by which the compiler decides what to parallelize."""
 
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
-"""A compiled program: flat inputs to flat outputs."""
+"""A compiled program, which maps flat inputs to flat outputs."""
 
 
 @dataclass
 class CachedDescription:
-    """The entry of `package.json` about these programs.
+    """The entry of these programs in `package.json`.
 
     Attributes:
         prefill: name, dtype and named dims of every input of `prefill.pt2`, in order.
         cached: the same for `cached.pt2`.
-        form: the tensors of a cache, `CacheSpec.to_json`.
+        form: the tensors of a cache, as `CacheSpec.to_json` describes them.
     """
 
     prefill: list[dict]
@@ -68,12 +68,12 @@ class CachedDescription:
 
 
 class CachedPrograms:
-    """Both programs, ready to run.
+    """Runs both programs.
 
     Args:
-        pipeline: resolved config of the package.
-        cache_spec: the tensors of a cache.
-        prefill, cached: the programs, from flat inputs to flat outputs.
+        pipeline: the resolved config of the package.
+        cache_spec: describes the tensors of a cache.
+        prefill, cached: the programs, which map flat inputs to flat outputs.
     """
 
     def __init__(self, pipeline: pb.Pipeline, cache_spec: CacheSpec, prefill: Run, cached: Run):
@@ -95,8 +95,10 @@ class CachedPrograms:
         """Loads the programs of a package.
 
         Args:
-            description: the entry in `package.json`.
-            device: the device that the package was compiled for.
+            folder: the package's folder.
+            description: the programs' entry in `package.json`.
+            pipeline: the resolved config of the package.
+            device: the device for which the package was compiled.
             op_libraries: modules that register operators.
             weights: the weights of all programs.
         """
@@ -110,19 +112,19 @@ class CachedPrograms:
         return cls(pipeline, cache_spec, *programs)
 
     def prefill(self, batch: Batch) -> UserCache:
-        """Encodes users and histories on the package's device; candidates of the batch are ignored."""
+        """Encodes users and histories on the package's device. Candidates of the batch are ignored."""
         return self._fill(self._named(batch))
 
     def score(self, batch: Batch, cache: UserCache) -> Tensor:
-        """Scores candidates: float32 [N, tasks] on the package's device, perhaps still being computed.
+        """Scores candidates, float32 [N, tasks] on the package's device, possibly still being computed.
 
         Args:
-            batch: row b has candidates of user b of the cache; users and events are ignored.
+            batch: row b has candidates of user b of the cache. Users and events are ignored.
         """
         return self._score(self._named(batch), cache)
 
     def run_flat(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Runs both programs on the inputs of the whole model's program."""
+        """Runs both programs on the flat inputs of the whole model's program; the scores are on the host."""
         named = dict(zip(self._names, inputs, strict=True))
         return self._score(named, self._fill(named)).cpu()
 
@@ -140,7 +142,7 @@ class CachedPrograms:
 
 
 def compile_programs(model: Model, compile_to: Compile) -> None:
-    """Compiles both programs of a model in evaluation mode, for the device that it is on."""
+    """Compiles both programs of a model in evaluation mode, for the model's device."""
     pipeline, cache = model.pipeline, CacheSpec.of(model)
     device = next(model.parameters()).device
     for graph, specs, name in (
@@ -151,10 +153,10 @@ def compile_programs(model: Model, compile_to: Compile) -> None:
 
 
 def example_inputs(specs: Sequence[TensorSpec], device: torch.device) -> tuple[Tensor, ...]:
-    """Returns tensors of zeros with a typical size for each named dim, no two of them equal.
+    """Returns tensors of zeros with a typical size for each named dim; all these sizes are different.
 
-    A capture reads only their sizes. Real rows could have an empty list or a channel without events, and a
-    compiler would take their size for the only one.
+    A capture reads only the sizes. Real rows could have an empty list or a channel without events, and the
+    compiler would specialize on that size.
     """
     names = sorted({name for spec in specs for name in spec.dims if not name.isdigit()})
     sizes = {name: _USUAL.get(name, _MANY) + place for place, name in enumerate(names)}

@@ -1,6 +1,6 @@
-"""Compiles a graph to native code: `torch.export` captures it, AOTInductor compiles it.
+"""Compiles a graph to native code: `torch.export` captures it, and AOTInductor compiles it.
 
-Failures here are the machine's: no compiler, or no space left on a disk.
+Failures here are due to the machine: no compiler is installed, or a disk is full.
 """
 
 import io
@@ -23,13 +23,13 @@ from recsys.errors import InstallationError, RecsysError
 from recsys.models.signature import TensorSpec
 
 NATIVE = "native"
-"""The value of -march for the machine that compiles."""
+"""The value of -march that stands for the machine that compiles."""
 
 NO_SPACE = "No space left on device"
 
 
 def require_compiler() -> None:
-    """Raises InstallationError, with the command to type, if AOTInductor finds no C++ compiler."""
+    """Raises InstallationError, with the command that installs one, if there is no C++ compiler."""
     if environment.find_cxx() is None:
         raise InstallationError(
             "no C++ compiler was found, and a package is compiled code: install one (Debian, Ubuntu: "
@@ -49,31 +49,31 @@ def compile_graph(
 
     Args:
         graph: the graph, in eval mode.
-        specs: specs of its inputs.
-        example: inputs with at least 2 rows, events and candidates each, all of different sizes.
+        specs: specs of the graph's inputs.
+        example: inputs with at least 2 rows, events and candidates each, in different numbers.
         path: path of the `.pt2` file.
         pipeline: the config, read for `export.march`.
-        weights: None to put weights into the file. Otherwise the file has none, and they are added to this
-            mapping, by the names that `Program` looks for.
+        weights: None to store weights in the file. Otherwise the file has no weights, and they are added to
+            this mapping under the names that `Program` looks up.
 
     Raises:
         InstallationError: the compiler fails.
-        RecsysError: no space is left for its files.
+        RecsysError: no space is left for the compiler's files.
         OSError: `path` cannot be written.
     """
     dims = {name: torch.export.Dim(name, min=0) for spec in specs for name in spec.dims if not name.isdigit()}
     shapes = tuple(
         {axis: dims[name] for axis, name in enumerate(spec.dims) if name in dims} for spec in specs
     )
-    # Sizes 0 and 1 are not special cases of the graph, so that one artifact serves all sizes.
+    # Do not specialize the graph on sizes 0 and 1, so that one artifact serves all sizes.
     with environment.quiet_export(), symbolic.patch(backed_size_oblivious=True), torch.no_grad():
         captured = torch.export.export(graph, example, dynamic_shapes=(shapes,), strict=False)
     settings: dict[str, object] = {
         "aot_inductor.check_lowerbound": False,
-        # This concerns the glue between kernels only; kernels are optimized. Compiling takes half the time.
+        # This affects only the glue code between kernels, not kernels. It halves the time of compilation.
         "aot_inductor.compile_wrapper_opt_level": "O0",
-        # Given here, because PyTorch would otherwise compile and start a program for each instruction set to
-        # find out what this machine has, which takes a minute.
+        # If this were not given, PyTorch would compile and run a program per instruction set to find out
+        # which ones this machine has, which takes a minute.
         "cpp.simdlen": 256,
         "cpp.vec_isa_ok": True,
     }
@@ -82,7 +82,7 @@ def compile_graph(
     if weights is not None:
         settings["aot_inductor.package_constants_in_so"] = False
         weights |= {name: _on_host(weight) for name, weight in captured.state_dict.items()}
-        # Constants that are not part of the model: each graph has its own.
+        # Constants that are not part of the model are different in each graph.
         constants = {name: value for name, value in captured.constants.items() if isinstance(value, Tensor)}
         weights |= {f"{path.stem}/{name}": _on_host(value) for name, value in constants.items()}
     try:
@@ -93,9 +93,9 @@ def compile_graph(
 
 
 def instruction_set(pipeline: pb.Pipeline) -> str:
-    """Returns the -march of the host code: `export.march`, so that a package runs on other machines too.
+    """Returns the -march of the host code: `export.march`, so that a package also runs on other machines.
 
-    PyTorch 2.11 can compile for its own machine only.
+    PyTorch 2.11 can compile only for the machine that it runs on.
     """
     return pipeline.export.march if hasattr(torch._inductor.config.cpp, "march") else NATIVE
 
@@ -105,7 +105,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 class _Held(io.RawIOBase):
-    """A file that keeps its first error and from then on accepts all data but writes nothing.
+    """A file that stores its first error, and afterwards accepts data but writes nothing.
 
     PyTorch's archive writer also writes in its destructor, where an error would end the process.
     """
@@ -129,18 +129,18 @@ class _Held(io.RawIOBase):
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        # PyTorch seeks to the beginning, for callers that read the archive from memory.
+        # PyTorch seeks to the beginning for callers that read the archive from memory.
         return self._file.seek(offset, whence)
 
 
 @contextmanager
 def _archive(path: Path) -> Iterator[_Held]:
-    """Opens a new file to which PyTorch may write an archive.
+    """Opens a new file to which PyTorch can write an archive.
 
     Raises:
-        OSError: at the end of the block, if the file could not be written.
+        OSError: the file could not be written; raised at the end of the block.
     """
-    # Unbuffered, so that closing has nothing left to write.
+    # Do not buffer, so that closing has nothing left to write.
     with path.open("wb", buffering=0) as file:
         held = _Held(file)
         yield held
@@ -149,7 +149,7 @@ def _archive(path: Path) -> Iterator[_Held]:
 
 
 def _explain(error: InductorError) -> Exception:
-    """Returns an error with advice if a user can mend the cause, or else the given error."""
+    """Returns an error with advice if a user can fix the cause, else the given error."""
     cause = error.inner_exception
     if NO_SPACE in str(cause):
         places = dict.fromkeys((tempfile.gettempdir(), cache_dir()))

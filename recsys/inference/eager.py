@@ -1,4 +1,4 @@
-"""A model in eager mode in the place of a package: what a `Predictor` needs to answer without an export."""
+"""Lets a `Predictor` use a model in eager mode instead of an exported package."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -31,16 +31,16 @@ class EagerDescription(NamedTuple):
 
 
 class EagerPackage:
-    """Runs the scoring graph of a model as it is, not compiled; a `Program` for a `Scorer`.
+    """Runs the scoring graph of a model without compiling it; a `Program` for a `Scorer`.
 
     Args:
-        model: any weights, on any device. It is put into evaluation mode, and must keep its weights while
-            this object is used: the vectors of all items are computed here.
+        model: a model on any device. It is put into evaluation mode and must keep its weights while this
+            object is used, because the vectors of all items are computed here.
 
     Attributes:
         pipeline: the resolved config of the model.
-        description: device and outputs.
-        items: float32 [V, E] on the host, the vector of every item in the order of the vocabulary, if the
+        description: the device and the outputs.
+        items: float32 [V, E] on the host, the vectors of all items in the order of the vocabulary, if the
             model searches items; else None.
         device: the device that computes.
     """
@@ -58,13 +58,13 @@ class EagerPackage:
             self.items = catalogue(model, batch, model.pipeline)
 
     def run(self, batch: Batch) -> Tensor:
-        """Scores a batch: ranking [N, tasks] predictions, retrieval [B, E] queries; float32."""
+        """Returns predictions [N, tasks] of a ranker or queries [B, E] of a retriever, float32."""
         with torch.no_grad():
             return self._graph(*(tensor.to(self.device) for tensor in flatten(batch))).float()
 
     @property
     def keeps_cache(self) -> bool:
-        """Tells whether histories can be encoded apart from candidates."""
+        """Whether histories can be encoded separately from candidates."""
         return self._cached is not None
 
     def prefill(self, batch: Batch) -> UserCache:
@@ -88,7 +88,7 @@ class EagerPackage:
 
 
 def _empty_batch(pipeline: pb.Pipeline) -> Batch:
-    """A batch for evaluation that has a filler row and, if the model searches items, the whole catalogue."""
+    """Returns an evaluation batch with a filler row and, if the model searches items, the whole catalogue."""
     rule = layout_rule(pipeline)
     arrays = Packer(pipeline, rule, "evaluate").filler(1)
     return Collator.open(pipeline, rule, "evaluate").collate(arrays, Position(), 0)

@@ -1,7 +1,7 @@
-"""Makes a package of a checkpoint and proves that it gives the same answers.
+"""Makes a package from a checkpoint and proves that it gives the same answers.
 
 `torch.export` captures the scoring graph with every size dynamic, and AOTInductor compiles it ahead of time.
-A fresh process then loads the package and compares it with the evaluated model on real rows. With
+A new process then loads the package and compares it with the evaluated model on real rows. With
 `export.cached_scoring` the same happens to the programs that score with a cache. Only a package that agrees
 gets its final name.
 """
@@ -43,7 +43,7 @@ from recsys.models.signature import TensorSpec
 from recsys.scoring.signature import ScoringGraph, flatten, scoring_signature
 
 GOLDEN_ROWS = 8
-"""Number of golden rows, and of golden items, that a package compares itself with at every load."""
+"""Number of golden rows, and of golden items, that a package checks itself against at every load."""
 
 ITEM_TRIAL = ".trial/items.safetensors"
 HOW = {"cached": ", when it scores with a cache,", "items": " about items"}
@@ -60,7 +60,7 @@ class Exported:
     """The result of an export.
 
     Attributes:
-        folder: the package.
+        folder: folder of the package.
         rows: number of real rows that were compared.
         difference: largest |a - b| / max(1, |b|) between the answers of package and evaluated model.
     """
@@ -76,9 +76,9 @@ class ExportSource:
 
     Attributes:
         pipeline: the resolved config.
-        model: the model with trained weights, in eval mode, on the device that the package is for.
+        model: the model with trained weights, in evaluation mode, on the device that the package is for.
         step: number of optimizer steps that trained the weights.
-        batches: real rows, in batches of several sizes; the first one is the golden batch.
+        batches: real rows, in batches of several sizes; the first batch is the golden batch.
     """
 
     pipeline: pb.Pipeline
@@ -88,13 +88,14 @@ class ExportSource:
 
 
 def export(source: ExportSource, folder: Path) -> Exported:
-    """Writes the package of a model to `folder` and replaces an older one there once the new one is proven.
+    """Writes the package of a model to `folder`, replacing an older package once the new one is proven.
 
     Raises:
         InstallationError: there is no C++ compiler, or it does not work.
         ConfigError: the config names a kernel that the device cannot run.
         ParityError: the package's answers differ from the model's by more than `export.parity_tolerance`.
-        RecsysError: there is nothing to compare on, no space is left, or `folder` holds no package.
+        RecsysError: there are no rows to compare on, no space is left, or `folder` holds something other than
+            a package.
     """
     package.require_replaceable(Path(folder))
     require_compiler()
@@ -130,7 +131,7 @@ def export(source: ExportSource, folder: Path) -> Exported:
 
 
 def comparison_rows(pipeline: pb.Pipeline) -> list[Batch]:
-    """Reads real rows to compare on: `export.parity_rows` validation rows, or else training rows.
+    """Reads `export.parity_rows` real rows to compare on: validation rows or, without them, training rows.
 
     The first batch is small, because it becomes the golden batch.
     """
@@ -153,7 +154,7 @@ def comparison_rows(pipeline: pb.Pipeline) -> list[Batch]:
 
 
 def _compile_programs(source: ExportSource, graph: ScoringGraph, folder: Path) -> None:
-    """Compiles the whole model, the item tower, and with `export.cached_scoring` the `cached_programs`."""
+    """Compiles the whole model, the item tower and, with `export.cached_scoring`, the cached programs."""
     pipeline, example = source.pipeline, _example(source.batches)
     cached = pipeline.export.cached_scoring
     weights: dict[str, Tensor] | None = {} if cached else None
@@ -183,7 +184,7 @@ def catalogue(model: Model, batch: Batch, pipeline: pb.Pipeline) -> Tensor:
     """Computes the vector of each item in the order of the vocabulary, float32 [V, E] on the host.
 
     Args:
-        model: a model that searches items, in eval mode.
+        model: a model that searches items, in evaluation mode.
         batch: any batch that was read for evaluation.
         pipeline: the resolved config.
     """
@@ -244,7 +245,7 @@ def _write_sides(source: ExportSource, folder: Path, golden: Tensor) -> None:
 
 
 def _golden_items(model: Model, source: ExportSource, limit: int | None = None) -> dict[str, Tensor]:
-    """Returns inputs and vectors of the first `limit` items of the catalogue, or of all of them."""
+    """Returns inputs and vectors of the first `limit` items of the catalogue; None means all."""
     batch = source.batches[0]
     with torch.no_grad():
         vectors = model.item_vectors(batch)
@@ -253,13 +254,13 @@ def _golden_items(model: Model, source: ExportSource, limit: int | None = None) 
 
 
 def why_it_failed(done: subprocess.CompletedProcess[str]) -> str:
-    """Finds the error message of a failed process, behind which C++ may have printed its stack."""
+    """Finds the error message of a failed process, after which C++ may have printed a stack."""
     lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode} and no message"]
     return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[-1])
 
 
 def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
-    """Runs every batch through the package in a fresh process and writes `parity.json`.
+    """Runs every batch through the package in a new process and writes `parity.json`.
 
     Returns:
         The largest difference.
@@ -310,7 +311,7 @@ def _prove(source: ExportSource, folder: Path, expected: list[Tensor]) -> float:
 
 
 def _trial(folder: Path) -> Iterator[list[float]]:
-    """Yields, in the fresh process, the differences of each batch of the trial, then of the item tower."""
+    """Yields, in the new process, the differences for each batch of the trial, then for the item tower."""
     loaded = package.Package(folder, check_golden=False)
     items = folder / ITEM_TRIAL
     for path in sorted((folder / ".trial").iterdir()):

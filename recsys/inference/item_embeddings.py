@@ -1,5 +1,6 @@
-"""Writes and reads the vectors of a package's items with their original ids, in a file that other systems can
-read, and prepares new items for the item tower.
+"""Stores the vectors of a package's items with their original ids, and prepares new items for the item tower.
+
+The file is parquet, so that other systems can read it.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ FILE = "item_embeddings.parquet"
 
 
 def write_vectors(folder: Path, ids: pa.Array, vectors: Tensor) -> None:
-    """Writes the file: `id` as it is, and `vector`, a list of E float32.
+    """Writes the file with the columns `id`, unchanged, and `vector`, a list of E float32.
 
     Args:
         folder: folder of the package.
@@ -29,15 +30,15 @@ def write_vectors(folder: Path, ids: pa.Array, vectors: Tensor) -> None:
         vectors: float32 [V, E] on the host.
     """
     table = vector_table({"id": ids}, vectors.contiguous().numpy())
-    # Digits of vectors look random, so compression would cost time and save nothing.
+    # The bytes of vectors look random, so compression would cost time and save nothing.
     pq.write_table(table, folder / FILE, compression="none", use_dictionary=["id"])
 
 
 def vector_table(columns: Mapping[str, pa.Array], vectors: np.ndarray) -> pa.Table:
-    """Makes a table of some columns and `vector`, a list of E float32.
+    """Makes a table of the given columns and `vector`, a list of E float32.
 
     Args:
-        columns: [n] each, by name.
+        columns: the other columns by name, [n] each.
         vectors: float32 [n, E].
     """
     values = pa.array(vectors.reshape(-1))

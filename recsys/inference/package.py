@@ -3,7 +3,7 @@
     package.json             description: format, kind, versions, target, inputs, outputs, limits
     manifest.json            SHA-256 of every other file
     model.pt2                AOTInductor package of the scoring graph: native code, as safe as its sender
-    config.resolved          the resolved config it was trained with
+    config.resolved          the resolved config of the training run
     vocabulary/              original ids of every table
     item_embeddings.parquet  retrieval: `id` and `vector` of every item, in the order of its vocabulary file
     item_tower.pt2           retrieval with an item encoder: the graph from items to vectors
@@ -11,7 +11,7 @@
     golden_items.safetensors a few items with their vectors, for the item tower
     parity.json              how close the package came to the evaluated model on real rows
 
-With `export.cached_scoring` there are also the files of `cached_programs`.
+With `export.cached_scoring` the folder also has the files of `cached_programs`.
 """
 
 import json
@@ -53,19 +53,20 @@ ITEM_TOWER, GOLDEN_ITEMS = "item_tower.pt2", "golden_items.safetensors"
 
 @dataclass
 class Description:
-    """`package.json`.
+    """The content of `package.json`.
 
     Attributes:
-        kind: family of the model, by its field in `pb.Model`.
+        kind: the kind of model, by its field in `pb.Model`.
         step: number of optimizer steps that trained the weights.
-        device: "cpu" or "cuda"; `target` is the instruction set or GPU architecture it was compiled for.
+        device: "cpu" or "cuda".
+        target: the instruction set or GPU architecture that the package was compiled for.
         inputs: name, dtype and named dims of every input, in order.
         outputs: names of the output's columns.
-        max_batch_size: largest number of rows in one call.
-        tolerance: largest allowed |a - b| / max(1, |b|) of golden rows.
-        op_libraries: Python modules that register operators of the graph; imported before it is loaded.
-        cached: the programs that score with a cache, as `CachedDescription`; None without them.
-        item_inputs: the inputs of the item tower, in the form of `inputs`; None without a tower.
+        max_batch_size: the largest number of rows in a call.
+        tolerance: the largest allowed |a - b| / max(1, |b|) on golden rows.
+        op_libraries: Python modules that register operators of the graph, imported before it is loaded.
+        cached: the programs that score with a cache, as `CachedDescription`; None if there are none.
+        item_inputs: the inputs of the item tower, in the form of `inputs`; None if there is no tower.
     """
 
     kind: str
@@ -106,21 +107,22 @@ class Package:
     Attributes:
         description: the content of `package.json`.
         pipeline: the resolved config; its vocabulary files point into the package.
-        items: float32 [V, E], the vector of every item in the order of the vocabulary, if the model searches
+        items: float32 [V, E], the vectors of all items in the order of the vocabulary, if the model searches
             items; else None.
         item_tower: the program from items to vectors, if the model has an item encoder; else None.
-        cached: the programs that score with a cache; None if it was exported without them.
+        cached: the programs that score with a cache; None if the package was exported without them.
 
-    Raises:
-        PackageError: see the class.
+        Raises:
+            PackageError: the package is damaged, has another format, does not fit this machine, or does not
+                give its stored answers.
     """
 
     def __init__(self, folder: Path, *, check_golden: bool = True):
-        """Loads the graph.
+        """Loads the package.
 
         Args:
             folder: folder of the package.
-            check_golden: compare with the stored answers; the exporter compares more rows itself.
+            check_golden: whether to compare with the stored answers; the exporter compares more rows itself.
         """
         folder = Path(folder)
         _require_package(folder)
@@ -161,11 +163,12 @@ class Package:
             self.item_tower = Program(folder / ITEM_TOWER, of_items, device, libraries)
 
     def run(self, batch: Batch) -> Tensor:
-        """Scores a batch: ranking [N, tasks] predictions, retrieval [B, E] queries; float32 on the package's
-        device, perhaps still being computed.
+        """Scores a batch; returns predictions [N, tasks] of a ranker or queries [B, E] of a retriever.
+
+        The result is float32 on the package's device and possibly still being computed.
 
         Raises:
-            PackageError: more rows than the package accepts.
+            PackageError: the batch has more rows than the package accepts.
         """
         self._check_rows(batch)
         (output,) = self._program(flatten(batch))
@@ -175,24 +178,26 @@ class Package:
         """Encodes users and histories into keys and values that candidates attend to; see `CachedPrograms`.
 
         Raises:
-            PackageError: more rows than the package accepts, or it has no programs for it.
+            PackageError: the batch has more rows than the package accepts, or the package has no such
+                program.
         """
         self._check_rows(batch)
         return self._cached_programs().prefill(batch)
 
     def score(self, batch: Batch, cache: UserCache) -> Tensor:
-        """Scores candidates whose users are those of the cache; see `CachedPrograms.score`.
+        """Scores candidates of the users of the cache; see `CachedPrograms.score`.
 
         Raises:
-            PackageError: more rows than the package accepts, or it has no programs for it.
+            PackageError: the batch has more rows than the package accepts, or the package has no such
+                program.
         """
         self._check_rows(batch)
         return self._cached_programs().score(batch, cache)
 
     def item_vectors(self, table: pa.Table) -> Tensor:
-        """Computes vectors of any items, float32 [n, E] on the host, even if training did not know them.
+        """Computes the vectors of any items, even new ones, float32 [n, E] on the host.
 
-        They can be searched together with those of `item_embeddings.parquet`.
+        They can be searched together with the vectors in `item_embeddings.parquet`.
 
         Args:
             table: one row per item, with the columns of `data.item_file`: original ids and features.
@@ -230,18 +235,18 @@ class Package:
             )
 
     def run_flat(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Scores flat inputs in the order of `description.inputs`; the answer of `run`, on the host."""
+        """Scores flat inputs in the order of `description.inputs`, like `run`; the scores are on the host."""
         (output,) = self._program(inputs)
         return output.float().cpu()
 
     def differences(self, stored: dict[str, Tensor]) -> list[float]:
-        """Compares a stored answer with the whole model's program, and with cached scoring if there is one.
+        """Compares a stored answer with the whole model's program and, if the package has it, cached scoring.
 
         Args:
-            stored: inputs and output from `golden_tensors`.
+            stored: inputs and output as made by `golden_tensors`.
 
         Returns:
-            The largest difference of each way to score.
+            The largest difference for each way to score.
         """
         ways = [self.run_flat] if self.cached is None else [self.run_flat, self.cached.run_flat]
         return [largest_difference(run(golden_inputs(stored)), stored["output"]) for run in ways]
@@ -259,7 +264,7 @@ class Package:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Refuses a folder in which a new package would destroy anything but an older package.
+    """Checks that a new package in this folder would replace nothing but an older package.
 
     Raises:
         PackageError: names the file that is in the way.
@@ -278,7 +283,10 @@ def require_replaceable(folder: Path) -> None:
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Largest |a - b| / max(1, |b|); infinite if shapes differ, or NaN or infinity is on one side only."""
+    """Returns the largest |a - b| / max(1, |b|).
+
+    It is infinite if shapes differ, or if NaN or infinity occurs on one side only.
+    """
     if a.shape != b.shape:
         return float("inf")
     if a.numel() == 0:
@@ -290,18 +298,18 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
 
 
 def golden_inputs(stored: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Takes the flat inputs out of a golden file with tensors `input_000`, `input_001`, ... and `output`."""
+    """Returns the flat inputs of a golden file: `input_000`, `input_001`, ..., without `output`."""
     return tuple(stored[name] for name in sorted(stored) if name.startswith("input_"))
 
 
 def golden_tensors(inputs: tuple[Tensor, ...], output: Tensor) -> dict[str, Tensor]:
-    """Names flat inputs and their output for a golden file; the reverse of `golden_inputs`."""
+    """Names flat inputs and their output for a golden file; reverses `golden_inputs`."""
     named = {f"input_{i:03d}": tensor.contiguous().cpu() for i, tensor in enumerate(inputs)}
     return {**named, "output": output.float().contiguous().cpu()}
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a `.safetensors` file with the usual permissions; `save_file` lets only its owner read it."""
+    """Writes a `.safetensors` file with default permissions; `save_file` would let only its owner read it."""
     path.write_bytes(save(tensors))
 
 
@@ -335,10 +343,10 @@ def _read_description(folder: Path) -> Description:
 
 
 def _require_device(folder: Path, description: Description) -> None:
-    """Raises PackageError if the package's device is missing or differs; logs if a GPU stays unused."""
+    """Raises PackageError if the package's device is missing or differs; logs if a GPU remains unused."""
     if description.device not in DEVICES:
-        known = " and ".join(DEVICES)
-        what = f"{folder / DESCRIPTION}: device is {shortened(description.device)}, known are {known}"
+        devices = " and ".join(DEVICES)
+        what = f"{folder / DESCRIPTION}: device is {shortened(description.device)}, known are {devices}"
         raise PackageError(f"{what}: export it again")
     if description.device != "cuda":
         if torch.cuda.is_available():
@@ -364,7 +372,7 @@ def _require_same_model(folder: Path, description: Description, pipeline: pb.Pip
 
 
 def _require_vector_each(folder: Path, vectors: Tensor, pipeline: pb.Pipeline) -> None:
-    """Raises PackageError if the vectors are not those of the config's items."""
+    """Raises PackageError if number or width of the vectors do not fit the config's items."""
     expected = (features.table_rows(features.searched_item(pipeline)) - 1, pipeline.model.embedding_dim)
     if tuple(vectors.shape) != expected:
         shapes = "{} vectors of {} numbers, expected are {} of {}".format(*vectors.shape, *expected)

@@ -1,9 +1,9 @@
-"""Predictions for rows with original ids: rows with scores or recommendations, in the same order.
+"""Predicts scores or recommendations for rows with original ids, in the order of the rows.
 
-Each row group of the input becomes one part of the output, written aside and renamed: a part that exists is
-finished, so a killed prediction goes on where it stopped. `_SUCCESS` comes last, after rows were counted. A
-ranker's part has the key columns, the candidates and one list of scores a task; a retriever's the key
-columns, the best items and their scores.
+Each row group of the input becomes one part of the output, which is written to a temporary file and renamed.
+So a part that exists is complete, and a killed prediction continues where it stopped. `_SUCCESS` is written
+last, after rows have been counted. A ranker's part has the key columns, the candidates and a list of scores
+per task; a retriever's part has the key columns, the best items and their scores.
 """
 
 import json
@@ -51,14 +51,16 @@ JOB_PARTS = {
     "key_columns": "data.key_columns",
     "input": "input",
 }
-"""Entries of JOB, and their names in errors."""
+"""Entries of the file JOB, with their names in errors."""
 
 LEFT_OUT = "left_out"
-"""Entry of a part's schema metadata: how many of its rows were bad and have null scores."""
+"""Entry of a part's schema metadata: the number of its bad rows, whose scores are null."""
 
 LONGEST_ROW = {"cpu": 512, "cuda": 8192}
-"""Candidates of a row, by device, that run through the model with its whole history in one pass. On a CPU
-time and memory grow with their square; kernels on a GPU skip pairs of tokens that do not see each other.
+"""By device type, the most candidates of a row that run with its whole history in one pass.
+
+On a CPU, time and memory grow with the square of this number; on a GPU, kernels skip pairs of tokens that do
+not see each other.
 """
 
 MODE, ORIGIN = "predict", Origin()
@@ -70,7 +72,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Predicted:
-    """The result of a prediction: its folder, rows of the input, and bad rows, whose scores are null."""
+    """The result of a prediction: its folder, the number of input rows, and of bad rows with null scores."""
 
     folder: Path
     rows: int
@@ -81,9 +83,9 @@ class Predictor:
     """Scores row groups with a package.
 
     Args:
-        package: loaded, or a model in eager mode.
-        pipeline: its config, perhaps with other values in `predict`, `data.bad_rows` and `data.key_columns`;
-            by default as it was exported.
+        package: a loaded package, or a model in eager mode.
+        pipeline: the package's config, of which `predict`, `data.bad_rows` and `data.key_columns` may be
+            changed; by default the config as exported.
     """
 
     def __init__(self, package: Package | EagerPackage, pipeline: pb.Pipeline | None = None):
@@ -95,14 +97,14 @@ class Predictor:
         self.pipeline.data.bad_rows.CopyFrom(changed.data.bad_rows)
         self.pipeline.data.key_columns[:] = changed.data.key_columns
         self.pipeline.predict.CopyFrom(changed.predict)
-        # A row's candidates are cut into pieces here, so no row is too long.
+        # Candidates of long rows are cut into pieces here, so no row is too long.
         self.pipeline.data.ClearField("max_candidates")
         rule = layout_rule(self.pipeline)
         self.converter = Converter.open(self.pipeline, replace(rule, targets=False), mode=MODE)
         self.packer = Packer(self.pipeline, rule, MODE)
         self.collator = Collator.open(self.pipeline, rule, MODE)
         self.unknown_ids = UnknownIds(self.pipeline)
-        # The last schema that was checked: callers usually have one.
+        # The last schema that was checked, since callers usually pass the same schema.
         self._fits: pa.Schema | None = None
         microbatch = self.settings.candidates_per_microbatch
         program = package if isinstance(package, EagerPackage) else PackageProgram(package)
@@ -119,21 +121,21 @@ class Predictor:
     def table(
         self, table: pa.Table, origin: Origin = ORIGIN, duplicates: Duplicates | None = None
     ) -> pa.Table:
-        """Scores the rows of one table; row i of the answer belongs to row i.
+        """Scores the rows of a table; row i of the answer belongs to row i of the table.
 
         Args:
-            table: the columns of an input file; others are passed over.
+            table: the columns of an input file; other columns are ignored.
             origin: position of the table in its source, for errors.
-            duplicates: duplicates of the whole source; None searches within the table.
+            duplicates: duplicate rows of the whole source; None searches for duplicates within the table.
 
         Raises:
-            DataError: a column is missing or of a wrong type, or a row is bad and `data.bad_rows` does not
+            DataError: a column is missing or has a wrong type, or a row is bad and `data.bad_rows` does not
                 leave it out.
         """
         return self.answer(table, self._block(table, origin, duplicates))
 
     def answer(self, table: pa.Table, block: ColumnBlock) -> pa.Table:
-        """`table` of what has been converted to a block."""
+        """Scores the rows of a table, like `table`, given the block that it was converted to."""
         columns = (self._rank if self.package.items is None else self._retrieve)(block, table)
         answer = table.select(list(self.pipeline.data.key_columns))
         for name, column in columns.items():
@@ -141,14 +143,15 @@ class Predictor:
         return answer.replace_schema_metadata({LEFT_OUT: str(int((block.codes != 0).sum()))})
 
     def queries(self, table: pa.Table) -> np.ndarray:
-        """Computes the vector of each row that its next item is searched with, float32 [rows, E].
+        """Computes the query vector for each row's next item, float32 [rows, E].
+
+        The model must search items. Rows without history and bad rows that are left out get zeros.
 
         Args:
-            table: as for `table`, of a model that searches items. A row without history, and one that was
-                left out as bad, has zeros.
+            table: as for `table`.
 
         Raises:
-            DataError: as `table`.
+            DataError: as in `table`.
         """
         block = self._block(table, ORIGIN, None)
         vectors = [
@@ -158,7 +161,7 @@ class Predictor:
         return np.concatenate([np.zeros((0, self.package.items.shape[1]), np.float32), *vectors])
 
     def recall(self) -> Recall | None:
-        """Returns the share of the exact results that an index has found so far; None without an index."""
+        """Returns the share of the exact results that the index has found so far; None without an index."""
         return None if self.package.items is None else self.search.recall()
 
     def _block(self, table: pa.Table, origin: Origin, duplicates: Duplicates | None) -> ColumnBlock:
@@ -181,7 +184,7 @@ class Predictor:
         for rows in runs(len(block.row), self.settings.batch_size):
             batch = self._batch(block.select(rows))
             queries = self.scorer.score(batch).cpu()
-            # An unknown item is at place -1, which is passed over.
+            # An unknown item has the index -1, which is ignored.
             removed = torch.from_numpy(self.vocabulary.layout.id_of(batch.seen.numpy()))
             removed_lengths = batch.seen_layout.lengths
             best = self.search.best(queries, k, removed=removed, removed_lengths=removed_lengths)
@@ -202,7 +205,7 @@ class Predictor:
 
 
 def limits(pipeline: pb.Pipeline, settings: pb.Predict, package: Package | EagerPackage) -> Limits:
-    """Bounds the batches of a package, by the message `predict` and by the package's device."""
+    """Returns the bounds of a package's batches, which depend on `predict` and the package's device."""
     device, longest = package.description.device, package.pipeline.data.max_candidates
     return Limits(
         rows=settings.batch_size,
@@ -213,11 +216,11 @@ def limits(pipeline: pb.Pipeline, settings: pb.Predict, package: Package | Eager
 
 
 def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
-    """Scores every row group of a source into a folder of parquet parts; goes on with a folder that it began.
+    """Scores every row group of a source into a folder of parquet parts, or continues an unfinished folder.
 
     Raises:
-        DataError: the input does not fit the package's config, or has a bad row; also when two rows have the
-            same key and request time, wherever they are.
+        DataError: the input does not fit the package's config, has a bad row, or has two rows with the same
+            key and request time, wherever they are.
         RecsysError: the folder holds something else, another process predicts into it, no space is left, or
             rows are missing at the end.
     """
@@ -233,7 +236,7 @@ def predict(predictor: Predictor, source: Source, output: Path) -> Predicted:
 def _predict(
     predictor: Predictor, source: Source, output: Path, columns: list[str], duplicates: Duplicates | None
 ) -> Predicted:
-    """The parts that are not there yet; `_SUCCESS` when all are, with all rows."""
+    """Writes the missing parts, then `_SUCCESS` if the parts have all rows."""
     parts = {
         group: output / f"part-{group.file:05d}-{group.number:05d}.parquet" for group in source.row_groups
     }
@@ -259,7 +262,7 @@ def _predict(
 
 
 class _Footer(NamedTuple):
-    """Rows of a part, and how many of them were left out as bad."""
+    """The number of rows of a part, and of those that were left out as bad."""
 
     rows: int
     left_out: int
@@ -276,7 +279,7 @@ def _read_footer(part: Path) -> _Footer:
 
 
 def _one_ahead(make: Callable[[_Given], _Made], items: Sequence[_Given]) -> Iterator[_Made]:
-    """Yields `make(item)` for each item; a thread makes the next result while the caller uses the last."""
+    """Yields `make(item)` for each item; a thread makes the next result while the caller uses this one."""
     with ThreadPoolExecutor(1) as thread:
         before: Future[_Made] | None = None
         for item in items:
@@ -289,7 +292,7 @@ def _one_ahead(make: Callable[[_Given], _Made], items: Sequence[_Given]) -> Iter
 
 
 def _say_repeated(source: Source, pipeline: pb.Pipeline, duplicates: Duplicates | None) -> None:
-    """Warns if the key columns do not tell all rows of the output apart."""
+    """Warns if the key columns do not distinguish all rows of the output."""
     keys = list(pipeline.data.key_columns)
     if duplicates is None or features.REQUEST_TIME in keys:
         return
@@ -317,12 +320,12 @@ def _say_recall(recall: Recall | None, output: Path) -> None:
 
 
 def _require_ours(output: Path) -> None:
-    """Refuses a folder that holds anything but predictions."""
+    """Raises RecsysError if the folder holds anything but predictions."""
     if output.exists() and not output.is_dir():
         raise RecsysError(f"{output} is a file, and predictions are a folder: give another --output")
     names = {path.name for path in output.iterdir()} if output.exists() else set()
     begun = JOB in names and any(name.startswith("part-") for name in names)
-    # A job without a finished part has left nothing that could be confused with another job.
+    # A job without a finished part leaves nothing that could be confused with another job.
     if not begun and any(not name.startswith(".part-") for name in names - {JOB, LOCK}):
         raise RecsysError(f"{output} is not empty and holds no predictions: give another --output")
 
@@ -340,7 +343,7 @@ def _alone_in(output: Path) -> Iterator[None]:
 
 
 def _begin(predictor: Predictor, source: Source, output: Path) -> None:
-    """Records package, settings and input in the folder; parts of another job in it are an error."""
+    """Records package, settings and input in the folder; raises RecsysError on parts of another job."""
     job = {
         "package": files.sha256(predictor.package.folder / files.MANIFEST),
         "predict": str(predictor.settings).split("\n"),
@@ -377,12 +380,12 @@ def _table(pipeline: pb.Pipeline, item: str) -> str:
 
 
 def _lengths(lengths: np.ndarray, block: ColumnBlock) -> pa.Array:
-    """Returns the list lengths of a column of the answer; null for a row that was left out."""
+    """Returns the list lengths of a column of the answer; null for a bad row that was left out."""
     return pa.array(lengths, mask=block.codes != 0)
 
 
 def _lists(values: pa.Array, lengths: pa.Array) -> pa.Array:
-    """Returns one list a row of values that lie end to end; null where the length is null."""
+    """Splits consecutive values into one list per row; null where the length is null."""
     ends = np.cumsum(lengths.fill_null(0).to_numpy())
     starts = pa.array(np.concatenate([[0], ends]), mask=np.append(lengths.is_null(), False))
     return pa.LargeListArray.from_arrays(starts, values).cast(pa.list_(values.type))

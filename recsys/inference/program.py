@@ -1,6 +1,6 @@
-"""Runs one compiled program of a package and checks its inputs first.
+"""Runs a compiled program of a package, after checking the inputs.
 
-Native code does not check its inputs: a wrong dtype or a strided tensor would silently give wrong scores.
+Native code does not check its inputs, so a wrong dtype or a strided tensor would silently give wrong scores.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from recsys.models.signature import TensorSpec
 
 
 class PackageError(RecsysError):
-    """A package that is damaged, has another format, or no longer gives the answers that it was made with."""
+    """A package is damaged, has another format, or no longer gives the answers that it was made with."""
 
 
 class Program:
@@ -27,13 +27,13 @@ class Program:
 
     Args:
         path: path of the `.pt2` file.
-        specs: specs of its inputs, in order.
-        device: the device that it was compiled for.
-        op_libraries: modules that register its operators; imported first.
-        weights: its weights by name, if the file does not hold them. They are not copied.
+        specs: specs of the program's inputs, in order.
+        device: the device that the program was compiled for.
+        op_libraries: modules that register the program's operators, imported first.
+        weights: the weights by name, if the file does not hold them. They are not copied.
 
     Raises:
-        PackageError: a weight is missing, or the file is not such an archive.
+        PackageError: a weight is missing, or the file is not an AOTInductor package.
         InstallationError: a module of `op_libraries` cannot be imported.
     """
 
@@ -48,24 +48,25 @@ class Program:
         for name in op_libraries:
             _import(name, path)
         _require_archive(path)
-        # The runtime reads this switch once, before the first call, and then refuses tensors of a wrong type
-        # or shape.
+        # The runtime reads this switch once, before the first call. It makes the runtime reject tensors of a
+        # wrong type or shape.
         os.environ.setdefault("AOTI_RUNTIME_CHECK_INPUTS", "1")
         loader = logging.getLogger("torch.export.pt2_archive._package")
         loader.addFilter(_is_not_target_warning)
         try:
-            # For its unwanted warning, the loader compares this processor with that of the export. To learn
-            # what this one can do, it would compile and start a program for each instruction set: a minute.
+            # For a warning that is not wanted, the loader compares this processor with that of the export. To
+            # find out what this processor can do, it would compile and run a program per instruction set,
+            # which takes a minute.
             with inductor.patch("cpp.vec_isa_ok", True):
                 self._compiled = torch._inductor.aoti_load_package(str(path))
         finally:
             loader.removeFilter(_is_not_target_warning)
         self._specs, self._device = list(specs), device
-        # The program points at the weights, so they must live as long as it does.
+        # The program holds pointers to the weights, so they must live as long as the program.
         self._weights = None if weights is None else self._own(weights, path)
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns the outputs, on the program's device.
+        """Runs the program and returns the outputs, on the program's device.
 
         Raises:
             PackageError: names the input that does not fit.
@@ -97,9 +98,9 @@ def _import(name: str, path: Path) -> None:
 
 
 def _require_archive(path: Path) -> None:
-    """Raises PackageError unless the file is an archive as the compiler writes it, which packs nothing.
+    """Raises PackageError unless the file is an uncompressed archive, as the compiler writes it.
 
-    The loader unpacks it into a temporary folder, which an archive of packed zeros would fill.
+    The loader extracts it into a temporary folder, which an archive of compressed zeros could fill.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -112,10 +113,10 @@ def _require_archive(path: Path) -> None:
 
 
 def enter_device(device: torch.device) -> None:
-    """Gives this thread a CUDA context, so that it can start kernels of a package.
+    """Gives this thread a CUDA context, so that it can launch kernels of a package.
 
-    A package launches kernels through the driver, for which a thread that has not used the device yet has no
-    context. PyTorch's own kernels create one.
+    A package launches kernels through the driver, which requires a context. A thread that has not used the
+    device yet has none; PyTorch's own kernels would create it.
     """
     if device.type == "cuda":
         torch.cuda.current_stream(device).query()
@@ -129,12 +130,12 @@ def _to(device: torch.device, tensor: Tensor) -> Tensor:
 
 
 def check_inputs(inputs: tuple[Tensor, ...], specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
-    """Checks the number, dtypes and sizes of the inputs and returns them, contiguous.
+    """Checks number, dtypes and sizes of the inputs and returns them as contiguous tensors.
 
     Dims with equal names must have equal sizes, and a dim whose name is a number must have that size.
 
     Raises:
-        PackageError: names the input.
+        PackageError: names the input that does not fit.
     """
     if len(inputs) != len(specs):
         raise PackageError(f"{len(inputs)} inputs given, the package has {len(specs)}")
@@ -155,5 +156,5 @@ def check_inputs(inputs: tuple[Tensor, ...], specs: Sequence[TensorSpec]) -> tup
 
 def _is_not_target_warning(record: logging.LogRecord) -> bool:
     # A package is compiled for `export.march`, which is older than most machines on purpose. If a machine
-    # lacks an instruction set, the golden rows show it at the latest.
+    # lacks an instruction set, the golden rows reveal it.
     return "Device information mismatch" not in record.getMessage()

@@ -1,4 +1,4 @@
-"""Prepares converted rows for a package: cuts long rows into pieces."""
+"""Prepares converted rows for a package: cuts long rows into pieces, and rows into batches."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,13 +15,13 @@ def in_pieces(block: ColumnBlock, max_len: int) -> ColumnBlock:
     """Splits rows with more than `max_len` candidates into several rows; candidates keep their order.
 
     A candidate's score depends on its own target group only. If `max_len` comes from `piece_size`, no group
-    is cut, so the scores are those of the whole rows.
+    is split, so the scores equal those of the whole rows.
     """
     lengths = block.lengths[pb.CANDIDATE]
     row, cut = cut_into_pieces(lengths, max_len)
     if len(row) == len(lengths):
         return block
-    # Pieces repeat the row and its history; candidates stay in place and are only counted anew.
+    # Pieces repeat the row and its history. Candidates stay in place; only their counts per row change.
     candidates = {name: column for name, column in block.flat.items() if column.side == pb.CANDIDATE}
     others = {name: column for name, column in block.flat.items() if column.side != pb.CANDIDATE}
     nothing = {**block.lengths, pb.CANDIDATE: np.zeros_like(lengths)}
@@ -30,7 +30,7 @@ def in_pieces(block: ColumnBlock, max_len: int) -> ColumnBlock:
 
 
 class Pieces(NamedTuple):
-    """Rows cut into pieces."""
+    """The pieces that rows are cut into."""
 
     row: np.ndarray
     """int64 [pieces]: the row that each piece was cut from."""
@@ -52,15 +52,15 @@ def cut_into_pieces(lengths: np.ndarray, max_len: int) -> Pieces:
 
 
 def runs(total: int, max_len: int) -> Iterator[slice]:
-    """Yields slices of at most `max_len` that cover 0, 1, ... total - 1."""
+    """Yields consecutive slices of at most `max_len` that cover 0, 1, ... `total` - 1."""
     for start in range(0, total, max_len):
         yield slice(start, min(start + max_len, total))
 
 
 def bounded_runs(lengths: Sequence[int], rows: int, total: int) -> Iterator[slice]:
-    """Yields slices of neighboring rows: at most `rows` of them, whose lengths add up to at most `total`.
+    """Yields slices of at most `rows` consecutive rows, whose lengths add up to at most `total`.
 
-    A row that is longer than `total` is yielded alone.
+    A row longer than `total` gets its own slice.
     """
     start, held = 0, 0
     for place, length in enumerate(lengths):
@@ -73,9 +73,9 @@ def bounded_runs(lengths: Sequence[int], rows: int, total: int) -> Iterator[slic
 
 
 def given_source(paths: Sequence[str] | None, pipeline: pb.Pipeline) -> pb.Source:
-    """Returns the source of the rows to predict: the files of the command line, or `data.test` without any.
+    """Returns the source of the rows to predict: the given files or, if there are none, `data.test`.
 
-    The files are read as CSV if all names end in `.csv` or `.csv.gz`, else parquet.
+    Files are read as CSV if all names end in `.csv` or `.csv.gz`, else as parquet.
 
     Raises:
         ConfigError: no file is named, and the config has no `data.test`.

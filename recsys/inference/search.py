@@ -1,6 +1,6 @@
 """Finds the best items for queries, exactly or with a faiss index.
 
-`predictor` opens a search over the item vectors of a package once and asks it batch after batch.
+`predictor` opens a search over the item vectors of a package once and queries it batch by batch.
 `predict.index` chooses the search.
 """
 
@@ -27,7 +27,7 @@ class Recall:
 
     Attributes:
         factory, search: settings of `pb.FaissIndex`.
-        k: number of items per row.
+        k: number of items to find per row.
         rows: number of rows that the index answered and that were also searched exactly.
         recall: share of the exactly found items that the index found; None if there are none.
     """
@@ -43,7 +43,7 @@ class Search(Protocol):
     """A search over the items of a package, as `open_search` returns it."""
 
     def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
-        """Finds items like `ops.top_k`; all tensors are on the host."""
+        """Finds the best `k` items like `ops.top_k`; all tensors are on the host."""
         ...
 
     def recall(self) -> Recall | None:
@@ -60,7 +60,7 @@ def open_search(settings: pb.Predict, items: Tensor, device: torch.device) -> Se
 
     Raises:
         InstallationError: the index's library is not installed.
-        ConfigError: the library cannot build such an index.
+        ConfigError: the library cannot build the configured index.
     """
     if not settings.HasField("index"):
         return ExactSearch(items, device)
@@ -69,19 +69,19 @@ def open_search(settings: pb.Predict, items: Tensor, device: torch.device) -> Se
 
 
 class ExactSearch:
-    """Searches all items, which stay on the device."""
+    """Searches exactly among all items, which stay on the device."""
 
     def __init__(self, items: Tensor, device: torch.device):
         self._items = items.to(device)
 
     def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
-        """See `Search`."""
+        """Implements `Search.best`."""
         queries = queries.to(self._items.device)
         best = top_k(queries, self._items, k, removed=removed, removed_lengths=removed_lengths)
         return TopK(best.scores.cpu(), best.items.cpu())
 
     def recall(self) -> None:
-        """See `Search`."""
+        """Implements `Search.recall`."""
         return None
 
 
@@ -106,12 +106,14 @@ class FaissIndex:
         self._k = self._rows = self._wanted = self._hits = 0
 
     def best(self, queries: Tensor, k: int, *, removed: Tensor, removed_lengths: Tensor) -> TopK:
-        """See `Search`. Scores are exact; rows that the index cannot serve are searched exactly."""
+        """Implements `Search.best`. Scores are exact; rows that the index cannot serve are searched
+        exactly.
+        """
         asked, gone = queries.numpy(), _Removed.of(removed, removed_lengths, len(self._vectors))
         answer = self._ordered(asked, self._look_up(asked, k, gone))
         left = np.minimum(k, len(self._vectors) - gone.counts)
         enough = (answer.items.numpy() >= 0).sum(axis=1) >= left
-        # All items score equally for a query of zeros, so the order of the catalogue decides.
+        # For a query of zeros all items have the same score, so the order of the catalogue decides.
         served = enough & asked.any(axis=1)
         measured = np.flatnonzero(served)[: max(self._config.recall_rows - self._rows, 0)]
         again = np.concatenate([np.flatnonzero(~served), measured])
@@ -130,14 +132,14 @@ class FaissIndex:
         return answer
 
     def recall(self) -> Recall:
-        """See `Search`."""
+        """Implements `Search.recall`."""
         share = self._hits / self._wanted if self._wanted else None
         return Recall(self._config.factory, self._config.search, self._k, self._rows, share)
 
     def _look_up(self, queries: np.ndarray, k: int, gone: "_Removed") -> np.ndarray:
-        """Returns int64 [B, k] items of the index that are not removed; -1 where it found too few."""
+        """Returns the items that the index finds and that are not removed, int64 [B, k]; -1 where too few."""
         numbers = np.full((len(queries), k), -1, np.int64)
-        # Rows with similar numbers of removed items are searched together, so that few fetch too many.
+        # Search rows with similar numbers of removed items together, so that few rows fetch too many.
         classes = np.ceil(np.log2(gone.counts + 1)).astype(np.int64)
         for size_class in np.unique(classes):
             rows = np.flatnonzero(classes == size_class)
@@ -165,7 +167,7 @@ class FaissIndex:
         return TopK(*(torch.from_numpy(np.take_along_axis(columns, order, 1)) for columns in (scores, items)))
 
     def _compare(self, answers: Tensor, truth: Tensor, first: int) -> None:
-        """Counts how many of the true items of the rows from `first` on were found."""
+        """Counts how many of the exact results were found, for the rows from `first` on."""
         for ours, theirs in zip(answers[first:].numpy(), truth[first:].numpy(), strict=True):
             wanted = theirs[theirs >= 0]
             self._wanted += len(wanted)
@@ -177,7 +179,7 @@ class _Removed:
     """The distinct items that each row must not find.
 
     Attributes:
-        items: int64, the items of all rows, end to end.
+        items: int64, the items of all rows, row after row.
         counts: int64 [B], number of items of each row.
         num_items: number of items in the catalogue.
     """
@@ -188,14 +190,14 @@ class _Removed:
 
     @classmethod
     def of(cls, removed: Tensor, removed_lengths: Tensor, num_items: int) -> "_Removed":
-        """Builds it from the arguments of `top_k`, without items that are not in the catalogue."""
+        """Builds an instance from the arguments of `top_k`, without items that are not in the catalogue."""
         items, rows = removed.numpy(), _rows(removed_lengths.numpy())
         in_catalogue = (items >= 0) & (items < num_items)
         pairs = np.unique(np.stack([rows[in_catalogue], items[in_catalogue]]), axis=1)
         return cls(pairs[1], np.bincount(pairs[0], minlength=len(removed_lengths)), num_items)
 
     def select(self, rows: np.ndarray) -> "_Removed":
-        """Selects rows, in that order."""
+        """Selects the given rows, in the given order."""
         parts = np.split(self.items, np.cumsum(self.counts)[:-1]) if len(self.counts) else []
         chosen = [parts[row] for row in rows]
         items = np.concatenate(chosen) if chosen else self.items[:0]
@@ -222,7 +224,7 @@ def _faiss() -> ModuleType:
 
 
 def _build(faiss: ModuleType, config: pb.FaissIndex, vectors: np.ndarray) -> Any:
-    """Builds the index. faiss reports a bad one by a RuntimeError that begins with a place in its source."""
+    """Builds the index. On bad settings faiss raises a RuntimeError that begins with a source location."""
     log.info("building index %s of %d items", config.factory, len(vectors))
     try:
         index = faiss.index_factory(vectors.shape[1], config.factory, faiss.METRIC_INNER_PRODUCT)

@@ -1,7 +1,7 @@
-"""Scores of a block's rows: neighboring rows with the same user, request and history share a run of it.
+"""Scores the rows of a block, encoding a history once for consecutive rows that share it.
 
-Such rows become one row with all their candidates before batches are made of them, so that the history is
-packed and encoded once.
+Consecutive rows with the same user, request and history become one row with all their candidates before
+batches are made, so that the history is packed and encoded once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,19 +21,19 @@ from recsys.scoring.scorer import Scorer
 
 
 class PackageProgram:
-    """The programs of a package, for a `Scorer`."""
+    """The programs of a package, as the `Program` of a `Scorer`."""
 
     def __init__(self, package: Package):
         self.package = package
 
     @property
     def device(self) -> torch.device:
-        """The device that the package was compiled for."""
+        """The device for which the package was compiled."""
         return torch.device(self.package.description.device)
 
     @property
     def keeps_cache(self) -> bool:
-        """Tells whether the package was exported with the programs that score with a cache."""
+        """Whether the package was exported with the programs that score with a cache."""
         return self.package.cached is not None
 
     def run(self, batch: Batch) -> Tensor:
@@ -55,13 +55,14 @@ class PackageProgram:
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a batch.
+    """The bounds of a batch.
 
     Attributes:
-        rows: rows of a batch.
-        candidates: candidates of a batch, unless a single row has more.
-        longest: candidates of a row if rows run whole; longer rows are cut and repeat their history.
-        group_size: number of neighboring candidates that can only be scored together.
+        rows: the most rows of a batch.
+        candidates: the most candidates of a batch, unless a single row has more.
+        longest: the most candidates of a row that is scored in one pass; longer rows are cut and repeat their
+            history.
+        group_size: number of consecutive candidates that can only be scored together.
     """
 
     rows: int
@@ -75,7 +76,7 @@ class BlockScores:
 
     Args:
         scorer: chooses how each batch is scored.
-        to_batch: makes a batch of rows.
+        to_batch: makes a batch from rows.
         limits: bounds of a batch.
         num_outputs: number of tasks.
     """
@@ -93,7 +94,7 @@ class BlockScores:
         """Returns the scores of all candidates of a block in its order, float32 [N, tasks]."""
         merged = merge(block, self.limits.group_size)
         merged = merged.select(np.flatnonzero(merged.lengths[pb.CANDIDATE]))
-        # Scores stay on the device until all are computed: the next batch is put together meanwhile.
+        # Scores stay on the device until all are computed, so that the next batch is prepared meanwhile.
         scores = list(self._scores(merged))
         if not scores:
             return np.zeros((0, self.num_outputs), np.float32)
@@ -107,10 +108,9 @@ class BlockScores:
 
 
 def merge(block: ColumnBlock, group_size: int) -> ColumnBlock:
-    """Joins neighboring rows with the same user, request and history into one row each; candidates stay in
-    their order.
+    """Merges consecutive rows with the same user, request and history; candidates keep their order.
 
-    A row whose last target group is incomplete is not joined with the next one, because groups would move.
+    A row whose last target group is incomplete is not merged with the next row, because groups would shift.
     """
     lengths = block.lengths[pb.CANDIDATE]
     together = same_as_before(block)
@@ -125,7 +125,7 @@ def merge(block: ColumnBlock, group_size: int) -> ColumnBlock:
 
 
 def same_as_before(block: ColumnBlock) -> np.ndarray:
-    """Compares each row with the one before it: bool [rows], true for the same user, request and history."""
+    """Returns whether each row has the same user, request and history as the previous row, bool [rows]."""
     count, lengths = len(block.row), block.lengths[pb.HISTORY]
     users = [column for column in block.flat.values() if column.side == pb.USER]
     events = [column for column in block.flat.values() if column.side == pb.HISTORY]
@@ -136,7 +136,7 @@ def same_as_before(block: ColumnBlock) -> np.ndarray:
     same[1:] &= lengths[1:] == lengths[:-1]
     for row in np.flatnonzero(same):
         same[row] = all(_repeats(column, row, row + 1, 1) for column in users if column.offsets is not None)
-    # Long columns are compared last, and only within runs of rows that are alike so far, mostly one a user.
+    # Compare long columns last, and only within runs of rows that are equal so far, mostly one run per user.
     ends = np.cumsum(lengths)
     for first, stop in _runs_of_true(same):
         length = int(lengths[first])
@@ -148,7 +148,7 @@ def same_as_before(block: ColumnBlock) -> np.ndarray:
 
 
 def without(block: ColumnBlock, side: int) -> ColumnBlock:
-    """Returns the same rows without events, or without candidates."""
+    """Returns the same rows without the entries of `side`: without events, or without candidates."""
     flat = {
         name: column if column.side != side else FlatColumn(side, column.values[:0], _nothing(column))
         for name, column in block.flat.items()
@@ -157,7 +157,7 @@ def without(block: ColumnBlock, side: int) -> ColumnBlock:
 
 
 def _runs_of_true(flags: np.ndarray) -> list[tuple[int, int]]:
-    """Returns the first place of each run and the place behind its last one."""
+    """Returns, for each run of true flags, its first index and the index after its last."""
     changes = np.flatnonzero(np.diff(flags, prepend=False, append=False))
     return [(int(first), int(stop)) for first, stop in changes.reshape(-1, 2)]
 
@@ -167,7 +167,7 @@ def _all_repeat(columns: Sequence[FlatColumn], first: int, stop: int, length: in
 
 
 def _repeats(column: FlatColumn, first: int, stop: int, length: int) -> bool:
-    """Tells whether elements `first` to `stop` - 1 equal those that lie `length` places in front of them."""
+    """Returns whether elements `first` to `stop` - 1 equal the elements `length` positions before them."""
     if length == 0:
         return True
     if column.offsets is None:

@@ -1,13 +1,13 @@
-"""The models: parts from `recsys.modules` put together, each registered under its message of `pb.Model`.
+"""Models, built from the parts in `recsys.modules` and registered under their messages of `pb.Model`.
 
-Importing the package declares every family and mixer to `recsys.config`, which needs no torch for it. The
-names below import the classes of all models and parts, which registers them.
+Importing the package declares every model and mixer to `recsys.config`, without importing torch. The names
+below import the classes of all models and parts, which registers them.
 """
 
 import importlib
 from typing import TYPE_CHECKING
 
-from recsys.models import ranker_declaration, retriever_declaration  # noqa: F401  they declare the families
+from recsys.models import ranker_declaration, retriever_declaration  # noqa: F401  they declare the models
 from recsys.modules import mixer_declarations  # noqa: F401
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""`Model`: what training, evaluation and export ask of every model, and `build_model`.
+"""`Model`: the interface of every model to training, evaluation and export; and `build_model`.
 
-A model is single-device code with float32 parameters. `training` wraps it for many devices and `inference`
-traces it. Both call `build_model` and the methods below and never ask which family a model belongs to. What
-is known of a family before a model is built stands in its declaration (`config.declarations`).
+A model is single-device code with float32 parameters. `training` wraps it for many devices, and `inference`
+traces it. Both call `build_model` and the methods below and never ask for the class of a model. Facts that
+are needed before a model is built are in its declaration (`config.declarations`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,13 +24,13 @@ from recsys.modules.mixers.base import AttentionUse, Mixer
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """Sums over the targets of this rank, one entry per task; training adds up all ranks and divides.
+    """Sums of losses over the targets of this rank, by task. Training adds up the ranks, then divides.
 
     Attributes:
         names: names of the tasks.
         sums: float32 [tasks], sum of loss x sample weight.
         counts: float32 [tasks], sum of sample weights.
-        weights: factor of each task in the total.
+        weights: factor of each task in the total loss.
     """
 
     names: tuple[str, ...]
@@ -40,13 +40,13 @@ class Losses:
 
 
 MetricRows = Mapping[str, tuple[Tensor, ...]]
-"""The arguments of `update` of each task's metrics, all [N], by task ("" without tasks)."""
+"""For each task ("" without tasks), the arguments of its metrics' `update`, all [N]."""
 
 
 class Model(nn.Module):
-    """Base of all models.
+    """Base class of all models.
 
-    A subclass names its parts as it likes, except that `mix` is its mixer.
+    A subclass may name its parts freely, except that its mixer must be `mix`.
 
     Attributes:
         pipeline: the resolved config that the model was built from.
@@ -72,7 +72,7 @@ class Model(nn.Module):
 
     @classmethod
     def kernels(cls, config: Any, pipeline: pb.Pipeline, device: str) -> Iterator[AttentionUse]:
-        """Lists the attention ops that the model of a resolved config will call on `cpu` or `cuda`."""
+        """Yields the attention ops that the model of a resolved config will call on `cpu` or `cuda`."""
         declared = mixer_of(pipeline)
         if declared is None:
             return iter(())
@@ -81,7 +81,7 @@ class Model(nn.Module):
 
     @property
     def mixer(self) -> Mixer | None:
-        """The mixer, whose layers `--dry-run` draws; None for a model without one."""
+        """The mixer, whose layers `--dry-run` draws; None if the model has none."""
         return self._modules.get("mix")
 
     def forward(self, batch: Batch) -> Any:
@@ -89,16 +89,16 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def forward_again(self, batch: Batch, before: Any) -> Any:
-        """Like `forward`, for another batch of the same evaluation.
+        """Computes `forward` for another batch of the same evaluation.
 
         Args:
-            batch: as it was read.
-            before: outputs of an earlier batch, from which results that all batches share can be taken.
+            batch: the batch as it was read.
+            before: outputs of an earlier batch, from which results that all batches share can be reused.
         """
         return self(batch)
 
     def score(self, batch: Batch) -> Tensor:
-        """Returns the float32 tensor that an exported model answers with; `outputs` declares its columns."""
+        """Returns the answer of an exported model, float32; the declaration's `outputs` names its columns."""
         raise NotImplementedError
 
     def item_vectors(self, batch: Batch) -> Tensor:
@@ -106,22 +106,22 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def item_tower(self) -> nn.Module | None:
-        """Returns a graph from features of items to their vectors (`models.item_tower`), or None."""
+        """Returns a graph from features of items to their vectors (see `models.item_tower`), or None."""
         return None
 
     def flops(self, batch: Batch) -> int:
         """Counts the FLOP of a forward pass and the objective for this batch; see `recsys.modules.flops`.
 
-        It reads sizes and host copies only and never waits for a device.
+        It reads only sizes and host copies, and never waits for a device.
         """
         raise NotImplementedError
 
     def metrics(self) -> dict[str, Metric]:
-        """Builds new, empty metrics of the config, by their names in logs."""
+        """Builds new, empty metrics as configured, by their names in logs."""
         raise NotImplementedError
 
     def metric_rows(self, outputs: Any, batch: Batch) -> MetricRows:
-        """Returns the columns that `metrics()` take, with a row for each candidate of the batch."""
+        """Returns the arguments for updating `metrics()`, with an entry for each candidate of the batch."""
         raise NotImplementedError
 
     def update_metrics(self, metrics: Mapping[str, Metric], outputs: Any, batch: Batch) -> None:
@@ -130,7 +130,7 @@ class Model(nn.Module):
 
     @property
     def probabilities(self) -> tuple[str, ...]:
-        """Keys of `metric_rows` whose first two columns are probabilities and labels of 0 or 1."""
+        """The keys of `metric_rows` whose first two columns are probabilities and labels of 0 or 1."""
         return ()
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -159,7 +159,7 @@ def layout_rule(pipeline: pb.Pipeline) -> LayoutRule:
 
 
 def build_postprocessor(config: Any, embedding_dim: int) -> nn.Module:
-    """Builds the postprocessor that a model's message chooses; without one, vectors pass unchanged."""
+    """Builds the postprocessor that a model's message chooses, or `Unchanged` if it chooses none."""
     if not config.HasField("postprocessor"):
         return Unchanged()
     chosen = registry.pick(config.postprocessor)
@@ -167,8 +167,8 @@ def build_postprocessor(config: Any, embedding_dim: int) -> nn.Module:
 
 
 class Unchanged(nn.Module):
-    """Takes the place of a postprocessor and returns its input."""
+    """Stands in for a postprocessor and returns its input."""
 
     def forward(self, values: Tensor, timestamps: Tensor) -> Tensor:
-        """[n, E], unchanged."""
+        """Returns `values`, [n, E], unchanged."""
         return values

@@ -1,7 +1,7 @@
 """Asks the ops, before anything is built, which attention kernels a config will run.
 
-A model's class names the ops that it will call (`Model.kernels`). An op answers from static facts, which a
-resolved config and the device decide.
+A model's class names the ops that it will call (`Model.kernels`). An op answers from static facts, which
+follow from the resolved config and the device.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from recsys.modules.mixers.base import AttentionUse
 
 
 def check_kernels(pipeline: pb.Pipeline, device: str) -> None:
-    """Refuses a resolved config that names a backend which cannot run on a device, `cpu` or `cuda`.
+    """Checks that all backends in a resolved config can run on a device, `cpu` or `cuda`.
 
     Raises:
-        ConfigError: with every finding.
+        ConfigError: lists every finding.
     """
     findings = []
     for use in _uses(pipeline, device):
@@ -30,7 +30,7 @@ def check_kernels(pipeline: pb.Pipeline, device: str) -> None:
 
 
 def describe_kernels(pipeline: pb.Pipeline, device: str) -> list[str]:
-    """Lines that say which backend each use of attention takes, and why it takes no other."""
+    """Returns lines on which backend each attention op runs, and why it does not run another."""
     lines: dict[str, None] = {}
     for op, path, backend, facts in _uses(pipeline, device):
         chosen = op.select(facts, backend).__name__.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Batches in which only some columns have values."""
+"""Empties some columns of a batch."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -13,7 +13,7 @@ from recsys.data.batch import Batch
 
 
 def keep_columns(batch: Batch, kept: Collection[str]) -> Batch:
-    """Returns the batch with the same rows and keys, in which all columns but those of `kept` are empty."""
+    """Returns a batch with the same rows and keys, in which all columns except `kept` are empty."""
     return replace(
         batch,
         ids=_ids(batch.ids, kept),
@@ -23,7 +23,7 @@ def keep_columns(batch: Batch, kept: Collection[str]) -> Batch:
 
 
 def without_catalogue(batch: Batch, pipeline: pb.Pipeline) -> Batch:
-    """Returns a batch without the items that its queries are compared with; its rows stay as they are."""
+    """Returns the batch without the items that its queries are compared with; its rows do not change."""
     return keep_columns(batch, {column.name for column in features.columns(pipeline)})
 
 
@@ -41,6 +41,6 @@ def _ids(ids: KeyedJaggedTensor, kept: Collection[str]) -> KeyedJaggedTensor:
             [part if key in kept else torch.zeros_like(part) for key, part in zip(keys, lengths, strict=True)]
         ),
         stride=rows,
-        # Given here, because torchrec would otherwise ask the device.
+        # If this were not given, torchrec would read it from the device.
         length_per_key=[size if key in kept else 0 for key, size in zip(keys, sizes, strict=True)],
     )

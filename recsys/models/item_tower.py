@@ -1,6 +1,7 @@
-"""The item tower of a model that searches items, as a function of flat tensors; `scoring` has its user tower.
+"""The item tower of a model that searches items, as a function of flat tensors.
 
-`flatten_items` takes a batch's negatives apart in the order of `item_signature`; `ItemTower` encodes them.
+`flatten_items` converts a batch's negatives to tensors in the order of `item_signature`; `ItemTower` encodes
+them. The user tower is in `scoring`.
 """
 
 from typing import NamedTuple
@@ -16,14 +17,14 @@ from recsys.models.base import Model
 from recsys.models.signature import TensorSpec
 
 ITEMS = "items"
-"""Name of a size of inputs: the number of items."""
+"""Name of an input dimension: the number of items."""
 
 
 class Items(NamedTuple):
-    """Items without rows, named and described as a batch's shared items are; for the item tower alone.
+    """Items alone, in the same form as a batch's shared items, for the item tower.
 
     Attributes:
-        ids, value_counts, numbers: as in `Batch`, with nothing in the columns of rows.
+        ids, value_counts, numbers: as in `Batch`, with empty columns of rows.
     """
 
     ids: KeyedJaggedTensor
@@ -34,8 +35,8 @@ class Items(NamedTuple):
 def item_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
     """Lists the inputs of the item tower of a resolved pipeline, in order.
 
-    First come the items as rows of their table (0 for one that training did not know), then each column of
-    side ITEM, and behind a multi-valued column `<column>.counts`, the number of values of each item.
+    First come the items as rows of their table (0 for an item that training did not know), then each column
+    of side ITEM. A multi-valued column is followed by `<column>.counts`, the number of values of each item.
     """
     inputs = [TensorSpec(features.NEGATIVES, torch.int64, (ITEMS,))]
     for number, column in enumerate(features.columns(pipeline, pb.ITEM)):
@@ -48,7 +49,7 @@ def item_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
 
 
 def flatten_items(batch: Batch, pipeline: pb.Pipeline) -> tuple[Tensor, ...]:
-    """Returns the inputs of the item tower for the negatives of a batch that was read for evaluation."""
+    """Returns the item tower's inputs for the negatives of a batch that was read for evaluation."""
     tensors = []
     for spec in item_signature(pipeline):
         column = spec.name.removesuffix(".counts")
@@ -57,13 +58,13 @@ def flatten_items(batch: Batch, pipeline: pb.Pipeline) -> tuple[Tensor, ...]:
         elif spec.dtype == torch.float32:
             tensors.append(batch.numbers[column])
         else:
-            # A column is a slice, and compiled code needs tensors that begin at an aligned address.
+            # A column is a slice, but compiled code needs tensors that begin at an aligned address.
             tensors.append(batch.ids[column].values().clone())
     return tuple(tensors)
 
 
 def first_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec], count: int | None) -> tuple[Tensor, ...]:
-    """Cuts inputs of the item tower down to the first `count` items; None keeps all."""
+    """Keeps the first `count` items of the item tower's inputs; None keeps all."""
     by_name = {spec.name: tensor for spec, tensor in zip(specs, inputs, strict=True)}
     first = []
     for spec, tensor in zip(specs, inputs, strict=True):
@@ -73,10 +74,10 @@ def first_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec], count: int 
 
 
 def example_items(inputs: tuple[Tensor, ...], specs: list[TensorSpec]) -> tuple[Tensor, ...]:
-    """Extends inputs of the item tower so that its graph can be captured with them.
+    """Extends inputs of the item tower so that they can serve to capture its graph.
 
-    The result has at least two items and two values of each multi-valued column: a graph that is captured
-    with a size of 0 or 1 is right for no other size.
+    The result has at least two items and two values of each multi-valued column, because a graph that is
+    captured with a size of 0 or 1 is not valid for other sizes.
     """
     times = 2 if inputs[0].shape[0] == 1 else 1
     by_name = {spec.name: torch.cat([tensor] * times) for spec, tensor in zip(specs, inputs, strict=True)}
@@ -107,7 +108,7 @@ class ItemTower(nn.Module):
         self.numbers = [column.name for column in columns if column.table is None]
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Takes the tensors that `item_signature` lists."""
+        """Maps the tensors that `item_signature` lists to vectors, float32 [n, E]."""
         by_name = dict(zip(self.names, tensors, strict=True))
         nothing = by_name[features.NEGATIVES].new_zeros(0)
         values = [by_name.get(key, nothing) for key in self.keys]

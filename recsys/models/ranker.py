@@ -1,7 +1,7 @@
-"""`Ranker` (DLRM-HSTU): predicts every task for every candidate, with all candidates of a row in one pass.
+"""`Ranker` (DLRM-HSTU): predicts every task for every candidate of a row in a single pass.
 
 Contextual tokens, history and candidates form one sequence. The mixer lets each candidate read the history,
-and the head compares the candidate's token after mixing with its content before. Source: arXiv 2402.17152.
+and the head combines the candidate's mixed token with its content before mixing. Source: arXiv 2402.17152.
 """
 
 from torch import Tensor
@@ -17,14 +17,14 @@ from recsys.modules.flops import linear_flops
 
 @register(pb.Ranker)
 class Ranker(Model):
-    """Embeds, preprocesses, mixes, takes the targets and applies the head.
+    """Embeds, preprocesses and mixes, then applies the head to the targets.
 
     Args:
-        config: the parts of the model.
-        pipeline: the resolved config around it.
+        config: the model's message, which chooses its parts.
+        pipeline: the whole resolved config.
 
     Raises:
-        ValueError: no task, or a preprocessor that makes no target tokens.
+        ValueError: there is no task, or the preprocessor makes no target tokens.
     """
 
     def __init__(self, config: pb.Ranker, *, pipeline: pb.Pipeline):
@@ -78,5 +78,5 @@ class Ranker(Model):
 
     @property
     def probabilities(self) -> tuple[str, ...]:
-        """The tasks with a binary loss."""
+        """The names of the tasks with a binary loss."""
         return self.objective.probabilities

@@ -1,4 +1,4 @@
-"""`RankerDeclaration`: the facts about rankers that a config needs before one is built, without torch."""
+"""`RankerDeclaration`: what configs must know about rankers before a model is built, without torch."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ limit(pb.Ranker, required=("preprocessor", "mixer", "head", "tasks"))
 
 @declare(pb.Ranker)
 class RankerDeclaration(ModelDeclaration):
-    """Declares `Ranker`: it scores candidates, which are tokens of the sequence, for each task."""
+    """Declares `Ranker`, which scores candidates, as tokens of the sequence, for each task."""
 
     keeps_cache = True
 
     def findings(self) -> Iterator[Finding]:
-        """Histories and candidates have content; a stack of layers for each channel of the history."""
+        """Checks that histories and candidates have features, and that each channel has its own stack."""
         features = self.pipeline.features
         for side, what in ((pb.HISTORY, "history"), (pb.CANDIDATE, "candidates")):
             if features and not any(side in feature.sides for feature in features):

@@ -1,4 +1,4 @@
-"""Computes the exact rank of a target among all items of a catalogue, in bounded memory, for evaluation."""
+"""Computes exact ranks of targets among all items of a catalogue in bounded memory, for evaluation."""
 
 import torch
 from torch import Tensor
@@ -17,29 +17,29 @@ def rank_targets(
     missed: Tensor,
     max_scores: int,
 ) -> Tensor:
-    """Ranks each target: 1 + the number of other items, less removed ones, that do not score below it.
+    """Ranks each target: 1 + the number of other items, except removed items, that do not score below it.
 
-    Ids are rows of the item table: item k of `items` has id k + 1, and id 0 is no item. A score that is not
-    a number counts against the target, like a tie.
+    Ids are rows of the item table: item k of `items` has id k + 1, and id 0 is no item. A NaN score counts
+    against the target, as does a tie.
 
     Args:
         queries: [B, E], one per row.
         items: [V, E], the catalogue.
         targets: int64 [N], the ids of all targets, row after row.
         num_targets: int64 [B], number of targets of each row.
-        removed: int64 [U], ids that do not count for a row.
-        removed_layout: the layout of `removed` over rows.
-        missed: bool [N], targets that cannot be found, such as removed ones.
-        max_scores: number of scores held in memory at once.
+        removed: int64 [U], ids of items that are left out for a row.
+        removed_layout: layout of `removed` over rows.
+        missed: bool [N], targets that cannot be found, such as removed items.
+        max_scores: largest number of scores in memory at once.
 
     Returns:
-        int64 [N]; V + 1 for a target with id 0 or that is missed.
+        Ranks, int64 [N]; V + 1 for a target that has id 0 or is missed.
     """
     count, num_items = targets.shape[0], items.shape[0]
     rows = torch.arange(queries.shape[0], device=queries.device)
     row_of_target = torch.repeat_interleave(rows, num_targets, output_size=count)
     padded = removed_layout.padded_index()
-    # One more column stands for id 0 and catches the padding too.
+    # An additional column stands for id 0 and also takes the padding.
     removed_ids = torch.cat([removed, removed.new_zeros(1)])[padded.index]
     ranks = []
     for block in torch.arange(count, device=queries.device).split(max(1, max_scores // (num_items + 1))):

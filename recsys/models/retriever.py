@@ -1,11 +1,11 @@
 """`Retriever`: finds the next item of a history in the whole catalogue.
 
-Every position of a history is a query for the item behind it, so a row trains as many predictions as it has
-events. No token may know what comes later: `models.retriever_declaration` refuses masks, positions and times
-that would tell it.
+Every position of a history is a query for the item after it, so a row trains as many predictions as it has
+events. No token may know later events: `models.retriever_declaration` rejects masks, positions and times that
+would reveal them.
 
-With an item encoder this is a two-tower model: the user tower is the history up to its last position, and the
-item tower is the encoder. Without one, the vector of an item is its embedding.
+With an item encoder this is a two-tower model: the user tower encodes the history up to its last position,
+and the item encoder is the item tower. Without an encoder, the vector of an item is its embedding.
 """
 
 from dataclasses import dataclass, replace
@@ -34,19 +34,20 @@ from recsys.ops import gather_rows
 from recsys.ops.linear_logp.recompute import SHORTEST
 
 MAX_SCORES = 2**24
-"""Scores (targets x items) that evaluation holds in memory at once: 64 MiB of float32."""
+"""Number of scores (targets x items) that evaluation holds in memory at once: 64 MiB of float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class RetrieverOutputs:
-    """Vectors to compare, in float32.
+    """The vectors that a retriever compares.
 
-    In training they are bfloat16 if that is the model's precision, and not yet normalized: the objective does
-    it if the config sets `l2_normalize`. In evaluation they have unit length then.
+    In training they have the model's precision, float32 or bfloat16, and are not yet normalized: the
+    objective does that if the config sets `l2_normalize`. In evaluation they are float32 and, with
+    `l2_normalize`, have unit length.
 
     Attributes:
-        queries: [U, E], a query for the item behind each event of each history.
-        items: [V, E], the batch's negatives: drawn ones, or the whole catalogue.
+        queries: [U, E], for each event of each history, the query for the item after it.
+        items: [V, E], the batch's negatives: drawn items, or the whole catalogue.
         batch_items: [D, E], the distinct items of the histories if negatives are drawn; else empty.
     """
 
@@ -56,7 +57,7 @@ class RetrieverOutputs:
 
 
 class SharedVectors(NamedTuple):
-    """Vectors of items that all rows of a batch share: [V, E] negatives and [D, E] items of its histories."""
+    """Vectors of items that all rows of a batch share: negatives [V, E], items of its histories [D, E]."""
 
     items: Tensor
     batch_items: Tensor
@@ -64,14 +65,14 @@ class SharedVectors(NamedTuple):
 
 @register(pb.Retriever)
 class Retriever(Model):
-    """Embeds, preprocesses, mixes and compares.
+    """Embeds, preprocesses and mixes, then maps queries and items into one space.
 
     Args:
-        config: the parts of the model.
-        pipeline: the resolved config around it.
+        config: the model's message, which chooses its parts.
+        pipeline: the whole resolved config.
 
     Raises:
-        ValueError: every finding of `checks.family_findings`.
+        ValueError: lists every finding of `checks.family_findings`.
     """
 
     def __init__(self, config: pb.Retriever, *, pipeline: pb.Pipeline):
@@ -110,7 +111,7 @@ class Retriever(Model):
             return self.compare(mixed, embeddings, batch)
 
     def forward_again(self, batch: Batch, before: RetrieverOutputs) -> RetrieverOutputs:
-        """Like `forward`, for a batch with the same negatives as before, which are not encoded again."""
+        """Computes `forward` for a batch with the same negatives as before, which are not encoded again."""
         return replace(self(without_catalogue(batch, self.pipeline)), items=before.items)
 
     def query(self, batch: Batch) -> Tensor:
@@ -123,7 +124,7 @@ class Retriever(Model):
     def item_vectors(self, batch: Batch | Items) -> Tensor:
         """Returns the vectors of the batch's negatives, float32 [V, E].
 
-        If they are the whole catalogue, vector k belongs to row k + 1 of the item table.
+        If the negatives are the whole catalogue, vector k belongs to row k + 1 of the item table.
         """
         with self.autocast():
             return self.compare.shared(self.embed(batch), batch).items
@@ -133,11 +134,11 @@ class Retriever(Model):
         return None if self.compare.encode is None else ItemTower(self)
 
     def score(self, batch: Batch) -> Tensor:
-        """Returns `query`: an exported retriever answers with vectors, and a search finds the items."""
+        """Returns `query`, since an exported retriever answers with vectors and a search finds the items."""
         return self.query(batch)
 
     def flops(self, batch: Batch) -> int:
-        """Counts preprocessor, mixer, postprocessor, and the scores of all queries with all negatives."""
+        """Counts the FLOP of preprocessor, mixer, postprocessor and encoder, and of all scores."""
         events = batch.uih_timestamps.shape[0]
         sizes = dict(zip(batch.ids.keys(), batch.ids.length_per_key(), strict=True))
         shared = sum(sizes[name] for name in self.compare.shared_columns)
@@ -148,13 +149,13 @@ class Retriever(Model):
         return self.preprocess.flops(batch) + self.mix.flops(batch.layout) + queries
 
     def metrics(self) -> dict[str, Metric]:
-        """Builds the metrics by their names."""
+        """Builds the metrics, by their names."""
         chosen = [pick(choice) for choice in self.metric_choices]
         built = [metric.cls(metric.config) for metric in chosen]
         return {metric.name: metric for metric in built}
 
     def metric_rows(self, outputs: RetrieverOutputs, batch: Batch) -> MetricRows:
-        """Returns rank and weight of every candidate of a batch whose negatives are the whole catalogue."""
+        """Returns rank and weight of each candidate, for a batch whose negatives are the whole catalogue."""
         ranks = self.ranks(outputs, batch)
         weights = torch.repeat_interleave(
             batch.sample_weight, batch.num_candidates, output_size=ranks.shape[0]
@@ -164,10 +165,10 @@ class Retriever(Model):
         return {"": (ranks, weights)}
 
     def ranks(self, outputs: RetrieverOutputs, batch: Batch) -> Tensor:
-        """Returns the rank of each candidate among the catalogue, int64 [N]; 1 is best.
+        """Returns the rank of each candidate in the catalogue, int64 [N]; 1 is the best.
 
-        Ties count against the model. Items that the batch's rows have seen are removed. A candidate among
-        them and an unknown one cannot be found, so their rank is V + 1.
+        Ties count against the model. Seen items of a row (`batch.seen`) are removed for it. A removed or
+        unknown candidate cannot be found, so its rank is V + 1.
         """
         return rank_targets(
             last_of_each(outputs.queries, batch.uih_lengths),
@@ -182,15 +183,15 @@ class Retriever(Model):
 
 
 class ComparableVectors(nn.Module):
-    """Maps queries and items into one space, in float32 outside of training.
+    """Maps queries and items into one space, in at least float32 outside training.
 
     Args:
-        postprocess: applied to queries.
-        encode: the item tower; with None the vector of an item is its embedding.
+        postprocess: the postprocessor of queries.
+        encode: the item tower; None if the vector of an item is its embedding.
         shared_columns: the columns of `features.shared_columns`.
-        l2_normalize: give all vectors unit length, except in training, where the objective does it.
+        l2_normalize: whether to scale vectors to unit length; in training the objective does it instead.
         trains_in: dtype of vectors in training; None keeps float32. The objective's scores are float32 sums
-            of products of vectors in this dtype.
+            of products in this dtype.
     """
 
     def __init__(
@@ -218,7 +219,7 @@ class ComparableVectors(nn.Module):
         return self._comparable(self.postprocess(mixed.history(), mixed.history_times()))
 
     def shared(self, embeddings: dict[str, Tensor], batch: Batch | Items) -> SharedVectors:
-        """Returns the vectors of the items that a batch names once for all rows."""
+        """Returns the vectors of the items that all rows of a batch share."""
         vectors = torch.cat([embeddings[name] for name in self.shared_columns])
         if self.encode is not None:
             vectors = self.encode(vectors, inputs_of(embeddings, batch))
@@ -227,7 +228,7 @@ class ComparableVectors(nn.Module):
         return SharedVectors(vectors[:negatives], vectors[negatives:])
 
     def _comparable(self, vectors: Tensor) -> Tensor:
-        """Converts [n, E] of any float type to `trains_in` in training, or else to at least float32."""
+        """Casts [n, E] to `trains_in` in training; otherwise to at least float32, normalized if required."""
         if self.training and self.trains_in is not None:
             return vectors.to(self.trains_in)
         vectors = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
@@ -237,17 +238,18 @@ class ComparableVectors(nn.Module):
 
 
 class NextItemLoss(nn.Module):
-    """The objective of a retriever: the loss of each position against the item behind it in the same row.
+    """The objective of a retriever: the loss of each position with the next item of its row as the target.
 
     The last position of a row, and a position before an unknown item, have no target. If the batch's
     negatives are the whole catalogue, as in evaluation, the loss is the full softmax.
 
     Args:
-        config: the softmax.
-        history: column of the histories' items.
+        config: the message of the softmax.
+        history: name of the column with the items of histories.
         num_items: number of items in the catalogue.
-        l2_normalize: compare vectors as if they had unit length.
-        weight_column: column with a weight for each row, or for the prediction of each event; "" for none.
+        l2_normalize: whether to compare vectors as if they had unit length.
+        weight_column: name of the column with the weight of each row, or of the prediction of each event; ""
+            for none.
     """
 
     name = "next_item"
@@ -271,7 +273,7 @@ class NextItemLoss(nn.Module):
         target = following(items, batch.uih_lengths, last=nothing)
         has_target = target > 0
         if len(outputs.items) == self.num_items and not len(outputs.batch_items):
-            # The catalogue is the table without row 0, which stands for unknown items.
+            # The catalogue is the table without row 0, which represents unknown items.
             rows = torch.where(has_target, target - 1, IGNORED)
             losses = self.loss(outputs.queries, outputs.items, rows, l2_normalize=self.l2_normalize)
         else:
@@ -280,7 +282,7 @@ class NextItemLoss(nn.Module):
         return Losses((self.name,), (losses * weights).sum()[None], weights.sum()[None], (1.0,))
 
     def _weights(self, batch: Batch) -> Tensor:
-        """Returns the weight of each position, [U], that of the event behind it."""
+        """Returns the weight of each position, [U]: the weight of the event that it predicts."""
         count, row_weights = batch.uih_timestamps.shape[0], batch.sample_weight
         of_rows = bool(self.weight_column) and features.side_of(self.weight_column) == pb.USER
         if of_rows:
@@ -292,12 +294,12 @@ class NextItemLoss(nn.Module):
         return weights * following(batch.weights[self.weight_column], batch.uih_lengths, last=none)
 
     def _sampled(self, outputs: RetrieverOutputs, batch: Batch, target: Tensor) -> Tensor:
-        """Returns losses [U] against the batch's negatives; every target is among the batch's items."""
+        """Returns losses [U] against the batch's negatives. Every target is among the batch's items."""
         batch_ids = batch.ids[features.BATCH_ITEMS].values()
         negatives, ids = outputs.items, batch.ids[features.NEGATIVES].values()
-        # Positions without a target are compared with a row of zeros behind the items; their loss is dropped.
+        # Positions without a target use a row of zeros after the items; their loss is dropped.
         others = torch.cat([outputs.batch_items, outputs.batch_items.new_zeros(1, negatives.shape[1])])
-        others = widen(others)  # the gradients of an item are summed over all positions that look for it
+        others = widen(others)  # so that an item's gradients from all positions are summed in float32
         positives = others[torch.searchsorted(batch_ids, target)]
         if self.in_batch:
             negatives, ids = torch.cat([negatives, outputs.batch_items]), torch.cat([ids, batch_ids])

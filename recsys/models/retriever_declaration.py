@@ -1,7 +1,7 @@
-"""`RetrieverDeclaration`: the facts about retrievers that a config needs before one is built, without torch.
+"""`RetrieverDeclaration`: what configs must know about retrievers before a model is built, without torch.
 
-Next-item training makes every position of a history a query for the item behind it, so the rules here refuse
-masks, positions and times that would tell a position what comes later.
+Next-item training makes every position of a history a query for the item after it, so the rules here reject
+masks, positions and times that would reveal later events to a position.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ _ENCODER = "model.retriever.item_encoder"
 
 @declare(pb.Retriever)
 class RetrieverDeclaration(ModelDeclaration):
-    """Declares `Retriever`: it turns a history into a query and searches the catalogue of one feature."""
+    """Declares `Retriever`, which turns a history into a query and searches the catalogue of one feature."""
 
     has_targets = False
     may_change = ("metrics", "seen", "repeated_targets", "weight_column")
@@ -36,55 +36,55 @@ class RetrieverDeclaration(ModelDeclaration):
 
     @property
     def item_feature(self) -> str:
-        """The config names it."""
+        """The name of the feature whose items are searched."""
         return self.config.item_feature
 
     @property
     def seen_rule(self) -> SeenRule:
-        """The config gives it."""
+        """The rule for items that a row has seen."""
         left_out = self.config.repeated_targets == pb.Retriever.LEAVE_OUT
         return SeenRule(self.config.seen == pb.Retriever.REMOVE, left_out)
 
     @property
     def protocol(self) -> dict[str, str]:
-        """The rule for seen items, and the time that a query knows if the mixer reads times."""
+        """The rule for seen items and, if the mixer reads times, the time that a query knows."""
         rule, uih, mixer = self.seen_rule, self.config.preprocessor.uih, mixer_of(self.pipeline)
-        found = {"seen": pb.Retriever.Seen.Name(self.config.seen)}
+        settings = {"seen": pb.Retriever.Seen.Name(self.config.seen)}
         if rule.removed:
-            found["repeated_targets"] = pb.Retriever.RepeatedTargets.Name(self.config.repeated_targets)
+            settings["repeated_targets"] = pb.Retriever.RepeatedTargets.Name(self.config.repeated_targets)
         if mixer is not None and mixer.reads_times:
-            found["query_time"] = pb.UihPreprocessor.QueryTime.Name(uih.query_time)
-        return found
+            settings["query_time"] = pb.UihPreprocessor.QueryTime.Name(uih.query_time)
+        return settings
 
     @property
     def softmax(self) -> pb.SoftmaxLoss:
-        """The softmax of the next-item loss."""
+        """The message of the softmax of the next-item loss."""
         return self.config.loss.softmax
 
     @property
     def outputs(self) -> list[str]:
-        """One query vector per row."""
+        """The output column: one query vector per row."""
         return ["query"]
 
     def reads_candidates(self, mode: str) -> bool:
-        """In evaluation only, as the items to be found; training targets are the history itself."""
+        """Returns True for evaluation only, where candidates are the items to find."""
         return mode == "evaluate"
 
     def losses(self) -> list[LossField]:
-        """The next-item loss."""
+        """Returns the next-item loss."""
         return [LossField(self.config.loss, f"{self.path}.loss", frozenset({"retrieval"}))]
 
     def weight_columns(self) -> list[WeightColumn]:
-        """The column of the next-item loss, if the config names one."""
+        """Returns the weight column of the next-item loss, if the config names one."""
         column = self.config.weight_column
         return [WeightColumn(column, f"{self.path}.weight_column")] if column else []
 
     def metrics(self) -> list[MetricList]:
-        """Metrics of the ranks of the items to be found."""
+        """Returns the metrics, which measure the ranks of the items to find."""
         return [MetricList(self.config.metrics, self.path, "", "retrieval")]
 
     def choices(self) -> Iterator[Choice]:
-        """The rule for seen items, positions from the start, and contextual tokens that read no history."""
+        """Derives the rule for seen items, the origin of positions, and what contextual tokens read."""
         yield from self._seen()
         origin = "next-item training"
         for message, path in descend(self.config, self.path):
@@ -94,7 +94,7 @@ class RetrieverDeclaration(ModelDeclaration):
                 yield Choice(message, path, "contextual_reads_history", False, origin)
 
     def findings(self) -> Iterator[Finding]:
-        """Rules of the item, of its encoder, of contextual tokens, and of what a position may see."""
+        """Checks the item feature, its encoder, contextual tokens, and what a position may see."""
         if self.config.mixer.HasField("mixture"):
             what = (
                 "mixes what several channels say of a candidate, and a retriever has no candidates; use hstu"
@@ -111,7 +111,7 @@ class RetrieverDeclaration(ModelDeclaration):
         yield from self._leaks()
 
     def warnings(self) -> Iterator[Finding]:
-        """Settings of targets, and a postprocessor that repeats what the comparison does."""
+        """Yields settings without effect, and a rule for seen items that differs between the two fields."""
         for message, path in descend(self.config, self.path):
             if not isinstance(message, pb.AttentionMask):
                 continue
@@ -138,7 +138,7 @@ class RetrieverDeclaration(ModelDeclaration):
             yield Finding("model.retriever.postprocessor.l2_norm", what)
 
     def _seen(self) -> Iterator[Choice]:
-        """One rule for evaluation and prediction, whichever of the two fields the config sets."""
+        """Derives one rule for evaluation and prediction from whichever of the two fields the config sets."""
         predict = self.pipeline.predict
         if predict.HasField("remove_history") and not predict.remove_history:
             yield Choice(self.config, self.path, "seen", pb.Retriever.KEEP, "predict.remove_history")
@@ -216,7 +216,7 @@ class RetrieverDeclaration(ModelDeclaration):
 
 
 def without_encoder(pipeline: pb.Pipeline) -> Iterator[Finding]:
-    """Features of side ITEM in a config whose model, of any family, has no item encoder to read them."""
+    """Yields a finding for each feature of side ITEM if the model has no item encoder to read it."""
     if pipeline.model.retriever.HasField("item_encoder"):
         return
     for index, feature in enumerate(pipeline.features):

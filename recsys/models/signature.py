@@ -1,4 +1,4 @@
-"""`TensorSpec`: one input of a graph from flat tensors, as packages name it."""
+"""`TensorSpec`: describes an input tensor of a graph, for packages."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,13 @@ import torch
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One input.
+    """Describes an input tensor.
 
     Attributes:
         name: the tensor's name.
         dtype: the tensor's dtype.
-        dims: a name for each dimension, an identifier; equal names are equal sizes.
+        dims: a name for each dimension, an identifier or a number; dimensions of equal names have equal
+            sizes.
     """
 
     name: str
@@ -20,10 +21,10 @@ class TensorSpec:
     dims: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
-        """Plain types, for a file."""
+        """Returns JSON types, for a file."""
         return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "dims": list(self.dims)}
 
     @classmethod
     def from_json(cls, entry: dict) -> "TensorSpec":
-        """The reverse of `to_json`."""
+        """Reverses `to_json`."""
         return cls(entry["name"], getattr(torch, entry["dtype"]), tuple(entry["dims"]))

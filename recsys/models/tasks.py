@@ -1,4 +1,4 @@
-"""Predictions of tasks for candidates: what every family of models with `Task`s shares."""
+"""Computes predictions, losses and metrics of tasks for candidates, for every model with `Task`s."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from recsys.ops import Selection, SequenceLayout, offsets_from_lengths
 
 @dataclass(frozen=True, eq=False)
 class TaskOutputs:
-    """Outputs for N candidates.
+    """The outputs for N candidates.
 
     Attributes:
-        logits: float32 [N, L], the logits of all tasks side by side; each task has as many as its loss needs.
-        predictions: float32 [N] for each task: a probability, or a value in the label's unit.
+        logits: float32 [N, L], the logits of all tasks side by side, as many per task as its loss needs.
+        predictions: for each task, float32 [N]: probabilities, or values in the label's unit.
     """
 
     logits: Tensor
@@ -45,8 +45,8 @@ class TaskOutputs:
 class TaskLosses(nn.Module):
     """The objective of a model with tasks: each task's loss, summed over candidates by their weights.
 
-    A candidate weighs as much as its row (0 in a filler row) times its entry in the task's `weight_column`,
-    and nothing where the label of the task's `given_task` is not 1.
+    A candidate's weight is that of its row (0 in a filler row) times its entry in the task's `weight_column`,
+    or 0 where the label of the task's `given_task` is not 1.
     """
 
     def __init__(self, tasks: Sequence[pb.Task]):
@@ -87,13 +87,13 @@ class TaskLosses(nn.Module):
 
     @property
     def probabilities(self) -> tuple[str, ...]:
-        """The tasks with a binary loss, whose predictions are probabilities."""
+        """The names of the tasks with a binary loss, whose predictions are probabilities."""
         losses = zip(self.names, self.losses, strict=True)
         return tuple(name for name, loss in losses if loss.kind == "binary")
 
 
 class TaskPredictions(nn.Module):
-    """Converts the head's logits to each task's predictions, as its loss defines them, in float32."""
+    """Converts the head's logits to each task's predictions, as the task's loss defines them, in float32."""
 
     def __init__(self, names: Sequence[str], losses: nn.ModuleList):
         super().__init__()
@@ -126,8 +126,8 @@ def task_metrics(tasks: Iterable[pb.Task]) -> dict[str, Metric]:
 def task_rows(outputs: TaskOutputs, batch: Batch, tasks: Iterable[pb.Task]) -> MetricRows:
     """Returns predictions, labels, weights and groups of the candidates, for each task.
 
-    A candidate weighs as much as its row, and nothing where the label of the task's `given_task` is not 1.
-    Weights of losses are not those of metrics.
+    A candidate's weight is that of its row, or 0 where the label of the task's `given_task` is not 1. The
+    `weight_column` of losses does not affect metrics.
     """
     weights = per_candidate(batch.sample_weight, batch)
     groups = per_candidate(batch.group, batch)
@@ -143,15 +143,15 @@ def task_rows(outputs: TaskOutputs, batch: Batch, tasks: Iterable[pb.Task]) -> M
 
 
 def apart(rows: SequenceLayout, counted: Tensor) -> Selection:
-    """Splits every row in two, so that losses compare counted candidates with counted ones only.
+    """Splits every row in two, so that losses compare counted candidates only with counted candidates.
 
     Args:
         rows: a layout of N candidates in B rows.
-        counted: bool [N].
+        counted: bool [N], whether each candidate counts.
 
     Returns:
-        A layout of 2 B rows, first the counted candidates of each row and then the others of each row, and
-        the candidate at each of its N places. Nothing waits for the device.
+        A layout of 2 B rows, first the counted candidates of each row, then the other candidates of each row,
+        and for each of its N positions the index of its candidate. Nothing waits for the device.
     """
     place = rows.sample_ids() + rows.batch_size * ~counted
     lengths = rows.lengths.new_zeros(2 * rows.batch_size).index_add(0, place, torch.ones_like(place))
@@ -168,7 +168,7 @@ def apart(rows: SequenceLayout, counted: Tensor) -> Selection:
 
 
 def _weighted(weights: Tensor, column: str, given_task: str, batch: Batch) -> Tensor:
-    """Multiplies weights [N] of candidates by those of a column and by the labels of a task, if named."""
+    """Multiplies candidates' weights [N] by a column and by the labels of a task, if these are named."""
     if column:
         values = batch.weights[column]
         weights = weights * (per_candidate(values, batch) if features.side_of(column) == pb.USER else values)
@@ -176,12 +176,12 @@ def _weighted(weights: Tensor, column: str, given_task: str, batch: Batch) -> Te
 
 
 def by_task(logits: Tensor, losses: Iterable[RankingLoss]) -> list[Tensor]:
-    """Cuts [N, L] into the logits of each loss: [N], or [N, num_logits] if that is more than 1."""
+    """Splits [N, L] into the logits of each loss: [N], or [N, num_logits] if num_logits is more than 1."""
     parts = logits.split([loss.num_logits for loss in losses], dim=1)
     return [part.squeeze(1) if part.shape[1] == 1 else part for part in parts]
 
 
 def per_candidate(values: Tensor, batch: Batch) -> Tensor:
-    """Repeats the value of each row, [B], for each of its candidates, [N]."""
+    """Repeats the value of each row, [B], for each of its candidates; returns [N]."""
     count = batch.candidate_timestamps.shape[0]
     return torch.repeat_interleave(values, batch.num_candidates, output_size=count)

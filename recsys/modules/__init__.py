@@ -1,1 +1,1 @@
-"""Parts that models are made of: single-device PyTorch modules, one idea a file."""
+"""Building blocks of models: single-device PyTorch modules, one concept per file."""

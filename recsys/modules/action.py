@@ -1,4 +1,4 @@
-"""`ActionEncoder`: a vector for what a user did with an item, from a bitmask and the seconds watched."""
+"""`ActionEncoder`: encodes what a user did with an item, from a bitmask and the seconds watched."""
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,12 @@ from recsys.modules.mlp import build_mlp
 
 
 class ActionEncoder(nn.Module):
-    """Encodes events by one learned vector for each bit that is set and each threshold that is reached. The
-    vectors are added up, or concatenated and passed through layers.
+    """Encodes events by a learned vector for each bit that is set and each threshold that is reached.
+
+    The vectors are summed, or concatenated and passed through layers.
 
     Args:
-        config: bits, thresholds and layers.
+        config: the bits, thresholds in seconds, and layers.
         embedding_dim: E.
         context_dim: width of the concatenated USER features, for layers whose weights depend on them.
 
@@ -64,7 +65,7 @@ class ActionEncoder(nn.Module):
         return self.project(vectors, rows) if contextualized else self.project(vectors)
 
     def flops(self, events: int, rows: int) -> int:
-        """FLOP for n events of B rows; see `recsys.modules.flops`."""
+        """Counts the FLOP for `events` events of `rows` rows; see `recsys.modules.flops`."""
         if isinstance(self.project, ContextualizedMLP):
             return self.project.flops(events, rows)
         return 0 if self.project is None else linear_flops(self.project, events)

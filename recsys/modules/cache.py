@@ -1,7 +1,8 @@
-"""Caches as values: the keys and values of contextual and history tokens, so that targets are scored alone.
+"""Caches of keys and values of contextual and history tokens, with which targets can be scored alone.
 
-A mixer's `prefill` returns a cache, `score` reads it, and `extend` returns a new one. No module stores any
-part of a cache: a caller can keep it, move it to the host and back, select samples of it and drop it.
+Caches are plain values: a mixer's `prefill` returns a cache, `score` reads it, and `extend` returns a new
+one. No module stores any part of a cache, so a caller can keep it, move it to the host and back, select
+samples from it, and drop it.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,8 +16,7 @@ from recsys.modules.sequence import JaggedSequence
 from recsys.ops import Selection, SequenceLayout, gather_rows
 
 WORD = torch.complex128
-"""Rows are copied as 16-byte words where strides allow: a strided copy of narrow elements moves them one by
-one."""
+"""Rows are copied as 16-byte words where strides allow, since a strided copy moves narrow elements singly."""
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -27,9 +27,7 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def copy_rows(source: Tensor, target: Tensor) -> Tensor:
-    """Copies [T, ...] into `target` and returns it, in words of 16 bytes where both tensors' rows consist of
-    such words.
-    """
+    """Copies [T, ...] into `target` and returns it. Copies 16-byte words if both tensors' rows allow it."""
     pair = [tensor.flatten(1) if tensor.dim() > 2 else tensor for tensor in (source, target)]
     if all(rows.dim() == 2 and rows.stride(1) == 1 for rows in pair):
         numbers = max(WORD.itemsize // source.element_size(), 1)
@@ -42,15 +40,17 @@ def copy_rows(source: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class CacheStage:
-    """Keys and values of neighboring layers that see the same tokens: all layers of a stack, or those up to
-    the next truncation.
+    """Keys and values of consecutive layers that see the same tokens.
+
+    A stage covers all layers of a stack, or those up to the next truncation.
 
     Attributes:
-        layout: contextual and history tokens of each sample, T in all, no targets. Stacks that run as one
-            batch have their samples one stack after the other; `layout.parts` are the stacks' layouts.
+        layout: contextual and history tokens of each sample, T in all, no targets. If several stacks run as
+            one batch, their samples follow each other stack by stack, and `layout.parts` are the stacks'
+            layouts.
         timestamps: int64 [T], seconds; None if no bias reads times.
-        keys: a tensor [T, H, D] for each layer.
-        values: a tensor [T, H, V] for each layer.
+        keys: a tensor [T, H, D] per layer.
+        values: a tensor [T, H, V] per layer.
     """
 
     layout: SequenceLayout
@@ -63,20 +63,18 @@ class CacheStage:
         return CacheStage(self.layout, self.timestamps, (*self.keys, k), (*self.values, v))
 
     def append(self, new: "CacheStage") -> "CacheStage":
-        """Returns the stage with the history tokens of `new`, which has the same layers, behind each sample's
-        own.
-        """
+        """Appends each sample's history tokens in `new`, a stage of the same layers, to the sample."""
         layout, index = _behind(self.layout, new.layout)
         joined = iter([gather_rows(pair, index) for pair in zip(self.tensors, new.tensors, strict=True)])
         return self.map(lambda _: next(joined), layout)
 
     def truncate(self, tail_len: int) -> "CacheStage":
-        """Returns the contextual tokens and the newest `tail_len` history tokens of each sample."""
+        """Keeps contextual tokens and the newest `tail_len` history tokens of each sample."""
         layout, index = self.layout.truncate(tail_len)
         return self.map(lambda tensor: gather_rows(tensor, index), layout)
 
     def map(self, change: Callable[[Tensor], Tensor], layout: SequenceLayout) -> "CacheStage":
-        """Applies `change` to all `tensors`, in their order, and puts the results under another layout."""
+        """Applies `change` to all `tensors`, in their order, and combines the results with another layout."""
         return CacheStage(
             layout,
             None if self.timestamps is None else change(self.timestamps),
@@ -85,7 +83,7 @@ class CacheStage:
         )
 
     def select(self, samples: Sequence[int]) -> "CacheStage":
-        """Returns the tokens of the given samples; see `SequenceLayout.select`."""
+        """Returns the stage with the given samples only; see `SequenceLayout.select`."""
         layout, index = self.layout.select(samples)
         return self.map(lambda tensor: tensor.index_select(0, index), layout)
 
@@ -96,26 +94,26 @@ class CacheStage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the timestamps, keys and values."""
+        """The size of timestamps, keys and values in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Timestamps if there are any, then the keys of each layer, then the values of each layer."""
+        """The timestamps if there are any, then the keys of each layer, then the values of each layer."""
         times = () if self.timestamps is None else (self.timestamps,)
         return (*times, *self.keys, *self.values)
 
 
 @dataclass(frozen=True)
 class StageSpec:
-    """The shape of a `CacheStage`, as packages describe it.
+    """Describes the shape of a `CacheStage` for packages.
 
     Attributes:
-        name: identifier.
-        stack: number of the stage's stack.
-        channels: numbers of the channels whose tokens it holds.
+        name: identifier of the stage.
+        stack: index of the stage's stack.
+        channels: indices of the channels whose tokens the stage holds.
         num_layers: number of layers.
-        tail_len: history tokens that a truncation left; None for all.
+        tail_len: number of history tokens that a truncation keeps; None if all are kept.
         has_times: whether a bias reads timestamps.
         num_heads, qk_dim, v_dim: shape of a token's keys and values.
     """
@@ -136,13 +134,13 @@ class MixerCache:
     """The keys and values that a mixer keeps for B samples.
 
     Attributes:
-        stacks: the stages of each stack of layers, or of several stacks that run as one batch.
+        stacks: for each stack of layers, or group of stacks that run as one batch, its stages.
     """
 
     stacks: tuple[tuple[CacheStage, ...], ...]
 
     def select(self, samples: Sequence[int]) -> "MixerCache":
-        """Returns a copy with these samples in this order; a sample may be named more than once."""
+        """Returns a copy with these samples in this order; a sample may occur more than once."""
         return self._map(lambda stage: stage.select(samples))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MixerCache":
@@ -151,7 +149,7 @@ class MixerCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the timestamps, keys and values."""
+        """The size of timestamps, keys and values in bytes."""
         return sum(stage.num_bytes for stack in self.stacks for stage in stack)
 
     def _map(self, change: Callable[[CacheStage], CacheStage]) -> "MixerCache":
@@ -164,7 +162,7 @@ class CachingMixer(Protocol):
 
     @property
     def target_group_size(self) -> int:
-        """Number of neighboring targets that can only be scored together."""
+        """The number of consecutive targets that can only be scored together."""
         ...
 
     def prefill(self, sequence: JaggedSequence) -> MixerCache:
@@ -172,23 +170,23 @@ class CachingMixer(Protocol):
         ...
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
-        """Mixes targets, which read the tokens of the cache."""
+        """Mixes targets, which attend to the tokens of the cache."""
         ...
 
     def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
-        """Returns the cache of histories that have these tokens at their end."""
+        """Returns the cache of the histories with these tokens appended."""
         ...
 
     def cache_stages(self) -> list[StageSpec]:
-        """Describes the stages of the mixer's caches, those of all stacks in order."""
+        """Describes the stages of the mixer's caches, stack by stack."""
         ...
 
 
 def require_caching(mixer: nn.Module) -> CachingMixer:
-    """Returns the mixer.
+    """Returns the mixer as a `CachingMixer`.
 
     Raises:
-        ValueError: it keeps no cache.
+        ValueError: the mixer cannot score with a cache.
     """
     if not isinstance(mixer, CachingMixer):
         name = type(mixer).__name__
@@ -198,12 +196,12 @@ def require_caching(mixer: nn.Module) -> CachingMixer:
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """Facts about contextual and history tokens that the encoders of candidates and of later events need.
+    """Facts about contextual and history tokens that the encoding of candidates and later events needs.
 
     Attributes:
-        lengths: int64 [channels, B], contextual and history tokens of each row; a model without channels has
-            one.
-        num_contextual: contextual tokens among them.
+        lengths: int64 [channels, B], number of contextual and history tokens of each row; a model without
+            channels counts as having one channel.
+        num_contextual: number of contextual tokens per row.
         users: float32 [B, C], the concatenated USER features if encoders compute weights from them; else
             None.
     """
@@ -214,12 +212,12 @@ class Prefix:
 
     @classmethod
     def of(cls, layout: SequenceLayout, users: Tensor | None) -> "Prefix":
-        """Builds the prefix of sequences without targets; `layout` joins those of all channels."""
+        """Builds the prefix of sequences without targets; `layout` joins the sequences of all channels."""
         lengths = torch.stack([part.lengths for part in layout.parts or (layout,)])
         return cls(lengths, layout.num_contextual, users)
 
     def select(self, rows: Sequence[int]) -> "Prefix":
-        """Returns these rows in this order; a row may be named more than once."""
+        """Returns the prefix of these rows in this order; a row may occur more than once."""
         index = torch.tensor(rows, dtype=torch.int64).to(self.lengths.device, non_blocking=True)
         users = None if self.users is None else self.users.index_select(0, index)
         return Prefix(self.lengths.index_select(1, index), self.num_contextual, users)
@@ -230,19 +228,20 @@ class Prefix:
         return Prefix(self.lengths.to(device, non_blocking=non_blocking), self.num_contextual, users)
 
     def append(self, events: SequenceLayout) -> "Prefix":
-        """Returns the prefix of the same rows with these events at the end of their histories."""
+        """Returns the prefix of the same rows with these events appended to their histories."""
         return Prefix(self.lengths + events.lengths.view_as(self.lengths), self.num_contextual, self.users)
 
 
 def _behind(old: SequenceLayout, new: SequenceLayout) -> Selection:
-    """Puts each sample of `new`, which has history tokens only, behind the same sample of `old`; the index
-    counts the rows of old and new, one after the other.
+    """Appends each sample of `new`, which has history tokens only, to the same sample of `old`.
+
+    The index of the selection counts the tokens of `old`, then those of `new`.
 
     Raises:
-        ValueError: the lengths of one layout are on a device only.
+        ValueError: the lengths of a layout are only on a device.
     """
     both = SequenceLayout(old.on_host().lengths + new.on_host().lengths, new.on_host().lengths)
-    # The new tokens are declared as targets, because a layout can assemble history and targets from blocks.
+    # Treat the new tokens as targets, because a layout can assemble history and targets from blocks.
     return Selection(_grown(old, new), both.to(old.device).assemble_index())
 
 

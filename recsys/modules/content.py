@@ -1,4 +1,4 @@
-"""`ContentEncoder`: the vector of an item, from its embeddings and numbers, for events and candidates."""
+"""`ContentEncoder`: encodes an item, in an event or as a candidate, from its embeddings and numbers."""
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,12 @@ from recsys.modules.precision import product_dtype
 class ContentEncoder(nn.Module):
     """Concatenates an item's features in the config's order and maps them to width E.
 
-    Events and candidates share the parameters, so that an item has the same vector on both sides. A learned
-    vector replaces a feature that one of the sides lacks.
+    Events and candidates share the parameters, so that an item has the same vector on both sides. Where a
+    side lacks a feature, a learned vector replaces it.
 
     Args:
-        config: the mapping to width E: one of `content_encoder`.
-        pipeline: resolved; its features of side HISTORY or CANDIDATE describe an item.
+        config: the mapping to width E, chosen in `content_encoder`.
+        pipeline: the resolved config; its features of side HISTORY or CANDIDATE describe an item.
 
     Raises:
         ValueError: no feature has one of these sides, or their width does not fit the mapping.
@@ -50,33 +50,33 @@ class ContentEncoder(nn.Module):
             side: `pb.HISTORY` or `pb.CANDIDATE`.
             inputs: column -> [count, width], numbers as [count, 1].
             count: number of events or candidates.
-            rows: the rows that they belong to; only `content_contextualized` reads it.
+            rows: the rows that the events or candidates belong to; only `content_contextualized` reads it.
 
         Returns:
-            [count, E], in the dtype of the last matrix product, if there is one.
+            [count, E], in the dtype of the last matrix product, if there is any.
         """
         parts = [
             self.missing[name].expand(count, -1) if name in self.missing else inputs[name]
             for name in self.slots[side]
         ]
-        if isinstance(self.project, MLP):  # cast as the first product would, but before the copy of cat
+        if isinstance(self.project, MLP):  # cast like the first product, but before cat copies
             parts = [part.to(product_dtype(part)) for part in parts]
         joined = torch.cat(parts, dim=1)
         contextualized = isinstance(self.project, ContextualizedMLP)
         return self.project(joined, rows) if contextualized else self.project(joined)
 
     def flops(self, items: int, rows: int) -> int:
-        """FLOP for n items of B rows; see `recsys.modules.flops`."""
+        """Counts the FLOP for `items` items of `rows` rows; see `recsys.modules.flops`."""
         if isinstance(self.project, ContextualizedMLP):
             return self.project.flops(items, rows)
         return linear_flops(self.project, items)
 
 
 class Slice(nn.Module):
-    """Keeps the first columns: [n, in_dim] -> [n, out_dim].
+    """Keeps the first `out_dim` columns: [n, in_dim] -> [n, out_dim].
 
     Raises:
-        ValueError: there are fewer than out_dim.
+        ValueError: there are fewer than `out_dim` columns.
     """
 
     def __init__(self, in_dim: int, out_dim: int):
@@ -89,7 +89,7 @@ class Slice(nn.Module):
         self.out_dim = out_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, in_dim] -> [n, out_dim]."""
+        """Maps [n, in_dim] to [n, out_dim]."""
         return x[:, : self.out_dim]
 
     def extra_repr(self) -> str:
@@ -100,7 +100,7 @@ class Pad(nn.Module):
     """Appends a learned vector, the same for all items, to the columns: [n, in_dim] -> [n, out_dim].
 
     Raises:
-        ValueError: there are more columns than out_dim.
+        ValueError: there are more than `out_dim` columns.
     """
 
     def __init__(self, in_dim: int, out_dim: int):
@@ -113,7 +113,7 @@ class Pad(nn.Module):
         self.filling = nn.Parameter(torch.zeros(out_dim - in_dim)) if in_dim < out_dim else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, in_dim] -> [n, out_dim]."""
+        """Maps [n, in_dim] to [n, out_dim]."""
         if self.filling is None:
             return x
         return torch.cat([x, self.filling.to(x.dtype).expand(x.shape[0], -1)], dim=1)

@@ -1,9 +1,9 @@
-"""`DistanceChannel`: weights of linear attention by how far apart tokens are, in time or in tokens.
+"""`DistanceChannel`: weighs tokens in linear attention by their distance, in seconds or in tokens.
 
-The weight of event j for token i is a learned function of their distance d, a sum of damped waves:
+The weight of event j for token i is a learned function of their distance d, a sum of damped waves
 `exp(-rate_p d) (a_p cos(2 pi d / p) + b_p sin(2 pi d / p))` over periods p. Since cos and sin of a difference
-are sums of products, it is a linear attention with clock readings for queries and keys, and nothing about the
-content of tokens enters. Source: the temporal and positional channels of FuXi-Linear, arXiv 2602.23671; here
+are sums of products, this is a linear attention whose queries and keys are clock readings; the content of
+tokens plays no part. Source: the temporal and positional channels of FuXi-Linear, arXiv 2602.23671; here
 positions are relative and each head has its own sum of waves.
 """
 
@@ -20,24 +20,24 @@ from recsys.modules.sequence import JaggedSequence
 from recsys.ops import SequenceLayout
 
 TIME_PERIODS = (60, 600, 3_600, 21_600, 86_400, 604_800, 2_592_000, 31_536_000)
-"""Seconds: a minute, ten minutes, an hour, six hours, a day, a week, thirty days, a year."""
+"""Periods in seconds: a minute, ten minutes, an hour, six hours, a day, a week, thirty days, a year."""
 
 POSITION_PERIODS = (2, 4, 8, 16, 64, 128, 256, 1_024)
-"""Tokens."""
+"""Periods in tokens."""
 
 STRONGEST_DECAY = 20.0
-"""No step multiplies a state by less than exp(-20), which float32 sums cannot tell from 0."""
+"""No step multiplies a state by less than exp(-20), which float32 sums cannot distinguish from 0."""
 
 
 class Clock(NamedTuple):
-    """Readings of one clock at each token, in float32 or wider.
+    """The readings of a clock at each token, in float32 or wider.
 
     Attributes:
-        keys: [T, 2 P], cos and sin of each period at the token; zeros for a token that is not to be read.
-        queries: [T, 2 P], cos and sin of each period at the moment that the token asks about.
-        turned: [T, 2 P], sin and -cos at that moment.
-        elapsed: [T, 1], distance from the token before to this one.
-        ahead: [T, 1], distance from this token to the moment that it asks about.
+        keys: [T, 2 P], cos and sin of each period at the token; zeros for a token that must not be read.
+        queries: [T, 2 P], cos and sin of each period at the moment of the token's query.
+        turned: [T, 2 P], sin and -cos of each period at that moment.
+        elapsed: [T, 1], distance from the previous token to this token.
+        ahead: [T, 1], distance from this token to the moment of its query.
     """
 
     keys: Tensor
@@ -48,7 +48,7 @@ class Clock(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Queries, keys and logarithms of decays, [T, H, 2 P] each."""
+    """Queries, keys and log decays of `linear_attention`, [T, H, 2 P] each."""
 
     queries: Tensor
     keys: Tensor
@@ -56,9 +56,9 @@ class Weights(NamedTuple):
 
 
 def time_clock(sequence: JaggedSequence, periods: Tensor) -> Clock:
-    """Reads the times of tokens in seconds: a token asks about the time of the next one.
+    """Reads the times of tokens in seconds; a token's query is the time of the next token.
 
-    Contextual tokens happen at no time, so nobody reads them, and their distances are 0.
+    Contextual tokens have no time, so no token reads them, and their distances are 0.
     """
     layout, times, wanted = sequence.layout, sequence.timestamps, sequence.next_timestamps
     is_contextual = layout.positions() < layout.num_contextual
@@ -69,7 +69,7 @@ def time_clock(sequence: JaggedSequence, periods: Tensor) -> Clock:
 
 
 def position_clock(sequence: JaggedSequence, periods: Tensor) -> Clock:
-    """Counts tokens; all targets stand at one place directly behind the history."""
+    """Reads positions in tokens; all targets have the same position, directly after the history."""
     layout = sequence.layout
     end = layout.history_end.index_select(0, layout.sample_ids())
     place = torch.minimum(layout.positions(), end)
@@ -78,7 +78,7 @@ def position_clock(sequence: JaggedSequence, periods: Tensor) -> Clock:
 
 
 def _row_before(layout: SequenceLayout) -> Tensor:
-    """Returns int64 [T], the row of the event in front of each event, and of the newest event for a target.
+    """Returns the row of the event before each event, and of the newest event for a target, int64 [T].
 
     The first event of a sample and a target without history get their own row.
     """
@@ -98,7 +98,7 @@ def _clock(
     ahead: Tensor,
     is_read: Tensor,
 ) -> Clock:
-    """Reads integer times; the remainder is exact, where float32 would round today's seconds to 128."""
+    """Reads integer times. Their remainders are exact, while float32 would round current times to 128 s."""
     real = torch.promote_types(values.dtype, torch.float32)
 
     def angle(times: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class DistanceChannel(nn.Module):
     def __init__(self, periods: Sequence[int], num_heads: int):
         super().__init__()
         self.num_periods = len(periods)
-        # A wave begins with half of its strength left after one period.
+        # Initially a wave decays to half of its strength within one period.
         slowest = torch.tensor([math.log(2) / period for period in periods])
         self.register_buffer("first_rate", slowest, persistent=False)
         self.log_rate = nn.Parameter(torch.zeros(len(periods)))
@@ -136,7 +136,7 @@ class DistanceChannel(nn.Module):
             nn.init.normal_(weight, std=len(periods) ** -0.5)
 
     def forward(self, clock: Clock) -> Weights:
-        """Returns the inputs of `linear_attention` that the clock decides."""
+        """Computes the inputs of `linear_attention` that depend on the clock."""
         rate = (self.first_rate * self.log_rate.exp()).repeat(2).to(clock.keys.dtype)
         even, odd = (weight.repeat(1, 2).to(clock.keys.dtype) for weight in (self.even, self.odd))
         left = (-rate * clock.ahead).clamp(min=-STRONGEST_DECAY).exp()

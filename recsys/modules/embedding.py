@@ -1,7 +1,7 @@
-"""`EmbeddingGroup`: all embedding tables of a model, looked up together as its first step.
+"""`EmbeddingGroup`: looks up all embedding tables of a model together, as its first step.
 
 TorchRec does the lookup, so that `training` can shard tables over ranks and overlap the exchange of ids with
-the previous step. TorchRec's pipeline traces a model's forward down to the collections; therefore
+the previous step. TorchRec's pipeline traces a model's forward pass down to the collections, so
 `EmbeddingGroup.forward` only calls modules and never reads values.
 """
 
@@ -19,12 +19,12 @@ from recsys.ops import segment_sum
 
 
 class EmbeddingGroup(nn.Module):
-    """The embedding tables of a pipeline.
+    """Holds and looks up the embedding tables of a pipeline.
 
     Attributes:
-        tables: an `EmbeddingCollection` for each width, since a collection has one width; keys such as
+        tables: an `EmbeddingCollection` for each width, since a collection has a single width; keys such as
             `dim_64`.
-        pool: reduces the looked-up rows of multi-valued columns to one vector a row, event or candidate.
+        pool: reduces the looked-up rows of multi-valued columns to one vector per row, event or candidate.
     """
 
     def __init__(self, pipeline: pb.Pipeline):
@@ -53,7 +53,7 @@ class EmbeddingGroup(nn.Module):
 
 
 class PoolValues(nn.Module):
-    """Sums or averages the vectors of multi-valued columns; other columns pass unchanged."""
+    """Sums or averages the vectors of multi-valued columns; other columns stay unchanged."""
 
     def __init__(self, pipeline: pb.Pipeline):
         super().__init__()
@@ -70,8 +70,8 @@ class PoolValues(nn.Module):
 
         Args:
             looked_up: the result of each collection.
-            value_counts: for each multi-valued column, int64 [n]: number of values of each row, event or
-                candidate.
+            value_counts: for each multi-valued column, the number of values of each row, event or candidate,
+                int64 [n].
         """
         vectors = {name: jagged.values() for group in looked_up for name, jagged in group.items()}
         for name, pooling in self.poolings.items():

@@ -1,7 +1,7 @@
-"""Floating point operations of a forward pass; the `flops` methods of mixers and models add them up.
+"""Counts floating-point operations of a forward pass, for the `flops` methods of mixers and models.
 
-The count has the multiplications and additions of matrix products over real tokens and visible pairs. It
-leaves out additional work of kernels (padding, masked pairs, recomputation), lookups, sums of embeddings,
+The count comprises the multiplications and additions of matrix products over real tokens and visible pairs.
+It leaves out additional work of kernels (padding, masked pairs, recomputation), lookups, sums of embeddings,
 norms and activations.
 """
 
@@ -17,7 +17,7 @@ def linear_flops(module: nn.Module, rows: int) -> int:
 
 
 def attention_flops(mask: AttentionMask, layout: SequenceLayout, width: int, tail: int | None = None) -> int:
-    """Returns the FLOP of one attention: <q, k> and p * v for every pair of tokens that see each other.
+    """Returns the FLOP of one attention: <q, k> and p * v for every visible pair of tokens.
 
     Args:
         width: heads x (width of a key + width of a value).

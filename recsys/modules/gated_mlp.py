@@ -1,7 +1,7 @@
-"""`ContextualizedMLP`: layers whose last one has weights computed for each row from its user's features.
+"""`ContextualizedMLP`: layers, the last of which has weights computed from the user features of each row.
 
 The content and action encoders pass it their inputs with a `RowContext`. It follows the parameterized content
-embedding of HSTU rankers; here the generated weights are a deviation from shared ones, and a rank bounds
+embedding of HSTU rankers. Here the generated weights are a deviation from shared weights, and a rank bounds
 their number.
 """
 
@@ -16,7 +16,7 @@ from recsys.modules.norm import LayerNorm
 from recsys.ops import SequenceLayout, gather_rows
 
 DEVIATION = 0.1
-"""Initial size of a row's deviation from the shared weights, relative to these."""
+"""Initial size of a row's deviation from the shared weights, relative to the shared weights."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class RowContext:
 
     Attributes:
         features: [B, C], the concatenated USER features of each row.
-        layout: distribution of the items over rows: B samples, n tokens.
+        layout: how the items are distributed over rows: B samples, n tokens.
     """
 
     features: Tensor
@@ -37,14 +37,13 @@ class ContextualizedMLP(nn.Module):
 
     [W_b, a_b] = G silu(LayerNorm(A c_b)), with c_b [C] the row's features, W_b [out_dim, R], a_b [out_dim]
     and R the width of z. A and G are linear layers with bias; G's bias holds the weights that all rows share.
-
-    It costs, in addition to the shared layers, 2 n R out_dim FLOP for the items, 2 B context_dim (R + 1)
+    In addition to the shared layers, this costs 2 n R out_dim FLOP for the items, 2 B context_dim (R + 1)
     out_dim FLOP for the weights, and memory for B matrices and for items padded to the longest row.
 
     Args:
-        config: widths.
+        config: the widths of the layers.
         in_dim: width of x.
-        context_dim: C.
+        context_dim: C, width of a row's features.
         out_dim: width of y.
 
     Raises:
@@ -73,7 +72,7 @@ class ContextualizedMLP(nn.Module):
         nn.init.normal_(self.generate.weight, std=DEVIATION * (hidden * in_dim) ** -0.5)
 
     def forward(self, x: Tensor, rows: RowContext) -> Tensor:
-        """Applies to each item the weights of its row.
+        """Applies the weights of its row to each item.
 
         Args:
             x: [n, in_dim].
@@ -85,7 +84,7 @@ class ContextualizedMLP(nn.Module):
         z = self.shared(x)
         generated = self.generate(self.compress(rows.features)).unflatten(1, (self.out_dim, self.in_dim + 1))
         layout = rows.layout
-        # Rows have different matrices, so they are multiplied as a batch, padded to one length.
+        # Each row has its own matrix, so rows are multiplied as a batch, padded to the same length.
         shape = (layout.batch_size, layout.max_len)
         index = layout.padded_index().index.flatten()
         place = layout.sample_ids() * layout.max_len + layout.positions()
@@ -94,6 +93,6 @@ class ContextualizedMLP(nn.Module):
         return gather_rows(products.flatten(0, 1), place, index)
 
     def flops(self, items: int, rows: int) -> int:
-        """FLOP of a forward pass over n items of B rows; see `recsys.modules.flops`."""
+        """Counts the FLOP for `items` items of `rows` rows; see `recsys.modules.flops`."""
         weights = linear_flops(self.compress, rows) + linear_flops(self.generate, rows)
         return linear_flops(self.shared, items) + weights + 2 * items * self.in_dim * self.out_dim

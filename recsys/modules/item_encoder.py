@@ -1,5 +1,6 @@
-"""`ItemEncoder`: the item tower of a retriever, from an item's features to the vector that queries are
-compared with. The tokens of a history come from the preprocessor and do not use it.
+"""`ItemEncoder`: the item tower of a retriever, which computes the vectors that queries are compared with.
+
+History tokens come from the preprocessor and do not use it.
 """
 
 from collections.abc import Mapping
@@ -14,15 +15,15 @@ from recsys.modules.mlp import build_mlp
 
 
 class ItemEncoder(nn.Module):
-    """Concatenates the item's own embedding and its features in the config's order and maps them to width E.
+    """Concatenates an item's id embedding and its features in the config's order and maps them to width E.
 
     Args:
-        config: inputs and layers.
-        pipeline: resolved; its features of side ITEM.
+        config: the inputs and layers.
+        pipeline: the resolved config, of which features of side ITEM are used.
 
     Raises:
-        ValueError: there is nothing to encode, or the own embedding has another width than E and is to be
-            added.
+        ValueError: there is nothing to encode, or the id embedding is to be added to the result but is not E
+            wide.
     """
 
     def __init__(self, config: pb.ItemEncoder, *, pipeline: pb.Pipeline):
@@ -43,7 +44,7 @@ class ItemEncoder(nn.Module):
             )
         self.layers = build_mlp(config.mlp, total, width)
         if config.residual:
-            # Before training an item is its own embedding.
+            # Before training, an item's vector is its id embedding.
             nn.init.zeros_(self.layers[-1].weight)
             nn.init.zeros_(self.layers[-1].bias)
 
@@ -51,13 +52,13 @@ class ItemEncoder(nn.Module):
         """Returns the vectors of n items, [n, E].
 
         Args:
-            embedding: [n, width], the items' own embeddings.
-            values: [n, width] by column of side ITEM; numbers are [n, 1].
+            embedding: [n, width], the items' id embeddings.
+            values: column of side ITEM -> [n, width]; numbers are [n, 1].
         """
         parts = [embedding] if self.joins_own else []
         vectors = self.layers(torch.cat([*parts, *(values[name] for name in self.names)], dim=1))
         return embedding + vectors if self.residual else vectors
 
     def flops(self, items: int) -> int:
-        """FLOP for n items; see `recsys.modules.flops`."""
+        """Counts the FLOP for `items` items; see `recsys.modules.flops`."""
         return linear_flops(self.layers, items)

@@ -1,13 +1,13 @@
-"""`LinearLayer`: linear attention with a gate and a feed-forward part, the layer that `LinearMixer` stacks.
+"""`LinearLayer`: the layer that `LinearMixer` stacks, linear attention with a gate and a feed-forward part.
 
 With n = norm(x) and u, v, q, k = silu(W n):
 
-    a = heads of [recurrence(q, k, v) | time channel(v) | position channel(v)], each head normalized by itself
+    a = heads of [recurrence(q, k, v) | time channel(v) | position channel(v)], each head normalized alone
     x = x + W_o dropout(u * a)
     x = x + W_3 dropout(silu(W_1 m) * W_2 m) with m = norm(x)
 
-Sources: the gate of HSTU (arXiv 2402.17152); channels that share v, and the second stage, of FuXi-alpha
-(arXiv 2502.03036); channels of linear cost of FuXi-Linear (arXiv 2602.23671).
+Sources: HSTU for the gate (arXiv 2402.17152); FuXi-alpha for channels that share v and for the second stage
+(arXiv 2502.03036); FuXi-Linear for channels of linear cost (arXiv 2602.23671).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from recsys.ops import SequenceLayout, gated_norm, linear_attention
 Form = Literal["retention", "gated", "delta"]
 
 SLOWEST = 10
-"""Rates of forgetting begin between 2^-SLOWEST and 1 a token, with exponents spread evenly over the heads."""
+"""Initial decay rates lie between 2^-SLOWEST and 1 per token; their exponents are spread over the heads."""
 
 
 class Recurrence(NamedTuple):
@@ -49,20 +49,20 @@ class Recurrence(NamedTuple):
 
 
 class LinearLayer(nn.Module):
-    """The parameters of a layer.
+    """Holds the parameters of a layer and computes it.
 
     Args:
         embedding_dim: E.
         num_heads: H.
         qk_dim: D, width of a query and key in each head.
         v_dim: V, width of a value in each head.
-        form: how a state forgets: "retention": at a learned rate in each head; "gated": as each token decides
-            for each channel; "delta": as each token decides for each head, and the token replaces the state's
-            answer to its key.
-        channels: periods of the clock of each further channel, by name.
+        form: how a state decays: "retention" at a learned rate per head; "gated" at a rate per channel that
+            each token computes; "delta" at a rate per head that each token computes, and the token also
+            replaces the state's answer to its key.
+        channels: for each further channel, by name, the periods of its clock.
         feed_forward_dim: hidden width of the second stage; 0 leaves it out.
-        dropout: probability before the output projections, in training.
-        backend: backend of `linear_attention`.
+        dropout: probability of dropout before the output projections, in training.
+        backend: the backend of `linear_attention`.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class LinearLayer(nn.Module):
         """Maps [T, E] to [T, E].
 
         Args:
-            x: tokens.
-            layout: their layout.
+            x: the tokens.
+            layout: layout of the tokens.
             clocks: a clock for each channel.
         """
         u, recurrences = self.project(x, clocks)
@@ -123,7 +123,7 @@ class LinearLayer(nn.Module):
 
         Returns:
             u before its activation, [T, channels x H x V], and the recurrences: one for the tokens' content,
-            and another for all other channels if there are any.
+            and one for all further channels if there are any.
         """
         u, v, q, k, gates = self.uvqk(self.input_norm(x)).split(self.widths, dim=1)
         v, q, k = (F.silu(part).unflatten(1, (self.num_heads, -1)) for part in (v, q, k))
@@ -140,7 +140,7 @@ class LinearLayer(nn.Module):
 
         Args:
             x: the layer's input, [T, E].
-            u: from `project`.
+            u: the result of `project`.
             attended: outputs of the recurrences side by side, [T, channels x H, V].
         """
         gated = gated_norm(
@@ -160,7 +160,8 @@ class LinearLayer(nn.Module):
     def flops(self, num_tokens: int) -> int:
         """Counts the FLOP for T tokens; see `recsys.modules.flops`.
 
-        Each head adds a token to its state and answers the query, with the delta rule also the key.
+        Each head adds a token to its state and answers the query; with the delta rule, it also answers the
+        key.
         """
         content = (6 if self.form == "delta" else 4) * self.qk_dim
         waves = sum(4 * 2 * channel.num_periods for channel in self.channels.values())
@@ -168,7 +169,7 @@ class LinearLayer(nn.Module):
         return linear_flops(self, num_tokens) + states
 
     def _by_content(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Recurrence:
-        """Returns the recurrence of the form. A gate of 0 forgets at the head's own rate."""
+        """Returns the recurrence over the tokens' content. A gate of 0 decays at the head's learned rate."""
         real = torch.promote_types(v.dtype, torch.float32)
         rate = (self.first_rate * self.log_rate.exp()).to(real)
         gates = gates.to(real)
@@ -183,7 +184,7 @@ class LinearLayer(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """W_3 dropout(silu(W_1 m) * W_2 m) with m = norm(x), [T, E] -> [T, E]."""
+    """Computes W_3 dropout(silu(W_1 m) * W_2 m) with m = norm(x), [T, E] -> [T, E]."""
 
     def __init__(self, embedding_dim: int, hidden: int, dropout: float):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Declarations of the mixers about their messages, for configs that are resolved and checked without torch.
+"""Declares what configs must know about mixers, so that they can be resolved and checked without torch.
 
-The classes themselves are in `modules/mixers`. A mixer from another package can declare itself in the module
-of its class, at the price that checking a config with it imports torch.
+The mixers themselves are in `modules/mixers`. A mixer of another package can declare itself in the module of
+its class; checking a config with it then imports torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,10 +14,10 @@ from recsys.config.registry import declare
 from recsys.config.textproto import did_you_mean
 
 BACKENDS = ("auto", "sm90", "triton", "reference")
-"""Attention backends that an `HstuMixer` may name."""
+"""Attention backends that a config of `HstuMixer` may name."""
 
 LINEAR_BACKENDS = ("auto", "triton", "reference")
-"""Backends that a `LinearMixer` may name."""
+"""Attention backends that a config of `LinearMixer` may name."""
 
 limit(
     pb.HstuMixer,
@@ -64,11 +64,11 @@ class HstuDeclaration(MixerDeclaration):
 
     @property
     def reads_times(self) -> bool:
-        """In a bias with time buckets."""
+        """Whether the mixer has a bias with time buckets."""
         return self.config.HasField("bias") and self.config.bias.num_time_buckets > 0
 
     def choices(self) -> Iterator[Choice]:
-        """The width of values, the divisor of attention weights and the positions of the bias tables."""
+        """Derives the width of values, the divisor of attention weights and the size of the bias tables."""
         config, path, model = self.config, self.path, self.model
         if config.HasField("qk_dim"):
             yield Choice(config, path, "v_dim", config.qk_dim, f"{path}.qk_dim")
@@ -79,7 +79,7 @@ class HstuDeclaration(MixerDeclaration):
                 yield Choice(config.bias, f"{path}.bias", "num_positions", length, origin)
 
     def findings(self) -> Iterator[Finding]:
-        """Rules of the backend and of compiled layers."""
+        """Checks the backend, and that compiled layers do not recompute."""
         config = self.config
         yield from _unknown_backend(self, BACKENDS)
         if config.compile:
@@ -94,12 +94,12 @@ class SasRecDeclaration(MixerDeclaration):
     """Declares `SasRecMixer`."""
 
     def choices(self) -> Iterator[Choice]:
-        """The width of the feed-forward layers."""
+        """Derives the width of the feed-forward layers."""
         width = self.model.embedding_dim
         yield Choice(self.config, self.path, "feed_forward_dim", width, "model.embedding_dim")
 
     def findings(self) -> Iterator[Finding]:
-        """Heads must divide the width of a token."""
+        """Checks that the number of heads divides the width of a token."""
         width, heads = self.model.embedding_dim, self.config.num_heads
         if heads > 0 and width % heads:
             what = f"{heads} does not divide model.embedding_dim, which is {width}"
@@ -112,11 +112,11 @@ class LinearDeclaration(MixerDeclaration):
 
     @property
     def reads_times(self) -> bool:
-        """In the time channel."""
+        """Whether the mixer has a time channel."""
         return self.config.time_channel
 
     def choices(self) -> Iterator[Choice]:
-        """The width of values and of the feed-forward layers."""
+        """Derives the width of values and of the feed-forward layers."""
         config, path = self.config, self.path
         if config.HasField("qk_dim"):
             yield Choice(config, path, "v_dim", config.qk_dim, f"{path}.qk_dim")
@@ -124,7 +124,7 @@ class LinearDeclaration(MixerDeclaration):
         yield Choice(config, path, "feed_forward_dim", width, "model.embedding_dim")
 
     def findings(self) -> Iterator[Finding]:
-        """Rules of the backend."""
+        """Checks the backend."""
         yield from _unknown_backend(self, LINEAR_BACKENDS)
 
 
@@ -134,16 +134,16 @@ class HybridDeclaration(MixerDeclaration):
 
     @property
     def reads_times(self) -> bool:
-        """In any of the mixers."""
+        """Whether any of the mixers reads times."""
         return any(mixer.reads_times for mixer in self._mixers())
 
     def choices(self) -> Iterator[Choice]:
-        """The choices of each mixer."""
+        """Yields the choices of each mixer."""
         for mixer in self._mixers():
             yield from mixer.choices()
 
     def findings(self) -> Iterator[Finding]:
-        """The findings of each mixer; a mixture cannot be one of them."""
+        """Yields the findings of each mixer, none of which may be a mixture."""
         for mixer in self._mixers():
             if isinstance(mixer.config, pb.MixtureMixer):
                 what = "a mixture takes several sequences and leaves targets alone; use it by itself"
@@ -166,12 +166,12 @@ class MixtureDeclaration(MixerDeclaration):
     keeps_cache = True
 
     def choices(self) -> Iterator[Choice]:
-        """The choices of each stack."""
+        """Yields the choices of each stack."""
         for stack in self._stacks():
             yield from stack.choices()
 
     def findings(self) -> Iterator[Finding]:
-        """The findings of each stack; the model around the mixture compares stacks with channels."""
+        """Yields the findings of each stack. The model's declaration compares stacks with channels."""
         for stack in self._stacks():
             yield from stack.findings()
 
@@ -183,7 +183,7 @@ class MixtureDeclaration(MixerDeclaration):
 
 
 def _unknown_backend(mixer: MixerDeclaration, backends: Sequence[str]) -> Iterator[Finding]:
-    """Finds a backend that the mixer's op does not have."""
+    """Yields a finding if the mixer's op does not have the backend that the config names."""
     name = mixer.config.backend
     if name not in backends:
         what = f"no backend is called {name!r}. {did_you_mean(name, backends)}"

@@ -1,6 +1,6 @@
 """`MLP`: a stack of linear layers with SiLU between them, as `pb.Mlp` describes it.
 
-Heads, the content and action encoders and contextual tokens use it.
+It is used by heads, by the content and action encoders and for contextual tokens.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from recsys.modules.norm import LayerNorm
 
 
 class MLP(nn.Sequential):
-    """[..., in_dim] -> [..., out_dim]: linear, layer norm, SiLU, dropout for each hidden width, then linear.
+    """Maps [..., in_dim] to [..., out_dim]: linear, norm, SiLU, dropout per hidden width, then linear.
 
     Args:
         in_dim: width of the input.
-        hidden: widths of the layers before the last; empty makes the stack one linear layer.
+        hidden: widths of the layers before the last; if empty, the MLP is a single linear layer.
         out_dim: width of the output, which has neither norm nor activation.
-        layer_norm: normalize before each activation.
-        dropout: probability behind each activation in training.
+        layer_norm: whether to apply a layer norm before each activation.
+        dropout: probability of dropout after each activation, in training.
     """
 
     def __init__(
@@ -44,5 +44,5 @@ class MLP(nn.Sequential):
 
 
 def build_mlp(config: pb.Mlp, in_dim: int, out_dim: int) -> MLP:
-    """Builds the stack that a message describes."""
+    """Builds the MLP that a message describes."""
     return MLP(in_dim, config.hidden, out_dim, layer_norm=config.layer_norm, dropout=config.dropout)

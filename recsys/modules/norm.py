@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 
 class LayerNorm(nn.LayerNorm):
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
+    """Computes (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension.
 
     Args:
         dim: size of the last dimension.
@@ -21,17 +21,17 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(dim, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., dim] -> [..., dim] of the same dtype."""
+        """Maps [..., dim] to [..., dim] of the same dtype."""
         wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
         return F.layer_norm(wide, self.normalized_shape, self.weight, self.bias, self.eps).to(x.dtype)
 
 
 class HeadNorm(nn.Module):
-    """Group norm of attention outputs: each token's heads are normalized one by one, then scaled and shifted.
+    """Group norm of attention outputs: normalizes each head of a token alone, then scales and shifts.
 
     Args:
         num_heads: H.
-        head_dim: V, width of a head; statistics are taken over it.
+        head_dim: V, width of a head, over which statistics are taken.
         eps: added to the (biased) variance.
     """
 
@@ -44,7 +44,7 @@ class HeadNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(num_heads * head_dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H * V] -> [T, H * V] of the same dtype."""
+        """Maps [T, H * V] to [T, H * V] of the same dtype."""
         wide = x.to(torch.promote_types(x.dtype, self.weight.dtype))
         heads = wide.unflatten(-1, (self.num_heads, self.head_dim))
         normed = F.layer_norm(heads, (self.head_dim,), eps=self.eps).flatten(-2)

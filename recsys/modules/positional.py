@@ -12,16 +12,16 @@ from recsys.ops.runtime import triton_support
 
 
 class PositionalEncoder(nn.Module):
-    """x * sqrt(E) + position[p] + time[b].
+    """Computes x * sqrt(E) + position[p] + time[b] for each token.
 
-    Position p in a sample with C contextual tokens: a contextual token keeps its index 0..C-1. With origin
-    END all targets have position C and history counts backward from there, so its newest token is C + 1; with
-    START history continues from C on and all targets share the position behind its newest token. Positions
-    count tokens, so the two tokens of an interleaved event are neighbors. Positions past the table share its
-    last row.
+    In a sample with C contextual tokens, the position p of a contextual token is its index, 0 to C - 1. With
+    origin END, all targets have position C, and history counts backward from there, so its newest token has C
+    + 1. With origin START, history continues from C on, and all targets share the position after its newest
+    token. Positions count tokens, so the two tokens of an interleaved event have consecutive positions.
+    Positions past the table share its last row.
 
-    Time bucket: `b = clamp(floor(f(age / unit)), 0, K - 1)`, where age is the request time minus the token's
-    time in seconds and f the square root or the logarithm; contextual tokens share row K.
+    The time bucket is `b = clamp(floor(f(age / unit)), 0, K - 1)`, where age is the request time minus the
+    token's time in seconds, and f is the square root or the logarithm. Contextual tokens share row K.
 
     Args:
         config: tables and scale.
@@ -52,8 +52,9 @@ class PositionalEncoder(nn.Module):
             values: [T, E].
             layout: layout of the tokens.
             timestamps: int64 [T], seconds.
-            request_times: int64 [T], seconds; the time of the token's request.
-            behind: contextual and history tokens in front of these, if they are encoded elsewhere.
+            request_times: int64 [T], seconds; the time of each token's request.
+            behind: the contextual and history tokens that precede these tokens, if they were encoded
+                separately.
 
         Returns:
             [T, E].
@@ -71,10 +72,10 @@ class PositionalEncoder(nn.Module):
         return bucket_embedding(values, tables, buckets, scale=self.scale)
 
     def require_extendable(self) -> None:
-        """Checks that a token keeps its position and age when more events happen.
+        """Checks that a token keeps its position and age when more events are added.
 
         Raises:
-            ValueError: naming the setting.
+            ValueError: names the setting that prevents it.
         """
         instead = "encode the whole history"
         if not self.from_start:
@@ -101,8 +102,10 @@ class PositionalEncoder(nn.Module):
         )
 
     def _buckets_of_targets(self, layout: SequenceLayout, behind: Prefix) -> list[Tensor]:
-        """Computes `positions` and `time_buckets` of targets alone: with origin END all have the same
-        position, and their age is 0."""
+        """Computes `positions` and `time_buckets` of targets alone.
+
+        The age of a target is 0, and with origin END all targets have the same position.
+        """
         zeros = torch.zeros(layout.total_len, dtype=torch.int64, device=layout.device)
         last = self.position.num_embeddings - 1
         if self.from_start:
@@ -135,7 +138,7 @@ class PositionalEncoder(nn.Module):
 
 
 def _only_targets(layout: SequenceLayout) -> bool:
-    """Tells whether a layout has nothing but targets; False if a compiler only knows sizes by name."""
+    """Returns whether a layout has targets only; False in a compiler, where sizes are symbolic."""
     return not torch.compiler.is_compiling() and layout.total_targets == layout.total_len
 
 

@@ -1,4 +1,4 @@
-"""The dtype of matrix products."""
+"""Determines the dtype of matrix products."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,7 @@
-"""Less memory for more work: intermediate results that the backward pass computes again.
+"""Saves memory by recomputing intermediate results in the backward pass.
 
 `torch.utils.checkpoint` drops the tensors that are saved inside a function. `rebuilt_in_backward` drops
-tensors wherever they are saved, so that a step between two dropped ones (attention) need not run again.
+tensors wherever they are saved, so that a step between two dropped tensors (attention) need not run again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,22 +14,22 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 Watch = Callable[[Sequence[Tensor]], None]
-"""Names tensors that autograd must not keep from now on, in the order in which they are rebuilt."""
+"""Registers tensors that autograd must not keep from now on, in the order in which they are rebuilt."""
 
 
 @contextmanager
 def rebuilt_in_backward(make: Callable[[], Sequence[Tensor]], device_type: str) -> Iterator[Watch]:
-    """While active, autograd keeps no watched tensor and no view of one: backward calls `make` instead.
+    """Keeps autograd from saving watched tensors and views of them; backward calls `make` instead.
 
-    `make` runs once for all of them, without gradients and in the present autocast state, and its result is
-    freed with the last node of the graph that needs it. It must repeat the watched tensors bit by bit.
+    `make` runs once for all of them, without gradients and in the current autocast state. Its result is freed
+    with the last graph node that needs it. It must reproduce the watched tensors bit by bit.
 
     Args:
         make: returns the watched tensors, in the same order and memory layout.
         device_type: device of the tensors, whose autocast state is used.
     """
     recipe = _Recipe(make, _autocast_as_now(device_type))
-    # The references are strong: a storage freed in here could pass its address on to another tensor.
+    # Keep strong references: if a storage were freed here, another tensor could get its address.
     watched: dict[int, tuple[int, Tensor]] = {}
 
     def watch(tensors: Sequence[Tensor]) -> None:
@@ -39,7 +39,7 @@ def rebuilt_in_backward(make: Callable[[], Sequence[Tensor]], device_type: str) 
     def pack(tensor: Tensor) -> "Tensor | _View":
         number, original = watched.get(tensor.untyped_storage()._cdata, (0, None))
         if original is None or original.dtype != tensor.dtype:
-            # Detached, because a node that kept its own output with its history would keep itself alive.
+            # Detach, because a node that saves its own output with its history would keep itself alive.
             return tensor.detach()
         return _View(recipe, number, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
@@ -54,7 +54,7 @@ def rebuilt_in_backward(make: Callable[[], Sequence[Tensor]], device_type: str) 
 
 
 class _Recipe:
-    """A function that makes tensors again, and its result after the first request."""
+    """A function that recomputes tensors, with its result after the first request."""
 
     def __init__(self, make: Callable[[], Sequence[Tensor]], context: Callable[[], AbstractContextManager]):
         self.make = make

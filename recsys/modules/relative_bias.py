@@ -13,7 +13,7 @@ class RelativeBiasTables(nn.Module):
     Args:
         num_positions: P, rows of the position table.
         num_time_buckets: K, rows of the time table; 0 for a bias without time.
-        num_heads: a row of tables for each head; None shares one row over heads.
+        num_heads: number of heads, each with its own tables; None shares the tables among heads.
     """
 
     def __init__(self, num_positions: int, num_time_buckets: int, num_heads: int | None = None):
@@ -28,5 +28,5 @@ class RelativeBiasTables(nn.Module):
             self.register_buffer("time", torch.zeros(*rows, 1), persistent=False)
 
     def forward(self, sequence: JaggedSequence) -> RelativeBias:
-        """Combines the tables with the times of a batch."""
+        """Returns the bias of a batch: the tables with the batch's times."""
         return RelativeBias(self.position, self.time, sequence.timestamps, sequence.next_timestamps)

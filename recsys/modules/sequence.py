@@ -15,11 +15,11 @@ class JaggedSequence:
 
     Attributes:
         values: [T, E].
-        layout: positions of each sample's contextual, history and target tokens.
+        layout: layout of each sample's contextual, history and target tokens.
         timestamps: int64 [T], seconds; a contextual token has the request time of its row.
-        next_timestamps: int64 [T], seconds: the time of the token after this one. It is the time of the
-            next event for an event, the request time for the last event and for contextual tokens, and a
-            target's own time for a target.
+        next_timestamps: int64 [T], seconds; the time of the next token. For an event it is the time of the
+            next event, for the last event and contextual tokens the request time, and for a target its own
+            time.
     """
 
     values: Tensor
@@ -34,26 +34,26 @@ class JaggedSequence:
     def truncate(self, tail_len: int) -> "JaggedSequence":
         """Keeps contextual tokens, the newest `tail_len` history tokens and all targets, with their times.
 
-        The token after a kept one is kept too, so `next_timestamps` stay true.
+        A token that follows a kept token is kept too, so `next_timestamps` stay valid.
         """
         return self.take(self.layout.truncate(tail_len))
 
     def take(self, selection: Selection, values: Tensor | None = None) -> "JaggedSequence":
-        """Selects tokens with their times; `values` are the selected tokens' values, if they are known."""
+        """Selects tokens with their times; `values` are the selected tokens' values, if already known."""
         layout, index = selection
         values = gather_rows(self.values, index) if values is None else values
         times = [gather_rows(column, index) for column in (self.timestamps, self.next_timestamps)]
         return JaggedSequence(values, layout, *times)
 
     def split(self) -> list["JaggedSequence"]:
-        """Splits joined sequences into those of `layout.parts`."""
+        """Splits a joined sequence into the sequences of `layout.parts`."""
         sizes = [part.total_len for part in self.layout.parts]
         columns = (self.values, self.timestamps, self.next_timestamps)
         values, timestamps, next_timestamps = (column.split(sizes) for column in columns)
         return list(map(JaggedSequence, values, self.layout.parts, timestamps, next_timestamps))
 
     def targets(self) -> Tensor:
-        """Returns the target tokens of all samples in the order of the candidates, [N, E]."""
+        """Returns the target tokens [N, E] of all samples, in the order of the candidates."""
         return gather_rows(self.values, self.layout.targets_only().index)
 
     def target_times(self) -> Tensor:
@@ -61,7 +61,7 @@ class JaggedSequence:
         return gather_rows(self.next_timestamps, self.layout.targets_only().index)
 
     def history(self) -> Tensor:
-        """Returns the history tokens of all samples in the order of the events, [U, E]."""
+        """Returns the history tokens [U, E] of all samples, in the order of the events."""
         return gather_rows(self.values, self.layout.history_only().index)
 
     def history_times(self) -> Tensor:
@@ -83,8 +83,8 @@ def following(values: Tensor, lengths: Tensor, last: Tensor) -> Tensor:
     """Returns the successor of each entry of a jagged list, [n].
 
     Args:
-        values: [n], entries of B lists one after the other.
-        lengths: int64 [B], adding up to n.
+        values: [n], entries of B lists, one list after another.
+        lengths: int64 [B], lengths of the lists, which add up to n.
         last: [B], the successor of the last entry of each list.
     """
     count = values.shape[0]

@@ -7,13 +7,13 @@ from recsys.ops import SequenceLayout
 
 
 class StochasticDepth(nn.Module):
-    """The factor of a layer's residual branch: 0 for samples that skip the layer, 1 / (1 - p) for the others.
+    """Draws the factor of a layer's residual branch: 0 for samples that skip the layer, else 1 / (1 - p).
 
-    The expected factor equals that of evaluation, 1. Source: Huang et al., arXiv 1603.09382, with the scaling
-    moved from evaluation to training.
+    The expected factor is 1, the factor in evaluation. Source: Huang et al., arXiv 1603.09382, with the
+    scaling moved from evaluation to training.
 
     Args:
-        probability: p, at least 0 and below 1, with which a sample skips the layer.
+        probability: p, the probability that a sample skips the layer, at least 0 and below 1.
     """
 
     def __init__(self, probability: float):
@@ -21,7 +21,7 @@ class StochasticDepth(nn.Module):
         self.probability = probability
 
     def forward(self, layout: SequenceLayout) -> Tensor | None:
-        """Draws float32 [T, 1], equal for all tokens of a sample; None if the factor is 1 for all."""
+        """Draws factors, float32 [T, 1], equal for all tokens of a sample; None if all factors are 1."""
         if not self.training or self.probability == 0:
             return None
         drawn = torch.rand(layout.batch_size, device=layout.device)
@@ -33,5 +33,5 @@ class StochasticDepth(nn.Module):
 
 
 def linear_schedule(probability: float, num_layers: int) -> list[float]:
-    """Returns the probabilities of layers 1 to n, which grow in equal steps up to `probability`."""
+    """Returns the probabilities of layers 1 to `num_layers`, which grow in equal steps to `probability`."""
     return [probability * number / num_layers for number in range(1, num_layers + 1)]

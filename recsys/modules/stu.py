@@ -24,10 +24,11 @@ class STUConfig:
     """The choice among the published variants of the layer.
 
     Attributes:
-        activation: "u": only u passes through SiLU (production form); "uvqk": all four do (research form).
-        norm: norm of attention's output: "layer": over H * V; "group": over each head by itself.
-        gate: input of the output projection: "ugn": u * norm(a), with an output bias (research form);
-            "concat": [u, a, u * norm(a)] (production form).
+        activation: "u" applies SiLU to u only (production form); "uvqk" applies it to all four (research
+            form).
+        norm: norm of attention's output: "layer" normalizes over H * V, "group" over each head separately.
+        gate: input of the output projection: "ugn" is u * norm(a), with an output bias (research form);
+            "concat" is [u, a, u * norm(a)] (production form).
     """
 
     activation: Literal["u", "uvqk"] = "u"
@@ -36,11 +37,11 @@ class STUConfig:
 
 
 class STULayer(nn.Module):
-    """The parameters of a layer, and the choice of its execution path.
+    """Holds the parameters of a layer and chooses its execution path.
 
-    `stu_node` runs a layer as one autograd node if kernels exist for all of it; otherwise `FusedPath` runs it
-    by fused ops on a GPU, and `EagerPath` by PyTorch's operations anywhere. Their results are equal up to
-    rounding.
+    `stu_node` runs a layer as one autograd node if kernels exist for all of its ops. Otherwise `FusedPath`
+    runs it by fused ops on a GPU, or `EagerPath` by PyTorch's operations on any device. Their results are
+    equal up to rounding.
 
     Args:
         embedding_dim: E.
@@ -48,23 +49,23 @@ class STULayer(nn.Module):
         qk_dim: D, width of a query and key in each head.
         v_dim: V, width of a value in each head.
         config: activation, norm and gate.
-        dropout: probability before the output projection, in training.
-        recompute: tensors that backward computes again, from x and attention's output a, instead of keeping
+        dropout: probability of dropout before the output projection, in training.
+        recompute: tensors that backward computes again from x and attention's output a instead of keeping
             them: "normed_x" (norm(x)), "uvqk" (the projection, before and after its activation), "gated"
-            (norm(a), gate and dropout). Attention itself never runs again, and gradients are the same, up to
-            rounding for "gated" on a GPU. A traced graph ignores it: compilers decide for themselves.
-        compiled: whether `torch.compile` fuses the operations in front of attention, even if ops could
-            compute them. One graph serves all layers of equal config and all numbers of tokens.
+            (norm(a), gate and dropout). Attention itself never runs again. Gradients are the same, except for
+            rounding with "gated" on a GPU. Traced graphs ignore it, since compilers decide for themselves.
+        compiled: whether `torch.compile` fuses the operations before attention, even if ops could compute
+            them. One graph serves all layers of equal config and all numbers of tokens.
 
     Attributes:
         widths: widths of u, v, q and k in the joined projection.
 
     Raises:
-        ValueError: `compiled` with "normed_x" or "uvqk" in `recompute`.
+        ValueError: `compiled` is combined with "normed_x" or "uvqk" in `recompute`.
     """
 
     fused: bool | None = None
-    """Forces or forbids the fused ops, for tests; None takes them on a GPU."""
+    """Forces or forbids the fused ops, for tests; None uses them on a GPU."""
 
     def __init__(
         self,
@@ -109,14 +110,14 @@ class STULayer(nn.Module):
         return self._path(x).forward(x, attend, scale)
 
     def forward_rows(self, x: Tensor, index: Tensor, attend: Attend, scale: Tensor | None = None) -> Tensor:
-        """Computes the rows `index` of `forward`, [S, E], when the other rows are not read.
+        """Computes only the rows `index` of `forward`, [S, E].
 
-        u, q and everything behind attention are computed for these rows alone, k and v for all.
+        u, q and everything after attention are computed for these rows only, k and v for all rows.
 
         Args:
             x: [T, E].
             index: int64 [S], rows of x, all different.
-            attend: attention of T tokens; the other rows have a q of zeros, and their results are not read.
+            attend: attention over T tokens; the other rows have a q of zeros, and their results are not read.
             scale: [S, 1], see `forward`.
         """
         if scale is None and (plan := self._node_plan(x, attend)) is not None:
@@ -124,13 +125,11 @@ class STULayer(nn.Module):
         return self._path(x).forward_rows(x, index, attend, scale)
 
     def can_skip_rows(self) -> bool:
-        """Returns False if the layer is compiled or recomputes its norm or projection, which `forward_rows`
-        cannot do.
-        """
+        """Whether `forward_rows` can run: not if the layer is compiled or recomputes norm or projection."""
         return not self.compiled and not {"normed_x", "uvqk"} & set(self.recomputed())
 
     def project(self, x: Tensor) -> Projected:
-        """Runs the first half of `forward`, for layers that share one attention; backward keeps it all."""
+        """Runs the first half of `forward`, for layers that share one attention; nothing is recomputed."""
         return self._path(x).project(x)
 
     def keys_and_values(self, x: Tensor) -> KeysValues:
@@ -138,11 +137,11 @@ class STULayer(nn.Module):
         return self._path(x).keys_and_values(x)
 
     def finish(self, x: Tensor, u: Tensor, attended: Tensor, scale: Tensor | None = None) -> Tensor:
-        """Runs the second half of `forward`: [T, E] from `project`'s result and attention's [T, H, V]."""
+        """Runs the second half of `forward`: returns [T, E] from u of `project` and attention's [T, H, V]."""
         return self._path(x).finish(x, u, attended, scale)
 
     def recomputed(self) -> Collection[str]:
-        """Returns `recompute` in eager training, and nothing otherwise."""
+        """Returns `recompute` in eager training, else an empty collection."""
         eager_training = torch.is_grad_enabled() and not torch.compiler.is_compiling()
         return self.recompute if eager_training else ()
 
@@ -155,7 +154,7 @@ class STULayer(nn.Module):
         return self.fused
 
     def _node_plan(self, x: Tensor, attend: Attend) -> stu_node.Plan | None:
-        """Returns a plan for one node, unless backward recomputes tensors inside of it or it does not pay."""
+        """Returns a plan for one node; None if backward recomputes tensors inside it or it is not faster."""
         recorded = torch.is_grad_enabled() and self._is_fused(x)
         if not recorded or self.recompute & {"uvqk", "gated"} or x.numel() > stu_node.MOST_ENTRIES:
             return None

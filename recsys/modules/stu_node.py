@@ -1,8 +1,8 @@
-"""An STU layer as one autograd node, if this package has kernels for all of its ops.
+"""Runs an STU layer as one autograd node, if this package has kernels for all of its ops.
 
-The node runs the ops' own autograd functions one after the other, so it computes the same numbers. PyTorch's
-work around a node then happens once a layer instead of for four functions and six views, which is a third of
-the host's time for a layer's forward pass.
+The node runs the ops' own autograd functions one after another, so its results are the same. PyTorch's
+overhead of a node then arises once per layer instead of for four functions and six views, where it makes up a
+third of the host's time for a layer's forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,28 +30,31 @@ from recsys.ops.runtime.dispatch import Op
 from recsys.ops.runtime.saved_function import SavedCalls
 
 LINEAR = "recsys.ops.runtime.column_sums"
-"""The module of `LinearAdd`; it needs Triton."""
+"""The module that defines `LinearAdd`; it needs Triton."""
 
 triton_support.preload(LINEAR)
 
 MOST_ENTRIES = 10**8
-"""One node is used for up to this many elements of a layer's input. Above it the GPU, not Python, is the
-bottleneck, and separate nodes free their saved tensors earlier (experiments/2026-11-22-gpu-stu)."""
+"""Use one node for up to this many elements of a layer's input.
+
+Above it the GPU, not Python, is the bottleneck, and separate nodes free their saved tensors earlier
+(experiments/2026-11-22-gpu-stu).
+"""
 
 
 class Shape(NamedTuple):
-    """The numbers that, in addition to its tensors, determine the result of a layer.
+    """The settings that, together with its tensors, determine the result of a layer.
 
     Attributes:
         num_heads, qk_dim, v_dim: H, D and V.
         dtype: dtype of the matrix products.
         eps: added to the variance of the first norm.
-        keep_normed: whether norm(x) is kept for backward or computed again.
+        keep_normed: whether norm(x) is kept for backward rather than computed again.
         num_groups: groups of the second norm.
         gate_eps: added to the variance of the second norm.
-        concat: whether the output projection reads [u, a, u * norm(a)] or u * norm(a).
-        dropout: probability in training, 0 in evaluation.
-        all_silu: whether u, v, q and k pass through SiLU, or u alone.
+        concat: whether the output projection reads [u, a, u * norm(a)] rather than u * norm(a).
+        dropout: probability of dropout in training, 0 in evaluation.
+        all_silu: whether u, v, q and k all pass through SiLU, rather than u alone.
     """
 
     num_heads: int
@@ -68,13 +71,13 @@ class Shape(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, int, int, int]:
-        """Widths of u, v, q and k."""
+        """The widths of u, v, q and k."""
         values, keys = self.num_heads * self.v_dim, self.num_heads * self.qk_dim
         return values, values, keys, keys
 
 
 def shape_of(layer: Any, x: Tensor) -> Shape:
-    """Describes what an `STULayer` computes for x; a layer keeps the result."""
+    """Describes what an `STULayer` computes for x; the layer caches the result."""
     dropout = layer.dropout.p if layer.training else 0.0
     key = (product_dtype(x), "normed_x" not in layer.recompute, dropout)
     if key not in layer.node_shapes:
@@ -96,7 +99,7 @@ def shape_of(layer: Any, x: Tensor) -> Shape:
 
 
 class Plan(NamedTuple):
-    """The computation of a layer: its numbers, its attention, and the modules with the kernels of each op."""
+    """The computation of a layer: its settings, its attention, and the modules with its ops' kernels."""
 
     shape: Shape
     problem: Problem
@@ -107,11 +110,13 @@ class Plan(NamedTuple):
 
 
 def plan_of(x: Tensor, shape: Shape, attend: Callable[..., Tensor]) -> Plan | None:
-    """Plans one node for x. Returns None if some op has no kernels with an autograd function, or if `attend`
-    is not the `attend` of `hstu_attention` with `problem` and `backend` by name.
+    """Plans one node for x, or returns None if that is not possible.
+
+    It is not possible if some op has no kernels with an autograd function, or if `attend` is not the `attend`
+    of `hstu_attention` with `problem` and `backend` passed by name.
 
     Raises:
-        TypeError, ValueError: numbers of the attention.
+        TypeError, ValueError: the settings of the attention are invalid.
     """
     if not isinstance(attend, partial) or attend.func is not hstu_attend or attend.args:
         return None
@@ -120,7 +125,7 @@ def plan_of(x: Tensor, shape: Shape, attend: Callable[..., Tensor]) -> Plan | No
         return None
     facts = _facts_of(x.device.type, x.dtype, x.shape[1], shape, problem.mask, problem.deterministic)
     backends = ("auto", backend, "auto", "auto")
-    modules = [_kernels(op, known, name) for (op, known), name in zip(facts, backends, strict=True)]
+    modules = [_kernels(op, op_facts, name) for (op, op_facts), name in zip(facts, backends, strict=True)]
     if None in modules:
         return None
     check_number("scale_len", problem.scale_len, positive=True)
@@ -132,7 +137,7 @@ def plan_of(x: Tensor, shape: Shape, attend: Callable[..., Tensor]) -> Plan | No
 def _facts_of(
     device: str, dtype: torch.dtype, width: int, shape: Shape, mask: AttentionMask, deterministic: bool
 ) -> tuple[tuple[Op, Any], ...]:
-    """Returns the ops of a layer with the facts by which each chooses its backend, in a plan's order."""
+    """Returns the ops of a layer, in a plan's order, with the facts by which each chooses its backend."""
     values, _, _, _ = shape.widths
     heads = (shape.num_heads, shape.qk_dim, shape.v_dim)
     return (
@@ -144,7 +149,7 @@ def _facts_of(
 
 
 def _kernels(op: Op, facts: Any, backend: str) -> ModuleType | None:
-    """Returns the module with the autograd function of the backend that would run, if it has one."""
+    """Returns the module with the autograd function of the backend that would run; None if it has none."""
     module = op.select(facts, backend)
     if module.__name__.endswith(".reference"):
         return None
@@ -153,7 +158,7 @@ def _kernels(op: Op, facts: Any, backend: str) -> ModuleType | None:
 
 
 class Weights(NamedTuple):
-    """The parameters of a layer, and the seed of its dropout, if it has one."""
+    """The parameters of a layer, and the seed of its dropout, if there is dropout."""
 
     norm_weight: Tensor
     norm_bias: Tensor
@@ -183,7 +188,7 @@ class Weights(NamedTuple):
 
 
 def run(layer: Any, x: Tensor, plan: Plan, index: Tensor | None = None) -> Tensor:
-    """Runs an `STULayer` as one node: `forward`, or `forward_rows` with an `index`."""
+    """Runs an `STULayer` as one node: `forward`, or `forward_rows` if there is an `index`."""
     seed = new_seed(x.device) if plan.shape.dropout else None
     parts = (layer.input_norm, layer.uvqk, layer.norm, layer.output)
     weights = Weights(*(tensor for part in parts for tensor in (part.weight, part.bias)), seed)
@@ -273,7 +278,7 @@ class RowsNode(torch.autograd.Function):
 
 
 def _stacked(*chosen: tuple[Tensor, Tensor]) -> list[Tensor]:
-    """Stacks the weights and the biases of some of u, v, q and k."""
+    """Concatenates the weights and the biases of some of u, v, q and k."""
     return [torch.cat(parts) for parts in zip(*chosen, strict=True)]
 
 

@@ -1,6 +1,6 @@
-"""Execution paths of an `STULayer`: `EagerPath` by PyTorch's operations, `FusedPath` by fused ops.
+"""Execution paths of an `STULayer`: `EagerPath` uses PyTorch's operations, `FusedPath` fused ops.
 
-A path holds no state: it is made for a call and reads the parameters of its layer.
+A path holds no state: it is created for a call and reads the parameters of its layer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from recsys.ops.norm_linear import NormLinear
 from recsys.ops.runtime import triton_support
 
 Attend = Callable[..., Tensor]
-"""Attention over the tokens at hand: q, k [T, H, D], v [T, H, V] -> [T, H, V]. `FusedPath` also passes
-`grad_buffer`, see `recsys.ops.hstu_attention.attend`."""
+"""Attention over the tokens of a batch: q, k [T, H, D], v [T, H, V] -> [T, H, V].
+
+`FusedPath` also passes `grad_buffer`, see `recsys.ops.hstu_attention.attend`.
+"""
 
 
 class Projected(NamedTuple):
-    """The inputs of attention and gate, computed from a layer's input.
+    """The inputs of attention and gate, which a layer projects from its input.
 
     Attributes:
         u: [T, H * V].
@@ -46,7 +48,7 @@ class Projected(NamedTuple):
 
 
 class KeysValues(NamedTuple):
-    """Keys and values of tokens that others attend to.
+    """Keys and values of tokens that other tokens attend to.
 
     Attributes:
         k: [T, H, D].
@@ -58,13 +60,13 @@ class KeysValues(NamedTuple):
 
 
 class Path:
-    """The steps that both paths share.
+    """Base class of execution paths, with the steps that both share.
 
     Args:
         layer: an `STULayer`.
 
     Attributes:
-        silu_in_gate: with activation "u", whether the gate applies SiLU to u, or the projection does.
+        silu_in_gate: with activation "u", whether the gate rather than the projection applies SiLU to u.
     """
 
     silu_in_gate: bool
@@ -94,7 +96,7 @@ class Path:
             u = F.silu(u)
         q = gather_rows(q.unflatten(1, (layer.num_heads, -1)), inverse, index)
         k, v = self._keys_values(of_all.parts)
-        # Behind an activation the gradients are not those of the parts, which a buffer is for.
+        # The buffer holds gradients of the projection itself, so it cannot be used after an activation.
         buffers = (of_all.grad_buffer, of_rows.grad_buffer) if u_only else (None, None)
         attended = gather_rows(attend(q, k, v, **_named(buffers[0])), index, inverse)
         return self.finish(of_rows.x, u, attended, scale, buffers[1])
@@ -112,7 +114,7 @@ class Path:
         scale: Tensor | None = None,
         grad_buffer: GradientBuffer | None = None,
     ) -> Tensor:
-        """Computes `STULayer.finish`; the gradient of u goes into `grad_buffer`."""
+        """Computes `STULayer.finish`; backward writes the gradient of u into `grad_buffer`, if given."""
         layer, attended = self.layer, attended.flatten(1)
         if "gated" in layer.recomputed():
             branch = checkpoint(
@@ -171,7 +173,7 @@ class Path:
         return list(zip(weights, biases, strict=True))
 
     def _project_parts(self, x: Tensor, *chosen: tuple[Tensor, Tensor]) -> NormLinear:
-        """Computes some of u, v, q and k before their activation, given their weights and biases."""
+        """Computes those of u, v, q and k whose weights and biases are given, before their activation."""
         norm = self.layer.input_norm
         return norm_linear(
             x,
@@ -186,7 +188,7 @@ class Path:
 
 
 class EagerPath(Path):
-    """Layer norm, projection and SiLU by PyTorch's operations, on any device and in traced graphs."""
+    """Runs norm, projection and SiLU by PyTorch's operations, on any device and in traced graphs."""
 
     silu_in_gate = False
 
@@ -206,7 +208,7 @@ class EagerPath(Path):
         return self._heads(x, self.split(self._join(x)))
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """Splits the projection into u, v, q and k behind their activation, each [T, H * its width]."""
+        """Splits the projection into u, v, q and k after their activation, each [T, H * its head width]."""
         if self.layer.config.activation == "uvqk":
             return list(F.silu(joined).split(self.layer.widths, dim=1))
         u, v, q, k = joined.split(self.layer.widths, dim=1)
@@ -222,14 +224,15 @@ class EagerPath(Path):
         return self.join(x)
 
     def _rebuild(self, x: Tensor) -> list[Tensor]:
-        """Computes all tensors that `forward` watches, in their order."""
+        """Computes again all tensors that `forward` watches, in their order."""
         joined = self.join(x)
         return [joined, *self.split(joined)]
 
 
 class FusedPath(Path):
-    """Layer norm and projection as one op, SiLU of u inside of the gate; the backward passes of the ops write
-    the gradients of u, v, q and k side by side into a `GradientBuffer`.
+    """Runs norm and projection as one op, and SiLU of u inside the gate.
+
+    The ops' backward passes write the gradients of u, v, q and k side by side into a `GradientBuffer`.
     """
 
     silu_in_gate = True
@@ -241,10 +244,10 @@ class FusedPath(Path):
             return self._attend(self.project(x, watch), attend, scale)
 
     def project(self, x: Tensor, watch: Watch | None = None) -> Projected:
-        """Computes u (before its activation in the form "u"), v, q and k.
+        """Computes u, v, q and k; with activation "u", u is returned before SiLU.
 
         Args:
-            watch: names the tensors that backward computes again; see `rebuilt_in_backward`.
+            watch: registers the tensors that backward computes again; see `rebuilt_in_backward`.
         """
         layer = self.layer
         all_silu = layer.config.activation == "uvqk"
@@ -278,7 +281,7 @@ class FusedPath(Path):
         scale: Tensor | None = None,
         grad_buffer: GradientBuffer | None = None,
     ) -> Tensor:
-        """Computes `STULayer.finish`; backward sums the weight gradient in float32, as the node does."""
+        """Computes `STULayer.finish`; backward sums the weight gradient in float32, like the node."""
         layer = self.layer
         if scale is not None or "gated" in layer.recomputed() or not torch.is_grad_enabled():
             return super().finish(x, u, attended, scale, grad_buffer)
@@ -287,7 +290,7 @@ class FusedPath(Path):
         return linear_add.apply(x, gated, layer.output.weight, layer.output.bias)
 
     def _rebuild(self, x: Tensor) -> list[Tensor]:
-        """Computes all tensors that `project` watches, in their order."""
+        """Computes again all tensors that `project` watches, in their order."""
         watched: list[Tensor] = []
         self.project(x, lambda tensors: watched.extend(tensors[len(watched) :]))
         return watched
@@ -299,11 +302,11 @@ def _named(grad_buffer: GradientBuffer | None) -> dict[str, GradientBuffer]:
 
 @lru_cache(maxsize=1)
 def _compiled_front() -> Callable[[Any, Tensor], list[Tensor]]:
-    """Compiles `_front` once for all layers of equal config and all numbers of tokens."""
+    """Returns the compiled `_front`, one graph for all layers of equal config and all numbers of tokens."""
     return torch.compile(_front, dynamic=True)
 
 
 def _front(layer: Any, x: Tensor) -> list[Tensor]:
-    """Computes u, v, q and k behind their activation, each [T, H * its width]."""
+    """Computes u, v, q and k after their activation, each [T, H * its head width]."""
     path = EagerPath(layer)
     return path.split(path.join(x))

@@ -1,6 +1,6 @@
-"""Times and table rows of tokens on a GPU, from two kernels that replace a dozen operations on [T] each.
+"""Computes times and table rows of tokens on a GPU, by two kernels that each replace a dozen operations.
 
-`preprocessors.views` and `positional` have the same formulas as operations; tests compare every number.
+`preprocessors.views` and `positional` compute the same by PyTorch's operations; tests compare every value.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ LANES = 512
 def times_of(
     layout: SequenceLayout, request_times: Tensor, events: Tensor, candidates: Tensor, tokens_per_event: int
 ) -> Tensor:
-    """int64 [T, 3], seconds: each token's own time, that of the token after it, and its request's.
+    """Returns the times of each token, of the next token and of the request, int64 [T, 3], seconds.
 
     Args:
-        request_times: int64 [B], when each sample's request was made.
-        events: int64 [n], when each history event happened; it has `tokens_per_event` tokens (1 or 2).
-        candidates: int64 [N], the time of each target.
+        request_times: int64 [B], seconds; the time of each sample's request.
+        events: int64 [n], seconds; the time of each history event, which has `tokens_per_event` tokens (1 or
+            2).
+        candidates: int64 [N], seconds; the time of each target.
     """
     total_len = layout.total_len
     times = torch.empty(total_len, 3, dtype=torch.int64, device=layout.device)
@@ -55,7 +56,7 @@ def times_of(
 
 
 class TimeScale(NamedTuple):
-    """Conversion of ages to rows of the time table."""
+    """How ages are converted to rows of the time table."""
 
     num_buckets: int
     unit: int  # seconds
@@ -71,13 +72,13 @@ def buckets_of(
     from_start: bool,
     scale: TimeScale | None,
 ) -> list[Tensor]:
-    """int64 [T] each: rows of the position table and, with a `scale`, rows of the time table.
+    """Returns rows of the position table and, with a `scale`, rows of the time table, int64 [T] each.
 
     Args:
         times, request_times: int64 [T], seconds, any stride.
-        num_positions: rows of the position table.
+        num_positions: number of rows of the position table.
         from_start: whether history positions count from the oldest event on (see `PositionalEncoder`).
-        scale: conversion of ages to rows of the time table; None if there is no such table.
+        scale: how ages are converted to rows of the time table; None if there is no such table.
     """
     total_len = layout.total_len
     rows = [torch.empty(total_len, dtype=torch.int64, device=layout.device) for _ in range(1 + bool(scale))]
@@ -123,10 +124,10 @@ def times_kernel(
     total_len, first_event, first_candidate,
     PER_EVENT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write times [total_len, 3]: a token's own time, the next token's, and its request's.
+    """Writes times [total_len, 3]: those of the token, of the next token and of the request, in seconds.
 
-    `rows` are those of `SequenceLayout.assemble_index`: rows from `first_event` on belong to events,
-    PER_EVENT each, rows from `first_candidate` on to candidates.
+    `rows` comes from `SequenceLayout.assemble_index`: rows from `first_event` on belong to events, PER_EVENT
+    rows each, and rows from `first_candidate` on to candidates.
     """
     token = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = token < total_len
@@ -142,7 +143,7 @@ def times_kernel(
     event_time = tl.load(events + event, mask=is_event, other=0)
     after = tl.load(events + event + 1, mask=is_event & (position + 1 < history_end), other=0)
     after = tl.where(position + 1 < history_end, after, asked)
-    if PER_EVENT == 2:  # the content token of an event is followed by its action token, at the same time
+    if PER_EVENT == 2:  # an event's content token is followed by its action token, at the same time
         after = tl.where((row - first_event) % 2 == 0, event_time, after)
     wanted = tl.load(candidates + row - first_candidate, mask=is_candidate, other=0)
     place = times + token * 3
@@ -167,7 +168,7 @@ def buckets_kernel(
     total_len, contextual, last_position, num_buckets, unit, stride, stride_of_requests,
     FROM_START: tl.constexpr, TIMED: tl.constexpr, LOGARITHMIC: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write of_position and of_time [total_len], rows of the tables of `PositionalEncoder`."""
+    """Writes of_position and of_time [total_len], rows of the tables of `PositionalEncoder`."""
     token = (tl.program_id(0) * LANES + tl.arange(0, LANES)).to(tl.int64)
     inside = token < total_len
     sample = tl.load(sample_ids + token, mask=inside, other=0)

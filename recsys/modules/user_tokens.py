@@ -1,4 +1,4 @@
-"""Contextual tokens, made of the features of a user and a request and placed in front of the history."""
+"""Makes contextual tokens from the features of a user and a request; they precede the history."""
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,10 @@ from recsys.modules.mlp import build_mlp
 
 
 class FeatureTokens(nn.Module):
-    """Makes one token of each feature, by a linear layer of its own.
+    """Makes one token from each feature, by a separate linear layer.
 
     Args:
-        columns: columns of the USER features, at least one.
+        columns: the columns of the USER features, at least one.
         embedding_dim: E.
     """
 
@@ -25,7 +25,7 @@ class FeatureTokens(nn.Module):
         )
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Maps column -> [B, width] to [B * number of features, E], row by row."""
+        """Maps column -> [B, width] to [B * number of features, E], in the order of rows."""
         tokens = []
         for name, project in zip(self.names, self.project.values(), strict=True):
             tokens.append(project(inputs[name]).to(inputs[name].dtype))
@@ -33,15 +33,15 @@ class FeatureTokens(nn.Module):
 
 
 class JoinedTokens(nn.Module):
-    """Makes several tokens of all features together, by one MLP.
+    """Makes several tokens from all features together, by one MLP.
 
     Args:
         config: the MLP and the number K of tokens.
-        columns: columns of the USER features.
+        columns: the columns of the USER features.
         embedding_dim: E.
 
     Raises:
-        ValueError: no feature.
+        ValueError: there is no feature.
     """
 
     def __init__(self, config: pb.JoinedContextualTokens, columns: list[Column], *, embedding_dim: int):
@@ -54,6 +54,6 @@ class JoinedTokens(nn.Module):
         self.project = build_mlp(config.mlp, width, config.num_tokens * embedding_dim)
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Maps column -> [B, width] to [B * K, E], row by row."""
+        """Maps column -> [B, width] to [B * K, E], in the order of rows."""
         joined = torch.cat([inputs[name] for name in self.names], dim=1)
         return self.project(joined).to(joined.dtype).view(-1, self.embedding_dim)

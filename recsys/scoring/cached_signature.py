@@ -1,7 +1,7 @@
-"""Scoring with a cache as two functions of flat tensors, which a package compiles beside the whole model.
+"""Scoring with a cache as two functions of flat tensors, which a package compiles besides the whole model.
 
-`PrefillGraph` encodes users and events, `CachedGraph` scores candidates. The cache passes from one to the
-other as plain tensors; `CacheSpec` describes them and builds a `UserCache` of them.
+`PrefillGraph` encodes users and events, and `CachedGraph` scores candidates. The cache passes between them as
+plain tensors, which `CacheSpec` describes and converts from and to a `UserCache`.
 """
 
 import itertools
@@ -22,19 +22,19 @@ from recsys.scoring.prefill import CachedModel
 from recsys.scoring.signature import ROWS, SHORTEST, Assemble, scoring_signature, steps
 
 LENGTHS, USERS, STEPS = "prefix.lengths", "prefix.users", "steps"
-"""Names of tensors: lengths and USER features of a `Prefix`; one whose shape tells the longest sample."""
+"""Names of tensors: lengths and USER features of a `Prefix`, and one whose shape gives the longest sample."""
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """The tensors of a `UserCache`.
+    """Describes the tensors of a `UserCache`.
 
     Attributes:
-        num_channels: sequences of a row.
-        num_contextual: contextual tokens of each sequence.
+        num_channels: number of sequences per row.
+        num_contextual: number of contextual tokens of each sequence.
         user_width: C, width of the cached USER features; 0 if encoders do not need them.
-        dtype: dtype of keys and values, by its name in torch.
-        stages: the stages of all stacks, in order.
+        dtype: dtype of keys and values, as named in torch.
+        stages: the stages of all stacks, stack by stack.
     """
 
     num_channels: int
@@ -48,7 +48,7 @@ class CacheSpec:
         """Describes the caches that `model` produces.
 
         Raises:
-            ValueError: the mixer keeps none.
+            ValueError: the mixer cannot score with a cache.
         """
         pipeline, cached = model.pipeline, CachedModel(model)
         stages = cached.mixer.cache_stages()
@@ -67,7 +67,7 @@ class CacheSpec:
         return cls(**{**entry, "stages": [StageSpec(**stage) for stage in entry["stages"]]})
 
     def to_json(self) -> dict[str, object]:
-        """Returns plain types for a file."""
+        """Returns JSON types, for a file."""
         return asdict(self)
 
     def specs(self) -> list[TensorSpec]:
@@ -86,10 +86,10 @@ class CacheSpec:
         return tensors + [tensor for stage in _all_stages(cache) for tensor in stage.tensors]
 
     def cache(self, inputs: Mapping[str, Tensor]) -> UserCache:
-        """Builds the cache of named tensors.
+        """Builds the cache from named tensors.
 
-        In a graph, whose inputs include `<stage>.steps`, lengths are trusted; otherwise they are checked,
-        which costs a copy to the host.
+        In a graph, whose inputs include `<stage>.steps`, lengths are trusted. Otherwise they are checked,
+        which requires a copy to the host.
         """
         lengths = inputs[LENGTHS]
         prefix = Prefix(lengths, self.num_contextual, inputs.get(USERS))
@@ -128,7 +128,7 @@ class CacheSpec:
 
 
 def stage_tensors(stage: StageSpec, dtype: torch.dtype) -> list[TensorSpec]:
-    """Describes a stage's tensors: timestamps if there are any, keys of each layer, values of each layer."""
+    """Describes a stage's tensors: timestamps if any, then the keys and then the values of each layer."""
     tokens, heads = f"{stage.name}_tokens", str(stage.num_heads)
     specs = [TensorSpec(f"{stage.name}.timestamps", torch.int64, (tokens,))] if stage.has_times else []
     for kind, width in (("keys", stage.qk_dim), ("values", stage.v_dim)):
@@ -138,19 +138,21 @@ def stage_tensors(stage: StageSpec, dtype: torch.dtype) -> list[TensorSpec]:
 
 
 def steps_of(stage: StageSpec) -> TensorSpec:
-    """Describes the tensor whose shape tells a stage's longest sample, as `steps` of the scoring graph."""
+    """Describes the tensor whose shape gives a stage's longest sample, like `steps` of the scoring graph."""
     return TensorSpec(f"{stage.name}.{STEPS}", torch.int64, (f"{stage.name}_longest",))
 
 
 def prefill_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
-    """Describes the inputs of `PrefillGraph`: those of the scoring graph without the candidates."""
+    """Describes the inputs of `PrefillGraph`: those of the scoring graph except the candidates."""
     candidates = _candidate_inputs(pipeline)
     return [spec for spec in scoring_signature(pipeline) if spec.name not in candidates]
 
 
 def cached_signature(pipeline: pb.Pipeline, cache: CacheSpec) -> list[TensorSpec]:
-    """Describes the inputs of `CachedGraph`: candidates, the longest list of them, the cache, its longest
-    samples.
+    """Describes the inputs of `CachedGraph`.
+
+    These are the candidates, the length of the longest candidate list, the cache's tensors, and the length of
+    the longest sample of each stage. Lengths are given by shapes, see `steps`.
     """
     names = _candidate_inputs(pipeline)
     candidates = [spec for spec in scoring_signature(pipeline) if spec.name in names or spec.name == STEPS]
@@ -160,10 +162,10 @@ def cached_signature(pipeline: pb.Pipeline, cache: CacheSpec) -> list[TensorSpec
 def cached_inputs(
     pipeline: pb.Pipeline, spec: CacheSpec, inputs: Mapping[str, Tensor], cache: UserCache
 ) -> tuple[Tensor, ...]:
-    """Returns the inputs of `CachedGraph`.
+    """Returns the inputs of `CachedGraph`, in the order of `cached_signature`.
 
     Args:
-        inputs: those of the scoring graph, by name; only those of candidates are taken.
+        inputs: the inputs of the scoring graph by name, of which only those of candidates are used.
     """
     longest = max(inputs["num_candidates"].tolist(), default=0)
     named = dict(inputs) | {STEPS: steps(longest, cache.prefix.lengths.device)}
@@ -174,10 +176,10 @@ def cached_inputs(
 
 
 class PrefillGraph(nn.Module):
-    """`CachedModel.prefill` from and to flat tensors.
+    """Runs `CachedModel.prefill` from flat tensors to flat tensors.
 
     Args:
-        model: in evaluation mode.
+        model: the model, in evaluation mode.
     """
 
     def __init__(self, model: Model):
@@ -194,10 +196,10 @@ class PrefillGraph(nn.Module):
 
 
 class CachedGraph(nn.Module):
-    """`CachedModel.score` from flat tensors: predictions [N, tasks].
+    """Runs `CachedModel.score` on flat tensors; returns predictions, float32 [N, tasks].
 
     Args:
-        model: in evaluation mode.
+        model: the model, in evaluation mode.
     """
 
     def __init__(self, model: Model):
@@ -208,7 +210,7 @@ class CachedGraph(nn.Module):
         self.assemble = Assemble(model.pipeline)
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Takes tensors in the order of `cached_signature`."""
+        """Maps tensors in the order of `cached_signature` to predictions, float32 [N, tasks]."""
         inputs = dict(zip(self.names, tensors, strict=True))
         return self.cached.score(self.assemble(inputs), self.spec.cache(inputs))
 

@@ -1,4 +1,4 @@
-"""Candidates of rows cut into pieces that are scored together: how many at a time, and which."""
+"""Cuts the candidates of rows into pieces and decides which pieces are scored together."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,26 +9,26 @@ from recsys.config.checks.walk import descend
 
 
 class Piece(NamedTuple):
-    """Consecutive candidates of one row."""
+    """Consecutive candidates of a row: the row's index and the number of candidates."""
 
     row: int
     count: int
 
 
 def group_size(pipeline: pb.Pipeline) -> int:
-    """Number of neighboring candidates that can only be scored together, given the groups of all layers."""
+    """Returns the number of consecutive candidates that can only be scored together in any layer."""
     masks = (message for message, _ in descend(pipeline.model) if isinstance(message, pb.AttentionMask))
     return math.lcm(*(mask.target_group_size for mask in masks))
 
 
 def piece_size(pipeline: pb.Pipeline, least: int) -> int:
-    """Rounds a number of candidates up so that no target group of any layer is cut."""
+    """Rounds a number of candidates up so that no target group of any layer is split."""
     group = group_size(pipeline)
     return -(-least // group) * group
 
 
 def cut(counts: Sequence[int], size: int) -> list[Piece]:
-    """Cuts rows with `counts` candidates into pieces of at most `size`; a row without candidates has none."""
+    """Cuts rows with `counts` candidates into pieces of at most `size`; rows without candidates have none."""
     return [
         Piece(row, min(count - start, size))
         for row, count in enumerate(counts)
@@ -37,7 +37,7 @@ def cut(counts: Sequence[int], size: int) -> list[Piece]:
 
 
 def packed(pieces: Sequence[Piece], size: int) -> Iterator[list[Piece]]:
-    """Joins consecutive pieces as long as they fit into `size` candidates when padded to the longest one."""
+    """Yields runs of consecutive pieces that, padded to the longest piece, fit into `size` candidates."""
     run: list[Piece] = []
     for piece in pieces:
         if run and (len(run) + 1) * max(piece.count, *(earlier.count for earlier in run)) > size:

@@ -1,6 +1,6 @@
-"""Scoring with a cache, by a model in eager mode: `prefill`, `extend` and `score`.
+"""Scores with a cache, by a model in eager mode: `prefill`, `extend` and `score`.
 
-The model must encode users, events and candidates apart from each other, and its mixer must keep a cache.
+The model must encode users, events and candidates separately, and its mixer must be able to use a cache.
 """
 
 from typing import Any
@@ -16,17 +16,17 @@ from recsys.scoring.user_candidate_split import UserCandidateSplit
 
 
 def keeps_cache(model: nn.Module) -> bool:
-    """Tells whether the model declares that it can score with a cache, and its mixer can keep one."""
+    """Returns whether the model declares that it can score with a cache, and its mixer can use one."""
     if not isinstance(model, Model) or not model_of(model.pipeline).keeps_cache:
         return False
     return isinstance(model.mixer, CachingMixer)
 
 
 class CachedModel:
-    """Scores candidates against caches with a model in evaluation mode; call it under `torch.no_grad()`.
+    """Scores candidates against caches with a model in evaluation mode. Call it under `torch.no_grad()`.
 
     Raises:
-        ValueError: the mixer keeps no cache.
+        ValueError: the mixer cannot score with a cache.
     """
 
     def __init__(self, model: Any):
@@ -35,7 +35,7 @@ class CachedModel:
 
     @property
     def keeps_users(self) -> bool:
-        """Tells whether caches hold USER features, because encoders compute weights from them."""
+        """Whether caches hold USER features, from which encoders compute weights."""
         return self.model.preprocess.contextualized
 
     def prefill(self, batch: Batch) -> UserCache:
@@ -44,7 +44,7 @@ class CachedModel:
         Candidates of the batch are ignored.
 
         Raises:
-            RuntimeError: the model is in training.
+            RuntimeError: the model is in training mode.
         """
         batch = self.split.users(batch)
         with self.model.autocast():
@@ -52,16 +52,17 @@ class CachedModel:
             return UserCache(prefix, self.mixer.prefill(sequence))
 
     def extend(self, batch: Batch, cache: UserCache) -> UserCache:
-        """Returns the cache of users with later events; `cache` stays as it is.
+        """Returns the cache of the users with later events appended; `cache` does not change.
 
-        The result equals `prefill` of the whole histories, with the USER features of before. The caller
-        bounds how many events a row or a channel may have.
+        The result equals `prefill` of the whole histories with the earlier USER features. The caller must
+        bound the number of events of a row or channel.
 
         Args:
             batch: row b has the new events of user b of the cache, any number, oldest first.
 
         Raises:
-            ValueError: new events would change the cached keys and values of old tokens; names the setting.
+            ValueError: new events would change the cached keys and values of old tokens; the message names
+                the setting.
         """
         batch = self.split.events(batch)
         with self.model.autocast():
@@ -72,12 +73,12 @@ class CachedModel:
         """Returns the model's outputs for candidates whose users and histories are in the cache.
 
         Args:
-            batch: row b has the candidates of user b of the cache, any number; users and events of the batch
+            batch: row b has the candidates of user b of the cache, any number. Users and events of the batch
                 are ignored.
 
         Raises:
-            TypeError, ValueError: another number of rows, dtype or device. RuntimeError: the model is in
-                training, or gradients are asked for.
+            TypeError, ValueError: number of rows, dtype or device differ from those of the cache.
+            RuntimeError: the model is in training mode, or gradients are enabled.
         """
         model, batch = self.model, self.split.candidates(batch)
         rows = batch.num_candidates.shape[0]
@@ -90,5 +91,5 @@ class CachedModel:
             return model.predict(model.head(targets, prepared.candidates))
 
     def score(self, batch: Batch, cache: UserCache) -> Tensor:
-        """Returns the predictions of `outputs` as float32 [N, tasks], as `Model.score` does."""
+        """Returns the predictions of `outputs` as float32 [N, tasks], like `Model.score`."""
         return self.outputs(batch, cache).scores()

@@ -1,7 +1,7 @@
-"""`Scorer`: the one way to score a batch. It chooses between one pass and a cache.
+"""`Scorer`: scores batches for all callers, and chooses between one pass and a cache.
 
-In one pass the users, histories and all candidates of the rows go through the model together. With a cache
-each history runs once, and the candidates are scored against its keys and values, some at a time.
+In one pass, users, histories and all candidates of the rows go through the model together. With a cache, each
+history runs once, and candidates are scored in pieces against its keys and values.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,14 @@ from recsys.scoring.prefill import CachedModel, keeps_cache
 from recsys.scoring.user_candidate_split import UserCandidateSplit
 
 ONE_PASS = 100
-"""Candidates of a row up to which a CPU takes one pass though there is a cache. The time of a pass grows with
-their square; experiments/2026-11-23-fewer-forms/ways.md has the times."""
+"""Up to this many candidates per row, a CPU takes one pass even if it could use a cache.
+
+The time of one pass grows with the square of this number; experiments/2026-11-23-fewer-forms/ways.md has the
+times.
+"""
 
 CACHED_PIECE = 1024
-"""Candidates that are scored together against caches by default, padding included."""
+"""Default number of candidates that are scored together against caches, padding included."""
 
 Scores = TypeVar("Scores")
 
@@ -36,16 +39,16 @@ class Way(Enum):
 
 
 class Program(Protocol[Scores]):
-    """The computation of scores: a model in eager mode, or the compiled programs of a package."""
+    """Computes scores: a model in eager mode, or the compiled programs of a package."""
 
     @property
     def device(self) -> torch.device:
-        """The device on which it computes."""
+        """The device that computes."""
         ...
 
     @property
     def keeps_cache(self) -> bool:
-        """Tells whether `prefill` and `score` can be called."""
+        """Whether `prefill` and `score` can be called."""
         ...
 
     def run(self, batch: Batch) -> Scores:
@@ -53,11 +56,11 @@ class Program(Protocol[Scores]):
         ...
 
     def prefill(self, batch: Batch) -> UserCache:
-        """Encodes users and histories, which is all that the batch has."""
+        """Encodes the users and histories of a batch without candidates."""
         ...
 
     def score(self, batch: Batch, cache: UserCache) -> Scores:
-        """Scores candidates, which is all that the batch has, of the users of the cache."""
+        """Scores candidates of the users of the cache; the batch has nothing but candidates."""
         ...
 
     def join(self, parts: Sequence[Scores]) -> Scores:
@@ -66,16 +69,16 @@ class Program(Protocol[Scores]):
 
 
 class Scorer(Generic[Scores]):
-    """Scores batches with a program, each in the way that is faster.
+    """Scores batches with a program, each in the faster way.
 
-    A GPU always takes one pass: it is as fast as a cache where all candidates are there
+    A GPU always takes one pass, which is as fast as a cache if all candidates are known at once
     (experiments/2026-11-23-fewer-forms/graphs.md). A CPU takes a cache for rows with many candidates.
 
     Args:
         program: the model or the package.
-        pipeline: its resolved config.
-        cached_piece: candidates that are scored together against caches, padding included; rounded up to
-            whole target groups.
+        pipeline: the resolved config of `program`.
+        cached_piece: number of candidates that are scored together against caches, padding included; rounded
+            up to whole target groups.
     """
 
     def __init__(self, program: Program[Scores], pipeline: pb.Pipeline, cached_piece: int = CACHED_PIECE):
@@ -85,7 +88,7 @@ class Scorer(Generic[Scores]):
 
     @property
     def may_cache(self) -> bool:
-        """Tells whether some batches are scored with a cache."""
+        """Whether some batches are scored with a cache."""
         return self.program.keeps_cache and self.program.device.type == "cpu"
 
     def way(self, batch: Batch) -> Way:
@@ -95,7 +98,7 @@ class Scorer(Generic[Scores]):
         return Way.CACHE if int(batch.num_candidates.max()) > ONE_PASS else Way.ONE_PASS
 
     def score(self, batch: Batch) -> Scores:
-        """Scores all candidates of a batch, in its order; call it under `torch.no_grad()`."""
+        """Scores all candidates of a batch, in its order. Call it under `torch.no_grad()`."""
         if self.way(batch) is Way.ONE_PASS:
             return self.program.run(batch)
         return self.score_cached(batch, self.program.prefill(self._split.users(batch)))
@@ -104,7 +107,7 @@ class Scorer(Generic[Scores]):
         """Scores all candidates of a batch against a cache of its rows, in pieces.
 
         Args:
-            batch: on the host; row b has the candidates of user b of the cache.
+            batch: a batch on the host; row b has the candidates of user b of the cache.
         """
         pieces = cut(batch.num_candidates.tolist(), self.cached_piece)
         parts, start, all_rows = [], 0, list(range(cache.batch_size))
@@ -120,13 +123,13 @@ class Scorer(Generic[Scores]):
 
 
 class EagerModel:
-    """A model in evaluation mode as a `Program`; its scores are the outputs that objective and metrics take.
+    """A model in evaluation mode as a `Program`. Its scores are the outputs that objective and metrics take.
 
     Args:
-        model: as built, or with its tables sharded in place.
-        may_cache: whether a cache may be used. It must be False if each batch has to be one call of the
-            model: ranks that look up sharded tables together must make equally many calls, and diagnostics
-            watch whole rows.
+        model: the model as built, or with its tables sharded in place.
+        may_cache: whether a cache may be used. It must be False if each batch has to be a single call of the
+            model: ranks that look up sharded tables together must make the same number of calls, and
+            diagnostics watch whole rows.
     """
 
     def __init__(self, model: Model, *, may_cache: bool = True):
@@ -141,11 +144,11 @@ class EagerModel:
 
     @property
     def keeps_cache(self) -> bool:
-        """Tells whether histories can be encoded apart from candidates."""
+        """Whether histories can be encoded separately from candidates."""
         return self._cached is not None
 
     def run(self, batch: Batch) -> Any:
-        """Returns the model's outputs; what all batches share, such as encoded items, is computed once."""
+        """Returns the model's outputs. Results that all batches share, such as encoded items, are reused."""
         if self._first is None:
             self._first = self.model(batch)
             return self._first

@@ -1,8 +1,8 @@
-"""A model as a function of flat tensors: what the exporter captures and a package runs.
+"""A model as a function of flat tensors, which the exporter captures and a package runs.
 
-`flatten` takes a batch apart in the order of `scoring_signature`; `ScoringGraph` puts it together again
-inside the graph and scores it. All sizes follow from the shapes of the inputs, so nothing in the graph
-depends on the values in them.
+`flatten` converts a batch to tensors in the order of `scoring_signature`; `ScoringGraph` reassembles it
+inside the graph and scores it. All sizes follow from the shapes of the inputs, so no size in the graph
+depends on values.
 """
 
 from dataclasses import replace
@@ -21,10 +21,10 @@ from recsys.models.signature import TensorSpec
 from recsys.ops import SequenceLayout, offsets_from_lengths
 
 ROWS, EVENTS, CANDIDATES, LONGEST = "rows", "events", "candidates", "longest"
-"""Named sizes: rows B, history events U, candidates N, length of `steps`."""
+"""Names of dimensions: rows B, history events U, candidates N, length of `steps`."""
 
 SHORTEST = 2
-"""Tokens of the shortest bound on a sequence: a compiler specializes on sizes of 0 and 1."""
+"""The least bound on the length of a sequence, in tokens, since compilers specialize on sizes of 0 and 1."""
 
 _SIZE = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
 
@@ -32,10 +32,10 @@ _SIZE = {pb.USER: ROWS, pb.HISTORY: EVENTS, pb.CANDIDATE: CANDIDATES}
 def scoring_signature(pipeline: pb.Pipeline) -> list[TensorSpec]:
     """Describes the inputs of the scoring graph of a resolved pipeline, in order.
 
-    Embedded columns in the config's order (`<column>`: rows of its table; behind a multi-valued one
-    `<column>.counts`: its values of each row, event or candidate), plain numbers by name, times, actions,
-    lengths, and `steps`: `arange(longest sequence in tokens - 2)`, of which only the shape is read. A
-    model that does not read candidates to predict takes none.
+    First come embedded columns in the config's order (`<column>`: rows of its table), where a multi-valued
+    column is followed by `<column>.counts`, the number of values of each row, event or candidate. Then come
+    numeric columns by name, times, actions, lengths, and `steps`: `arange(longest sequence in tokens - 2)`,
+    of which only the shape is read. A model that does not predict from candidates takes none of them.
     """
     candidates = model_of(pipeline).reads_candidates("predict")
     used = [c for c in features.columns(pipeline) if candidates or c.side != pb.CANDIDATE]
@@ -78,7 +78,7 @@ def flatten(batch: Batch) -> tuple[Tensor, ...]:
 
     tensors = []
     for name in filter(used, batch.ids.keys()):
-        # The clone is aligned: a column is a slice, and compiled code expects aligned addresses.
+        # A column is a slice, but compiled code expects aligned addresses, which a clone has.
         tensors.append(batch.ids[name].values().clone())
         if name in batch.value_counts:
             tensors.append(batch.value_counts[name])
@@ -99,15 +99,15 @@ def flatten(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def steps(longest: int, device: torch.device) -> Tensor:
-    """Returns a tensor whose shape tells a graph the length of the longest sequence."""
+    """Returns a tensor whose shape tells a graph the length of the longest sequence, in tokens."""
     return torch.arange(max(longest - SHORTEST, 0), device=device)
 
 
 class ScoringGraph(nn.Module):
-    """`Model.score` from flat tensors: predictions [N, tasks] of candidates, or queries [B, E] of rows.
+    """Runs `Model.score` on flat tensors: predictions [N, tasks] of candidates, or queries [B, E] of rows.
 
     Args:
-        model: in evaluation mode.
+        model: the model, in evaluation mode.
     """
 
     def __init__(self, model: Model):
@@ -117,15 +117,15 @@ class ScoringGraph(nn.Module):
         self.assemble = Assemble(model.pipeline)
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Takes tensors in the order of `scoring_signature`."""
+        """Maps tensors in the order of `scoring_signature` to the result of `Model.score`."""
         return self.model.score(self.assemble(dict(zip(self.names, tensors, strict=True))))
 
 
 class Assemble:
-    """Builds a batch from named tensors; fields that no score depends on, such as labels, stay empty.
+    """Builds a batch from named tensors. Fields that no score depends on, such as labels, stay empty.
 
-    The tensors of one side may be left out: users and events, or candidates. The batch then has its rows
-    without them, and it has contextual tokens only together with users.
+    The tensors of one side, users and events or else candidates, may be left out. The batch then has its rows
+    without them, and contextual tokens only if there are users.
     """
 
     def __init__(self, pipeline: pb.Pipeline):
@@ -137,7 +137,7 @@ class Assemble:
     def __call__(self, inputs: dict[str, Tensor]) -> Batch:
         """Returns the batch; `inputs` are named as in `scoring_signature`."""
         users = "request_time" in inputs
-        none = torch.zeros_like(inputs["request_time" if users else "num_candidates"])  # one a row
+        none = torch.zeros_like(inputs["request_time" if users else "num_candidates"])  # one per row
         nothing = none.new_zeros(0)
         rule = self.rule if users else replace(self.rule, num_contextual=0)
         uih_lengths = inputs.get("uih_lengths", none)
@@ -210,7 +210,7 @@ def _layout(
     events: Tensor,
     max_len: int,
 ) -> SequenceLayout:
-    """Returns the layout of the sequences of the given events; its totals are sizes of inputs."""
+    """Returns the layout of the sequences of the given events. Its totals come from the sizes of inputs."""
     targets = num_candidates if rule.targets else torch.zeros_like(num_candidates)
     total_targets = candidate_timestamps.shape[0] if rule.targets else 0
     lengths = uih_lengths * rule.tokens_per_event + targets + rule.num_contextual
@@ -228,6 +228,6 @@ def _layout(
 
 
 def _sum_by_row(counts: Tensor, lengths: Tensor) -> Tensor:
-    """Counts the values of each row, int64 [B], given the values of each of its `lengths` entries."""
+    """Sums `counts`, the values of each entry, over the `lengths` entries of each row; int64 [B]."""
     starts = offsets_from_lengths(counts)
     return starts.index_select(0, offsets_from_lengths(lengths)).diff()

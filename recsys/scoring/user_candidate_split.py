@@ -1,7 +1,7 @@
-"""Batches of one side: users with their histories, candidates alone, or events alone.
+"""Splits batches by side: users with their histories, candidates alone, or events alone.
 
-Scoring with a cache looks up and encodes one side at a time. A batch of one side has the same rows, and
-everything of the other sides in it is empty.
+Scoring with a cache looks up and encodes one side at a time. A batch of one side has the same rows, but the
+other sides are empty.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,32 +19,32 @@ from recsys.ops import Selection, SequenceLayout
 
 
 class UserCandidateSplit:
-    """Splits the batches of a resolved pipeline into their sides."""
+    """Splits the batches of a resolved pipeline by side."""
 
     def __init__(self, pipeline: pb.Pipeline):
         self.columns = features.columns(pipeline)
 
     def users(self, batch: Batch) -> Batch:
-        """Returns users and events, with contextual and history tokens."""
+        """Returns the batch with users and events only, with contextual and history tokens."""
         side = self._side(batch, (pb.USER, pb.HISTORY), SequenceLayout.without_targets)
         return replace(side, **_no_candidates(batch))
 
     def candidates(self, batch: Batch) -> Batch:
-        """Returns candidates, with target tokens."""
+        """Returns the batch with candidates only, with target tokens."""
         side = self._side(batch, (pb.CANDIDATE,), SequenceLayout.targets_only)
         return replace(side, **_no_events(batch))
 
     def events(self, batch: Batch) -> Batch:
-        """Returns events, with history tokens."""
+        """Returns the batch with events only, with history tokens."""
         side = self._side(batch, (pb.HISTORY,), SequenceLayout.history_only)
         return replace(side, **_no_candidates(batch))
 
     def candidate_range(self, batch: Batch, start: int, counts: Sequence[int]) -> Batch:
-        """Returns consecutive candidates of a batch as rows of their own, without users and events.
+        """Returns consecutive candidates of a batch as separate rows, without users and events.
 
         Args:
-            batch: on the host, with candidates in the order of its rows.
-            start: the first candidate, counted over all rows.
+            batch: a batch on the host, with candidates in the order of its rows.
+            start: index of the first candidate, counted over all rows.
             counts: number of candidates of each new row.
         """
         stop, lengths = start + sum(counts), torch.tensor(counts, dtype=torch.int64)
@@ -93,7 +93,7 @@ class UserCandidateSplit:
 
 
 def _range_of_ids(batch: Batch, names: Collection[str], start: int, lengths: Tensor) -> KeyedJaggedTensor:
-    """The ids of consecutive candidates; other columns have no values."""
+    """Returns the ids of consecutive candidates; columns other than `names` are empty."""
     values, row_lengths, ends = [], [], torch.cumsum(lengths, 0)
     stop = start + int(lengths.sum())
     for name in batch.ids.keys():

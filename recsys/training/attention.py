@@ -1,8 +1,8 @@
-"""Records the attention weights of a few samples during a forward pass that runs anyway.
+"""Records the attention weights of a few samples during an ordinary forward pass.
 
 While the block of `AttentionRecorder.watching` runs, queries and keys of some samples are copied out of the
 first and the last call of an attention op. The weights are then computed from the formulas of `recsys.ops`,
-whatever kernel ran. The model knows nothing of it.
+whichever kernel ran. The model is not involved.
 """
 
 import logging
@@ -34,13 +34,14 @@ class AttentionPicture:
     """Attention weights of one sample in one layer, mean over heads, on the host.
 
     Attributes:
-        sample: its name.
-        layer, num_layers: which layer, from 1.
-        formula: what a weight is.
-        weights: float32 [n, n], query before key; 0 where the mask hides the key.
-        visible: bool [n, n], whether the query sees the key.
+        sample: the sample's name, such as its key columns.
+        layer, num_layers: the layer's number, from 1, and the number of layers.
+        formula: how a weight follows from a score, as text.
+        weights: float32 [n queries, n keys]; 0 where the mask hides the key.
+        visible: bool [n queries, n keys], whether the query sees the key.
         kinds: int8 [n], as `SequenceLayout.kinds`.
-        num_tokens: of the sample; above n, older events or later candidates are left out.
+        num_tokens: length of the sample's sequence. If it exceeds n, the picture leaves out the middle: see
+            `shown_tokens`.
     """
 
     sample: str
@@ -55,14 +56,14 @@ class AttentionPicture:
 
 @dataclass(frozen=True, eq=False)
 class AttentionCall:
-    """The arguments of an attention op, values left out.
+    """The arguments of one call of an attention op, without its values.
 
     Attributes:
-        q, k: [T, H, D].
-        layout, mask: as the op gets them.
+        q, k: queries and keys [T, H, D].
+        layout, mask: as passed to the op.
         alpha: factor of the scores.
         scale_len: divisor of SiLU weights; None means softmax.
-        bias: added to the scores.
+        bias: the relative bias that is added to the scores, if any.
     """
 
     q: Tensor
@@ -74,7 +75,7 @@ class AttentionCall:
     bias: RelativeBias | None = None
 
     def sample(self, number: int) -> "AttentionCall":
-        """The call restricted to one sample, in float32 on the host."""
+        """Returns the call restricted to sample `number`, in float32 on the host."""
         layout = self.layout.on_host()
         rows = slice(int(layout.offsets[number]), int(layout.offsets[number + 1]))
         sample = slice(number, number + 1)
@@ -108,7 +109,7 @@ class AttentionRecorder:
             yield
 
     def pictures(self) -> list[AttentionPicture]:
-        """Pictures of the first and the last layer. Logs a line and returns none if no call was recorded."""
+        """Returns pictures of the first and the last layer. If no call was recorded, logs why; returns []."""
         if not self._rows:
             log.info("no pictures of attention: the first evaluated batch has no row with a history")
         elif not self._calls:
@@ -123,12 +124,13 @@ class AttentionRecorder:
     def _see(self, **arguments: Any) -> None:
         call = AttentionCall(**arguments)
         self._num_layers += 1
-        # Where a layout holds several channels of each row, the first channel of all rows comes first.
+        # A layout with several channels starts with the first channel of all rows, so `row` picks that
+        # channel.
         self._calls = [*self._calls[:1], [call.sample(row) for row in self._rows]]
 
 
 def attention_weights(call: AttentionCall, rows: Tensor) -> Tensor:
-    """Weights [H, n, L] that the tokens `rows` (int64 [n]) of a one-sample call give to its L tokens.
+    """Returns the weights [H, n, L] that tokens `rows` (int64 [n]) of a one-sample call give to all L tokens.
 
     The formulas are those of `hstu_attention` and `softmax_attention`.
     """
@@ -145,14 +147,14 @@ def attention_weights(call: AttentionCall, rows: Tensor) -> Tensor:
 
 
 def visible_keys(call: AttentionCall, rows: Tensor) -> Tensor:
-    """Visibility, bool [n, L], of the L tokens of a one-sample call for its tokens `rows`."""
+    """Returns which of the L tokens of a one-sample call its tokens `rows` (int64 [n]) see, bool [n, L]."""
     layout = call.layout
     intervals = row_intervals(call.mask, rows, layout.history_end, layout.num_contextual)
     return intervals.contain(layout.positions())
 
 
 def shown_tokens(layout: SequenceLayout, max_tokens: int = MOST_TOKENS) -> Tensor:
-    """Returns the tokens of a layout of one sample that a picture shows, int64 [n] with n <= `max_tokens`.
+    """Returns the tokens that a picture of a one-sample layout shows, int64 [n] with n <= `max_tokens`.
 
     If not all tokens fit, the picture shows the first contextual tokens and the first targets, at most
     `max_tokens` // 4 of each, and the newest events.
@@ -183,7 +185,7 @@ def _picture(call: AttentionCall, name: str, layer: int, num_layers: int) -> Att
 
 
 def _choose(batch: Batch, max_rows: int) -> list[int]:
-    """Picks rows of different users, from users with few events to the one with the most."""
+    """Picks rows of different users, spread from short histories to the longest one."""
     lengths, groups, weights = (x.tolist() for x in (batch.uih_lengths, batch.group, batch.sample_weight))
     users: dict[int, int] = {}
     for row, (length, group, weight) in enumerate(zip(lengths, groups, weights, strict=True)):

@@ -20,17 +20,17 @@ from recsys import protos as pb
 from recsys.training.checkpoint import AVERAGE, MODEL, Tensors, local_parts
 
 _CHUNK = 2**24
-"""Numbers swapped at a time, which takes 64 MiB of float32 beside both copies."""
+"""Number of elements swapped at a time. The temporary copy takes 64 MiB of float32."""
 
 
 class WeightAverage:
-    """Keeps the average of a model's weights.
+    """Maintains the average of a model's weights.
 
     Args:
         weights: the `state_dict()` of the (sharded) model, with names that begin with `MODEL`. The tensors
             are trained in place. Those that are not floating point are not averaged.
-        constants: names among `weights` that are no parameters, and are not averaged either.
-        config: the resolved message.
+        constants: names among `weights` that belong to buffers; they are not averaged either.
+        config: the resolved `train.weight_averaging`.
     """
 
     def __init__(self, weights: Tensors, constants: Collection[str], config: pb.WeightAveraging):
@@ -98,7 +98,7 @@ class WeightAverage:
 
 
 def ema_decay(config: pb.Ema, number: int) -> float:
-    """Returns the share of the old average that update `number` keeps. Update 1 keeps nothing.
+    """Returns the share, 0 to 1, of the old average that update `number` keeps. Update 1 keeps nothing.
 
     Source: the decay of TensorFlow's `ExponentialMovingAverage`, whose `num_updates` is `number - 1` here.
     """

@@ -50,7 +50,7 @@ class Checkpoints:
 
     Args:
         folder: `run_dir/checkpoints`, on a disk that all ranks see.
-        keep: how many of the newest valid states survive pruning, at least 2. The best state survives too.
+        keep: number of newest undamaged states that pruning leaves, at least 2. The best state survives too.
     """
 
     def __init__(self, folder: Path, keep: int = 2):
@@ -93,7 +93,7 @@ class Checkpoints:
         return path
 
     def newest_here(self) -> Path | None:
-        """Returns what `newest` returns, from this rank's view of the disk. Not collective."""
+        """Returns the newest undamaged state on the disk as this rank sees it, or None. Not collective."""
         for path in reversed(self.steps()):
             faults = files.manifest_faults(path)
             if not faults:
@@ -115,8 +115,9 @@ class Checkpoints:
         self._prune(state.progress.best)
 
     def _prune(self, best: Best | None) -> None:
-        """Removes old states and remains of interrupted ones. Each state is renamed first, so that a folder
-        named like a state is never half removed.
+        """Removes old states and the remains of interrupted saves.
+
+        Each state is renamed first, so that a folder named like a state is never half removed.
         """
         whole = [x for x in self.steps() if x not in self._damaged]
         kept = {*whole[-self.keep :], *(x for x in whole if best and x.name == _name(best.step))}
@@ -170,15 +171,15 @@ def find(folder: Path, which: str) -> Path:
 
 
 def load(path: Path, tensors: Tensors, prefix: str = "") -> None:
-    """Fills tensors in place from a saved state, whose tables may have been sharded differently. Collective.
+    """Fills tensors in place from a saved state; its tables may have been sharded differently. Collective.
 
     Args:
         path: the folder of the state.
         tensors: the tensors of this rank by name.
-        prefix: the names to load begin with this, such as `MODEL`; all names by default.
+        prefix: load only names that begin with this, such as `MODEL`; by default, all names.
 
     Raises:
-        RecsysError: a name is on one side only, or a shape or type differs.
+        RecsysError: a name is missing from the state or from `tensors`, or a shape or type differs.
     """
     _load(path, tensors, prefix, alone=False)
 
@@ -186,7 +187,8 @@ def load(path: Path, tensors: Tensors, prefix: str = "") -> None:
 def load_weights(path: Path, model: nn.Module) -> None:
     """Fills a model that is not sharded with the weights of a saved state. Not collective.
 
-    Averages take the place of weights that have one. Any number of ranks may have written the state.
+    Averaged weights, if the state has them, replace the others. Any number of ranks may have written the
+    state.
 
     Raises:
         RecsysError: the state is damaged, or a weight is missing, unknown, or has another shape or type.
@@ -197,14 +199,14 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 
 def load_evaluated(path: Path, weights: Tensors) -> None:
-    """Fills a model with the weights that evaluation and export use: averages if there are any. Collective.
+    """Fills a model with the weights for evaluation and export: averages if there are any. Collective.
 
     Args:
         path: the folder of the state.
         weights: the weights of this rank, with names that begin with `MODEL`.
 
     Raises:
-        RecsysError: a name is on one side only, or a shape or type differs.
+        RecsysError: a name is missing from the state or from `weights`, or a shape or type differs.
     """
     _load_evaluated(path, weights, alone=False)
 
@@ -215,7 +217,7 @@ def local_bytes(tensors: Tensors) -> int:
 
 
 def local_parts(tensors: Tensors) -> list[Tensor]:
-    """Returns the tensors on this rank: plain tensors, and its shards of sharded ones."""
+    """Returns the tensors on this rank: plain tensors, and this rank's shards of sharded tensors."""
     parts: list[Tensor] = []
     for tensor in tensors.values():
         sharded = isinstance(tensor, ShardedTensor)
@@ -296,7 +298,7 @@ def _prepare(aside: Path, needed: int) -> None:
 
 
 def _explain(error: Exception, path: Path, needed: int) -> RecsysError:
-    """Explains an error of the writer; it reports a full disk as a failed seek within an archive."""
+    """Explains an error of the checkpoint writer, which reports a full disk as a failed archive seek."""
     free = shutil.disk_usage(path.parent).free
     written = sum(x.stat().st_size for x in path.glob("*")) if path.is_dir() else 0
     if "No space left" in str(error) or free < max(needed - written, 1 << 20):
@@ -305,7 +307,7 @@ def _explain(error: Exception, path: Path, needed: int) -> RecsysError:
 
 
 def _message(error: Exception) -> str:
-    """The message of an error; of one on some ranks the message of each, without the stacks."""
+    """Returns the message of an error. For an error on several ranks, joins their messages without stacks."""
     failures = error.failures.values() if isinstance(error, CheckpointException) else ()
     return "; ".join(dict.fromkeys(str(failure) for failure, _ in failures)) or str(error)
 

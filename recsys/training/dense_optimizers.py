@@ -1,7 +1,7 @@
 """The optimizers of dense parameters that a config can choose, each registered under its message.
 
-`optimizers.dense_optimizer` sorts parameters into groups, builds the chosen one and drives it. Another
-package adds one in the same way as those below.
+`optimizers.dense_optimizer` sorts parameters into groups, then builds and drives the chosen optimizer.
+Another package adds an optimizer in the same way as this file does.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from recsys.training.lamb import LambOptimizer
 
 @dataclass(frozen=True)
 class DenseGroup:
-    """Dense parameters that are trained alike.
+    """Dense parameters that share their settings.
 
     Attributes:
-        parameters: float32, in the order of the model.
-        are_matrices: they are weights of linear layers; other parameters are biases, norms, tables and other
-            learned vectors.
-        weight_decay: their weight decay.
-        lr_scale: factor of their learning rate.
+        parameters: float32 parameters, in the order of the model.
+        are_matrices: True for weights of linear layers; False for biases, norms, tables and other learned
+            vectors.
+        weight_decay: weight decay of these parameters.
+        lr_scale: factor of the learning rate.
     """
 
     parameters: list[nn.Parameter]
@@ -34,7 +34,7 @@ class DenseGroup:
     lr_scale: float = 1.0
 
     def for_torch(self) -> dict[str, Any]:
-        """The group in the form of torch.optim; `optimizers` reads its `lr_scale`."""
+        """Returns the group as a torch.optim parameter group; `optimizers` reads its `lr_scale`."""
         return {
             "params": self.parameters,
             "weight_decay": self.weight_decay,
@@ -43,12 +43,12 @@ class DenseGroup:
 
 
 class DenseOptimizer:
-    """Builds optimizers of dense parameters from a message.
+    """Builds optimizers of dense parameters from a config message.
 
     Attributes:
-        config: the message.
+        config: the optimizer's message.
         lr: learning rate at the schedule's peak.
-        weight_decay: of matrices, where `groups` give no other.
+        weight_decay: weight decay of matrices, unless a group in the config sets another.
     """
 
     def __init__(self, config: Any):
@@ -57,29 +57,30 @@ class DenseOptimizer:
         self.weight_decay: float = config.weight_decay
 
     def build(self, groups: Sequence[DenseGroup]) -> list[torch.optim.Optimizer]:
-        """Builds optimizers that train each parameter of the groups once.
+        """Builds optimizers that together train each parameter of the groups exactly once.
 
-        Their state must be tensors, a count of steps among them called `step`, and must be there after a
-        first step. The rate of each of their `param_groups` is set before every step; it is 0 at first.
+        Their state must consist of tensors and be complete after the first step; a step count must be called
+        `step`. Set the learning rate to 0 here: the caller sets it in each of `param_groups` before every
+        step.
         """
         raise NotImplementedError
 
 
 @register(pb.AdamW)
 class AdamW(DenseOptimizer):
-    """torch.optim.AdamW."""
+    """Trains all parameters by torch.optim.AdamW."""
 
     def build(self, groups: Sequence[DenseGroup]) -> list[torch.optim.Optimizer]:
-        """Builds it."""
+        """Builds one torch.optim.AdamW."""
         return [_adamw(groups, self.config)]
 
 
 @register(pb.Sgd)
 class Sgd(DenseOptimizer):
-    """torch.optim.SGD."""
+    """Trains all parameters by torch.optim.SGD."""
 
     def build(self, groups: Sequence[DenseGroup]) -> list[torch.optim.Optimizer]:
-        """Builds it."""
+        """Builds one torch.optim.SGD."""
         config = self.config
         listed = [group.for_torch() for group in groups]
         return [
@@ -89,19 +90,19 @@ class Sgd(DenseOptimizer):
 
 @register(pb.Adagrad)
 class Adagrad(DenseOptimizer):
-    """torch.optim.Adagrad."""
+    """Trains all parameters by torch.optim.Adagrad."""
 
     def build(self, groups: Sequence[DenseGroup]) -> list[torch.optim.Optimizer]:
-        """Builds it."""
+        """Builds one torch.optim.Adagrad."""
         return [torch.optim.Adagrad([group.for_torch() for group in groups], lr=0.0, eps=self.config.eps)]
 
 
 @register(pb.Lamb)
 class Lamb(DenseOptimizer):
-    """`lamb.LambOptimizer`, since torch has none."""
+    """Trains all parameters by `lamb.LambOptimizer`, since torch has no LAMB."""
 
     def build(self, groups: Sequence[DenseGroup]) -> list[torch.optim.Optimizer]:
-        """Builds it."""
+        """Builds one `LambOptimizer`."""
         config = self.config
         betas = (config.beta1, config.beta2)
         return [LambOptimizer([group.for_torch() for group in groups], lr=0.0, betas=betas, eps=config.eps)]
@@ -109,10 +110,10 @@ class Lamb(DenseOptimizer):
 
 @register(pb.Muon)
 class Muon(DenseOptimizer):
-    """torch.optim.Muon for matrices, torch.optim.AdamW for other parameters."""
+    """Trains matrices by torch.optim.Muon and other parameters by torch.optim.AdamW."""
 
     def build(self, groups: Sequence[DenseGroup]) -> list[torch.optim.Optimizer]:
-        """Builds those of the two that have parameters to train."""
+        """Builds Muon, AdamW or both, depending on which kinds of parameters there are."""
         matrices = [group.for_torch() for group in groups if group.are_matrices]
         rest = [group for group in groups if not group.are_matrices]
         optimizers: list[torch.optim.Optimizer] = []

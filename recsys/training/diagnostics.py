@@ -1,7 +1,7 @@
 """Diagnoses a trained model beyond its metrics: slices by history length, calibration, attention pictures.
 
 This costs more than an evaluation during training should, so only the last evaluation and that of the best
-state include it. Each rank accumulates sums (ranking metrics also keep their rows); `results` joins them.
+state include it. Each rank accumulates sums (ranking metrics also keep their rows), which `results` combines.
 """
 
 from collections.abc import Iterator
@@ -20,16 +20,17 @@ from recsys.modules.metrics.reliability import Reliability, ReliabilityBin
 from recsys.training.attention import AttentionPicture, AttentionRecorder
 
 _ENDS = (10, 50, 200, 1000, 5000, 20_000, 100_000)
-"""Longest history of each slice, in events; `data.max_history_len` cuts the list."""
+"""Longest history of each slice, in events. `slice_ends` cuts the list at `data.max_history_len`."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The rows whose history has from `shortest` to `longest` events.
+    """The rows whose history has `shortest` to `longest` events.
 
     Attributes:
-        rows: how many. candidates: of all of them.
-        metrics: by name, NaN where undefined.
+        rows: number of rows.
+        candidates: number of candidates in these rows.
+        metrics: values by name, NaN where undefined.
     """
 
     shortest: int
@@ -41,12 +42,12 @@ class Slice:
 
 @dataclass(frozen=True)
 class DiagnosticResults:
-    """Results of `Diagnostics` over all ranks.
+    """The results of `Diagnostics` over all ranks.
 
     Attributes:
-        slices: by history length, short to long; together they cover all rows.
-        calibration: by task with a binary loss, bins by rising prediction.
-        pictures: attention of a few samples; on the ranks that were asked for some.
+        slices: slices by history length, from short to long; together they cover all rows.
+        calibration: for each task with a binary loss, bins by rising prediction.
+        pictures: attention of a few samples; empty on ranks that were asked for none.
     """
 
     slices: list[Slice]
@@ -54,7 +55,7 @@ class DiagnosticResults:
     pictures: list[AttentionPicture] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The results as plain JSON types, without the pictures."""
+        """Returns the results as plain JSON types, without the pictures."""
         return {
             "slices": [
                 {
@@ -70,12 +71,12 @@ class DiagnosticResults:
 
 
 class Diagnostics:
-    """Looks at one evaluation: `watching` around each forward pass, `update` behind it, then `results`.
+    """Diagnoses one evaluation: call `watching` around each forward pass, `update` after it, then `results`.
 
     Args:
-        model: in evaluation.
-        device: of the model.
-        pictures: samples of the first batch whose attention this rank keeps; 0 for none.
+        model: the model, in evaluation mode.
+        device: the model's device.
+        pictures: number of samples of the first batch whose attention this rank records; 0 for none.
     """
 
     def __init__(self, model: Model, device: torch.device, pictures: int = 0):
@@ -91,7 +92,7 @@ class Diagnostics:
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
-        """Wraps the model's forward pass over one batch."""
+        """Records attention, if asked to, while the block runs the model's forward pass over one batch."""
         if self._recorder is not None or not self._num_pictures:
             yield
             return
@@ -100,11 +101,11 @@ class Diagnostics:
             yield
 
     def update(self, rows: MetricRows, batch: Batch) -> None:
-        """Adds a batch.
+        """Adds the results of a batch.
 
         Args:
-            rows: `Model.metric_rows` of it.
-            batch: with its lengths on the model's device.
+            rows: `Model.metric_rows` of the batch.
+            batch: the batch, with its lengths on the model's device.
         """
         slices = torch.bucketize(batch.uih_lengths, self._bounds)
         counted = (batch.sample_weight > 0).double()
@@ -118,7 +119,7 @@ class Diagnostics:
             reliability.update(*rows[task])
 
     def results(self) -> DiagnosticResults:
-        """The results over all ranks. Collective."""
+        """Returns the results over all ranks. Collective."""
         counts = self._counts.clone()
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(counts)
@@ -135,9 +136,9 @@ class Diagnostics:
 
 
 def slice_ends(longest: int) -> list[int]:
-    """Longest history of each slice for histories of at most `longest` events; the first slice has none.
+    """Returns the longest history, in events, of each slice for histories of at most `longest` events.
 
-    The last slice is at least as wide as all before it.
+    The first slice holds the rows without events. The last slice is at least as wide as all before it.
     """
     return [0, *(end for end in _ENDS if 2 * end <= longest), longest] if longest else [0]
 

@@ -1,8 +1,8 @@
 """Sets up the process group of a run, lets ranks agree, and shards tables over ranks.
 
-A run started by `torchrun` has one process a device; any other run is a group of one, with no port and no
-file. Model code knows nothing of it: `shard` wraps a finished model, whose weights every rank has built from
-the same seed.
+A run started by `torchrun` has one process per device; any other run is a group of one process, which needs
+no port and no file. Model code is not aware of ranks: `shard` wraps a finished model, whose weights every
+rank has built from the same seed.
 """
 
 import gc
@@ -31,7 +31,7 @@ from recsys.training.optimizers import fused_params
 from recsys.training.rendezvous import fresh_store
 
 _TIMEOUT = timedelta(seconds=90)
-"""Timeout of a collective; longer than any pause between two collectives of a run."""
+"""Timeout of a collective. It must exceed any pause between two collectives of a run."""
 
 Result = TypeVar("Result")
 
@@ -48,19 +48,19 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which writes the logs."""
+        """Whether this is rank 0, which writes the logs."""
         return self.rank == 0
 
 
 @contextmanager
 def process_group() -> Iterator[Processes]:
-    """The process group of the run; the block must leave no model, optimizer or pipeline behind.
+    """Sets up the process group of the run. No model, optimizer or pipeline may outlive the block.
 
-    If the caller already has a process group, the run uses it and leaves it alone.
+    If the caller already has a process group, the run uses that group and does not destroy it.
 
-    What survives the block still holds communicators, and a process that exits with those aborts at random:
-    hence the collection and the barrier before the group goes. After an error there is no barrier: the other
-    ranks may be gone.
+    An object that survives the block holds communicators, and a process that exits with live communicators
+    sometimes aborts. That is why garbage is collected and ranks meet at a barrier before the group is
+    destroyed. After an error there is no barrier, since the other ranks may be gone.
     """
     if dist.is_initialized():
         yield Processes(dist.get_rank(), dist.get_world_size(), _device())
@@ -74,7 +74,7 @@ def process_group() -> Iterator[Processes]:
     finally:
         gc.collect()
         dist.destroy_process_group()
-        # torch.distributed puts the rank in front of each line of a traceback, and leaves it so.
+        # torch.distributed installs a hook that prefixes traceback lines with the rank, and never removes it.
         sys.excepthook = show_error
 
 
@@ -92,14 +92,14 @@ def _start() -> Processes:
 
 
 def _device() -> torch.device:
-    """This process's GPU, or the CPU if there is none."""
+    """Returns this process's GPU, or the CPU if there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
 
 
 def gather(value: Result) -> list[Result]:
-    """`value` of every rank, in the order of ranks, on every rank. Collective."""
+    """Returns the `value` of every rank, in rank order, on every rank. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -108,10 +108,10 @@ def gather(value: Result) -> list[Result]:
 
 
 def on_main(function: Callable[[], Result]) -> Result:
-    """The result of `function`, called on rank 0 only, on every rank. Collective.
+    """Calls `function` on rank 0 only and returns its result on every rank. Collective.
 
     Raises:
-        RecsysError: on every rank, when rank 0 raised it or an OSError.
+        RecsysError: on every rank, if rank 0 raised a RecsysError or an OSError.
     """
     answer: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -131,13 +131,13 @@ def on_main(function: Callable[[], Result]) -> Result:
 def shard(module: nn.Module, pipeline: pb.Pipeline, processes: Processes) -> DistributedModelParallel:
     """Wraps a model for the processes of the run; its weights keep their values. Collective.
 
-    With pb.Embedding.SHARDED, tables are cut over the ranks and trained inside the backward pass, with one
-    process too; with pb.Embedding.REPLICATED they stay plain parameters, whose gradients are averaged as all
-    others.
+    With pb.Embedding.SHARDED, tables are split over the ranks and trained inside the backward pass, even in a
+    run of one process. With pb.Embedding.REPLICATED they stay plain parameters, whose gradients are averaged
+    like all others.
 
     Args:
         module: a model with tables in `EmbeddingCollection`s, on the CPU, the same on every rank.
-        pipeline: its resolved config.
+        pipeline: the resolved config.
         processes: this rank.
     """
     placement, train = pipeline.model.embedding.placement, pipeline.train
@@ -173,7 +173,7 @@ def _table_plans(tables: EmbeddingCollection, kind: int, world_size: int) -> dic
 
 
 class _AverageGradients(DataParallelWrapper):
-    """Averages the gradients of everything that is not sharded, over ranks."""
+    """Averages the gradients of all parameters that are not sharded over the ranks."""
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         inner = dmp._dmp_wrapped_module.to(device)
@@ -181,12 +181,11 @@ class _AverageGradients(DataParallelWrapper):
         if env.world_size == 1 or not {name for name, _ in inner.named_parameters()} - sharded:
             dmp._dmp_wrapped_module = inner
             return
-        # Buffers are constants, the same on all ranks: nothing to send.
+        # Buffers are constants and equal on all ranks, so they need not be sent.
         constants = {name for name, _ in inner.named_buffers()}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, sharded | constants)
-        # Unused parameters are looked for although there should be none: only then are the buckets of
-        # gradients never rebuilt after the first step, so a resumed run adds up numbers in the same order as
-        # an uninterrupted one.
+        # There should be no unused parameters. With this option, however, DDP does not rebuild its gradient
+        # buckets after the first step, so a resumed run sums in the same order as an uninterrupted run.
         dmp._dmp_wrapped_module = DistributedDataParallel(
             inner,
             process_group=env.process_group,

@@ -1,8 +1,8 @@
 """Draws the sequence of one sample at every stage of a model as text, for `--dry-run`.
 
-A stage is a run of layers with one mask over the tokens that are left. Each token is a line: its place now
-and in the whole sequence, its kind, and marks: one for each token that it may see (`#`) or not (`.`).
-The middle of a long history is left out, in lines and marks alike.
+A stage is a series of layers with the same mask over the same tokens. Each token is a line with its current
+position, its position in the whole sequence, its kind, and a mark for each token that it may see (`#`) or not
+(`.`). Lines and marks both leave out the middle of a long history.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ _LEFT_OUT = -1
 
 
 class _Sequence(NamedTuple):
-    """The tokens of a sample that one stack of layers gets."""
+    """The input of one stack of layers: a name for it, the stack, and the layout of one sample's tokens."""
 
     name: str
     stack: nn.Module
@@ -32,11 +32,11 @@ class _Sequence(NamedTuple):
 
 
 def draw_stages(mixer: Mixer, batch: Batch, row: int) -> str:
-    """Draws every stage of row `row` in each channel.
+    """Draws the sequence of batch row `row` at every stage of each channel.
 
     Args:
-        mixer: of a model.
-        batch: on the host, or with its lengths there.
+        mixer: the model's mixer.
+        batch: a batch on the host, or whose lengths have a host copy.
     """
     lines: list[str] = []
     for sequence in _sequences(mixer, batch, row):
@@ -81,7 +81,7 @@ def _draw(sequence: _Sequence) -> list[str]:
 
 
 class _Stage(NamedTuple):
-    """Neighbouring layers with one mask over the same tokens; a truncation begins a new stage."""
+    """Consecutive layers with the same mask over the same tokens; a truncation begins a new stage."""
 
     tail_len: int | None
     mask: AttentionMask
@@ -99,7 +99,7 @@ def _stages(rules: Iterable[LayerRule]) -> list[_Stage]:
 
 
 def _tokens(layout: SequenceLayout, origin: list[int], mask: AttentionMask) -> list[str]:
-    """A line for each token that is shown."""
+    """Draws a line for each token that is shown."""
     kinds = layout.kinds().tolist()
     by_kind = [[place for place, kind in enumerate(kinds) if kind == wanted] for wanted in range(len(_KINDS))]
     shown = [place for places in by_kind for place in _ends(places)]

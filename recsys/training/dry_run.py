@@ -1,4 +1,4 @@
-"""`--dry-run`: trains one step on one batch and shows what a run would do. Nothing is kept."""
+"""Trains one step on one batch for `--dry-run` and shows what a run would do. Nothing is kept."""
 
 import tempfile
 from contextlib import closing
@@ -24,7 +24,7 @@ def dry_run(pipeline: pb.Pipeline, processes: Processes) -> None:
     """Builds everything, trains on one batch, and prints a sample, sizes and kernels. Collective.
 
     Raises:
-        ConfigError: the config asks for what the device cannot do.
+        ConfigError: the config asks for something that the device cannot do.
     """
     config.check_device(pipeline, processes.device.type)
     check_kernels(pipeline, processes.device.type)

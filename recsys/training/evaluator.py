@@ -1,7 +1,7 @@
-"""Metrics of a model over a split, exact over all ranks.
+"""Computes the metrics of a model over a split, exactly, over all ranks.
 
-The same function serves evaluation during training and `recsys.evaluate`. It leaves no trace: the model
-returns to the mode it was in, and no random number that training would have drawn is used up.
+The same function serves evaluation during training and `recsys.evaluate`. It has no side effects on training:
+it restores the model's mode and the state of the random number generators.
 """
 
 import math
@@ -25,7 +25,7 @@ from recsys.training.distributed import gather
 from recsys.training.state import Best, capture_rng, restore_rng
 
 LOSS = "loss"
-"""Name of the weighted loss among the metrics; `loss/<task>` are its parts."""
+"""Name of the weighted loss among the metrics; the loss of a task is `loss/<task>`."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BestMetric:
 
     @classmethod
     def of(cls, model: Model, config: pb.Evaluation) -> "BestMetric":
-        """Reads the metric from a resolved and checked config; it is the loss if the model has no metrics."""
+        """Reads the metric from a resolved and checked config. It is the loss if the model has no metrics."""
         name = config.best_metric
         return cls(name, bool(model.metrics()[name].higher_is_better)) if name else cls(LOSS, False)
 
@@ -57,20 +57,22 @@ def evaluate(
     max_batches: int | None = None,
     diagnostics: Diagnostics | None = None,
 ) -> dict[str, float]:
-    """Metrics and losses of `model` on the batches of `loader`. Collective.
+    """Computes metrics and losses of `model` on the batches of `loader`. Collective.
 
     Args:
-        model: as built, or with its tables sharded in place.
-        max_batches: read no more than this on each rank; None reads all.
-        diagnostics: looks at the same batches; what it found is asked of it afterwards.
+        model: the model as built, or with its tables sharded in place.
+        max_batches: the most batches that each rank reads; None reads all.
+        diagnostics: diagnoses the same batches; the caller reads its results afterwards.
 
     Returns:
-        The model's metrics by name, `loss`, and with several tasks `loss/<task>`; NaN where undefined.
+        The model's metrics by name, `loss` and, if there are several tasks, `loss/<task>`; NaN where
+        undefined.
     """
     with _aside(model, device):
         metrics = {name: metric.to(device) for name, metric in model.metrics().items()}
         totals: Losses | None = None
-        # Ranks that look up sharded tables must make equally many calls, and diagnostics watch whole rows.
+        # Scoring with a cache makes several calls per batch: their number may differ between ranks, which
+        # sharded tables do not allow, and diagnostics need each row in one call.
         alone = not (dist.is_initialized() and dist.get_world_size() > 1)
         scorer = Scorer(EagerModel(model, may_cache=alone and diagnostics is None), model.pipeline)
         for batch in islice(loader.epoch(0), max_batches):
@@ -86,7 +88,7 @@ def evaluate(
 
 
 def counted(loader: Loader) -> Counts:
-    """Rows of all ranks that the last evaluation left out or cut. Collective."""
+    """Counts the rows of all ranks that the last evaluation left out or cut. Collective."""
     total = Counts()
     for counts in gather(loader.counter.counts):
         total = total.plus(counts)

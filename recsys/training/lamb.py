@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020, arXiv 1904.00962, algorithm 2): AdamW whose step has the length of the weights."""
+"""LAMB (You et al. 2020, arXiv 1904.00962, algorithm 2): AdamW with steps as long as the weights' norm."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,17 +8,19 @@ from torch import Tensor
 
 
 class LambOptimizer(torch.optim.Optimizer):
-    """Trains each parameter w by r = m / (sqrt(v) + eps) + weight_decay x w, with m and v as in AdamW:
-    w <- w - lr x (|w| / |r|) x r. The factor |w| / |r| is 1 where either norm is 0.
+    """Updates each parameter w as w <- w - lr x (|w| / |r|) x r.
 
-    Everything is computed for all parameters of a group at once and stays on their device.
+    Here r = m / (sqrt(v) + eps) + weight_decay x w, with m and v as in AdamW. The factor |w| / |r| is 1 where
+    either norm is 0.
+
+    Each operation covers all parameters of a group at once, and nothing leaves their device.
 
     Args:
         params: parameters, or groups of them.
         lr: learning rate.
-        betas: decay of the mean gradient, and of the mean squared gradient.
+        betas: decay rates of the mean gradient and of the mean squared gradient.
         eps: added to the root of the second moment.
-        weight_decay: times the weight, added to the step before its length is measured.
+        weight_decay: this times the weight is added to the step before the step's norm is taken.
     """
 
     def __init__(
@@ -33,7 +35,7 @@ class LambOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # pyrefly: ignore[bad-override]
-        """Moves every parameter that has a gradient."""
+        """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if weights:
@@ -50,7 +52,7 @@ class LambOptimizer(torch.optim.Optimizer):
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        # A moment that starts at 0 is too small by 1 - beta ^ step.
+        # Bias correction: a moment that starts at 0 is too small by the factor 1 - beta ^ step.
         moves = torch._foreach_div(squares, _shares(beta2, steps))
         torch._foreach_sqrt_(moves)
         torch._foreach_add_(moves, group["eps"])
@@ -73,7 +75,7 @@ class LambOptimizer(torch.optim.Optimizer):
 
 
 def _shares(beta: float, steps: list[Tensor]) -> list[Tensor]:
-    """1 - beta ^ step for each count of steps."""
+    """Returns 1 - beta ^ step for each of `steps`."""
     shares = torch._foreach_pow(beta, steps)
     torch._foreach_neg_(shares)
     torch._foreach_add_(shares, 1.0)

@@ -1,7 +1,7 @@
-"""Names of parameters, and the patterns by which a config selects some of them.
+"""Matches names of parameters against the patterns by which a config selects some of them.
 
-In a pattern `*` stands for any text. A config writes names as `Model.named_parameters()` gives them; the
-training step and checkpoints put `MODEL` in front.
+In a pattern `*` stands for any text. Configs use the names that `Model.named_parameters()` gives; the
+training step and checkpoints prefix them with `MODEL`.
 """
 
 import difflib
@@ -13,17 +13,17 @@ MODEL = "model."
 
 
 def fits(name: str, patterns: Sequence[str]) -> bool:
-    """Returns whether a name fits one of the patterns."""
+    """Returns whether a name matches any of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def without_match(patterns: Sequence[str], names: Collection[str], path: str) -> list[str]:
-    """Returns a finding for each pattern that fits none of the names.
+    """Returns a finding for each pattern that matches none of the names.
 
     Args:
-        patterns: from a config.
+        patterns: patterns from a config.
         names: the names to choose from.
-        path: path of the list of patterns, for the findings.
+        path: path of the list of patterns in the config, for the findings.
     """
     return [
         f"{path}[{place}]: {pattern!r} fits none of {len(names)} names. {_suggestion(pattern, names)}"
@@ -40,7 +40,7 @@ def _suggestion(pattern: str, names: Collection[str]) -> str:
 
 
 def _spans(name: str) -> Iterator[tuple[str, str]]:
-    """Yields each run of a name's words with the pattern that fits it there."""
+    """Yields each run of consecutive words in a name, with the pattern that matches the run in its place."""
     words = name.split(".")
     for first in range(len(words)):
         for last in range(first + 1, len(words) + 1):

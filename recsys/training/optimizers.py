@@ -1,9 +1,9 @@
-"""Optimizers of a run: one for all dense weights, and one of FBGEMM's fused ones for sharded tables.
+"""Builds and drives the optimizers of a run: one for dense weights, a fused one for sharded tables.
 
-The config chooses both, from `dense_optimizers` and `sparse_optimizers`. A fused optimizer updates the
-looked-up rows inside the backward pass; all that is left to do outside is to tell it the learning rate.
-`ScheduledOptimizer` puts both behind the two calls that TorchRec's pipelines make for every batch,
-`zero_grad` and `step`.
+The config chooses both, from those in `dense_optimizers` and `sparse_optimizers`. FBGEMM's fused optimizer
+updates the looked-up rows inside the backward pass; outside, it only has to be told the learning rate.
+`ScheduledOptimizer` offers both through `zero_grad` and `step`, the two calls that TorchRec's pipelines make
+for every batch.
 """
 
 import logging
@@ -30,27 +30,27 @@ log = logging.getLogger(__name__)
 
 
 class ScheduledOptimizer:
-    """Both optimizers of a run, with schedule, gradient clipping and accumulation.
+    """Combines both optimizers of a run with schedule, gradient clipping and accumulation.
 
-    Dense gradients of `train.accumulate_batches` batches are averaged into one step. Sharded tables move with
-    every batch: their gradients are never kept. Gradients are means over ranks already, so every rank clips
-    by the same norm.
+    Dense gradients of `train.accumulate_batches` batches are averaged into one step. Sharded tables are
+    updated with every batch, since their gradients are never stored. Gradients are already averaged over
+    ranks, so every rank clips by the same norm.
 
     Args:
         model: a model whose sharded tables, if any, are in a `DistributedModelParallel`.
-        train: resolved.
+        train: the resolved message.
         total_steps: steps of the whole run, for the schedule.
 
     Raises:
-        ConfigError: a pattern of `train.dense_optimizer.groups` fits no parameter.
-        ValueError: there are sharded tables and no optimizer for them.
+        ConfigError: a pattern of `train.dense_optimizer.groups` matches no parameter.
+        ValueError: there are sharded tables but no optimizer for them.
 
     Attributes:
-        peaks: learning rate at the schedule's peak, `dense`, and `sparse` if there are sharded tables.
+        peaks: learning rates at the schedule's peak: `dense`, and `sparse` if there are sharded tables.
         steps: steps done.
-        accumulated: batches since the last step; 0 is where the state may be saved.
-        last_grad_norm: norm of the dense gradients of the last step before clipping, a scalar on the device,
-            for which reading it waits; None before the first step.
+        accumulated: batches since the last step; the state may be saved only when it is 0.
+        last_grad_norm: norm of the dense gradients of the last step before clipping, a scalar on the device;
+            None before the first step. Reading it waits for the device.
     """
 
     def __init__(self, model: nn.Module, train: pb.Train, total_steps: int):
@@ -71,12 +71,12 @@ class ScheduledOptimizer:
         self.last_grad_norm: Tensor | None = None
 
     def learning_rates(self) -> dict[str, float]:
-        """Learning rates of the next or current step: `dense`, and `sparse` if there are sharded tables."""
+        """Returns the current step's learning rates: `dense`, and `sparse` if there are sharded tables."""
         now = self._factor_of(self.steps)
         return {name: peak * now for name, peak in self.peaks.items()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Call before the forward pass of each batch, whose backward pass updates sharded tables."""
+        """Prepares both optimizers for a batch. Call it before the batch's forward pass."""
         if self.accumulated:
             return
         rates = self.learning_rates()
@@ -84,11 +84,14 @@ class ScheduledOptimizer:
         _set_rate(self.dense, rates["dense"])
         if self.fused is not None:
             _set_rate(self.fused, rates["sparse"])
-            # This hands the learning rate to the kernels; there are no gradients to clear.
+            # This passes the learning rate to the kernels; there are no gradients to clear.
             self.fused.zero_grad()
 
     def step(self) -> None:
-        """Call after the backward pass of each batch; the last batch of a step updates the dense weights."""
+        """Counts a batch and updates the dense weights after the last batch of a step.
+
+        Call it after the batch's backward pass, which has already updated sharded tables.
+        """
         self.accumulated += 1
         if self.accumulated < self.accumulate_batches:
             return
@@ -105,7 +108,7 @@ class ScheduledOptimizer:
         self.steps += 1
 
     def tensors(self) -> dict[str, Tensor | ShardedTensor]:
-        """The whole state, by name; loading in place into these tensors and calling `resume` restores it."""
+        """Returns the whole state by name. To restore it, load into these tensors and call `resume`."""
         tensors = {}
         for optimizer in (self.dense, self.fused):
             if optimizer is not None:
@@ -118,20 +121,20 @@ class ScheduledOptimizer:
         """Resumes after `steps` steps. Call it before the first batch."""
         self.steps = steps
         if self.fused is not None:
-            # Adam's bias correction counts batches in the kernel, which does not save its count.
+            # The kernel counts batches for Adam's bias correction and does not save its count.
             self.fused.set_optimizer_step(steps * self.accumulate_batches)
 
 
 def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimizer:
-    """The chosen optimizer over all parameters that no fused optimizer trains, keyed by their names in
-    `model`.
+    """Builds the chosen optimizer over all parameters that no fused optimizer trains, keyed by their names.
 
-    Weight decay shrinks matrices, the weights of linear layers: not biases, norms, tables or other learned
-    vectors, unless a group of the config says so. Its state is made here and not in the first step, so that
-    every checkpoint has the same tensors.
+    Weight decay applies only to matrices, the weights of linear layers. Biases, norms, tables and other
+    learned vectors do not decay unless a group of the config says so. The optimizer's state is created here
+    and not in the first step, so that every checkpoint has the same tensors.
 
     Raises:
-        ConfigError: a pattern of `config.groups` fits no parameter.
+        ConfigError: a pattern of `config.groups` matches no parameter.
+        TypeError: the optimizer's state holds something other than tensors.
     """
     chosen = _chosen_dense(config)
     parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
@@ -150,10 +153,10 @@ def dense_optimizer(model: nn.Module, config: pb.DenseOptimizer) -> KeyedOptimiz
 
 
 def _make_state(optimizer: KeyedOptimizer) -> None:
-    """Makes a step along zero gradients at rate 0, which leaves the weights as they are."""
+    """Creates the optimizer's state by a step with zero gradients and rate 0, which changes no weights."""
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        # Some optimizers add decayed weights to the gradient, which would go into their state.
+        # Some optimizers add weight decay to the gradient, which would end up in their state.
         group["weight_decay"] = 0.0
     optimizer.init_state()
     optimizer.zero_grad()
@@ -176,7 +179,7 @@ def _chosen_sparse(config: pb.SparseOptimizer) -> SparseOptimizer | None:
 def _groups(
     model: nn.Module, parameters: dict[str, nn.Parameter], config: pb.DenseOptimizer, weight_decay: float
 ) -> list[DenseGroup]:
-    """Sorts parameters into the groups of the config, and each of them into matrices and others."""
+    """Sorts parameters into the groups of the config, and each group into matrices and other parameters."""
     matrices = {layer.weight for layer in model.modules() if isinstance(layer, nn.Linear)}
     left = {name.removeprefix(MODEL): parameter for name, parameter in parameters.items()}
     names, findings, groups = list(left), [], []
@@ -202,7 +205,7 @@ def _groups(
 def _keyed(
     chosen: DenseOptimizer, parameters: dict[str, nn.Parameter], groups: list[DenseGroup]
 ) -> KeyedOptimizer:
-    """Builds the optimizers of all groups, as one that knows the names of its parameters."""
+    """Builds the optimizers of all groups and combines them into one that is keyed by parameter names."""
     keyed, trained = [], set()
     for optimizer in chosen.build(groups):
         members = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -215,16 +218,17 @@ def _keyed(
 
 
 def fused_optimizer(model: nn.Module) -> KeyedOptimizer | None:
-    """The optimizer of the sharded tables; None if there are none."""
+    """Returns the optimizer of the sharded tables; None if there are none."""
     if isinstance(model, DistributedModelParallel) and model.fused_optimizer.params:
         return model.fused_optimizer
     return None
 
 
 def fused_params(config: pb.SparseOptimizer) -> dict[str, Any]:
-    """Arguments of a TorchRec sharder that make FBGEMM train tables as configured; {} if nothing is set.
+    """Returns the arguments for a TorchRec sharder that make FBGEMM train tables as configured.
 
-    An id outside its table stops the run; by default FBGEMM would warn once and train row 0.
+    They are {} if the config sets no optimizer. An id outside its table stops the run; by default FBGEMM
+    would warn once and train row 0.
     """
     chosen = _chosen_sparse(config)
     if chosen is None:

@@ -1,7 +1,7 @@
-"""A learning-rate range test (Smith 2017): the rate grows step by step, and the loss says how far it may.
+"""Runs a learning-rate range test (Smith 2017): the rate grows with each step while the loss is recorded.
 
-A fresh model trains some steps on its own data while the rate grows evenly on a log scale. The suggestion is
-the rate at which the smoothed loss falls fastest. Nothing is kept.
+A new model trains some steps on the config's data while the rate grows evenly on a log scale. The suggested
+rate is the one at which the smoothed loss falls fastest. Nothing is kept.
 """
 
 import tempfile
@@ -18,7 +18,7 @@ from recsys.training.session import open_session
 LOWEST, HIGHEST = 1e-5, 1.0
 STEPS = 100
 SMOOTHING = 0.8
-"""Share of the smoothed loss that stays with each step."""
+"""Share of the smoothed loss that each step keeps, 0 to 1."""
 
 DIVERGED = 2.0
 """The test ends when the smoothed loss is this many times the lowest one."""
@@ -33,9 +33,9 @@ class RateTest(NamedTuple):
 
 
 def find_rate(pipeline: pb.Pipeline, processes: Processes) -> RateTest:
-    """Runs the test of a resolved config. Collective.
+    """Runs the test for a resolved config. Collective.
 
-    Rates of sharded tables grow by the same factor as that of the dense optimizer.
+    The rate of sharded tables grows by the same factor as the rate of the dense optimizer.
 
     Raises:
         ConfigError: the loss never fell.
@@ -77,7 +77,10 @@ def _tested(rates: list[float], losses: list[float]) -> RateTest:
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Returns the rate at which the loss falls fastest over a tenth of the rates tried, rounded to one digit.
+    """Returns the rate around which the loss falls fastest, rounded to one significant digit.
+
+    The fall is measured over stretches of a tenth of the tried rates; the result is the rate in the middle of
+    the steepest stretch.
 
     Raises:
         ConfigError: the loss never fell.

@@ -1,8 +1,8 @@
-"""Gives each attempt of a run its own keys in the store through which its processes meet.
+"""Gives each attempt of a run separate keys in the store through which its processes meet.
 
-`torchrun` keeps the store when it restarts processes, and PyTorch does not tell the keys of one attempt from
-those of another (pytorch#135712). With shared keys, new processes would read the addresses of dead ones and
-wait for them.
+`torchrun` keeps the store when it restarts processes, and PyTorch uses the same keys in all attempts
+(pytorch#135712). With shared keys, new processes would read the addresses of dead processes and wait for
+them.
 """
 
 import time
@@ -18,10 +18,10 @@ _PAUSE = 0.01
 
 
 def fresh_store(store: Store, rank: int, world_size: int, timeout: timedelta) -> PrefixStore:
-    """Returns the store under a prefix that only the ranks of this attempt know. Collective.
+    """Returns the store under a prefix that only the ranks of this attempt share. Collective.
 
     Each rank posts a new random word, and rank 0 answers each word with the common prefix. Rank 0 also
-    answers words that a dead attempt has left, but nobody reads those answers.
+    answers words left by a dead attempt, but no process reads those answers.
 
     Args:
         store: the store, which outlives attempts; its `get` blocks until the key is set.

@@ -1,8 +1,8 @@
 """Reads a checkpoint of torch.distributed.checkpoint without executing anything in it.
 
-The library's own reader unpickles `.metadata` and every entry that is not a tensor, so a file from elsewhere
-can run code. This one accepts a fixed list of classes, tensors only, and data files that lie in the
-checkpoint's folder.
+The library's reader unpickles `.metadata` and every entry that is not a tensor, so a foreign file can run
+code. This reader accepts only a fixed list of classes, only tensors, and only data files in the checkpoint's
+folder.
 """
 
 import io
@@ -51,7 +51,7 @@ _DAMAGED = (
     RuntimeError,
     struct.error,
 )
-"""Errors that unpickling damaged bytes and using the result can raise; RecursionError is a RuntimeError."""
+"""Errors that can arise when damaged bytes are unpickled and used. RecursionError is a RuntimeError."""
 
 DAMAGED_TENSORS = (*_DAMAGED, OSError)
 """Errors that reading tensors from damaged files can raise."""
@@ -65,11 +65,11 @@ class SafeReader(FileSystemReader):
         self._folder = folder
 
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
-        """The checkpoint's table of contents; the library passes the rank here, which plays no role.
+        """Reads the checkpoint's table of contents. The library passes the rank, which is not used.
 
         Raises:
-            RecsysError: it is missing or damaged, holds a class or an entry that is not allowed, or points
-                outside.
+            RecsysError: the file is missing or damaged, holds a class or an entry that is not allowed, or
+                names a file outside the folder.
         """
         metadata = read_metadata(self._folder)
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -77,7 +77,7 @@ class SafeReader(FileSystemReader):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The table of contents of a checkpoint folder; see `SafeReader.read_metadata`."""
+    """Reads the table of contents of a checkpoint folder; see `SafeReader.read_metadata`."""
     path = folder / ".metadata"
     try:
         metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
@@ -89,7 +89,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _checked(metadata: object, path: Path) -> Metadata:
-    """Returns the metadata if it holds nothing but tensors in files of its folder."""
+    """Returns the metadata if it lists only tensors in files of its folder; else raises RecsysError."""
     if not isinstance(metadata, Metadata):
         raise RecsysError(f"{path}: holds a {type(metadata).__name__}, not the metadata of a checkpoint")
     for name, entry in metadata.state_dict_metadata.items():
@@ -116,5 +116,5 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _path_text(*parts: str) -> str:
-    """Replaces the path classes, since the checkpoint may have moved since it was written."""
+    """Stands in for pickled path classes. Only the text matters, since the checkpoint may have been moved."""
     return "/".join(parts)

@@ -1,7 +1,8 @@
 """Checks that a config fits the state in a run folder, to resume training or to use its weights.
 
-A run resumes by itself when its folder holds a state, the config agrees in every field that the state depends
-on, and the training files are the same. Lengths, logging and evaluation may change between two starts.
+A run resumes automatically if its folder holds a state, the config agrees in every field that the state
+depends on, and the training files are the same. The run's length, logging and evaluation may change between
+two starts.
 Evaluation and export need the same features and model.
 """
 
@@ -45,9 +46,11 @@ MAY_CHANGE = (
     "predict",
     "imports",
 )
-"""Fields that a resumed run may change. No batch that was read depends on them, and no update that was made,
-except through a learning-rate schedule that ends with the run (see `changed_schedule`). Files may move:
-`require_same_inputs` compares their contents.
+"""Fields that a resumed run may change.
+
+Neither the batches read so far nor the updates made so far depend on them, except through a learning-rate
+schedule that ends with the run (see `changed_schedule`). Files may move: `require_same_inputs` compares their
+contents.
 """
 
 MODEL_MAY_CHANGE = (
@@ -55,8 +58,10 @@ MODEL_MAY_CHANGE = (
     "features.id.vocabulary.unknown_rate",
     "model.precision",
 )
-"""Fields of `features` and `model` that evaluation and export may change for any model: locations of files,
-and how exactly scores are computed. Each family declares more of them, such as metrics.
+"""Fields of `features` and `model` that evaluation and export may change for any model.
+
+They locate files, matter only in training, or set the precision of scores. Each model declares further
+fields, such as metrics.
 """
 
 KERNELS = ("backend", "compile", "deterministic", "recompute")
@@ -64,7 +69,7 @@ KERNELS = ("backend", "compile", "deterministic", "recompute")
 
 
 def model_may_change() -> tuple[str, ...]:
-    """Fields that evaluation and export may change, because they do not change what weights mean."""
+    """Returns the fields that evaluation and export may change: they do not affect what weights mean."""
     paths = list(MODEL_MAY_CHANGE)
     for family in fields.alternatives(pb.Model):
         declared = registry.declaration(fields.type_of(family)) or ModelDeclaration
@@ -73,10 +78,10 @@ def model_may_change() -> tuple[str, ...]:
 
 
 def saved_config(state: SavedState, path: Path) -> pb.Pipeline:
-    """The resolved config that a state was saved with.
+    """Returns the resolved config that a state was saved with.
 
     Raises:
-        RecsysError: it has fields that are not known.
+        RecsysError: the config has unknown fields or cannot be parsed.
     """
     try:
         return text_format.Parse(state.config, pb.Pipeline())
@@ -86,16 +91,18 @@ def saved_config(state: SavedState, path: Path) -> pb.Pipeline:
 
 
 def require_same_model(state: SavedState, now: pb.Pipeline, path: Path) -> None:
-    """Compares the config that a state was trained with to the resolved config that will use its weights.
+    """Checks that a resolved config may use the weights of a state.
 
-    Many changes keep all shapes and still change the scores; nothing else would notice them.
+    Many changes of a config change the scores without changing any shape; nothing else would detect them.
 
     Args:
-        path: of the state, for errors.
+        state: the saved state.
+        now: the resolved config that will use its weights.
+        path: the state's folder, for errors.
 
     Raises:
-        ConfigError: with each field of `features` and `model` that differs and must not.
-        DataError: with each table whose ids differ.
+        ConfigError: lists each field of `features` and `model` that differs and must not.
+        DataError: lists each table whose ids differ.
         RecsysError: the state's config cannot be read.
     """
     changed = _changed(saved_config(state, path), now, str(path), _may_change_model)
@@ -112,10 +119,10 @@ def require_same_model(state: SavedState, now: pb.Pipeline, path: Path) -> None:
 
 
 def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> None:
-    """Compares two resolved configs.
+    """Checks that a run may resume with a resolved config.
 
     Raises:
-        ConfigError: with each field that differs and must not.
+        ConfigError: lists each field that differs and must not.
     """
     changed = _changed(saved, now, folder, _may_change)
     if changed:
@@ -129,13 +136,13 @@ def require_same_config(saved: pb.Pipeline, now: pb.Pipeline, folder: str) -> No
 
 
 def require_same_inputs(saved: Inputs, now: Inputs) -> None:
-    """Compares training files, vocabularies and the item catalogue. Files may have moved.
+    """Checks that training files, vocabularies and the item catalogue are unchanged. Files may have moved.
 
     Raises:
-        DataError: with each file that is new, gone or changed; their order counts.
+        DataError: lists each file that is new, missing or changed; the order of files matters.
     """
     require_same_vocabularies(saved, now.vocabularies)
-    # A state without a fingerprint of its items is older than this comparison.
+    # A state without a fingerprint of its items was saved before fingerprints existed.
     if saved.items is not None and saved.items != now.items:
         raise DataError(
             "data.item_file changed since the run was saved, so the run would go on with other items. Bring "
@@ -153,14 +160,14 @@ def require_same_inputs(saved: Inputs, now: Inputs) -> None:
 
 
 def require_same_vocabularies(saved: Inputs, now: dict[str, str]) -> None:
-    """Compares vocabularies with those that a model was trained with.
+    """Checks that vocabularies are those that a model was trained with.
 
     Args:
-        saved: of a state.
+        saved: the inputs of a saved state.
         now: `vocabulary.fingerprints` of the config.
 
     Raises:
-        DataError: with each table whose ids differ.
+        DataError: lists each table whose ids differ.
     """
     before = saved.vocabularies
     changed = sorted(table for table in before if now.get(table) != before[table])
@@ -173,7 +180,7 @@ def require_same_vocabularies(saved: Inputs, now: dict[str, str]) -> None:
 
 
 def differences(saved: SavedState, versions: dict[str, str], world_size: int) -> list[str]:
-    """Changes that allow a resume but not the same curve bit for bit, one sentence each."""
+    """Describes changes that allow a resume but may change losses in their last digits, one clause each."""
     changes = []
     if saved.world_size != world_size:
         changes.append(
@@ -194,12 +201,12 @@ def differences(saved: SavedState, versions: dict[str, str], world_size: int) ->
 
 
 def changed_schedule(schedule: pb.Schedule, step: int, before: int, now: int) -> str | None:
-    """A sentence if the learning rate would jump because the run's length has changed, else an empty text.
+    """Returns a warning if the learning rate would jump because the run's length has changed, else None.
 
     Args:
-        schedule: resolved.
+        schedule: the resolved message.
         step: steps done.
-        before, now: steps of the whole run.
+        before, now: steps of the whole run, in the saved and in the current config.
     """
     was, becomes = factor(step, schedule, before), factor(step, schedule, now)
     if was == becomes:
@@ -213,7 +220,7 @@ def changed_schedule(schedule: pb.Schedule, step: int, before: int, now: int) ->
 def _changed(
     saved: pb.Pipeline, now: pb.Pipeline, folder: str, may_change: Callable[[str], bool]
 ) -> list[str]:
-    """Both values of each field that differs and must not."""
+    """Returns a line with both values for each field that differs and must not."""
     before, after = _leaves(saved), _leaves(now)
     return [
         f"{path}: {_show(before, path)} in {folder}, {_show(after, path)} now"
@@ -223,7 +230,7 @@ def _changed(
 
 
 def _leaves(message: Message, prefix: str = "") -> dict[str, Any]:
-    """Every number and text of a message by path such as `features[0].id.table`; defaults count as given."""
+    """Returns every scalar of a message by path, such as `features[0].id.table`, defaults included."""
     leaves: dict[str, Any] = {}
     for field in fields.all_of(message):
         value, path = fields.value_of(message, field), prefix + fields.name_of(field)

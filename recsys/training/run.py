@@ -1,4 +1,4 @@
-"""Runs training from config to last log line: opens the session, attaches the hooks, trains."""
+"""Runs training from config to last log line, and evaluates saved states."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ from recsys.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of a saved state by name, and counts of rows that were left out or cut."""
+    """Metrics of a saved state by name, with counts of the rows that were left out or cut."""
 
     checkpoint: Path
     metrics: dict[str, float]
@@ -64,15 +64,14 @@ def train(
     """Trains the model of a resolved config in a run folder, from the last saved state if there is one.
 
     Args:
-        pipeline: resolved.
-        folder: run folder.
+        pipeline: the resolved config.
+        folder: the run folder.
         processes: this rank.
-        hooks: makes the observers of the run, on rank 0; None makes `folder_hooks`.
-        weights: where a new run starts, by their names in the model; None starts with those that
-            `train.seed` draws.
+        hooks: makes the run's hooks, on rank 0; None makes `folder_hooks`.
+        weights: initial weights of a new run, by their names in the model; None draws them from `train.seed`.
 
     Raises:
-        ConfigError: the config asks for what the device cannot do, or for a library that is missing.
+        ConfigError: the config asks for something that the device cannot do, or for a missing library.
         RecsysError: another process trains in this folder.
     """
     config.check_libraries(pipeline)
@@ -114,7 +113,7 @@ def _train(session: Session, make_hooks: Callable[[Session], list[Hook]]) -> Out
 
 
 def _baselines(pipeline: pb.Pipeline) -> dict[str, dict[str, float]]:
-    """Measures the baselines that are shown beside each evaluation; the log says why there are none."""
+    """Measures the baselines that are shown beside each evaluation. If there are none, the log says why."""
     reference = measure_reference(pipeline)
     if reference.skipped:
         log.info("no baselines beside the evaluations: %s", reference.skipped)
@@ -122,7 +121,7 @@ def _baselines(pipeline: pb.Pipeline) -> dict[str, dict[str, float]]:
 
 
 def folder_hooks(session: Session) -> list[Hook]:
-    """The hooks of a run folder: metrics.jsonl, TensorBoard, the report and the console."""
+    """Makes the default hooks (metrics.jsonl, TensorBoard, report, console) and those in `train.hooks`."""
     from recsys.training.hooks.tensorboard import TensorBoard
 
     def items() -> Items | None:
@@ -138,14 +137,14 @@ def configured_hooks(pipeline: pb.Pipeline) -> list[Hook]:
 
 
 def tell_hooks(pipeline: pb.Pipeline, folder: Path, split: str, evaluation: Evaluation) -> None:
-    """Shows metrics of a saved state to the hooks that a config lists in `train.hooks`; on rank 0."""
+    """Passes metrics of a saved state to the hooks that `train.hooks` lists. Call it on rank 0 only."""
     step = checkpoint.read_state(evaluation.checkpoint).progress.step
     for hook in configured_hooks(pipeline):
         hook.tested(SplitMetrics(folder, split, step, evaluation.metrics))
 
 
 def describe(session: Session) -> Run:
-    """Facts that hooks get when training starts."""
+    """Collects the facts that hooks receive when training starts."""
     processes, train = session.processes, session.pipeline.train
     averaged = {"evaluated": averaging.describe(train.weight_averaging)} if session.average else {}
     return Run(
@@ -176,20 +175,20 @@ def _finished_before(session: Session, run: Run, reason: str) -> Outcome:
 def evaluate(
     pipeline: pb.Pipeline, folder: Path, processes: Processes, split: str, which: str, limit: int | None
 ) -> Evaluation:
-    """Metrics of a saved state on a split. Collective.
+    """Evaluates a saved state on a split. Collective.
 
     Args:
-        pipeline: resolved.
-        folder: of the run.
+        pipeline: the resolved config.
+        folder: the run folder.
         processes: this rank.
         split: "train", "validation" or "test".
         which: "best", "newest" or the number of a step.
-        limit: batches of each rank that are read; None reads all.
+        limit: the most batches that each rank reads; None reads all.
 
     Raises:
-        ConfigError: the config names no rows for the split, asks for what the device cannot do, or has
-            another model than the one that was trained.
-        DataError: vocabularies that the model was not trained with.
+        ConfigError: the config names no rows for the split, asks for something that the device cannot do, or
+            differs from the model that was trained.
+        DataError: the vocabularies are not those that the model was trained with.
     """
     if not pipeline.data.HasField(split):
         raise ConfigError(f"data.{split}: absent, so there is nothing to evaluate on")
@@ -209,7 +208,7 @@ def evaluate(
 def load_model(pipeline: pb.Pipeline, folder: Path, processes: Processes, which: str) -> LoadedModel:
     """Builds the model of a run with the weights of a saved state, its tables sharded in place. Collective.
 
-    Args and Raises: as `evaluate`.
+    Args and Raises are those of `evaluate`.
     """
     _check_device(pipeline, processes)
     path = on_main(lambda: checkpoint.find(folder / CHECKPOINTS, which))

@@ -1,6 +1,7 @@
-"""The learning rate over the steps, as a factor of its peak: a pure function, so there is no state to save.
+"""Computes the learning rate of a step as a factor of its peak.
 
-Each decay is registered under its message. Another package adds one in the same way.
+The factor is a pure function of the step, so there is no state to save. Each decay is registered under its
+message; another package adds a decay in the same way.
 """
 
 import math
@@ -12,7 +13,7 @@ from recsys.config import registry
 
 
 class Decay:
-    """Computes the factor of every learning rate from its peak on; each decay overrides `factor`.
+    """Base class of decays, which compute the factor of the learning rates after their peak.
 
     Attributes:
         config: the decay's message.
@@ -24,17 +25,19 @@ class Decay:
     def factor(self, step: int, length: int) -> float:
         """Returns the factor of a step.
 
+        Each decay overrides this method.
+
         Args:
-            step: distance to the step with the peak, at least 1; it may lie behind the end of the run.
-            length: distance of the first step behind the run's end to the one with the peak; it may be 0 or
-                negative if the run ends within its warm-up.
+            step: number of steps since the peak, at least 1; the step may lie after the end of the run.
+            length: number of steps from the peak to the first step after the run's end; it may be 0 or
+                negative if the run ends during its warm-up.
         """
         raise NotImplementedError
 
 
 @registry.register(pb.ConstantDecay)
 class ConstantDecay(Decay):
-    """Stays at 1."""
+    """Keeps the factor at 1."""
 
     def factor(self, step: int, length: int) -> float:
         """Returns 1."""
@@ -43,7 +46,7 @@ class ConstantDecay(Decay):
 
 @registry.register(pb.LinearDecay)
 class LinearDecay(Decay):
-    """Falls on a line to its final factor, which it reaches one step behind the last and keeps."""
+    """Falls linearly to the final factor, which it reaches one step after the last step and keeps."""
 
     def factor(self, step: int, length: int) -> float:
         """Returns the factor of a step."""
@@ -52,7 +55,7 @@ class LinearDecay(Decay):
 
 @registry.register(pb.CosineDecay)
 class CosineDecay(Decay):
-    """Falls on half a cosine to its final factor, which it reaches one step behind the last and keeps."""
+    """Falls as half a cosine to the final factor, which it reaches one step after the last step and keeps."""
 
     def factor(self, step: int, length: int) -> float:
         """Returns the factor of a step."""
@@ -61,7 +64,7 @@ class CosineDecay(Decay):
 
 @registry.register(pb.StepDecay)
 class StepDecay(Decay):
-    """Falls by a factor every so many steps, as torch.optim.lr_scheduler.StepLR."""
+    """Multiplies by a factor every `every_steps` steps, like torch.optim.lr_scheduler.StepLR."""
 
     def factor(self, step: int, length: int) -> float:
         """Returns the factor of a step."""
@@ -70,7 +73,7 @@ class StepDecay(Decay):
 
 @registry.register(pb.PolynomialDecay)
 class PolynomialDecay(Decay):
-    """Falls with a power of the share of steps that are left, as torch.optim.lr_scheduler.PolynomialLR."""
+    """Falls with a power of the share of remaining steps, like torch.optim.lr_scheduler.PolynomialLR."""
 
     def factor(self, step: int, length: int) -> float:
         """Returns the factor of a step."""
@@ -80,7 +83,7 @@ class PolynomialDecay(Decay):
 
 @registry.register(pb.CosineRestarts)
 class CosineRestarts(Decay):
-    """Half cosines one after the other, as torch.optim.lr_scheduler.CosineAnnealingWarmRestarts."""
+    """Repeats half cosines, like torch.optim.lr_scheduler.CosineAnnealingWarmRestarts."""
 
     def factor(self, step: int, length: int) -> float:
         """Returns the factor of a step."""
@@ -91,18 +94,18 @@ class CosineRestarts(Decay):
 
 
 def curve(config: pb.Schedule, total_steps: int) -> Callable[[int], float]:
-    """Returns the function from a step to its factor of every learning rate.
+    """Returns the function that maps a step to the factor of every learning rate.
 
-    The factor grows on a line over `warmup_steps` (the first step has 1 / warmup_steps, the last of them 1),
-    then follows the chosen decay. A decay that ends with the run reaches its final factor one step behind the
-    last: with 0 in the last step, that step's batch would be read for nothing.
+    The factor grows linearly over `warmup_steps`, from 1 / warmup_steps in the first step to 1 in the last
+    warm-up step, then follows the chosen decay. A decay that ends with the run reaches its final factor one
+    step after the last step: with a factor of 0, the last step would read its batch for nothing.
 
     Args:
-        config: resolved; one of its decays is set.
+        config: the resolved message, with a decay set.
         total_steps: steps of the whole run.
 
     Returns:
-        A function of the steps done before a step: 0 for the first, `total_steps` - 1 for the last.
+        A function of the number of steps done before: 0 for the first step, `total_steps` - 1 for the last.
 
     Raises:
         ValueError: no decay is set.
@@ -125,7 +128,7 @@ def factor(step: int, config: pb.Schedule, total_steps: int) -> float:
 
 
 def _progress(step: int, length: int) -> float:
-    """The share of the steps that are done, at most 1."""
+    """Returns the share of the steps after the peak that are done, at most 1."""
     return min(step / length, 1.0) if length > 0 else 1.0
 
 

@@ -1,7 +1,7 @@
-"""Builds all parts of a run from its config, and restores them if the run folder holds a state.
+"""Builds all parts of a run from its config, and restores them if the run folder holds a saved state.
 
-`open_session` is the one place where model, tables over ranks, optimizers, readers and saved state come
-together; `trainer` then only moves them.
+Only `open_session` combines model, sharded tables, optimizers, readers and saved state; `trainer` then only
+drives them.
 """
 
 import logging
@@ -55,16 +55,18 @@ class Session:
     """A run that is ready for its next step.
 
     Attributes:
-        pipeline: resolved config. processes: this rank and its device. folder: the run's.
-        step: model and objective, as the loop looks into them.
-        wrapped: the same, over all ranks.
-        train, validation: readers; the second is None when the config has no validation rows.
-        checkpoints: saved states.
-        progress: where the run stands.
-        total_steps: where it ends.
-        inputs: training files and vocabularies.
-        parameters: numbers that are learned, of all ranks together, by part of the model.
-        average: of the weights; None when they are used as they are.
+        pipeline: the resolved config.
+        processes: this rank and its device.
+        folder: the run folder.
+        step: model and objective as one module.
+        wrapped: the same module, wrapped for all ranks.
+        train, validation: readers; `validation` is None if the config has no validation rows.
+        checkpoints: the saved states of the run.
+        progress: how far the run has come.
+        total_steps: steps of the whole run.
+        inputs: fingerprints of training files, vocabularies and items.
+        parameters: number of learned parameters by part of the model, over all ranks.
+        average: the average of the weights; None if the run does not average them.
     """
 
     pipeline: pb.Pipeline
@@ -89,11 +91,11 @@ class Session:
 
     @property
     def accumulate(self) -> int:
-        """Batches of each rank in one step."""
+        """The number of batches per rank in one step."""
         return self.pipeline.train.accumulate_batches
 
     def batches(self) -> Iterator[Batch]:
-        """This rank's batches from where the run stands, epoch after epoch without end."""
+        """Yields this rank's batches from the current position on, epoch after epoch without end."""
         with closing(self.train.epochs(self.progress.epoch, self.progress.next_batch)) as batches:
             yield from batches
 
@@ -104,12 +106,12 @@ class Session:
             self.progress.epoch, self.progress.next_batch = position.epoch + 1, 0
 
     def steps_to_epoch_end(self) -> int:
-        """Steps until the current epoch's last batch has been trained on, at least 1."""
+        """Returns the steps until the current epoch's last batch has been trained on, at least 1."""
         batches = self.train.num_steps(self.progress.epoch, self.progress.next_batch)
         return max(1, -(-batches // self.accumulate))
 
     def finish_reason(self) -> str:
-        """Reason why there is no next step, to go into a sentence; "" if there is one."""
+        """Returns why there is no next step, such as "all 500 steps are done"; "" if there is a next step."""
         patience = self.pipeline.train.evaluation.patience
         if self.progress.step >= self.total_steps:
             return f"all {self.progress.step} steps are done"
@@ -118,7 +120,7 @@ class Session:
         return ""
 
     def save(self) -> Path:
-        """Writes the whole state. Collective."""
+        """Saves the whole state and returns its folder. Collective."""
         state = SavedState(
             progress=self.progress,
             rng=gather(capture_rng(self.processes.device)),
@@ -130,7 +132,7 @@ class Session:
         return self.checkpoints.save(self._tensors(), state)
 
     def restore(self, path: Path, state: SavedState) -> None:
-        """Fills everything but `progress` from a saved state, cut for the ranks there are now. Collective."""
+        """Restores all but `progress` from a saved state, resharded to the current ranks. Collective."""
         checkpoint.load(path, self._tensors())
         self.optimizer.resume(self.progress.step)
         rank, device = self.processes.rank, self.processes.device
@@ -145,34 +147,37 @@ class Session:
             seed_everything(_seed(self.pipeline, rank, self.progress.step))
 
     def moved(self) -> None:
-        """Call when `progress` has come to the end of a step."""
+        """Counts a finished step and updates the average of the weights."""
         self.progress.step += 1
         if self.average is not None:
             self.average.update(self.progress.step)
 
     def as_evaluated(self) -> AbstractContextManager[None]:
-        """Gives the model the weights to evaluate for this block: their average, if there is one."""
+        """Gives the model the weights to evaluate within the block: their average, if there is one."""
         return nullcontext() if self.average is None else self.average.in_place(self.progress.step)
 
     def end(self) -> None:
-        """Gives the model the weights to evaluate for good; it is neither trained nor saved afterwards."""
+        """Gives the model the weights to evaluate permanently; do not train or save it afterwards."""
         if self.average is not None:
             self.average.take_over(self.progress.step)
             self.average = None
 
     def load_weights(self, step: int) -> None:
-        """Loads the weights to evaluate from the saved state of a step; optimizers and progress stay.
-        Collective.
+        """Loads the weights to evaluate from the saved state of a step. Collective.
+
+        Optimizers and progress do not change.
 
         Raises:
-            RecsysError: there is none, or it is damaged.
+            RecsysError: there is no such state, or it is damaged.
         """
         path = on_main(lambda: checkpoint.find(self.checkpoints.folder, str(step)))
         checkpoint.load_evaluated(path, self.wrapped.state_dict())
 
     def _tensors(self) -> checkpoint.Tensors:
-        """Weights by their names in the model behind `model.`, their averages behind `average.`, optimizer
-        states behind `optimizer.`.
+        """Returns the tensors of a checkpoint by name.
+
+        Names of weights begin with `model.`, of averaged weights with `average.`, of optimizer states with
+        `optimizer.`.
         """
         moved = {"optimizer." + name: tensor for name, tensor in self.optimizer.tensors().items()}
         averages = {} if self.average is None else self.average.tensors(self.progress.step)
@@ -182,18 +187,17 @@ class Session:
 def open_session(
     pipeline: pb.Pipeline, folder: Path, processes: Processes, weights: Mapping[str, Tensor] | None = None
 ) -> Session:
-    """Builds the run of a resolved config, or goes on with the one in `folder`. Collective.
+    """Builds the run of a resolved config, or continues the run in `folder`. Collective.
 
     Args:
-        pipeline: resolved.
-        folder: the run's.
+        pipeline: the resolved config.
+        folder: the run folder.
         processes: this rank.
-        weights: where a new run starts, by their names in the model; None starts with those that
-            `train.seed` draws.
+        weights: initial weights of a new run, by their names in the model; None draws them from `train.seed`.
 
     Raises:
-        ConfigError: the folder holds the run of another config, or the data is shorter than one step.
-        DataError: files that cannot be used, or that changed since the state was saved.
+        ConfigError: the folder holds a run of another config, or the data has too few batches for one step.
+        DataError: a file cannot be used, or has changed since the state was saved.
         RecsysError: the saved state does not fit, or every state in the folder is damaged.
     """
     checkpoints = Checkpoints(folder / CHECKPOINTS, pipeline.train.checkpoint.keep)
@@ -287,7 +291,7 @@ def _average(wrapped: DistributedModelParallel, train: pb.Train) -> WeightAverag
 
 
 def _seed(pipeline: pb.Pipeline, rank: int, step: int) -> int:
-    """Seed of a rank's random numbers from `step` on; ranks must not drop out the same units."""
+    """Returns a rank's seed from `step` on. Ranks have different seeds, so as not to drop the same units."""
     return (pipeline.train.seed * 1_000_003 + step) * 65_537 + rank + 1
 
 

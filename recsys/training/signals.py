@@ -11,10 +11,10 @@ HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def catching_signals(received: dict[int, int], *, announce: bool = False) -> Iterator[None]:
-    """Counts SIGINT and SIGTERM in `received`; a second one of a kind has its default effect.
+    """Counts SIGINT and SIGTERM in `received`; a second signal of the same kind has its default effect.
 
-    With `announce`, a note on stderr acknowledges the signal at once: an evaluation may be under way. Only
-    the main thread of a process can catch signals; in another thread nothing changes.
+    With `announce`, a note on stderr acknowledges the signal at once, since a running evaluation delays the
+    stop. Only the main thread of a process can catch signals; in other threads this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -25,7 +25,7 @@ def catching_signals(received: dict[int, int], *, announce: bool = False) -> Ite
         received[number] += 1
         signal.signal(number, before[number])
         if announce:
-            # Not through the log: the signal may have come while its lock is held.
+            # Do not use the log: the signal may have arrived while the log's lock is held.
             os.write(2, f"\nsignal {number}: stopping after this step; a second one stops at once\n".encode())
 
     for number in HANDLED:

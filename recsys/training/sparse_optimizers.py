@@ -1,7 +1,7 @@
 """The optimizers of sharded tables that a config can choose, each registered under its message.
 
-FBGEMM trains tables inside the backward pass; a class here only names one of its optimizers. Left out on
-purpose: optimizers of FBGEMM that TorchRec cannot save and shard again.
+FBGEMM trains tables inside the backward pass; a class here only names one of FBGEMM's optimizers. Optimizers
+that TorchRec cannot save and reshard are left out on purpose.
 """
 
 from typing import Any
@@ -11,10 +11,10 @@ from recsys.config.registry import register
 
 
 class SparseOptimizer:
-    """Names an optimizer of FBGEMM and its settings.
+    """Names one of FBGEMM's optimizers and its settings.
 
     Attributes:
-        config: the message.
+        config: the optimizer's message.
         lr: learning rate at the schedule's peak.
     """
 
@@ -23,52 +23,55 @@ class SparseOptimizer:
         self.lr: float = config.lr
 
     def fused_params(self) -> dict[str, Any]:
-        """Arguments of FBGEMM's kernels beside the learning rate; `optimizer` is a value of EmbOptimType."""
+        """Returns the arguments of FBGEMM's kernels except the learning rate.
+
+        The entry `optimizer` is a value of EmbOptimType.
+        """
         raise NotImplementedError
 
 
 @register(pb.RowWiseAdagrad)
 class RowWiseAdagrad(SparseOptimizer):
-    """Adagrad with one accumulator a row, the mean of its squared gradients."""
+    """Adagrad with one accumulator per row: the sum of the row's mean squared gradients."""
 
     def fused_params(self) -> dict[str, Any]:
-        """Arguments of FBGEMM's kernels."""
+        """Returns the arguments of FBGEMM's kernels."""
         return {"optimizer": "exact_row_wise_adagrad", "eps": self.config.eps}
 
 
 @register(pb.SparseAdam)
 class SparseAdam(SparseOptimizer):
-    """Adam; only rows that were looked up move, and their moments."""
+    """Adam that updates only looked-up rows and their moments."""
 
     def fused_params(self) -> dict[str, Any]:
-        """Arguments of FBGEMM's kernels."""
+        """Returns the arguments of FBGEMM's kernels."""
         return {"optimizer": "adam", **_adam(self.config)}
 
 
 @register(pb.PartialRowWiseAdam)
 class PartialRowWiseAdam(SparseOptimizer):
-    """Adam with one second moment a row."""
+    """Adam with one second moment per row."""
 
     def fused_params(self) -> dict[str, Any]:
-        """Arguments of FBGEMM's kernels."""
+        """Returns the arguments of FBGEMM's kernels."""
         return {"optimizer": "partial_row_wise_adam", **_adam(self.config)}
 
 
 @register(pb.SparseSgd)
 class SparseSgd(SparseOptimizer):
-    """Plain descent, with the gradients of a repeated id added up first."""
+    """Plain gradient descent; gradients of a repeated id are summed first."""
 
     def fused_params(self) -> dict[str, Any]:
-        """Arguments of FBGEMM's kernels."""
+        """Returns the arguments of FBGEMM's kernels."""
         return {"optimizer": "exact_sgd"}
 
 
 @register(pb.SparseAdagrad)
 class SparseAdagrad(SparseOptimizer):
-    """Adagrad with an accumulator for each number."""
+    """Adagrad with one accumulator per element."""
 
     def fused_params(self) -> dict[str, Any]:
-        """Arguments of FBGEMM's kernels."""
+        """Returns the arguments of FBGEMM's kernels."""
         return {"optimizer": "exact_adagrad", "eps": self.config.eps}
 
 

@@ -1,7 +1,7 @@
-"""The part of a run's state that is not tensors, as JSON.
+"""Defines the part of a run's state that is not tensors and is stored as JSON.
 
-`SavedState` is `state.json` of a checkpoint. Its `Progress` changes with every step; the states of the random
-number generators of each rank are stored beside it.
+`SavedState` is the content of a checkpoint's `state.json`. Its `Progress` changes with every step. It also
+holds the state of each rank's random number generators.
 """
 
 import base64
@@ -27,12 +27,12 @@ class Best:
 
 @dataclass
 class Window:
-    """Losses and counts since the last log line, so that a resumed run prints the same ones.
+    """Losses and counts since the last log line. Saving them lets a resumed run log the same numbers.
 
     Attributes:
-        batches: batches of each rank that were added up.
+        batches: number of batches per rank in the sums.
         loss: sum of the weighted losses.
-        losses: by task, sum of the losses.
+        losses: sum of the losses by task.
         counts: rows of all ranks that were left out or cut.
     """
 
@@ -50,7 +50,7 @@ class Window:
             self.losses[name] = self.losses.get(name, 0.0) + value
 
     def means(self) -> "Window":
-        """The window with losses divided by the number of batches."""
+        """Returns the window with losses divided by the number of batches."""
         n = self.batches
         losses = {name: value / n for name, value in self.losses.items()}
         return Window(n, self.loss / n, losses, self.counts)
@@ -58,15 +58,15 @@ class Window:
 
 @dataclass
 class Progress:
-    """Progress of a run.
+    """How far a run has come.
 
     Attributes:
         step: optimizer steps done.
-        epoch, next_batch: first batch of the data plan that was not trained on, on any rank.
-        samples: rows trained on, all ranks and epochs.
-        best: best evaluation so far.
-        evaluations_without_gain: since `best`; patience runs out on it.
-        window: losses not yet logged.
+        epoch, next_batch: the first batch of the data plan that no rank has trained on.
+        samples: rows trained on, over all ranks and epochs.
+        best: the best evaluation so far.
+        evaluations_without_gain: number of evaluations since `best`, which patience limits.
+        window: losses and counts not yet logged.
     """
 
     step: int = 0
@@ -80,8 +80,10 @@ class Progress:
 
 @dataclass
 class Inputs:
-    """Fingerprints of the inputs of a run: its training files in order, the vocabulary of each table (see
-    `vocabulary.fingerprints`), and the items (see `catalogue.fingerprint`).
+    """Fingerprints of the inputs of a run.
+
+    They cover its training files in order, the vocabulary of each table (see `vocabulary.fingerprints`), and
+    the items (see `item_catalogue.fingerprint`).
     """
 
     files: list[FileMark]
@@ -91,11 +93,11 @@ class Inputs:
 
 @dataclass
 class SavedState:
-    """Everything in a checkpoint but its tensors. How tables were cut follows from config and world size.
+    """Everything in a checkpoint but its tensors. Config and world size determine how tables were sharded.
 
     Attributes:
-        progress: of the run.
-        rng: state of each rank's generators, see `capture_rng`.
+        progress: progress of the run.
+        rng: state of each rank's random number generators, see `capture_rng`.
         inputs: fingerprints of the files that the run read.
         config: text of the resolved config.
         versions: `environment.versions` of the process that saved.
@@ -110,20 +112,21 @@ class SavedState:
     world_size: int
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values, which `typed_json.parse` reads."""
+        """Returns JSON values that `typed_json.parse` can read."""
         return asdict(self)
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds every generator of this process."""
+    """Seeds every random number generator of this process."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:
-    """State of this process's generators (Python, NumPy, torch, and CUDA when `device` is one) as JSON
-    values.
+    """Returns the state of this process's random number generators as JSON values.
+
+    These are Python's, NumPy's and torch's generators and, if `device` is a GPU, its CUDA generator.
     """
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
@@ -138,10 +141,10 @@ def capture_rng(device: torch.device) -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any], device: torch.device) -> None:
-    """Restores generators from `capture_rng`; those that were not captured stay as they are.
+    """Restores random number generators from `capture_rng`; generators that were not captured do not change.
 
     Raises:
-        ValueError: it is no state of theirs.
+        ValueError: `state` is not a result of `capture_rng`.
     """
     try:
         version, words, gauss = state["python"]

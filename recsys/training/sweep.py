@@ -1,7 +1,7 @@
-"""A small sweep: every combination of some settings is trained in sequence and compared on validation rows.
+"""Runs a small sweep: trains every combination of some settings in turn and compares validation metrics.
 
-Each combination is an ordinary run in a folder of its own, so a sweep that was stopped goes on where it was:
-a finished run is not trained again, an unfinished one continues.
+Each combination is an ordinary run in a separate folder, so a stopped sweep continues where it was: finished
+runs are not trained again, and an unfinished run continues.
 """
 
 import json
@@ -28,14 +28,14 @@ RESULTS, REPORT = "sweep.json", "report.html"
 
 
 class Setting(NamedTuple):
-    """A field that varies, by its path, and its values as text."""
+    """A field to vary: its path, and its values as text."""
 
     path: str
     values: list[str]
 
 
 class Point(NamedTuple):
-    """A combination: the name of its folder, its values by path, and the config that it makes."""
+    """A combination: the name of its folder, its values by path, and the resulting config."""
 
     name: str
     values: dict[str, str]
@@ -43,7 +43,10 @@ class Point(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The end of a run: the best value of its metric, None without an evaluation, and where it was."""
+    """The result of a run: the best value of its metric and that value's step.
+
+    Without an evaluation the value is None and the step is the run's last.
+    """
 
     name: str
     values: dict[str, str]
@@ -53,10 +56,10 @@ class Result(NamedTuple):
 
 
 def parse_setting(text: str) -> Setting:
-    """Parses `path=[value,value]`; values may be messages in braces, which keep their commas.
+    """Parses `path=[value,value]`. Values may be messages in braces, whose commas do not separate values.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the text has another form, or a value is empty or repeated.
     """
     path, mark, given = text.partition("=")
     given = given.strip()
@@ -82,11 +85,12 @@ def combine(file: Path, overrides: Sequence[str], settings: Sequence[Setting]) -
     """Returns all combinations of the settings, checked before any of them is trained.
 
     Args:
-        file: the config. overrides: as for `config.prepare`, before those of a combination.
-        settings: what varies.
+        file: the config.
+        overrides: overrides as for `config.prepare`; a combination's values are applied after them.
+        settings: the settings to vary.
 
     Raises:
-        ConfigError: a path given twice, too many combinations, or combinations that are no valid config.
+        ConfigError: a path is given twice, there are too many combinations, or some are not valid configs.
     """
     paths = [setting.path for setting in settings]
     if len(set(paths)) < len(paths):
@@ -117,15 +121,15 @@ def combine(file: Path, overrides: Sequence[str], settings: Sequence[Setting]) -
 
 
 def sweep(points: Sequence[Point], folder: Path, train: Callable[[Point, Path], Outcome]) -> list[Result]:
-    """Trains the combinations one after the other; writes RESULTS and REPORT after each.
+    """Trains the combinations one after another; writes RESULTS and REPORT after each.
 
     Args:
-        points: from `combine`.
-        folder: of the sweep; each run has a folder in it.
-        train: trains one of them, or returns at once if it is finished.
+        points: the result of `combine`.
+        folder: folder of the sweep; each run has a folder in it.
+        train: trains a combination in a folder, or returns at once if that run is finished.
 
     Returns:
-        Results in the order of training; those so far if a signal ended one of the runs.
+        Results in the order of training; if a signal ends a run, the results before that run.
     """
     results: list[Result] = []
     for point in points:
@@ -141,11 +145,12 @@ def sweep(points: Sequence[Point], folder: Path, train: Callable[[Point, Path], 
 
 
 def ordered(results: Sequence[Result], pipeline: pb.Pipeline) -> list[Result]:
-    """Sorts results of one metric from the best to the worst; those without a value come last.
+    """Sorts results of one metric from best to worst; results without a value come last.
 
     Args:
-        results: from `sweep`.
-        pipeline: resolved config of one of the runs; its metrics say which values are better.
+        results: the result of `sweep`.
+        pipeline: resolved config of any of the runs, which tells whether higher values of the metric are
+            better.
     """
     listed = (metric for metrics in model_of(pipeline).metrics() for metric in metrics.metrics)
     classes = [pick(metric).cls for metric in listed if fields.chosen(metric) is not None]
@@ -156,7 +161,7 @@ def ordered(results: Sequence[Result], pipeline: pb.Pipeline) -> list[Result]:
 
 
 def table(results: Sequence[Result]) -> list[str]:
-    """Words results as lines of a table, one per run."""
+    """Formats results as the lines of a table, one per run."""
     if not results:
         return []
     heads = [*results[0].values, f"best {results[0].metric}", "step", "run"]
@@ -190,11 +195,11 @@ def _write(folder: Path, results: Sequence[Result], num_points: int) -> None:
 
 
 def commands(best: Result, folder: Path) -> list[str]:
-    """Returns the commands to type next."""
+    """Returns the commands to run next: evaluation and export of the best run."""
     run = shlex.quote(str(folder / best.name))
     return [f"python -m recsys.evaluate --run-dir {run}", f"python -m recsys.export --run-dir {run}"]
 
 
 def _file_name(value: str) -> str:
-    """Keeps what may stand in the name of a folder."""
+    """Replaces characters that should not stand in a folder's name by "_"."""
     return "".join(character if character.isalnum() or character in "+-._" else "_" for character in value)

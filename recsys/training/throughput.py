@@ -1,4 +1,4 @@
-"""Measures the speed of a run, its use of the device, and its waiting for data."""
+"""Measures the speed of a run, its use of the device, and the time it waits for data."""
 
 import resource
 import sys
@@ -22,20 +22,20 @@ PEAKS = {
     "L40S": 362e12,
     "L4": 121e12,
 }
-"""Dense bfloat16 FLOP/s by a part of a GPU's name, from NVIDIA's data sheets; the first match counts."""
+"""Peak dense bfloat16 FLOP/s by part of a GPU's name, from NVIDIA's data sheets. The first match counts."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Speed over an interval, all ranks together.
+    """The speed of training over an interval, over all ranks.
 
     Attributes:
-        batches_per_s, samples_per_s, tokens_per_s: per second of training; evaluation and saving do not
-            count.
+        batches_per_s, samples_per_s, tokens_per_s: counts per second of training time, which excludes
+            evaluation and saving.
         data_wait: share of that time, 0 to 1, in which this rank waited for its reader.
-        flop_per_s: useful FLOP a second: what the batches need, without padding and recomputation.
-        mfu: `flop_per_s` as a share of what the devices can do in bfloat16, whatever the model's precision;
-            None where that is not known.
+        flop_per_s: useful FLOP per second, without padding and recomputation.
+        mfu: `flop_per_s` as a share, 0 to 1, of the devices' bfloat16 peak, whatever the model's precision;
+            None if the peak is not known.
     """
 
     batches_per_s: float
@@ -50,8 +50,8 @@ class Meter:
     """Counts work and measures its time.
 
     Args:
-        peak_flop_per_s: of one device, None where it is not known.
-        devices: how many there are.
+        peak_flop_per_s: peak of one device; None if it is not known.
+        devices: number of devices.
     """
 
     def __init__(self, peak_flop_per_s: float | None = None, devices: int = 1) -> None:
@@ -61,7 +61,7 @@ class Meter:
         self._began = time.perf_counter()
 
     def watch(self, items: Iterator[Item]) -> Iterator[Item]:
-        """Yields `items` and counts the time to get each of them as waiting."""
+        """Yields `items` and counts the time to get each item as waiting."""
         while True:
             began = time.perf_counter()
             try:
@@ -88,7 +88,7 @@ class Meter:
             self._paused += time.perf_counter() - began
 
     def take(self) -> Rates:
-        """Speed since the last call."""
+        """Returns the speed since the last call and starts a new interval."""
         now = time.perf_counter()
         seconds = max(now - self._began - self._paused, 1e-9)
         rates = Rates(
@@ -106,20 +106,20 @@ class Meter:
 
 
 def peak_flop_per_s(device: torch.device) -> float | None:
-    """Dense bfloat16 FLOP/s of a device; None for CPUs and GPUs that are not in `PEAKS`."""
+    """Returns the peak dense bfloat16 FLOP/s of a device; None for CPUs and GPUs that are not in `PEAKS`."""
     if device.type != "cuda":
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(device_name: str) -> float | None:
-    """The entry of `PEAKS` for a name such as `NVIDIA H100 80GB HBM3`."""
+    """Returns the entry of `PEAKS` for a name such as `NVIDIA H100 80GB HBM3`; None if there is none."""
     words = f" {device_name.replace('-', ' ')} "
     return next((peak for part, peak in PEAKS.items() if f" {part} " in words), None)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process held at most: on its GPU, else in RAM, where reader processes do not count."""
+    """Returns the peak memory of this process in bytes, on its GPU or else in RAM (without its readers)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

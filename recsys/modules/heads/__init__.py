@@ -1,7 +1,7 @@
 """Heads, one file each; importing the package registers them under their messages of `pb.Head`.
 
-A head is built with `embedding_dim` E and `num_outputs`, the logits of each task, and maps user and item
-vectors [N, E] to logits [N, sum of num_outputs], task by task.
+A head is built with `embedding_dim` E and `num_outputs`, the number of logits of each task. It maps user and
+item vectors [N, E] to logits [N, sum of num_outputs], task by task.
 """
 
 from recsys.modules.heads.fusion import FusionHead

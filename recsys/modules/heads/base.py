@@ -1,4 +1,4 @@
-"""`PairInput`: both vectors of a candidate as one input, for all heads."""
+"""`PairInput`: combines both vectors of a candidate into one input, for all heads."""
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ class PairInput(nn.Module):
         width: width of the result.
 
     Raises:
-        ValueError: another form.
+        ValueError: `form` is neither of these.
     """
 
     def __init__(self, form: int, embedding_dim: int):
@@ -29,6 +29,6 @@ class PairInput(nn.Module):
         self.product_only = form == pb.Head.PRODUCT
 
     def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        """[N, E], [N, E] -> [N, width]."""
+        """Maps [N, E] and [N, E] to [N, width]."""
         product = user * item
         return product if self.product_only else torch.cat([user, item, product], 1)

@@ -1,4 +1,4 @@
-"""Experts and the gates that weigh them, the parts of the mixture-of-experts heads."""
+"""The parts of mixture-of-experts heads: experts, and the gates that weigh them."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from recsys.modules.mlp import build_mlp
 
 
 class Experts(nn.ModuleList):
-    """K networks SiLU(MLP(x)) on one input.
+    """Applies K networks SiLU(MLP(x)) to one input.
 
     Args:
         config: layers of each expert.
@@ -23,12 +23,12 @@ class Experts(nn.ModuleList):
         super().__init__(nn.Sequential(build_mlp(config, in_dim, out_dim), nn.SiLU()) for _ in range(count))
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """[N, in_dim] -> K of [N, D]."""
+        """Maps [N, in_dim] to a list of K outputs [N, D]."""
         return [expert(x) for expert in self]
 
 
 class Gate(nn.Module):
-    """Weighs experts by a softmax over scores of its own input.
+    """Weighs experts by a softmax over scores that it computes from its input.
 
     Args:
         config: layers before the scores.
@@ -41,6 +41,6 @@ class Gate(nn.Module):
         self.scores = build_mlp(config, in_dim, count)
 
     def forward(self, x: Tensor, experts: Sequence[Tensor]) -> Tensor:
-        """[N, in_dim] and K of [N, D] -> [N, D], a convex combination of the experts."""
+        """Maps [N, in_dim] and K outputs [N, D] to [N, D], a convex combination of the experts."""
         weights = torch.softmax(self.scores(x), 1)
         return torch.bmm(weights[:, None], torch.stack(list(experts), 1)).squeeze(1)

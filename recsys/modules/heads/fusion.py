@@ -1,4 +1,4 @@
-"""`FusionHead`: user times item, then one MLP for all tasks."""
+"""`FusionHead`: multiplies user and item vectors, then applies one MLP for all tasks."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from recsys.modules.mlp import build_mlp
 
 @register(pb.FusionHead)
 class FusionHead(nn.Module):
-    """logits = MLP(user * item), or the MLP of the other input that `input` names.
+    """Computes logits = MLP(user * item), or of [user, item, user * item] if the config's input is CONCAT.
 
     Args:
         config: the MLP.
         embedding_dim: E, width of both vectors.
-        num_outputs: logits of each task.
+        num_outputs: number of logits of each task.
     """
 
     def __init__(self, config: pb.FusionHead, *, embedding_dim: int, num_outputs: Sequence[int]):
@@ -30,7 +30,7 @@ class FusionHead(nn.Module):
 
         Args:
             user: [N, E], target tokens as the mixer returns them.
-            item: [N, E], the candidates' content before mixing.
+            item: [N, E], the candidates' content before the mixer.
 
         Returns:
             [N, sum of num_outputs], task by task.

@@ -14,12 +14,12 @@ from recsys.modules.mlp import build_mlp
 
 @register(pb.MmoeHead)
 class MmoeHead(nn.Module):
-    """logits of task t = tower_t(sum over experts k of softmax(gate_t(x))[k] * expert_k(x)).
+    """Computes the logits of task t as tower_t(sum over experts k of softmax(gate_t(x))[k] * expert_k(x)).
 
     Args:
         config: experts, gates and towers.
         embedding_dim: E, width of both vectors.
-        num_outputs: logits of each task.
+        num_outputs: number of logits of each task.
     """
 
     def __init__(self, config: pb.MmoeHead, *, embedding_dim: int, num_outputs: Sequence[int]):
@@ -35,7 +35,7 @@ class MmoeHead(nn.Module):
 
         Args:
             user: [N, E], target tokens as the mixer returns them.
-            item: [N, E], the candidates' content before mixing.
+            item: [N, E], the candidates' content before the mixer.
 
         Returns:
             [N, sum of num_outputs], task by task.

@@ -17,7 +17,7 @@ from recsys.modules.mlp import build_mlp
 
 
 class Streams(NamedTuple):
-    """The vectors that pass from level to level: [N, width] for each task, and one for all tasks."""
+    """The vectors that pass from level to level: [N, width] for each task, and [N, width] for all tasks."""
 
     tasks: list[Tensor]
     shared: Tensor
@@ -25,12 +25,12 @@ class Streams(NamedTuple):
 
 @register(pb.PleHead)
 class PleHead(nn.Module):
-    """Levels of experts, then a tower for each task.
+    """Applies several levels of experts, then a tower for each task.
 
     Args:
         config: experts, gates and towers.
         embedding_dim: E, width of both vectors.
-        num_outputs: logits of each task.
+        num_outputs: number of logits of each task.
     """
 
     def __init__(self, config: pb.PleHead, *, embedding_dim: int, num_outputs: Sequence[int]):
@@ -48,7 +48,7 @@ class PleHead(nn.Module):
 
         Args:
             user: [N, E], target tokens as the mixer returns them.
-            item: [N, E], the candidates' content before mixing.
+            item: [N, E], the candidates' content before the mixer.
 
         Returns:
             [N, sum of num_outputs], task by task.
@@ -61,32 +61,34 @@ class PleHead(nn.Module):
 
 
 class Extraction(nn.Module):
-    """One level: each task's gate weighs its experts and the shared ones, the shared gate weighs all.
+    """Applies one level: a task's gate weighs its own and the shared experts, the shared gate weighs all.
 
     Args:
-        config: numbers and layers of experts and gates.
+        config: numbers of experts, and layers of experts and gates.
         in_dim: width of the incoming streams.
         tasks: number of tasks.
-        last: whether this is the last level; nothing reads its shared stream, which then passes unchanged.
+        last: whether this is the last level, whose shared stream is not read and therefore stays unchanged.
     """
 
     def __init__(self, config: pb.PleHead, in_dim: int, *, tasks: int, last: bool):
         super().__init__()
-        own, shared = config.num_task_experts, config.num_shared_experts
-        self.own = nn.ModuleList(Experts(config.expert, in_dim, config.expert_dim, own) for _ in range(tasks))
+        per_task, shared = config.num_task_experts, config.num_shared_experts
+        self.own = nn.ModuleList(
+            Experts(config.expert, in_dim, config.expert_dim, per_task) for _ in range(tasks)
+        )
         self.shared = Experts(config.expert, in_dim, config.expert_dim, shared)
-        self.gates = nn.ModuleList(Gate(config.gate, in_dim, own + shared) for _ in range(tasks))
-        self.shared_gate = None if last else Gate(config.gate, in_dim, tasks * own + shared)
+        self.gates = nn.ModuleList(Gate(config.gate, in_dim, per_task + shared) for _ in range(tasks))
+        self.shared_gate = None if last else Gate(config.gate, in_dim, tasks * per_task + shared)
 
     def forward(self, streams: Streams) -> Streams:
         """Maps streams of [N, in_dim] to streams of [N, expert_dim]."""
-        own = [experts(x) for experts, x in zip(self.own, streams.tasks, strict=True)]
+        by_task = [experts(x) for experts, x in zip(self.own, streams.tasks, strict=True)]
         shared = self.shared(streams.shared)
         mixed = [
             gate(x, [*experts, *shared])
-            for gate, x, experts in zip(self.gates, streams.tasks, own, strict=True)
+            for gate, x, experts in zip(self.gates, streams.tasks, by_task, strict=True)
         ]
         if self.shared_gate is None:
             return Streams(mixed, streams.shared)
-        everything = [*(expert for experts in own for expert in experts), *shared]
+        everything = [*(expert for experts in by_task for expert in experts), *shared]
         return Streams(mixed, self.shared_gate(streams.shared, everything))

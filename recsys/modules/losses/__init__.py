@@ -1,6 +1,6 @@
 """Losses, one file each; importing the package registers them under their messages of `pb.Loss`.
 
-`base` has the interface of ranking losses; the retrieval loss has its own signature.
+`base` defines the interface of ranking losses; the retrieval loss has a different signature.
 """
 
 from recsys.modules.losses.base import RankingLoss

@@ -1,4 +1,4 @@
-"""`RankingLoss`: the loss of a candidate, and the prediction that its logits stand for."""
+"""`RankingLoss`: computes the loss of a candidate, and the prediction that its logits stand for."""
 
 from typing import Literal
 
@@ -11,13 +11,13 @@ Kind = Literal["binary", "regression", "retrieval"]
 
 
 class RankingLoss(nn.Module):
-    """A loss over candidates without reduction: the model sums over ranks before it divides.
+    """Base class of losses per candidate. They are not reduced, since the model sums over ranks first.
 
     Attributes:
         kind: "binary" (labels 0 or 1, predictions are probabilities) or "regression" (predictions are in the
             label's unit).
-        num_logits: number of logits that it takes for each candidate.
-        compares: whether it compares candidates of a row with each other.
+        num_logits: number of logits per candidate.
+        compares: whether the loss compares candidates of a row with each other.
     """
 
     kind: Kind
@@ -57,10 +57,10 @@ def smooth(labels: Tensor, share: float) -> Tensor:
 
 
 def checked_share(name: str, value: float) -> float:
-    """Returns the value of a setting that is a share.
+    """Returns `value`, the setting `name`, if it is a share.
 
     Raises:
-        ValueError: it is not between 0 and 1.
+        ValueError: the value is not between 0 and 1.
     """
     if not 0 <= value <= 1:
         raise ValueError(f"{name}: {value} is given; it must be from 0 to 1")

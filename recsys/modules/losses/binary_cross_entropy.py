@@ -1,4 +1,4 @@
-"""Binary cross-entropy from logits."""
+"""`BinaryCrossEntropy`: binary cross-entropy from logits."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,15 @@ from recsys.modules.losses.base import RankingLoss, checked_share, smooth, widen
 from recsys.ops import SequenceLayout
 
 LINEAR = 40
-"""Above this x, log(1 + exp(x)) rounds to x, in float64 too."""
+"""Above this x, log(1 + exp(x)) rounds to x, even in float64."""
 
 
 @register(pb.BinaryCrossEntropy)
 class BinaryCrossEntropy(RankingLoss):
-    """-w y log p - (1 - y) log(1 - p) with p = sigmoid(logit), w the positive weight, y perhaps smoothed."""
+    """Computes -w y log p - (1 - y) log(1 - p) with p = sigmoid(logit).
+
+    Here w is the positive weight and y the label, smoothed if the config says so.
+    """
 
     kind = "binary"
 
@@ -28,8 +31,8 @@ class BinaryCrossEntropy(RankingLoss):
 
     def forward(self, logits: Tensor, labels: Tensor, rows: SequenceLayout | None = None) -> Tensor:
         logits = widen(logits)
-        # Computed from logits, never from p: log(1 - p) is -inf as soon as p rounds to 1. The operations are
-        # few, because with hundreds of candidates the time goes into launching them.
+        # Compute from logits, never from p: log(1 - p) is -inf as soon as p rounds to 1. Use few operations:
+        # with only hundreds of candidates, launching them dominates the time.
         positive, negative = F.softplus(-logits, threshold=LINEAR), F.softplus(logits, threshold=LINEAR)
         if self.positive_weight != 1:
             positive = self.positive_weight * positive

@@ -1,4 +1,4 @@
-"""Focal loss from logits (arXiv 1708.02002)."""
+"""`FocalLoss`: focal loss from logits (arXiv 1708.02002)."""
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from recsys.ops import SequenceLayout
 
 @register(pb.FocalLoss)
 class FocalLoss(RankingLoss):
-    """-a (1 - p)^gamma log p, with p the probability of the true class and a its weight.
+    """Computes -a (1 - p)^gamma log p, with p the probability of the true class and a its weight.
 
-    The weight is alpha for positives and 1 - alpha for negatives, or 1 for both when alpha is absent. A
-    smoothed label y counts as y of a positive and 1 - y of a negative.
+    The weight is alpha for positives and 1 - alpha for negatives, or 1 for both if alpha is absent. A
+    smoothed label y counts as a positive of weight y and a negative of weight 1 - y.
     """
 
     kind = "binary"

@@ -1,4 +1,4 @@
-"""Joint optimization of ranking and calibration: a softmax over classes and one over a row's candidates.
+"""`JrcLoss`: joint optimization of ranking and calibration, by softmaxes over classes and over candidates.
 
 Source: arXiv 2208.06164; the paper calls a row a context.
 """
@@ -15,10 +15,10 @@ from recsys.ops import SequenceLayout, segment_sum
 
 @register(pb.JrcLoss)
 class JrcLoss(RankingLoss):
-    """s * -log p(y | z) + (1 - s) * -log p(candidate | y, rivals), with s the pointwise share.
+    """Computes s * -log p(y | z) + (1 - s) * -log p(candidate | y, rivals), with s the pointwise share.
 
-    p(y | z) is the softmax of a candidate's two logits at its class y. p(candidate | y, rivals) is a softmax
-    over the candidate and its rivals in the row, of their logits for class y, at the candidate. Without
+    p(y | z) is the softmax of a candidate's two logits, taken at its class y. p(candidate | y, rivals) is the
+    softmax of the class-y logits of the candidate and its rivals in the row, taken at the candidate. Without
     rivals the second term is 0.
     """
 
@@ -46,17 +46,17 @@ class JrcLoss(RankingLoss):
         return torch.sigmoid(logits[:, 1] - logits[:, 0])
 
     def _against_row(self, logits: Tensor, is_class: Tensor, rows: SequenceLayout) -> Tensor:
-        """Returns -log p(candidate | class, rivals), [N, 2]; only the candidate's own class is read."""
+        """Returns -log p(candidate | class, rivals), [N, 2]; the caller reads only the candidate's class."""
         if self.whole_row:
             return logsumexp_of_rows(logits, torch.ones_like(is_class), rows) - logits
-        # A rival for the class of a column has the other class.
+        # For a column's class, the rivals are the candidates of the other class.
         rivals = logsumexp_of_rows(logits, ~is_class, rows)
         alone = rivals == -torch.inf
         return -F.logsigmoid(logits - rivals.masked_fill(alone, 0)).masked_fill(alone, 0)
 
 
 def logsumexp_of_rows(values: Tensor, counted: Tensor, rows: SequenceLayout) -> Tensor:
-    """Computes log(sum of exp) over the counted candidates of a row, for each of its candidates.
+    """Computes, for each candidate, the log of the sum of exp over the counted candidates of its row.
 
     Args:
         values: [N, K] floating point.
@@ -64,12 +64,12 @@ def logsumexp_of_rows(values: Tensor, counted: Tensor, rows: SequenceLayout) -> 
         rows: a layout of N tokens.
 
     Returns:
-        [N, K], -inf where none of the row counts; no gradient is NaN there.
+        [N, K], -inf where no candidate of the row counts; gradients are not NaN there.
     """
     row = rows.sample_ids()
     values = values.masked_fill(~counted, -torch.inf)
     top = values.new_full((rows.batch_size, values.shape[1]), -torch.inf)
-    # The result does not depend on what is subtracted, so no gradient flows there.
+    # The result does not depend on the subtracted maximum, so no gradient flows through it.
     top = top.scatter_reduce(0, row[:, None].expand_as(values), values.detach(), "amax")
     nothing = top == -torch.inf
     top = top.masked_fill(nothing, 0)

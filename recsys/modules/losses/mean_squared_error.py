@@ -1,4 +1,4 @@
-"""Squared error of a regression, in the label's unit or of its logarithm."""
+"""`MeanSquaredError`: squared error of a regression on the label or on its logarithm."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from recsys.ops import SequenceLayout
 
 @register(pb.MeanSquaredError)
 class MeanSquaredError(RankingLoss):
-    """(logit - f(label))^2 with f the identity, or log(1 + label) for labels of at least 0."""
+    """Computes (logit - f(label))^2, where f is the identity, or log(1 + label) for labels of at least 0."""
 
     kind = "regression"
 
@@ -25,6 +25,6 @@ class MeanSquaredError(RankingLoss):
         return (logits - (torch.log1p(labels) if self.log1p else labels)).square()
 
     def predict(self, logits: Tensor) -> Tensor:
-        """The label's value that fits the logit; with log1p at least 0, since no such label is below."""
+        """Returns the label that corresponds to the logit; with log1p, at least 0 like every label."""
         logits = widen(logits)
         return torch.expm1(logits).clamp(min=0) if self.log1p else logits

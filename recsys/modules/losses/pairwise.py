@@ -1,4 +1,4 @@
-"""Logistic loss over pairs of candidates of one row, in addition to each candidate's own loss.
+"""`PairwiseLoss`: logistic loss over pairs of candidates of a row, added to a pointwise loss.
 
 Source: RankNet (Burges et al., ICML 2005) for the pairs; the sum with a pointwise loss on the same logit is
 "combined pair" (Li et al., KDD 2015).
@@ -15,15 +15,16 @@ from recsys.modules.losses.base import RankingLoss, checked_share, widen
 from recsys.ops import SequenceLayout, gather_rows
 
 BLOCK_PAIRS = {"cpu": 2**20, "cuda": 2**25}
-"""Pairs that are held at once, by device; the backward pass computes them again."""
+"""Number of pairs in memory at once, by device type. The backward pass computes them again."""
 
 
 @register(pb.PairwiseLoss)
 class PairwiseLoss(RankingLoss):
-    """s * own loss + (1 - s) * mean of log(1 + exp(-d)) over the row's candidates with another label.
+    """Computes s * pointwise loss + (1 - s) * mean of log(1 + exp(-d)) over the candidate's pairs.
 
-    d is the logit of the one with the larger label minus the other's, s the pointwise share. With two labels
-    the second term, summed over a row, is the row's mean over pairs times its number of candidates.
+    A candidate forms pairs with the candidates of its row that have a different label; d is the logit of the
+    larger label minus that of the smaller, and s the pointwise share. With two labels, the second term summed
+    over a row is the row's mean over pairs times its number of candidates.
     """
 
     kind = "binary"
@@ -50,10 +51,10 @@ class PairwiseLoss(RankingLoss):
 
 
 def pair_losses(logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
-    """Computes the mean loss of each candidate's pairs, [N], 0 for a candidate without pairs."""
+    """Computes the mean loss of each candidate's pairs, [N]; 0 for a candidate without pairs."""
     padded, row = rows.padded_index(), rows.sample_ids()
     shape, inverse = padded.index.shape, row * rows.max_len + rows.positions()
-    # [B, longest row]; padding is marked by the label NaN, which no candidate has.
+    # [B, longest row]; the label NaN, which no candidate has, marks padding.
     others = gather_rows(logits, padded.index.flatten(), inverse).view(shape)
     other_labels = gather_rows(labels, padded.index.flatten(), inverse).view(shape)
     other_labels = torch.where(padded.valid, other_labels, torch.nan)
@@ -69,7 +70,7 @@ def pair_losses(logits: Tensor, labels: Tensor, rows: SequenceLayout) -> Tensor:
 
 
 def _means(logits: Tensor, labels: Tensor, row: Tensor, others: Tensor, other_labels: Tensor) -> Tensor:
-    """Means of n candidates against `others` [B, longest row], whose padding is marked by NaN labels."""
+    """Returns mean losses of n candidates against `others` [B, longest row], whose padding has NaN labels."""
     difference = labels[:, None] - other_labels.index_select(0, row)
     sign = torch.nan_to_num(difference).sign().to(logits.dtype)
     losses = -F.logsigmoid(sign * (logits[:, None] - others.index_select(0, row)))

@@ -1,6 +1,6 @@
-"""Softmax over items: the loss of next-item retrieval, over the whole catalogue or over shared negatives.
+"""`SoftmaxLoss`: the loss of next-item retrieval, over the whole catalogue or over shared negatives.
 
-The reader draws the negatives, and the loss normalizes vectors if it is asked to.
+The reader draws the negatives; the loss normalizes vectors on request.
 """
 
 import torch
@@ -14,17 +14,18 @@ from recsys.ops import linear_logp, linear_lse
 from recsys.ops.linear_logp.recompute import SHORTEST
 
 IGNORED = -1
-"""The target of a query that has none; the query contributes neither loss nor gradient."""
+"""The target of a query without a target; the query contributes neither loss nor gradient."""
 
 LOWEST = 0.01
-"""Lower bound of a learned temperature: below it gradients of unit vectors are too large to train with."""
+"""Lower bound of a learned temperature. Below it, gradients of unit vectors are too large for training."""
 
 
 @register(pb.SoftmaxLoss)
 class SoftmaxLoss(nn.Module):
-    """-log softmax(<query, item> / temperature)[target]; scores are float32 for vectors of any dtype.
+    """Computes -log softmax(<query, item> / temperature)[target].
 
-    A learned temperature is a + exp(b) with a constant `a` above 0: wherever b goes, it has a gradient.
+    Scores are float32 for vectors of any dtype. A learned temperature is a + exp(b) with a constant a above
+    0, so b always has a gradient.
     """
 
     kind: Kind = "retrieval"
@@ -42,7 +43,7 @@ class SoftmaxLoss(nn.Module):
 
     @property
     def temperature(self) -> float | Tensor:
-        """The number of the config, or a tensor [1] if it is learned."""
+        """Returns the config's temperature, or a tensor [1] if it is learned."""
         return self._given if self.log_excess is None else self._lowest + self.log_excess.exp()
 
     def forward(
@@ -58,10 +59,10 @@ class SoftmaxLoss(nn.Module):
     ) -> Tensor:
         """Computes the loss of each query.
 
-        Whole catalogue: `items` holds every item and `targets` are rows of it.
-        Shared negatives: `items` are drawn ones with the ids `item_ids`, `positives` are the targets' vectors
-        and `targets` are ids in the numbering of `item_ids`. An item whose id is the query's own target is
-        left out of that query's sum; the positive always counts, once.
+        Whole catalogue: `items` holds every item, and `targets` are its rows.
+        Shared negatives: `items` are drawn items with the ids `item_ids`, `positives` are the vectors of the
+        targets, and `targets` are ids like `item_ids`. An item that is a query's target is left out of that
+        query's sum; the positive always counts exactly once.
 
         Args:
             queries: [M, E].
@@ -69,15 +70,15 @@ class SoftmaxLoss(nn.Module):
             targets: [M] int64, rows of `items` or ids; IGNORED where a query has no target.
             positives: [M, E]; any finite value where the target is IGNORED.
             item_ids: [V] int64.
-            log_weights: [V], added to similarity / temperature of each item, not of the positive; the
-                correction for how often an item is drawn. None: zeros. For shared negatives.
+            log_weights: [V], added to similarity / temperature of each item but not of the positive, to
+                correct for how often items are drawn; None means zeros. Only for shared negatives.
             l2_normalize: whether all vectors are scaled to unit length (see `linear_logp`).
 
         Returns:
             [M] float32 (float64 for float64 queries), 0 where the target is IGNORED.
 
         Raises:
-            ValueError: `positives` without `item_ids` or the reverse, or a target that is no row of `items`
+            ValueError: only one of `positives` and `item_ids` is given, or a target is not a row of `items`
                 (see `linear_logp`).
         """
         if (positives is None) != (item_ids is None):

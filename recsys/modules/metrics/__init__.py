@@ -1,7 +1,7 @@
 """Metrics, one file each; importing the package registers them under their messages of `pb.Metric`.
 
 All are torchmetrics: each rank calls `update` with its rows, then all ranks call `compute`, which returns the
-value over all rows on every rank. `base` holds their states.
+value over all rows on every rank. `base` defines their states.
 """
 
 from recsys.modules.metrics.auc import Auc

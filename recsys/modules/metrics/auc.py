@@ -1,4 +1,4 @@
-"""Area under the ROC curve, exact."""
+"""`Auc`: the exact area under the ROC curve."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from recsys.modules.metrics.pairs import auc_by_group
 
 @register(pb.Auc)
 class Auc(AllRows):
-    """Probability that a positive is predicted above a negative, over all rows and ranks; ties count half."""
+    """The probability that a positive is predicted above a negative, over all rows; ties count half."""
 
     name = "auc"
     higher_is_better = True
@@ -20,7 +20,7 @@ class Auc(AllRows):
         super().__init__()
 
     def compute(self) -> Tensor:
-        """Scalar float64; NaN unless both classes are there."""
+        """Returns a float64 scalar; NaN unless both classes occur."""
         predictions = self.rows("predictions")
         one_group = torch.zeros_like(predictions, dtype=torch.int64)
         auc = auc_by_group(predictions, self.rows("labels"), self.rows("weights"), one_group).auc

@@ -1,7 +1,7 @@
-"""States that metrics share: sums, means, and all rows.
+"""Base classes of metrics, by the state they keep: sums, means, or all rows.
 
-A row of weight 0 (the filler that keeps ranks in step) is ignored, whatever its values; a row of another
-weight counts as that many rows. Sums are float64. An undefined value, such as that of no rows, is NaN.
+A row of weight 0 (a filler that keeps ranks in step) is ignored, whatever its values; a row of weight w
+counts as w rows. Sums are float64. An undefined value, such as a mean over no rows, is NaN.
 """
 
 import warnings
@@ -25,35 +25,35 @@ class SumMetric(Metric):
     full_state_update = False
 
     def __init__(self, sums: tuple[str, ...]):
-        # A cached value would be returned without the collectives in which the other ranks wait.
+        # A cached value would skip the collectives in which the other ranks wait.
         super().__init__(compute_with_cache=False)
         for key in sums:
             self.add_state(key, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
 
 class PredictionMean(SumMetric):
-    """The mean over candidates of `values`, a function of prediction and label."""
+    """A metric that is the mean over candidates of `values`, a function of prediction and label."""
 
     def __init__(self) -> None:
         super().__init__(("total", "weight"))
 
     def values(self, predictions: Tensor, labels: Tensor) -> Tensor:
-        """Maps predictions and labels, [N] float64 each, to [N] float64."""
+        """Maps predictions and labels, float64 [N] each, to float64 [N]."""
         raise NotImplementedError
 
     def update(self, predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> None:
-        """Adds candidates, all [N]; `groups` is not used."""
+        """Adds N candidates; all arguments are [N], and `groups` is not used."""
         check_shapes(predictions, labels, weights, groups)
         self.total += weighted_sum(self.values(predictions.double(), labels.double()), weights)
         self.weight += weights.double().sum()
 
     def compute(self) -> Tensor:
-        """Scalar float64, NaN without rows."""
+        """Returns a float64 scalar; NaN without rows."""
         return self.total / self.weight
 
 
 class RankMean(SumMetric):
-    """The mean over targets of `gain`, a function of their rank."""
+    """A metric that is the mean over targets of `gain`, a function of the target's rank."""
 
     higher_is_better = True
 
@@ -61,22 +61,24 @@ class RankMean(SumMetric):
         super().__init__(("total", "weight"))
 
     def gain(self, ranks: Tensor) -> Tensor:
-        """Maps ranks, [M] float64 and 1 for the best, to [M] float64."""
+        """Maps ranks, float64 [M], where 1 is the best, to float64 [M]."""
         raise NotImplementedError
 
     def update(self, ranks: Tensor, weights: Tensor) -> None:
-        """Adds targets: [M] int64 ranks in the whole catalogue, 1 for the best, and [M] weights."""
+        """Adds M targets: int64 [M] ranks in the whole catalogue, where 1 is the best, and [M] weights."""
         check_shapes(ranks, weights)
         self.total += weighted_sum(self.gain(ranks.double()), weights)
         self.weight += weights.double().sum()
 
     def compute(self) -> Tensor:
-        """Scalar float64, NaN without rows."""
+        """Returns a float64 scalar; NaN without rows."""
         return self.total / self.weight
 
 
 class AllRows(Metric):
-    """A metric that needs all candidates at once, such as an exact order statistic: 20 bytes a candidate.
+    """A metric that needs all candidates at once, such as an exact order statistic.
+
+    It stores 20 bytes per candidate.
 
     Attributes:
         name: the metric's name in logs.
@@ -99,7 +101,7 @@ class AllRows(Metric):
             self.add_state(key, [], dist_reduce_fx="cat")
 
     def update(self, predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> None:
-        """Adds candidates, all [N]; `groups` int64."""
+        """Adds N candidates; all arguments are [N], and `groups` is int64."""
         check_shapes(predictions, labels, weights, groups)
         for key, value in zip(self._DTYPES, (predictions, labels, weights, groups), strict=True):
             getattr(self, key).append(value.detach().to(self._DTYPES[key]))
@@ -111,14 +113,14 @@ class AllRows(Metric):
         should_sync: bool = True,
         distributed_available: Callable | None = None,
     ) -> None:
-        """Synchronizes ranks, one without rows too: torchmetrics would skip collectives for an empty list."""
+        """Synchronizes ranks, even without rows: torchmetrics would skip the collectives of an empty list."""
         for key, dtype in self._DTYPES.items():
             if isinstance(state := getattr(self, key), list) and not state:
                 state.append(torch.empty(0, dtype=dtype, device=self.device))
         super().sync(dist_sync_fn, process_group, should_sync, distributed_available)
 
     def rows(self, key: str) -> Tensor:
-        """Returns one column of all rows as one tensor; after a sync it is one already."""
+        """Returns a column of all rows as one tensor, which it already is after a sync."""
         state = getattr(self, key)
         if isinstance(state, Tensor):
             return state
@@ -128,21 +130,21 @@ class AllRows(Metric):
 def compute_all(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Returns the values of metrics by name, NaN where undefined. Collective."""
     with warnings.catch_warnings():
-        # torchmetrics indexes gathered tensors with a list of slices; torch warns about that on every rank.
+        # torchmetrics indexes gathered tensors with a list of slices, which makes torch warn on every rank.
         warnings.filterwarnings("ignore", "Using a non-tuple sequence", UserWarning)
         return {name: float(metric.compute()) for name, metric in metrics.items()}
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """Returns a scalar float64; values of rows with weight 0 are ignored, NaN included."""
+    """Returns the weighted sum as a float64 scalar; values with weight 0 are ignored, even NaN."""
     return torch.where(weights > 0, values.double() * weights.double(), 0).sum()
 
 
 def check_shapes(*columns: Tensor) -> None:
-    """Checks that columns are one-dimensional and of one length, because others would be broadcast.
+    """Checks that columns are one-dimensional and equally long, because others would be broadcast.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the columns do not have these shapes.
     """
     shapes = [tuple(column.shape) for column in columns]
     if len(shapes[0]) != 1 or len(set(shapes)) > 1:

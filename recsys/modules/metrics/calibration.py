@@ -10,7 +10,7 @@ from recsys.modules.metrics.base import SumMetric, check_shapes, weighted_sum
 
 @register(pb.Calibration)
 class Calibration(SumMetric):
-    """Sum of predictions / sum of labels: above 1 the model predicts too much. The best value is 1."""
+    """Sum of predictions / sum of labels. The best value is 1; above it, predictions are too high."""
 
     name = "calibration"
 
@@ -18,11 +18,11 @@ class Calibration(SumMetric):
         super().__init__(("predicted", "observed"))
 
     def update(self, predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> None:
-        """Adds candidates, all [N]; `groups` is not used."""
+        """Adds N candidates; all arguments are [N], and `groups` is not used."""
         check_shapes(predictions, labels, weights, groups)
         self.predicted += weighted_sum(predictions, weights)
         self.observed += weighted_sum(labels, weights)
 
     def compute(self) -> Tensor:
-        """Scalar float64; NaN when the labels sum to 0."""
+        """Returns a float64 scalar; NaN if the labels sum to 0."""
         return torch.where(self.observed != 0, self.predicted / self.observed, torch.nan)

@@ -1,4 +1,4 @@
-"""AUC within each user, which measures the order of the list that a user saw."""
+"""`Gauc`: AUC within each user, which measures the order of the list that a user saw."""
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ class Gauc(AllRows):
         super().__init__()
 
     def compute(self) -> Tensor:
-        """Scalar float64; NaN unless some group has both classes."""
+        """Returns a float64 scalar; NaN unless some group has both classes."""
         columns = (self.rows(key) for key in ("predictions", "labels", "weights", "groups"))
         by_group = auc_by_group(*columns)
         weight = by_group.weight[by_group.defined]

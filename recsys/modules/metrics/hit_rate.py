@@ -1,4 +1,4 @@
-"""Share of targets that make it into a list of k."""
+"""`HitRate`: the share of targets among the k best items."""
 
 from torch import Tensor
 

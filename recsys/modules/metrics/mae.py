@@ -1,4 +1,4 @@
-"""Mean absolute error."""
+"""`Mae`: the mean absolute error."""
 
 from torch import Tensor
 

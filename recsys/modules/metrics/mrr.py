@@ -1,4 +1,4 @@
-"""Mean reciprocal rank."""
+"""`Mrr`: the mean reciprocal rank."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from recsys.modules.metrics.base import RankMean
 
 @register(pb.Mrr)
 class Mrr(RankMean):
-    """Mean of 1 / rank over the whole catalogue."""
+    """Mean of 1 / rank, with ranks in the whole catalogue."""
 
     name = "mrr"
 

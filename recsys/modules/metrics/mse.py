@@ -1,4 +1,4 @@
-"""Mean squared error."""
+"""`Mse`: the mean squared error."""
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from recsys.modules.metrics.base import PredictionMean
 
 @register(pb.Mse)
 class Mse(PredictionMean):
-    """Mean squared error in the label's unit."""
+    """Mean squared error, in the square of the label's unit."""
 
     name = "mse"
     higher_is_better = False

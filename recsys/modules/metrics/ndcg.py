@@ -1,4 +1,4 @@
-"""`Ndcg`: the gain of the target's place in a list of k, discounted by the logarithm of the place."""
+"""`Ndcg`: the gain of a target among the k best items, discounted by the logarithm of its rank."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Log loss relative to that of a constant prediction, the base rate (He et al., 2014)."""
+"""`NormalizedEntropy`: log loss relative to that of always predicting the base rate (He et al., 2014)."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from recsys.modules.metrics.log_loss import check_eps, cross_entropy
 
 @register(pb.NormalizedEntropy)
 class NormalizedEntropy(SumMetric):
-    """Log loss / entropy of the share of positives: 1 is a constant prediction, 0 is perfect."""
+    """Log loss / entropy of the share of positives: 1 for always predicting that share, 0 if perfect."""
 
     name = "normalized_entropy"
     higher_is_better = False
@@ -21,7 +21,7 @@ class NormalizedEntropy(SumMetric):
         self.eps = check_eps(config.eps)
 
     def update(self, predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> None:
-        """Adds candidates, all [N]: probabilities, labels 0 or 1, weights; `groups` is not used."""
+        """Adds N candidates by [N] probabilities, labels 0 or 1, and weights; `groups` is not used."""
         check_shapes(predictions, labels, weights, groups)
         loss = cross_entropy(predictions.double(), labels.double(), self.eps)
         self.loss += weighted_sum(loss, weights)
@@ -29,7 +29,7 @@ class NormalizedEntropy(SumMetric):
         self.weight += weights.double().sum()
 
     def compute(self) -> Tensor:
-        """Scalar float64; NaN unless both classes are there."""
+        """Returns a float64 scalar; NaN unless both classes occur."""
         rate = self.positives / self.weight
         entropy = -torch.xlogy(rate, rate) - torch.xlogy(1 - rate, 1 - rate)
         return torch.where(entropy > 0, self.loss / self.weight / entropy, torch.nan)

@@ -1,4 +1,4 @@
-"""Pairs of a positive and a negative in the right order, counted for all groups at once."""
+"""Counts correctly ordered pairs of a positive and a negative, for all groups at once."""
 
 from typing import NamedTuple
 
@@ -11,8 +11,8 @@ class GroupAuc(NamedTuple):
 
     Attributes:
         auc: [G] float64; NaN where a class is missing.
-        weight: [G] float64, sum of the group's weights.
-        defined: [G] bool, whether both classes are there.
+        weight: [G] float64, sum of the weights of the group's rows.
+        defined: [G] bool, whether both classes occur.
     """
 
     auc: Tensor
@@ -21,15 +21,15 @@ class GroupAuc(NamedTuple):
 
 
 def auc_by_group(predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> GroupAuc:
-    """Computes the share of each group's (positive, negative) pairs whose positive has the higher prediction;
-    ties count half.
+    """Computes the share of each group's (positive, negative) pairs with a higher prediction of the positive.
 
-    It sorts once by (group, prediction) and sums over runs of equal predictions, without a loop over groups.
+    Ties count half. The function sorts once by (group, prediction) and sums over runs of equal predictions,
+    without a loop over groups.
 
     Args:
         predictions: [n]. A NaN among them makes every value NaN.
         labels: [n], positive above 0.5.
-        weights: [n]; a row counts as `weight` rows, and not at all with 0.
+        weights: [n]; a row of weight w counts as w rows.
         groups: [n] int64.
     """
     keep = weights > 0
@@ -59,7 +59,7 @@ def auc_by_group(predictions: Tensor, labels: Tensor, weights: Tensor, groups: T
 
 
 def _changes(values: Tensor) -> Tensor:
-    """Marks the first element and each that differs from the one before it, [n] bool."""
+    """Marks the first element and each element that differs from its predecessor, bool [n]."""
     changed = torch.ones_like(values, dtype=torch.bool)
     changed[1:] = values[1:] != values[:-1]
     return changed

@@ -9,13 +9,13 @@ from torchmetrics import Metric
 from recsys.modules.metrics.base import check_shapes
 
 NUM_BINS = 10
-"""Bins of the diagram."""
+"""Number of bins of the diagram."""
 
 _STEP = 0.002
-"""Width of a cell in log odds: predictions in one cell differ by 0.2 % in their odds."""
+"""Width of a cell in log odds. The odds of predictions in a cell differ by at most 0.2 %."""
 
 _CELLS = 15_000
-"""Cells of log odds from -15 to 15, probabilities of 3e-7 to 1 - 3e-7; the end cells hold all beyond."""
+"""Number of cells, for log odds from -15 to 15 (probabilities 3e-7 to 1 - 3e-7) and beyond at the ends."""
 
 
 class ReliabilityBin(NamedTuple):
@@ -33,14 +33,14 @@ class ReliabilityBin(NamedTuple):
 
 
 class Reliability(Metric):
-    """Candidates in order of their predictions, cut into bins of about equal weight.
+    """Divides candidates, ordered by prediction, into bins of about equal weight.
 
-    It does not keep candidates: it sums over narrow cells of log odds and joins these to bins in the end. A
-    cell, within which predictions hardly differ, is never cut; so a bin may be larger than others, and
-    another one empty.
+    It does not store candidates, but sums over narrow cells of log odds and merges cells into bins at the
+    end. A cell, within which predictions hardly differ, is never split, so some bins may be larger than
+    others, and some empty.
 
     Args:
-        num_bins: largest number of bins.
+        num_bins: the largest number of bins.
     """
 
     is_differentiable = False
@@ -50,13 +50,14 @@ class Reliability(Metric):
     def __init__(self, num_bins: int = NUM_BINS):
         super().__init__(compute_with_cache=False)
         self.num_bins = num_bins
-        # Candidates, and the weighted sums of 1, of predictions and of labels.
+        # Per cell: the number of candidates, and the sums of weights, weighted predictions and weighted
+        # labels.
         self.add_state("sums", torch.zeros(4, _CELLS, dtype=torch.float64), dist_reduce_fx="sum")
 
     def update(self, predictions: Tensor, labels: Tensor, weights: Tensor, groups: Tensor) -> None:
-        """Adds candidates, all [N]: probabilities, labels 0 or 1, weights; `groups` is not used.
+        """Adds N candidates, all arguments [N]: probabilities, labels 0 or 1, weights; `groups` is not used.
 
-        A NaN makes the first bin NaN, so that it is noticed.
+        A NaN prediction makes the first bin NaN, so that it is noticed.
         """
         check_shapes(predictions, labels, weights, groups)
         predictions, labels, weights = predictions.double(), labels.double(), weights.double()
@@ -66,14 +67,14 @@ class Reliability(Metric):
         self.sums.index_add_(1, cell, torch.where(weights > 0, columns, 0))
 
     def compute(self) -> Tensor:
-        """float64 [num_bins, 4]: the sums of each bin, ascending; zeros for a bin without candidates."""
+        """Returns the sums of each bin, by rising prediction, float64 [num_bins, 4]; zeros for empty bins."""
         weight = self.sums[1]
         middle = (weight.cumsum(0) - weight / 2) / weight.sum()
         number = (middle * self.num_bins).nan_to_num(0.0).to(torch.int64).clamp(0, self.num_bins - 1)
         return self.sums.new_zeros(4, self.num_bins).index_add(1, number, self.sums).T
 
     def bins(self) -> list[ReliabilityBin]:
-        """The bins that have candidates, by rising prediction. Collective, as `compute` is."""
+        """Returns the bins with candidates, by rising prediction. Collective, like `compute`."""
         return [
             ReliabilityBin(round(candidates), predicted / weight, observed / weight)
             for candidates, weight, predicted, observed in self.compute().tolist()

@@ -1,8 +1,9 @@
-"""Stacks of layers in which the tokens of a sample see each other.
+"""Mixers: stacks of layers in which the tokens of a sample see each other.
 
 Every mixer is a `Mixer`, takes `(config, *, embedding_dim)` and maps a `JaggedSequence` to one with mixed
-values; a token's result depends on its own sample only. To add a mixer, write a module here and a line below.
-`modules/mixer_declarations.py` tells configs about mixers without importing torch.
+values. A token's result depends only on the tokens of its sample. To add a mixer, write a module here and a
+line below.
+`modules/mixer_declarations.py` describes mixers to configs without importing torch.
 """
 
 from recsys.modules.mixers.base import Mixer

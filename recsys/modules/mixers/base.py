@@ -1,4 +1,4 @@
-"""`Mixer`: the interface of mixers to models, commands and packages, with defaults for a plain one."""
+"""`Mixer`: the interface of mixers to models, commands and packages, with defaults for a plain mixer."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class AttentionUse(NamedTuple):
         op: the op.
         path: path of the mixer's message in the config.
         backend: the backend that the config asks for.
-        facts: the facts by which the op chooses a backend.
+        facts: facts by which the op chooses a backend.
     """
 
     op: Op
@@ -35,23 +35,23 @@ class Mixer(nn.Module):
     with a cache also has the methods of `modules.cache.CachingMixer`, and its declaration says so.
 
     Attributes:
-        rules: mask and truncation of each layer; None if the mixer does not say.
+        rules: mask and truncation of each layer; None if the mixer does not declare them.
     """
 
     rules: Sequence[LayerRule] | None = None
 
     @classmethod
     def kernels(cls, config: Any, path: str, model: pb.Model, device: str) -> Iterator[AttentionUse]:
-        """Every attention op that the mixer of a resolved config will call on a device, before it is built.
+        """Yields every attention op that the mixer of a resolved config will call, before the mixer is built.
 
         Args:
             config: the mixer's message.
-            path: its path in the config.
-            model: the message around it.
+            path: path of this message in the config.
+            model: the model's message.
             device: `cpu` or `cuda`.
         """
         return iter(())
 
     def channel_stacks(self) -> Sequence[nn.Module]:
-        """The stack of layers of each channel of the history; this mixer, if the history is one sequence."""
+        """Returns the stack of layers of each channel of the history; [self] if there are no channels."""
         return [self]

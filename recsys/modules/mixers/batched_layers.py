@@ -1,6 +1,4 @@
-"""A layer of several stacks that run as one batch: each stack has its own weights, and all share one
-attention.
-"""
+"""Runs a layer of several stacks as one batch, with separate weights but one attention for all."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,10 +12,10 @@ from recsys.modules.stu import KeysValues, STULayer
 
 
 class Projections(NamedTuple):
-    """The inputs of attention and the gates, computed by one layer of each stack.
+    """The inputs of attention and gates, computed by the same layer of each stack.
 
     Attributes:
-        u: a tensor [T, H * V] for each stack.
+        u: for each stack, a tensor [T, H * V].
         q, k: [T of all stacks, H, D].
         v: [T of all stacks, H, V].
     """
@@ -29,17 +27,17 @@ class Projections(NamedTuple):
 
 
 def to_compute_dtype(sequence: JaggedSequence) -> JaggedSequence:
-    """Casts tokens to the dtype of matrix products, so that the residual sums of layers are no wider."""
+    """Casts tokens to the dtype of matrix products, so that residual sums are not wider than that."""
     return sequence.with_values(sequence.values.to(product_dtype(sequence.values)))
 
 
 def parts_of(sequence: JaggedSequence) -> list[JaggedSequence]:
-    """Splits a joined sequence into those of its stacks; a sequence of one stack stays whole."""
+    """Splits a joined sequence into the sequences of its stacks; the sequence of one stack stays whole."""
     return sequence.split() if sequence.layout.parts else [sequence]
 
 
 def project(layers: Sequence[STULayer], parts: Sequence[JaggedSequence]) -> Projections:
-    """Runs the first half of each layer on its own part."""
+    """Runs the first half of each layer on the part of its stack."""
     projected = [layer.project(part.values) for layer, part in zip(layers, parts, strict=True)]
     q, k, v = (_join([getattr(half, name) for half in projected]) for name in "qkv")
     return Projections([half.u for half in projected], q, k, v)
@@ -58,11 +56,11 @@ def finish(
     attended: Tensor,
     scales: Sequence[Tensor | None] | None = None,
 ) -> Tensor:
-    """Runs the second half of each layer: [T of all stacks, E].
+    """Runs the second half of each layer and returns [T of all stacks, E].
 
     Args:
         attended: [T of all stacks, H, V].
-        scales: a factor for each layer, see `STULayer.forward`.
+        scales: for each layer, the `scale` of `STULayer.forward`.
     """
     attended_parts = attended.split([part.layout.total_len for part in parts])
     scales = [None] * len(parts) if scales is None else scales

@@ -1,8 +1,8 @@
-"""Stacks of STU layers with a cache: keys and values of history once, then targets or new events alone.
+"""Runs stacks of STU layers with a cache: keys and values of history once, then targets or events alone.
 
-All functions take stacks that run as one batch (equal messages, weights of their own), often only one;
-sequences and layouts are then joined over the stacks. Results equal `forward` on whole samples up to
-rounding. The model must be in evaluation mode. Source: M-FALCON in Zhai et al., Actions Speak Louder than
+All functions take a list of stacks that run as one batch (equal messages, separate weights), often a single
+stack; sequences and layouts are joined over the stacks. Up to rounding, results equal `forward` on whole
+samples. The model must be in evaluation mode. Source: M-FALCON in Zhai et al., Actions Speak Louder than
 Words, arXiv 2402.17152.
 """
 
@@ -29,7 +29,7 @@ from recsys.ops import SequenceLayout
 
 
 class Stack(Protocol):
-    """The parts of an `HstuMixer` that run with a cache."""
+    """The interface of an `HstuMixer` that these functions use."""
 
     training: bool
     layers: nn.ModuleList
@@ -44,14 +44,16 @@ class Stack(Protocol):
 
 
 def prefill(stacks: Sequence[Stack], sequence: JaggedSequence) -> tuple[CacheStage, ...]:
-    """Runs contextual and history tokens as far as targets will read them: the last layer computes only keys
-    and values.
+    """Computes the keys and values of contextual and history tokens that targets will read.
+
+    The last layer computes nothing but keys and values.
 
     Args:
-        sequence: without targets.
+        sequence: contextual and history tokens, no targets.
 
     Raises:
-        ValueError: there are targets. RuntimeError: the stacks are in training.
+        ValueError: there are targets.
+        RuntimeError: the stacks are in training mode.
     """
     _require_evaluation(stacks)
     if sequence.layout.total_targets:
@@ -78,15 +80,15 @@ def prefill(stacks: Sequence[Stack], sequence: JaggedSequence) -> tuple[CacheSta
 
 
 def score(stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[CacheStage]) -> JaggedSequence:
-    """Mixes targets that read the cache.
+    """Mixes targets, which attend to the tokens of the cache.
 
     Args:
-        sequence: targets only, any number for each sample of the cache; whole target groups.
+        sequence: targets only, in whole target groups, any number for each sample of the cache.
         stages: the result of `prefill`.
 
     Raises:
-        TypeError, ValueError: other samples, dtype or device than those of the cache. RuntimeError: in
-            training, or gradients are asked for.
+        TypeError, ValueError: samples, dtype or device differ from those of the cache.
+        RuntimeError: the stacks are in training mode, or gradients are enabled.
     """
     _require_evaluation(stacks)
     input_dtype, sequence = sequence.values.dtype, to_compute_dtype(sequence)
@@ -101,16 +103,16 @@ def score(stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[Ca
 def extend(
     stacks: Sequence[Stack], sequence: JaggedSequence, stages: Sequence[CacheStage]
 ) -> tuple[CacheStage, ...]:
-    """Returns the cache of histories that have grown; `stages` stay as they are.
+    """Returns the cache of histories that have grown; `stages` do not change.
 
     Args:
         sequence: the new events' tokens only, oldest first; samples may have none.
         stages: the result of `prefill` or `extend`.
 
     Raises:
-        ValueError: the result would differ from that of `prefill`; see `require_extendable`. Or there are
-            other tokens than history.
-        RuntimeError: in training, or gradients are asked for.
+        ValueError: the result would differ from that of `prefill` (see `require_extendable`), or there are
+            tokens other than history.
+        RuntimeError: the stacks are in training mode, or gradients are enabled.
     """
     _require_evaluation(stacks)
     sequence = to_compute_dtype(sequence)
@@ -146,13 +148,13 @@ def extend(
 def require_extendable(mixer: Stack, stages: Sequence[CacheStage], new: SequenceLayout) -> None:
     """Checks that new events leave the cached keys and values of old tokens unchanged.
 
-    A layer's keys and values depend on its input, the output of the layer in front; so all layers but the
-    last must give old tokens the same output as before. They do not if contextual tokens read the history,
-    if a truncation drops more tokens than it did, or if a token knows the time of the next one. A truncation
-    in front of the last layer may drop more tokens: the cache drops them as well.
+    A layer's keys and values depend on its input, the output of the layer before it. So every layer but the
+    last must give old tokens the same output as before. This fails if contextual tokens read the history, if
+    a truncation drops more tokens than before, or if a token depends on the time of the next token. A
+    truncation before the last layer may drop more tokens, since the cache drops them as well.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: names the setting that prevents it.
     """
     num_contextual, instead = stages[0].layout.num_contextual, "call prefill with the whole history"
     if mixer.reads_times and (len(mixer.rules) > 1 or num_contextual):
@@ -181,9 +183,9 @@ def stage_specs(number: int, channels: Sequence[int], stack: Stack) -> list[Stag
     """Describes the cache stages of one stack, or of stacks that run as one batch.
 
     Args:
-        number: position of the stack among those of the mixer.
-        channels: numbers of the channels of the history that run through it.
-        stack: the stack, or one of those that run as one batch.
+        number: index of the stack, or of the batch of stacks, in the mixer.
+        channels: indices of the history's channels that run through it.
+        stack: the stack, or any of those that run as one batch.
     """
     starts = [layer for layer, rule in enumerate(stack.rules) if layer == 0 or rule.tail_len is not None]
     return [
@@ -203,7 +205,7 @@ def stage_specs(number: int, channels: Sequence[int], stack: Stack) -> list[Stag
 
 
 def _layers(stages: Sequence[CacheStage]) -> Iterator[tuple[CacheStage, int]]:
-    """Yields for each layer of a stack its stage and its position within that stage."""
+    """Yields, for each layer of a stack, its stage and its position in that stage."""
     for stage in stages:
         for place in range(len(stage.keys)):
             yield stage, place
@@ -217,7 +219,7 @@ def _attend(
     stage: CacheStage,
     place: int,
 ) -> Tensor:
-    """Lets new tokens attend to the cache and to each other: [T, H, V]."""
+    """Lets new tokens attend to the cache and to each other; returns [T, H, V]."""
     bias = None
     if mixer.biases:
         bias = mixer.biases[number](sequence).with_cache(stage.timestamps)

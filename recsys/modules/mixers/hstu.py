@@ -1,4 +1,4 @@
-"""`HstuMixer`: a stack of sequential transduction units (arXiv 2402.17152)."""
+"""`HstuMixer`: a stack of sequential transduction units (STU layers, arXiv 2402.17152)."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,16 +29,18 @@ _GATE = {pb.HstuMixer.UGN: "ugn", pb.HstuMixer.CONCAT: "concat"}
 _RECOMPUTE = {pb.NORMED_X: "normed_x", pb.UVQK: "uvqk", pb.GATED: "gated"}
 
 MOST_KEPT = 0.75
-"""Before a truncation a layer skips the dropped tokens if at most this share of the tokens is kept: that
-saves their work and costs moves of rows. The value is not tuned."""
+"""Before a truncation, a layer skips the dropped tokens if at most this share of tokens is kept.
+
+Skipping saves their computation but has to move rows. The value is not tuned.
+"""
 
 
 @register(pb.HstuMixer)
 class HstuMixer(Mixer):
-    """Layers of equal config, each with its own mask and bias tables; a truncation may precede a layer.
+    """Stacks layers of equal config, each with its own mask and bias tables. Truncations may precede layers.
 
     Args:
-        config: resolved (`v_dim`, `scale_len`, `bias.num_positions` filled in, lengths in tokens).
+        config: the resolved message (with `v_dim`, `scale_len` and `bias.num_positions`, lengths in tokens).
         embedding_dim: E.
 
     Raises:
@@ -80,7 +82,7 @@ class HstuMixer(Mixer):
 
     @classmethod
     def kernels(cls, config: pb.HstuMixer, path: str, model: pb.Model, device: str) -> Iterator[AttentionUse]:
-        """`hstu_attention` with each mask of the layers."""
+        """Yields `hstu_attention` with each mask of the layers."""
         deterministic = config.deterministic if config.HasField("deterministic") else None
         for mask in dict.fromkeys(rule.mask for rule in layer_rules(config)):
             facts = AttentionFacts(
@@ -106,7 +108,7 @@ class HstuMixer(Mixer):
         return sequence.with_values(self.output_dropout(sequence.values.to(input_dtype)))
 
     def _layer(self, number: int, sequence: JaggedSequence) -> JaggedSequence:
-        """Runs one layer and the truncation behind it."""
+        """Runs a layer and the truncation after it."""
         layer, mask, layout = self.layers[number], self.rules[number].mask, sequence.layout
         bias = self.biases[number](sequence) if self.biases else None
         behind = self.rules[number + 1] if number + 1 < len(self.rules) else LayerRule(mask)
@@ -140,7 +142,7 @@ class HstuMixer(Mixer):
 
     @property
     def target_group_size(self) -> int:
-        """Number of neighboring targets that can only be scored together, given the groups of all layers."""
+        """The number of consecutive targets that can only be scored together, for the groups of any layer."""
         return math.lcm(*(rule.mask.target_group_size for rule in self.rules))
 
     def prefill(self, sequence: JaggedSequence) -> MixerCache:
@@ -148,14 +150,14 @@ class HstuMixer(Mixer):
         return MixerCache((cached_stack.prefill([self], sequence),))
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
-        """Mixes targets [N, E] as `forward` mixes them behind the tokens of the cache."""
+        """Mixes targets [N, E] as `forward` mixes them after the tokens of the cache."""
         return cached_stack.score([self], sequence, *cache.stacks)
 
     def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
-        """Returns the cache of histories that have these tokens at their end.
+        """Returns the cache of the histories with these tokens appended.
 
         Raises:
-            ValueError: it would differ from that of `prefill`; see `cached_stack.require_extendable`.
+            ValueError: the cache would differ from that of `prefill`; see `cached_stack.require_extendable`.
         """
         return MixerCache((cached_stack.extend([self], sequence, *cache.stacks),))
 
@@ -169,24 +171,26 @@ class HstuMixer(Mixer):
 
 
 def _leaves_few(kept: SequenceLayout, layout: SequenceLayout) -> bool:
-    """Tells whether a truncation drops so many tokens that the layer in front of it should skip them."""
-    if torch.compiler.is_compiling():  # a compiler does not know the numbers of tokens
+    """Returns whether a truncation drops so many tokens that the layer before it should skip them."""
+    if torch.compiler.is_compiling():  # the compiler does not know the numbers of tokens
         return False
     return kept.total_len <= MOST_KEPT * layout.total_len
 
 
 def may_mix_as_one(config: pb.HstuMixer) -> bool:
-    """Tells whether stacks of this message can share their attentions: bias tables and recomputed projections
-    belong to a single layer and exclude it."""
+    """Returns whether stacks with this message can share one attention per layer.
+
+    Bias tables and recomputed projections rule it out, since each belongs to a single layer.
+    """
     return not config.HasField("bias") and pb.UVQK not in config.recompute
 
 
 def mix_as_one(mixers: Sequence[HstuMixer], sequences: Sequence[JaggedSequence]) -> list[JaggedSequence]:
-    """Runs each mixer on its own sequence, with one attention a layer for all of them.
+    """Runs each mixer on its own sequence, with one attention per layer for all of them.
 
     Args:
         mixers: mixers of equal messages, each with its own weights.
-        sequences: a sequence for each mixer.
+        sequences: the sequence of each mixer.
     """
     if len(mixers) == 1:
         return [mixers[0](sequences[0])]

@@ -1,4 +1,4 @@
-"""`HybridMixer`: several mixers, one behind the other."""
+"""`HybridMixer`: several mixers in sequence."""
 
 from collections.abc import Iterator
 
@@ -15,14 +15,14 @@ from recsys.ops import SequenceLayout
 
 @register(pb.HybridMixer)
 class HybridMixer(Mixer):
-    """Each mixer takes what the one before it returns; a truncation in one of them holds for all behind it.
+    """Applies mixers in sequence; a truncation in a mixer also holds for all mixers after it.
 
     Args:
-        config: resolved.
+        config: the resolved message.
         embedding_dim: E.
 
     Raises:
-        ValueError: no mixer, or a mixture among them.
+        ValueError: there is no mixer, or a mixture is among them.
     """
 
     def __init__(self, config: pb.HybridMixer, *, embedding_dim: int):
@@ -40,7 +40,7 @@ class HybridMixer(Mixer):
     def kernels(
         cls, config: pb.HybridMixer, path: str, model: pb.Model, device: str
     ) -> Iterator[AttentionUse]:
-        """The ops of each mixer."""
+        """Yields the attention ops of each mixer."""
         for index, mixer in enumerate(config.mixers):
             declared = declared_mixer(mixer, f"{path}.mixers[{index}]", model)
             if declared is not None:

@@ -1,4 +1,4 @@
-"""`LinearMixer`: a stack of layers of linear attention, whose cost grows with the length of a history."""
+"""`LinearMixer`: a stack of linear-attention layers, whose cost is linear in the length of a history."""
 
 from collections.abc import Iterator
 
@@ -27,10 +27,10 @@ _FORM = {pb.LinearMixer.RETENTION: "retention", pb.LinearMixer.GATED: "gated", p
 
 @register(pb.LinearMixer)
 class LinearMixer(Mixer):
-    """Layers of equal config, each with its own channels; all layers read the same clocks.
+    """Stacks layers of equal config, each with its own channels; all layers read the same clocks.
 
     Args:
-        config: resolved (`v_dim`, `feed_forward_dim` filled in).
+        config: the resolved message (with `v_dim` and `feed_forward_dim`).
         embedding_dim: E.
     """
 
@@ -58,7 +58,7 @@ class LinearMixer(Mixer):
     def kernels(
         cls, config: pb.LinearMixer, path: str, model: pb.Model, device: str
     ) -> Iterator[AttentionUse]:
-        """`linear_attention` for the content of tokens, and for the channels of time and position."""
+        """Yields `linear_attention` for the content of tokens and for the channels of time and position."""
         dtype = torch.bfloat16 if model.precision == pb.BF16 else torch.float32
         channels = list(_channels(config).values())
         for width in dict.fromkeys([config.qk_dim, *(2 * len(periods) for periods in channels)]):
@@ -89,7 +89,7 @@ class LinearMixer(Mixer):
 
 
 def _channels(config: pb.LinearMixer) -> dict[str, tuple[int, ...]]:
-    """Returns the periods of the clock of each channel."""
+    """Returns the clock periods of each channel, by name."""
     channels = {}
     if config.time_channel:
         channels["time"] = TIME_PERIODS

@@ -1,11 +1,11 @@
-"""Converts the mask of a config to the mask of the ops."""
+"""Converts the attention mask of a config to that of the ops."""
 
 from recsys import protos as pb
 from recsys.ops import AttentionMask
 
 
 def mask_of(config: pb.AttentionMask) -> AttentionMask:
-    """Returns the mask that ops take; an absent window means all of the history.
+    """Returns the mask for the ops. An absent window means the whole history.
 
     Raises:
         ValueError: lengths are in events; `config.resolve` converts them to tokens.

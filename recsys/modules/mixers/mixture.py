@@ -1,4 +1,4 @@
-"""`MixtureMixer`: a stack for each channel of the history (mixture of transducers)."""
+"""`MixtureMixer`: a separate stack for each channel of the history (mixture of transducers)."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -20,16 +20,17 @@ from recsys.ops import SequenceLayout
 
 @register(pb.MixtureMixer)
 class MixtureMixer(Mixer):
-    """Each stack mixes its own channel; one linear layer joins the stacks' outputs for each candidate.
+    """Mixes each channel by its own stack; a linear layer combines the stacks' outputs for each candidate.
 
-    Stacks with equal messages have their own weights but run as one batch, with one attention for all.
+    Stacks with equal messages have separate weights but run as one batch, with one attention per layer for
+    all.
 
     Args:
-        config: resolved; stacks in the order of the preprocessor's channels.
+        config: the resolved message, with stacks in the order of the preprocessor's channels.
         embedding_dim: E.
 
     Raises:
-        ValueError: no stack.
+        ValueError: there is no stack.
     """
 
     def __init__(self, config: pb.MixtureMixer, *, embedding_dim: int):
@@ -45,19 +46,19 @@ class MixtureMixer(Mixer):
     def kernels(
         cls, config: pb.MixtureMixer, path: str, model: pb.Model, device: str
     ) -> Iterator[AttentionUse]:
-        """The ops of each stack."""
+        """Yields the attention ops of each stack."""
         for index, stack in enumerate(config.stacks):
             yield from HstuMixer.kernels(stack.hstu, f"{path}.stacks[{index}].hstu", model, device)
 
     def channel_stacks(self) -> Sequence[nn.Module]:
-        """The stacks in the order of the channels."""
+        """Returns the stacks in the order of the channels."""
         return list(self.stacks)
 
     def forward(self, sequence: JaggedSequence) -> JaggedSequence:
-        """Mixes the channels and returns a sequence of nothing but each row's targets, [N, E].
+        """Mixes the channels and returns a sequence of each row's targets only, [N, E].
 
         Args:
-            sequence: T tokens, the channels' sequences joined.
+            sequence: the joined sequences of the channels, T tokens.
         """
         parts = sequence.split()
         mixed = [mix_as_one(stacks, channels) for stacks, channels in self._batches(parts)]
@@ -65,7 +66,7 @@ class MixtureMixer(Mixer):
 
     @property
     def target_group_size(self) -> int:
-        """Number of neighboring targets that can only be scored together, given the groups of all stacks."""
+        """The number of consecutive targets that can only be scored together, for the groups of any stack."""
         return math.lcm(*(stack.target_group_size for stack in self.stacks))
 
     def prefill(self, sequence: JaggedSequence) -> MixerCache:
@@ -76,8 +77,9 @@ class MixtureMixer(Mixer):
         )
 
     def score(self, sequence: JaggedSequence, cache: MixerCache) -> JaggedSequence:
-        """Mixes targets, given once for each channel and joined, as `forward` mixes them behind the tokens of
-        the cache.
+        """Mixes targets as `forward` mixes them after the tokens of the cache.
+
+        `sequence` joins the targets' tokens of all channels.
         """
         parts = sequence.split()
         mixed = []
@@ -86,10 +88,10 @@ class MixtureMixer(Mixer):
         return self._fuse(mixed, parts[0])
 
     def extend(self, sequence: JaggedSequence, cache: MixerCache) -> MixerCache:
-        """Returns the cache of channels that have these tokens at their end.
+        """Returns the cache of the channels with these tokens appended.
 
         Raises:
-            ValueError: it would differ from that of `prefill`; see `cached_stack.require_extendable`.
+            ValueError: the cache would differ from that of `prefill`; see `cached_stack.require_extendable`.
         """
         batches = zip(self._batches(sequence.split()), cache.stacks, strict=True)
         return MixerCache(
@@ -100,14 +102,14 @@ class MixtureMixer(Mixer):
         )
 
     def cache_stages(self) -> list[StageSpec]:
-        """Describes the stages of the mixer's caches, those of all stacks in order."""
+        """Describes the stages of the mixer's caches, stack by stack."""
         specs = []
         for number, members in enumerate(self.together):
             specs += cached_stack.stage_specs(number, members, self.stacks[members[0]])
         return specs
 
     def flops(self, layout: SequenceLayout) -> int:
-        """FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
+        """Counts the FLOP of a forward pass over these tokens; see `recsys.modules.flops`."""
         stacks = zip(self.stacks, layout.parts, strict=True)
         return sum(stack.flops(part) for stack, part in stacks) + linear_flops(
             self.fuse, layout.parts[0].total_targets
@@ -121,7 +123,7 @@ class MixtureMixer(Mixer):
         ]
 
     def _fuse(self, mixed: Sequence[Sequence[JaggedSequence]], targets: JaggedSequence) -> JaggedSequence:
-        """Gives `targets` the joined outputs of the channels, which come in the order of `_batches`."""
+        """Gives `targets` the combined outputs of the channels, which come in the order of `_batches`."""
         by_channel: dict[int, Tensor] = {}
         for members, sequences in zip(self.together, mixed, strict=True):
             by_channel |= {
@@ -136,7 +138,7 @@ def _as_one(sequences: Sequence[JaggedSequence]) -> JaggedSequence:
 
 
 def _equal(configs: list[pb.HstuMixer]) -> list[list[int]]:
-    """Groups the numbers of stacks that can run as one batch."""
+    """Groups the indices of stacks that can run as one batch."""
     groups: list[list[int]] = []
     for number, config in enumerate(configs):
         group = next((g for g in groups if may_mix_as_one(config) and configs[g[0]] == config), None)

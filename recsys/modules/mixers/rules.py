@@ -1,4 +1,4 @@
-"""Mask and truncation of each layer of a mixer, from the config's layer groups or the same for all layers."""
+"""Derives mask and truncation of each layer of a mixer from its config, with or without layer groups."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -16,19 +16,20 @@ class LayerRule(NamedTuple):
     """Mask and truncation of one layer of a stack.
 
     Attributes:
-        mask: visibility of tokens in the layer.
-        tail_len: history tokens that the truncation in front of the layer leaves; None without truncation.
+        mask: which tokens see each other in the layer.
+        tail_len: number of history tokens that the truncation before the layer keeps; None without
+            truncation.
     """
 
     mask: AttentionMask
     tail_len: int | None = None
 
     def truncate(self, sequence: JaggedSequence) -> JaggedSequence:
-        """Returns the layer's input, given the output of the layer before."""
+        """Returns the layer's input, given the output of the previous layer."""
         return sequence if self.tail_len is None else sequence.truncate(self.tail_len)
 
     def truncate_layout(self, layout: SequenceLayout) -> SequenceLayout:
-        """Returns the layout of `truncate`."""
+        """Returns the layout of the layer's input, given that of the previous layer's output."""
         return layout if self.tail_len is None else layout.truncate(self.tail_len).layout
 
 
@@ -69,9 +70,9 @@ def stack_flops(
     embedding_dim: int,
     attention_width: int,
 ) -> int:
-    """Counts the FLOP of all layers, each on the tokens that are left; see `recsys.modules.flops`.
+    """Counts the FLOP of all layers, each on its remaining tokens; see `recsys.modules.flops`.
 
-    In front of a truncation, tokens that are dropped need keys and values alone.
+    In the layer before a truncation, the tokens that it drops need only keys and values.
 
     Args:
         embedding_dim: E.

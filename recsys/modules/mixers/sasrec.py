@@ -1,4 +1,4 @@
-"""`SasRecMixer`: a causal transformer with softmax attention, the peer of HSTU (SASRec, arXiv 1808.09781)."""
+"""`SasRecMixer`: a causal transformer with softmax attention (SASRec, arXiv 1808.09781)."""
 
 from collections.abc import Iterator
 
@@ -19,14 +19,14 @@ from recsys.ops.softmax_attention import OP as SOFTMAX_ATTENTION
 
 @register(pb.SasRecMixer)
 class SasRecMixer(Mixer):
-    """Pre-norm transformer blocks, followed by a LayerNorm.
+    """Stacks pre-norm transformer blocks, followed by a LayerNorm.
 
     Args:
-        config: resolved (`feed_forward_dim` filled in, lengths in tokens).
+        config: the resolved message (with `feed_forward_dim`, lengths in tokens).
         embedding_dim: E; `num_heads` divides it.
 
     Raises:
-        ValueError: `num_heads` does not divide E, or invalid layer groups; see `layer_rules`.
+        ValueError: `num_heads` does not divide E, or layer groups are invalid; see `layer_rules`.
     """
 
     def __init__(self, config: pb.SasRecMixer, *, embedding_dim: int):
@@ -53,7 +53,7 @@ class SasRecMixer(Mixer):
     def kernels(
         cls, config: pb.SasRecMixer, path: str, model: pb.Model, device: str
     ) -> Iterator[AttentionUse]:
-        """`softmax_attention` with each mask of the layers."""
+        """Yields `softmax_attention` with each mask of the layers."""
         width = model.embedding_dim // config.num_heads
         for mask in dict.fromkeys(rule.mask for rule in layer_rules(config)):
             facts = AttentionFacts(
@@ -81,7 +81,7 @@ class SasRecMixer(Mixer):
 
 
 class TransformerBlock(nn.Module):
-    """x + dropout(project(attention(norm(x)))), then x + dropout(W2 relu(W1 norm(x)))."""
+    """Computes x + dropout(project(attention(norm(x)))), then x + dropout(W2 relu(W1 norm(x)))."""
 
     def __init__(self, embedding_dim: int, *, num_heads: int, feed_forward_dim: int, dropout: float = 0.0):
         super().__init__()
@@ -98,7 +98,7 @@ class TransformerBlock(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor, layout: SequenceLayout, mask: AttentionMask) -> Tensor:
-        """[T, E] -> [T, E]."""
+        """Maps [T, E] to [T, E]."""
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(1, (3, self.num_heads, -1)).unbind(1)
         x = x + self.dropout(self.project(softmax_attention(q, k, v, layout, mask).flatten(1)))
         hidden = F.relu(self.widen(self.feed_forward_norm(x)))

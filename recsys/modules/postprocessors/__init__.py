@@ -1,8 +1,8 @@
-"""Postprocessors change output tokens before a head, one file each; importing the package registers them
-under their messages of `pb.Postprocessor`.
+"""Postprocessors, one file each, which transform output tokens before a head.
 
-A postprocessor takes `(config, *, embedding_dim)` and maps `(values [n, E], timestamps int64 [n])` to [n, E].
-A timestamp, in seconds, is the request time of a target, or the time of the next event for an event.
+Importing the package registers them under their messages of `pb.Postprocessor`. A postprocessor takes
+`(config, *, embedding_dim)` and maps `(values [n, E], timestamps int64 [n])` to [n, E]. Timestamps are in
+seconds: for a target the time of its request, for an event the time of the next event.
 """
 
 from recsys.modules.postprocessors.l2_norm import L2NormPostprocessor

@@ -1,4 +1,4 @@
-"""`L2NormPostprocessor`: output tokens of unit length, so that inner products are cosines."""
+"""`L2NormPostprocessor`: scales output tokens to unit length, so that inner products are cosines."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from recsys.config.registry import register
 
 @register(pb.L2NormPostprocessor)
 class L2NormPostprocessor(nn.Module):
-    """x / max(|x|, eps), the length taken in at least float32."""
+    """Computes x / max(|x|, eps), with the norm in at least float32."""
 
     def __init__(self, config: pb.L2NormPostprocessor, *, embedding_dim: int):
         super().__init__()
@@ -20,7 +20,7 @@ class L2NormPostprocessor(nn.Module):
         self.eps = config.eps
 
     def forward(self, values: Tensor, timestamps: Tensor) -> Tensor:
-        """Maps [n, E] to [n, E] of the same dtype; timestamps are not read."""
+        """Maps [n, E] to [n, E] of the same dtype; `timestamps` is not used."""
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
         return F.normalize(wide, dim=-1, eps=self.eps).to(values.dtype)
 

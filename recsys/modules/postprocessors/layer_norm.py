@@ -1,4 +1,4 @@
-"""`LayerNormPostprocessor`: output tokens of zero mean and unit variance, with learned scale and shift."""
+"""`LayerNormPostprocessor`: normalizes output tokens, with learned scale and shift."""
 
 from torch import Tensor, nn
 
@@ -9,12 +9,12 @@ from recsys.modules.norm import LayerNorm
 
 @register(pb.LayerNormPostprocessor)
 class LayerNormPostprocessor(nn.Module):
-    """LayerNorm over E."""
+    """Applies a LayerNorm over E."""
 
     def __init__(self, config: pb.LayerNormPostprocessor, *, embedding_dim: int):
         super().__init__()
         self.norm = LayerNorm(embedding_dim, eps=config.eps)
 
     def forward(self, values: Tensor, timestamps: Tensor) -> Tensor:
-        """Maps [n, E] to [n, E] of the same dtype; timestamps are not read."""
+        """Maps [n, E] to [n, E] of the same dtype; `timestamps` is not used."""
         return self.norm(values)

@@ -1,8 +1,8 @@
 """Preprocessors turn the features of a batch into sequences of tokens.
 
-A preprocessor takes `(config, *, pipeline)`, tells the reader with `layout_rule(config, pipeline)` how to lay
-out rows, and maps `(embeddings, batch)` to `Preprocessed`; `flops(batch)` counts the cost. To add one, write
-a module here and a line below.
+A preprocessor takes `(config, *, pipeline)` and maps `(embeddings, batch)` to `Preprocessed`. Its
+`layout_rule(config, pipeline)` tells the reader how to lay out rows, and `flops(batch)` counts the cost. To
+add a preprocessor, write a module here and a line below.
 """
 
 from recsys.modules.preprocessors.contextual import ContextualPreprocessor

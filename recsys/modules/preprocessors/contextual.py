@@ -1,11 +1,11 @@
 """`ContextualPreprocessor`: makes [contextual | history | targets], the sequence of a ranking model.
 
-Contextual tokens are made of USER features: one token a feature, or several tokens of all features together.
-An event is one token, content plus action (SUMMED), or two tokens, content and then action (INTERLEAVED). A
-target is one token either way, in training and in serving: the candidate's content plus one learned vector in
-place of the action, which is not known yet, so that no label can leak into it.
+Contextual tokens are made of USER features: one token per feature, or several tokens from all features
+together. An event is one token, content plus action (SUMMED), or two tokens, content and then action
+(INTERLEAVED). A target is always one token, in training and in serving: the candidate's content plus a
+learned vector in place of the action. The action is not known yet, so no label can leak into the token.
 
-With channels a row has a sequence for each channel: the same contextual and target tokens, and the channel's
+With channels, a row has a sequence for each channel: the same contextual and target tokens, and the channel's
 events. All tokens are encoded once and then gathered into the sequences.
 """
 
@@ -32,14 +32,14 @@ from recsys.ops import gather_rows
 
 @register(pb.ContextualPreprocessor)
 class ContextualPreprocessor(nn.Module):
-    """Makes one sequence a row of the features of rows, events and candidates.
+    """Makes one sequence per row from the features of rows, events and candidates.
 
     Args:
-        config: the encoders.
-        pipeline: resolved; features and `model.embedding_dim` (E).
+        config: the message, which configures the encoders.
+        pipeline: the resolved config, for features and `model.embedding_dim` (E).
 
     Raises:
-        ValueError: INTERLEAVED without an action encoder, or a part does not fit the features.
+        ValueError: INTERLEAVED is chosen without an action encoder, or an encoder does not fit the features.
     """
 
     def __init__(self, config: pb.ContextualPreprocessor, *, pipeline: pb.Pipeline):
@@ -67,7 +67,7 @@ class ContextualPreprocessor(nn.Module):
 
     @staticmethod
     def layout_rule(config: pb.ContextualPreprocessor, pipeline: pb.Pipeline) -> LayoutRule:
-        """Rows have contextual tokens and one or two tokens an event; candidates are targets."""
+        """Returns the layout of rows: contextual tokens, one or two tokens per event, and targets."""
         return LayoutRule(
             num_contextual=checks.num_contextual(pipeline),
             targets=True,
@@ -76,12 +76,13 @@ class ContextualPreprocessor(nn.Module):
         )
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
-        """Returns the tokens of every row (those of all channels, joined), and the candidates' content [N, E]
-        before anything was added to it, which the head compares them with.
+        """Returns the tokens of all rows and the candidates' content [N, E].
+
+        The sequences of channels are joined. The content, to which nothing is added, is an input of the head.
 
         Args:
             embeddings: column -> [n, width].
-            batch: numbers, times and actions.
+            batch: the batch, for numbers, times and actions.
         """
         inputs = inputs_of(embeddings, batch)
         users = self._users(inputs)
@@ -95,7 +96,7 @@ class ContextualPreprocessor(nn.Module):
 
         Args:
             embeddings: column -> [n, width].
-            batch: without candidates.
+            batch: a batch without candidates.
         """
         inputs = inputs_of(embeddings, batch)
         users = self._users(inputs)
@@ -103,12 +104,13 @@ class ContextualPreprocessor(nn.Module):
         return EncodedPrefix(self._sequence(encoded, batch), Prefix.of(batch.sequences, users))
 
     def candidates(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> Preprocessed:
-        """Returns the target tokens of `forward`, and the content of candidates in the dtype of its last
-        product: the numbers of `forward`, in less memory.
+        """Returns the target tokens of `forward` and the candidates' content, given the prefix.
+
+        The content has the dtype of its last matrix product: the same values as in `forward`, in less memory.
 
         Args:
             embeddings: column -> [n, width].
-            batch: nothing but candidates.
+            batch: a batch of nothing but candidates.
             prefix: the prefix of the same rows.
         """
         candidates = self._content(inputs_of(embeddings, batch), batch, prefix.users)
@@ -121,15 +123,15 @@ class ContextualPreprocessor(nn.Module):
         return Preprocessed(JaggedSequence(self.dropout(_widened(values)), layout, times, times), candidates)
 
     def events(self, embeddings: dict[str, Tensor], batch: Batch, prefix: Prefix) -> JaggedSequence:
-        """Returns the tokens of `forward` for events that are later than those of `prefix`.
+        """Returns the tokens of `forward` for events later than those of `prefix`.
 
         Args:
             embeddings: column -> [n, width].
-            batch: nothing but events.
+            batch: a batch of nothing but events.
             prefix: the prefix of the same rows, before the events.
 
         Raises:
-            ValueError: the events change the tokens of `prefix`, naming the setting.
+            ValueError: the events would change the tokens of `prefix`; the message names the setting.
         """
         if self.positional is not None:
             self.positional.require_extendable()
@@ -137,7 +139,7 @@ class ContextualPreprocessor(nn.Module):
         return self._sequence(encoded, batch, behind=prefix)
 
     def flops(self, batch: Batch) -> int:
-        """FLOP of a forward pass; see `recsys.modules.flops`."""
+        """Counts the FLOP of a forward pass; see `recsys.modules.flops`."""
         rows, events = batch.layout.batch_size, batch.uih_timestamps.shape[0]
         contextual = linear_flops(self.contextual, rows) if self.contextual is not None else 0
         action = self.action.flops(events, rows) if self.action is not None else 0
@@ -145,7 +147,7 @@ class ContextualPreprocessor(nn.Module):
         return contextual + action + sum(sides)
 
     def _sequence(self, encoded: list[Tensor], batch: Batch, behind: Prefix | None = None) -> JaggedSequence:
-        """Gathers encoded rows, which come in several tensors in the order of `views`, into the sequences."""
+        """Gathers encoded rows, several tensors in the order that `views` defines, into the sequences."""
         channels, layout = views(batch, self.tokens_per_event), batch.sequences
         inverse = channels[0].inverse if len(channels) == 1 else None
         values = gather_rows([_rounded(rows) for rows in encoded], [view.index for view in channels], inverse)
@@ -155,7 +157,7 @@ class ContextualPreprocessor(nn.Module):
         return JaggedSequence(self.dropout(_widened(values)), layout, times[:, 0], times[:, 1])
 
     def _users(self, inputs: dict[str, Tensor]) -> Tensor | None:
-        """Returns the features from which contextualized layers compute weights, [B, C]."""
+        """Returns the features [B, C] from which contextualized layers compute weights, if there are any."""
         if not self.contextualized:
             return None
         return torch.cat([inputs[name] for name in self.user_columns], dim=1)
@@ -164,7 +166,7 @@ class ContextualPreprocessor(nn.Module):
         return [] if self.contextual is None else [self.contextual(inputs)]
 
     def _history(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> list[Tensor]:
-        """Returns a tensor [events, E] for each token that an event has."""
+        """Returns one or two tensors [events, E], one for each token of an event."""
         rows = None if users is None else RowContext(users, events_of(batch, self.tokens_per_event))
         content = self.content(pb.HISTORY, inputs, batch.uih_timestamps.shape[0], rows)
         if self.action is None:
@@ -177,13 +179,13 @@ class ContextualPreprocessor(nn.Module):
         return _widened(self._content(inputs, batch, users))
 
     def _content(self, inputs: dict[str, Tensor], batch: Batch, users: Tensor | None) -> Tensor:
-        """Returns the candidates' content, [N, E] in the dtype of the last product."""
+        """Returns the candidates' content, [N, E] in the dtype of the last matrix product."""
         rows = None if users is None else RowContext(users, batch.layout.targets_only().layout)
         return self.content(pb.CANDIDATE, inputs, batch.candidate_timestamps.shape[0], rows)
 
 
 def _rounded(tokens: Tensor) -> Tensor:
-    """Casts to the matmul dtype; most tokens are outputs of a matmul already, so nothing is lost."""
+    """Casts to the matmul dtype; most tokens are already outputs of a matmul, so nothing is lost."""
     return tokens.to(product_dtype(tokens))
 
 
@@ -195,7 +197,7 @@ def _rounded_sum(tokens: Tensor, vector: Tensor) -> Tensor:
 
 
 def _widened(tokens: Tensor) -> Tensor:
-    """Casts to at least float32, for the sums that follow."""
+    """Casts to at least float32, for subsequent sums."""
     return tokens.to(torch.promote_types(tokens.dtype, torch.float32))
 
 

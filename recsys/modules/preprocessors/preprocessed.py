@@ -1,4 +1,4 @@
-"""The results of preprocessors, and the features of a batch as preprocessors read them."""
+"""Defines the results of preprocessors and how preprocessors read the features of a batch."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,11 +14,12 @@ from recsys.ops import SequenceLayout, offsets_from_lengths
 
 @dataclass(frozen=True, eq=False)
 class Preprocessed:
-    """The tokens of a batch.
+    """The tokens of a batch, as a preprocessor makes them.
 
     Attributes:
         sequence: T tokens of width E.
-        candidates: [N, E], content of the candidates before mixing; None if the sequence has no candidates.
+        candidates: [N, E], content of the candidates before the mixer; None if the sequence has no
+            candidates.
     """
 
     sequence: JaggedSequence
@@ -26,19 +27,19 @@ class Preprocessed:
 
 
 class EncodedPrefix(NamedTuple):
-    """Contextual and history tokens, and the facts about them that candidates need later."""
+    """Contextual and history tokens, with the facts about them that candidates need later."""
 
     sequence: JaggedSequence
     prefix: Prefix
 
 
 def inputs_of(embeddings: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """Returns column -> [n, width] for embedded and plain numeric columns alike."""
+    """Returns column -> [n, width] for embedded and numeric columns alike."""
     return embeddings | {name: numbers[:, None] for name, numbers in batch.numbers.items()}
 
 
 def events_of(batch: Batch, tokens_per_event: int) -> SequenceLayout:
-    """Returns the layout of events, not of the tokens that they make: B samples of nothing but history."""
+    """Returns the layout of events (not of their tokens): B samples of nothing but history."""
     lengths = batch.uih_lengths
     return SequenceLayout.trusted(
         lengths,

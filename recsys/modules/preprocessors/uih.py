@@ -17,12 +17,13 @@ from recsys.modules.sequence import JaggedSequence, following
 
 @register(pb.UihPreprocessor)
 class UihPreprocessor(nn.Module):
-    """Makes one token of each event: the concatenated HISTORY features plus the action. The features are
-    projected if the config says so or if they are not E wide.
+    """Makes one token per event: the concatenated HISTORY features plus the action.
+
+    The features are projected if the config says so or if they are not E wide.
 
     Args:
-        config: the encoders.
-        pipeline: resolved; features and `model.embedding_dim` (E).
+        config: the message, which configures the encoders.
+        pipeline: the resolved config, for features and `model.embedding_dim` (E).
 
     Raises:
         ValueError: no feature has the side HISTORY.
@@ -50,17 +51,17 @@ class UihPreprocessor(nn.Module):
 
     @staticmethod
     def layout_rule(config: pb.UihPreprocessor, pipeline: pb.Pipeline) -> LayoutRule:
-        """Rows have neither contextual nor target tokens."""
+        """Returns the layout of rows, which have neither contextual nor target tokens."""
         return LayoutRule(num_contextual=0, targets=False)
 
     def forward(self, embeddings: dict[str, Tensor], batch: Batch) -> Preprocessed:
         """Makes the tokens of every history.
 
-        The next timestamp of an event is the time that the query behind it knows, by `query_time`.
+        The next timestamp of an event is the time that the query after it knows, as `query_time` sets.
 
         Args:
             embeddings: column -> [n, width].
-            batch: numbers, times and actions.
+            batch: the batch, for numbers, times and actions.
         """
         inputs = inputs_of(embeddings, batch)
         joined = torch.cat([inputs[name] for name in self.columns], dim=1)
@@ -78,7 +79,7 @@ class UihPreprocessor(nn.Module):
         return Preprocessed(JaggedSequence(self.dropout(values), batch.layout, times, after))
 
     def flops(self, batch: Batch) -> int:
-        """FLOP of a forward pass; see `recsys.modules.flops`."""
+        """Counts the FLOP of a forward pass; see `recsys.modules.flops`."""
         events, rows = batch.uih_timestamps.shape[0], batch.layout.batch_size
         action = self.action.flops(events, rows) if self.action is not None else 0
         return linear_flops(self.project, events) + action

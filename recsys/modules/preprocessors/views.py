@@ -1,8 +1,8 @@
-"""Sequences of a batch as views of rows that were encoded once: the indices of these rows, and their times.
+"""Describes the sequences of a batch as views of encoded rows: by the indices and times of these rows.
 
 Encoded rows are numbered in the order [contextual tokens of all rows | first tokens of all events | second
 tokens, if an event has two | candidates]. A batch without channels has one view of all encoded rows; with
-channels each channel has its own view.
+channels, each channel has its own view.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from recsys.ops.runtime import triton_support
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """The sequences of all rows, T tokens.
+    """The sequences of all rows, T tokens in all.
 
     Attributes:
-        index: int64 [T], encoded row of each token; all are different.
-        times: int64 [T, 3], seconds: a token's own time, that of the token after it, and its request's.
-        inverse: int64, token of each encoded row; None if it has not been computed.
+        index: int64 [T], the encoded row of each token; all are different.
+        times: int64 [T, 3], seconds: the times of the token, of the next token, and of the request.
+        inverse: int64 [encoded rows], the token of each encoded row; None if it has not been computed.
     """
 
     index: Tensor
@@ -32,7 +32,7 @@ class View:
 
 
 def views(batch: Batch, tokens_per_event: int) -> list[View]:
-    """Returns one view for each of `batch.sequences.parts`, or the only one."""
+    """Returns one view per channel, or a single view if the batch has no channels."""
     if batch.channel_layout is None:
         return [_of_all(batch, tokens_per_event)]
     parts = zip(batch.channel_layout.parts, batch.channel_events, strict=True)
@@ -62,8 +62,9 @@ def _of_channel(batch: Batch, layout: SequenceLayout, name: str, tokens_per_even
 
 
 def _rows(batch: Batch, events: Tensor, tokens_per_event: int) -> Tensor:
-    """Returns the numbers of encoded rows, int64: those of all contextual tokens, of the given events one
-    after the other, and of all candidates.
+    """Returns the numbers of encoded rows, int64: all contextual tokens, the given events, all candidates.
+
+    The tokens of an event follow each other.
     """
     first, num_events = batch.layout.num_contextual * batch.layout.batch_size, batch.uih_timestamps.shape[0]
     last = first + num_events * tokens_per_event
@@ -78,12 +79,12 @@ def _rows(batch: Batch, events: Tensor, tokens_per_event: int) -> Tensor:
 def _times(
     batch: Batch, layout: SequenceLayout, events: Tensor, lengths: Tensor, tokens_per_event: int
 ) -> Tensor:
-    """Returns the own, next and request time of each token, int64 [T, 3], seconds.
+    """Returns the times of each token, of the next token and of the request, int64 [T, 3], seconds.
 
     Args:
         layout: layout of the tokens.
         events: int64 [n], times of the events.
-        lengths: int64 [B], events of each row.
+        lengths: int64 [B], number of events of each row.
     """
     request = batch.request_time
     if triton_support.has_kernels(layout.device):
@@ -94,7 +95,7 @@ def _times(
     asked = torch.repeat_interleave(request, lengths, output_size=events.shape[0])
     history = torch.stack([events, after, asked], dim=1)
     if tokens_per_event == 2:
-        # The token after the content of an event is its action, at the same time.
+        # The content token of an event is followed by its action token, at the same time.
         history = torch.stack([events, events, asked, events, after, asked], dim=1).view(-1, 3)
     candidates = batch.candidate_timestamps[:, None].expand(-1, 3)
     rows = torch.cat([contextual[:, None].expand(-1, 3), history, candidates])

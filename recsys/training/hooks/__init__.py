@@ -1,4 +1,4 @@
-"""Observers of a run: the console, `metrics.jsonl`, TensorBoard, the report, tracking services.
+"""Hooks that observe a run: the console, `metrics.jsonl`, TensorBoard, the report, tracking services.
 
 Only rank 0 has hooks.
 """

@@ -13,7 +13,7 @@ SIZE = 640
 """Approximate edge length in pixels; each token gets a whole number of pixels."""
 
 STRIP, GAP = 8, 2
-"""Pixels of the strips that tell the kinds of tokens, and between strip and weights."""
+"""Width in pixels of the strips that show the kinds of tokens, and of the gap between strip and weights."""
 
 _KIND = {CONTEXTUAL: (154, 79, 214), UIH: (47, 111, 222), TARGET: (224, 112, 26)}
 _PAPER, _HIDDEN = (255, 255, 255), (226, 230, 236)
@@ -23,10 +23,12 @@ _LARGEST_TOKEN = 24
 
 
 def pixels(picture: AttentionPicture) -> Tensor:
-    """uint8 [height, width, 3]: a row a query and a column a key, first token at the top left.
+    """Draws the weights as uint8 [height, width, 3]: one row per query, one column per key.
 
-    Strips along both axes tell the kind of each token. A weight is the darker the larger its square root is,
-    as a share of that of the largest one.
+    The first token is at the top left.
+
+    Strips along both axes show the kind of each token. The larger the square root of a weight relative to
+    that of the largest weight, the darker its pixels.
     """
     paper, hidden, positive, negative = _colours(_PAPER, _HIDDEN, _POSITIVE, _NEGATIVE)
     largest = picture.weights.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
@@ -46,7 +48,7 @@ def pixels(picture: AttentionPicture) -> Tensor:
 
 
 def describe(picture: AttentionPicture) -> str:
-    """Describes the picture in Markdown."""
+    """Describes a picture in Markdown."""
     shown = len(picture.kinds)
     left_out = ""
     if shown < picture.num_tokens:
@@ -63,9 +65,12 @@ def describe(picture: AttentionPicture) -> str:
 
 
 def png(image: Tensor) -> bytes:
-    """A PNG file of uint8 [height, width, 3]. Source: W3C, Portable Network Graphics, third edition."""
+    """Encodes uint8 [height, width, 3] as a PNG file.
+
+    Source: W3C, Portable Network Graphics, third edition.
+    """
     height, width, _ = image.shape
-    lines = torch.cat([image.new_zeros(height, 1), image.flatten(1)], dim=1)  # 0: not filtered
+    lines = torch.cat([image.new_zeros(height, 1), image.flatten(1)], dim=1)  # 0: the line is not filtered
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = (b"IHDR", head), (b"IDAT", zlib.compress(lines.numpy().tobytes())), (b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + b"".join(

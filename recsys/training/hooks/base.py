@@ -1,7 +1,7 @@
 """Training events that hooks can observe.
 
-A hook overrides the methods of the events it needs. It gets values on the host, after the step, and must not
-change anything.
+A hook overrides the methods of the events it needs. It receives values on the host, after the step, and must
+not change anything.
 """
 
 from dataclasses import dataclass, field
@@ -17,17 +17,17 @@ from recsys.training.throughput import Rates
 
 @dataclass(frozen=True)
 class Run:
-    """Facts that are known when training starts.
+    """The facts that are known when training starts.
 
     Attributes:
-        folder: run folder.
-        config_text: resolved config in text format.
-        first_step: steps done already; above 0 when the run continues.
-        total_steps: steps when it ends.
+        folder: the run folder.
+        config_text: the resolved config in text format.
+        first_step: steps already done; above 0 if the run continues.
+        total_steps: steps of the whole run.
         facts: lines about the run (device, processes, parameters), by topic.
-        hyperparameters: what distinguishes runs of a sweep, by path in the config.
-        splits: rows beside those for training: "validation", "test".
-        baselines: metrics on the validation rows of models without training, by name of the baseline.
+        hyperparameters: settings that distinguish the runs of a sweep, by path in the config.
+        splits: splits of the config other than "train": "validation", "test".
+        baselines: metrics of each untrained baseline on the validation rows, by name of the baseline.
     """
 
     folder: Path
@@ -42,17 +42,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Trained:
-    """Means since the last record.
+    """A record of training: means since the previous record, and the state of the run.
 
     Attributes:
-        step: last step of the interval. epoch: epoch of that step, from 0.
-        loss: weighted sum over tasks. losses: by task.
+        step: last step of the interval.
+        epoch: epoch of that step, from 0.
+        loss: weighted sum of the tasks' losses.
+        losses: loss by task.
         lr: learning rates of the last step, by optimizer.
-        grad_norm: of the dense gradients of the last step, before clipping.
-        rates: speed.
-        seconds_left: at this speed, without evaluations.
-        memory: bytes that this process held at most so far, on its GPU or, without one, in RAM.
-        history_lengths: int64 [rows], events of each row that this rank trained on since the last record.
+        grad_norm: norm of the dense gradients of the last step, before clipping.
+        rates: speed over the interval.
+        seconds_left: seconds until the run ends at this speed, without evaluations.
+        memory: peak memory of this process so far in bytes, on its GPU or, without a GPU, in RAM.
+        history_lengths: int64 [rows], number of events of each row that this rank trained on in the interval.
         counts: rows of all ranks that were left out or cut.
     """
 
@@ -71,13 +73,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One evaluation: metrics by name, NaN where undefined.
+    """A record of one evaluation.
 
     Attributes:
-        step: after this many steps.
-        metrics: as the model names them, `loss` and `loss/<task>`.
-        best: it is the best so far.
-        seconds: time it took.
+        step: steps done at the evaluation.
+        metrics: the model's metrics by name, `loss` and `loss/<task>`; NaN where undefined.
+        best: whether this evaluation is the best so far.
+        seconds: duration of the evaluation.
         counts: rows of all ranks that were left out or cut.
     """
 
@@ -90,10 +92,10 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class Diagnosed:
-    """Diagnostics of an evaluation: of the last one, and of the best state's.
+    """Diagnostics of an evaluation. A run makes them for its last evaluation and for its best state.
 
     Attributes:
-        step: of the state that was evaluated; the best one's may be behind the run's.
+        step: step of the evaluated state; that of the best state may be lower than the run's.
         results: slices, calibration, pictures of attention.
     """
 
@@ -103,14 +105,14 @@ class Diagnosed:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a run.
+    """How a run ended.
 
     Attributes:
         step: steps done.
-        reason: why it ended, to go into a sentence: "all 500 steps are done".
-        checkpoint: newest state.
-        best: best evaluation, if there was one.
-        signal: number of the signal that ended it, else 0.
+        reason: why the run ended, as a clause such as "all 500 steps are done".
+        checkpoint: folder of the newest saved state.
+        best: the best evaluation, if there was any.
+        signal: number of the signal that ended the run, else 0.
     """
 
     step: int
@@ -122,13 +124,13 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SplitMetrics:
-    """Metrics of a saved state that `recsys evaluate` computed, in a process of its own after training.
+    """Metrics of a saved state, which `recsys evaluate` computes in a separate process after training.
 
     Attributes:
-        folder: run folder.
+        folder: the run folder.
         split: "test", "validation" or "train".
-        step: of the state that was evaluated.
-        metrics: by name, NaN where undefined.
+        step: step of the evaluated state.
+        metrics: values by name, NaN where undefined.
     """
 
     folder: Path
@@ -138,31 +140,31 @@ class SplitMetrics:
 
 
 class Hook:
-    """Base class of hooks, whose methods do nothing."""
+    """Base class of hooks. Its methods do nothing."""
 
     def started(self, run: Run) -> None:
-        """Before the first step."""
+        """Is called before the first step."""
 
     def stepped(self, step: int) -> None:
-        """After each step."""
+        """Is called after each step."""
 
     def trained(self, record: Trained) -> None:
-        """Every `log_every_steps` steps."""
+        """Is called every `log_every_steps` steps."""
 
     def evaluated(self, record: Evaluated) -> None:
-        """After each evaluation."""
+        """Is called after each evaluation."""
 
     def diagnosed(self, record: Diagnosed) -> None:
-        """After the diagnostics of an evaluation."""
+        """Is called after the diagnostics of an evaluation."""
 
     def saved(self, path: Path) -> None:
-        """After each saved state."""
+        """Is called after each saved state, with its folder."""
 
     def finished(self, outcome: Outcome) -> None:
-        """After the last step; not when the run ends by an error."""
+        """Is called after the last step, unless an error ends the run."""
 
     def tested(self, record: SplitMetrics) -> None:
-        """After `recsys evaluate`, which calls no other method, not even `close`."""
+        """Is called after `recsys evaluate`, which calls no other method, not even `close`."""
 
     def close(self) -> None:
-        """Last, in any case: releases files and the terminal."""
+        """Is called last, even after an error, to release files and the terminal."""

@@ -1,8 +1,7 @@
-"""Shows a run on the console: a progress bar on a terminal, else a line every `log_every_steps` steps. At the
-end it shows the next commands to type.
+"""Shows a run on the console: a progress bar on a terminal, else a line every `log_every_steps` steps.
 
-Lines go through the log, so `log.txt` has them as well, also those that the bar shows in place of the
-console; with the time in front they fit 100 columns.
+At the end it shows the next commands to type. All lines go through the log, so `log.txt` has them too, even
+those for which the console shows the bar instead. With the time in front, a line fits 100 columns.
 """
 
 import logging
@@ -24,13 +23,13 @@ from recsys.training.evaluator import LOSS
 from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, Trained
 
 WIDTH = 85
-"""Maximum width of a line, in columns, after the time and level of the log."""
+"""Maximum width of a line in columns, not counting the log's time and level."""
 
 log = logging.getLogger(__name__)
 
 
 class Console(Hook):
-    """Reports the progress of the run."""
+    """Reports the progress of a run."""
 
     def __init__(self) -> None:
         self._run: Run | None = None
@@ -39,7 +38,7 @@ class Console(Hook):
         self._needs_head = True
 
     def started(self, run: Run) -> None:
-        """Facts about the run."""
+        """Shows facts about the run, and on a terminal the bar."""
         self._run, self._began = run, time.perf_counter()
         for topic, fact in run.facts.items():
             log.info("%s: %s", topic, fact)
@@ -52,8 +51,9 @@ class Console(Hook):
             self._bar.move(step)
 
     def trained(self, record: Trained) -> None:
-        """Shows the record's `columns` under the bar, or as a row of a table whose head is printed first and
-        after each evaluation.
+        """Shows the record's `columns` under the bar, or else as a row of a table.
+
+        The head of the table is printed before the first row and again after each evaluation.
         """
         if self._run is None:
             raise ValueError("Console.started has not been called")
@@ -95,14 +95,14 @@ class Console(Hook):
 
 
 class Lines(NamedTuple):
-    """Two lines of a table."""
+    """The head and a row of a table, as text."""
 
     head: str
     row: str
 
 
 class Bar:
-    """The last lines of a terminal, below the log: progress, speed, losses, last metrics."""
+    """Shows progress, speed, losses and the last metrics in the last lines of a terminal, below the log."""
 
     def __init__(self, run: Run, console: RichConsole):
         self._progress = Progress(
@@ -116,14 +116,14 @@ class Bar:
         self._live.start()
 
     def move(self, step: int) -> None:
-        """Counts a finished step."""
+        """Moves the bar to a finished step."""
         self._progress.update(self._task, completed=step)
 
     def show(self, record: Trained) -> None:
         """Shows the newest record."""
         shown = columns(record, self._total_steps)
         parts = {head: f"{head} {text}" for head, text in shown.items() if head not in ("step", "left")}
-        # Two lines, so that 80 columns show all of it.
+        # Two lines, so that everything fits 80 columns.
         second = [parts.pop(head) for head in ("data wait", "memory")]
         self._speed = ["  ".join(parts.values()), "  ".join(second)]
         if len(record.losses) > 1:
@@ -147,7 +147,7 @@ class Bar:
 
 
 def columns(record: Trained, total_steps: int) -> dict[str, str]:
-    """A record as text by column; MFU only if the device's peak is known."""
+    """Returns a record as text by column. MFU is included only if the device's peak is known."""
     rates = record.rates
     mfu = {} if rates.mfu is None else {"MFU": f"{100 * rates.mfu:.0f} %"}
     width = len(str(total_steps))
@@ -165,7 +165,7 @@ def columns(record: Trained, total_steps: int) -> dict[str, str]:
 
 
 def lines(shown: Mapping[str, str]) -> Lines:
-    """`columns` as head and row, wide enough for all numbers, so that rows line up."""
+    """Formats `columns` as head and row, wide enough for all numbers, so that rows line up."""
     sizes = {name: max(len(name), len(text), _SIZES.get(name, 0)) for name, text in shown.items()}
     return Lines(
         head="  ".join(f"{name:>{size}}" for name, size in sizes.items()),
@@ -174,9 +174,9 @@ def lines(shown: Mapping[str, str]) -> Lines:
 
 
 def metric_table(metrics: Mapping[str, float]) -> list[str]:
-    """Metrics as lines: one row per task and one column per metric, transposed if that would be too wide.
+    """Formats metrics as lines: one row per task and one column per metric, transposed if that is too wide.
 
-    A task's loss is listed with its metrics. Metrics of no single task are in the row "all".
+    A task's loss is listed with its metrics. Metrics that belong to no single task are in the row "all".
     """
     tasks: dict[str, dict[str, str]] = {}
     for name, value in metrics.items():
@@ -197,7 +197,7 @@ def metric_table(metrics: Mapping[str, float]) -> list[str]:
 
 
 def compared_table(metrics: Mapping[str, float], baselines: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Metrics as lines: a row for the model and one for each baseline, "-" for what a baseline has not."""
+    """Formats metrics as lines: one row for the model and one per baseline, "-" where a value is missing."""
     rows = {"model": metrics, **baselines}
     cells = [
         [name, *(_number(row.get(metric, math.nan)) for metric in metrics)] for name, row in rows.items()
@@ -212,7 +212,7 @@ def compared_table(metrics: Mapping[str, float], baselines: Mapping[str, Mapping
 
 
 def next_lines(outcome: Outcome, run: Run) -> list[str]:
-    """The last lines of a run: best evaluation, checkpoint, files, commands."""
+    """Returns the last lines that a run shows: best evaluation, checkpoint, files, commands."""
     lines = []
     if outcome.best is not None:
         best = outcome.best
@@ -237,11 +237,11 @@ def next_lines(outcome: Outcome, run: Run) -> list[str]:
 
 
 _SIZES = {"loss": 8, "FLOP/s": 7, "MFU": 5, "memory": 8, "left": 7}
-"""Widths of columns whose numbers are wider than their names."""
+"""Widths, in characters, of columns whose numbers are wider than their names."""
 
 
 def _table(rows: list[list[str]]) -> list[str]:
-    """Aligns the first column left if its head is empty, and all others right."""
+    """Aligns the first column left if its head is empty, and all other columns right."""
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -257,14 +257,14 @@ def _named(values: Mapping[str, float]) -> str:
 
 
 def _number(value: float) -> str:
-    """Four digits behind the point, fewer for large numbers; "-" for what is undefined."""
+    """Formats a value with four decimals, or six significant digits from 1000 on; "-" if it is undefined."""
     if math.isnan(value):
         return "-"
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.6g}"
 
 
 def _with_prefix(value: float) -> str:
-    """Three digits and a prefix: 3.21 G, 512 T."""
+    """Formats a value with three significant digits and an SI prefix: 3.21 G, 512 T."""
     prefixes = ("", "K", "M", "G", "T", "P")
     power = min(int(math.log10(max(value, 1)) // 3), len(prefixes) - 1)
     return f"{value / 1000**power:.3g} {prefixes[power]}".rstrip()

@@ -14,9 +14,10 @@ Value = bool | int | float | str
 
 
 def hyperparameters(pipeline: pb.Pipeline) -> dict[str, Value]:
-    """Numbers, switches and choices of a resolved config by path, defaults included.
+    """Returns numbers, switches and choices of a resolved config by path, defaults included.
 
-    All of `model` and `train` that changes what is learned, and the sizes of `data`; no names and no files.
+    These are all fields of `model` and `train` that change what is learned, and the sizes in `data`. Names
+    and files are not among them.
     The choice of a oneof is listed under its name: `train.schedule.decay` is "cosine". Lists become text.
     """
     settings = {f"data.{name}": value for name, value in _scalars(pipeline.data).items() if name in _DATA}
@@ -36,7 +37,7 @@ def _below(message: Message, path: str) -> dict[str, Value]:
 
 
 def _scalars(message: Message) -> dict[str, Value]:
-    """Scalar fields of one message, and the choices of its oneofs."""
+    """Returns the scalar fields of one message, and the choices of its oneofs."""
     settings: dict[str, Value] = {}
     for field in message.DESCRIPTOR.fields:
         if field.message_type is not None or field.type == FieldDescriptor.TYPE_STRING:

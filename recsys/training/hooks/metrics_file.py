@@ -1,15 +1,15 @@
-"""`metrics.jsonl`: one JSON object a line, `kind` "train", "evaluation" or "diagnostics"; the file that other
-programs read.
+"""Writes and reads `metrics.jsonl`, the file of a run that other programs read.
 
-Numbers have all their digits, so two runs can be compared bit for bit; an undefined one is null. What depends
-on the clock or the machine is rounded: `*_per_s`, `mfu`, `data_wait`, `memory_bytes`, `seconds`. `left_out`
-counts rows that were bad, `cut_histories` and `cut_candidates` rows of which a part was read.
+Each line is a JSON object whose `kind` is "train", "evaluation" or "diagnostics". Numbers have all their
+digits, so two runs can be compared bit for bit; undefined numbers are null. Entries that depend on the clock
+or the machine are rounded: `*_per_s`, `mfu`, `data_wait`, `memory_bytes`, `seconds`. `left_out` counts bad
+rows, `cut_histories` and `cut_candidates` count rows that were read in part.
 
-A line of kind "diagnostics" has more about the evaluation of `step`. There is one for the last evaluation
-and one for the best, at the end of the file. `slices` are validation rows by how many events of
-history they have (`history`: least and most), with the number of `rows`, of their `candidates`, and `metrics`
-over them. `calibration` has up to ten bins of about equal weight for each task with a binary loss, by rising
-prediction: `candidates`, mean prediction (`predicted`), share of positives (`observed`).
+A line of kind "diagnostics" adds details about the evaluation of `step`. The file ends with such a line for
+the last evaluation and one for the best. `slices` groups the validation rows by number of history events
+(`history`: least and most), with the number of `rows`, of their `candidates`, and `metrics` over them. For
+each task with a binary loss, `calibration` has up to ten bins of about equal weight by rising prediction:
+`candidates`, mean prediction (`predicted`), share of positives (`observed`).
 """
 
 import json
@@ -31,7 +31,7 @@ class MetricsFile(Hook):
         self._file: TextIO | None = None
 
     def started(self, run: Run) -> None:
-        """Opens the file."""
+        """Opens the file, without the lines of steps that will be repeated."""
         path = run.folder / NAME
         if path.exists():
             records = [record for record in read_metrics(path) if record["step"] <= run.first_step]
@@ -39,7 +39,7 @@ class MetricsFile(Hook):
         self._file = path.open("a", encoding="utf-8")
 
     def trained(self, record: Trained) -> None:
-        """A line of kind "train"."""
+        """Writes a line of kind "train"."""
         rates = record.rates
         self._write(
             {
@@ -61,7 +61,7 @@ class MetricsFile(Hook):
         )
 
     def evaluated(self, record: Evaluated) -> None:
-        """A line of kind "evaluation"."""
+        """Writes a line of kind "evaluation"."""
         self._write(
             {
                 "kind": "evaluation",
@@ -74,7 +74,7 @@ class MetricsFile(Hook):
         )
 
     def diagnosed(self, record: Diagnosed) -> None:
-        """A line of kind "diagnostics"."""
+        """Writes a line of kind "diagnostics"."""
         self._write({"kind": "diagnostics", "step": record.step, **record.results.to_json()})
 
     def close(self) -> None:
@@ -141,11 +141,11 @@ class _AnyRecord(TypedDict):
 
 
 _RECORDS = {"train": _TrainRecord, "evaluation": _EvaluationRecord, "diagnostics": _DiagnosticsRecord}
-"""Entries of the lines of each kind that are read again; lines have more."""
+"""For each kind of line, the entries that `read_metrics` checks. Lines may have further entries."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`; a last line that was cut off is left out.
+    """Reads the records of a `metrics.jsonl`. A last line that was cut off is left out.
 
     Raises:
         RecsysError: another line is damaged.

@@ -1,4 +1,4 @@
-"""Sends a run to MLflow, a tracking server or a local store."""
+"""Sends a run to MLflow: to a tracking server or a local store."""
 
 import logging
 import re
@@ -14,17 +14,17 @@ from recsys.training.hooks.base import Outcome, Run
 from recsys.training.hooks.tracker import Tracker
 
 MOST_PARAMS = 100
-"""MLflow takes at most this many parameters in a request."""
+"""MLflow accepts at most this many parameters per request."""
 
 LONGEST_VALUE = 500
-"""Characters of a parameter that every version of MLflow takes."""
+"""Every version of MLflow accepts parameter values of this many characters."""
 
 log = logging.getLogger(__name__)
 
 
 @register(pb.MlflowHook)
 class MlflowHook(Tracker):
-    """A run at MLflow that is named like the run folder."""
+    """Sends a run to MLflow under the name of its run folder."""
 
     service = "MLflow"
     id_file = "mlflow.id"
@@ -76,7 +76,7 @@ class MlflowHook(Tracker):
         return run_id
 
     def _log_params(self, run: Run, continued: bool) -> None:
-        """Sends hyperparameters. In MLflow none may change, so a run that goes on keeps its first ones."""
+        """Sends hyperparameters. MLflow does not allow changes, so a continued run keeps its first values."""
         from mlflow.entities import Param
 
         present = self._client.get_run(self._run_id).data.params if continued else {}
@@ -96,7 +96,7 @@ class MlflowHook(Tracker):
         self._client.log_batch(self._run_id, metrics=metrics)
 
     def log_tested(self, scalars: Mapping[str, float], step: int) -> None:
-        """Test metrics are points at the step of the state."""
+        """Adds test metrics as points at the step of the evaluated state."""
         self.log(scalars, step, time.time())
 
     def disconnect(self, outcome: Outcome | None, *, training: bool) -> None:
@@ -113,10 +113,10 @@ class MlflowHook(Tracker):
 
 
 def _is_of_another_thread(record: logging.LogRecord) -> bool:
-    """False for records of the thread that makes our requests: every retry would be logged."""
+    """Filters out log records of the thread that makes our requests, which would log every retry."""
     return record.threadName != MlflowHook.service
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values under names that MLflow takes: `ndcg@10` becomes `ndcg_at_10`, other signs become `_`."""
+    """Renames values as MLflow requires: `ndcg@10` becomes `ndcg_at_10`, other special characters `_`."""
     return {re.sub(r"[^\w\-./ ]", "_", name.replace("@", "_at_")): value for name, value in values.items()}

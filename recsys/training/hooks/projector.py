@@ -1,4 +1,4 @@
-"""The most frequent items of a run with their vectors and names, for TensorBoard's embedding projector."""
+"""Collects the most frequent items, their vectors and names for TensorBoard's embedding projector."""
 
 import logging
 import posixpath
@@ -24,19 +24,19 @@ MOST = 1000
 """Show this many items; the projector becomes slow with many more."""
 
 NAMES = "names.parquet"
-"""File beside the folder of the vocabularies that may give items names: columns `id` and `name`."""
+"""Optional file beside the vocabulary folder that gives items names: columns `id` and `name`."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Items from the most frequent one on.
+    """Items in order of falling frequency.
 
     Attributes:
         vectors: float [n, width] on the host.
-        ids: n original ids as text.
-        names: n names, empty where none is known.
+        ids: the n original ids as text.
+        names: n names; a name that is not known is empty.
     """
 
     vectors: Tensor
@@ -58,7 +58,7 @@ def frequent_items(
         limit: the largest number of items.
 
     Returns:
-        None when no item has a vocabulary, or when this rank has none of their rows.
+        None if items have no vocabulary, or if this rank holds none of their rows.
     """
     item = _item(pipeline)
     if item is None:
@@ -91,14 +91,14 @@ def _item(pipeline: pb.Pipeline) -> pb.Feature | None:
 
 
 class _Part(NamedTuple):
-    """Rows of a table from number `first` on."""
+    """Consecutive rows of a table: the index of the first row, and the rows."""
 
     first: int
     rows: Tensor
 
 
 def _part(weight: Tensor | ShardedTensor) -> _Part | None:
-    """This rank's rows of a table."""
+    """Returns this rank's rows of a table, or None if it has none."""
     if not isinstance(weight, ShardedTensor):
         return _Part(0, weight)
     parts = [_Part(shard.metadata.shard_offsets[0], shard.tensor) for shard in weight.local_shards()]
@@ -116,7 +116,7 @@ def _first_ids(path: str, count: int) -> list[str]:
 
 
 def _names(path: str, ids: list[str]) -> dict[str, str]:
-    """Names by id; empty without a usable file."""
+    """Reads names by id; empty if there is no usable file."""
     system, place = fsspec.url_to_fs(path)
     if not system.exists(place):
         return {}

@@ -1,7 +1,7 @@
-"""`report.html` in the run folder: the whole run on one page, without scripts and without a network.
+"""Writes `report.html` into the run folder: the whole run on one page, without scripts or network access.
 
-The page is made at the end from `metrics.jsonl`, so it shows all steps of a run that was continued. Calls of
-the hook add what the file lacks: the facts of this start and how it spent its time.
+The page is made at the end from `metrics.jsonl`, so it shows all steps of a run that was continued. The
+hook's events add what the file lacks: the facts of this start and how it spent its time.
 """
 
 import os
@@ -44,7 +44,7 @@ Record = dict[str, Any]
 """A line of `metrics.jsonl`."""
 
 Metrics = Mapping[str, float]
-"""Values by the name of the metric."""
+"""Values by name of the metric."""
 
 
 class Report(Hook):
@@ -64,7 +64,7 @@ class Report(Hook):
         self._spent.steps += self._spent.lap()
 
     def trained(self, record: Trained) -> None:
-        """Moves the steps' time of waiting to its own total."""
+        """Splits the time of the last steps into computing and waiting for data."""
         self._spent.divide(record.rates.data_wait)
 
     def evaluated(self, record: Evaluated) -> None:
@@ -97,7 +97,7 @@ class Report(Hook):
 
 
 def start_facts() -> dict[str, str]:
-    """Says when and how this process was started: date, command, and in a clone of the package its commit."""
+    """Returns when and how this process was started: date, command and, in a clone, the commit."""
     executable, *arguments = sys.orig_argv
     commit = environment.commit()
     return {
@@ -109,11 +109,12 @@ def start_facts() -> dict[str, str]:
 
 @dataclass
 class TimeSpent:
-    """Seconds since this start, by activity.
+    """Measures the seconds since this start, by activity.
 
     Attributes:
-        steps: in steps whose share of waiting is not known yet.
-        computing, waiting: in steps; the second for the reader.
+        steps: seconds in steps whose share of waiting is not known yet.
+        computing: seconds of steps without waiting for the reader.
+        waiting: seconds of steps spent waiting for the reader.
     """
 
     steps: float = 0.0
@@ -126,18 +127,18 @@ class TimeSpent:
         self._mark = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the last call."""
+        """Returns the seconds since the last call."""
         before, self._mark = self._mark, time.perf_counter()
         return self._mark - before
 
     def divide(self, waited: float) -> None:
-        """Divides the time of the last steps, of which the share `waited` was waiting."""
+        """Splits the time of the last steps; the share `waited`, 0 to 1, was waiting."""
         self.waiting += self.steps * waited
         self.computing += self.steps * (1 - waited)
         self.steps = 0.0
 
     def shares(self) -> list[Share]:
-        """The time of each activity."""
+        """Returns the time of each activity."""
         return [
             Share("computing steps", self.computing + self.steps),
             Share("waiting for data", self.waiting),
@@ -153,13 +154,13 @@ def build(
     shares: Sequence[Share],
     start: Mapping[str, str],
 ) -> str:
-    """The page as text.
+    """Returns the page as HTML.
 
     Args:
         run: facts and config.
-        records: of `metrics.jsonl`, all of them.
-        outcome: None when an error ended the run.
-        shares: where the time of this start went.
+        records: all records of `metrics.jsonl`.
+        outcome: how the run ended; None after an error.
+        shares: time of this start by activity.
         start: date, command and commit of this start.
     """
     logged = Logged(
@@ -194,9 +195,9 @@ class Logged:
     """The contents of `metrics.jsonl`.
 
     Attributes:
-        train, evaluations: records by kind.
+        train, evaluations: the records of each kind.
         last_step: where the step axis of all charts ends.
-        decides: name of the metric that says what is best, "" without one.
+        decides: name of the metric that decides which evaluation is best; "" if there is none.
     """
 
     train: Sequence[Record]
@@ -206,23 +207,23 @@ class Logged:
 
     @property
     def best_step(self) -> int | None:
-        """Step of the best evaluation."""
+        """The step of the best evaluation; None before the first."""
         return max((record["step"] for record in self.evaluations if record["best"]), default=None)
 
     @property
     def tasks(self) -> list[str]:
-        """Tasks with a loss."""
+        """The names of the tasks with a loss."""
         return list(dict.fromkeys(name for record in self.train for name in record["losses"]))
 
     @property
     def metrics(self) -> list[str]:
-        """Names of metrics; a single task's loss is left out, being the loss of all."""
+        """The names of the metrics. The loss of a single task is left out, since it equals the total."""
         names = dict.fromkeys(name for record in self.evaluations for name in record["metrics"])
         losses = [name for name in names if name.startswith("loss/")]
         return [name for name in names if len(losses) > 1 or name not in losses]
 
     def chart(self, title: str, curves: Sequence[Curve], include: float | None = None) -> str:
-        """A chart over the steps of the run; curves without points are left out."""
+        """Draws a chart over the steps of the run; curves without points are left out."""
         existing = [curve for curve in curves if curve.points]
         best = self.best_step if any(curve.marks for curve in existing) else None
         return line_chart(title, existing, last_step=self.last_step, best_step=best, include=include)
@@ -249,7 +250,7 @@ def _header(run: Run, logged: Logged, outcome: Outcome | None, shares: Sequence[
 
 
 def _loss_charts(logged: Logged) -> list[str]:
-    """The total, then each task by itself when there are several."""
+    """Draws the total loss and, if there are several tasks, the loss of each."""
 
     def chart(title: str, train: Sequence[Point], validation: Sequence[Point]) -> str:
         return logged.chart(title, [Curve("training", train), Curve("validation", validation, marks=True)])
@@ -263,7 +264,7 @@ def _loss_charts(logged: Logged) -> list[str]:
 
 
 def _metric_sections(logged: Logged, baselines: Mapping[str, Metrics]) -> list[str]:
-    """A table, and a chart for each kind of metric with a curve for each task or k."""
+    """Returns a table of metrics, and a chart for each kind of metric with one curve per task or k."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in logged.metrics:
         metric = split_name(name)[1]
@@ -282,7 +283,7 @@ def _metric_sections(logged: Logged, baselines: Mapping[str, Metrics]) -> list[s
 
 
 def _metric_table(logged: Logged, baselines: Mapping[str, Metrics]) -> str:
-    """Metrics by task: at the best evaluation, at the last, of baselines, and the way there."""
+    """Returns a table of metrics by task: best and last evaluation, baselines, and a curve over the steps."""
     evaluations, best = logged.evaluations, logged.best_step
     last = evaluations[-1]
     columns = {f"best, step {r['step']:,}": r["metrics"] for r in evaluations if r["step"] == best}
@@ -317,7 +318,7 @@ _SPEED = {
     "useful FLOP, % of the device's peak": ("mfu", 100.0),
     "memory at most so far, GiB": ("memory_bytes", 2.0**-30),
 }
-"""Charts of speed: title, key in a record, factor."""
+"""Charts of speed by title: the key in a record, and the factor that converts to the title's unit."""
 
 
 def _optimizer_sections(logged: Logged) -> list[str]:
@@ -338,7 +339,7 @@ def _optimizer_sections(logged: Logged) -> list[str]:
 
 
 def _points(records: Sequence[Record], *keys: str) -> list[Point]:
-    """The value under `keys` of each record that has it."""
+    """Returns the value under the nested `keys` of each record that has it."""
     points = []
     for record in records:
         value: Any = record

@@ -1,7 +1,6 @@
-"""Charts for `report.html`: inline SVG that needs no script, reads in light and dark, and tells its
-values under the pointer.
+"""Draws charts for `report.html` as inline SVG, without scripts, in light and dark, with values as tooltips.
 
-Pure functions from numbers to text; colours and fonts are classes of `report_page`.
+All functions are pure: numbers in, text out. Colors and fonts are CSS classes in `report_page`.
 """
 
 import math
@@ -11,7 +10,7 @@ from html import escape
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 380, 196
-"""Size of a chart in its own units; the page scales it."""
+"""Size of a chart in SVG units; the page scales it."""
 
 NUM_COLOURS = 6
 MAX_POINTS = 600
@@ -21,7 +20,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 14, 24
 
 
 class Point(NamedTuple):
-    """A value after a step; None where it is undefined."""
+    """A step and the value after it; None where it is undefined."""
 
     step: int
     value: float | None
@@ -32,9 +31,9 @@ class Curve:
     """One line of a chart.
 
     Attributes:
-        name: for the legend.
-        points: in the order of steps.
-        marks: a dot on each point, for values that are measured seldom.
+        name: text for the legend.
+        points: points in the order of steps.
+        marks: whether each point gets a dot, for values that are rarely measured.
     """
 
     name: str
@@ -50,15 +49,15 @@ def line_chart(
     best_step: int | None = None,
     include: float | None = None,
 ) -> str:
-    """A `<figure>`: title, legend with last values, and the curves over steps.
+    """Returns a `<figure>` with title, legend with last values, and the curves over steps.
 
     Args:
         title: plain text.
-        curves: the first six have colours of their own.
-        last_step: the step axis goes from 0 to here, so that charts can be compared by eye.
-        best_step: marked by a vertical line.
-        include: a value that the value axis reaches in any case and that is drawn as a line: 0 of a rate, 1
-            of a ratio.
+        curves: the curves; the first six have distinct colors.
+        last_step: end of the step axis, which begins at 0, so that charts can be compared by eye.
+        best_step: step that a vertical line marks.
+        include: a value that the value axis always covers and that is drawn as a line, such as 0 for a rate
+            or 1 for a ratio.
     """
     shown = [Curve(curve.name, thinned(curve.points), curve.marks) for curve in curves]
     values = [point.value for curve in shown for point in curve.points if point.value is not None]
@@ -89,11 +88,11 @@ class Pair(NamedTuple):
 
 
 def reliability_chart(title: str, bins: Sequence[Pair], below: str = "") -> str:
-    """A `<figure>`: observed rates over mean predictions, and the diagonal on which both are equal.
+    """Returns a `<figure>` of observed rates over mean predictions, with the diagonal where both are equal.
 
     Args:
         title: plain text.
-        bins: by rising prediction.
+        bins: bins by rising prediction.
         below: HTML under the chart.
     """
     hint = '<span class="about">observed rate over mean prediction; on the dashed line both are equal</span>'
@@ -123,7 +122,7 @@ def reliability_chart(title: str, bins: Sequence[Pair], below: str = "") -> str:
 
 
 def sparkline(points: Sequence[Point]) -> str:
-    """A tiny curve without axes for a table row; empty if fewer than two values are defined."""
+    """Draws a tiny curve without axes for a table row; empty if fewer than two values are defined."""
     shown = thinned(points)
     defined = [(point.step, point.value) for point in shown if point.value is not None]
     if len(defined) < 2:
@@ -136,7 +135,7 @@ def sparkline(points: Sequence[Point]) -> str:
 
 
 def number(value: float | None) -> str:
-    """A value for people: four significant digits, thousands separated, a dash when it is undefined."""
+    """Formats a value with about four significant digits, thousands separated; a dash if it is undefined."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -148,7 +147,7 @@ def number(value: float | None) -> str:
 
 
 def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
-    """At most about `limit` points: the lowest and the highest of each stretch, so that no spike is lost."""
+    """Thins points to about `limit`: the lowest and highest of each stretch, so that no spike is lost."""
     if len(points) <= limit:
         return list(points)
     stretch = math.ceil(2 * len(points) / limit)
@@ -163,7 +162,7 @@ def thinned(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 @dataclass(frozen=True)
 class Axis:
-    """Maps values to positions: `low` to `start`, `high` to `end`."""
+    """Maps values linearly to positions: `low` to `start`, `high` to `end`."""
 
     low: float
     high: float
@@ -172,17 +171,17 @@ class Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float, *, pad: float) -> "Axis":
-        """An axis that holds all values, with a share of the range as room on both sides."""
+        """Returns an axis that covers all values, with `pad` times their range as a margin at each end."""
         low, high = min(values), max(values)
         room = (high - low) * pad if high > low else abs(low) * 0.1 or 1.0
         return cls(low - room, high + room, start, end)
 
     def place(self, value: float) -> float:
-        """Position of a value."""
+        """Returns the position of a value."""
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self, *, whole: bool = False) -> list[float]:
-        """Three to six round values inside the axis; with `whole` only integers, fewer if need be."""
+        """Returns three to six round values inside the axis; with `whole`, only integers, possibly fewer."""
         rough = (self.high - self.low) / 6
         unit = 10.0 ** math.floor(math.log10(rough))
         step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= rough * 0.999)
@@ -217,7 +216,7 @@ def _best(place: float) -> str:
 
 
 def _dots(index: int, curve: Curve, name: str, x: Axis, y: Axis) -> str:
-    """Circles that show a value under the pointer; without `marks` they are visible only then."""
+    """Draws circles that show their value as a tooltip; without `marks` a circle is visible only on hover."""
     kind = "dot" if curve.marks else "hint"
     stride, last = math.ceil(len(curve.points) / MAX_HINTS), len(curve.points) - 1
     parts = []
@@ -230,7 +229,7 @@ def _dots(index: int, curve: Curve, name: str, x: Axis, y: Axis) -> str:
 
 
 def _lines(index: int, points: Sequence[Point], x: Axis, y: Axis) -> str:
-    """A polyline for each stretch of defined values."""
+    """Draws a polyline for each stretch of defined values."""
     stretches: list[list[str]] = [[]]
     for step, value in points:
         if value is None:
@@ -243,7 +242,7 @@ def _lines(index: int, points: Sequence[Point], x: Axis, y: Axis) -> str:
 
 
 def _legend(curves: Sequence[Curve]) -> str:
-    """Names with their last values; a single curve, whose name is the title, gets its value only."""
+    """Returns names with their last values. A single curve, whose name is the title, shows its value only."""
     parts = []
     for index, curve in enumerate(curves):
         last = next((point.value for point in reversed(curve.points) if point.value is not None), None)

@@ -1,4 +1,4 @@
-"""The part of `report.html` about lines of kind "diagnostics": slices by length of history, calibration."""
+"""Builds the part of `report.html` on diagnostics: slices by length of history, and calibration."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ Record = dict[str, Any]
 
 
 def diagnostics_sections(records: Sequence[Record], best_step: int | None) -> list[str]:
-    """Sections about the best state; those about the last state, if it is another, are folded.
+    """Returns sections about the best state, and folded ones about the last state if it is not the best.
 
     Args:
-        records: of `metrics.jsonl`; the later of two records about one step counts.
-        best_step: of the best evaluation; None without one.
+        records: records of `metrics.jsonl`; of two records about the same step, the later counts.
+        best_step: step of the best evaluation; None if there is none.
     """
     by_step = {record["step"]: record for record in records if record["kind"] == "diagnostics"}
     if not by_step:
@@ -32,7 +32,7 @@ def diagnostics_sections(records: Sequence[Record], best_step: int | None) -> li
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Task and metric of a name: `is_click/auc`, `loss/is_click`, `ndcg@10` and `loss` of all tasks."""
+    """Splits a name such as `is_click/auc` or `loss/is_click` into task and metric; without task: ""."""
     first, _, second = name.partition("/")
     if not second:
         return "", name
@@ -53,7 +53,7 @@ def _sections(record: Record, state: str) -> list[str]:
 
 
 def _slice_table(slices: Sequence[Record]) -> str:
-    """A table with a row per metric and a column per slice; each head shows the slice's size."""
+    """Returns a table with a row per metric and a column per slice; each head shows the slice's size."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in slices[0]["metrics"]:
         groups[split_name(name)[0]].append(name)

@@ -1,4 +1,4 @@
-"""The page around `report.html`: one self-contained HTML text, styled for light, dark and paper."""
+"""Builds the HTML of `report.html`: a self-contained page, styled for light, dark and print."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """A share of a total, for `share_bar`."""
+    """An activity and its time in seconds, for `share_bar`."""
 
     name: str
     seconds: float
 
 
 class Tile(NamedTuple):
-    """A big number, for `tiles`: what it is, its value, a word about it; plain text."""
+    """A big number for `tiles`: its name, its value and a short remark, all plain text."""
 
     name: str
     value: str
@@ -21,7 +21,7 @@ class Tile(NamedTuple):
 
 
 def page(title: str, parts: Sequence[str]) -> str:
-    """A whole document; `title` is plain text, `parts` are HTML."""
+    """Returns a whole document; `title` is plain text, `parts` are HTML."""
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -33,23 +33,23 @@ def page(title: str, parts: Sequence[str]) -> str:
 
 
 def section(title: str, body: str, note: str = "") -> str:
-    """A part with a heading; `title` and `note` are plain text, `body` is HTML."""
+    """Returns a section with a heading; `title` and `note` are plain text, `body` is HTML."""
     told = f'<p class="note">{escape(note)}</p>' if note else ""
     return f"<section>\n<h2>{escape(title)}</h2>\n{told}{body}\n</section>"
 
 
 def grid(figures: Sequence[str]) -> str:
-    """Charts side by side, as many as the window is wide."""
+    """Places charts side by side, as many as fit the window."""
     return '<div class="grid-of-charts">\n' + "\n".join(figures) + "\n</div>"
 
 
 def card(body: str) -> str:
-    """HTML in a card."""
+    """Puts HTML into a card."""
     return f'<div class="card">{body}</div>'
 
 
 def tiles(facts: Sequence[Tile]) -> str:
-    """A few big numbers in a row."""
+    """Places a few big numbers in a row."""
     cells = (
         f'<div class="tile"><span>{escape(name)}</span><strong>{escape(value)}</strong>'
         f"<small>{escape(about)}</small></div>"
@@ -59,18 +59,18 @@ def tiles(facts: Sequence[Tile]) -> str:
 
 
 def folded(title: str, body: str) -> str:
-    """HTML that is folded until a click, without a script; `title` is plain text."""
+    """Folds HTML until a click, without a script; `title` is plain text."""
     return f"<details><summary>{escape(title)}</summary>\n{body}\n</details>"
 
 
 def facts_table(facts: Mapping[str, str]) -> str:
-    """Names and values, plain text."""
+    """Returns a table of names and values; both are plain text."""
     rows = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in facts.items())
     return f'<table class="facts"><tbody>{"".join(rows)}</tbody></table>'
 
 
 def share_bar(shares: Sequence[Share]) -> str:
-    """Parts of the time as one bar, and a table of seconds and percents."""
+    """Draws the shares of the total time as one bar, with a table of durations and percentages."""
     total = sum(share.seconds for share in shares) or 1.0
     bars, rows = [], []
     for place, (name, seconds) in enumerate(shares):
@@ -85,7 +85,7 @@ def share_bar(shares: Sequence[Share]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A duration for people: "8.3 s", "2 min 05 s", "3 h 20 min"."""
+    """Formats a duration: "8.3 s", "2 min 05 s", "3 h 20 min"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""The part of `report.html` that `recsys.evaluate` adds after training: metrics of each evaluated split."""
+"""Builds the part of `report.html` that `recsys.evaluate` adds: metrics of each evaluated split."""
 
 import logging
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class _Tested(TypedDict):
 
 
 def tested_section(folder: Path) -> str:
-    """Returns the section of all splits that were evaluated; only its marks before the first evaluation."""
+    """Returns the section of all evaluated splits; before the first evaluation, only its empty markers."""
     records = {split: record for split in SPLITS if (record := _read(folder / (split + SUFFIX)))}
     return f"{_BEGIN}{_section(records) if records else ''}{_END}"
 
@@ -67,7 +67,7 @@ def _state(record: _Tested) -> str:
 
 
 def _read(path: Path) -> _Tested | None:
-    """Reads the file of a split; None if it is missing, or damaged, which a warning says."""
+    """Reads the file of a split; None if it is missing or, with a warning, if it is damaged."""
     if not path.exists():
         return None
     try:

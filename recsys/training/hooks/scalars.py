@@ -4,7 +4,7 @@ from recsys.training.hooks.base import Evaluated, Trained
 
 
 def train_scalars(record: Trained) -> dict[str, float]:
-    """Losses, learning rates, gradient norm, speed and memory of a training record."""
+    """Returns losses, learning rates, gradient norm, speed and memory of a training record by name."""
     rates = record.rates
     scalars = {"train/loss": record.loss, "train/grad_norm": record.grad_norm}
     scalars |= {f"train/loss/{name}": value for name, value in record.losses.items()}
@@ -20,5 +20,5 @@ def train_scalars(record: Trained) -> dict[str, float]:
 
 
 def validation_scalars(record: Evaluated) -> dict[str, float]:
-    """All metrics of an evaluation."""
+    """Returns all metrics of an evaluation by name."""
     return {f"validation/{name}": value for name, value in record.metrics.items()}

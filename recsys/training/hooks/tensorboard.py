@@ -1,6 +1,6 @@
 """Writes a run for TensorBoard: `tensorboard --logdir <run folder>/tensorboard`.
 
-Several runs side by side: `tensorboard --logdir runs`, and its HParams page compares their settings.
+`tensorboard --logdir runs` shows several runs side by side; its HParams page compares their settings.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from recsys.training.hooks.scalars import train_scalars, validation_scalars
 
 
 class TensorBoard(Hook):
-    """Writes scalars of every record, history lengths, the config as text and as hyperparameters, and at the
-    end the attention of a few samples and the vectors of items.
+    """Writes scalars, history lengths, config, attention pictures and item vectors for TensorBoard.
 
     Args:
-        items: what the embedding projector shows; called at the end, None leaves it out.
+        items: called at the end, returns the items that the embedding projector shows, or None for no
+            projector.
     """
 
     def __init__(self, items: Callable[[], Items | None]) -> None:
@@ -34,30 +34,30 @@ class TensorBoard(Hook):
         self._writer: SummaryWriter | None = None
 
     def started(self, run: Run) -> None:
-        """Opens the event file; what an interrupted run wrote about later steps is hidden."""
+        """Opens the event file and writes the config. Later steps of an interrupted run are hidden."""
         self._run = run
         self._writer = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step + 1)
         self._writer.add_text("config", "```\n" + run.config_text + "\n```", run.first_step + 1)
 
     def trained(self, record: Trained) -> None:
-        """Losses, learning rates, gradient norm, speed, memory, lengths of histories."""
+        """Writes losses, learning rates, gradient norm, speed, memory and history lengths."""
         self._write(train_scalars(record), record.step)
         if record.history_lengths is not None:
             self._open.add_histogram("data/history_length", record.history_lengths, record.step)
 
     def evaluated(self, record: Evaluated) -> None:
-        """All metrics."""
+        """Writes all metrics."""
         self._write(validation_scalars(record), record.step)
 
     def diagnosed(self, record: Diagnosed) -> None:
-        """Pictures of attention."""
+        """Writes pictures of attention."""
         for picture in record.results.pictures:
             tag = f"attention, layer {picture.layer}/{picture.sample}"
             image = _image(tag, pixels(picture), describe(picture))
             self._open.file_writer.add_summary(image, record.step)
 
     def finished(self, outcome: Outcome) -> None:
-        """Hyperparameters with the best metric, and the projector."""
+        """Writes hyperparameters with the best metric, and the items of the projector."""
         if self._run is None:
             raise ValueError("TensorBoard.started has not been called")
         best = {} if outcome.best is None else {f"best/{outcome.best.metric}": outcome.best.value}
@@ -67,7 +67,7 @@ class TensorBoard(Hook):
             self._open.file_writer.add_summary(summary, outcome.step)
         items = self._items()
         if items is not None:
-            # The first column is what the picture shows beside a point.
+            # The projector shows the first column beside a point.
             labels = [
                 [_one_line(name or item_id), item_id]
                 for name, item_id in zip(items.names, items.ids, strict=True)
@@ -77,7 +77,7 @@ class TensorBoard(Hook):
             )
 
     def close(self) -> None:
-        """Writes what is still in memory."""
+        """Writes pending events and closes the file."""
         if self._writer is not None:
             self._writer.close()
 
@@ -93,9 +93,9 @@ class TensorBoard(Hook):
 
 
 def _image(tag: str, image: Tensor, description: str) -> Summary:
-    """uint8 [height, width, 3] with a description, for which `SummaryWriter.add_image` has no place.
+    """Makes a summary of uint8 [height, width, 3] with a description, which `SummaryWriter.add_image` lacks.
 
-    Source: the layout of the tensor is that of `tf.summary.image`: width, height, file.
+    Source: `tf.summary.image`, whose tensor holds width, height and file.
     """
     height, width, _ = image.shape
     tensor = TensorProto(
@@ -108,5 +108,5 @@ def _image(tag: str, image: Tensor, description: str) -> Summary:
 
 
 def _one_line(text: str) -> str:
-    """The text without tabs and line ends, which separate cells in the projector's table."""
+    """Removes tabs and line breaks, which separate the cells of the projector's table."""
     return " ".join(text.split())

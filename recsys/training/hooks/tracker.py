@@ -1,9 +1,8 @@
-"""Base of the hooks that send a run to a tracking service, such as Weights & Biases or MLflow.
+"""Base class of hooks that send a run to a tracking service, such as Weights & Biases or MLflow.
 
-Training neither waits for a service nor fails with it. A thread of its own makes all requests, in the order
-of the records; the first request that fails is logged, and `metrics.jsonl` has every record in any case. The
-id under which the service knows the run is kept in the run folder, so that a run that goes on after a stop
-is one run there too.
+Training neither waits for a service nor fails with it. A separate thread makes all requests, in the order of
+the records. Only the first failed request is logged; `metrics.jsonl` has every record anyway. The run folder
+keeps the service's id of the run, so that a run that continues after a stop stays one run at the service.
 """
 
 import logging
@@ -21,8 +20,11 @@ from recsys.training.hooks.base import Evaluated, Hook, Outcome, Run, SplitMetri
 from recsys.training.hooks.scalars import train_scalars, validation_scalars
 
 LONGEST_WAIT = 30.0
-"""Wait at most this many seconds at the end for requests that are under way. Other ranks wait for rank 0
-meanwhile, whose collectives time out after 90 s, and a scheduler kills a run some time after SIGTERM."""
+"""Wait at most this many seconds at the end for pending requests.
+
+Meanwhile the other ranks wait for rank 0 in collectives that time out after 90 s, and a scheduler may kill
+the run some time after SIGTERM.
+"""
 
 RETRY_AFTER = 30.0
 """Seconds between two attempts to reach a service that did not answer when the run began."""
@@ -35,8 +37,8 @@ log = logging.getLogger(__name__)
 class Tracker(Hook):
     """Sends the scalars of every record, settings, test metrics and the outcome to a service.
 
-    A subclass makes the requests in `connect`, `log`, `log_tested` and `disconnect`, which only the thread
-    calls. They may raise anything.
+    A subclass makes the requests in `connect`, `log`, `log_tested` and `disconnect`. Only the thread calls
+    these; they may raise any exception.
     """
 
     service: ClassVar[str]
@@ -53,19 +55,19 @@ class Tracker(Hook):
         self._failed = False
 
     def connect(self, folder: Path, run: Run | None) -> None:
-        """Opens the run of `folder` at the service; `run` is None when it is only continued by `tested`."""
+        """Opens the run of `folder` at the service; `run` is None if only `tested` continues it."""
         raise NotImplementedError
 
     def log(self, scalars: Mapping[str, float], step: int, seconds: float) -> None:
-        """Sends finite numbers of a step; `seconds` is when they were measured, since 1970."""
+        """Sends finite values of a step, measured at `seconds` since 1970."""
         raise NotImplementedError
 
     def log_tested(self, scalars: Mapping[str, float], step: int) -> None:
-        """Sends finite metrics of the test rows; `step` is that of the state."""
+        """Sends finite metrics of the test rows; `step` is the step of the evaluated state."""
         raise NotImplementedError
 
     def disconnect(self, outcome: Outcome | None, *, training: bool) -> None:
-        """Ends the run at the service; without an outcome, training ended by an error."""
+        """Ends the run at the service. If `training` and `outcome` is None, an error ended training."""
         raise NotImplementedError
 
     def started(self, run: Run) -> None:
@@ -73,11 +75,11 @@ class Tracker(Hook):
         self._start(lambda: self.connect(run.folder, run), training=True)
 
     def trained(self, record: Trained) -> None:
-        """Losses, learning rates, gradient norm, speed, memory."""
+        """Sends losses, learning rates, gradient norm, speed and memory."""
         self._send(train_scalars(record), record.step)
 
     def evaluated(self, record: Evaluated) -> None:
-        """All metrics."""
+        """Sends all metrics."""
         self._send(validation_scalars(record), record.step)
 
     def finished(self, outcome: Outcome) -> None:
@@ -94,7 +96,7 @@ class Tracker(Hook):
         self.close()
 
     def close(self) -> None:
-        """Waits for the last requests, at most `LONGEST_WAIT` seconds."""
+        """Waits at most `LONGEST_WAIT` seconds for the last requests."""
         if self._thread is None:
             return
         self._closing.set()
@@ -110,7 +112,7 @@ class Tracker(Hook):
             log.warning("%s has not got everything; metrics.jsonl has", self.service)
 
     def read_id(self, folder: Path) -> str | None:
-        """The id of the run; None if the service does not know the run yet."""
+        """Returns the service's id of the run; None if the service does not know the run yet."""
         path = folder / self.id_file
         try:
             text = path.read_text(encoding="utf-8").strip()
@@ -124,7 +126,7 @@ class Tracker(Hook):
         return text
 
     def write_id(self, folder: Path, run_id: str) -> None:
-        """Keeps the id of the run in its folder."""
+        """Stores the service's id of the run in the run folder."""
         files.write_text(folder / self.id_file, run_id + "\n")
 
     def _start(self, connect: Callable[[], None], *, training: bool) -> None:
@@ -138,7 +140,7 @@ class Tracker(Hook):
         self._requests.put(lambda: self.log(finite, step, seconds))
 
     def _work(self, connect: Callable[[], None], training: bool) -> None:
-        """Connects, makes the requests until None comes, disconnects."""
+        """Connects, makes requests until it takes None from the queue, and disconnects."""
         while not self._succeeds(connect):
             if self._closing.wait(RETRY_AFTER):
                 return
@@ -149,7 +151,7 @@ class Tracker(Hook):
     def _succeeds(self, request: Callable[[], None]) -> bool:
         try:
             request()
-        except Exception as error:  # noqa: BLE001  a library of others raises anything, and training goes on
+        except Exception as error:  # noqa: BLE001  clients may raise anything, but training continues
             self._warn(f"{type(error).__name__}: {error}")
             return False
         return True

@@ -1,7 +1,7 @@
 """Sends a run to Weights & Biases.
 
-The client writes everything below `wandb/` in the run folder first, and a process of its own uploads it from
-there. Without a key or a network the run stays there, for `wandb sync`.
+The client first writes everything below `wandb/` in the run folder, from where a separate process uploads it.
+Without a key or a network the data stays there, for `wandb sync`.
 """
 
 import logging
@@ -18,14 +18,14 @@ from recsys.training.hooks.tracker import Tracker
 
 SECONDS_TO_CONNECT = 12
 SECONDS_TO_UPLOAD = 15
-"""Together less than `tracker.LONGEST_WAIT`, so that a short run is complete, if need be offline."""
+"""Both timeouts together are less than `tracker.LONGEST_WAIT`, so even a short run is recorded completely."""
 
 log = logging.getLogger(__name__)
 
 
 @register(pb.WandbHook)
 class WandbHook(Tracker):
-    """A run at Weights & Biases that is named like the run folder."""
+    """Sends a run to Weights & Biases under the name of its run folder."""
 
     service = "Weights & Biases"
     id_file = "wandb.id"
@@ -37,14 +37,15 @@ class WandbHook(Tracker):
         self._first_step = 0
 
     def connect(self, folder: Path, run: Run | None) -> None:
-        """Starts the client; it records offline if there is no key or nobody answers."""
+        """Starts the client. It records offline if there is no key or the service does not answer."""
         import wandb
 
         run_id = self.read_id(folder)
         if run_id is None:
             run_id = uuid.uuid4().hex[:12]
             self.write_id(folder, run_id)
-        # No lines of the client on the console; a run that is open in the same notebook is left alone.
+        # The client prints nothing, and a run that is already open in the same process (a notebook) is not
+        # disturbed.
         settings = wandb.Settings(
             console="off",
             silent=True,
@@ -72,9 +73,10 @@ class WandbHook(Tracker):
             self._run = wandb.init(mode=mode, **arguments)
         except wandb.Error as error:
             log.warning("%s: %s. The run is recorded offline", self.service, error)
-            wandb.teardown()  # else its process says that the id is in use
+            wandb.teardown()  # or its process reports that the id is in use
             self._run = wandb.init(mode="offline", **arguments)
-        # The service refuses steps that it has. A run that goes on repeats those behind its last saved state.
+        # The service refuses steps that it already has, and a continued run repeats the steps after its last
+        # saved state.
         self._first_step = self._run.step
         if run is not None:
             resolved = Path(self._run.dir) / config_language.FILE_NAME
@@ -83,16 +85,16 @@ class WandbHook(Tracker):
             log.info("%s: %s", self.service, self._run.dir if self._run.offline else self._run.url)
 
     def log(self, scalars: Mapping[str, float], step: int, seconds: float) -> None:
-        """Adds to the row of a step."""
+        """Adds values to the row of a step, unless the service has that step already."""
         if step >= self._first_step:
             self._run.log(dict(scalars), step=step)
 
     def log_tested(self, scalars: Mapping[str, float], step: int) -> None:
-        """Puts test metrics into the summary."""
+        """Puts test metrics into the run's summary."""
         self._run.summary.update({**scalars, "test/step": step})
 
     def disconnect(self, outcome: Outcome | None, *, training: bool) -> None:
-        """Waits for the upload; the state of the run at the service is finished, preempted or failed."""
+        """Marks the run as finished, preempted or failed, and waits for the upload."""
         code = 0
         if training and outcome is None:
             code = 1
