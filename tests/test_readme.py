@@ -83,6 +83,7 @@ NOT_RUN = {
     "recsys baseline --config x.config": "tests/evaluation/test_item_means.py",
     "scripts/gpu_check experiments/2026-12-31-my-gpu": "it needs a GPU",
     "scripts/gpu_check": "it needs a GPU",
+    "python -m tests.fuzz --cases 500": "minutes; tests/fuzz runs a part of it",
     "scripts/test tests/ops -k mask": "a part of what runs this test",
     "scripts/test tests/ops/linear_logp -k interpret": "the same",
     "scripts/test tests/ops/hstu_attention/test_triton_compile.py": "the same",
