@@ -14,7 +14,8 @@ from scripts import docs_hooks, draw_docs
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").glob("**/*.md"))
-TEXTS = [*PAGES, *sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("experiments/**/*.md"))]
+FOLDERS = ("experiments", "examples")
+TEXTS = [*PAGES, *sorted(ROOT.glob("*.md")), *(x for y in FOLDERS for x in sorted(ROOT.glob(f"{y}/**/*.md")))]
 
 
 def name(path: Path) -> str:
@@ -57,7 +58,9 @@ def test_links_to_files_of_the_repository_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", [*PAGES, *sorted(ROOT.glob("*.md"))], ids=name)
 def test_files_that_a_page_names_exist(path):
-    named = re.findall(r"`((?:scripts|configs|recsys|tests)/[\w./-]+)`", path.read_text(encoding="utf-8"))
+    named = re.findall(
+        r"`((?:scripts|configs|recsys|tests|examples)/[\w./-]+)`", path.read_text(encoding="utf-8")
+    )
     assert [file for file in named if not (ROOT / file).exists()] == []
 
 

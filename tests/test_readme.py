@@ -1,4 +1,4 @@
-"""Runs the commands of README, CONTRIBUTING and docs/ as written, in a folder where a reader could type them.
+"""Runs the commands of README, CONTRIBUTING, docs/ and examples/ as written, where a reader could type them.
 
 Each one is in `RUN`, with what is added to make it short, or in `NOT_RUN`, with the reason. A command that
 stands on several pages runs once.
@@ -19,7 +19,12 @@ import pytest
 from tests.integration.runs import one_thread
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("**/*.md")),
+    *sorted((ROOT / "examples").glob("**/*.md")),
+]
 
 SHORT = (
     "--set train.num_epochs= --set train.num_steps=6 --set train.schedule={} --set data.num_workers=0 "
@@ -78,6 +83,7 @@ NOT_RUN = {
     "recsys baseline --config x.config": "tests/evaluation/test_item_means.py",
     "scripts/gpu_check experiments/2026-12-31-my-gpu": "it needs a GPU",
     "scripts/gpu_check": "it needs a GPU",
+    "python -m tests.fuzz --cases 500": "minutes; tests/fuzz runs a part of it",
     "scripts/test tests/ops -k mask": "a part of what runs this test",
     "scripts/test tests/ops/linear_logp -k interpret": "the same",
     "scripts/test tests/ops/hstu_attention/test_triton_compile.py": "the same",

@@ -72,8 +72,8 @@ def prepare_events(
         user, item, time: names of the columns with the user, the item and the time of each event.
         time_unit: "s", "ms" or "us" since 1970, or "iso" for dates as text; by default that of a date or text
             column, and "s" for numbers.
-        labels: columns that a ranker predicts, by the name of their task; 0 or 1, or any number if the
-            column's name is followed by ":regression".
+        labels: columns that a ranker predicts, by the name of their task: of 0 and 1, with a condition such
+            as "rating>=4", or of any number if the column's name is followed by ":regression".
         item_features: names of columns with categories of the item.
         flags: more flags of the command, such as `["--min-item-events", "5"]`.
 
@@ -82,8 +82,7 @@ def prepare_events(
         DataError: a missing column, or a value that cannot be used, by row.
     """
     table = to_table(events, "events")
-    wanted = (user, item, time, *(labels or {}).values(), *item_features)
-    for name in dict.fromkeys(column.removesuffix(":regression") for column in wanted):
+    for name in dict.fromkeys((user, item, time, *item_features)):
         if name not in table.column_names:
             raise DataError(f"events: no column {name}; they have {', '.join(table.column_names)}")
     table, unit = _with_plain_time(table, time)

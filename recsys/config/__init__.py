@@ -226,6 +226,10 @@ def read_parsed(
         what = f"not a text file in UTF-8 ({error.reason} at byte {error.start})"
         raise ConfigError(f"{path}: {what}") from None
     except OSError as error:
+        if isinstance(error, IsADirectoryError):
+            names = sorted(found.name for found in file.glob("*.config"))
+            there = f", such as {names[0]}" if names else "; none is in it"
+            raise ConfigError(f"{path}: is a folder; name a .config file{there}") from None
         why = "no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
         raise ConfigError(f"{path}: {why}{_neighbours(file)}") from None
     return parse(text, str(path), overrides, imports=imports, follow_imports=follow_imports)

@@ -24,6 +24,11 @@ def is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
+def is_list(kind: pa.DataType) -> bool:
+    """True for all types of lists."""
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
 def integers(values: pa.Array) -> np.ndarray:
     """Converts an integer array to int64; nulls become 0."""
     if values.null_count:

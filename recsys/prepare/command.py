@@ -79,7 +79,7 @@ def add_core(flags: argparse.ArgumentParser, note: str = "") -> None:
     """Adds the flags that leave out users and items with few events."""
     for side in ("user", "item"):
         flags.add_argument(
-            f"--min-{side}-events", type=positive, default=1, help=f"leave out a {side} with fewer{note}"
+            f"--min-{side}-events", type=positive, default=1, help=f"leave out {side}s with fewer{note}"
         )
 
 

@@ -35,12 +35,14 @@ class Signal(NamedTuple):
         """Reads `COLUMN` or `COLUMN>=4`.
 
         Raises:
-            ValueError: an order of values that are no numbers, such as `>=high`.
+            ValueError: an order of values that are no numbers, such as `>=high`, or a sign written `=>`.
         """
         match = _CONDITION.fullmatch(text)
         if match is None:
             return cls(text)
         signal = cls(**{name: part.strip() for name, part in match.groupdict().items()})
+        if signal.column.endswith("=") and signal.sign + "=" in OPERATORS:
+            raise ValueError(f"={signal.sign} is no sign; did you mean {signal.sign}=?")
         if signal.number is None and signal.sign not in ("==", "!="):
             raise ValueError(f"{signal.value!r} is no number; {signal.sign} compares numbers")
         return signal

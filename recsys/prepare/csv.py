@@ -32,7 +32,8 @@ behind an address are first downloaded beside --output, and removed at the end. 
   (a k-core). With features of items `items.parquet` has those of the whole catalogue, each as in the item's
   last event, for `retriever { item_encoder }`.
 - An empty cell of a feature is the unknown id; an empty user, item, time or number is an error, unless --fill
-  says what it counts as. --item-list and --user-list take cells of several categories (a|b|c).
+  says what it counts as. --item-list and --user-list take cells of several categories (a|b|c, or a
+  list in a parquet file).
 - A label or an action may be a condition: --label 'liked=rating>=4', --action 'bought=event==purchase'.
 
 Memory: the log is cut by user into parts of at most about --part-rows events, worked on one at a time;
@@ -107,6 +108,14 @@ def _time_range(log: Log, unit: str) -> str:
 
 
 def _columns(options: argparse.Namespace) -> LogColumns:
+    given: dict[str, str] = {}
+    for side in ("user", "item", "time"):
+        column = getattr(options, f"{side}_column")
+        if column in given:
+            raise ConfigError(
+                f"--{side}-column {column}: is the column of --{given[column]}-column; name another one"
+            )
+        given[column] = side
     for flag, pairs in (("--label", options.label), ("--action", options.action)):
         names = [name for name, _ in pairs]
         for name in names:
@@ -237,7 +246,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
                 metavar="COLUMN",
                 help=f"{what} of the {side}",
             )
-    parser.add_argument("--list-delimiter", default="|", help="stands between the categories of a cell")
+    parser.add_argument(
+        "--list-delimiter", type=_text, default="|", help="stands between the categories of a cell"
+    )
     parser.add_argument(
         "--fill", type=_fill, action="append", default=[], metavar="COLUMN=VALUE",
         help="what an empty cell of a column counts as",
@@ -288,6 +299,12 @@ def _delimiter(text: str) -> str:
     text = {"\\t": "\t", "tab": "\t"}.get(text, text)
     if len(text) != 1 or not text.isascii() or text in '"\r\n':
         raise argparse.ArgumentTypeError(f"{shortened(text)} is not one ASCII character other than a quote")
+    return text
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give the text that stands between categories, such as |")
     return text
 
 

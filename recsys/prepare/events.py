@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from recsys.errors import DataError, shortened
 from recsys.prepare.conditions import OPERATORS, Signal
-from recsys.prepare.text_tables import NUMBER, is_integer_text, typed
+from recsys.prepare.text_tables import NUMBER, is_integer_text
 from recsys.prepare.ties import FILE, SHUFFLE, TIE, shuffle_keys
 
 NUM_BUCKETS = 256
@@ -321,8 +321,10 @@ def _present(piece: Piece, name: str) -> pl.Series:
 
 def _numbers(piece: Piece, name: str) -> pl.Series:
     """Parses a column to float64; true and false are 1 and 0."""
-    texts = piece.texts.select(pl.col(name).str.to_lowercase().replace({"true": "1", "false": "0"}))
-    return typed(texts, {name: NUMBER}, piece.where, piece.first, word=piece.word)[name]
+    texts = piece.texts[name].str.strip_chars().str.to_lowercase().replace({"true": "1", "false": "0"})
+    numbers = texts.cast(pl.Float64, strict=False)
+    _refuse(piece, name, ~numbers.is_finite().fill_null(False), NUMBER)
+    return numbers
 
 
 def _lists(texts: pl.Series, delimiter: str) -> pl.Series:
@@ -393,4 +395,5 @@ def _refuse(piece: Piece, name: str, bad: pl.Series, expected: str) -> None:
         value = piece.texts[name][places[0]]
         line = piece.first + places[0] if piece.lines is None else piece.lines[places[0]]
         where = f"{piece.where}, {piece.word} {line}"
-        raise DataError(f"{where}: {name} is {shortened(value)}, expected {expected}")
+        remedy = "" if value and value.strip() else f"; --fill {name}=VALUE says what an empty cell counts as"
+        raise DataError(f"{where}: {name} is {shortened(value)}, expected {expected}{remedy}")

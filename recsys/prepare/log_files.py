@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys.data.arrow import first_line, is_text
+from recsys.data.arrow import first_line, is_list, is_text
 from recsys.errors import DataError
 from recsys.prepare.events import LogColumns, Piece
 from recsys.prepare.text_tables import check_columns, text_batches
@@ -81,7 +81,10 @@ def _read_parquet(
             # Text that is no UTF-8 would end the process in polars.
             batch.validate(full=True)
             table = pa.Table.from_batches([batch])
-            frame = pl.DataFrame([_as_text(table[name], name, path) for name in names])
+            delimiters = dict.fromkeys(columns.lists, columns.list_delimiter)
+            frame = pl.DataFrame(
+                [_as_text(table[name], name, path, row, delimiters.get(name)) for name in names]
+            )
             is_moment = columns.time in names and pa.types.is_temporal(table.schema.field(columns.time).type)
             yield Piece(frame, str(path), row, "row", "us" if is_moment else columns.time_unit)
             row += frame.height
@@ -89,9 +92,17 @@ def _read_parquet(
         raise DataError(f"{path} cannot be read as parquet: {first_line(error)}") from error
 
 
-def _as_text(column: pa.ChunkedArray, name: str, path: Path) -> pl.Series:
-    """Converts a column of one value a cell to text: moments to microseconds since 1970, nulls to ""."""
+def _as_text(
+    column: pa.ChunkedArray, name: str, path: Path, first_row: int, delimiter: str | None
+) -> pl.Series:
+    """Converts a column to text: moments to microseconds since 1970, nulls to "".
+
+    With a delimiter, cells may be lists of texts or integers, between which it is put.
+    """
     kind = column.type
+    if delimiter is not None and is_list(kind):
+        if is_text(kind.value_type) or pa.types.is_integer(kind.value_type):
+            return _joined(column, name, path, first_row, delimiter)
     if isinstance(kind, pa.BaseExtensionType):
         column = pa.chunked_array([chunk.storage for chunk in column.chunks], kind.storage_type)
         kind = column.type
@@ -112,11 +123,28 @@ def _as_text(column: pa.ChunkedArray, name: str, path: Path) -> pl.Series:
     ):
         raise DataError(
             f"{path}: column {name} is {kind}; a log has one text, number, boolean, date or timestamp a "
-            "cell. Write the column with such a type"
+            "cell. Write the column with such a type; lists of texts or integers are for --item-list and "
+            "--user-list"
         )
     if pa.types.is_boolean(kind):
         column = column.cast(pa.int8())
     return pl.Series(name, pl.from_arrow(column)).cast(pl.String).fill_null("")
+
+
+def _joined(column: pa.ChunkedArray, name: str, path: Path, first_row: int, delimiter: str) -> pl.Series:
+    """Writes each list as a text file has it; nulls are empty lists, and left out of lists."""
+    if pa.types.is_fixed_size_list(column.type):
+        column = column.cast(pa.list_(column.type.value_type))
+    categories = pl.element().cast(pl.String).drop_nulls()
+    lists = pl.Series(name, pl.from_arrow(column)).list.eval(categories)
+    holds_delimiter = lists.list.eval(pl.element().str.contains(delimiter, literal=True)).list.any()
+    places = holds_delimiter.fill_null(False).arg_true()
+    if len(places):
+        raise DataError(
+            f"{path}, row {first_row + places[0]}: a category of {name} holds {delimiter!r}, which stands "
+            "between categories; give --list-delimiter a text that none of them has"
+        )
+    return lists.list.join(delimiter).fill_null("")
 
 
 def _microseconds(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:

@@ -69,11 +69,16 @@ def check_columns(wanted: list[str], present: list[str], where: str, hint: str =
     for name in wanted:
         if name not in present:
             near = difflib.get_close_matches(name, present, n=1)
-            missing.append(f"{name}" + (f" (did you mean {near[0]}?)" if near else ""))
+            missing.append(name + (f" (did you mean {_visible(near[0])}?)" if near else ""))
     if missing:
         shown = ", ".join(name if len(name) < 80 else shortened(name) for name in present[:MOST_NAMES])
         more = f" and {len(present) - MOST_NAMES} more" if len(present) > MOST_NAMES else ""
         raise DataError(f"{where}: no column {', '.join(missing)}; it has {shown}{more}{hint}")
+
+
+def _visible(name: str) -> str:
+    """A name, in quotes if blanks around it would be overlooked."""
+    return name if name == name.strip() else repr(name)
 
 
 def text_batches(

@@ -246,6 +246,18 @@ def test_a_log_becomes_rows_and_a_model(tmp_path):
     ]
     with pytest.raises(DataError, match="events: no column x; they have who, what, when"):
         recsys.prepare_events(events, user="x", item="what", time="when")
+    rated = events.with_columns(rating=pl.Series([step for _ in range(6) for step in range(5)]))
+    ranked = recsys.prepare_events(
+        rated,
+        user="who",
+        item="what",
+        time="when",
+        labels={"liked": "rating>=3"},
+        flags=["--session-gap", "1"],
+    )
+    assert set(ranked.train["candidate_liked"].combine_chunks().flatten().to_pylist()) == {0.0, 1.0}
+    with pytest.raises(DataError, match=r"events: no column ratng \(did you mean rating\?\)"):
+        recsys.prepare_events(rated, user="who", item="what", time="when", labels={"liked": "ratng"})
     with pytest.raises(ConfigError, match="--nope"):
         recsys.prepare_events(events, user="who", item="what", time="when", flags=["--nope"])
 

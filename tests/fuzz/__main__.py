@@ -120,7 +120,7 @@ def message(output: str) -> str:
     lines = [
         x
         for x in output.splitlines()
-        if not re.match(r"\d\d:\d\d:\d\d (INFO|WARNING)|^(step|\S+ +[\d.-]+|nan)", x)
+        if not re.match(r"\d\d:\d\d:\d\d (INFO|WARNING)|^(step|[\w@/]+ +[\d.-]+|nan)", x)
     ]
     return "\n".join(lines)
 

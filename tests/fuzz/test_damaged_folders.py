@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.fuzz.__main__ import CODES, UNWANTED
+from tests.fuzz.__main__ import CODES, UNWANTED, message
 from tests.fuzz.damage import damage
 from tests.fuzz.folders import choose, copy, make
 
@@ -17,6 +17,12 @@ def original(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz") / "ranker"
     make(folder, "ranker", packages=False)
     return folder
+
+
+def test_an_error_of_the_system_is_a_message_and_a_table_of_metrics_is_none():
+    error = "[Errno 13] Permission denied: 'export/package.json'"
+    table = "ndcg@10 0.0195\nis_click/auc   0.5\nstep 4"
+    assert message(f"12:00:00 INFO reading\n{table}\n{error}") == error
 
 
 @pytest.mark.parametrize("seed", range(24))

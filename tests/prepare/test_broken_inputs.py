@@ -116,6 +116,11 @@ def test_a_wrong_delimiter_is_hinted_at(tmp_path, capsys, delimiter, flag):
     assert prepare_csv(capsys, tmp_path / "log.csv", content, *RETRIEVAL, "--delimiter", flag) == (0, "")
 
 
+def test_blanks_around_a_name_are_shown(tmp_path, capsys):
+    code, said = prepare_csv(capsys, tmp_path / "log.csv", TEXT.replace(b",sku", b", sku"))
+    assert code == 3 and "no column sku (did you mean ' sku'?)" in said
+
+
 def odd_columns() -> dict[str, pa.Array]:
     """Columns of types that a log may not have, or whose values polars cannot take."""
     numbers = range(EVENTS)

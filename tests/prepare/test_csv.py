@@ -285,6 +285,7 @@ def test_the_starter_config_has_no_findings(tmp_path, arguments):
         ({}, [*RANKING, "--item-feature", "brand"], 2, "'brand' would stand for two columns"),
         ({}, [*RANKING, "--label", "click=dwell"], 2, "--label click=...: given 2 times; names must differ"),
         ({}, [*RANKING, "--action", "click=dwell"], 2, "--action click=...: given 2 times"),
+        ({}, [*RETRIEVAL, "--item-column", "who"], 2, "--item-column who: is the column of --user-column"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, capsys, change, arguments, code, message):
@@ -366,6 +367,7 @@ def test_an_unknown_flag_or_a_malformed_one_is_a_usage_error(tmp_path, capsys):
         [*RANKING, "--label", "a b=c"],
         [*RANKING, "--test-share", "2"],
         [*RETRIEVAL, "--delimiter", ";;"],
+        [*RETRIEVAL, "--item-list", "brand", "--list-delimiter", ""],
     ):
         with pytest.raises(SystemExit) as stopped:
             prepare(write(tmp_path / "log.csv"), tmp_path / "made", *arguments)

@@ -5,6 +5,7 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -46,7 +47,11 @@ def prepare(folder: Path, lines: list[dict[str, str]], *flags: str) -> int:
         writer = csv.DictWriter(file, list(lines[0]))
         writer.writeheader()
         writer.writerows(lines)
-    return command.main(["csv", "--input", str(source), "--output", str(folder / "made"), *flags])
+    return prepared(source, folder / "made", *flags)
+
+
+def prepared(source: Path, folder: Path, *flags: str) -> int:
+    return command.main(["csv", "--input", str(source), "--output", str(folder), *flags])
 
 
 def by_hand(line: dict[str, str]) -> dict[str, object]:
@@ -95,12 +100,49 @@ def test_lists_of_a_catalogue_are_those_of_the_last_event(tmp_path):
     assert {item["item_id"]: item["tags"] for item in items} == last
 
 
+@pytest.mark.parametrize("element", [pa.int64(), pa.string()])
+@pytest.mark.parametrize("wrap", [pa.list_, pa.large_list, lambda element: pa.list_(element, 2)])
+def test_lists_of_a_parquet_file_are_those_of_a_text_file(tmp_path, element, wrap):
+    """Two categories a cell, so that lists of a fixed size can hold them."""
+    lines = [{**line, "tags": f"{n % 5} | {5 + n % 3}"} for n, line in enumerate(LINES)]
+    flags = [*BASE, "--task", "retrieval", "--item-list", "tags"]
+    (tmp_path / "text").mkdir()
+    assert prepare(tmp_path / "text", lines, *flags) == 0
+    cells = [[text.strip() for text in line["tags"].split("|")] for line in lines]
+    table = pa.Table.from_pylist(lines).drop(["tags"])
+    column = pa.array(cells).cast(pa.list_(element)).cast(wrap(element))
+    pq.write_table(table.append_column("tags", column), tmp_path / "log.parquet")
+    assert prepared(tmp_path / "log.parquet", tmp_path / "made", *flags) == 0
+    for name in ("items.parquet", "train/part-00000.parquet", "latest/part-00000.parquet"):
+        assert pq.read_table(tmp_path / "made" / name) == pq.read_table(tmp_path / "text" / "made" / name)
+
+
+def test_lists_of_a_parquet_file_hold_nulls_and_no_delimiter(tmp_path, capsys):
+    cells = [["a", None], None, [], *[["b"]] * (len(LINES) - 3)]
+    table = pa.Table.from_pylist(LINES).drop(["tags"])
+    log, flags = tmp_path / "log.parquet", [*BASE, "--task", "retrieval"]
+    pq.write_table(table.append_column("tags", pa.array(cells)), log)
+    assert prepared(log, tmp_path / "made", *flags, "--item-list", "tags") == 0
+    ids = pq.read_table(tmp_path / "made" / "vocabulary" / "tags.parquet")["id"].to_pylist()
+    assert sorted(ids) == ["a", "b"]
+    assert prepared(log, tmp_path / "no", *flags, "--item-feature", "tags") == 3
+    assert "lists of texts or integers are for --item-list and --user-list" in capsys.readouterr().err
+    cells[7] = ["b", "c|d"]
+    pq.write_table(table.append_column("tags", pa.array(cells)), log)
+    assert prepared(log, tmp_path / "no", *flags, "--item-list", "tags") == 3
+    assert f"{log}, row 7: a category of tags holds '|', which stands between" in capsys.readouterr().err
+    more = ["--item-list", "tags", "--list-delimiter", ";"]
+    assert prepared(log, tmp_path / "other", *flags, *more) == 0
+    assert "c|d" in pq.read_table(tmp_path / "other/vocabulary/tags.parquet")["id"].to_pylist()
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
+        (["--label", "x=rating=>4"], 2, "--label ...=rating=>4: => is no sign; did you mean >=?"),
         (["--label", "x=rating>=high"], 2, "--label ...=rating>=high: 'high' is no number"),
         (["--label", "x=rating>=4:regression"], 2, "leave out :regression"),
-        (["--label", "x=rating>=4"], 3, "rating is '', expected a number"),
+        (["--label", "x=rating>=4"], 3, "rating is '', expected a number; --fill rating=VALUE says what"),
         (["--label", "x=event>=4", "--fill", "event=view"], 3, "line 2: event is 'view', expected a number"),
         (["--label", "x=ratings>=4"], 3, "no column ratings (did you mean rating?)"),
         (["--label", "x=event==cart", "--item-number", "price"], 3, "price is '', expected a number"),

@@ -16,7 +16,7 @@ from recsys import protos as pb
 from recsys.config import features
 from recsys.config.checks import choices
 from recsys.config.declarations import model_of
-from recsys.data.arrow import is_text
+from recsys.data.arrow import is_list, is_text
 from recsys.data.schema.vocabulary import id_type
 from recsys.errors import DataError
 
@@ -189,7 +189,7 @@ def _presence(schema: pa.Schema, name: str, required: bool) -> list[str]:
 
 def _type(kind: pa.DataType, column: FileColumn) -> list[str]:
     inner, depth = kind, 0
-    while _is_list(inner):
+    while is_list(inner):
         inner, depth = inner.value_type, depth + 1
     if pa.types.is_dictionary(inner):
         inner = inner.value_type
@@ -206,10 +206,6 @@ def _key_type(kind: pa.DataType, name: str) -> list[str]:
         return []
     what = f"column {name} is {kind}; a key column has one number or text a row."
     return [f"{what} Name another one in data.key_columns and data.group_column."]
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _allowed(column: FileColumn) -> tuple[str, Callable[[pa.DataType], bool]]:

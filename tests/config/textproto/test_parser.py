@@ -131,7 +131,10 @@ def test_files_that_are_not_texts(write, tmp_path):
         "quick.config: not a text file in UTF-8 (invalid start byte at byte 7)"
     ]
     assert findings(config.load, "quik.config") == ["quik.config: no such file. Did you mean quick.config?"]
-    assert "directory" in findings(config.load, str(tmp_path))[0]
+    named = "is a folder; name a .config file, such as quick.config"
+    assert findings(config.load, str(tmp_path)) == [f"{tmp_path}: {named}"]
+    (tmp_path / "empty").mkdir()
+    assert findings(config.load, "empty") == ["empty: is a folder; name a .config file; none is in it"]
     (tmp_path / "bom.config").write_bytes(b"\xef\xbb\xbftrain { seed: 3 }")
     assert config.load("bom.config").train.seed == 3
 
