@@ -19,7 +19,8 @@ from recsys.ops import (
     last_backend,
 )
 from recsys.ops.hstu_attention.triton.block_sizes import Blocks
-from tests.ops import attention, harness, oracle
+from tests.ops import harness, oracle
+from tests.ops.attention import BIAS, large
 from tests.ops.cases import MASKS, Cut, cut, layout_of, qkv, relative_bias, samples
 from tests.ops.harness import Runner, runners
 from tests.ops.hstu_attention.cached.test_cached_export import BATCHES, Scorer, exported, inputs
@@ -241,13 +242,16 @@ test_the_kernel_in_the_interpreter = harness.interpreter_test(__file__)
 class Case:
     """A whole batch on the GPU, and the same batch cut into a cache and new tokens."""
 
-    def __init__(self, shapes, contextual, dim, v_dim, dtype, bias_rows=0, heads=2, seed=0):
+    def __init__(self, shapes, contextual, dim, v_dim, dtype, bias_rows=0, heads=2):
         batch = samples(contextual, [(cached + new, targets) for cached, new, targets in shapes])
         self.whole = layout_of(batch).to(DEVICE)
         self.parts = on_device(cut(batch, [cached for cached, *_ in shapes]), DEVICE)
         whole = [(sample.uih, sample.targets) for sample in batch]
-        _, *leaves, self.bias = attention.case(whole, contextual, dim, v_dim, heads, dtype, bias_rows, seed)
-        self.inputs = [leaf.detach() for leaf in leaves]
+        given = large(whole, contextual, (dim, v_dim), dtype, bias_rows, heads=heads)
+        given = harness.on_device(given, Runner("triton", DEVICE))
+        self.inputs = [given.tensors[name] for name in "qkv"]
+        both = given.tensors | given.options
+        self.bias = None if bias_rows == 0 else RelativeBias(*(both[name] for name in BIAS))
 
     def cached(self, mask, backend="triton"):
         bias = None if self.bias is None else self.parts.bias(self.bias)
