@@ -58,14 +58,18 @@ def large(shapes, contextual, dims, dtype, bias_rows=0, mask=CAUSAL, **rest) -> 
     return given.cast(dtype, position_table=torch.float32, time_table=torch.float32)
 
 
-def between_nan(given: Problem) -> Problem:
+def between_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor, as a view between rows of NaN."""
+    padded = tensor.new_full((tensor.shape[0] + 512, *tensor.shape[1:]), torch.nan)
+    padded[256:-256] = tensor
+    return padded[256:-256]
+
+
+def with_neighbours(given: Problem) -> Problem:
     """The problem with q, k and v between rows of NaN."""
-    tensors = dict(given.tensors)
-    for name in "qkv":
-        padded = tensors[name].new_full((tensors[name].shape[0] + 512, *tensors[name].shape[1:]), torch.nan)
-        padded[256:-256] = tensors[name]
-        tensors[name] = padded[256:-256]
-    return dataclasses.replace(given, tensors=tensors)
+    return dataclasses.replace(
+        given, tensors=given.tensors | {name: between_nan(given.tensors[name]) for name in "qkv"}
+    )
 
 
 def assert_near(given: Problem, runner: Runner, own: float | None = None) -> harness.Compared:

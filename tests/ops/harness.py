@@ -135,8 +135,8 @@ def call(problem: Problem, runner: Runner) -> tuple[list[Tensor], list[Tensor]]:
         if isinstance(value, Tensor):
             value = value.to(runner.device)
             return between_poison(value) if runner.is_interpreted and value.dim() else value
-        if isinstance(value, SequenceLayout):
-            return value.to(runner.device)
+        if isinstance(value, SequenceLayout):  # one that is there already keeps what it has been asked for
+            return value if value.device.type == runner.device else value.to(runner.device)
         return [placed(one) for one in value] if isinstance(value, list) else value
 
     leaves = {name: placed(tensor.detach()).requires_grad_() for name, tensor in problem.tensors.items()}

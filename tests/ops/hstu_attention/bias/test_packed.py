@@ -10,7 +10,7 @@ import torch
 
 from recsys.ops import AttentionMask, RelativeBias, hstu_attention
 from tests.ops import harness
-from tests.ops.attention import BIAS, assert_near, between_nan, large
+from tests.ops.attention import BIAS, assert_near, large, with_neighbours
 from tests.ops.cases import layout_of, samples
 from tests.ops.harness import Runner
 from tests.tools.interpreter import interpreted
@@ -174,7 +174,7 @@ def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
     batches = []
     for number, shape in enumerate(shapes):
         given = harness.on_device(large(shape, number % 2, DIMS, torch.bfloat16, 2), ON_GPU)
-        batches.append(between_nan(given.with_options(deterministic=False)))
+        batches.append(with_neighbours(given.with_options(deterministic=False)))
     order = [i for n in range(12) for i in (3, n % 4, 0, 2, 1)]
     found = [(i, harness.results(batches[i], ON_GPU)) for i in order]
     torch.cuda.synchronize()

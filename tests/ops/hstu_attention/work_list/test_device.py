@@ -16,8 +16,10 @@ ORDERINGS = [
     for columns, padded in ((NUM_COLUMNS, 16), (NUM_CACHED_COLUMNS, 32))
 ]
 TILES = ((128, 64), (192, 64), (64, 128), (128, 128), (16, 32))
-FLAGS = [(keys, window, 128, 128) for keys in (True, False) for window in (True, False)]
-FLAGS += [(False, window, tile, 64) for window in (True, False) for tile in (128, 192)]
+FLAGS = [(True, True, 128, 128), (False, True, 192, 64), (False, False, 128, 64)]
+OTHER_FLAGS = [(True, False, 128, 128), (False, True, 128, 128), (False, False, 128, 128)]
+OTHER_FLAGS += [(False, True, 128, 64), (False, False, 192, 64)]
+FLAGS += [pytest.param(*flags, marks=pytest.mark.slow) for flags in OTHER_FLAGS]
 
 
 @pytest.fixture
@@ -161,7 +163,7 @@ def test_sorting_fits_into_the_registers(constants, tmp_path):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize("window", [True, False])
+@pytest.mark.parametrize("window", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_kernel_for_candidates_fits_into_the_registers(window, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
     from recsys.ops.hstu_attention.work_list.device import cached_items_kernel
