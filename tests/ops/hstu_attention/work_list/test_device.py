@@ -8,8 +8,9 @@ import torch
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention.work_list import reference
 from recsys.ops.hstu_attention.work_list.columns import NUM_CACHED_COLUMNS, NUM_COLUMNS
+from tests.ops.harness import interpreter_test
 from tests.tools.assembled import assemble
-from tests.tools.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
+from tests.tools.interpreter import INTERPRETED, interpreted
 
 ORDERINGS = [
     {"COLUMNS": columns, "PADDED": padded, "LANES": 32, "COMPARED": 256}
@@ -27,7 +28,6 @@ def few_lanes(monkeypatch):
     """Several programs."""
     from recsys.ops.hstu_attention.work_list import device
 
-    mend_interpreter(monkeypatch)
     few = {"LANES": 16, "CACHED_LANES": 16, "SAMPLES": 2, "ORDERED": 8, "COMPARED": 16}
     for name, value in few.items():
         monkeypatch.setattr(device, name, value)
@@ -130,9 +130,7 @@ def test_a_long_list_is_sorted(few_lanes, monkeypatch):
         assert_equal_lists(seed)
 
 
-@starts_it
-def test_the_kernel_in_the_interpreter():
-    run_interpreted(__file__)
+test_the_kernel_in_the_interpreter = interpreter_test(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
