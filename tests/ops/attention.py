@@ -1,74 +1,89 @@
-"""Random calls of `hstu_attention`, and how near a backend has to come to float64."""
+"""Random calls of `hstu_attention` as problems of the harness, and the loops that they are compared with."""
+
+from __future__ import annotations
+
+import dataclasses
 
 import torch
 
-from recsys.ops import RelativeBias, hstu_attention, last_backend
-from tests.ops.cases import layout_of, relative_bias, samples
+from recsys.ops import AttentionMask, RelativeBias, hstu_attention
+from tests.ops import harness, oracle
+from tests.ops.cases import layout_of, qkv, relative_bias, samples
+from tests.ops.harness import Problem, Runner
+from tests.ops.oracle import Sample
+
+CAUSAL = AttentionMask()
+BIAS = ("position_table", "time_table", "timestamps", "next_timestamps")
 
 
-def case(shapes, contextual, dim, v_dim, heads, dtype, bias_rows=0, seed=0, device="cuda"):
-    """Inputs on the device as (layout, q, k, v, bias), leaves that require gradients."""
-    layout = layout_of(samples(contextual, shapes)).to(device)
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = (
-        torch.randn(layout.total_len, heads, width, generator=generator).to(device, dtype).requires_grad_()
-        for width in (dim, dim, v_dim)
-    )
-    bias = None
+def attend(q, k, v, *, layout, mask, backend, deterministic=True, **rest):
+    """`hstu_attention` with the parts of its bias by name, if there are any."""
+    bias = RelativeBias(*(rest.pop(name) for name in BIAS)) if "time_table" in rest else None
+    # The reference refuses to sum tables in a fixed order on a GPU.
+    rest |= {"deterministic": deterministic and backend != "reference"}
+    return hstu_attention(q, k, v, layout, mask, bias=bias, backend=backend, **rest)
+
+
+def by_loops(q, k, v, *, layout, mask, scale_len, alpha=None, **rest):
+    """What `attend` returns, by loops over queries and keys."""
+    sizes = zip(layout.lengths.tolist(), layout.num_targets.tolist(), strict=True)
+    context = layout.num_contextual
+    batch = [Sample(context, length - context - targets, targets) for length, targets in sizes]
+    bias = RelativeBias(*(rest[name] for name in BIAS)) if "time_table" in rest else None
+    alpha = q.shape[2] ** -0.5 if alpha is None else alpha
+    return oracle.hstu(q, k, v, batch, mask, alpha, scale_len, bias)
+
+
+def problem(shapes, contextual=0, mask=CAUSAL, *, heads=1, bias_rows=0, times=None, dims=(3, 2), **options):
+    """A call in float64. `bias_rows`: None for one table, 0 for no bias; `times`: a kind of `times_of`;
+    `dims`: of a head of q and k, and of v."""
+    layout = layout_of(samples(contextual, shapes))
+    dim, v_dim = dims
+    tensors = dict(zip("qkv", qkv(layout.total_len, heads=heads, dim=dim, v_dim=v_dim), strict=True))
+    options = {"layout": layout, "mask": mask, "scale_len": 7} | options
     if bias_rows != 0:
-        host = relative_bias(layout.total_len, rows=bias_rows, seed=seed)
-        tables = [
-            t.detach().float().to(device).requires_grad_() for t in (host.position_table, host.time_table)
-        ]
-        bias = RelativeBias(*tables, host.timestamps.to(device), host.next_timestamps.to(device))
-    return layout, q, k, v, bias
+        bias = relative_bias(layout.total_len, rows=bias_rows)
+        tensors |= {"position_table": bias.position_table, "time_table": bias.time_table}
+        options |= {"timestamps": bias.timestamps, "next_timestamps": bias.next_timestamps}
+        if times is not None:
+            options |= dict(zip(BIAS[2:], times_of(times, layout.total_len), strict=True))
+    return Problem("hstu_attention", attend, tensors, options)
 
 
-def results(layout, q, k, v, bias, mask, backend, deterministic=True, to=None):
-    """Output and all gradients for random cotangents; `to`: computed in that type, from the same inputs."""
-    cotangent = torch.randn(v.shape, generator=torch.Generator().manual_seed(1)).to(v)
-    if to is not None:
-        q, k, v = (t.detach().to(to).requires_grad_() for t in (q, k, v))
-        if bias is not None:
-            tables = [t.detach().to(to).requires_grad_() for t in (bias.position_table, bias.time_table)]
-            bias = RelativeBias(*tables, bias.timestamps, bias.next_timestamps)
-    out = hstu_attention(
-        q, k, v, layout, mask, scale_len=64, bias=bias, backend=backend, deterministic=deterministic
+def large(shapes, contextual, dims, dtype, bias_rows=0, mask=CAUSAL, **rest) -> Problem:
+    """A problem with q, k and v of variance 1 in `dtype`, and tables in float32."""
+    given = problem(shapes, contextual, mask, dims=dims, bias_rows=bias_rows, **{"heads": 2, **rest})
+    tensors = {name: tensor / 2 if name in "qkv" else tensor for name, tensor in given.tensors.items()}
+    given = dataclasses.replace(given, tensors=tensors).with_options(scale_len=64)
+    return given.cast(dtype, position_table=torch.float32, time_table=torch.float32)
+
+
+def between_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor, as a view between rows of NaN."""
+    padded = tensor.new_full((tensor.shape[0] + 512, *tensor.shape[1:]), torch.nan)
+    padded[256:-256] = tensor
+    return padded[256:-256]
+
+
+def with_neighbours(given: Problem) -> Problem:
+    """The problem with q, k and v between rows of NaN."""
+    return dataclasses.replace(
+        given, tensors=given.tensors | {name: between_nan(given.tensors[name]) for name in "qkv"}
     )
-    assert last_backend("hstu_attention") == backend
-    leaves = [q, k, v] + ([] if bias is None else [bias.position_table, bias.time_table])
-    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(out))]
 
 
-def reference(arguments, mask, to=None):
-    return results(*arguments, mask, "reference", deterministic=False, to=to)
-
-
-def assert_near(got, arguments, mask, own=None):
+def assert_near(given: Problem, runner: Runner, own: float | None = None) -> harness.Compared:
     """Not further from float64 than twice the reference in the same type, and `own` of the norm."""
-    theirs, want = reference(arguments, mask), reference(arguments, mask, to=torch.float64)
     if own is None:
-        own = 1e-5 if arguments[1].dtype == torch.float32 else 2**-11  # of the fast sigmoid
-    for i, (ours, other, exact) in enumerate(zip(got, theirs, want, strict=True)):
-        assert torch.isfinite(ours).all(), f"result {i} is not finite"
-        norm = exact.norm()
-        error, allowed = ((tensor.double() - exact).norm() for tensor in (ours, other))
-        assert error <= 2 * allowed + own * norm + 1e-12, (
-            f"result {i}: {error / norm:.2e} off, reference {allowed / norm:.2e}"
-        )
+        own = 1e-5 if given.tensors["q"].dtype == torch.float32 else 2**-11  # of the fast sigmoid
+    return harness.assert_near(given, runner, floor=own, absolute=1e-12)
 
 
-def with_times(bias, kind, total_len):
-    """The tables of a bias with times of this kind."""
-    times = times_of(kind, total_len).to(bias.timestamps.device)
-    return RelativeBias(bias.position_table, bias.time_table, times, torch.cat([times[1:], times[-1:] + 60]))
-
-
-def times_of(kind, total_len):
-    """Timestamps of histories as they come, and such as none should be."""
+def times_of(kind: str, total_len: int) -> list[torch.Tensor]:
+    """Timestamps and next timestamps of histories as they come, and such as none should be."""
     part = torch.rand(total_len, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     now = 1_763_000_000
-    return {
+    times = {
         "hours": lambda: now + (9 * part).exp().to(torch.int64).cumsum(0),
         "years": lambda: now + (18 * part).exp().to(torch.int64).cumsum(0),
         "equal": lambda: torch.full((total_len,), now),
@@ -77,3 +92,4 @@ def times_of(kind, total_len):
         "missing": lambda: torch.where(part < 0.1, 0, now + 1000 * torch.arange(total_len)),
         "backward": lambda: 2**34 - (part * 2**26).to(torch.int64).cumsum(0),
     }[kind]()
+    return [times, torch.cat([times[1:], times[-1:] + 60])]

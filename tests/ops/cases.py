@@ -65,6 +65,9 @@ class Cut(NamedTuple):
     cache_layout: SequenceLayout
     is_cached: torch.Tensor  # bool [T], tokens of the whole batch
 
+    def to(self, device) -> "Cut":
+        return Cut(self.layout.to(device), self.cache_layout.to(device), self.is_cached.to(device))
+
     def new(self, values: torch.Tensor) -> torch.Tensor:
         return values.detach()[~self.is_cached]
 

@@ -28,7 +28,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from recsys.ops import last_backend
+from recsys.ops import SequenceLayout, last_backend
 from tests.tools.interpreter import INTERPRETED, between_poison, interpreted, run_interpreted, starts_it
 
 GUARD = 777.0
@@ -103,7 +103,8 @@ class Problem:
         op: its name, for `last_backend`.
         function: takes `tensors`, `options` and `backend` by name; returns a tensor or several.
         tensors: floating point, on the CPU; gradients are computed for all of them.
-        options: everything else. Integer tensors in it, and in its lists, move to the runner's device.
+        options: everything else. Integer tensors in it, and in its lists, move to the runner's device, as
+            layouts do.
     """
 
     op: str
@@ -134,6 +135,8 @@ def call(problem: Problem, runner: Runner) -> tuple[list[Tensor], list[Tensor]]:
         if isinstance(value, Tensor):
             value = value.to(runner.device)
             return between_poison(value) if runner.is_interpreted and value.dim() else value
+        if isinstance(value, SequenceLayout):  # one that is there already keeps what it has been asked for
+            return value if value.device.type == runner.device else value.to(runner.device)
         return [placed(one) for one in value] if isinstance(value, list) else value
 
     leaves = {name: placed(tensor.detach()).requires_grad_() for name, tensor in problem.tensors.items()}
@@ -150,8 +153,11 @@ def results(problem: Problem, runner: Runner) -> list[Tensor]:
 
 
 def gradients(outputs: Sequence[Tensor], leaves: Sequence[Tensor], *, poisoned: bool = False) -> list[Tensor]:
-    """Gradients for cotangents that are the same numbers on any device and in any type."""
-    cotangents = [normal(*out.shape, seed=100 + index).to(out) for index, out in enumerate(outputs)]
+    """Gradients for cotangents that are the same numbers on any device and in any type: 16 bits hold them."""
+    cotangents = [
+        normal(*out.shape, seed=100 + index, dtype=torch.bfloat16).to(out)
+        for index, out in enumerate(outputs)
+    ]
     if poisoned:
         cotangents = [between_poison(one) if one.dim() else one for one in cotangents]
     return list(torch.autograd.grad(list(outputs), list(leaves), cotangents))
@@ -198,27 +204,42 @@ def assert_near(
     slack: float = 0.0,
     absolute: float = 0.0,
 ) -> Compared:
-    """The runner's outputs and gradients have the reference's types and are near those of float64.
-
-    By norm an error may be twice that of the reference in the same types, plus `floor` of the exact norm,
-    plus `slack` an entry, plus `absolute`. With `close` the interpreter's entries are also compared, as by
-    `assert_close`.
+    """The runner's outputs and gradients have the reference's types and are near those of float64, as by
+    `assert_as_near`. With `close` the interpreter's entries are also compared, as by `assert_close`.
     """
     ours = results(problem, runner)
     theirs = results(problem, Runner("reference", runner.device))
     exact = results(problem.cast(torch.float64), Runner("reference", runner.device))
+    finite = assert_as_near(ours, theirs, exact, floor=floor, slack=slack, absolute=absolute)
+    if close is not None and runner.is_interpreted:
+        for got, want, numbers in zip(ours, exact, finite, strict=True):
+            assert_close([got[numbers]], [want[numbers]], close)
+    return Compared(ours, theirs, exact)
+
+
+def assert_as_near(
+    ours: Sequence[Tensor],
+    theirs: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    *,
+    floor: float = 1e-6,
+    slack: float = 0.0,
+    absolute: float = 0.0,
+) -> list[Tensor]:
+    """By norm an error may be twice that of the others in the same types, plus `floor` of the exact norm,
+    plus `slack` an entry, plus `absolute`. Returns which entries are finite: the same ones in all."""
+    found = []
     for got, other, want in zip(ours, theirs, exact, strict=True):
         assert got.dtype == other.dtype and got.shape == other.shape
         finite = want.isfinite()
         assert torch.equal(got.isfinite(), finite)
+        found.append(finite)
         got, other, want = (torch.where(finite, one.double(), 0.0) for one in (got, other, want))
         other = torch.where(other.isfinite(), other, want)
         allowed = 2 * (other - want).norm() + floor * want.norm() + absolute
         allowed += slack * want.numel() ** 0.5
         assert (got - want).norm() <= allowed, f"{(got - want).norm():.2e} > {allowed:.2e}"
-        if close is not None and runner.is_interpreted:
-            assert_close([got], [want], close)
-    return Compared(ours, theirs, exact)
+    return found
 
 
 # --- what else every backend must do -----------------------------------------------------------------------
@@ -277,7 +298,7 @@ def on_device(problem: Problem, runner: Runner) -> Problem:
     def moved(value: Any) -> Any:
         if isinstance(value, list):
             return [moved(one) for one in value]
-        return value.to(runner.device) if isinstance(value, Tensor) else value
+        return value.to(runner.device) if isinstance(value, Tensor | SequenceLayout) else value
 
     tensors = {name: moved(tensor) for name, tensor in problem.tensors.items()}
     options = {name: moved(value) for name, value in problem.options.items()}

@@ -1,10 +1,12 @@
-"""What attention makes of its arguments: the default factor of scores, also where a compiler looks on."""
+"""What attention makes of its arguments: errors, and the default factor of scores, also in compiled code."""
 
 import pytest
 import torch
 
-from recsys.ops import SequenceLayout, hstu_attention, softmax_attention
+from recsys.ops import RelativeBias, SequenceLayout, hstu_attention, softmax_attention
 from recsys.ops.attention_args import scale_of
+from tests.ops import harness
+from tests.ops.cases import times
 
 CALLS = {
     "hstu": lambda *given: hstu_attention(*given, scale_len=9, backend="reference"),
@@ -48,3 +50,70 @@ def test_no_graph_computes_the_factor_of_a_symbolic_width(name):
     for graph in graphs:
         computed = [node.meta.get("example_value") for node in graph.graph.nodes]
         assert not any(isinstance(value, torch.SymFloat) for value in computed)
+
+
+def arguments(**changes):
+    layout = SequenceLayout(torch.tensor([3, 2]))
+    given = {
+        "q": torch.zeros(5, 2, 3),
+        "k": torch.zeros(5, 2, 3),
+        "v": torch.zeros(5, 2, 4),
+        "layout": layout,
+    }
+    return given | {"scale_len": 8} | changes
+
+
+def bias_with(**changes):
+    fields = {"position_table": torch.zeros(4), "time_table": torch.zeros(4)}
+    fields |= dict(zip(("timestamps", "next_timestamps"), times(5), strict=True))
+    return RelativeBias(**(fields | changes))
+
+
+WRONG = [
+    ({"q": torch.zeros(5, 6)}, ValueError, r"q must have shape \[total_len, heads, dim\], got \(5, 6\)"),
+    (
+        {"q": torch.zeros(5, 2, 3, dtype=torch.int64)},
+        TypeError,
+        "q must be a floating point tensor, got a tensor",
+    ),
+    ({"q": [1.0]}, TypeError, "q must be a floating point tensor, got list"),
+    ({"k": torch.zeros(5, 2, 3).double()}, TypeError, "k must have the dtype of q, torch.float32"),
+    ({"k": torch.zeros(4, 2, 3)}, ValueError, "k has 4 rows, the layout total_len = 5"),
+    ({"k": torch.zeros(5, 2, 4)}, ValueError, "k must have the head dimension of q, 3, got 4"),
+    ({"v": torch.zeros(5, 1, 4)}, ValueError, "v must have the heads of q, 2, got 1"),
+    ({"v": torch.zeros(5, 2, 0)}, ValueError, "v must have at least one head and one dimension"),
+    ({"v": torch.zeros(5, 2, 4, device="meta")}, ValueError, "v is on meta, the layout on cpu"),
+    ({"layout": torch.tensor([3, 2])}, TypeError, "layout must be a SequenceLayout, got Tensor"),
+    ({"mask": None}, TypeError, "mask must be an AttentionMask, got NoneType"),
+    ({"scale_len": 0}, ValueError, "scale_len must be positive and finite, got 0"),
+    ({"scale_len": torch.tensor(3)}, TypeError, "scale_len must be a number, got Tensor"),
+    ({"alpha": float("nan")}, ValueError, "alpha must be finite, got nan"),
+    ({"alpha": "auto"}, TypeError, "alpha must be a number, got str"),
+    ({"bias": torch.zeros(5, 5)}, TypeError, "bias must be a RelativeBias or None, got Tensor"),
+    (
+        {"bias": bias_with(time_table=torch.zeros(3, 4))},
+        ValueError,
+        "bias.time_table has 3 rows, q has 2 heads",
+    ),
+    ({"bias": bias_with(timestamps=times(4)[0])}, ValueError, "bias.timestamps has 4 entries, q has 5 rows"),
+    (
+        {"bias": bias_with(position_table=torch.zeros(4, device="meta"))},
+        ValueError,
+        "bias.position_table is on meta, q on cpu",
+    ),
+    (
+        {"backend": "cuda"},
+        ValueError,
+        "hstu_attention has no backend 'cuda'; it has auto, sm90, triton, reference",
+    ),
+]
+
+
+test_wrong_arguments_are_named = harness.refused(hstu_attention, arguments, WRONG)
+
+
+def test_the_scale_is_required():
+    with pytest.raises(TypeError, match="scale_len"):
+        hstu_attention(
+            torch.zeros(5, 2, 3), torch.zeros(5, 2, 3), torch.zeros(5, 2, 3), arguments()["layout"]
+        )

@@ -64,14 +64,11 @@ class Threads:
 
     def __init__(self, count, memory):
         self.count, self.memory, self.registers = count, memory, {}
-        self.executed = 0
 
     def read(self, name, kind):
         width = int(re.sub(r"\D", "", kind)[:2] or 32)
         if name == "%tid.x":
             raw = np.arange(self.count, dtype=np.uint64)
-        elif name == "%ntid.x":
-            raw = np.full(self.count, self.count, np.uint64)
         elif re.fullmatch(r"0f[0-9A-Fa-f]{8}", name):
             raw = np.full(self.count, int(name[2:], 16), np.uint64)
         elif name in SHARED:
@@ -107,7 +104,6 @@ class Threads:
             if line.endswith(":"):
                 continue
             assert line.endswith(";"), line
-            self.executed += 1
             active = np.ones(self.count, bool)
             found = re.match(r"@(!?)(\w+)\s+(.*)", line)
             if found:
@@ -135,12 +131,6 @@ class Threads:
             return self.reach_shared(parts, operands, active)
         if name in ("ld", "red"):
             return self.reach(parts, operands, active)
-        if name == "shfl":
-            values = self.read(operands[-4 + 0] if len(operands) == 5 else operands[1], "b32")
-            lane = np.arange(self.count)
-            argument = self.read(operands[2], "u32").astype(np.int64)
-            source = lane ^ argument if parts[2] == "bfly" else (lane // 32 * 32 + argument % 32)
-            return self.write(operands[0], values[source], active)
         if name == "setp":
             one, other = (self.read(operand, kind) for operand in operands[1:3])
             made = COMPARE[parts[1]](one, other)
@@ -153,15 +143,6 @@ class Threads:
             return self.write(operands[0], np.where(self.read(operands[3], "pred"), one, other), active)
         if name == "cvt":
             return self.write(operands[0], self.convert(parts, operands), active)
-        if name == "prmt":
-            one, other, chosen = (self.read(operand, "b32").astype(np.uint64) for operand in operands[1:])
-            both, made = one | other << np.uint64(32), np.zeros(self.count, np.uint64)
-            for byte in range(4):
-                index = chosen >> np.uint64(4 * byte) & np.uint64(7)
-                made |= (both >> index * np.uint64(8) & np.uint64(255)) << np.uint64(8 * byte)
-            return self.write(operands[0], made.astype(np.uint32), active)
-        if kind == "bf16x2" or kind == "f16x2":
-            return self.write(operands[0], self.halves(name, kind, operands), active)
         values = [self.read(operand, kind) for operand in operands[1:]]
         if name == "mad" and "wide" in parts:
             wide = np.int64 if kind.startswith("s") else np.uint64
@@ -184,11 +165,8 @@ class Threads:
             return made + values[2] if name == "mad" else made
         if name == "fma":
             return (values[0].astype(np.float64) * values[1] + values[2]).astype(np.float32)
-        if name in ("and", "or", "shl", "shr", "xor"):
-            operation = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
-            operation |= {"shl": np.left_shift, "shr": np.right_shift}
-            if kind == "pred":
-                return values[0] & values[1] if name == "and" else values[0] | values[1]
+        if name in ("and", "shl", "shr"):
+            operation = {"and": np.bitwise_and, "shl": np.left_shift, "shr": np.right_shift}
             return operation[name](values[0], values[1])
         if name in ("max", "min"):
             return (np.maximum if name == "max" else np.minimum)(values[0], values[1])
@@ -200,25 +178,12 @@ class Threads:
             return np.abs(values[0])
         raise AssertionError(f"{name} is not known")
 
-    def halves(self, name, kind, operands):
-        assert name == "add"
-        one, other = (self.read(operand, "b32") for operand in operands[1:])
-        parts = [unpacked(one, h, kind) + unpacked(other, h, kind) for h in (0, 1)]
-        return packed(parts[0], parts[1], kind)
-
     def convert(self, parts, operands):
         target, source = parts[-2], parts[-1]
-        if target in ("bf16x2", "f16x2"):  # the first operand is the upper half
-            high, low = (self.read(operand, "f32") for operand in operands[1:])
-            return packed(low, high, target)
-        if source == "f16":
-            return self.read(operands[1], "u16").view(np.float16).astype(np.float32)
         values = self.read(operands[1], source)
         if target == "f32":
             return values.astype(np.float32)
-        return values.astype(
-            {"u32": np.uint32, "s64": np.int64, "u64": np.uint64, "s32": np.int32, "u16": np.uint16}[target]
-        )
+        return values.astype({"u32": np.uint32, "s64": np.int64, "u64": np.uint64, "s32": np.int32}[target])
 
     def reach_shared(self, parts, operands, active):
         to, kind = operands if parts[0] == "ld" else operands[::-1], parts[-1]
@@ -257,26 +222,6 @@ class Threads:
         for number, name in enumerate(names):
             piece = np.ascontiguousarray(raw[:, number * size : (number + 1) * size])
             self.write(name, piece.view(UNSIGNED[size * 8])[:, 0], active)
-
-
-def packed(low, high, kind):
-    """Two float32 rounded to 16 bits each."""
-    made = []
-    for values in (low, high):
-        values = np.asarray(values, np.float32)
-        if kind == "bf16x2":
-            raw = values.view(np.uint32)
-            made.append((raw + 0x7FFF + (raw >> 16 & 1)) >> 16)
-        else:
-            made.append(values.astype(np.float16).view(np.uint16).astype(np.uint32))
-    return (made[0] | made[1] << 16).astype(np.uint32)
-
-
-def unpacked(raw, half, kind):
-    part = raw >> np.uint32(16 * half) & np.uint32(0xFFFF)
-    if kind == "bf16x2":
-        return (part << np.uint32(16)).astype(np.uint32).view(np.float32)
-    return part.astype(np.uint16).view(np.float16).astype(np.float32)
 
 
 class HostMemory(Memory):

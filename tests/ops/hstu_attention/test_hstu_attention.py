@@ -1,4 +1,5 @@
-"""`hstu_attention` against loops over queries and keys, and the properties that a model relies on."""
+"""`hstu_attention`: the reference against loops over queries and keys, kernels against the reference in
+float64, and the properties that a model relies on. What only a GPU can show is in `test_on_gpus.py`."""
 
 import dataclasses
 
@@ -7,127 +8,182 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, hstu_attention, last_backend
+from recsys.ops import AttentionMask, RelativeBias, SequenceLayout, explain, hstu_attention, last_backend
 from recsys.ops.attention_args import AttentionFacts
 from recsys.ops.hstu_attention import reference
-from tests.ops import oracle
-from tests.ops.cases import MASKS, layout_of, qkv, relative_bias, samples, times
+from recsys.ops.hstu_attention.triton.block_sizes import Blocks
+from recsys.ops.relative_bias import time_bucket
+from tests.ops import cases, harness
+from tests.ops.attention import BIAS, attend, by_loops, problem
+from tests.ops.cases import MASKS, layout_of, qkv, relative_bias, samples
+from tests.ops.harness import REFERENCE, Runner, assert_close, assert_is, runners
 from tests.ops.oracle import Sample
+from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
 
-BACKENDS = ("reference",)
+INTERPRETER = Runner("triton", "cpu")
 EXACT = {"rtol": 1e-11, "atol": 1e-12}  # float64, sums in another order
 
+# Tiles of rows and keys in several sizes: inside a tile, over several, odd, no history, no targets, empty.
+SHAPES = [(9, 5), (0, 3), (0, 0), (23, 0), (2, 9)]
 
-def gradients(out, inputs, seed=0):
-    """Gradients for random cotangents: ones would hide what is wrong for single tokens."""
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return torch.autograd.grad(out, inputs, cotangent.to(out.dtype))
+everywhere = pytest.mark.parametrize("runner", runners("reference", "triton"))
+by_kernels = pytest.mark.parametrize("runner", runners("triton"))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several tiles a sample, several blocks a tile, of different sizes in either direction."""
+    if not INTERPRETED:
+        return
+    from recsys.ops.hstu_attention.triton import launch as triton_launch
+
+    sizes = {"forward": Blocks(16, 8, 4, 1), "keys": Blocks(8, 16, 4, 1), "rows": Blocks(8, 8, 4, 1)}
+    sizes |= {"grad_k": Blocks(8, 8, 4, 1), "grad_v": sizes["keys"], "tables": Blocks(16, 8, 4, 1)}
+    monkeypatch.setattr(triton_launch, "blocks_of", lambda kernel, *_: sizes[kernel])
+
+
+def check(given, runner):
+    """Output and all gradients: of the reference those of the loops, of kernels those of the reference, in
+    float64."""
+    if runner == REFERENCE:
+        return assert_is(given, by_loops, close=1e-12)
+    (out, *grads), (exact, *wanted) = (
+        harness.results(given.cast(torch.float32), runner),
+        harness.results(given, REFERENCE),
+    )
+    # Products in three passes of TF32 on a GPU are not as near as the interpreter's.
+    close = 2e-5 if runner.is_interpreted else 1e-4
+    assert_close([out], [exact], close)
+    for one, other in zip(grads, wanted, strict=True):
+        assert (one.cpu() - other).norm() <= close / 2 * max(1.0, other.norm())
+    assert_close(grads, wanted, 10 * close)
+
+
 @pytest.mark.parametrize(
     ("mask", "contextual"),
     [(mask, (0, 1, 3)[(i // 4 + i) % 3]) for i, mask in enumerate(MASKS)],
     ids=str,
 )
-def test_output_and_all_gradients_equal_the_loops(mask, contextual, backend):
+def test_the_reference_is_the_loops(mask, contextual):
     """All masks, and each pair of a setting of the mask and a number of contextual tokens."""
-    batch = samples(contextual)
-    layout = layout_of(batch)
-    inputs = qkv(layout.total_len, dim=3, v_dim=2)
-    bias = relative_bias(layout.total_len, rows=[None, 2][contextual % 2])
-    leaves = [*inputs, bias.position_table, bias.time_table]
-    out = hstu_attention(*inputs, layout, mask, scale_len=7, bias=bias, backend=backend)
-    assert last_backend("hstu_attention") == backend
-    expected = oracle.hstu(*inputs, batch, mask, 3**-0.5, 7, bias)
-    torch.testing.assert_close(out, expected, **EXACT)
-    for got, want in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
-        torch.testing.assert_close(got, want, **EXACT)
+    check(problem(cases.SHAPES, contextual, mask, heads=2, bias_rows=[None, 2][contextual % 2]), REFERENCE)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("dim", "v_dim"), [(3, 5), (5, 3), (1, 1)])
-@pytest.mark.parametrize("alpha", [None, 0.0, -0.7])
-def test_without_bias_for_other_dimensions_and_alphas(alpha, dim, v_dim, backend):
-    batch = samples(1)
-    layout = layout_of(batch)
-    inputs = qkv(layout.total_len, heads=1, dim=dim, v_dim=v_dim)
-    out = hstu_attention(*inputs, layout, alpha=alpha, scale_len=2.5, backend=backend)
-    expected = oracle.hstu(*inputs, batch, AttentionMask(), dim**-0.5 if alpha is None else alpha, 2.5)
-    torch.testing.assert_close(out, expected, **EXACT)
-    for got, want in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
-        torch.testing.assert_close(got, want, **EXACT)
+@by_kernels
+@pytest.mark.parametrize(("mask", "contextual"), list(zip(MASKS[1::5], [0, 3] * 5, strict=True)), ids=str)
+def test_output_and_gradients(mask, contextual, runner):
+    check(problem(SHAPES, contextual, mask), runner)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@by_kernels
+@pytest.mark.parametrize(("mask", "rows"), list(zip(MASKS[3::9], [None, 2] * 3, strict=False)), ids=str)
+def test_bias_and_the_gradients_of_its_tables(mask, rows, runner):
+    check(problem(SHAPES[:4], 1, mask, heads=rows or 1, bias_rows=rows), runner)
+
+
+@by_kernels
+@pytest.mark.parametrize("kind", ["hours", "minutes", "equal", "anywhere", "backward"])
+def test_times_near_and_far_in_any_order(kind, runner):
+    """Few buckets in a block of scores, many, and differences that are not exact in float32."""
+    check(problem([(27, 4), (2, 0)], 1, bias_rows=1, times=kind), runner)
+
+
+@interpreted
+@pytest.mark.parametrize("mask", [AttentionMask(), AttentionMask(30, 5)], ids=str)
+def test_tables_by_several_workers_near_the_diagonal_and_far_from_it(mask, monkeypatch):
+    from recsys.ops.hstu_attention.bias import table_kernels
+    from recsys.ops.hstu_attention.triton import launch as triton_launch
+
+    monkeypatch.setattr(triton_launch, "num_processors", lambda device: 3)
+    monkeypatch.setattr(triton_launch, "PROGRAMS_PER_PROCESSOR", 1)
+    monkeypatch.setattr(table_kernels, "NEAR_TILES", 1)
+    check(problem([(50, 3), (21, 0)], 0, mask, bias_rows=1), INTERPRETER)
+
+
+@everywhere
+@pytest.mark.parametrize("mask", [AttentionMask(4, 3, True, 11), AttentionMask(target_group_size=3)], ids=str)
+def test_groups_longer_than_a_tile(mask, runner):
+    check(problem([(1, 13), (7, 0), (9, 3)], 2, mask, bias_rows=1), runner)
+
+
+@everywhere
+@pytest.mark.parametrize(
+    ("dims", "alpha"), [((16, 5), 0.0), ((24, 16), -0.7), ((1, 33), None), ((3, 5), None), ((1, 1), -0.7)]
+)
+def test_other_dimensions_and_alphas(dims, alpha, runner):
+    check(problem(SHAPES[:3], heads=3, dims=dims, alpha=alpha), runner)
+
+
 @pytest.mark.parametrize("contextual", [0, 2])
 @pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("window", [None, 2])
-def test_samples_without_targets_equal_the_loops(window, reads, contextual, backend):
+def test_samples_without_targets_are_the_loops(window, reads, contextual):
     """One mask and one table of distances serve all such samples, unless contextual tokens read histories."""
-    batch = samples(contextual, [(5, 0), (0, 0), (1, 0), (7, 0)])
-    layout = layout_of(batch)
-    inputs, bias = qkv(layout.total_len), relative_bias(layout.total_len, rows=2)
-    leaves = [*inputs, bias.position_table, bias.time_table]
     mask = AttentionMask(window, contextual_reads_history=reads)
-    out = hstu_attention(*inputs, layout, mask, scale_len=7, bias=bias, backend=backend)
-    expected = oracle.hstu(*inputs, batch, mask, 3**-0.5, 7, bias)
-    torch.testing.assert_close(out, expected, **EXACT)
-    for got, want in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
-        torch.testing.assert_close(got, want, **EXACT)
+    check(problem([(5, 0), (0, 0), (1, 0), (7, 0)], contextual, mask, heads=2, bias_rows=2), REFERENCE)
 
 
 @pytest.mark.parametrize("rows", [None, 2])
 def test_gradients_are_those_of_finite_differences(rows):
-    batch = [Sample(1, 3, 2), Sample(1, 0, 1)]
-    layout = layout_of(batch)
-    bias = relative_bias(layout.total_len, rows=rows)
+    given = problem([(3, 2), (0, 1)], 1, AttentionMask(target_group_size=2), heads=2, bias_rows=rows)
 
-    def attend(q, k, v, position_table, time_table):
-        tables = RelativeBias(position_table, time_table, bias.timestamps, bias.next_timestamps)
-        return hstu_attention(q, k, v, layout, AttentionMask(target_group_size=2), scale_len=3, bias=tables)
+    def call(*leaves):
+        named = dict(zip(given.tensors, leaves, strict=True))
+        return attend(**named, **given.options, backend="reference")
 
-    inputs = qkv(layout.total_len)
-    assert torch.autograd.gradcheck(attend, (*inputs, bias.position_table, bias.time_table))
+    assert torch.autograd.gradcheck(call, tuple(given.tensors.values()))
 
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(data=st.data())
-def test_random_layouts_equal_the_loops(data):
-    contextual = data.draw(st.integers(0, 2), "contextual")
-    shapes = data.draw(
-        st.lists(st.tuples(st.integers(0, 6), st.integers(0, 4)), min_size=0, max_size=5), "shapes"
-    )
-    mask = data.draw(st.sampled_from(MASKS), "mask")
-    batch = samples(contextual, shapes)
-    layout = layout_of(batch)
-    inputs = qkv(layout.total_len, heads=1, seed=data.draw(st.integers(0, 99), "seed"))
-    bias = relative_bias(layout.total_len, rows=None) if data.draw(st.booleans(), "bias") else None
-    out = hstu_attention(*inputs, layout, mask, scale_len=4, bias=bias)
-    torch.testing.assert_close(out, oracle.hstu(*inputs, batch, mask, 3**-0.5, 4, bias), **EXACT)
+def test_random_layouts_are_the_loops(data):
+    sizes = st.tuples(st.integers(0, 6), st.integers(0, 4))
+    shapes = data.draw(st.lists(sizes, min_size=0, max_size=5), "shapes")
+    contextual, mask = data.draw(st.integers(0, 2)), data.draw(st.sampled_from(MASKS))
+    given = problem(shapes, contextual, mask, bias_rows=data.draw(st.sampled_from([0, None])))
+    out = attend(**given.tensors, **given.options, backend="reference")
+    torch.testing.assert_close(out, by_loops(**given.tensors, **given.options), **EXACT)
 
 
-def test_a_batch_without_tokens_gives_zero_gradients():
-    layout = SequenceLayout(torch.tensor([0, 0]))
-    inputs, bias = qkv(0), relative_bias(0, rows=2)
-    out = hstu_attention(*inputs, layout, scale_len=4, bias=bias)
+@everywhere
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_a_batch_without_tokens(lengths, runner):
+    layout = SequenceLayout(torch.tensor(lengths, dtype=torch.int64))
+    given = problem([], heads=2, bias_rows=2).cast(torch.float32).with_options(layout=layout)
+    out, *grads = harness.results(given, runner)
     assert out.shape == (0, 2, 2)
-    for gradient in gradients(out, [*inputs, bias.position_table, bias.time_table]):
-        assert not gradient.any()
+    assert not any(gradient.any() for gradient in grads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_stays_near_float64(dtype):
-    layout = layout_of(samples(1, [(60, 5), (3, 1), (33, 0)]))
-    inputs, bias = qkv(layout.total_len, dim=16, v_dim=16), relative_bias(layout.total_len, rows=None)
-    exact = hstu_attention(*inputs, layout, scale_len=64, bias=bias)
-    rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
-    out = hstu_attention(*rounded, layout, scale_len=64, bias=bias)
-    assert out.dtype == dtype
-    error = (out.double() - exact).norm() / exact.norm()
-    assert error < 8 * torch.finfo(dtype).eps
-    pairs = zip(gradients(out, rounded), gradients(exact, inputs), strict=True)
-    assert all((a.double() - b).norm() / b.norm() < 8 * torch.finfo(dtype).eps for a, b in pairs)
+def test_lower_precision_of_the_reference_stays_near_float64(dtype):
+    given = problem([(60, 5), (3, 1), (33, 0)], 1, heads=2, bias_rows=None, dims=(16, 16), scale_len=64)
+    tables = dict.fromkeys(BIAS[:2], torch.float64)
+    ours, exact = (harness.results(given.cast(to, **tables), REFERENCE) for to in (dtype, torch.float64))
+    assert ours[0].dtype == dtype
+    for one, other in zip(ours[:4], exact[:4], strict=True):
+        assert (one.double() - other).norm() / other.norm() < 8 * torch.finfo(dtype).eps
+
+
+@interpreted
+@pytest.mark.parametrize("keys_kernels", [("keys",), ("grad_v", "grad_k")], ids=len)
+@pytest.mark.parametrize("mask", [MASKS[0], AttentionMask(5, 4, True, 3)], ids=str)
+def test_float16_with_one_kernel_for_keys_and_with_two(mask, keys_kernels, monkeypatch):
+    """At most twice as far from float64 as the reference in float16. The interpreter lacks bfloat16."""
+    from recsys.ops.hstu_attention.triton import launch as triton_launch
+
+    monkeypatch.setattr(triton_launch, "keys_kernels", lambda *_: keys_kernels)
+    given = problem(SHAPES, 3, mask, dims=(16, 7), scale_len=64).cast(torch.float16)
+    harness.assert_near(given, INTERPRETER, floor=0.0)
+
+
+@interpreted
+def test_nothing_is_written_past_the_last_row(monkeypatch):
+    given = problem(SHAPES[::-1], 1, heads=2).cast(torch.float32)
+    with harness.guarded_memory(monkeypatch) as buffers:
+        (out,), leaves = harness.call(given, INTERPRETER)
+        torch.autograd.grad(out, leaves, torch.ones(out.shape))
+    assert len(buffers) >= 4
 
 
 def test_a_sample_does_not_depend_on_its_batch_mates():
@@ -146,15 +202,15 @@ def test_a_sample_does_not_depend_on_its_batch_mates():
         torch.testing.assert_close(out[start:end], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_sample_with_nan_spoils_no_other():
-    layout = layout_of(samples(0, [(4, 1), (9, 0), (5, 2)]))
-    inputs = [tensor.detach().clone() for tensor in qkv(layout.total_len)]
-    clean = hstu_attention(*inputs, layout, scale_len=8)
-    for tensor in inputs:
-        tensor[5:14] = float("nan")
-    out = hstu_attention(*inputs, layout, scale_len=8)
-    assert torch.equal(out[:5], clean[:5]) and torch.equal(out[14:], clean[14:])
-    assert out[5:14].isnan().all()
+@everywhere
+def test_a_sample_with_nan_spoils_no_other(runner):
+    given = problem([(4, 1), (9, 0), (5, 2)], heads=2).cast(torch.float32)
+    clean = harness.results(given, runner)
+    for name in "qkv":
+        given.tensors[name].detach()[5:14] = torch.nan
+    for one, other in zip(clean, harness.results(given, runner), strict=True):
+        assert torch.equal(one[:5], other[:5]) and torch.equal(one[14:], other[14:])
+        assert other[5:14].isnan().all()
 
 
 @pytest.mark.parametrize("group", [1, 2])
@@ -193,25 +249,85 @@ def test_the_future_does_not_reach_the_past_in_two_layers():
     assert not torch.equal(two_layers(x, AttentionMask())[2:7], two_layers(moved, AttentionMask())[2:7])
 
 
-def test_views_of_one_projection_are_taken_as_they_are():
-    layout = layout_of(samples(1))
-    joint = torch.randn(layout.total_len, 2, 8, dtype=torch.float64)
-    q, k, v = joint.split([3, 3, 2], dim=2)
-    out = hstu_attention(q, k, v, layout, scale_len=8)
-    expected = hstu_attention(q.contiguous(), k.contiguous(), v.contiguous(), layout, scale_len=8)
-    assert torch.equal(out, expected)
+@everywhere
+def test_views_of_one_projection_and_a_transposed_gradient(runner):
+    layout = layout_of(samples(1, SHAPES)).to(runner.device)
+    joint = torch.randn(layout.total_len, 2, 8).to(runner.device).requires_grad_()
+    parts = joint.split([3, 3, 2], dim=2)
+    outs = [
+        hstu_attention(*given, layout, scale_len=8, backend=backend)
+        for given, backend in ((parts, runner.backend), ([part.contiguous() for part in parts], "reference"))
+    ]
+    cotangent = torch.randn(2, 2, layout.total_len).to(runner.device).permute(2, 1, 0)
+    got, want = (torch.autograd.grad(out, joint, cotangent, retain_graph=True)[0] for out in outs)
+    assert runner != REFERENCE or torch.equal(*outs)
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_scores_as_large_as_they_get_are_masked_and_finite():
+@everywhere
+def test_scores_as_large_as_they_get_are_masked_and_finite(runner):
     """The mask must hide a key however well it matches, and SiLU must not overflow far from zero."""
-    layout = layout_of([Sample(0, 2, 0)])
-    q = torch.full((2, 1, 1), 3e4, requires_grad=True)
-    k = torch.tensor([-1.0, 1e15]).view(2, 1, 1).requires_grad_()
-    v = torch.ones(2, 1, 1, requires_grad=True)
-    out = hstu_attention(q, k, v, layout, alpha=1.0, scale_len=1)
+    layout = SequenceLayout(torch.tensor([2])).to(runner.device)
+    k = torch.tensor([-1.0, 1e15]).view(2, 1, 1)
+    leaves = [
+        leaf.to(runner.device).requires_grad_()
+        for leaf in (torch.full((2, 1, 1), 3e4), k, torch.ones(2, 1, 1))
+    ]
+    out = hstu_attention(*leaves, layout, alpha=1.0, scale_len=1, backend=runner.backend)
     assert out[0].item() == 0.0 and out[1].item() == pytest.approx(3e19)
-    q_gradient, k_gradient, v_gradient = torch.autograd.grad(out[0], (q, k, v))
-    assert not q_gradient.any() and not k_gradient.any() and not v_gradient.any()
+    for gradient in torch.autograd.grad(out[0], leaves):
+        assert not gradient.any()
+
+
+@interpreted
+@pytest.mark.parametrize("shapes", [[(9, 5), (0, 0), (3, 0)], [(0, 0)]])
+def test_the_library_ops(shapes, monkeypatch):
+    """Schemas, shapes without numbers, gradients: a compiler relies on them. D != V, a strided input."""
+    from recsys.ops.hstu_attention.triton import ops
+
+    monkeypatch.setattr(ops, "wrap_triton", WithNumbersOnly)
+    monkeypatch.setattr(SequenceLayout, "host_copy", None)  # as if the lengths were on a device
+    layout = layout_of(samples(0, shapes))
+    q, k, v = (t.detach().float() for t in qkv(layout.total_len, heads=2, dim=3, v_dim=5))
+    k = k.transpose(0, 1).contiguous().transpose(0, 1)
+    bias = relative_bias(layout.total_len, rows=2)
+    tables = [table.detach().float() for table in (bias.position_table, bias.time_table)]
+    for more in ((*tables, bias.timestamps, bias.next_timestamps), (None,) * 4):
+        leaves = [tensor.requires_grad_() for tensor in (q, k, v)]
+        lengths = (layout.lengths, layout.offsets, layout.num_targets)
+        rest = (*lengths, *more, 0, 3, 2, False, 2, True, 0.5, 8.0, True)
+        checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(ops.hstu_attention_triton, (*leaves, *rest), test_utils=checks)
+        arguments = (torch.randn(v.shape), *(leaf.detach() for leaf in leaves), *rest)
+        torch.library.opcheck(
+            ops.hstu_attention_triton_backward,
+            arguments,
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+@interpreted
+def test_auto_stays_with_the_reference_on_a_cpu():
+    layout = SequenceLayout(torch.tensor([3]))
+    q = torch.zeros(3, 1, 4)
+    hstu_attention(q, q, q, layout, scale_len=1)
+    assert last_backend("hstu_attention") == "reference"
+    assert dict(explain("hstu_attention", q, q, q, layout, scale_len=1).rows)["triton"].ok
+
+
+@interpreted
+def test_edges_of_time_buckets_are_those_of_the_definition():
+    from recsys.ops.hstu_attention.bias.launch import time_edges
+
+    edges = time_edges(100)
+    assert edges[0] == 1 and edges[-1] == 2**63 - 1 and len(edges) == 101
+    for bucket, edge in enumerate(edges[1:-1], start=1):
+        before, at = time_bucket(torch.tensor([edge - 1, edge]), 100).tolist()
+        assert before < bucket <= at
+
+
+test_the_kernels_in_the_interpreter = harness.interpreter_test(__file__)
 
 
 def test_the_reference_owns_up_to_atomics(monkeypatch):
@@ -236,73 +352,3 @@ def test_the_reference_owns_up_to_atomics(monkeypatch):
         assert reference.supports(dataclasses.replace(facts, **{field: value})).ok
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert reference.supports(facts).ok
-
-
-def arguments(**changes):
-    layout = SequenceLayout(torch.tensor([3, 2]))
-    given = {
-        "q": torch.zeros(5, 2, 3),
-        "k": torch.zeros(5, 2, 3),
-        "v": torch.zeros(5, 2, 4),
-        "layout": layout,
-    }
-    return given | {"scale_len": 8} | changes
-
-
-def bias_with(**changes):
-    fields = {"position_table": torch.zeros(4), "time_table": torch.zeros(4)}
-    fields |= dict(zip(("timestamps", "next_timestamps"), times(5), strict=True))
-    return RelativeBias(**(fields | changes))
-
-
-WRONG = [
-    ({"q": torch.zeros(5, 6)}, ValueError, r"q must have shape \[total_len, heads, dim\], got \(5, 6\)"),
-    (
-        {"q": torch.zeros(5, 2, 3, dtype=torch.int64)},
-        TypeError,
-        "q must be a floating point tensor, got a tensor",
-    ),
-    ({"q": [1.0]}, TypeError, "q must be a floating point tensor, got list"),
-    ({"k": torch.zeros(5, 2, 3).double()}, TypeError, "k must have the dtype of q, torch.float32"),
-    ({"k": torch.zeros(4, 2, 3)}, ValueError, "k has 4 rows, the layout total_len = 5"),
-    ({"k": torch.zeros(5, 2, 4)}, ValueError, "k must have the head dimension of q, 3, got 4"),
-    ({"v": torch.zeros(5, 1, 4)}, ValueError, "v must have the heads of q, 2, got 1"),
-    ({"v": torch.zeros(5, 2, 0)}, ValueError, "v must have at least one head and one dimension"),
-    ({"v": torch.zeros(5, 2, 4, device="meta")}, ValueError, "v is on meta, the layout on cpu"),
-    ({"layout": torch.tensor([3, 2])}, TypeError, "layout must be a SequenceLayout, got Tensor"),
-    ({"mask": None}, TypeError, "mask must be an AttentionMask, got NoneType"),
-    ({"scale_len": 0}, ValueError, "scale_len must be positive and finite, got 0"),
-    ({"scale_len": torch.tensor(3)}, TypeError, "scale_len must be a number, got Tensor"),
-    ({"alpha": float("nan")}, ValueError, "alpha must be finite, got nan"),
-    ({"alpha": "auto"}, TypeError, "alpha must be a number, got str"),
-    ({"bias": torch.zeros(5, 5)}, TypeError, "bias must be a RelativeBias or None, got Tensor"),
-    (
-        {"bias": bias_with(time_table=torch.zeros(3, 4))},
-        ValueError,
-        "bias.time_table has 3 rows, q has 2 heads",
-    ),
-    ({"bias": bias_with(timestamps=times(4)[0])}, ValueError, "bias.timestamps has 4 entries, q has 5 rows"),
-    (
-        {"bias": bias_with(position_table=torch.zeros(4, device="meta"))},
-        ValueError,
-        "bias.position_table is on meta, q on cpu",
-    ),
-    (
-        {"backend": "cuda"},
-        ValueError,
-        "hstu_attention has no backend 'cuda'; it has auto, sm90, triton, reference",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=[message for *_, message in WRONG])
-def test_wrong_arguments_are_named(changes, error, message):
-    with pytest.raises(error, match=message):
-        hstu_attention(**arguments(**changes))
-
-
-def test_the_scale_is_required():
-    with pytest.raises(TypeError, match="scale_len"):
-        hstu_attention(
-            torch.zeros(5, 2, 3), torch.zeros(5, 2, 3), torch.zeros(5, 2, 3), arguments()["layout"]
-        )

@@ -183,7 +183,7 @@ def test_it_fits_into_the_registers_and_the_shared_memory(kernel, biased, width,
     check_spills(made, width, itemsize)
 
 
-@pytest.mark.parametrize("capability", [80, 89])
+@pytest.mark.parametrize("capability", [80, pytest.param(89, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("kernel", "biased", "width", "itemsize"), cases_of(SMALL_SIZES))
 def test_it_fits_into_other_gpus(kernel, biased, width, itemsize, capability, tmp_path):
     made = compiled(tmp_path, kernel, biased, width, itemsize, sizes=SMALL_SIZES, capability=capability)

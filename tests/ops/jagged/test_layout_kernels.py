@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from recsys.ops import SequenceLayout
+from tests.ops.harness import interpreter_test
 from tests.tools.assembled import assemble
-from tests.tools.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
+from tests.tools.interpreter import INTERPRETED, interpreted
 
 
 @pytest.fixture
@@ -15,7 +16,6 @@ def few_lanes(monkeypatch):
     """Several programs."""
     from recsys.ops.jagged import layout_kernels
 
-    mend_interpreter(monkeypatch)
     monkeypatch.setattr(layout_kernels, "LANES", 16)
 
 
@@ -52,9 +52,7 @@ def test_the_same_numbers(few_lanes, seed):
     assert_equal_numbers(seed)
 
 
-@starts_it
-def test_the_kernels_in_the_interpreter():
-    run_interpreted(__file__)
+test_the_kernels_in_the_interpreter = interpreter_test(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")

@@ -1,48 +1,54 @@
-"""`linear_logp_sharded` on two ranks against `linear_logp` over the whole weight."""
+"""`linear_logp_sharded` on two ranks, by kernels on one GPU, against `linear_logp` over the whole weight."""
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
-from recsys.ops import linear_logp
+from recsys.ops import last_backend, linear_logp
 from recsys.ops.linear_logp.parallel import linear_logp_sharded
-from tests.ops.harness import gradients
-from tests.ops.linear_logp.problems import arguments_of, leaves_of, problem
+from tests.ops.harness import REFERENCE, Problem, Runner, assert_close, gradients, runners
+from tests.ops.linear_logp.problems import FLOATS, arguments_of, leaves_of, problem
 from tests.tools.forks import run_ranks
 
-CANDIDATES = 24
 
+def compare(rank: int, runner: Runner, whole: Problem, cuts: tuple[int, int, int]) -> None:
+    """Outputs and all gradients at once; of the reference also single ones."""
+    mine, place = slice(cuts[rank], cuts[rank + 1]), {"first_row": cuts[rank], "num_rows": cuts[2]}
 
-def compare(rank: int, cuts: tuple[int, int, int], ids: bool) -> None:
-    """Outputs, all gradients at once, and single ones; a large score sets the ranks' sums far apart. Without
-    ids the rows are normalised."""
-    whole = problem(17, CANDIDATES, 5, ids=ids, l2_normalize=not ids)
-    whole.tensors["bias"][3] += 40
+    def own(name, value):
+        value = value.detach().to(runner.device)
+        return value[mine].clone() if name in ("weight", "bias", "candidate_ids") else value
+
+    exact = arguments_of(whole.cast(torch.float64))
+    want = linear_logp(**exact)
+    names = [name for name in FLOATS if name in exact]
+    grads = dict(zip(names, gradients(want, leaves_of(exact)), strict=True))
+    right = [own(name, grads[name]).cpu() for name in names]
+    options = {"l2_normalize": exact.pop("l2_normalize", False), "backend": runner.backend, **place}
     given = arguments_of(whole)
-    leaves = leaves_of(given)
-    want = linear_logp(**given)
-    hidden_grad, weight_grad, bias_grad, temperature_grad = gradients(want, leaves)
-    mine = slice(cuts[rank], cuts[rank + 1])
-    right = (hidden_grad, weight_grad[mine], bias_grad[mine], temperature_grad)
-    shard = given | {name: value.detach().clone() for name, value in given.items() if name != "l2_normalize"}
-    for name in ("weight", "bias", *(("candidate_ids",) if ids else ())):
-        shard[name] = shard[name][mine].clone()
+    given.pop("l2_normalize", None)
 
     def sharded(operands):
-        group = dist.group.WORLD
-        return linear_logp_sharded(**operands, group=group, first_row=cuts[rank], num_rows=CANDIDATES)
+        return linear_logp_sharded(**operands, group=dist.group.WORLD, **options)
 
-    leaves = [leaf.requires_grad_() for leaf in leaves_of(shard)]
-    got = sharded(shard)
-    for one, other in zip(got, want, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    for one, other in zip(gradients(got, leaves), right, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
-    for name, other in zip(("hidden", "weight", "bias", "temperature"), right, strict=True):
-        plain = shard | {key: value.detach() for key, value in shard.items() if key != "l2_normalize"}
-        leaf = plain[name].requires_grad_()
-        (alone,) = gradients(sharded(plain), [leaf])
-        torch.testing.assert_close(alone, other, rtol=1e-11, atol=1e-11)
+    def shard(*with_gradients):
+        operands = {name: own(name, value) for name, value in given.items()}
+        return operands, [operands[name].requires_grad_() for name in with_gradients]
+
+    operands, leaves = shard(*names)
+    got = sharded(operands)
+    assert last_backend("linear_logp") == runner.backend
+    found = gradients(got, leaves)
+    if runner != REFERENCE:
+        for ours, exactly in zip([*got, *found], [*want, *right], strict=True):
+            assert (ours.detach().cpu().double() - exactly).norm() <= 2**-7 * exactly.norm() + 1e-4
+        return
+    assert_close(got, want, 1e-12)
+    assert_close(found, right, 1e-11)
+    for name, exactly in zip(names, right, strict=True):
+        operands, leaves = shard(name)
+        assert_close(gradients(sharded(operands), leaves), [exactly], 1e-11)
 
 
 def nothing_left(rank: int) -> None:
@@ -64,21 +70,37 @@ def nothing_left(rank: int) -> None:
     assert not hidden.grad[0].any() and hidden.grad[1].isfinite().all() and weight.grad.isfinite().all()
 
 
-def rank_main(rank: int, folder: str) -> None:
+def compare_all(rank: int, runner: Runner) -> None:
     """All checks in one pair of processes: starting them takes longer than they do."""
+    if runner == REFERENCE:
+        for cuts in ((0, 12, 24), (0, 0, 24)):  # equal parts; a rank without any
+            for ids in (False, True):
+                whole = problem(17, 24, 5, ids=ids, l2_normalize=not ids)
+                whole.tensors["bias"][3] += 40  # sets the ranks' sums far apart
+                compare(rank, runner, whole, cuts)
+        nothing_left(rank)
+        return
+    for full in (False, True) if runner.backend == "triton" else (False,):
+        whole = problem(500, 3000, 72, bias=full, ids=full, l2_normalize=full)
+        whole.tensors["hidden"] /= 72**0.5
+        compare(rank, runner, whole.cast(torch.bfloat16), (0, 1300, 3000))
+
+
+def rank_main(rank: int, folder: str, backend: str, device: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     try:
-        for cuts in ((0, 12, CANDIDATES), (0, 0, CANDIDATES)):  # equal parts; a rank without any
-            for ids in (False, True):
-                compare(rank, cuts, ids)
-        nothing_left(rank)
+        compare_all(rank, Runner(backend, device))
     finally:
         dist.destroy_process_group()
 
 
-def test_both_ranks_have_the_outputs_and_gradients_of_the_whole(tmp_path):
-    run_ranks(rank_main, str(tmp_path))
+@pytest.mark.parametrize("runner", runners("reference", "triton", "sm90", interpreter=False))
+def test_both_ranks_have_the_outputs_and_gradients_of_the_whole(runner, tmp_path):
+    if runner == REFERENCE:
+        run_ranks(rank_main, str(tmp_path), *runner)
+    else:
+        mp.spawn(rank_main, args=(str(tmp_path), *runner), nprocs=2)
 
 
 def single(**changes):

@@ -8,18 +8,16 @@ import torch
 
 from recsys.ops import AttentionMask, RelativeBias
 from recsys.ops.hstu_attention import Problem
-from tests.ops.attention import times_of
-from tests.ops.cases import layout_of, relative_bias, samples
-from tests.ops.hstu_attention.test_triton_packed import HEADS, on_hopper  # noqa: F401
+from tests.ops import harness
+from tests.ops.attention import BIAS, large
 from tests.tools.assembled import assembled, compile_to_ptx
-from tests.tools.interpreter import INTERPRETED, interpreted, run_interpreted, starts_it
+from tests.tools.interpreter import INTERPRETED, interpreted
 
 triton = pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 if not triton.__version__.startswith("3.6."):
     pytest.skip("the kernel is written in the Gluon of Triton 3.6", allow_module_level=True)
 
 DIM = 64
-SCALE_LEN = 64.0
 
 
 @pytest.fixture
@@ -30,74 +28,58 @@ def emulated(monkeypatch):
     from tests.tools.gluon_emulator import Emulated
 
     monkeypatch.setattr(triton_launch, "can_describe", lambda *_: True)
-    monkeypatch.setattr(hopper_launch, "CACHED_BYTES", 100 * HEADS * DIM * 8)  # several sections
+    monkeypatch.setattr(hopper_launch, "CACHED_BYTES", 100 * 2 * DIM * 8)  # several sections
     monkeypatch.setattr(triton_launch, "missing_for_hopper", lambda: "")
     monkeypatch.setattr(biased_launch, "biased_kernel", Emulated(biased_launch.biased_kernel))
 
 
-def gradients(kind, shapes, contextual, rows, mask):
-    """Those of the kernel, and what it was given: layout, cotangent, q, k and v, bias."""
+def gradients(given):
+    """Those of the kernel, for the cotangent of the harness."""
     from recsys.ops.hstu_attention.triton import launch as triton_launch
 
-    layout = layout_of(samples(contextual, shapes))
-    generator = torch.Generator().manual_seed(0)
-    shape = layout.total_len, HEADS, DIM
-    cotangent, *leaves = (torch.randn(shape, generator=generator).half() for _ in range(4))
-    host, times = relative_bias(layout.total_len, rows=rows), times_of(kind, layout.total_len)
-    tables = [table.detach() for table in (host.position_table, host.time_table)]
-    bias = RelativeBias(*tables, times, torch.cat([times[1:], times[-1:] + 60]))
-    problem = Problem(layout, mask, DIM**-0.5, SCALE_LEN, bias)
-    got = triton_launch.backward(cotangent, *leaves, problem, tables=True)
-    return got, layout, cotangent, leaves, bias
+    options, tensors = given.options, [tensor.detach() for tensor in given.tensors.values()]
+    bias = RelativeBias(*tensors[3:], *(options[name] for name in BIAS[2:]))
+    problem = Problem(options["layout"], options["mask"], DIM**-0.5, 64.0, bias)
+    cotangent = harness.normal(*tensors[2].shape, seed=100, dtype=torch.bfloat16).half()
+    return triton_launch.backward(cotangent, *tensors[:3], problem, tables=True)
 
 
 @interpreted
 @pytest.mark.parametrize(
-    ("kind", "shapes", "contextual", "rows", "mask"),
+    ("times", "shapes", "contextual", "rows", "mask"),
     [
-        ("hours", [(150, 9)], 0, HEADS, AttentionMask()),
+        ("hours", [(150, 9)], 0, 2, AttentionMask()),
         ("years", [(70, 20), (5, 0), (0, 30), (64, 0)], 1, None, AttentionMask(130, 70, True, 5)),
-        ("anywhere", [(200, 3)], 3, None, AttentionMask(window=40)),
-        ("missing", [(63, 1), (1, 1), (300, 0), (0, 0)], 0, HEADS, AttentionMask(None, 0, False, 3, False)),
-        ("minutes", [(260, 0)], 0, HEADS, AttentionMask(window=20, prefix=2)),
+        ("anywhere", [(140, 3)], 3, None, AttentionMask(window=40)),
+        ("missing", [(63, 1), (1, 1), (130, 0), (0, 0)], 0, 2, AttentionMask(None, 0, False, 3, False)),
+        ("minutes", [(200, 0)], 0, 2, AttentionMask(window=20, prefix=2)),
     ],
 )
-def test_gradients_are_as_near_as_the_reference(kind, shapes, contextual, rows, mask, emulated):
+def test_gradients_are_as_near_as_the_reference(times, shapes, contextual, rows, mask, emulated):
     """In float16, which the interpreter has: at most twice as far from float64; sums of 11 bits."""
-    from recsys.ops.hstu_attention import reference
-
-    got, layout, cotangent, leaves, bias = gradients(kind, shapes, contextual, rows, mask)
-    found = []
-    for dtype, wide in ((torch.float16, torch.float32), (torch.float64, torch.float64)):
-        given = [tensor.to(dtype).requires_grad_() for tensor in leaves]
-        given += [table.to(wide).requires_grad_() for table in (bias.position_table, bias.time_table)]
-        own_bias = RelativeBias(*given[3:], bias.timestamps, bias.next_timestamps)
-        out = reference.run(*given[:3], Problem(layout, mask, DIM**-0.5, SCALE_LEN, own_bias))
-        found.append(torch.autograd.grad(out, given, cotangent.to(out)))
-    for ours, other, exact in zip(got, *found, strict=True):
-        error, allowed = ((tensor.double() - exact).norm() for tensor in (ours, other))
-        assert error <= 2 * allowed + 1e-3 * exact.norm()
+    given = large(shapes, contextual, (DIM, DIM), torch.float16, rows, mask, times=times)
+    _, *theirs = harness.results(given, harness.REFERENCE)
+    _, *exact = harness.results(given.cast(torch.float64), harness.REFERENCE)
+    harness.assert_as_near(gradients(given), theirs, exact, floor=1e-3)
 
 
 @interpreted
 def test_parts_of_the_items_add_up(emulated, monkeypatch):
     from recsys.ops.hstu_attention.bias import launch as bias_launch
 
-    shapes = [(70, 20), (64, 0), (130, 5)]
     found, starts = [], []
     monkeypatch.setattr(bias_launch, "MOST_RECORD_BYTES", 0)
     for small in (bias_launch.SMALL_RECORDS, 100):
         monkeypatch.setattr(bias_launch, "SMALL_RECORDS", small)
-        found.append(gradients("hours", shapes, 1, HEADS, AttentionMask())[0])
-        starts.append(bias_launch.num_parts(6, layout_of(samples(1, shapes)), DIM))
-    assert starts == [1, 3]
+        given = large([(70, 20), (64, 0)], 1, (DIM, DIM), torch.float16, 1, heads=1, times="hours")
+        found.append(gradients(given))
+        starts.append(bias_launch.num_parts(4, given.options["layout"], DIM))
+    assert starts == [1, 2]
     for ours, other in zip(*found, strict=True):
         torch.testing.assert_close(ours, other, rtol=2**-10, atol=1e-6)  # in float16
 
 
-@starts_it
-def test_the_kernel_in_the_emulator():
-    run_interpreted(__file__)
+test_the_kernel_in_the_emulator = harness.interpreter_test(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")

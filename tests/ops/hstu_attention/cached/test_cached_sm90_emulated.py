@@ -9,17 +9,9 @@ from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention.cached import hopper_launch as cached_hopper_launch
 from recsys.ops.hstu_attention.cached import reference
 from recsys.ops.hstu_attention.problem import CachedProblem
-from recsys.ops.runtime import hopper_launch as runtime_hopper_launch
-from tests.tools.gluon_emulator import Emulated
+from tests.ops import harness
 
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch):
-    monkeypatch.setattr(
-        cached_hopper_launch, "candidates_kernel", Emulated(cached_hopper_launch.candidates_kernel)
-    )
-    monkeypatch.setattr(runtime_hopper_launch, "num_processors", lambda device: 3)
-
+pytestmark = pytest.mark.usefixtures("emulated")
 
 SIZES = [*cached_hopper_launch.SIZES.items(), *cached_hopper_launch.LARGE_SIZES.items()]
 
@@ -36,13 +28,11 @@ def check(cached, targets, mask, dim=64, heads=2, contextual=0, sizes=None):
     cache_k, cache_v = room[:, : cache_layout.total_len]
     problem = CachedProblem(layout, mask, dim**-0.5, 50.0, None, cache_layout=cache_layout)
     got = cached_hopper_launch.forward(q, k, v, cache_k, cache_v, problem, sizes)
-    exact, other = (
+    theirs, exact = (
         reference.run(*(t.to(dtype) for t in (q, k, v, cache_k, cache_v)), problem)
-        for dtype in (torch.float64, torch.bfloat16)
+        for dtype in (torch.bfloat16, torch.float64)
     )
-    norm = exact.norm().clamp(min=1e-30)
-    error, allowed = ((out.double() - exact).norm() / norm for out in (got, other))
-    assert got.isfinite().all() and error <= 2 * allowed + 1e-3, (float(error), float(allowed))
+    harness.assert_as_near([got], [theirs], [exact], floor=1e-3)
 
 
 @pytest.mark.parametrize(("dim", "sizes"), [SIZES[0], SIZES[2]])

@@ -1,4 +1,4 @@
-"""`hstu_attention_cached` against loops over queries and keys, and against whole samples."""
+"""`hstu_attention_cached` on every backend against whole samples, and what a model with a cache relies on."""
 
 import hypothesis
 import pytest
@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from recsys.ops import (
     AttentionMask,
-    CachedRelativeBias,
     RelativeBias,
     SequenceLayout,
     explain,
@@ -15,78 +14,233 @@ from recsys.ops import (
     hstu_attention_cached,
     last_backend,
 )
+from recsys.ops.hstu_attention.triton.block_sizes import Blocks
 from recsys.ops.jagged import padding
-from tests.ops import oracle
-from tests.ops.cases import MASKS, cut, layout_of, qkv, relative_bias, samples, times
+from tests.ops import cases, harness, oracle
+from tests.ops.attention import BIAS, by_loops, problem
+from tests.ops.cases import MASKS, cut, layout_of, qkv, relative_bias, samples
+from tests.ops.harness import REFERENCE, Runner, runners
+from tests.ops.hstu_attention.cached.calls import cached, check, output
 from tests.ops.oracle import Sample
+from tests.tools.interpreter import INTERPRETED, WithNumbersOnly, interpreted
 
+INTERPRETER = Runner("triton", "cpu")
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # float64, sums in another order
 
 # Of samples with 5, 0, 0, 6 and 1 events. With three contextual tokens a cache without events is not empty.
-CUTS = {
-    "nothing cached": [0, 0, 0, 0, 0],
-    "all events cached": [9, 9, 9, 9, 9],
-    "ragged": [2, 0, 0, 5, 1],
-    "some samples without a cache": [3, 0, 0, 0, 0],
-}
+SMALL_CUTS = ([0, 0, 0, 0, 0], [9, 9, 9, 9, 9], [2, 0, 0, 5, 1], [3, 0, 0, 0, 0])
+RAGGED = SMALL_CUTS[2]
+
+# Caches and new tokens inside a tile, over several, odd, empty; the last sample has nothing new.
+SHAPES = [(29, 5), (0, 3), (0, 0), (23, 0), (12, 19), (9, 0)]
+CUTS = {"ragged": [13, 0, 0, 22, 12, 9], "nothing cached": [0] * 6, "all cached": [99] * 6}
+
+everywhere = pytest.mark.parametrize("runner", runners("reference", "triton"))
+by_kernels = pytest.mark.parametrize("runner", runners("triton"))
 
 
-@pytest.mark.parametrize("num_cached", CUTS.values(), ids=CUTS)
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several tiles a sample, several blocks a tile."""
+    if not INTERPRETED:
+        return
+    from recsys.ops.hstu_attention.cached import triton_ops
+
+    monkeypatch.setattr(triton_ops, "blocks_for", lambda *_: Blocks(16, 8, 4, 1))
+
+
 @pytest.mark.parametrize("contextual", [0, 3])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_new_tokens_get_their_rows_of_the_whole(mask, contextual, num_cached):
-    batch = samples(contextual)
-    whole, parts = layout_of(batch), cut(batch, num_cached)
-    inputs = [tensor.detach() for tensor in qkv(whole.total_len)]
+def test_the_reference_has_the_rows_of_the_whole(mask, contextual):
+    """Caches of nothing, of all events, ragged ones, and samples without one; with and without a bias."""
     for rows in (0, None, 2):
-        bias = None if rows == 0 else relative_bias(whole.total_len, rows=rows)
-        expected = hstu_attention(*inputs, whole, mask, scale_len=7, bias=bias, backend="reference").detach()
-        out = hstu_attention_cached(
-            *parts.arguments(*inputs), mask, scale_len=7, bias=None if bias is None else parts.bias(bias)
-        )
-        assert last_backend("hstu_attention_cached") == "reference"
-        torch.testing.assert_close(out, parts.new(expected), **EXACT)
+        given = problem(cases.SHAPES, contextual, mask, heads=2, bias_rows=rows)
+        whole = output(given, REFERENCE)
+        for num_cached in SMALL_CUTS:
+            new = cached(given, num_cached)
+            torch.testing.assert_close(output(new, REFERENCE), new.options["parts"].new(whole), **EXACT)
+
+
+MASK_CASES = [(mask, 3 * (i % 2), "ragged") for i, mask in enumerate(MASKS[1::5])]
+MASK_CASES += [(mask, 3, cached) for mask in MASKS[1::25] for cached in ("nothing cached", "all cached")]
+
+
+@by_kernels
+@pytest.mark.parametrize(("mask", "contextual", "kept"), MASK_CASES, ids=str)
+def test_new_tokens_get_their_rows_of_the_whole(mask, contextual, kept, runner):
+    """Ragged caches meet all masks; caches of nothing and of everything do not depend on the mask."""
+    check(problem(SHAPES, contextual, mask), CUTS[kept], runner)
+
+
+@by_kernels
+@pytest.mark.parametrize(("mask", "rows"), list(zip(MASKS[3::9], [None, 2] * 3, strict=False)), ids=str)
+def test_bias(mask, rows, runner):
+    check(problem(SHAPES, 1, mask, heads=rows or 1, bias_rows=rows), CUTS["ragged"], runner)
+
+
+@everywhere
+@pytest.mark.parametrize("mask", [AttentionMask(4, 3, True, 11), AttentionMask(target_group_size=3)], ids=str)
+def test_groups_longer_than_a_tile(mask, runner):
+    """Against the loops."""
+    given = problem([(21, 13), (7, 0), (9, 3)], 2, mask, bias_rows=1)
+    new = cached(given, [17, 3, 9]).cast(torch.float64 if runner == REFERENCE else torch.float32)
+    expected = new.options["parts"].new(by_loops(**given.tensors, **given.options))
+    close = 1e-11 if runner == REFERENCE else 2e-5 if runner.is_interpreted else 1e-4
+    harness.assert_close([output(new, runner)], [expected], close)
+
+
+@by_kernels
+@pytest.mark.parametrize(
+    ("mask", "rows", "parts"),
+    list(zip(MASKS[1::6], [0, 2, None] * 3, [2, 8] * 4, strict=False)),
+    ids=str,
+)
+def test_keys_in_parts(mask, rows, parts, monkeypatch, runner):
+    """Parts of several blocks, of one and of none; sums that nobody has written would be NaN."""
+    from recsys.ops.hstu_attention.cached import triton_ops
+
+    monkeypatch.setattr(triton_ops, "num_parts", lambda *_: parts)
+    given = problem([(45, 5), *SHAPES], 2, mask, heads=2, bias_rows=rows)
+    check(given, [43, *CUTS["ragged"]], runner)
+
+
+@by_kernels
+@pytest.mark.parametrize(("dims", "alpha"), [((16, 5), 0.0), ((24, 16), -0.7), ((1, 33), None)])
+def test_other_dimensions_and_alphas(dims, alpha, runner):
+    check(problem(SHAPES, heads=3, dims=dims, alpha=alpha), CUTS["ragged"], runner)
 
 
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(data=st.data())
-def test_random_layouts_equal_the_loops(data):
-    contextual = data.draw(st.integers(0, 3), "contextual")
+def test_random_layouts_are_the_loops(data):
     shapes = data.draw(st.lists(st.tuples(*[st.integers(0, 5)] * 3), max_size=4), "cached, new, targets")
-    mask = data.draw(st.sampled_from([*MASKS, AttentionMask(2, 1, True, 3)]), "mask")
-    alpha = data.draw(st.sampled_from([None, 0.0, -0.7]), "alpha")
-    batch = samples(contextual, [(cached + new, targets) for cached, new, targets in shapes])
-    total_len, parts = sum(sample.length for sample in batch), cut(batch, [cached for cached, *_ in shapes])
-    inputs = [tensor.detach() for tensor in qkv(total_len, dim=3, v_dim=data.draw(st.sampled_from([1, 5])))]
-    bias = relative_bias(total_len, rows=2) if data.draw(st.booleans(), "bias") else None
-    out = hstu_attention_cached(
-        *parts.arguments(*inputs),
-        mask,
-        alpha=alpha,
-        scale_len=4,
-        bias=None if bias is None else parts.bias(bias),
+    whole = [(kept + new, targets) for kept, new, targets in shapes]
+    given = problem(
+        whole,
+        data.draw(st.integers(0, 3), "contextual") if shapes else 0,
+        data.draw(st.sampled_from([*MASKS, AttentionMask(2, 1, True, 3)]), "mask"),
+        heads=2,
+        bias_rows=data.draw(st.sampled_from([0, 2]), "bias"),
+        dims=(3, data.draw(st.sampled_from([1, 5]))),
+        alpha=data.draw(st.sampled_from([None, 0.0, -0.7]), "alpha"),
     )
-    expected = oracle.hstu(*inputs, batch, mask, 3**-0.5 if alpha is None else alpha, 4, bias)
-    torch.testing.assert_close(out, parts.new(expected), rtol=1e-11, atol=1e-12)
+    new = cached(given, [kept for kept, *_ in shapes])
+    expected = by_loops(**given.tensors, **given.options)
+    torch.testing.assert_close(
+        output(new, REFERENCE), new.options["parts"].new(expected), rtol=1e-11, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, None)])
-def test_lower_precision_stays_near_float64(dtype, tolerance):
+def test_lower_precision_of_the_reference_stays_near_float64(dtype, tolerance):
     """The error is at most twice that of whole samples in the same type."""
-    batch = samples(1, [(60, 5), (3, 1), (33, 0)])
-    whole, parts = layout_of(batch), cut(batch, [40, 0, 33])
-    inputs = [tensor.detach() for tensor in qkv(whole.total_len, dim=16, v_dim=16)]
-    bias = relative_bias(whole.total_len, rows=None)
-    mask = AttentionMask(window=20, prefix=3)
-    exact = parts.new(hstu_attention(*inputs, whole, mask, scale_len=64, bias=bias))
-    rounded = [tensor.to(dtype) for tensor in inputs]
-    uncached = parts.new(hstu_attention(*rounded, whole, mask, scale_len=64, bias=bias))
-    out = hstu_attention_cached(*parts.arguments(*rounded), mask, scale_len=64, bias=parts.bias(bias))
+    given = problem(
+        [(60, 5), (3, 1), (33, 0)],
+        1,
+        AttentionMask(window=20, prefix=3),
+        heads=2,
+        bias_rows=None,
+        dims=(16, 16),
+        scale_len=64,
+    )
+    tables = dict.fromkeys(BIAS[:2], torch.float64)
+    new, rounded = cached(given, [40, 0, 33]), given.cast(dtype, **tables)
+    parts = new.options["parts"]
+    out = output(new.cast(dtype, **tables), REFERENCE)
+    exact, uncached = (parts.new(output(one, REFERENCE)) for one in (given, rounded))
     assert out.dtype == dtype
     error, allowed = ((one.double() - exact).norm() for one in (out, uncached))
     assert error < 2 * allowed
     if tolerance is not None:
         torch.testing.assert_close(out, uncached, rtol=tolerance, atol=tolerance)
+
+
+@interpreted
+def test_float16():
+    """At most twice as far from float64 as the reference in float16. The interpreter lacks bfloat16."""
+    given = problem(SHAPES, 3, AttentionMask(5, 4, True, 3), heads=2, dims=(16, 7), scale_len=64)
+    half = cached(given.cast(torch.float16), CUTS["ragged"])
+    ours, theirs = (output(half, runner) for runner in (INTERPRETER, REFERENCE))
+    exact = output(half.cast(torch.float64), REFERENCE)
+    harness.assert_as_near([ours], [theirs], [exact], floor=0.0)
+
+
+@interpreted
+def test_nothing_is_written_past_the_last_row(monkeypatch):
+    new = cached(problem(SHAPES[::-1], 1, heads=2).cast(torch.float32), CUTS["ragged"][::-1])
+    with harness.guarded_memory(monkeypatch):
+        output(new, INTERPRETER)
+
+
+@interpreted
+def test_views_are_taken_as_they_are():
+    """New rows of one projection, and a cache that lies with its heads outside of its rows."""
+    batch = samples(1, SHAPES)
+    parts = cut(batch, CUTS["ragged"])
+    q, k, v = torch.randn(parts.layout.total_len, 2, 8).split([3, 3, 2], dim=2)
+    cache = torch.randn(2, parts.cache_layout.total_len, 5).transpose(0, 1).split([3, 2], dim=2)
+    ours, theirs = (
+        hstu_attention_cached(q, k, v, parts.layout, *cache, parts.cache_layout, scale_len=8, backend=backend)
+        for backend in ("triton", "reference")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@everywhere
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_a_batch_without_tokens(lengths, runner):
+    layout = SequenceLayout(torch.tensor(lengths, dtype=torch.int64))
+    for rows in (0, 2):
+        given = problem([], heads=2, bias_rows=rows).cast(torch.float32).with_options(layout=layout)
+        assert output(cached(given, [0] * len(lengths)), runner).shape == (0, 2, 2)
+
+
+@everywhere
+def test_a_sample_with_nan_spoils_no_other(runner):
+    given = problem([(14, 1), (9, 2), (5, 2)], 1, heads=2).cast(torch.float32)
+    new = cached(given, [3, 5, 5])
+    clean = output(new, runner)
+    for name in "qkv":
+        given.tensors[name].detach()[16:28] = torch.nan
+    out = output(new, runner)
+    assert torch.equal(out[:12], clean[:12]) and torch.equal(out[18:], clean[18:])
+    assert out[12:18].isnan().all()
+
+
+@interpreted
+def test_the_library_op_in_the_interpreter(monkeypatch):
+    """Its schema and shapes without numbers: a compiler relies on them. D != V, a strided input."""
+    from recsys.ops.hstu_attention.cached import triton_ops
+
+    monkeypatch.setattr(SequenceLayout, "host_copy", None)  # as if the lengths were on a device
+    monkeypatch.setattr(triton_ops, "wrap_triton", WithNumbersOnly)
+    for batch in (samples(1, SHAPES), samples(1, [(0, 0)])):
+        parts = cut(batch, CUTS["ragged"][: len(batch)])
+        tensors = [t.detach().float() for t in qkv(sum(sample.length for sample in batch), dim=3, v_dim=5)]
+        q, k, v, layout, cache_k, cache_v, cached = parts.arguments(*tensors)
+        bias = parts.bias(relative_bias(sum(sample.length for sample in batch), rows=2))
+        tables = (bias.position_table.float(), bias.time_table.float(), bias.timestamps)
+        times = (bias.next_timestamps, bias.cache_timestamps)
+        lengths = (layout.lengths, layout.offsets, layout.num_targets, cached.lengths, cached.offsets)
+        for more in ((*tables, *times), (None,) * 5):
+            arguments = (q, k.transpose(0, 1).contiguous().transpose(0, 1), v, cache_k, cache_v, *lengths)
+            torch.library.opcheck(
+                triton_ops.hstu_attention_cached_triton,
+                (*arguments, *more, 1, 3, 2, False, 2, True, 0.5, 8.0),
+                test_utils=("test_schema", "test_faketensor"),
+            )
+
+
+@interpreted
+def test_auto_stays_with_the_reference_on_a_cpu():
+    parts = cut(samples(0, [(3, 1)]), [2])
+    arguments = parts.arguments(*(tensor.detach().float() for tensor in qkv(4)))
+    hstu_attention_cached(*arguments, scale_len=1)
+    assert last_backend("hstu_attention_cached") == "reference"
+    assert dict(explain("hstu_attention_cached", *arguments, scale_len=1).rows)["triton"].ok
+
+
+test_the_kernel_in_the_interpreter = harness.interpreter_test(__file__)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -129,24 +283,10 @@ def test_candidates_in_microbatches_against_one_cache(size):
 @pytest.mark.parametrize("limits", [(0, 1), (2**40, 2**40)])
 def test_it_is_the_same_however_it_is_cut_into_chunks(limits, monkeypatch):
     monkeypatch.setattr(padding, "CPU_LIMITS", padding.Limits(max_scores=limits[1], wasted_scores=limits[0]))
-    batch = samples(1)
-    parts = cut(batch, CUTS["ragged"])
-    inputs = [tensor.detach() for tensor in qkv(sum(sample.length for sample in batch))]
-    out = hstu_attention_cached(*parts.arguments(*inputs), AttentionMask(window=2), scale_len=3)
-    expected = oracle.hstu(*inputs, batch, AttentionMask(window=2), 3**-0.5, 3)
-    torch.testing.assert_close(out, parts.new(expected), rtol=1e-11, atol=1e-12)
-
-
-def test_a_sample_with_nan_spoils_no_other():
-    batch = samples(1, [(4, 1), (9, 2), (5, 2)])
-    parts = cut(batch, [3, 5, 5])
-    inputs = [tensor.detach() for tensor in qkv(sum(sample.length for sample in batch))]
-    clean = hstu_attention_cached(*parts.arguments(*inputs), scale_len=8)
-    for tensor in inputs:
-        tensor[6:18] = float("nan")
-    out = hstu_attention_cached(*parts.arguments(*inputs), scale_len=8)
-    assert torch.equal(out[:2], clean[:2]) and torch.equal(out[8:], clean[8:])
-    assert out[2:8].isnan().all()
+    given = problem(cases.SHAPES, 1, AttentionMask(window=2), heads=2, scale_len=3)
+    new = cached(given, RAGGED)
+    expected = new.options["parts"].new(by_loops(**given.tensors, **given.options))
+    torch.testing.assert_close(output(new, REFERENCE), expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -195,110 +335,3 @@ def test_a_stack_with_a_cache(reads, contextual, layers):
         expected, _ = stack(x, layout_of([grown]), mask, weights)
         equal = torch.allclose(out, expected[prefilled.length :], rtol=1e-10, atol=1e-10)
         assert equal == (not extended or layers == 1 or mask.history_can_grow(contextual))
-
-
-def arguments(**changes):
-    batch = [Sample(1, 3, 2), Sample(1, 1, 0)]
-    parts = cut(batch, [2, 1])
-    names = ("q", "k", "v", "layout", "cache_k", "cache_v", "cache_layout")
-    inputs = [tensor.detach().float() for tensor in qkv(8, dim=3, v_dim=4)]
-    return dict(zip(names, parts.arguments(*inputs), strict=True)) | {"scale_len": 8} | changes
-
-
-def bias_with(**changes):
-    fields = {"position_table": torch.zeros(4), "time_table": torch.zeros(4)}
-    fields |= dict(zip(("timestamps", "next_timestamps"), times(3), strict=True))
-    return CachedRelativeBias(**(fields | {"cache_timestamps": times(5)[0]} | changes))
-
-
-LAYOUT = SequenceLayout(torch.tensor([3, 2]))
-WRONG = [
-    ({"q": torch.zeros(3, 6)}, ValueError, r"q must have shape \[total_len, heads, dim\], got \(3, 6\)"),
-    ({"layout": LAYOUT}, ValueError, "q has 3 rows, the layout total_len = 5"),
-    ({"cache_layout": [4]}, TypeError, "cache_layout must be a SequenceLayout, got list"),
-    (
-        {"cache_layout": SequenceLayout(torch.tensor([5]))},
-        ValueError,
-        "cache_layout has 1 samples, layout 2; each sample of layout continues",
-    ),
-    (
-        {"cache_layout": SequenceLayout(torch.tensor([3, 2]), torch.tensor([1, 1]))},
-        ValueError,
-        "cache_layout must hold no targets, it has 2",
-    ),
-    ({"cache_layout": LAYOUT.to("meta")}, ValueError, "cache_layout is on meta, layout on cpu"),
-    (
-        {"cache_layout": SequenceLayout(torch.tensor([3, 3]))},
-        ValueError,
-        "cache_k has 5 rows, the cache_layout total_len = 6",
-    ),
-    ({"cache_k": None}, TypeError, "cache_k must be a tensor, got NoneType"),
-    ({"cache_k": torch.zeros(5, 2, 3).half()}, TypeError, "cache_k must have the dtype of q, torch.float32"),
-    (
-        {"cache_v": torch.zeros(5, 2, 3)},
-        ValueError,
-        r"cache_v must have shape \[cached tokens, 2, 4\] as v, got \(5, 2, 3\)",
-    ),
-    ({"cache_v": torch.zeros(5, 2, 4, device="meta")}, ValueError, "cache_v is on meta, v on cpu"),
-    ({"scale_len": -1}, ValueError, "scale_len must be positive and finite, got -1"),
-    ({"alpha": float("nan")}, ValueError, "alpha must be finite, got nan"),
-    (
-        {"bias": RelativeBias(torch.zeros(4), torch.zeros(4), *times(3))},
-        TypeError,
-        "bias must be a CachedRelativeBias .see RelativeBias.with_cache. or None, got RelativeBias",
-    ),
-    (
-        {"bias": bias_with(cache_timestamps=times(3)[0])},
-        ValueError,
-        "bias.cache_timestamps has 3 entries, cache_k has 5 rows",
-    ),
-    ({"bias": bias_with(timestamps=times(5)[0])}, ValueError, "bias.timestamps has 5 entries, q has 3 rows"),
-    (
-        {"bias": bias_with(time_table=torch.zeros(3, 4))},
-        ValueError,
-        "bias.time_table has 3 rows, q has 2 heads",
-    ),
-    (
-        {"backend": "cuda"},
-        ValueError,
-        "_cached has no backend 'cuda'; it has auto, sm90, triton, ref",
-    ),
-]
-
-
-@pytest.mark.parametrize(("changes", "error", "message"), WRONG, ids=[message for *_, message in WRONG])
-def test_wrong_arguments_are_named(changes, error, message):
-    with pytest.raises(error, match=message):
-        hstu_attention_cached(**arguments(**changes))
-
-
-def test_new_contextual_tokens_are_refused():
-    given = arguments()
-    given["layout"] = SequenceLayout.trusted(
-        given["layout"].lengths, given["layout"].offsets, given["layout"].num_targets, 1, 3, 3, 2
-    )
-    with pytest.raises(ValueError, match="layout must hold no contextual tokens, they are in the cache"):
-        hstu_attention_cached(**given)
-
-
-@pytest.mark.parametrize("name", ["q", "v", "cache_k", "cache_v"])
-def test_gradients_are_refused(name):
-    given = arguments()
-    given[name] = given[name].clone().requires_grad_()
-    with pytest.raises(RuntimeError, match="computes no gradients; call it under torch.no_grad"):
-        hstu_attention_cached(**given)
-    with torch.no_grad():
-        hstu_attention_cached(**given)
-
-
-def test_explain_answers_for_it():
-    assert dict(explain("hstu_attention_cached", **arguments()).rows)["reference"].ok
-
-
-@pytest.mark.parametrize("lengths", [[], [0, 0]])
-def test_a_batch_without_tokens(lengths):
-    layout = SequenceLayout(torch.tensor(lengths, dtype=torch.int64))
-    q, k, v = (torch.zeros(0, 2, width) for width in (3, 3, 4))
-    bias = RelativeBias(torch.zeros(4), torch.zeros(4), *times(0)).with_cache(times(0)[0])
-    out = hstu_attention_cached(q, k, v, layout, k, v, layout, scale_len=4, bias=bias)
-    assert out.shape == (0, 2, 4)

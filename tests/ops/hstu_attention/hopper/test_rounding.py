@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.tools.interpreter import interpreted, run_interpreted, starts_it
+from tests.ops.harness import interpreter_test
+from tests.tools.interpreter import interpreted
 
 pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
 
@@ -66,6 +67,4 @@ def test_the_kernel(tokens, heads, dim, even_first):
     check(whole, rounded, wanted)
 
 
-@starts_it
-def test_the_kernel_in_the_interpreter():
-    run_interpreted(__file__)
+test_the_kernel_in_the_interpreter = interpreter_test(__file__)

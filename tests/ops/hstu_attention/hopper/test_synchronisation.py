@@ -17,7 +17,7 @@ from recsys.ops.hstu_attention.hopper import backward, forward, launch
 from recsys.ops.hstu_attention.triton.launch import Problem
 from recsys.ops.runtime import hopper_launch
 from tests.ops.cases import layout_of, samples
-from tests.ops.hstu_attention.test_hopper_emulated import inputs, results
+from tests.ops.hstu_attention.emulated import inputs, results
 from tests.tools.gluon_emulator import Emulated
 from tests.tools.mutations import mutations
 
@@ -55,9 +55,8 @@ NOT_NEEDED = {
 def case(name, mask, dim):
     """q, k, v and a cotangent, and in float64 the output and the gradients of q, k and v."""
     layout = LAYOUTS[name]
-    tensors = inputs(layout.total_len, dim, heads=1)
-    cotangent = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    exact = results(layout, mask, *(tensor.double() for tensor in (cotangent, *tensors)))
+    *tensors, cotangent = inputs(layout.total_len, dim)
+    exact = results(layout, mask, (*tensors, cotangent), torch.float64)
     return Problem(layout, mask, dim**-0.5, 50.0, None), tensors, cotangent, exact
 
 

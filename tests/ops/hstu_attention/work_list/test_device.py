@@ -8,16 +8,19 @@ import torch
 from recsys.ops import AttentionMask, SequenceLayout
 from recsys.ops.hstu_attention.work_list import reference
 from recsys.ops.hstu_attention.work_list.columns import NUM_CACHED_COLUMNS, NUM_COLUMNS
+from tests.ops.harness import interpreter_test
 from tests.tools.assembled import assemble
-from tests.tools.interpreter import INTERPRETED, interpreted, mend_interpreter, run_interpreted, starts_it
+from tests.tools.interpreter import INTERPRETED, interpreted
 
 ORDERINGS = [
     {"COLUMNS": columns, "PADDED": padded, "LANES": 32, "COMPARED": 256}
     for columns, padded in ((NUM_COLUMNS, 16), (NUM_CACHED_COLUMNS, 32))
 ]
 TILES = ((128, 64), (192, 64), (64, 128), (128, 128), (16, 32))
-FLAGS = [(keys, window, 128, 128) for keys in (True, False) for window in (True, False)]
-FLAGS += [(False, window, tile, 64) for window in (True, False) for tile in (128, 192)]
+FLAGS = [(True, True, 128, 128), (False, True, 192, 64), (False, False, 128, 64)]
+OTHER_FLAGS = [(True, False, 128, 128), (False, True, 128, 128), (False, False, 128, 128)]
+OTHER_FLAGS += [(False, True, 128, 64), (False, False, 192, 64)]
+FLAGS += [pytest.param(*flags, marks=pytest.mark.slow) for flags in OTHER_FLAGS]
 
 
 @pytest.fixture
@@ -25,7 +28,6 @@ def few_lanes(monkeypatch):
     """Several programs."""
     from recsys.ops.hstu_attention.work_list import device
 
-    mend_interpreter(monkeypatch)
     few = {"LANES": 16, "CACHED_LANES": 16, "SAMPLES": 2, "ORDERED": 8, "COMPARED": 16}
     for name, value in few.items():
         monkeypatch.setattr(device, name, value)
@@ -128,9 +130,7 @@ def test_a_long_list_is_sorted(few_lanes, monkeypatch):
         assert_equal_lists(seed)
 
 
-@starts_it
-def test_the_kernel_in_the_interpreter():
-    run_interpreted(__file__)
+test_the_kernel_in_the_interpreter = interpreter_test(__file__)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
@@ -161,7 +161,7 @@ def test_sorting_fits_into_the_registers(constants, tmp_path):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
-@pytest.mark.parametrize("window", [True, False])
+@pytest.mark.parametrize("window", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_kernel_for_candidates_fits_into_the_registers(window, tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed (pip install triton==3.6.0)")
     from recsys.ops.hstu_attention.work_list.device import cached_items_kernel

@@ -8,15 +8,15 @@ from collections import defaultdict
 import pytest
 import torch
 
-from recsys.ops import AttentionMask, hstu_attention
+from recsys.ops import AttentionMask, RelativeBias, hstu_attention
 from tests.ops import harness
-from tests.ops.attention import assert_near, case, results, with_times
+from tests.ops.attention import BIAS, assert_near, large, with_neighbours
 from tests.ops.cases import layout_of, samples
-from tests.tools import ptx
-from tests.tools.interpreter import INTERPRETED, interpreted
+from tests.ops.harness import Runner
+from tests.tools.interpreter import interpreted
 
-HEADS = 2
-DIM = 64
+INTERPRETER, ON_GPU = Runner("triton", "cpu"), Runner("triton", "cuda")
+DIMS = (64, 64)
 
 MASKS = [
     AttentionMask(),
@@ -33,38 +33,6 @@ SHAPES = [
 KINDS = ["hours", "years", "minutes", "anywhere", "missing", "backward"]
 
 
-class Executed:
-    """The result of the builder of inline assembly."""
-
-    def __init__(self, handle):
-        self.handle = handle
-
-    def get_result(self, index):
-        assert index == 0
-        return self.handle
-
-
-def execute(builder, text, constraints, values, types, is_pure, pack):
-    from triton.language import float32
-    from triton.runtime.interpreter import TensorHandle
-
-    out = ptx.run_inline(text, [value.data for value in values], pack)
-    return Executed(TensorHandle(out, float32))
-
-
-@pytest.fixture(autouse=True)
-def on_hopper(monkeypatch):
-    """Let the interpreter run the assembly and take the CPU for a Hopper GPU."""
-    if not INTERPRETED:
-        return
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    from recsys.ops.hstu_attention.bias import packed_launch
-
-    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", execute)
-    monkeypatch.setattr(packed_launch, "_is_hopper", lambda device: True)
-
-
 def on_a_gpu(test):
     """Mark a test that needs a Hopper GPU."""
     return pytest.mark.gpu(harness.needs_hopper(test))
@@ -72,30 +40,26 @@ def on_a_gpu(test):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("kind", "shapes", "contextual", "rows", "mask", "deterministic"),
+    ("times", "shapes", "contextual", "rows", "mask", "deterministic"),
     [
-        ("hours", [(150, 9)], 0, HEADS, AttentionMask(), False),
+        ("hours", [(100, 9)], 0, 2, AttentionMask(), False),
         ("hours", [(70, 5)], 0, None, AttentionMask(), True),
         ("years", [(70, 20), (5, 0), (0, 30), (64, 0)], 1, None, AttentionMask(130, 70, True, 5), False),
         ("anywhere", [(100, 3)], 3, None, AttentionMask(window=40), False),
-        ("missing", [(63, 1), (1, 1), (90, 0)], 0, HEADS, AttentionMask(None, 0, False, 3, False), False),
-        ("backward", [(130, 0)], 6, HEADS, AttentionMask(), False),
-        ("minutes", [(130, 0)], 0, HEADS, AttentionMask(window=20, prefix=2), False),
+        ("missing", [(63, 1), (1, 1), (90, 0)], 0, 2, AttentionMask(None, 0, False, 3, False), False),
+        ("backward", [(130, 0)], 6, 2, AttentionMask(), False),
+        ("minutes", [(130, 0)], 0, 2, AttentionMask(window=20, prefix=2), False),
     ],
 )
-def test_output_and_gradients_are_as_near_as_the_reference(
-    kind, shapes, contextual, rows, mask, deterministic
-):
+def test_output_and_gradients_in_the_interpreter(times, shapes, contextual, rows, mask, deterministic):
     """In float16, which the interpreter has: at most twice as far from float64; sums of 11 bits."""
-    layout, q, k, v, bias = case(shapes, contextual, DIM, DIM, HEADS, torch.float16, rows, device="cpu")
-    arguments = (layout, q, k, v, with_times(bias, kind, layout.total_len))
-    assert_near(results(*arguments, mask, "triton", deterministic), arguments, mask, own=1e-3)
+    given = large(shapes, contextual, DIMS, torch.float16, rows, mask, times=times)
+    assert_near(given.with_options(deterministic=deterministic), INTERPRETER, own=1e-3)
 
 
-@interpreted
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_parts_of_the_items_add_up(deterministic, monkeypatch):
-    """Each tile with records of its own, where the records of all would take too much memory."""
+@pytest.fixture
+def made(monkeypatch):
+    """The number of items in each part for which records are made."""
     from recsys.ops.hstu_attention.bias import launch as bias_launch
 
     made, original = [], bias_launch._records
@@ -103,14 +67,21 @@ def test_parts_of_the_items_add_up(deterministic, monkeypatch):
         bias_launch, "_records", lambda *given: made.append(len(given[2])) or original(*given)
     )
     monkeypatch.setattr(bias_launch, "MOST_RECORD_BYTES", 0)
+    return made
+
+
+@interpreted
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_parts_of_the_items_add_up(deterministic, made, monkeypatch):
+    """Each tile with records of its own, where the records of all would take too much memory."""
+    from recsys.ops.hstu_attention.bias import launch as bias_launch
+
     found = []
-    for small in (bias_launch.SMALL_RECORDS, 40):  # with a new layout each, which has kept nothing
+    for small in (bias_launch.SMALL_RECORDS, 64):  # with a new layout each, which has kept nothing
         monkeypatch.setattr(bias_launch, "SMALL_RECORDS", small)
-        shapes = [(100, 3), (5, 0), (64, 9)]
-        layout, *leaves, bias = case(shapes, 1, DIM, DIM, HEADS, torch.float16, HEADS, device="cpu")
-        bias = with_times(bias, "hours", layout.total_len)
-        found.append(results(layout, *leaves, bias, AttentionMask(), "triton", deterministic))
-    assert made == [5, 5] + 3 * [2, 2, 1]  # of rows and of keys; forward, keys, rows
+        given = large([(66, 3), (5, 0)], 1, DIMS, torch.float16, 1, heads=1, times="hours")
+        found.append(harness.results(given.with_options(deterministic=deterministic), INTERPRETER))
+    assert made == [3, 3] + 3 * [2, 1]  # of rows and of keys; forward, keys, rows
     *others, position_table, time_table = zip(*found, strict=True)
     assert all(torch.equal(ours, other) for ours, other in others)
     close = 0 if deterministic else 1e-5
@@ -153,14 +124,14 @@ def test_records_take_a_bounded_number_of_bytes_a_token(monkeypatch):
 test_the_kernels_in_the_interpreter = harness.interpreter_test(__file__)
 
 
-def check(shapes, contextual, rows, kind, dims, dtype, mask):
+def check(shapes, contextual, rows, times, dims, dtype, mask):
     from recsys.ops.hstu_attention.bias import packed_launch
 
-    layout, q, k, v, bias = case(shapes, contextual, *dims, 2, dtype, rows)
-    assert packed_launch.is_packed("rows", q, v, bias)
-    arguments = (layout, q, k, v, with_times(bias, kind, layout.total_len))
+    given = harness.on_device(large(shapes, contextual, dims, dtype, rows, mask, times=times), ON_GPU)
+    bias = RelativeBias(*((given.tensors | given.options)[name] for name in BIAS))
+    assert packed_launch.is_packed("rows", given.tensors["q"], given.tensors["v"], bias)
     for deterministic in (False, True):
-        assert_near(results(*arguments, mask, "triton", deterministic), arguments, mask)
+        assert_near(given.with_options(deterministic=deterministic), ON_GPU)
 
 
 @on_a_gpu
@@ -168,7 +139,7 @@ def check(shapes, contextual, rows, kind, dims, dtype, mask):
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_output_and_gradients(mask, dtype):
     for number, (shapes, contextual, rows) in enumerate(itertools.product(SHAPES, [0, 1, 6], [None, 2])):
-        check(shapes, contextual, rows, KINDS[number % len(KINDS)], (64, 64), dtype, mask)
+        check(shapes, contextual, rows, KINDS[number % len(KINDS)], DIMS, dtype, mask)
 
 
 @on_a_gpu
@@ -202,21 +173,15 @@ def test_other_sizes_in_turn_between_rows_of_nan(monkeypatch):
     ]
     batches = []
     for number, shape in enumerate(shapes):
-        layout, *tensors, bias = case(shape, number % 2, 64, 64, 2, torch.bfloat16, 2)
-        for place, tensor in enumerate(tensors):
-            padded = tensor.new_full((tensor.shape[0] + 512, *tensor.shape[1:]), float("nan"))
-            padded[256:-256] = tensor.detach()
-            tensors[place] = padded[256:-256].detach().requires_grad_()
-        batches.append((layout, *tensors, bias))
-    found = []
-    for n in range(12):
-        for i in (3, n % 4, 0, 2, 1):
-            found.append((i, results(*batches[i], AttentionMask(), "triton", False)))
+        given = harness.on_device(large(shape, number % 2, DIMS, torch.bfloat16, 2), ON_GPU)
+        batches.append(with_neighbours(given.with_options(deterministic=False)))
+    order = [i for n in range(12) for i in (3, n % 4, 0, 2, 1)]
+    found = [(i, harness.results(batches[i], ON_GPU)) for i in order]
     torch.cuda.synchronize()
     assert len(made) == len(found)  # all were made by the one kernel
     first = dict(reversed(found))
-    for i, got in first.items():
-        assert_near(got, batches[i], AttentionMask())
+    for given in batches:
+        assert_near(given, ON_GPU)
     for i, got in found:
         for one, other in zip(got, first[i], strict=True):
             assert (one.double() - other.double()).norm() <= 2e-3 * other.double().norm()
@@ -242,7 +207,8 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
     from recsys.ops.hstu_attention.hopper import launch as hopper_launch
     from recsys.ops.runtime import hopper_launch as runtime_hopper_launch
 
-    results(*case([(5, 0)], 0, 64, 64, 2, torch.bfloat16, 2), AttentionMask(), "triton", False)
+    unordered = {"bias_rows": 2, "deterministic": False}
+    harness.results(large([(5, 0)], 0, DIMS, torch.bfloat16, **unordered), ON_GPU)
     modules = [module for name, module in sys.modules.items() if name.startswith("recsys.ops.")]
     kernels = {one for module in modules for one in vars(module).values() if isinstance(one, JITFunction)}
     for kernel in kernels:  # those that other tests have left
@@ -251,8 +217,7 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
     monkeypatch.setattr(hopper_launch, "CACHED_BYTES", 2**20)
     several = [(70, 0), (999, 9), (63, 0), (0, 0), (900, 16)]
     for number, shapes in enumerate([*([(n, 0)] for n in (1, 7, 512, 2048, 4097)), several, [(16, 0)]]):
-        batch = case(shapes, number % 2, 64, 64, 2, torch.bfloat16, 2)
-        assert_near(results(*batch, AttentionMask(), "triton", False), batch, AttentionMask())
+        assert_near(large(shapes, number % 2, DIMS, torch.bfloat16, **unordered), ON_GPU)
     # Records and lists: of rows, of keys; lists also of keys in sections. What is prepared once for all
     # layers of a batch is started by Triton's own way.
     assert artefacts(kernels) == [
@@ -271,18 +236,13 @@ def test_one_artefact_of_each_kernel_for_all_sizes(monkeypatch):
 
 @on_a_gpu
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
-def test_kernels_started_for_parts_of_the_items(mask, monkeypatch):
+def test_kernels_started_for_parts_of_the_items(mask, made, monkeypatch):
     """The records of all blocks are taken for too large to keep."""
     from recsys.ops.hstu_attention.bias import launch as bias_launch
 
-    made, original = [], bias_launch._records
-    monkeypatch.setattr(bias_launch, "MOST_RECORD_BYTES", 0)
     monkeypatch.setattr(bias_launch, "SMALL_RECORDS", 2**12)
-    monkeypatch.setattr(
-        bias_launch, "_records", lambda *given: made.append(len(given[2])) or original(*given)
-    )
     for number, (shapes, rows) in enumerate(itertools.product(SHAPES[::2], [None, 2])):
-        check(shapes, 1, rows, KINDS[number], (64, 64), torch.bfloat16, mask)
+        check(shapes, 1, rows, KINDS[number], DIMS, torch.bfloat16, mask)
     assert len(made) > 2 * 4 * 5  # more than one part for each kernel
 
 
@@ -295,9 +255,11 @@ def test_memory_of_a_token_is_the_same_for_long_samples(monkeypatch):
     monkeypatch.setattr(bias_launch, "SMALL_RECORDS", 0)
 
     def peak(length):
-        layout, *leaves, bias = case([(length, 0), (length, 0)], 0, 64, 64, 1, torch.bfloat16, 1)
-        cotangent = torch.randn_like(leaves[0])
-        leaves += [bias.position_table, bias.time_table]
+        given = large([(length, 0), (length, 0)], 0, DIMS, torch.bfloat16, 1, heads=1)
+        given = harness.on_device(given, ON_GPU)
+        leaves = [tensor.requires_grad_() for tensor in given.tensors.values()]
+        layout, cotangent = given.options["layout"], torch.randn_like(leaves[0])
+        bias = RelativeBias(*leaves[3:], *(given.options[name] for name in BIAS[2:]))
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -314,19 +276,8 @@ def test_memory_of_a_token_is_the_same_for_long_samples(monkeypatch):
 @pytest.mark.parametrize("mask", MASKS[:2], ids=str)
 def test_rows_that_no_descriptor_shows(mask):
     """With heads of 64 and steps that the copy engine does not take."""
-    layout, *tensors, bias = case([(900, 60), (5, 0), (64, 0)], 1, 64, 64, 2, torch.bfloat16, 2)
-    for place, tensor in enumerate(tensors):
-        wide = torch.zeros(tensor.shape[0], 2, 65, device="cuda", dtype=tensor.dtype)
-        wide[:, :, 1:] = tensor.detach()
-        tensors[place] = wide[:, :, 1:].detach().requires_grad_()
-    got = results(layout, *tensors, bias, mask, "triton", False)
-    assert_near(got, (layout, *tensors, bias), mask)
-
-
-@on_a_gpu
-def test_deterministic_means_the_same_bits():
-    arguments = case([(900, 60), (5, 0), (2000, 9)], 3, 64, 64, 2, torch.bfloat16, 2)
-    first = results(*arguments, AttentionMask(), "triton")
-    for _ in range(5):
-        again = results(*arguments, AttentionMask(), "triton")
-        harness.assert_equal(again, first)
+    given = large([(900, 60), (5, 0), (64, 0)], 1, DIMS, torch.bfloat16, 2, mask, deterministic=False)
+    given = harness.on_device(given, ON_GPU)
+    for name in "qkv":
+        given.tensors[name] = torch.nn.functional.pad(given.tensors[name], (1, 0))[:, :, 1:]
+    assert_near(given, ON_GPU)

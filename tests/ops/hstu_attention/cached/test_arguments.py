@@ -1,0 +1,104 @@
+"""What `hstu_attention_cached` says of wrong arguments."""
+
+import pytest
+import torch
+
+from recsys.ops import CachedRelativeBias, RelativeBias, SequenceLayout, explain, hstu_attention_cached
+from tests.ops import harness
+from tests.ops.cases import cut, qkv, times
+from tests.ops.oracle import Sample
+
+
+def arguments(**changes):
+    batch = [Sample(1, 3, 2), Sample(1, 1, 0)]
+    parts = cut(batch, [2, 1])
+    names = ("q", "k", "v", "layout", "cache_k", "cache_v", "cache_layout")
+    inputs = [tensor.detach().float() for tensor in qkv(8, dim=3, v_dim=4)]
+    return dict(zip(names, parts.arguments(*inputs), strict=True)) | {"scale_len": 8} | changes
+
+
+def bias_with(**changes):
+    fields = {"position_table": torch.zeros(4), "time_table": torch.zeros(4)}
+    fields |= dict(zip(("timestamps", "next_timestamps"), times(3), strict=True))
+    return CachedRelativeBias(**(fields | {"cache_timestamps": times(5)[0]} | changes))
+
+
+LAYOUT = SequenceLayout(torch.tensor([3, 2]))
+WRONG = [
+    ({"q": torch.zeros(3, 6)}, ValueError, r"q must have shape \[total_len, heads, dim\], got \(3, 6\)"),
+    ({"layout": LAYOUT}, ValueError, "q has 3 rows, the layout total_len = 5"),
+    ({"cache_layout": [4]}, TypeError, "cache_layout must be a SequenceLayout, got list"),
+    (
+        {"cache_layout": SequenceLayout(torch.tensor([5]))},
+        ValueError,
+        "cache_layout has 1 samples, layout 2; each sample of layout continues",
+    ),
+    (
+        {"cache_layout": SequenceLayout(torch.tensor([3, 2]), torch.tensor([1, 1]))},
+        ValueError,
+        "cache_layout must hold no targets, it has 2",
+    ),
+    ({"cache_layout": LAYOUT.to("meta")}, ValueError, "cache_layout is on meta, layout on cpu"),
+    (
+        {"cache_layout": SequenceLayout(torch.tensor([3, 3]))},
+        ValueError,
+        "cache_k has 5 rows, the cache_layout total_len = 6",
+    ),
+    ({"cache_k": None}, TypeError, "cache_k must be a tensor, got NoneType"),
+    ({"cache_k": torch.zeros(5, 2, 3).half()}, TypeError, "cache_k must have the dtype of q, torch.float32"),
+    (
+        {"cache_v": torch.zeros(5, 2, 3)},
+        ValueError,
+        r"cache_v must have shape \[cached tokens, 2, 4\] as v, got \(5, 2, 3\)",
+    ),
+    ({"cache_v": torch.zeros(5, 2, 4, device="meta")}, ValueError, "cache_v is on meta, v on cpu"),
+    ({"scale_len": -1}, ValueError, "scale_len must be positive and finite, got -1"),
+    ({"alpha": float("nan")}, ValueError, "alpha must be finite, got nan"),
+    (
+        {"bias": RelativeBias(torch.zeros(4), torch.zeros(4), *times(3))},
+        TypeError,
+        "bias must be a CachedRelativeBias .see RelativeBias.with_cache. or None, got RelativeBias",
+    ),
+    (
+        {"bias": bias_with(cache_timestamps=times(3)[0])},
+        ValueError,
+        "bias.cache_timestamps has 3 entries, cache_k has 5 rows",
+    ),
+    ({"bias": bias_with(timestamps=times(5)[0])}, ValueError, "bias.timestamps has 5 entries, q has 3 rows"),
+    (
+        {"bias": bias_with(time_table=torch.zeros(3, 4))},
+        ValueError,
+        "bias.time_table has 3 rows, q has 2 heads",
+    ),
+    (
+        {"backend": "cuda"},
+        ValueError,
+        "_cached has no backend 'cuda'; it has auto, sm90, triton, ref",
+    ),
+]
+
+
+test_wrong_arguments_are_named = harness.refused(hstu_attention_cached, arguments, WRONG)
+
+
+def test_new_contextual_tokens_are_refused():
+    given = arguments()
+    given["layout"] = SequenceLayout.trusted(
+        given["layout"].lengths, given["layout"].offsets, given["layout"].num_targets, 1, 3, 3, 2
+    )
+    with pytest.raises(ValueError, match="layout must hold no contextual tokens, they are in the cache"):
+        hstu_attention_cached(**given)
+
+
+@pytest.mark.parametrize("name", ["q", "v", "cache_k", "cache_v"])
+def test_gradients_are_refused(name):
+    given = arguments()
+    given[name] = given[name].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="computes no gradients; call it under torch.no_grad"):
+        hstu_attention_cached(**given)
+    with torch.no_grad():
+        hstu_attention_cached(**given)
+
+
+def test_explain_answers_for_it():
+    assert dict(explain("hstu_attention_cached", **arguments()).rows)["reference"].ok

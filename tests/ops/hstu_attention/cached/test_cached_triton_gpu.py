@@ -1,0 +1,145 @@
+"""The Triton kernel of `hstu_attention_cached` on a GPU: random layouts, memory, sizes in any order."""
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from recsys.ops import AttentionMask, RelativeBias, hstu_attention_cached
+from tests.ops import harness
+from tests.ops.attention import BIAS, CAUSAL, between_nan, large
+from tests.ops.cases import MASKS
+from tests.ops.harness import Runner
+from tests.ops.hstu_attention.cached.calls import assert_near, cached, output
+from tests.ops.hstu_attention.cached.test_cached_export import BATCHES, Scorer, exported, inputs
+
+pytestmark = pytest.mark.gpu
+
+ON_GPU = Runner("triton", "cuda")
+
+
+def case(shapes, *given, **rest):
+    """`large` attention on the GPU, and how many events of each sample are cached; `shapes`: cached, new,
+    targets."""
+    whole = large([(kept + new, targets) for kept, new, targets in shapes], *given, **rest)
+    return harness.on_device(whole, ON_GPU), [kept for kept, *_ in shapes]
+
+
+def split(given, num_cached):
+    """The positional arguments of `hstu_attention_cached`, less the mask; and the bias, if there is one."""
+    parts, both = cached(given, num_cached).options["parts"].to("cuda"), given.tensors | given.options
+    arguments = list(parts.arguments(*(both[name] for name in "qkv")))
+    has_bias = "time_table" in both
+    return arguments, parts.bias(RelativeBias(*(both[name] for name in BIAS))) if has_bias else None
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(data=st.data())
+def test_random_layouts(data):
+    sizes = st.tuples(st.integers(0, 400), st.integers(0, 150), st.integers(0, 150))
+    shapes = data.draw(st.lists(sizes, min_size=1, max_size=5), "cached, new, targets")
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+    dims = data.draw(st.tuples(*[st.sampled_from([16, 33, 64, 128, 200, 256])] * 2))
+    mask = data.draw(st.sampled_from([*MASKS, AttentionMask(130, 70, True, 5)]))
+    rows = data.draw(st.sampled_from([0, 0, None, 2]))
+    contextual = data.draw(st.sampled_from([0, 1, 6]))
+    assert_near(*case(shapes, contextual, dims, dtype, rows, mask), ON_GPU)
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_few_users_with_long_histories(dim, dtype, rows, monkeypatch):
+    """Keys are summed up in parts, to the same bits each time."""
+    from recsys.ops.hstu_attention.cached import triton_ops
+
+    chosen, number = [], triton_ops.num_parts
+    monkeypatch.setattr(triton_ops, "num_parts", lambda *facts: chosen.append(number(*facts)) or chosen[-1])
+    shapes = [(4001, 0, 70), (30, 2, 1), (2500, 0, 3)]
+    for mask in (CAUSAL, AttentionMask(130, 70, True, 5)):
+        given = case(shapes, 3, (dim, dim), dtype, rows, mask)
+        assert torch.equal(assert_near(*given, ON_GPU), output(cached(*given), ON_GPU))
+    assert min(chosen) > 1
+
+
+def test_other_sizes_in_any_order_use_one_artefact_and_stay_right():
+    from recsys.ops.hstu_attention.cached.triton_ops import cached_kernel
+
+    sizes = [(0, 1), (1, 0), (7, 5), (512, 256), (2048, 1), (4097, 300)]
+    batches = [case([(kept, 0, new), (kept, new, 0)], 0, (64, 64), torch.bfloat16) for kept, new in sizes]
+    expected = [assert_near(*batch, ON_GPU) for batch in batches]
+    given = [split(*batch)[0] for batch in batches]
+    before = harness.artefacts(cached_kernel)
+    order = [i for n in range(40) for i in (5, n % 5, 0, 3, 1)]
+    rapid = [(i, hstu_attention_cached(*given[i], scale_len=64, backend="triton")) for i in order]
+    torch.cuda.synchronize()
+    assert all(torch.equal(got, expected[i]) for i, got in rapid)
+    assert harness.artefacts(cached_kernel) == before
+
+
+def test_the_cache_is_not_copied_and_nothing_waits_for_the_device():
+    # Few new tokens: the sums of parts of the cached keys, of all new rows each, are small beside the cache.
+    given, num_cached = case([(4000, 0, 16)] * 4, 3, (128, 128), torch.bfloat16, 4, heads=4)
+    mask = AttentionMask(window=256, prefix=9)
+
+    def attend():
+        return hstu_attention_cached(*arguments, mask, scale_len=64, bias=bias, backend="triton")
+
+    arguments, bias = split(given, num_cached)
+    expected = attend()
+    arguments[3] = cached(given, num_cached).options["parts"].layout.to("cuda")  # a layout not seen before
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    with harness.no_waiting():
+        out = attend()
+    assert torch.equal(out, expected)
+    assert torch.cuda.max_memory_allocated() - held < arguments[4].nbytes / 4
+
+
+def test_poisoned_memory_and_neighbours():
+    shapes = [(300, 9, 0), (0, 0, 0), (65, 0, 20), (5, 0, 0)]
+    arguments, bias = split(*case(shapes, 2, (64, 32), torch.bfloat16, 2))
+    options = {"scale_len": 64, "bias": bias, "backend": "triton"}
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN
+    try:
+        clean = hstu_attention_cached(*arguments, **options)
+        padded = [between_nan(one) if isinstance(one, torch.Tensor) else one for one in arguments]
+        assert torch.equal(hstu_attention_cached(*padded, **options), clean)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("how", ["compile", "export"])
+def test_one_graph_for_all_sizes(how):
+    model = Scorer(backend="triton").eval().to("cuda")
+    batches = [
+        tuple(tensor.to("cuda") for tensor in inputs(shapes, spare)) for spare, shapes in enumerate(BATCHES)
+    ]
+    with torch.no_grad():
+        if how == "compile":
+            made = torch.compile(model, dynamic=True, fullgraph=True)
+        else:
+            made = exported(model, batches[0]).module()
+        for batch in batches:
+            torch.testing.assert_close(made(*batch), model(*batch))
+
+
+def test_the_library_op():
+    from recsys.ops.hstu_attention.cached.triton_ops import hstu_attention_cached_triton
+
+    arguments, bias = split(*case([(40, 3, 9), (0, 0, 0), (7, 0, 30)], 1, (64, 32), torch.bfloat16, 2))
+    q, k, v, layout, cache_k, cache_v, kept = arguments
+    lengths = (
+        layout.lengths,
+        layout.offsets,
+        layout.num_targets,
+        kept.lengths,
+        kept.offsets,
+    )
+    of_bias = (bias.position_table, bias.time_table, bias.timestamps, bias.next_timestamps)
+    for more in ((*of_bias, bias.cache_timestamps), (None,) * 5):
+        torch.library.opcheck(
+            hstu_attention_cached_triton,
+            (q, k, v, cache_k, cache_v, *lengths, *more, 1, 3, 2, False, 2, True, 0.5, 8.0),
+        )
