@@ -1,7 +1,7 @@
-"""The console command `recsys`: `recsys train ...` is `python -m recsys.train ...`, and so on.
+"""Runs the console command `recsys`: `recsys train ...` is `python -m recsys.train ...`, and so on.
 
-A new command is one line of `COMMANDS`; its module has `main(arguments)`, which returns the exit code. No
-command's module is imported before it is chosen, so `recsys --help` answers at once.
+A new command is one line of `COMMANDS`; its module has `main(arguments)`, which returns the exit code. A
+command's module is imported only when the command is chosen, so `recsys --help` answers at once.
 """
 
 import importlib

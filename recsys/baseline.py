@@ -1,7 +1,7 @@
-"""`python -m recsys.baseline`: metrics of models without training, on the rows and by the rule of a config.
+"""`python -m recsys.baseline`: measures baselines without training, on the rows and by the rule of a config.
 
-For a model that searches items: popularity, and item-to-item co-occurrence, directed and symmetric. For one
-that scores candidates: the mean label of each item, and the mean of all.
+For a model that searches items, the baselines are popularity, and directed and symmetric item-to-item
+co-occurrence. For a model that scores candidates, they are the mean label of each item, and the mean of all.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from recsys.errors import ConfigError
 
 def run(call: cli.Call) -> None:
     """Measure baselines without training on the validation or test rows."""
-    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
 
     environment.import_torchrec_quietly()
@@ -45,7 +45,7 @@ def run(call: cli.Call) -> None:
 
 
 def lines(table: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Writes the results as a table, a row for each metric, and below it the settings that were chosen."""
+    """Formats the results as a table with one row per metric, followed by the settings that were chosen."""
     names = list(table[0]["metrics"])
     width = max(map(len, [*names, "metric"]))
     columns = [max(8, len(row["name"])) for row in table]
@@ -62,7 +62,7 @@ def lines(table: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of this command."""
+    """Adds the flags of this command."""
     parser.add_argument("--split", choices=["validation", "test"], default="test", help="default: test")
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -1,4 +1,4 @@
-"""`python -m recsys.sweep`: trains combinations of settings in sequence and compares them on validation."""
+"""`python -m recsys.sweep`: trains combinations of settings and compares their metrics on validation."""
 
 import argparse
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from recsys.errors import ConfigError, Terminated
 
 def run(call: cli.Call) -> None:
     """Train every combination of the settings of --vary, or test which learning rate fits (--find-lr)."""
-    # Heavy imports come last: --help, --validate and --print-config need none of them.
+    # Heavy imports come late, because --help, --validate and --print-config need none of them.
     from recsys import environment
 
     flags = call.flags
