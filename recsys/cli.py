@@ -338,7 +338,7 @@ class _FileHandler(logging.FileHandler):
             super().handleError(record)
             return
         self._failed = True
-        # A log line about this would come back here.
+        # Printed, because a log line about this failure would end up here again.
         print(f"{self._path} ends here, it cannot be written: {error}", file=sys.stderr)
 
     def close(self) -> None:

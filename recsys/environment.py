@@ -156,7 +156,7 @@ def installed_version(distribution: str) -> str | None:
 def driver_version() -> str | None:
     """Returns the version of the NVIDIA driver, or None if there is no driver.
 
-    FBGEMM's CUDA build cannot be imported without one.
+    Without a driver, `libnvidia-ml.so.1` does not load, and FBGEMM's CUDA build cannot be imported.
     """
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
@@ -207,9 +207,9 @@ def find_ptxas() -> str | None:
 
 
 def newer_ptxas() -> str:
-    """The command that installs an assembler fit for Hopper, if the present one is not."""
+    """Returns the command that installs a ptxas that works on Hopper."""
     install = f"pip install '{PACKAGED_PTXAS}'"
-    # An assembler that the user named comes before any that is installed.
+    # A ptxas that the user named takes precedence over an installed one.
     return f"unset TRITON_PTXAS_PATH; {install}" if os.environ.get("TRITON_PTXAS_PATH") else install
 
 
