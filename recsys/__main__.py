@@ -47,7 +47,7 @@ Tab completion: add one line to ~/.bashrc or ~/.zshrc, or the last one to ~/.con
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that the first argument names with the arguments behind it; returns its exit code."""
+    """Runs the command that the first argument names, with the arguments after it; returns its exit code."""
     width = max(map(len, COMMANDS))
     lines = "\n".join(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items())
     parser = Parser(

@@ -4,7 +4,7 @@ The rules come from experiments/2026-11-24-starter, where they were tuned on val
 
 - Batches: a power of two with 16 to 32 of them in an epoch of retrieval (150 to 300 of ranking). Few rows
   need small batches, or there are too few steps.
-- Length: 50 epochs of retrieval, which are 800 to 1,600 steps; ranking overfits behind the second epoch.
+- Length: 50 epochs of retrieval, which are 800 to 1,600 steps; ranking overfits after the second epoch.
 - Rate: 5e-3 on small logs, where 1e-3 had learned half as much when the run ended; less for large batches, as
   the ready configs measured on ML-1M and Amazon Beauty.
 - Dropout: half of the numbers where an item has few events to learn from, down to a fifth.
