@@ -33,9 +33,9 @@ def run(call: cli.Call) -> None:
         for result in item_means.measure(pipeline, split):
             table.append({"name": result.name, "metrics": result.metrics, "settings": result.settings})
     else:
-        for found in baselines.measure(pipeline, split):
-            settings = found.settings._asdict() if found.settings is not None else {}
-            table.append({"name": found.name, "metrics": found.metrics, "settings": settings})
+        for result in baselines.measure(pipeline, split):
+            settings = result.settings._asdict() if result.settings is not None else {}
+            table.append({"name": result.name, "metrics": result.metrics, "settings": settings})
     if call.flags.json:
         print(json.dumps({"split": split, "protocol": protocol(pipeline), "baselines": table}, indent=1))
     else:
@@ -50,15 +50,15 @@ def lines(table: Sequence[Mapping[str, Any]]) -> list[str]:
     width = max(map(len, [*names, "metric"]))
     columns = [max(8, len(row["name"])) for row in table]
     heads = zip(table, columns, strict=True)
-    found = ["  ".join([f"{'metric':<{width}}", *(f"{row['name']:>{size}}" for row, size in heads)])]
+    text_lines = ["  ".join([f"{'metric':<{width}}", *(f"{row['name']:>{size}}" for row, size in heads)])]
     for name in names:
         values = [f"{row['metrics'][name]:>{size}.4f}" for row, size in zip(table, columns, strict=True)]
-        found.append("  ".join([f"{name:<{width}}", *values]))
+        text_lines.append("  ".join([f"{name:<{width}}", *values]))
     for row in table:
         if row["settings"]:
             chosen = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
-            found.append(f"{row['name']}, chosen on validation rows: {chosen}")
-    return found
+            text_lines.append(f"{row['name']}, chosen on validation rows: {chosen}")
+    return text_lines
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

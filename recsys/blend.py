@@ -58,9 +58,9 @@ def _print(report: "BlendReport") -> None:
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
     cli.add_checkpoint(parser)
-    own = parser.add_argument_group("blend flags")
-    own.add_argument("--output", metavar="DIR", help="also write recommendations into this folder")
-    own.add_argument(
+    group = parser.add_argument_group("blend flags")
+    group.add_argument("--output", metavar="DIR", help="also write recommendations into this folder")
+    group.add_argument(
         "--input", metavar="PATH", nargs="+", help="rows to recommend for, with --output (default: data.test)"
     )
 

@@ -61,10 +61,10 @@ def _find_rate(call: cli.Call) -> None:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    own = parser.add_argument_group("sweep flags")
+    group = parser.add_argument_group("sweep flags")
     about = "values to try, such as 'model.embedding_dim=[32,64]'; may be repeated, for all combinations"
-    own.add_argument("--vary", metavar="PATH=[...]", action="append", default=[], help=about)
-    own.add_argument("--find-lr", action="store_true", help="test growing learning rates instead")
+    group.add_argument("--vary", metavar="PATH=[...]", action="append", default=[], help=about)
+    group.add_argument("--find-lr", action="store_true", help="test growing learning rates instead")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -114,11 +114,11 @@ def lookup(message: type[Message]) -> type:
 
 def registered(choice: type[Message]) -> dict[str, Component]:
     """Returns every alternative of a holder, with its class and a message of defaults; tests loop over it."""
-    found = {}
+    components = {}
     for field in fields.alternatives(choice):
         message = fields.type_of(field)
-        found[fields.name_of(field)] = Component(lookup(message), message())
-    return found
+        components[fields.name_of(field)] = Component(lookup(message), message())
+    return components
 
 
 def modules_of(message: type[Message]) -> list[str]:
